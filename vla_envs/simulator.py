@@ -1,0 +1,130 @@
+"""One simulated world: the protocol that every benchmark implements, in numpy and without batching."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The identity of an episode: it fixes the initial state and the pixels completely.
+
+    Attributes:
+        task_id: index into ``SimulatorSpec.tasks``.
+        trial_id: which initial state of the task, ``>= 0``.
+        seed: selects a family of trials; training and evaluation use different families.
+        group_id: label of the group that this run of the episode belongs to (GRPO). It says who is
+            compared with whom and does not influence the world.
+    """
+
+    task_id: int
+    trial_id: int
+    seed: int = 0
+    group_id: int = field(default=0, compare=False)
+
+
+@dataclass
+class Observation:
+    """What a policy sees.
+
+    Attributes:
+        images: uint8 ``[H, W, 3]``, third-person or head camera, upright, RGB.
+        states: float32 ``[S]``, proprioception.
+        task_description: the instruction alone, without any prompt template.
+        wrist_images: uint8 ``[V, H, W, 3]`` or ``None`` where the benchmark has no wrist camera.
+    """
+
+    images: np.ndarray
+    states: np.ndarray
+    task_description: str
+    wrist_images: np.ndarray | None = None
+
+
+@dataclass
+class Outcome:
+    """What one primitive action did.
+
+    Attributes:
+        reward: the reward of this action.
+        success: whether the task counts as solved in the state after this action.
+    """
+
+    reward: float
+    success: bool
+
+
+class Simulator(Protocol):
+    """One world. ``step`` never renders, ``observe`` does: a decision costs C steps and one frame."""
+
+    spec: SimulatorSpec
+
+    def reset(self, episode: Episode) -> None:
+        """Put the world into the initial state that ``episode`` determines."""
+
+    def step(self, action: np.ndarray) -> Outcome:
+        """Execute one primitive action, float32 ``[A]``, in the units of ``spec``."""
+
+    def observe(self) -> Observation:
+        """Render the current state."""
+
+    def close(self) -> None:
+        """Free the world and its graphics memory."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a benchmark suite.
+
+    Attributes:
+        name: the benchmark's own name, such as ``"reach-v3"``.
+        instruction: the sentence the policy is given.
+        group: the benchmark's difficulty or suite group, for tables by group; may be empty.
+    """
+
+    name: str
+    instruction: str
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class SimulatorSpec:
+    """Everything there is to know about a benchmark without starting its simulator.
+
+    Attributes:
+        id: what was passed to ``make_env``, such as ``"metaworld/MT50"``.
+        entry_point: ``"module:class"`` of the :class:`Simulator`; imported only where it runs.
+        tasks: the tasks of the suite, ``task_id`` is the index.
+        trials: number of evaluation trials per task in the benchmark's protocol.
+        image_shape: ``(H, W)`` of ``images``.
+        wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
+        state_dim: ``S``.
+        action_low, action_high: bounds of a primitive action, ``A`` numbers each.
+        max_episode_steps: horizon in primitive actions.
+        options: further keyword arguments of the entry point (camera, render quality, ...).
+    """
+
+    id: str
+    entry_point: str
+    tasks: tuple[Task, ...]
+    trials: int
+    image_shape: tuple[int, int]
+    state_dim: int
+    action_low: tuple[float, ...]
+    action_high: tuple[float, ...]
+    max_episode_steps: int
+    wrist_image_shape: tuple[int, int, int] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def action_dim(self) -> int:
+        return len(self.action_low)
+
+    def make(self) -> Simulator:
+        """Import the benchmark and build one world."""
+        module, _, name = self.entry_point.partition(":")
+        return getattr(importlib.import_module(module), name)(self)

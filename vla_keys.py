@@ -1,0 +1,43 @@
+"""The data contract: every TensorDict key that environments, policies and algorithms share.
+
+Environments and policies never import each other; this module is what both may read. Shapes use
+``N`` environments, ``C`` primitive actions per chunk (one *decision*), ``A`` action dimensions,
+``S`` state dimensions, ``V`` wrist cameras and ``H x W`` pixels.
+"""
+
+NEXT = "next"
+
+# Observation, written by the environment.
+IMAGES = "images"  # uint8 [N, H, W, 3], third-person camera, upright, RGB
+WRIST_IMAGES = "wrist_images"  # uint8 [N, V, H, W, 3], only where the benchmark has wrist cameras
+STATES = "states"  # float32 [N, S], proprioception
+TASK_DESCRIPTIONS = "task_descriptions"  # text [N], the instruction alone
+
+# Identity of the running episode, written by the environment.
+TASK_ID = "task_id"  # int64 [N]
+TRIAL_ID = "trial_id"  # int64 [N]
+GROUP_ID = "group_id"  # int64 [N], equal for episodes that are compared with each other
+
+# Decision, written by the policy.
+ACTION = "action"  # float32 [N, C, A], in the simulator's own units and gripper sign
+ACTION_TOKENS = "action_tokens"  # int64 [N, C, A]
+ACTION_LOG_PROB = "action_log_prob"  # float32 [N, C, A]
+PROMPT_TOKENS = "prompt_tokens"  # int64 [N, L], so that the update never tokenises again
+STATE_VALUE = "state_value"  # float32 [N, 1] or [N, C], policies with a value head
+
+# Outcome, written by the environment under ``NEXT``.
+REWARD = "reward"  # float32 [N, 1], sum over the executed actions of the chunk
+STEP_REWARDS = "step_rewards"  # float32 [N, C]
+STEP_MASK = "step_mask"  # bool [N, C], primitive actions that were really executed
+TERMINATED = "terminated"  # bool [N, 1]
+TRUNCATED = "truncated"  # bool [N, 1]
+DONE = "done"  # bool [N, 1]
+SUCCESS = "success"  # bool [N, 1], success so far in this episode
+SUCCESS_AT_END = "success_at_end"  # bool [N, 1], success after the last executed action
+EPISODE_RETURN = "episode_return"  # float32 [N, 1]
+EPISODE_LEN = "episode_len"  # int64 [N, 1], in primitive actions
+LOST = "lost"  # bool [N, 1], the simulator died: this episode has no result
+
+# Written by the learner.
+ADVANTAGE = "advantage"  # float32 [N, 1]
+VALUE_TARGET = "value_target"  # float32 [N, 1]
