@@ -101,10 +101,11 @@ class SimulatorSpec:
         tasks: the tasks of the suite, ``task_id`` is the index.
         trials: number of evaluation trials per task in the benchmark's protocol.
         image_shape: ``(H, W)`` of ``images``.
-        wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
         max_episode_steps: horizon in primitive actions.
+        wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
+        departures: what differs from the benchmark's own protocol, to be shown wherever a result is shown.
         options: further keyword arguments of the entry point (camera, render quality, ...).
     """
 
@@ -118,6 +119,7 @@ class SimulatorSpec:
     action_high: tuple[float, ...]
     max_episode_steps: int
     wrist_image_shape: tuple[int, int, int] | None = None
+    departures: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,259 @@
+"""Meta-World v3: the 50 Sawyer tasks, MT50, ML45 and the difficulty groups, on MuJoCo.
+
+Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480
+pixels, state = hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the
+instructions and task order of ``metaworld_tasks.json``. Everything that departs from it is an option, and
+:attr:`SimulatorSpec.departures` names it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from vla_envs.errors import unknown_name
+from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec, Task
+
+CAMERA = "corner4"
+IMAGE_SIZE = 480
+SETTLE_STEPS = 15
+MAX_EPISODE_STEPS = 100
+DIFFICULTIES = ("easy", "medium", "hard", "very_hard")
+RENDER_QUALITIES = ("benchmark", "fast")
+_WORLDS_PER_SIMULATOR = 4  # built worlds kept for task switching, about 35 MB each
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return json.loads(resources.files("vla_envs").joinpath("metaworld_tasks.json").read_text())
+
+
+@cache
+def suites() -> dict[str, tuple[str, ...]]:
+    """Names of the suites and the tasks of each, in the order that fixes ``task_id``."""
+    tasks = _table()["tasks"]
+    names = [task["name"] for task in tasks]
+    found = {
+        "MT50": tuple(names),
+        "ML45-train": tuple(_table()["ML45"]["train"]),
+        "ML45-test": tuple(_table()["ML45"]["test"]),
+    }
+    for difficulty in DIFFICULTIES:
+        found[difficulty] = tuple(task["name"] for task in tasks if task["difficulty"] == difficulty)
+    found.update({name: (name,) for name in names})
+    return found
+
+
+def _tasks_of(suite: str) -> tuple[str, ...]:
+    """Tasks of a suite, of a single task (``-v3`` may be left out) or of several joined by ``+``."""
+    names: list[str] = []
+    for part in suite.split("+"):
+        known = suites()
+        match = next((name for name in (part, f"{part}-v3") if name in known), None)
+        if match is None:
+            raise unknown_name("Meta-World suite or task", part, known, example="metaworld/MT50")
+        names.extend(known[match])
+    if len(set(names)) != len(names):
+        raise ValueError(f"Meta-World suite {suite!r} names a task twice; name each task once")
+    return tuple(names)
+
+
+def make_spec(
+    suite: str,
+    *,
+    image_size: int | Sequence[int] = IMAGE_SIZE,
+    max_episode_steps: int = MAX_EPISODE_STEPS,
+    render_quality: str = "benchmark",
+    settle_steps: int = SETTLE_STEPS,
+    camera: Mapping[str, Any] | None = None,
+    reset_ranges: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    hide_goals: bool = False,
+) -> SimulatorSpec:
+    """Describe a Meta-World suite without importing Meta-World.
+
+    Args:
+        suite: ``"MT50"``, ``"ML45-train"``, ``"ML45-test"``, a difficulty (``"easy"``, ``"medium"``,
+            ``"hard"``, ``"very_hard"``), a task such as ``"reach-v3"``, or several of these joined by ``+``.
+        image_size: pixels of a side, or ``(height, width)``.
+        max_episode_steps: horizon in primitive actions, settle steps not counted.
+        render_quality: ``"benchmark"`` (shadows, 4x multisampling) or ``"fast"`` (neither): different pixels.
+        settle_steps: zero actions after the reset.
+        camera: ``None`` for the benchmark's camera, else the free camera's ``lookat`` (3 numbers, metres),
+            ``distance`` (metres), ``azimuth`` and ``elevation`` (degrees).
+        reset_ranges: per task ``[low, high]`` of the random vector from which the task draws its initial
+            state, in metres; a task that is not named keeps the benchmark's.
+        hide_goals: leave out the marker spheres, which may tell tasks of one scene apart.
+
+    Raises:
+        ValueError: an unknown suite, task or option value.
+    """
+    height, width = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if min(height, width) < 1:
+        raise ValueError(f"image_size must be at least 1 pixel, got {image_size!r}; try image_size=224")
+    if render_quality not in RENDER_QUALITIES:
+        raise unknown_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
+    if max_episode_steps < 1 or settle_steps < 0:
+        raise ValueError(
+            f"max_episode_steps must be >= 1 and settle_steps >= 0, got {max_episode_steps} and {settle_steps}"
+        )
+    names = _tasks_of(suite)
+    if camera is not None and set(camera) != {"lookat", "distance", "azimuth", "elevation"}:
+        raise ValueError(
+            f"camera takes lookat, distance, azimuth and elevation, got {sorted(camera)}; "
+            "leave it out for the benchmark's camera"
+        )
+    ranges = {
+        name: tuple(tuple(float(x) for x in bound) for bound in bounds)
+        for name, bounds in (reset_ranges or {}).items()
+    }
+    for name in ranges:
+        if name not in names:
+            raise unknown_name("task in reset_ranges", name, names)
+    by_name = {task["name"]: task for task in _table()["tasks"]}
+    departures = [
+        text
+        for departs, text in [
+            (max_episode_steps != MAX_EPISODE_STEPS, f"horizon {max_episode_steps} instead of {MAX_EPISODE_STEPS}"),
+            (settle_steps != SETTLE_STEPS, f"{settle_steps} settle steps instead of {SETTLE_STEPS}"),
+            (camera is not None, f"free camera {_describe(camera)} instead of {CAMERA}"),
+            (bool(ranges), f"own reset ranges for {', '.join(ranges)}"),
+            (hide_goals, "goal markers hidden"),
+            (render_quality != "benchmark", "no shadows, no multisampling"),
+            ((height, width) != (IMAGE_SIZE, IMAGE_SIZE), f"{height} x {width} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
+        ]
+        if departs
+    ]
+    return SimulatorSpec(
+        id=f"metaworld/{suite}",
+        entry_point="vla_envs.metaworld:MetaWorldSimulator",
+        tasks=tuple(Task(name, by_name[name]["prompt"], by_name[name]["difficulty"]) for name in names),
+        trials=20 if suite == "ML45-test" else 10,
+        image_shape=(height, width),
+        state_dim=4,
+        action_low=(-1.0,) * 4,
+        action_high=(1.0,) * 4,
+        max_episode_steps=max_episode_steps,
+        departures=tuple(departures),
+        options={
+            "render_quality": render_quality,
+            "settle_steps": settle_steps,
+            "camera": None if camera is None else dict(camera),
+            "reset_ranges": ranges,
+            "hide_goals": hide_goals,
+        },
+    )
+
+
+def _describe(camera: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{key} {value}" for key, value in (camera or {}).items())
+
+
+class MetaWorldSimulator:
+    """One Meta-World arm. Switching the task at ``reset`` costs about 0.2 s when the world is not cached."""
+
+    def __init__(self, spec: SimulatorSpec):
+        self.spec = spec
+        self._worlds: OrderedDict[str, Any] = OrderedDict()
+        self._world: Any = None
+        self._renderer: Any = None
+        self._task: Task | None = None
+
+    def reset(self, episode: Episode) -> None:
+        self._task = self.spec.tasks[episode.task_id]
+        self._world = self._get_world(self._task.name)
+        # Meta-World ignores reset(seed=...): with seeded_rand_vec it draws from np_random instead. The task's
+        # name, not its index, goes into the seed: an episode is the same in MT50 and on its own.
+        name = zlib.crc32(self._task.name.encode())
+        self._world.np_random = np.random.default_rng([episode.seed, name, episode.trial_id])
+        self._world.reset()
+        # Settling is part of the initial state and must not eat up the horizon, past which Meta-World raises.
+        self._world.max_path_length = self.spec.options["settle_steps"] + self.spec.max_episode_steps + 1
+        for _ in range(self.spec.options["settle_steps"]):
+            self._world.step(np.zeros(4, np.float32))
+
+    def step(self, action: np.ndarray) -> Outcome:
+        _, _, _, _, info = self._world.step(action)
+        success = bool(info["success"])
+        return Outcome(reward=float(success), success=success)
+
+    def observe(self) -> Observation:
+        states = self._world._get_curr_obs_combined_no_goal()[:4]
+        return Observation(
+            images=self._renderer.render(self._world.model, self._world.data),
+            states=states.astype(np.float32),
+            task_description=self._task.instruction,
+        )
+
+    def expert_action(self) -> np.ndarray:
+        """Action of Meta-World's scripted expert for the running task, float32 ``[4]`` within the bounds.
+
+        It reads the object's and the goal's position, which no policy is given.
+        """
+        world = self._world
+        current = world._get_curr_obs_combined_no_goal()
+        observation = np.hstack((current, current, world._get_pos_goal()))
+        expert = _expert(self._task.name)
+        return np.clip(expert.get_action(observation), -1.0, 1.0).astype(np.float32)
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+        self._worlds.clear()
+
+    def _get_world(self, name: str) -> Any:
+        from vla_envs.mujoco_rendering import shared_renderer
+
+        if name not in self._worlds:
+            if len(self._worlds) == _WORLDS_PER_SIMULATOR:
+                self._worlds.popitem(last=False)[1].close()
+            self._worlds[name] = self._build(name)
+        self._worlds.move_to_end(name)
+        world, options = self._worlds[name], self.spec.options
+        self._renderer = shared_renderer(
+            world.model_name,
+            world.model,
+            size=self.spec.image_shape,
+            quality=options["render_quality"],
+            # corner4 hangs upside down, so its image is turned by 180 degrees.
+            camera=CAMERA if options["camera"] is None else options["camera"],
+            upside_down=options["camera"] is None,
+            hide_sites=options["hide_goals"],
+        )
+        return world
+
+    def _build(self, name: str) -> Any:
+        from gymnasium.spaces import Box
+        from metaworld.env_dict import ENV_CLS_MAP
+
+        world = ENV_CLS_MAP[name]()
+        # What Meta-World's own set_task() does, but drawing initial states instead of replaying 50 of them.
+        world._set_task_called = True
+        world._freeze_rand_vec = False
+        world.seeded_rand_vec = True
+        if name in self.spec.options["reset_ranges"]:
+            low, high = (np.array(bound) for bound in self.spec.options["reset_ranges"][name])
+            expected = world._random_reset_space.shape
+            if low.shape != expected or high.shape != expected:
+                raise ValueError(
+                    f"reset_ranges of {name} needs {expected[0]} numbers per bound, got {low.size} and {high.size}; "
+                    f"the benchmark's are {world._random_reset_space.low.tolist()} "
+                    f"and {world._random_reset_space.high.tolist()}"
+                )
+            world._random_reset_space = Box(low, high, dtype=np.float64)
+        return world
+
+
+@cache
+def _expert(task: str) -> Any:
+    from metaworld import policies
+
+    stem = "".join(part.capitalize() for part in task.split("-"))  # "pick-place-v3" -> "PickPlaceV3"
+    stem = {"PegInsertSideV3": "PegInsertionSideV3"}.get(stem, stem)
+    return getattr(policies, f"Sawyer{stem}Policy")()
