@@ -1,0 +1,63 @@
+# Two commands do everything on a fresh machine:  make run  and  make test.
+SHELL := /bin/bash
+
+VENV ?= .venv
+# The first interpreter that really runs and is new enough.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; do \
+    $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
+EXTRAS ?= metaworld,dev
+# Arguments for what is run: make run ARGS="seed=1", make test ARGS="-k determinism".
+ARGS ?=
+
+SYSTEM_PACKAGES := libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6
+INSTALL_SYSTEM_PACKAGES := apt-get update && apt-get install -y --no-install-recommends $(SYSTEM_PACKAGES)
+
+# Offline packs of simulator assets, where a folder next to the checkout has them.
+ifneq ($(wildcard ../shared/assets),)
+export VLA_TORCHRL_ASSETS ?= $(abspath ../shared/assets)
+endif
+
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.set-up
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint doctor clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*  ## (.*)/  make \1\t\2/' | expand -t 16
+
+setup: $(STAMP)  ## virtual environment, packages and rendering libraries (the other commands do it by themselves)
+
+run: $(STAMP)  ## the main job: PPO fine-tunes a small VLA policy on Meta-World (ARGS="seed=1" to change a setting)
+	$(RUN) recipes/ppo.py $(ARGS)
+
+test: $(STAMP)  ## every test (ARGS="-k gym" for some of them)
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(STAMP)  ## style checks
+	$(RUN) -m ruff check .
+
+doctor: $(STAMP)  ## which environments there are, and what this machine lacks for them
+	$(RUN) -m vla_envs
+
+clean:  ## remove the virtual environment
+	rm -rf $(VENV)
+
+# torch goes first and alone: its version is exact, so nothing that follows can pull a second build of it.
+# The last step renders one frame; only if that fails are system libraries needed.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || \
+	    { echo "Python 3.11 or later is needed. Type: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@if $(RUN) -m vla_envs >/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "No renderer works yet, installing: $(SYSTEM_PACKAGES)"; \
+	    $(INSTALL_SYSTEM_PACKAGES); $(RUN) -m vla_envs || true; \
+	else \
+	    $(RUN) -m vla_envs || true; \
+	    echo "Offscreen rendering needs system libraries. On Debian or Ubuntu type:"; \
+	    echo "  sudo sh -c '$(INSTALL_SYSTEM_PACKAGES)'"; \
+	fi
+	@touch $@

@@ -1,0 +1,243 @@
+"""What this machine has and lacks for the environments, and what to type about each thing that fails.
+
+Everything risky (importing a simulator, opening a graphics context) runs in a process of its own without
+a standard input and with a time-out: a crash, a prompt or a hang becomes a line of the report.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from vla_envs.registry import BENCHMARKS, list_envs
+
+DISTRIBUTION = "vla-torchrl"
+SYSTEM_PACKAGES = ("libegl1", "libegl-mesa0", "libgl1-mesa-dri", "libosmesa6")
+APT_INSTALL = f"sudo apt-get update && sudo apt-get install -y {' '.join(SYSTEM_PACKAGES)}"
+PROBE_TIMEOUT = 120.0  # seconds; a first import compiles byte code on what may be a slow network disk
+MIN_SHARED_MEMORY = 256 * 2**20  # bytes; Docker's default of 64 MiB ends in a bus error
+
+# Renders a red ball with MuJoCo and says what drew it. A black frame counts as broken.
+_RENDER_PROBE = """
+import mujoco
+from OpenGL import GL
+model = mujoco.MjModel.from_xml_string(
+    "<mujoco><worldbody><light pos='0 0 3'/><geom type='sphere' size='.5' rgba='1 0 0 1'/></worldbody></mujoco>")
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+renderer = mujoco.Renderer(model, 64, 64)
+renderer.update_scene(data)
+if renderer.render().std() < 1:
+    raise SystemExit("the frame is empty")
+print(GL.glGetString(GL.GL_RENDERER).decode())
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        status: ``"ok"``, ``"missing"`` (nothing there) or ``"broken"`` (there, but it does not work).
+        name: what was looked at.
+        detail: what was found.
+        remedy: what to type; empty where nothing is wrong.
+    """
+
+    status: str
+    name: str
+    detail: str
+    remedy: str = ""
+
+
+def run_probe(
+    code: str, environment: Mapping[str, str] | None = None, timeout: float = PROBE_TIMEOUT
+) -> tuple[bool, str]:
+    """Run Python code in a process of its own.
+
+    Args:
+        code: the program; what it prints last is the result.
+        environment: variables added to this process's.
+        timeout: seconds after which it counts as hung.
+
+    Returns:
+        Whether it ended well, and its last line of output, or of its error.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            env={**os.environ, **(environment or {})},
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {timeout:.0f} s"
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    if done.returncode < 0:
+        return False, f"crashed with signal {-done.returncode}"
+    return done.returncode == 0, lines[-1].strip() if lines else f"exit status {done.returncode}"
+
+
+def check_packages(requirements: Iterable[str] | None = None, extra: str = "") -> list[Finding]:
+    """Compare installed versions with those that the package asks for.
+
+    Args:
+        requirements: as in ``pyproject.toml``; the installed package's own if ``None``.
+        extra: check the requirements of this extra instead of the ones of the package itself.
+    """
+    if requirements is None:
+        try:
+            requirements = metadata.requires(DISTRIBUTION) or []
+        except metadata.PackageNotFoundError:
+            remedy = "pip install -e '.[metaworld]'  (in the checkout)"
+            unknown = Finding("missing", DISTRIBUTION, "not installed, so versions cannot be checked", remedy)
+            return [] if extra else [unknown]
+    return [
+        _check_requirement(requirement, extra)
+        for requirement in map(Requirement, requirements)
+        if _applies(requirement, extra)
+    ]
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    marker = requirement.marker
+    everywhere = marker is None or marker.evaluate({"extra": ""})
+    return not everywhere and marker.evaluate({"extra": extra}) if extra else everywhere
+
+
+def _check_requirement(requirement: Requirement, extra: str) -> Finding:
+    wanted = str(requirement.specifier)
+    remedy = f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install '{requirement.name}{wanted}'"
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return Finding("missing", requirement.name, f"needs {wanted or 'any version'}", remedy)
+    if not requirement.specifier.contains(version, prereleases=True):
+        remedy = f"pip install '{requirement.name}{wanted}'"
+        return Finding("broken", requirement.name, f"{version}, needs {wanted}: results may differ", remedy)
+    return Finding("ok", requirement.name, f"{version} ({wanted})" if wanted else version)
+
+
+def check_renderers() -> list[Finding]:
+    """Render one frame with each MuJoCo backend; the first finding is the one that environments use."""
+    ok, reason = run_probe("import mujoco, OpenGL")
+    if not ok:
+        return [Finding("missing", "MuJoCo rendering", reason, f"pip install '{DISTRIBUTION}[metaworld]'")]
+    used = os.environ.get("MUJOCO_GL", "egl")
+    backends = list(dict.fromkeys([used, "egl", "osmesa"]))
+    with ThreadPoolExecutor() as threads:
+        results = threads.map(lambda backend: run_probe(_RENDER_PROBE, {"MUJOCO_GL": backend}), backends)
+    results = dict(zip(backends, results, strict=True))
+    working = [backend for backend, (ok, _) in results.items() if ok]
+    findings = []
+    for backend, (ok, detail) in results.items():
+        name = f"MUJOCO_GL={backend}"
+        if ok:
+            findings.append(Finding("ok", name, f"{detail}{', in use' if backend == used else ''}"))
+        else:
+            remedy = f"export MUJOCO_GL={working[0]}, or: {APT_INSTALL}" if working else APT_INSTALL
+            findings.append(Finding("broken", name, f"{detail}{', in use' if backend == used else ''}", remedy))
+    return findings
+
+
+def check_simulator(benchmark: str) -> list[Finding]:
+    """Check the packages of a benchmark; the last finding is whether its simulator can be imported."""
+    packages = check_packages(extra=benchmark)
+    ok, detail = run_probe(f"import {benchmark}")
+    if ok:
+        imported = Finding("ok", f"import {benchmark}", "works")
+    else:
+        status = "missing" if f"No module named '{benchmark}'" in detail else "broken"
+        imported = Finding(status, f"import {benchmark}", detail, f"pip install '{DISTRIBUTION}[{benchmark}]'")
+    return [*packages, imported]
+
+
+def check_machine() -> list[Finding]:
+    """Shared memory for the workers, and the folder of offline assets."""
+    findings = []
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        enough = free >= MIN_SHARED_MEMORY
+        remedy = "" if enough else "start the container with --shm-size=2g"
+        detail = f"{free / 2**20:.0f} MiB free in /dev/shm"
+        findings.append(Finding("ok" if enough else "broken", "shared memory", detail, remedy))
+    folder = os.environ.get("VLA_TORCHRL_ASSETS")
+    if not folder:
+        detail = "VLA_TORCHRL_ASSETS is not set; Meta-World needs no assets of its own"
+        findings.append(Finding("ok", "assets", detail))
+    elif not Path(folder).is_dir():
+        remedy = "export VLA_TORCHRL_ASSETS=/path/to/assets, or: unset VLA_TORCHRL_ASSETS"
+        findings.append(Finding("missing", "assets", f"VLA_TORCHRL_ASSETS={folder} is not a folder", remedy))
+    else:
+        packs = ", ".join(sorted(path.name for path in Path(folder).iterdir() if path.is_dir()))
+        findings.append(Finding("ok", "assets", f"{folder}: {packs or 'empty'}"))
+    return findings
+
+
+def describe_environments() -> list[str]:
+    """The names that ``make_env`` takes: a line per benchmark and kind."""
+    single = re.compile(r"-v\d+$")  # names of single tasks end in Meta-World's own version
+    lines = []
+    for benchmark in BENCHMARKS:
+        names = [name for name in list_envs() if name.startswith(f"{benchmark}/")]
+        tasks = [name for name in names if single.search(name)]
+        lines.extend(f"  {name}" for name in names if name not in tasks)
+        if tasks:
+            shown = ", ".join(name.partition("/")[2] for name in tasks[:3])
+            lines.append(f"  {benchmark}/<task>  for each of {len(tasks)} tasks: {shown}, ...")
+    return lines
+
+
+def diagnose(all_names: bool = False) -> int:
+    """Print the report.
+
+    Args:
+        all_names: print every environment name instead of a summary.
+
+    Returns:
+        0 if at least one simulator can be used as things are, else 1.
+    """
+    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    print(f"{DISTRIBUTION} on Python {platform.python_version()}, {system}")
+    print("\nEnvironments")
+    print("\n".join([f"  {name}" for name in list_envs()] if all_names else describe_environments()))
+    with ThreadPoolExecutor() as threads:
+        renderers = threads.submit(check_renderers)
+        simulators = {benchmark: threads.submit(check_simulator, benchmark) for benchmark in BENCHMARKS}
+    sections = {
+        "Packages": check_packages(),
+        **{f"Simulator {benchmark}": found.result() for benchmark, found in simulators.items()},
+        "Rendering": renderers.result(),
+        "Machine": check_machine(),
+    }
+    _print_sections(sections)
+    can_render = renderers.result()[0].status == "ok"
+    usable = [name for name, found in simulators.items() if can_render and found.result()[-1].status == "ok"]
+    verdict = f"Usable now: {', '.join(usable)}" if usable else "No simulator can be used yet: see the '->' lines above."
+    print(f"\n{verdict}")
+    return 0 if usable else 1
+
+
+def _print_sections(sections: Mapping[str, list[Finding]]) -> None:
+    width = max(len(finding.name) for found in sections.values() for finding in found)
+    for title, found in sections.items():
+        print(f"\n{title}")
+        for finding in found:
+            print(f"  {finding.status:<8} {finding.name:<{width}}  {finding.detail}")
+            if finding.remedy:
+                print(f"  {'':<8} {'':<{width}}  -> {finding.remedy}")
