@@ -1,0 +1,1 @@
+"""Algorithms on top of TorchRL: advantages, losses, collectors, evaluation, metrics and checkpoints."""
