@@ -32,8 +32,8 @@ MIN_SHARED_MEMORY = 256 * 2**20  # bytes; Docker's default of 64 MiB ends in a b
 _RENDER_PROBE = """
 import mujoco
 from OpenGL import GL
-model = mujoco.MjModel.from_xml_string(
-    "<mujoco><worldbody><light pos='0 0 3'/><geom type='sphere' size='.5' rgba='1 0 0 1'/></worldbody></mujoco>")
+ball = "<light pos='0 0 3'/><geom type='sphere' size='.5' rgba='1 0 0 1'/>"
+model = mujoco.MjModel.from_xml_string(f"<mujoco><worldbody>{ball}</worldbody></mujoco>")
 data = mujoco.MjData(model)
 mujoco.mj_forward(model, data)
 renderer = mujoco.Renderer(model, 64, 64)
@@ -107,7 +107,7 @@ def check_packages(requirements: Iterable[str] | None = None, extra: str = "") -
             unknown = Finding("missing", DISTRIBUTION, "not installed, so versions cannot be checked", remedy)
             return [] if extra else [unknown]
     return [
-        _check_requirement(requirement, extra)
+        _check_requirement(requirement)
         for requirement in map(Requirement, requirements)
         if _applies(requirement, extra)
     ]
@@ -119,17 +119,16 @@ def _applies(requirement: Requirement, extra: str) -> bool:
     return not everywhere and marker.evaluate({"extra": extra}) if extra else everywhere
 
 
-def _check_requirement(requirement: Requirement, extra: str) -> Finding:
-    wanted = str(requirement.specifier)
-    remedy = f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install '{requirement.name}{wanted}'"
+def _check_requirement(requirement: Requirement) -> Finding:
+    name, wanted = requirement.name, str(requirement.specifier)
+    remedy = f"pip install '{name}{wanted}'"
     try:
-        version = metadata.version(requirement.name)
+        version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Finding("missing", requirement.name, f"needs {wanted or 'any version'}", remedy)
+        return Finding("missing", name, f"needs {wanted or 'any version'}", remedy)
     if not requirement.specifier.contains(version, prereleases=True):
-        remedy = f"pip install '{requirement.name}{wanted}'"
-        return Finding("broken", requirement.name, f"{version}, needs {wanted}: results may differ", remedy)
-    return Finding("ok", requirement.name, f"{version} ({wanted})" if wanted else version)
+        return Finding("broken", name, f"{version}, needs {wanted}: results may differ", remedy)
+    return Finding("ok", name, f"{version} ({wanted})" if wanted else version)
 
 
 def check_renderers() -> list[Finding]:
@@ -140,17 +139,13 @@ def check_renderers() -> list[Finding]:
     used = os.environ.get("MUJOCO_GL", "egl")
     backends = list(dict.fromkeys([used, "egl", "osmesa"]))
     with ThreadPoolExecutor() as threads:
-        results = threads.map(lambda backend: run_probe(_RENDER_PROBE, {"MUJOCO_GL": backend}), backends)
-    results = dict(zip(backends, results, strict=True))
-    working = [backend for backend, (ok, _) in results.items() if ok]
+        results = list(threads.map(lambda backend: run_probe(_RENDER_PROBE, {"MUJOCO_GL": backend}), backends))
+    working = [backend for backend, (ok, _) in zip(backends, results, strict=True) if ok]
+    remedy = f"export MUJOCO_GL={working[0]}, or: {APT_INSTALL}" if working else APT_INSTALL
     findings = []
-    for backend, (ok, detail) in results.items():
-        name = f"MUJOCO_GL={backend}"
-        if ok:
-            findings.append(Finding("ok", name, f"{detail}{', in use' if backend == used else ''}"))
-        else:
-            remedy = f"export MUJOCO_GL={working[0]}, or: {APT_INSTALL}" if working else APT_INSTALL
-            findings.append(Finding("broken", name, f"{detail}{', in use' if backend == used else ''}", remedy))
+    for backend, (ok, detail) in zip(backends, results, strict=True):
+        note = f"{detail}, in use" if backend == used else detail
+        findings.append(Finding("ok" if ok else "broken", f"MUJOCO_GL={backend}", note, "" if ok else remedy))
     return findings
 
 
@@ -162,7 +157,8 @@ def check_simulator(benchmark: str) -> list[Finding]:
         imported = Finding("ok", f"import {benchmark}", "works")
     else:
         status = "missing" if f"No module named '{benchmark}'" in detail else "broken"
-        imported = Finding(status, f"import {benchmark}", detail, f"pip install '{DISTRIBUTION}[{benchmark}]'")
+        remedy = f"pip install '{DISTRIBUTION}[{benchmark}]'"
+        imported = Finding(status, f"import {benchmark}", detail, remedy)
     return [*packages, imported]
 
 
@@ -228,8 +224,7 @@ def diagnose(all_names: bool = False) -> int:
     _print_sections(sections)
     can_render = renderers.result()[0].status == "ok"
     usable = [name for name, found in simulators.items() if can_render and found.result()[-1].status == "ok"]
-    verdict = f"Usable now: {', '.join(usable)}" if usable else "No simulator can be used yet: see the '->' lines above."
-    print(f"\n{verdict}")
+    print("\nUsable now:", ", ".join(usable) or "nothing yet, see the lines that begin with ->")
     return 0 if usable else 1
 
 

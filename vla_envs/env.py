@@ -1,0 +1,280 @@
+"""VLAEnv: many simulators as one batched TorchRL environment whose step is a chunk of primitive actions."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
+from torchrl.envs import EnvBase
+
+import vla_keys as keys
+from vla_envs.episodes import EpisodeQueue, EpisodeSampler
+from vla_envs.registry import make_spec
+from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers import WorkerPool
+
+NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
+
+
+def make_env(
+    id: str,
+    num_envs: int,
+    chunk_size: int = 5,
+    *,
+    episodes: EpisodeSampler | EpisodeQueue | None = None,
+    seed: int = 0,
+    group_size: int = 1,
+    num_workers: int | None = None,
+    ignore_terminations: bool = False,
+    step_timeout: float = 60.0,
+    **options: Any,
+) -> VLAEnv:
+    """Make a batched environment.
+
+    Args:
+        id: such as ``"metaworld/MT50"`` or ``"metaworld/reach-v3"``; ``list_envs()`` has them all.
+        num_envs: number of simulators, ``N``.
+        chunk_size: primitive actions per step, ``C``.
+        episodes: which episodes to run; random ones from ``seed`` in groups of ``group_size`` if ``None``.
+        seed: of the default ``episodes``.
+        group_size: of the default ``episodes``; must divide ``num_envs``.
+        num_workers: processes that share the simulators; one per available core if ``None``.
+        ignore_terminations: go on after success until the horizon.
+        step_timeout: seconds after which a silent worker counts as hung and is replaced.
+        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World.
+
+    Raises:
+        ValueError: an unknown name or an impossible number; the message says what would be right.
+
+    Example:
+        >>> env = make_env("metaworld/MT50", num_envs=8, image_size=224, render_quality="fast")
+        >>> rollout = env.rollout(4)  # doctest: +SKIP
+    """
+    if num_envs < 1 or chunk_size < 1:
+        raise ValueError(f"num_envs and chunk_size must be >= 1, got {num_envs} and {chunk_size}")
+    if group_size < 1 or num_envs % group_size:
+        raise ValueError(
+            f"num_envs={num_envs} is not a multiple of group_size={group_size}; "
+            f"try num_envs={group_size * -(-num_envs // max(group_size, 1))}"
+        )
+    spec = make_spec(id, **options)
+    if episodes is None:
+        episodes = EpisodeSampler(spec, seed, group_size=group_size)
+    if num_workers is None:
+        num_workers = min(num_envs, len(os.sched_getaffinity(0)))
+    if not 1 <= num_workers <= num_envs:
+        raise ValueError(f"num_workers must be between 1 and num_envs={num_envs}, got {num_workers}")
+    return VLAEnv(
+        spec,
+        num_envs,
+        chunk_size,
+        episodes,
+        num_workers=num_workers,
+        ignore_terminations=ignore_terminations,
+        step_timeout=step_timeout,
+    )
+
+
+class VLAEnv(EnvBase):
+    """``N`` simulators; one step is one decision, a chunk of ``C`` primitive actions and one rendered frame.
+
+    The keys and shapes are those of :mod:`vla_keys`. A world stops in the middle of a chunk when its episode
+    ends, which ``step_mask`` tells. A slot that resets takes the next episode from ``episodes``; when there
+    are none left it is idle: ``task_id`` is -1, it is never stepped, and each step reports it as truncated.
+
+    A worker process that dies or hangs is replaced; its episodes are reported with ``lost`` and truncated.
+
+    Attributes:
+        simulator_spec: the benchmark suite.
+        episodes: source of episodes; may be replaced before a full reset.
+        current_episodes: the episode of each slot, ``None`` where idle.
+    """
+
+    def __init__(
+        self,
+        spec: SimulatorSpec,
+        num_envs: int,
+        chunk_size: int,
+        episodes: EpisodeSampler | EpisodeQueue,
+        *,
+        num_workers: int,
+        ignore_terminations: bool = False,
+        step_timeout: float = 60.0,
+    ):
+        super().__init__(device=torch.device("cpu"), batch_size=torch.Size([num_envs]))
+        self.simulator_spec, self.chunk_size, self.episodes = spec, chunk_size, episodes
+        self.ignore_terminations = ignore_terminations
+        self.current_episodes: list[Episode | None] = [None] * num_envs
+        self._pool = WorkerPool(
+            spec,
+            num_envs,
+            num_workers,
+            chunk_size,
+            ignore_terminations=ignore_terminations,
+            step_timeout=step_timeout,
+        )
+        self._texts: NonTensorStack | None = None
+        self._make_specs()
+        n = num_envs
+        self._statistics = {  # of the running episodes, by key
+            keys.STEP_REWARDS: np.zeros((n, chunk_size), np.float32),
+            keys.STEP_MASK: np.zeros((n, chunk_size), bool),
+            keys.SUCCESS: np.zeros((n, 1), bool),
+            keys.SUCCESS_AT_END: np.zeros((n, 1), bool),
+            keys.EPISODE_RETURN: np.zeros((n, 1), np.float32),
+            keys.EPISODE_LEN: np.zeros((n, 1), np.int64),
+            keys.LOST: np.zeros((n, 1), bool),
+        }
+
+    @property
+    def num_envs(self) -> int:
+        return self.batch_size[0]
+
+    @property
+    def worker_restarts(self) -> int:
+        """How often a worker or simulator had to be started again."""
+        return self._pool.restarts
+
+    @property
+    def pool(self) -> WorkerPool:
+        """The simulators, for work that is not a rollout, such as recording demonstrations."""
+        return self._pool
+
+    def _make_specs(self) -> None:
+        n, c, spec = self.num_envs, self.chunk_size, self.simulator_spec
+
+        def flag(*shape: int) -> Binary:
+            return Binary(n=shape[-1], shape=(n, *shape), dtype=torch.bool)
+
+        def images(*shape: int) -> Bounded:
+            return Bounded(low=0, high=255, shape=(n, *shape, 3), dtype=torch.uint8)
+
+        def number(*shape: int, dtype: torch.dtype = torch.float32) -> Unbounded:
+            return Unbounded(shape=(n, *shape), dtype=dtype)
+
+        observation = {
+            keys.IMAGES: images(*spec.image_shape),
+            keys.STATES: number(spec.state_dim),
+            keys.TASK_DESCRIPTIONS: NonTensor(shape=(n,), example_data=spec.tasks[0].instruction),
+            keys.TASK_ID: number(dtype=torch.int64),
+            keys.TRIAL_ID: number(dtype=torch.int64),
+            keys.GROUP_ID: number(dtype=torch.int64),
+            keys.STEP_REWARDS: number(c),
+            keys.STEP_MASK: flag(c),
+            keys.SUCCESS: flag(1),
+            keys.SUCCESS_AT_END: flag(1),
+            keys.EPISODE_RETURN: number(1),
+            keys.EPISODE_LEN: number(1, dtype=torch.int64),
+            keys.LOST: flag(1),
+        }
+        if spec.wrist_image_shape is not None:
+            observation[keys.WRIST_IMAGES] = images(*spec.wrist_image_shape)
+        self.observation_spec = Composite(observation, shape=(n,))
+        low = torch.tensor(spec.action_low).expand(n, c, spec.action_dim)
+        high = torch.tensor(spec.action_high).expand(n, c, spec.action_dim)
+        self.action_spec = Bounded(low=low, high=high, dtype=torch.float32)
+        self.reward_spec = number(1)
+        self.done_spec = Composite(
+            {key: flag(1) for key in (keys.DONE, keys.TERMINATED, keys.TRUNCATED)}, shape=(n,)
+        )
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        slots = range(self.num_envs) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
+        starting: dict[int, Episode] = {}
+        for slot in slots:
+            self.current_episodes[slot] = episode = self.episodes.next()
+            if episode is not None:
+                starting[slot] = episode
+        self._pool.reset(starting)
+        for array in self._statistics.values():
+            array[list(slots)] = 0
+        return TensorDict(
+            {**self._observe(), **{key: torch.zeros(self.num_envs, 1, dtype=torch.bool) for key in self.done_keys}},
+            batch_size=self.batch_size,
+        )
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        active = np.array([episode is not None for episode in self.current_episodes])
+        self._pool.arrays.actions[:] = self._checked(tensordict.get(keys.ACTION), active)
+        # A worker only writes the rows it steps.
+        arrays = self._pool.arrays
+        arrays.rewards[:], arrays.successes[:], arrays.executed[:] = 0.0, False, False
+        lost_slots = self._pool.step(np.flatnonzero(active).tolist())
+        lost = np.zeros(self.num_envs, bool)
+        lost[lost_slots] = True
+        # A simulator that failed in mid-chunk may have written half of it.
+        arrays.rewards[lost], arrays.successes[lost], arrays.executed[lost] = 0.0, False, False
+
+        now = self._statistics
+        steps = arrays.executed.sum(1, keepdims=True)
+        last = np.take_along_axis(arrays.successes, np.maximum(steps - 1, 0), axis=1)
+        now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.LOST][:, 0] = arrays.rewards, arrays.executed, lost
+        now[keys.EPISODE_RETURN] += arrays.rewards.sum(1, keepdims=True)
+        now[keys.EPISODE_LEN] += steps
+        now[keys.SUCCESS] |= arrays.successes.any(1, keepdims=True)
+        now[keys.SUCCESS_AT_END][:] = np.where(steps > 0, last, now[keys.SUCCESS_AT_END])
+        ended = lost | ~active
+        terminated = now[keys.SUCCESS] & ~ended[:, None] & (not self.ignore_terminations)
+        too_long = now[keys.EPISODE_LEN] >= self.simulator_spec.max_episode_steps
+        truncated = ~terminated & (too_long | ended[:, None])
+        return TensorDict(
+            {
+                **self._observe(),
+                keys.REWARD: torch.from_numpy(arrays.rewards.sum(1, keepdims=True)),
+                keys.TERMINATED: torch.from_numpy(terminated),
+                keys.TRUNCATED: torch.from_numpy(truncated),
+                keys.DONE: torch.from_numpy(terminated | truncated),
+            },
+            batch_size=self.batch_size,
+        )
+
+    def _observe(self) -> dict[str, Any]:
+        """Copies of the shared arrays, which the next step overwrites."""
+        arrays = self._pool.arrays
+        identities = [(e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in self.current_episodes]
+        task_id, trial_id, group_id = torch.tensor(identities, dtype=torch.int64).unbind(1)
+        if self._texts is None or self._texts.tolist() != self._pool.texts:  # rebuilding costs 40 us per slot
+            self._texts = NonTensorStack(*self._pool.texts)
+        observation = {
+            keys.IMAGES: torch.from_numpy(arrays.images.copy()),
+            keys.STATES: torch.from_numpy(arrays.states.copy()),
+            keys.TASK_DESCRIPTIONS: self._texts,
+            keys.TASK_ID: task_id,
+            keys.TRIAL_ID: trial_id,
+            keys.GROUP_ID: group_id,
+            **{key: torch.from_numpy(array.copy()) for key, array in self._statistics.items()},
+        }
+        if self.simulator_spec.wrist_image_shape is not None:
+            observation[keys.WRIST_IMAGES] = torch.from_numpy(arrays.wrist_images.copy())
+        return observation
+
+    def _checked(self, action: torch.Tensor, active: np.ndarray) -> np.ndarray:
+        expected = (self.num_envs, self.chunk_size, self.simulator_spec.action_dim)
+        if tuple(action.shape) != expected or action.dtype != torch.float32:
+            raise ValueError(
+                f"{self.simulator_spec.id} takes {keys.ACTION!r} of float32 {list(expected)} "
+                f"[envs, chunk, action], got {action.dtype} {list(action.shape)}"
+            )
+        array = action.detach().cpu().numpy()
+        broken = ~np.isfinite(array).all((1, 2)) & active
+        if broken.any():
+            raise ValueError(
+                f"{keys.ACTION!r} is not finite in slots {np.flatnonzero(broken).tolist()}; "
+                "the policy has diverged: lower the learning rate or clip gradients"
+            )
+        return array
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Restart the stream of training episodes from ``seed``; a queue has a fixed order and stays."""
+        if isinstance(self.episodes, EpisodeSampler) and seed is not None:
+            self.episodes = self.episodes.reseeded(seed)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Stop the worker processes."""
+        self._pool.close()
+        super().close(raise_if_closed=raise_if_closed)

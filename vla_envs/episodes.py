@@ -1,0 +1,128 @@
+"""Which episode runs next: random or ordered training episodes in groups, and fixed evaluation grids."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from vla_envs.errors import unknown_name
+from vla_envs.simulator import Episode, SimulatorSpec
+
+MODES = ("random", "ordered", "fixed")
+_TRAINING, _SHUFFLE = 0, 1  # streams of random numbers that never meet
+
+
+class EpisodeSampler:
+    """An endless stream of training episodes, resumable and sliced by rank.
+
+    Consecutive episodes form groups of ``group_size`` runs of one identical episode with one ``group_id``.
+    Ranks take turns by whole groups: together they run what a single rank would run.
+
+    Args:
+        spec: the suite whose tasks are drawn from.
+        seed: fixes the stream and is the ``seed`` of its episodes.
+        mode: ``"random"`` draws a task and a fresh initial state for each group; ``"ordered"`` walks through
+            every (task, trial) of the suite in a new random order per pass; ``"fixed"`` gives the same
+            ``groups`` episodes over and over.
+        group_size: runs per group, at least 1.
+        trials: initial states per task for ``"ordered"``; the benchmark's own number if ``None``.
+        groups: number of different groups for ``"fixed"``.
+        rank, world_size: this process's share.
+
+    Raises:
+        ValueError: an unknown mode or an impossible number.
+    """
+
+    def __init__(
+        self,
+        spec: SimulatorSpec,
+        seed: int = 0,
+        *,
+        mode: str = "random",
+        group_size: int = 1,
+        trials: int | None = None,
+        groups: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        if mode not in MODES:
+            raise unknown_name("episode mode", mode, MODES)
+        if group_size < 1 or groups < 1 or (trials is not None and trials < 1):
+            raise ValueError(f"group_size, groups and trials must be >= 1, got {group_size}, {groups}, {trials}")
+        if seed < 0 or not 0 <= rank < world_size:
+            raise ValueError(f"need seed >= 0 and 0 <= rank < world_size, got seed {seed}, rank {rank} of {world_size}")
+        self.spec = spec
+        self.num_tasks, self.trials = len(spec.tasks), trials or spec.trials
+        self.seed, self.mode, self.group_size, self.groups = seed, mode, group_size, groups
+        self.rank, self.world_size = rank, world_size
+        self._drawn = 0  # episodes given out by this rank
+
+    def next(self) -> Episode:
+        """The next episode of this rank."""
+        group = self._drawn // self.group_size * self.world_size + self.rank
+        self._drawn += 1
+        if self.mode == "ordered":
+            grid = self.num_tasks * self.trials
+            order = np.random.default_rng([self.seed, _SHUFFLE, group // grid]).permutation(grid)
+            task_id, trial_id = divmod(int(order[group % grid]), self.trials)
+        else:
+            key = group % self.groups if self.mode == "fixed" else group
+            draw = np.random.default_rng([self.seed, _TRAINING, key])
+            task_id, trial_id = int(draw.integers(self.num_tasks)), int(draw.integers(2**31))
+        return Episode(task_id, trial_id, self.seed, group_id=group)
+
+    def reseeded(self, seed: int) -> EpisodeSampler:
+        """A new stream with the same settings and another seed."""
+        settings = ("mode", "group_size", "trials", "groups", "rank", "world_size")
+        return EpisodeSampler(self.spec, seed, **{name: getattr(self, name) for name in settings})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs to go on exactly here."""
+        return {"drawn": self._drawn, "seed": self.seed, "mode": self.mode, "group_size": self.group_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken.
+
+        Raises:
+            ValueError: the state comes from another stream of episodes.
+        """
+        for name in ("seed", "mode", "group_size"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the saved episode sampler had {name}={state[name]!r}, this one has {getattr(self, name)!r}; "
+                    "resume with the settings of the saved run, or start a new run"
+                )
+        self._drawn = state["drawn"]
+
+
+class EpisodeQueue:
+    """A finite list of episodes that is worked off once: evaluation and grouped rollouts."""
+
+    def __init__(self, episodes: Iterable[Episode]):
+        self._waiting = deque(episodes)
+
+    def next(self) -> Episode | None:
+        """The next episode, or ``None`` when there are no more."""
+        return self._waiting.popleft() if self._waiting else None
+
+    def put(self, episode: Episode) -> None:
+        """Give back an episode that has to run again."""
+        self._waiting.append(episode)
+
+
+def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 0) -> list[Episode]:
+    """Every (task, trial) once, tasks interleaved so that a progress bar is representative from the start.
+
+    Args:
+        spec: the suite.
+        trials: initial states per task; the benchmark's own number if ``None``.
+        seed: family of trials. Use another one than training does.
+    """
+    trials = spec.trials if trials is None else trials
+    if trials < 1:
+        raise ValueError(f"an evaluation needs at least 1 trial per task, got {trials}")
+    tasks = range(len(spec.tasks))
+    return [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]

@@ -1,0 +1,65 @@
+"""Arrays that the environment and its worker processes share, one row per simulator."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from vla_envs.simulator import SimulatorSpec
+
+
+@dataclass
+class SharedArrays:
+    """Views of one anonymous memory file; ``N`` simulators, chunks of ``C`` actions.
+
+    The file has no name, so nothing is left behind whichever process is killed.
+    """
+
+    images: np.ndarray  # uint8 [N, H, W, 3]
+    wrist_images: np.ndarray  # uint8 [N, V, H, W, 3], V = 0 without wrist cameras
+    states: np.ndarray  # float32 [N, S]
+    actions: np.ndarray  # float32 [N, C, A]
+    rewards: np.ndarray  # float32 [N, C]
+    successes: np.ndarray  # bool [N, C], after each executed action
+    executed: np.ndarray  # bool [N, C]
+    busy: np.ndarray  # int64 [N], entry w: the slot that worker w is working on, -1 when idle
+
+    @classmethod
+    def layout(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> dict[str, tuple[tuple[int, ...], type]]:
+        n, c = num_envs, chunk_size
+        return {
+            "images": ((n, *spec.image_shape, 3), np.uint8),
+            "wrist_images": ((n, *(spec.wrist_image_shape or (0, 1, 1)), 3), np.uint8),
+            "states": ((n, spec.state_dim), np.float32),
+            "actions": ((n, c, spec.action_dim), np.float32),
+            "rewards": ((n, c), np.float32),
+            "successes": ((n, c), np.bool_),
+            "executed": ((n, c), np.bool_),
+            "busy": ((n,), np.int64),
+        }
+
+    @classmethod
+    def create(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> tuple[SharedArrays, int]:
+        """Allocate zeroed arrays; returns them and the file descriptor to hand to the workers."""
+        file = os.memfd_create("vla_envs")
+        sizes = [_bytes(*entry) for entry in cls.layout(spec, num_envs, chunk_size).values()]
+        os.ftruncate(file, sum(sizes))
+        return cls.attach(file, spec, num_envs, chunk_size), file
+
+    @classmethod
+    def attach(cls, file: int, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> SharedArrays:
+        """The same arrays in another process."""
+        memory = mmap.mmap(file, 0)
+        arrays, offset = {}, 0
+        for name, (shape, dtype) in cls.layout(spec, num_envs, chunk_size).items():
+            arrays[name] = np.ndarray(shape, dtype, buffer=memory, offset=offset)
+            offset += _bytes(shape, dtype)
+        return cls(**arrays)
+
+
+def _bytes(shape: tuple[int, ...], dtype: type) -> int:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return -(-size // 64) * 64  # keep every array aligned
