@@ -7,6 +7,8 @@ as a listing needs the latter.
 import importlib
 from typing import Any
 
+from vla_envs.gym import register_envs
+
 _HOMES = {
     "make_env": "vla_envs.env",
     "VLAEnv": "vla_envs.env",
@@ -35,3 +37,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+register_envs()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,6 @@ DISTRIBUTION = "vla-torchrl"
 SYSTEM_PACKAGES = ("libegl1", "libegl-mesa0", "libgl1-mesa-dri", "libosmesa6")
 APT_INSTALL = f"sudo apt-get update && sudo apt-get install -y {' '.join(SYSTEM_PACKAGES)}"
 PROBE_TIMEOUT = 120.0  # seconds; a first import compiles byte code on what may be a slow network disk
-MIN_SHARED_MEMORY = 256 * 2**20  # bytes; Docker's default of 64 MiB ends in a bus error
 
 # Renders a red ball with MuJoCo and says what drew it. A black frame counts as broken.
 _RENDER_PROBE = """
@@ -72,7 +71,7 @@ def run_probe(
         timeout: seconds after which it counts as hung.
 
     Returns:
-        Whether it ended well, and its last line of output, or of its error.
+        Whether it ended well, and its last line of output, or else the error that came first.
     """
     try:
         done = subprocess.run(
@@ -86,10 +85,14 @@ def run_probe(
         )
     except subprocess.TimeoutExpired:
         return False, f"no answer within {timeout:.0f} s"
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    if done.returncode == 0:
+        return True, (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode < 0:
-        return False, f"crashed with signal {-done.returncode}"
-    return done.returncode == 0, lines[-1].strip() if lines else f"exit status {done.returncode}"
+        return False, f"crashed: {signal.Signals(-done.returncode).name}"
+    # What is raised while a failed object is torn down comes last and says nothing.
+    error = re.search(r"^[\w.]*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return False, error.group() if error else lines[-1]
 
 
 def check_packages(requirements: Iterable[str] | None = None, extra: str = "") -> list[Finding]:
@@ -139,7 +142,7 @@ def check_renderers() -> list[Finding]:
     used = os.environ.get("MUJOCO_GL", "egl")
     backends = list(dict.fromkeys([used, "egl", "osmesa"]))
     with ThreadPoolExecutor() as threads:
-        results = list(threads.map(lambda backend: run_probe(_RENDER_PROBE, {"MUJOCO_GL": backend}), backends))
+        results = list(threads.map(lambda name: run_probe(_RENDER_PROBE, {"MUJOCO_GL": name}), backends))
     working = [backend for backend, (ok, _) in zip(backends, results, strict=True) if ok]
     remedy = f"export MUJOCO_GL={working[0]}, or: {APT_INSTALL}" if working else APT_INSTALL
     findings = []
@@ -162,27 +165,16 @@ def check_simulator(benchmark: str) -> list[Finding]:
     return [*packages, imported]
 
 
-def check_machine() -> list[Finding]:
-    """Shared memory for the workers, and the folder of offline assets."""
-    findings = []
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        free = shutil.disk_usage(shared).free
-        enough = free >= MIN_SHARED_MEMORY
-        remedy = "" if enough else "start the container with --shm-size=2g"
-        detail = f"{free / 2**20:.0f} MiB free in /dev/shm"
-        findings.append(Finding("ok" if enough else "broken", "shared memory", detail, remedy))
+def check_assets() -> Finding:
+    """Look for the folder of simulator assets."""
     folder = os.environ.get("VLA_TORCHRL_ASSETS")
     if not folder:
-        detail = "VLA_TORCHRL_ASSETS is not set; Meta-World needs no assets of its own"
-        findings.append(Finding("ok", "assets", detail))
-    elif not Path(folder).is_dir():
+        return Finding("ok", "VLA_TORCHRL_ASSETS", "not set; Meta-World needs no assets beyond its package")
+    if not Path(folder).is_dir():
         remedy = "export VLA_TORCHRL_ASSETS=/path/to/assets, or: unset VLA_TORCHRL_ASSETS"
-        findings.append(Finding("missing", "assets", f"VLA_TORCHRL_ASSETS={folder} is not a folder", remedy))
-    else:
-        packs = ", ".join(sorted(path.name for path in Path(folder).iterdir() if path.is_dir()))
-        findings.append(Finding("ok", "assets", f"{folder}: {packs or 'empty'}"))
-    return findings
+        return Finding("missing", "VLA_TORCHRL_ASSETS", f"{folder} is not a folder", remedy)
+    packs = ", ".join(sorted(path.name for path in Path(folder).iterdir() if path.is_dir()))
+    return Finding("ok", "VLA_TORCHRL_ASSETS", f"{folder}: {packs or 'empty'}")
 
 
 def describe_environments() -> list[str]:
@@ -219,7 +211,7 @@ def diagnose(all_names: bool = False) -> int:
         "Packages": check_packages(),
         **{f"Simulator {benchmark}": found.result() for benchmark, found in simulators.items()},
         "Rendering": renderers.result(),
-        "Machine": check_machine(),
+        "Assets": [check_assets()],
     }
     _print_sections(sections)
     can_render = renderers.result()[0].status == "ok"

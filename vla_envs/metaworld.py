@@ -9,6 +9,7 @@ instructions and task order of ``metaworld_tasks.json``. Everything that departs
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -173,8 +174,7 @@ class MetaWorldSimulator:
         name = zlib.crc32(self._task.name.encode())
         self._world.np_random = np.random.default_rng([episode.seed, name, episode.trial_id])
         self._world.reset()
-        # Settling is part of the initial state and must not eat up the horizon, past which Meta-World raises.
-        self._world.max_path_length = self.spec.options["settle_steps"] + self.spec.max_episode_steps + 1
+        self._world.max_path_length = sys.maxsize  # Meta-World raises past its own horizon; ours is in the spec
         for _ in range(self.spec.options["settle_steps"]):
             self._world.step(np.zeros(4, np.float32))
 

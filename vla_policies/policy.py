@@ -1,0 +1,51 @@
+"""The contract that every policy fulfils, whatever its architecture."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch.distributions import Distribution
+
+
+class VLAPolicy(TensorDictModuleBase):
+    """A policy that turns camera images, proprioception and an instruction into a chunk of actions.
+
+    It owns everything that belongs to its checkpoint: prompt, image preprocessing, normalisation
+    statistics and action layout. ``N`` is the batch, ``C`` the chunk length, ``A`` the action dimension.
+
+    Attributes:
+        chunk_size: ``C``.
+        action_dim: ``A``.
+        loss_keys: the entries of a rollout that :meth:`evaluate_actions` reads, which a collector must keep.
+    """
+
+    chunk_size: int
+    action_dim: int
+    loss_keys: tuple[str, ...]
+
+    @abstractmethod
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Act. Samples under ``ExplorationType.RANDOM``, is greedy under ``DETERMINISTIC``.
+
+        Writes ``action`` float32 ``[N, C, A]`` in the simulator's units, ``action_log_prob`` ``[N, C, A]``,
+        ``state_value`` ``[N, 1]`` if there is a value head, and the entries of :attr:`loss_keys` that are not
+        observations.
+        """
+
+    @abstractmethod
+    def get_dist(self, tensordict: TensorDictBase) -> Distribution:
+        """Distribution of what was sampled (action tokens), with ``log_prob`` of shape ``[N, C, A]``."""
+
+    @abstractmethod
+    def evaluate_actions(
+        self, tensordict: TensorDictBase
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Log-probability ``[N, C, A]``, entropy ``[N, C, A]`` and value of stored actions in one backbone pass."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write weights, normalisation statistics and configuration to ``folder``."""

@@ -1,0 +1,42 @@
+"""A text encoder that needs no download: words and word pairs are hashed into an embedding table."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+_PADDING = 0
+
+
+class HashedText(nn.Module):
+    """Mean embedding of the words and adjacent word pairs of an instruction (as fastText does for n-grams).
+
+    Args:
+        num_buckets: rows of the table; words that share a bucket cannot be told apart.
+        dim: width of the embedding.
+        max_words: longer instructions are cut.
+    """
+
+    def __init__(self, num_buckets: int, dim: int, max_words: int = 24):
+        super().__init__()
+        self.num_buckets, self.max_words = num_buckets, max_words
+        self.table = nn.Embedding(num_buckets, dim, padding_idx=_PADDING)
+
+    def tokenize(self, texts: Sequence[str]) -> Tensor:
+        """Bucket ids int64 ``[N, 2 * max_words]``, padded with 0."""
+        tokens = torch.full((len(texts), 2 * self.max_words), _PADDING)
+        for row, text in zip(tokens, texts, strict=True):
+            words = re.findall(r"[\w-]+", text.lower())[: self.max_words]
+            grams = words + [f"{a} {b}" for a, b in zip(words, words[1:], strict=False)]
+            buckets = [1 + zlib.crc32(gram.encode()) % (self.num_buckets - 1) for gram in grams]
+            row[: len(buckets)] = torch.tensor(buckets, dtype=torch.int64)
+        return tokens
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embeddings ``[N, dim]`` of tokens ``[N, L]``."""
+        count = (tokens != _PADDING).sum(-1, keepdim=True).clamp_min(1)
+        return self.table(tokens).sum(-2) / count
