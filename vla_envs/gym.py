@@ -160,7 +160,7 @@ class SimulatorEnv(gymnasium.Env):
             gymnasium.error.ResetNeeded: no episode is running.
         """
         if self._episode is None:
-            raise gymnasium.error.ResetNeeded("no episode is running: call reset() before the first step of each")
+            raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
         episode, outcome = self._episode, self._simulator.step(self._checked(action))
         self._elapsed += 1
         terminated = outcome.success
