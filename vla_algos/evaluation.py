@@ -1,0 +1,255 @@
+"""Evaluation on a fixed grid of episodes: every episode counts, whichever finishes first."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type, step_mdp
+
+from vla_algos.metrics import wilson_interval
+from vla_envs.episodes import EpisodeQueue
+from vla_envs.simulator import Episode, Task
+from vla_keys import (
+    ACTION,
+    DONE,
+    EPISODE_LEN,
+    EPISODE_RETURN,
+    IMAGES,
+    LOST,
+    NEXT,
+    SUCCESS,
+    SUCCESS_AT_END,
+    TASK_DESCRIPTIONS,
+    WRIST_IMAGES,
+)
+
+Observe = Callable[[TensorDictBase], TensorDictBase]
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """How one episode of the grid went.
+
+    Attributes:
+        episode: its identity.
+        task: the name of its task.
+        success_once: solved at some time.
+        success_at_end: solved after the last action.
+        episode_return: sum of its rewards.
+        episode_len: primitive actions executed.
+        lost: the simulator died in every attempt; the other fields mean nothing.
+        attempts: runs it took, more than 1 after a lost one.
+    """
+
+    episode: Episode
+    task: str
+    success_once: bool
+    success_at_end: bool
+    episode_return: float
+    episode_len: int
+    lost: bool = False
+    attempts: int = 1
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The whole grid.
+
+    Attributes:
+        episodes: one result per episode, in the order of the grid.
+        videos: frames uint8 ``[decisions + 1, H, W, 3]`` of the recorded episodes by place in the grid.
+    """
+
+    episodes: list[EpisodeResult]
+    videos: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> list[EpisodeResult]:
+        """The episodes that have a result, all but the lost ones."""
+        return [result for result in self.episodes if not result.lost]
+
+    @property
+    def success_once(self) -> float:
+        """Share of the finished episodes that were solved at some time."""
+        return _mean(result.success_once for result in self.finished)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % Wilson interval of :attr:`success_once`."""
+        return _interval(self.finished)
+
+    def by_task(self) -> dict[str, list[EpisodeResult]]:
+        """Finished episodes by task name, tasks in the order of the grid."""
+        tasks: dict[str, list[EpisodeResult]] = {result.task: [] for result in self.episodes}
+        for result in self.finished:
+            tasks[result.task].append(result)
+        return tasks
+
+    def metrics(self, prefix: str = "eval") -> dict[str, float]:
+        """Means over the finished episodes, and the success of every task, under ``prefix/``."""
+        metrics = {
+            "success_once": self.success_once,
+            "success_at_end": _mean(result.success_at_end for result in self.finished),
+            "return": _mean(result.episode_return for result in self.finished),
+            "episode_len": _mean(result.episode_len for result in self.finished),
+            "num_episodes": len(self.finished),
+            "lost_episodes": len(self.episodes) - len(self.finished),
+        }
+        for task, results in self.by_task().items():
+            metrics[f"task/{task}/success_once"] = _mean(result.success_once for result in results)
+        return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
+
+    def table(self) -> str:
+        """Success per task and over all, with 95 % intervals, for the terminal."""
+        groups = self.by_task()
+        if len(groups) > 1:
+            groups["all tasks"] = self.finished
+        width = max(map(len, groups), default=0)
+        lines = [f"{'task':<{width}}  episodes  success  95 % interval  at end  length"]
+        for name, results in groups.items():
+            low, high = _interval(results)
+            lines.append(
+                f"{name:<{width}}  {len(results):8}  {_percent(r.success_once for r in results)}"
+                f"  {100 * low:5.1f} - {100 * high:5.1f}  {_percent(r.success_at_end for r in results)[1:]}"
+                f"  {_mean(r.episode_len for r in results):6.1f}"
+            )
+        if lost := len(self.episodes) - len(self.finished):
+            lines.append(f"lost: {lost} (the simulator died in every attempt; no result)")
+        return "\n".join(lines)
+
+
+def evaluate(
+    env: EnvBase,
+    policy: TensorDictModuleBase,
+    episodes: Iterable[Episode],
+    *,
+    greedy: bool = True,
+    observe: Observe | None = None,
+    on_episode: Callable[[EpisodeResult], None] | None = None,
+    record: int = 0,
+    max_attempts: int = 3,
+) -> EvaluationResult:
+    """Run every episode of a grid once.
+
+    The ``N`` slots of the environment work off one queue; a slot that finishes takes the next episode at
+    once. Stopping after the first so many finished episodes instead would favour short, that is successful,
+    ones. The environment gets its own source of episodes back afterwards; whoever was collecting in it
+    has to reset first.
+
+    Args:
+        env: a :class:`~vla_envs.env.VLAEnv`.
+        policy: writes ``action``.
+        episodes: the grid, see :func:`~vla_envs.episodes.evaluation_grid`.
+        greedy: take the most probable action; sample if False.
+        observe: changes what the policy sees, see :func:`blank_images`; gets and returns the policy's inputs.
+        on_episode: called with each result, in the order of finishing.
+        record: keep the frames of the first so many episodes of the grid.
+        max_attempts: runs of an episode whose simulator dies before it counts as lost.
+
+    Returns:
+        Results in the order of the grid.
+    """
+    grid = list(episodes)
+    # Equal episodes are the same world: which of them a slot has just run makes no difference.
+    places: dict[Episode, deque[int]] = defaultdict(deque)
+    for place, episode in enumerate(grid):
+        places[episode].append(place)
+    recorded = set(grid[:record])
+    results: dict[int, EpisodeResult] = {}
+    videos: dict[int, np.ndarray] = {}
+    frames: list[list[np.ndarray]] = [[] for _ in range(env.num_envs)]
+    losses: Counter[Episode] = Counter()
+    mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
+
+    queue, own_episodes = EpisodeQueue(grid), env.episodes
+    env.episodes = queue
+    try:
+        with torch.no_grad(), set_exploration_type(mode):
+            td = env.reset()
+            while len(results) < len(grid):
+                for slot, episode in enumerate(env.current_episodes):
+                    if episode in recorded:
+                        frames[slot].append(td[IMAGES][slot].numpy().copy())
+                seen = td.select(*policy.in_keys)
+                td[ACTION] = policy(observe(seen) if observe else seen)[ACTION]
+                td = env.step(td)
+                for slot in td[NEXT, DONE].squeeze(-1).nonzero().flatten().tolist():
+                    episode, outcome = env.current_episodes[slot], td[NEXT][slot]
+                    if episode is None:
+                        continue
+                    shot, frames[slot] = frames[slot], []
+                    lost = bool(outcome[LOST])
+                    losses[episode] += lost
+                    if lost and losses[episode] < max_attempts:
+                        queue.put(episode)
+                        continue
+                    place = places[episode].popleft()
+                    results[place] = EpisodeResult(
+                        episode,
+                        env.simulator_spec.tasks[episode.task_id].name,
+                        bool(outcome[SUCCESS]) and not lost,
+                        bool(outcome[SUCCESS_AT_END]) and not lost,
+                        float(outcome[EPISODE_RETURN]),
+                        int(outcome[EPISODE_LEN]),
+                        lost,
+                        attempts=losses[episode] + (not lost),
+                    )
+                    if place < record and not lost:
+                        videos[place] = np.stack([*shot, outcome[IMAGES].numpy()])
+                    if on_episode is not None:
+                        on_episode(results[place])
+                td = env.maybe_reset(step_mdp(td))
+    finally:
+        env.episodes = own_episodes
+    return EvaluationResult([results[place] for place in range(len(grid))], dict(sorted(videos.items())))
+
+
+def blank_images(td: TensorDictBase) -> TensorDictBase:
+    """Ablation: the policy sees black pictures."""
+    for key in (IMAGES, WRIST_IMAGES):
+        if (images := td.get(key, None)) is not None:
+            td[key] = torch.zeros_like(images)
+    return td
+
+
+def swap_instructions(tasks: Sequence[Task]) -> Observe:
+    """Ablation: the policy is told to do the next of ``tasks`` instead of its own.
+
+    Raises:
+        ValueError: the tasks share one instruction, so there is nothing to swap.
+    """
+    instructions = list(dict.fromkeys(task.instruction for task in tasks))
+    if len(instructions) < 2:
+        raise ValueError(
+            f"swapping instructions needs tasks with at least 2 different ones, got {instructions}; "
+            "evaluate an environment with several tasks"
+        )
+    swapped = dict(zip(instructions, instructions[1:] + instructions[:1], strict=True))
+
+    def observe(td: TensorDictBase) -> TensorDictBase:
+        # An idle slot has an instruction of no task, or none, and keeps it.
+        texts = [swapped.get(text, text) for text in td[TASK_DESCRIPTIONS]]
+        td[TASK_DESCRIPTIONS] = NonTensorStack(*texts)
+        return td
+
+    return observe
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _percent(values: Iterable[float]) -> str:
+    return f"{100 * _mean(values):6.1f}%"
+
+
+def _interval(results: Sequence[EpisodeResult]) -> tuple[float, float]:
+    return wilson_interval(sum(result.success_once for result in results), len(results))

@@ -1,0 +1,117 @@
+"""Behaviour cloning: the warm start before reinforcement learning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+import vla_keys as keys
+from vla_envs.env import VLAEnv
+from vla_envs.simulator import Episode
+from vla_policies import SmallVLA
+
+
+def record_demonstrations(
+    env: VLAEnv,
+    policy: SmallVLA,
+    episodes: Sequence[Episode],
+    *,
+    stride: int = 4,
+    noise: float = 0.25,
+    noise_correlation: float = 0.8,
+    max_steps: int = 150,
+    on_episode: Callable[[bool], None] | None = None,
+) -> TensorDict:
+    """Let the benchmark's scripted expert solve ``episodes`` in the workers of ``env``.
+
+    Args:
+        env: its simulators are used; whoever was collecting in it has to reset first.
+        policy: tokenises the instructions and sets the length of the chunks.
+        episodes: what to solve; those that the expert fails are left out.
+        stride, noise, noise_correlation, max_steps: see :func:`vla_envs.demonstrations.demonstrate`.
+        on_episode: called after each with whether it was solved.
+
+    Returns:
+        ``[K]`` with ``images``, ``states``, ``prompt_tokens``, ``action`` ``[K, C, A]`` and ``step_mask`` ``[K, C]``.
+
+    Raises:
+        RuntimeError: the expert solved none.
+    """
+    recordings = env.pool.map(
+        "vla_envs.demonstrations:demonstrate",
+        episodes,
+        on_result=None if on_episode is None else lambda recording: on_episode(recording is not None),
+        chunk_size=policy.chunk_size,
+        stride=stride,
+        noise=noise,
+        noise_correlation=noise_correlation,
+        max_steps=max_steps,
+    )
+    solved = [recording for recording in recordings if recording is not None]
+    if not solved:
+        raise RuntimeError(
+            f"the scripted expert solved none of {len(episodes)} episodes of {env.simulator_spec.id} within "
+            f"{max_steps} steps; raise max_steps, lower the noise, or take other tasks"
+        )
+    names = (keys.IMAGES, keys.STATES, keys.ACTION, keys.STEP_MASK)
+    data = {name: torch.from_numpy(np.concatenate([r[name] for r in solved])) for name in names}
+    texts = [r["task_description"] for r in solved for _ in r[keys.IMAGES]]
+    data[keys.PROMPT_TOKENS] = policy.prompt_tokens(texts)
+    return TensorDict(data, batch_size=[len(texts)])
+
+
+def clone_behaviour(
+    policy: SmallVLA,
+    demonstrations: TensorDict,
+    *,
+    steps: int,
+    batch_size: int = 32,
+    lr: float = 1e-3,
+    weight_decay: float = 1e-4,
+    label_sigma: float = 0.1,
+    state_noise: float = 0.01,
+    warmup_steps: int = 30,
+    on_step: Callable[[float], None] | None = None,
+) -> None:
+    """Train ``policy`` to imitate, and set its normalisation statistics from the demonstrations.
+
+    Args:
+        policy: trained in place.
+        demonstrations: of :func:`record_demonstrations`.
+        steps: number of AdamW steps, with linear warm-up and cosine decay to 2 % of ``lr``.
+        batch_size: samples per step.
+        lr, weight_decay: of AdamW.
+        label_sigma: width of the soft labels, see :meth:`SmallVLA.imitation_loss`.
+        state_noise: standard deviation of noise on ``states`` in their own units. It keeps the policy from
+            reading the phase of the expert's motion off the state instead of looking at the image.
+        warmup_steps: of the learning rate.
+        on_step: called with the loss of each step.
+    """
+    states = demonstrations[keys.STATES]
+    policy.set_statistics(states.mean(0), states.std(0) + 1e-2)  # a constant entry must not be blown up
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=weight_decay)
+
+    def factor(step: int) -> float:
+        return min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    policy.train()
+    order: list[torch.Tensor] = []
+    for _ in range(steps):
+        if not order:
+            order = list(torch.randperm(len(demonstrations)).split(batch_size))
+        batch = demonstrations[order.pop()]
+        batch[keys.STATES] = batch[keys.STATES] + state_noise * torch.randn_like(batch[keys.STATES])
+        mask = batch[keys.STEP_MASK]
+        loss = policy.imitation_loss(batch, sigma=label_sigma)[mask].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if on_step is not None:
+            on_step(loss.item())

@@ -1,0 +1,62 @@
+"""Where the numbers go: TensorBoard and a JSON-lines file, always; other TorchRL loggers on request."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import imageio
+import numpy as np
+from torchrl.record.loggers import Logger
+from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+
+class RunLogger:
+    """Writes ``metrics.jsonl`` (one line per call, flushed at once) and ``tensorboard/`` into a folder.
+
+    Both are appended to when a run is resumed in the same folder.
+
+    Args:
+        folder: of the run.
+        others: further TorchRL loggers, for example ``torchrl.record.loggers.wandb.WandbLogger(...)``.
+    """
+
+    def __init__(self, folder: Path, others: Sequence[Logger] = ()):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tensorboard = TensorboardLogger(exp_name="tensorboard", log_dir=str(folder))
+        self._loggers = [self._tensorboard, *others]
+        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, closed in close()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write numbers; those that are not finite become ``null`` in the file, as JSON has no NaN."""
+        for logger in self._loggers:
+            logger.log_metrics(dict(metrics), step=step)
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._file.close()
+        self._tensorboard.experiment.close()
+
+
+def write_video(path: Path, frames: np.ndarray, fps: float) -> Path:
+    """Write an mp4 that plays everywhere (H.264, yuv420p).
+
+    Args:
+        path: ending in ``.mp4``; missing folders are made.
+        frames: uint8 ``[T, H, W, 3]``.
+        fps: frames per second. With one frame per decision, control frequency / chunk length is real time.
+
+    Returns:
+        ``path``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # yuv420p halves the resolution of colour and so needs even sides: repeat the last row or column.
+    odd_rows, odd_columns = frames.shape[1] % 2, frames.shape[2] % 2
+    frames = np.pad(frames, ((0, 0), (0, odd_rows), (0, odd_columns), (0, 0)), mode="edge")
+    imageio.mimwrite(path, list(frames), fps=fps, codec="libx264", macro_block_size=1, quality=8)
+    return path
