@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -37,7 +38,8 @@ class Renderer:
     Args:
         model: the model whose meshes and textures are uploaded.
         size: ``(height, width)`` in pixels.
-        quality: ``"benchmark"`` keeps the model's shadows and multisampling, ``"fast"`` switches both off.
+        quality: ``"benchmark"`` keeps what the model says, ``"fast"`` switches shadows and multisampling off,
+            ``"minimal"`` reflections and the sky box as well.
         camera: name of a camera of the model, or ``lookat``, ``distance``, ``azimuth`` and ``elevation``.
         upside_down: turn the image by 180 degrees.
         hide_sites: leave out the sites, such as goal markers.
@@ -56,11 +58,14 @@ class Renderer:
         _make_gl_context_current()
         height, width = size
         model.vis.global_.offheight, model.vis.global_.offwidth = height, width
-        if quality == "fast":  # must be set before the context is made
+        if quality != "benchmark":  # must be set before the context is made
             model.vis.quality.shadowsize = 0
             model.vis.quality.offsamples = 0
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
         self._scene = mujoco.MjvScene(model, maxgeom=1000)
+        if quality == "minimal":
+            self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+            self._scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = 0
         self._viewport = mujoco.MjrRect(0, 0, width, height)
         self._perturbation = mujoco.MjvPerturb()
         self._options = mujoco.MjvOption()
@@ -102,7 +107,8 @@ def _make_gl_context_current() -> None:
     if _gl_context is None:
         backend = os.environ["MUJOCO_GL"]
         try:
-            _gl_context = mujoco.GLContext(64, 64)
+            # mujoco.GLContext was chosen when mujoco was imported, perhaps before MUJOCO_GL was set above.
+            _gl_context = importlib.import_module(f"mujoco.{backend}").GLContext(64, 64)
         except Exception as error:
             other = "osmesa" if backend == "egl" else "egl"
             raise RuntimeError(
