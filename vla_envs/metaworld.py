@@ -27,7 +27,11 @@ IMAGE_SIZE = 480
 SETTLE_STEPS = 15
 MAX_EPISODE_STEPS = 100
 DIFFICULTIES = ("easy", "medium", "hard", "very_hard")
-RENDER_QUALITIES = ("benchmark", "fast")
+RENDER_QUALITIES = {  # and what each leaves out
+    "benchmark": "",
+    "fast": "no shadows, no multisampling",
+    "minimal": "no shadows, no multisampling, no reflections, no sky box",
+}
 _WORLDS_PER_SIMULATOR = 4  # built worlds kept for task switching, about 35 MB each
 
 
@@ -84,7 +88,8 @@ def make_spec(
             ``"hard"``, ``"very_hard"``), a task such as ``"reach-v3"``, or several of these joined by ``+``.
         image_size: pixels of a side, or ``(height, width)``.
         max_episode_steps: horizon in primitive actions, settle steps not counted.
-        render_quality: ``"benchmark"`` (shadows, 4x multisampling) or ``"fast"`` (neither): different pixels.
+        render_quality: ``"benchmark"`` (shadows, 4x multisampling), ``"fast"`` (neither) or ``"minimal"`` (no
+            reflections and sky box either); the pixels differ.
         settle_steps: zero actions after the reset.
         camera: ``None`` for the benchmark's camera, else the free camera's ``lookat`` (3 numbers, metres),
             ``distance`` (metres), ``azimuth`` and ``elevation`` (degrees).
@@ -126,7 +131,7 @@ def make_spec(
             (camera is not None, f"free camera {_describe(camera)} instead of {CAMERA}"),
             (bool(ranges), f"own reset ranges for {', '.join(ranges)}"),
             (hide_goals, "goal markers hidden"),
-            (render_quality != "benchmark", "no shadows, no multisampling"),
+            (render_quality != "benchmark", RENDER_QUALITIES[render_quality]),
             ((height, width) != (IMAGE_SIZE, IMAGE_SIZE), f"{height} x {width} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
         ]
         if departs

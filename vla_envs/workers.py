@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any
@@ -100,13 +100,23 @@ class WorkerPool:
         gone = [slot for slot in slots if slot in self._gone]
         return gone + self._exchange("step", {slot: None for slot in slots if slot not in self._gone})
 
-    def map(self, function: str, items: Sequence[Any], timeout: float = 600.0, **arguments: Any) -> list[Any]:
+    def map(
+        self,
+        function: str,
+        items: Sequence[Any],
+        *,
+        timeout: float = 600.0,
+        on_result: Callable[[Any], None] | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
         """Run ``function(simulator, item, **arguments)`` for each item in whichever worker is free.
 
         Args:
             function: ``"module:name"`` of the function.
             items: picklable values; results come back in their order.
             timeout: seconds per item.
+            on_result: called with each result, in the order of finishing.
+            **arguments: further arguments of the function, picklable.
 
         Raises:
             RuntimeError: a call failed or took too long; the message holds the worker's traceback.
@@ -132,6 +142,8 @@ class WorkerPool:
                 if not ok:
                     raise RuntimeError(f"{function} failed in a worker of {self.spec.id}:\n{result}")
                 results[running.pop(worker)] = result
+                if on_result is not None:
+                    on_result(result)
         return results
 
     def close(self) -> None:

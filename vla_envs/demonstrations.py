@@ -1,0 +1,66 @@
+"""Demonstrations by a benchmark's scripted expert, recorded inside the worker processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vla_envs.simulator import Episode, Simulator
+
+
+def demonstrate(
+    simulator: Simulator,
+    episode: Episode,
+    *,
+    chunk_size: int,
+    stride: int,
+    noise: float,
+    noise_correlation: float,
+    max_steps: int,
+) -> dict[str, Any] | None:
+    """Let the scripted expert solve an episode while its actions are disturbed.
+
+    The labels are what the expert wanted to do, not what was done: the recording shows how to come back from
+    states that a perfect execution never visits (DART, Laskey et al. 2017).
+
+    Args:
+        simulator: one with ``expert_action()``.
+        episode: what to solve; it also seeds the disturbance.
+        chunk_size: actions per label, ``C``.
+        stride: record every so many primitive actions; only recorded states are rendered.
+        noise: standard deviation of the disturbance, as a fraction of half the action's range.
+        noise_correlation: of the disturbance between successive actions, 0 to below 1.
+        max_steps: give up after that many actions.
+
+    Returns:
+        ``images`` uint8 ``[K, H, W, 3]``, ``states`` ``[K, S]``, ``task_description``, ``action`` ``[K, C, A]`` and
+        ``step_mask`` bool ``[K, C]`` (False past the end of the episode), or ``None`` if it was not solved.
+    """
+    if not hasattr(simulator, "expert_action"):
+        raise ValueError(f"{simulator.spec.id} has no scripted expert; load a checkpoint instead of cloning one")
+    low, high = np.array(simulator.spec.action_low), np.array(simulator.spec.action_high)
+    random = np.random.default_rng([episode.seed, episode.task_id, episode.trial_id])
+    disturbance = np.zeros_like(low)
+    simulator.reset(episode)
+    observations, wanted, solved = [], [], False
+    while not solved and len(wanted) < max_steps:
+        if len(wanted) % stride == 0:
+            observation = simulator.observe()
+            observations.append((observation.images.copy(), observation.states))
+        wanted.append(simulator.expert_action())
+        fresh = noise * random.standard_normal(low.shape)
+        disturbance = noise_correlation * disturbance + (1 - noise_correlation**2) ** 0.5 * fresh
+        action = np.clip(wanted[-1] + disturbance * (high - low) / 2, low, high)
+        solved = simulator.step(action.astype(np.float32)).success
+    if not solved:
+        return None
+    steps = stride * np.arange(len(observations))[:, None] + np.arange(chunk_size)  # [K, C]
+    images, states = zip(*observations, strict=True)
+    return {
+        "images": np.stack(images),
+        "states": np.stack(states),
+        "task_description": observation.task_description,
+        "action": np.stack(wanted)[np.minimum(steps, len(wanted) - 1)],
+        "step_mask": steps < len(wanted),
+    }
