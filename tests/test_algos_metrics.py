@@ -46,7 +46,8 @@ def test_env_metrics_are_over_finished_episodes(batch):
     assert metrics["env/num_episodes"] == finished.sum()
     success = batch[NEXT, SUCCESS][finished].float().mean().item()
     assert 0 < success < 1 and metrics["env/success_once"] == pytest.approx(success)
-    assert metrics["env/reward"] <= 1 < metrics["env/return"] <= metrics["env/episode_len"] <= 7
+    assert metrics["env/return"] == pytest.approx(success) and 5 <= metrics["env/episode_len"] <= 7
+    assert metrics["env/return"] / 7 <= metrics["env/reward"] <= metrics["env/return"] / 5
 
 
 def test_env_metrics_without_finished_episodes(batch):

@@ -24,7 +24,6 @@ from vla_keys import (
     GROUP_ID,
     IMAGES,
     LOST,
-    PROMPT_TOKENS,
     REWARD,
     STATE_VALUE,
     STATES,
@@ -63,13 +62,14 @@ class ToyEpisodes:
 class ToyEnv(EnvBase):
     """Push all action dimensions to the side the picture shows: task 0 down, task 1 up.
 
-    An action whose mean has the right sign scores one point; ``goal`` points are success and
-    terminate. ``states`` is ``[steps, points, trial]``, so every observation can be recognised. Trials in
-    ``crashes`` lose the simulator in their first decision, as often as the mapping says.
+    An action whose mean has the right sign scores one point; ``goal`` points are success, which gives
+    the only reward and terminates. ``states`` is ``[steps, points, trial]``, so every observation can be
+    recognised. Trials in ``crashes`` lose the simulator in their first decision, as often as the mapping
+    says.
     """
 
     def __init__(self, num_envs: int, horizon: int = 7, goal: int = 5, crashes: dict[int, int] | None = None):
-        super().__init__(batch_size=[num_envs])
+        super().__init__(device=torch.device("cpu"), batch_size=torch.Size([num_envs]))
         self.num_envs, self.horizon, self.goal = num_envs, horizon, goal
         self.crashes = dict(crashes or {})
         self.episodes = ToyEpisodes()
@@ -141,13 +141,13 @@ class ToyEnv(EnvBase):
                     point = (action.mean() > 0).item() == bool(episode.task_id)
                     self.points[slot] += point
                     self.steps[slot] += 1
-                    rewards[slot, step], mask[slot, step] = float(point), True
+                    rewards[slot, step], mask[slot, step] = float(self.points[slot] == self.goal), True
         success = torch.tensor(self.points).unsqueeze(-1) >= self.goal
         steps = torch.tensor(self.steps).unsqueeze(-1)
         truncated = ((steps >= self.horizon) & ~success) | lost | idle
         outcome = {
             STEP_REWARDS: rewards, STEP_MASK: mask, SUCCESS: success, SUCCESS_AT_END: success, LOST: lost,
-            EPISODE_RETURN: torch.tensor(self.points).float().unsqueeze(-1), EPISODE_LEN: steps,
+            EPISODE_RETURN: success.float(), EPISODE_LEN: steps,
             REWARD: rewards.sum(-1, keepdim=True),
             TERMINATED: success, TRUNCATED: truncated, DONE: success | truncated,
         }  # fmt: skip
@@ -155,27 +155,25 @@ class ToyEnv(EnvBase):
 
 
 class ToyPolicy(TensorDictModuleBase):
-    """Three bins per action dimension from the mean pixel and the states; counts its passes."""
+    """Three bins per action dimension from the mean pixel and the progress; counts its passes."""
 
     in_keys = [IMAGES, STATES, TASK_DESCRIPTIONS]
-    loss_keys = [IMAGES, STATES, PROMPT_TOKENS, ACTION_TOKENS]
-    out_keys = [ACTION, ACTION_TOKENS, ACTION_LOG_PROB, PROMPT_TOKENS, STATE_VALUE]
+    loss_keys = [IMAGES, STATES, ACTION_TOKENS]
+    out_keys = [ACTION, ACTION_TOKENS, ACTION_LOG_PROB, STATE_VALUE]
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, CHUNK * DIM * 3 + 1))
+        self.body = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, CHUNK * DIM * 3 + 1))
         self.passes: deque[int] = deque()
 
     def _run(self, td: TensorDict) -> tuple[torch.distributions.Categorical, torch.Tensor]:
         self.passes.append(td.shape[0])
         pixel = td[IMAGES].float().mean((-1, -2, -3)).unsqueeze(-1) / 255
-        out = self.body(torch.cat([pixel, td[STATES] / 10, td[PROMPT_TOKENS].float()], -1))
+        out = self.body(torch.cat([pixel, td[STATES][:, :2] / 10], -1))
         logits = out[:, :-1].reshape(-1, CHUNK, DIM, 3)
         return torch.distributions.Categorical(logits=logits), out[:, -1:]
 
     def forward(self, td: TensorDict) -> TensorDict:
-        texts = td[TASK_DESCRIPTIONS]
-        td[PROMPT_TOKENS] = torch.tensor([[INSTRUCTIONS.index(text)] for text in texts])
         dist, value = self._run(td)
         tokens = dist.sample() if exploration_type() == ExplorationType.RANDOM else dist.logits.argmax(-1)
         td[ACTION], td[ACTION_TOKENS], td[ACTION_LOG_PROB] = tokens - 1.0, tokens, dist.log_prob(tokens)

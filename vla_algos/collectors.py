@@ -105,8 +105,6 @@ class StepCollector(BaseCollector):
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
             batch = self.rollout()
-            self._frames += batch.numel()
-            self._iter += 1
             if self.post_collect_hook is not None:
                 self.post_collect_hook(batch)
             yield batch
@@ -142,6 +140,8 @@ class StepCollector(BaseCollector):
                 self.on_decision(outcome)
         if self.has_value:
             batch[NEXT, STATE_VALUE] = self._next_values(batch, cut_short)
+        self._frames += batch.numel()
+        self._iter += 1
         return batch
 
     def _next_values(
