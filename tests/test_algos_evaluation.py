@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from toy import INSTRUCTIONS, ToyEnv, ToyPolicy
+from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv, ToyPolicy
 
 from vla_algos.evaluation import blank_images, evaluate, swap_instructions
 from vla_envs.simulator import Episode
@@ -19,7 +19,12 @@ class LookingPolicy(ToyPolicy):
     def forward(self, td):
         super().forward(td)
         td[ACTION] = (
-            (td[IMAGES].float().mean((1, 2, 3)) > 100).float().mul(2).sub(1).view(-1, 1, 1).expand(-1, 3, 2)
+            (td[IMAGES].float().mean((1, 2, 3)) > 100)
+            .float()
+            .mul(2)
+            .sub(1)
+            .view(-1, 1, 1)
+            .expand(-1, CHUNK, DIM)
         )
         return td
 
@@ -30,7 +35,7 @@ class ListeningPolicy(ToyPolicy):
     def forward(self, td):
         super().forward(td)
         signs = [1.0 if text == INSTRUCTIONS[1] else -1.0 for text in td[TASK_DESCRIPTIONS]]
-        td[ACTION] = torch.tensor(signs).view(-1, 1, 1).expand(-1, 3, 2)
+        td[ACTION] = torch.tensor(signs).view(-1, 1, 1).expand(-1, CHUNK, DIM)
         return td
 
 

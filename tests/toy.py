@@ -38,7 +38,7 @@ from vla_keys import (
     TRUNCATED,
 )
 
-CHUNK, DIM = 3, 2
+CHUNK, DIM = 3, 5  # an odd number of dimensions, so that the mean of +-1 is never 0
 INSTRUCTIONS = ("go low", "go high")
 
 
@@ -155,7 +155,7 @@ class ToyEnv(EnvBase):
 
 
 class ToyPolicy(TensorDictModuleBase):
-    """Three bins per action dimension from the mean pixel and the progress; counts its passes."""
+    """Two bins per action dimension, -1 and 1, from the mean pixel and the progress; counts its passes."""
 
     in_keys = [IMAGES, STATES, TASK_DESCRIPTIONS]
     loss_keys = [IMAGES, STATES, ACTION_TOKENS]
@@ -163,20 +163,20 @@ class ToyPolicy(TensorDictModuleBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, CHUNK * DIM * 3 + 1))
+        self.body = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, CHUNK * DIM * 2 + 1))
         self.passes: deque[int] = deque()
 
     def _run(self, td: TensorDict) -> tuple[torch.distributions.Categorical, torch.Tensor]:
         self.passes.append(td.shape[0])
         pixel = td[IMAGES].float().mean((-1, -2, -3)).unsqueeze(-1) / 255
         out = self.body(torch.cat([pixel, td[STATES][:, :2] / 10], -1))
-        logits = out[:, :-1].reshape(-1, CHUNK, DIM, 3)
+        logits = out[:, :-1].reshape(-1, CHUNK, DIM, 2)
         return torch.distributions.Categorical(logits=logits), out[:, -1:]
 
     def forward(self, td: TensorDict) -> TensorDict:
         dist, value = self._run(td)
         tokens = dist.sample() if exploration_type() == ExplorationType.RANDOM else dist.logits.argmax(-1)
-        td[ACTION], td[ACTION_TOKENS], td[ACTION_LOG_PROB] = tokens - 1.0, tokens, dist.log_prob(tokens)
+        td[ACTION], td[ACTION_TOKENS], td[ACTION_LOG_PROB] = 2.0 * tokens - 1.0, tokens, dist.log_prob(tokens)
         td[STATE_VALUE] = value
         return td
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
@@ -196,6 +196,7 @@ class VLAEnv(EnvBase):
         return TensorDict(
             {**self._observe(), **{key: torch.zeros(self.num_envs, 1, dtype=torch.bool) for key in self.done_keys}},
             batch_size=self.batch_size,
+            device=self.device,
         )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -231,6 +232,7 @@ class VLAEnv(EnvBase):
                 keys.DONE: torch.from_numpy(terminated | truncated),
             },
             batch_size=self.batch_size,
+            device=self.device,
         )
 
     def _observe(self) -> dict[str, Any]:
@@ -239,7 +241,7 @@ class VLAEnv(EnvBase):
         identities = [(e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in self.current_episodes]
         task_id, trial_id, group_id = torch.tensor(identities, dtype=torch.int64).unbind(1)
         if self._texts is None or self._texts.tolist() != self._pool.texts:  # rebuilding costs 40 us per slot
-            self._texts = NonTensorStack(*self._pool.texts)
+            self._texts = NonTensorStack(*(NonTensorData(text, device=self.device) for text in self._pool.texts))
         observation = {
             keys.IMAGES: torch.from_numpy(arrays.images.copy()),
             keys.STATES: torch.from_numpy(arrays.states.copy()),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -204,8 +205,10 @@ class MetaWorldSimulator:
         world = self._world
         current = world._get_curr_obs_combined_no_goal()
         observation = np.hstack((current, current, world._get_pos_goal()))
-        expert = _expert(self._task.name)
-        return np.clip(expert.get_action(observation), -1.0, 1.0).astype(np.float32)
+        with warnings.catch_warnings():  # that the action is out of bounds, which is why it is clipped here
+            warnings.simplefilter("ignore")
+            action = _expert(self._task.name).get_action(observation)
+        return np.clip(action, -1.0, 1.0).astype(np.float32)
 
     def close(self) -> None:
         for world in self._worlds.values():

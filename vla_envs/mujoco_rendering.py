@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 from collections import OrderedDict
@@ -115,4 +116,5 @@ def _make_gl_context_current() -> None:
                 f"MuJoCo cannot render with MUJOCO_GL={backend} ({error}). Run `python -m vla_envs` to see what is "
                 f"missing, or try the other renderer: MUJOCO_GL={other}"
             ) from error
+        atexit.register(_gl_context.free)  # its own destructor may come when the graphics library is gone
     _gl_context.make_current()

@@ -1,0 +1,90 @@
+"""Which episodes run: groups, ranks, passes, grids, and going on after a restart."""
+
+import pytest
+
+from vla_envs import EpisodeQueue, EpisodeSampler, evaluation_grid, make_spec
+
+SPEC = make_spec("metaworld/ML45-test")  # 5 tasks
+
+
+def take(sampler, count):
+    return [sampler.next() for _ in range(count)]
+
+
+@pytest.mark.parametrize("mode", ["random", "ordered", "fixed"])
+def test_a_seed_fixes_the_stream_and_a_saved_state_continues_it(mode):
+    sampler = EpisodeSampler(SPEC, seed=4, mode=mode, group_size=2, groups=3)
+    first = take(sampler, 30)
+    again = EpisodeSampler(SPEC, seed=4, mode=mode, group_size=2, groups=3)
+    assert take(again, 11) == first[:11]
+    resumed = EpisodeSampler(SPEC, seed=4, mode=mode, group_size=2, groups=3)
+    resumed.load_state_dict(again.state_dict())
+    assert take(resumed, 19) == first[11:]
+    assert take(EpisodeSampler(SPEC, seed=5, mode=mode, group_size=2, groups=3), 30) != first
+
+
+@pytest.mark.parametrize("mode", ["random", "ordered", "fixed"])
+def test_groups_are_contiguous_and_identical(mode):
+    episodes = take(EpisodeSampler(SPEC, mode=mode, group_size=4, groups=3), 24)
+    for start in range(0, 24, 4):
+        assert len(set(episodes[start : start + 4])) == 1
+        assert len({episode.group_id for episode in episodes[start : start + 4]}) == 1
+    assert len({episode.group_id for episode in episodes}) == 6
+
+
+@pytest.mark.parametrize("mode", ["random", "ordered", "fixed"])
+def test_ranks_share_out_whole_groups_of_the_single_ranks_stream(mode):
+    whole = take(EpisodeSampler(SPEC, mode=mode, group_size=2, groups=5), 24)
+    ranks = [take(EpisodeSampler(SPEC, mode=mode, group_size=2, groups=5, rank=r, world_size=3), 8) for r in range(3)]
+    dealt = [episode for turn in range(4) for rank in ranks for episode in rank[2 * turn : 2 * turn + 2]]
+    assert dealt == whole
+    assert [e.group_id for e in dealt] == [e.group_id for e in whole]
+
+
+def test_ordered_visits_everything_once_per_pass_in_a_new_order():
+    episodes = take(EpisodeSampler(SPEC, mode="ordered", trials=3), 30)
+    first, second = episodes[:15], episodes[15:]
+    everything = {(task, trial) for task in range(5) for trial in range(3)}
+    assert {(e.task_id, e.trial_id) for e in first} == {(e.task_id, e.trial_id) for e in second} == everything
+    assert first != second
+
+
+def test_fixed_repeats_and_random_does_not():
+    assert len(set(take(EpisodeSampler(SPEC, mode="fixed", groups=3), 30))) == 3
+    assert len(set(take(EpisodeSampler(SPEC), 1000))) == 1000
+
+
+def test_a_queue_is_worked_off_once():
+    grid = evaluation_grid(SPEC, trials=2, seed=8)
+    assert len(grid) == len(set(grid)) == 10 and {episode.seed for episode in grid} == {8}
+    queue = EpisodeQueue(grid)
+    assert [queue.next() for _ in range(10)] == grid
+    assert queue.next() is None
+    queue.put(grid[3])
+    assert queue.next() == grid[3] and queue.next() is None
+    assert len(evaluation_grid(SPEC)) == 5 * 20  # the benchmark's own number of trials
+
+
+def test_training_never_meets_the_evaluation_grid():
+    grid = set(evaluation_grid(SPEC, trials=100, seed=9_000_000))
+    assert not grid & set(take(EpisodeSampler(SPEC, seed=0), 5000))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "randm"}, "random"),
+        ({"group_size": 0}, "group_size"),
+        ({"rank": 2, "world_size": 2}, "rank"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_impossible_settings(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        EpisodeSampler(SPEC, **arguments)
+
+
+def test_a_state_of_another_stream_is_refused():
+    state = EpisodeSampler(SPEC, seed=1).state_dict()
+    with pytest.raises(ValueError, match="seed=1"):
+        EpisodeSampler(SPEC, seed=2).load_state_dict(state)

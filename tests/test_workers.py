@@ -1,0 +1,112 @@
+"""Worker processes that die, hang or fail lose their episode and nothing else. Real Meta-World throughout."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import vla_keys as keys
+from vla_envs import Episode, EpisodeQueue, SimulatorCrash, make_env, make_spec
+from vla_envs.workers import WorkerPool
+
+pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
+OPTIONS = {"image_size": 32, "render_quality": "fast", "max_episode_steps": 40}
+
+
+@pytest.fixture
+def env():
+    env = make_env("metaworld/reach-v3", 4, 5, num_workers=2, step_timeout=8.0, **OPTIONS)
+    yield env
+    env.close(raise_if_closed=False)
+
+
+def process_id(env, worker):
+    return env.pool._processes[worker]._popen.pid
+
+
+def act(env, td, action=0.0):
+    td[keys.ACTION] = torch.full(env.action_spec.shape, action)
+    return env.step_and_maybe_reset(td)
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_worker_loses_its_own_episodes_only(env, kill):
+    td = env.reset()
+    for _ in range(3):
+        _, td = act(env, td)
+    before = list(env.current_episodes)
+    os.kill(process_id(env, 1), kill)
+    started = time.monotonic()
+    outcome, td = act(env, td)
+    after = outcome[keys.NEXT]
+    lost = after[keys.LOST].squeeze(-1)
+    assert lost.tolist() == [False, True, False, True]  # slots are dealt out in turn: worker 1 has 1 and 3
+    assert after[keys.TRUNCATED].squeeze(-1).tolist() == lost.tolist()
+    assert not after[keys.STEP_MASK][lost].any() and after[keys.STEP_MASK][~lost].all()
+    assert after[keys.REWARD][lost].eq(0).all()
+    assert env.worker_restarts == 1
+    assert time.monotonic() - started < 60
+    # The survivors go on with their episodes, the others have new ones and run.
+    for slot in range(4):
+        assert (env.current_episodes[slot] == before[slot]) == (not lost[slot])
+    outcome, _ = act(env, td)
+    assert outcome[keys.NEXT, keys.STEP_MASK].all() and not outcome[keys.NEXT, keys.LOST].any()
+    assert outcome[keys.NEXT, keys.EPISODE_LEN].squeeze(-1).tolist() == [25, 5, 25, 5]
+
+
+def test_an_episode_that_ran_when_its_neighbour_was_reset_in_a_dying_worker_is_lost_too():
+    pool = WorkerPool(make_spec("metaworld/reach-v3", **OPTIONS), 2, 1, 5, step_timeout=8.0)
+    pool.reset({0: Episode(0, 0), 1: Episode(0, 1)})
+    pool._processes[0]._popen.kill()
+    pool.reset({0: Episode(0, 2)})
+    assert pool.step([0, 1]) == [1]
+    pool.reset({1: Episode(0, 3)})
+    assert pool.step([0, 1]) == []
+    pool.close()
+
+
+def test_a_restarted_simulator_shows_the_same_episode_bit_by_bit():
+    env = make_env("metaworld/reach-v3", 1, 5, episodes=EpisodeQueue([Episode(0, 5)] * 2), **OPTIONS)
+    first = env.reset()
+    os.kill(process_id(env, 0), signal.SIGKILL)
+    _, again = act(env, first.clone())
+    assert env.current_episodes == [Episode(0, 5)]
+    for key in (keys.IMAGES, keys.STATES):
+        assert torch.equal(first[key], again[key])
+    env.close()
+
+
+def test_a_simulator_that_crashes_again_and_again_stops_the_run_and_names_the_episode(env):
+    td = env.reset()
+    with pytest.raises(SimulatorCrash, match=r"metaworld/reach-v3 task reach-v3 trial \d+ seed 0"):
+        for _ in range(5):
+            os.kill(process_id(env, 0), signal.SIGKILL)
+            _, td = act(env, td)
+
+
+def test_an_exception_inside_a_simulator_is_reported_with_its_episode(caplog):
+    spec = make_spec("metaworld/reach-v3", reset_ranges={"reach-v3": [[0.0], [1.0]]}, **OPTIONS)
+    pool = WorkerPool(spec, 1, 1, 5)
+    with pytest.raises(SimulatorCrash, match="needs 6 numbers") as error:
+        pool.reset({0: Episode(0, 12, seed=3)})
+    assert "trial 12 seed 3" in str(error.value)
+    pool.close()
+
+
+def test_workers_import_neither_torch_nor_the_callers_script(env):
+    env.reset()
+    with open(f"/proc/{process_id(env, 0)}/maps") as maps:
+        assert "libtorch" not in maps.read()
+
+
+def test_workers_end_with_the_environment(env):
+    env.reset()
+    processes = [process_id(env, worker) for worker in range(2)]
+    env.close()
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        env.reset()
