@@ -64,7 +64,7 @@ class ToyEnv(EnvBase):
 
     An action whose mean has the right sign scores one point; ``goal`` points are success, which gives
     the only reward and terminates. ``states`` is ``[steps, points, trial]``, so every observation can be
-    recognised. Trials in ``crashes`` lose the simulator in their first decision, as often as the mapping
+    recognised. Trials in ``crashes`` lose the simulator in their second decision, as often as the mapping
     says.
     """
 
@@ -130,7 +130,7 @@ class ToyEnv(EnvBase):
         for slot, episode in enumerate(self.current_episodes):
             if episode is None:
                 idle[slot] = True
-            elif self.crashes.get(episode.trial_id, 0) > 0:
+            elif self.steps[slot] and self.crashes.get(episode.trial_id, 0) > 0:
                 self.crashes[episode.trial_id] -= 1
                 self.worker_restarts += 1
                 lost[slot] = True
