@@ -65,7 +65,7 @@ def main(config: DictConfig) -> None:
     def test(step: int) -> EvaluationResult:
         result = evaluate_with_bar(f"evaluation after {step}", env, policy, grid, record=config.eval.videos)
         collector.reset()  # the evaluation used the same simulators
-        logger.log(result.metrics(), step)
+        logger.log({**result.metrics(), "time/elapsed": time.perf_counter() - started}, step)
         save_videos(folder / "videos" / f"iteration_{step:04d}", result)
         return result
 
@@ -95,6 +95,7 @@ def main(config: DictConfig) -> None:
             metrics |= {
                 "time/train": learnt - collected,
                 "time/iteration": learnt - clock,
+                "time/elapsed": learnt - started,
                 "env_steps_per_s": steps / (learnt - clock),
                 "decisions_per_s": batch.numel() / (learnt - clock),
             }

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("MUJOCO_GL", "egl")  # read when mujoco is imported
+if not os.environ.get("MUJOCO_GL"):  # read when mujoco is imported; empty means a window, which workers lack
+    os.environ["MUJOCO_GL"] = "egl"
 import mujoco  # noqa: E402
 
 _MAX_RENDERERS = 8  # per process; a benchmark-quality context takes about 90 MB of graphics memory

@@ -1,0 +1,133 @@
+"""Every recipe runs for two iterations, every experiment composes, and a wrong key is an error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from vla_envs import make_spec
+
+pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
+RECIPES = Path(__file__).parent.parent / "recipes"
+CONF = RECIPES / "conf"
+TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=10", "env.image_size=32", "eval.trials=2"]
+TOY_SFT = ["sft.episodes=2", "sft.steps=5", "sft.max_steps=150"]
+TOY_PPO = [*TOY, *TOY_SFT, "iterations=2", "collector.decisions=4", "algo.epochs=1", "eval.videos=1"]
+
+
+def recipe(name, folder, *overrides):
+    return subprocess.run(
+        [sys.executable, RECIPES / f"{name}.py", *overrides, f"hydra.run.dir={folder}"],
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def ppo_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo") / "run"
+    return recipe("ppo", folder, *TOY_PPO), folder
+
+
+def test_ppo_leaves_policy_checkpoints_curves_videos_and_a_table(ppo_run):
+    run, folder = ppo_run
+    assert run.returncode == 0, run.stderr
+    for line in ("before PPO", "after PPO", "95 % interval", "env steps/s", "horizon 10 instead of 100"):
+        assert line in run.stdout
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = set().union(*lines)
+    assert {
+        "train/actor/policy_loss",
+        "train/actor/approx_kl",
+        "train/actor/clip_fraction",
+        "train/actor/clipped_ratio",
+        "train/actor/grad_norm",
+        "train/actor/lr",
+        "train/critic/value_loss",
+        "train/critic/explained_variance",
+        "train/entropy_loss",
+        "train/loss",
+        "rollout/rewards",
+        "rollout/advantages_mean",
+        "rollout/returns_mean",
+        "env/success_once",
+        "env/episode_len",
+        "env/worker_restarts",
+        "eval/success_once",
+        "time/env",
+        "time/policy",
+        "time/train",
+        "env_steps_per_s",
+        "decisions_per_s",
+    } <= names
+    assert (folder / "policy" / "model.safetensors").is_file()
+    assert list((folder / "checkpoints").glob("step_*/training.pt"))
+    assert list((folder / "videos").rglob("*.mp4"))
+    assert list((folder / "tensorboard").glob("events.*"))
+    assert (folder.parent / "latest").resolve() == folder.resolve()
+
+
+def test_the_same_seed_is_the_same_run(ppo_run, tmp_path):
+    _, folder = ppo_run
+    again = recipe("ppo", tmp_path / "again", *TOY_PPO)
+    assert again.returncode == 0, again.stderr
+    first, second = (load_file(f / "policy" / "model.safetensors") for f in (folder, tmp_path / "again"))
+    assert all((first[name] == second[name]).all() for name in first)
+
+
+def test_evaluate_reads_what_ppo_wrote(ppo_run, tmp_path):
+    _, folder = ppo_run
+    run = recipe("evaluate", tmp_path / "eval", *TOY, f"policy.checkpoint={folder / 'policy'}", "ablation=blank_images")
+    assert run.returncode == 0, run.stderr
+    assert "ablation blank_images" in run.stdout
+    assert 0 <= json.loads((tmp_path / "eval" / "metrics.json").read_text())["eval/success_once"] <= 1
+
+
+def test_sft_writes_a_policy(tmp_path):
+    run = recipe("sft", tmp_path / "sft", *TOY, *TOY_SFT)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "sft" / "policy" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("ppo", ["algo.gama=0.9"], "gama"),
+        ("ppo", ["+algo.gama=0.9"], "gama"),
+        ("ppo", ["+itrations=3"], "iterations"),
+        ("ppo", ["+env.image_sise=3"], "image_sise"),
+        ("ppo", ["experiment=metaworld_faucet_ppo"], "metaworld_faucets_ppo_small"),
+        ("ppo", ["env.id=metaworld/reech-v3"], "reach-v3"),
+        ("ppo", ["policy.checkpoint=/nowhere"], "config.json"),
+        ("ppo", ["eval.seed=0"], "eval.seed=9000000"),
+        ("evaluate", [], "policy.checkpoint=runs/ppo/latest/policy"),
+        ("evaluate", ["policy.checkpoint=x", "ablation=blank"], "blank_images"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_error_before_any_work(name, overrides, message, tmp_path):
+    run = recipe(name, tmp_path / "run", *overrides)
+    assert run.returncode != 0
+    assert message in run.stderr
+    assert "demonstrations:" not in run.stderr
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))
+def test_every_experiment_composes_and_explains_itself(experiment):
+    head = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    comment = head[: head.index("defaults:")]
+    assert f"experiment={experiment}" in comment, "the head of an experiment says how to run it"
+    name = next(name for name in ("ppo", "grpo") if f"_{name}_" in experiment)
+    with initialize_config_dir(str(CONF), version_base=None):
+        config = compose(name, overrides=[f"experiment={experiment}"])
+    env = {**config.env}
+    make_spec(env.pop("id"), **{k: v for k, v in env.items() if k not in ("num_envs", "num_workers")})
+
+
+@pytest.mark.parametrize("group", sorted(path.parent.name + "/" + path.stem for path in CONF.glob("*/*.yaml")))
+def test_config_files_are_not_empty(group):
+    assert yaml.safe_load((CONF / f"{group}.yaml").read_text())
