@@ -141,8 +141,8 @@ def learn(
     for _ in range(epochs):
         for rows in torch.randperm(len(samples)).split(minibatch_size):
             losses = loss_module(samples[rows])
-            terms = [name for name in losses.keys() if name.startswith("loss_")]
-            loss = sum(losses[name] for name in terms if name == "loss_critic" or not critic_only)
+            terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
+            loss = terms["loss_critic"] if critic_only else sum(terms.values())
             optimizer.zero_grad()
             loss.backward()
             # Policy and value head are clipped apart: a value far off must not silence the policy.

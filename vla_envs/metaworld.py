@@ -133,7 +133,7 @@ def make_spec(
             (bool(ranges), f"own reset ranges for {', '.join(ranges)}"),
             (hide_goals, "goal markers hidden"),
             (render_quality != "benchmark", RENDER_QUALITIES[render_quality]),
-            ((height, width) != (IMAGE_SIZE, IMAGE_SIZE), f"{height} x {width} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
+            ((height, width) != (IMAGE_SIZE,) * 2, f"{height} x {width} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
         ]
         if departs
     ]

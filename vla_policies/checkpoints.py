@@ -37,8 +37,10 @@ def load_policy(folder: str | Path) -> VLAPolicy:
     folder = Path(folder)
     for file in (_CONFIG, _WEIGHTS):
         if not (folder / file).is_file():
-            raise FileNotFoundError(f"{folder} is not a policy folder: it has no {file}; pass the folder that "
-                                    "save_pretrained or a recipe wrote, such as runs/<run>/policy")
+            raise FileNotFoundError(
+                f"{folder} is not a policy folder: it has no {file}; pass the folder that save_pretrained or a recipe "
+                "wrote, such as runs/ppo/latest/policy"
+            )
     try:
         config = json.loads((folder / _CONFIG).read_text())
         name = config.pop("policy", None)
@@ -54,7 +56,7 @@ def load_policy(folder: str | Path) -> VLAPolicy:
     try:
         weights = load_file(folder / _WEIGHTS)
     except SafetensorError as error:
-        raise ValueError(f"{folder / _WEIGHTS} is truncated or not a safetensors file ({error}); copy it again") from error
+        raise ValueError(f"{folder / _WEIGHTS} is truncated or no safetensors file ({error}); copy it again") from error
     expected = policy.state_dict()
     missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     wrong = [
