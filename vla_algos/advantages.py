@@ -28,13 +28,18 @@ def valid_decisions(batch: TensorDictBase) -> Tensor:
 
 
 def gae(
-    batch: TensorDictBase, gamma: float = 0.99, lmbda: float = 0.95, normalize: bool = True
+    batch: TensorDictBase,
+    gamma: float = 0.99,
+    lmbda: float = 0.95,
+    normalize: bool = True,
+    bootstrap_truncated: bool = True,
 ) -> TensorDictBase:
     """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438) over decisions.
 
     ``done`` (terminated or truncated) cuts the recursion; only ``terminated`` cuts the bootstrap. A
     truncated episode and the end of the rollout therefore bootstrap from the value of the true final
-    observation, which the collector stores as ``("next", "state_value")``.
+    observation, which the collector stores as ``("next", "state_value")``. Where the horizon is part of the
+    task, ``bootstrap_truncated=False`` makes running out of time a failure.
 
     Args:
         batch: ``[N, T]`` in time order, with ``state_value`` and, under ``"next"``, ``state_value``,
@@ -42,6 +47,7 @@ def gae(
         gamma: discount per decision, not per primitive action.
         lmbda: weight of the longer returns.
         normalize: whether to normalise with :func:`normalize_advantages`.
+        bootstrap_truncated: whether a truncated episode is worth what its final observation promises, or nothing.
 
     Returns:
         ``batch`` itself, with ``advantage`` and ``value_target`` (never normalised) ``[N, T, 1]`` written.
@@ -58,7 +64,7 @@ def gae(
         next_state_value=batch[NEXT, STATE_VALUE],
         reward=batch[NEXT, REWARD],
         done=cut,
-        terminated=batch[NEXT, TERMINATED],
+        terminated=batch[NEXT, TERMINATED if bootstrap_truncated else DONE],
     )
     batch[ADVANTAGE] = normalize_advantages(advantage, valid) if normalize else advantage
     batch[VALUE_TARGET] = value_target

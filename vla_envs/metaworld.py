@@ -33,6 +33,7 @@ RENDER_QUALITIES = {  # and what each leaves out
     "fast": "no shadows, no multisampling",
     "minimal": "no shadows, no multisampling, no reflections, no sky box",
 }
+REWARDS = ("sparse", "progress")
 _WORLDS_PER_SIMULATOR = 4  # built worlds kept for task switching, about 35 MB each
 
 
@@ -81,6 +82,7 @@ def make_spec(
     camera: Mapping[str, Any] | None = None,
     reset_ranges: Mapping[str, Sequence[Sequence[float]]] | None = None,
     hide_goals: bool = False,
+    reward: str = "sparse",
 ) -> SimulatorSpec:
     """Describe a Meta-World suite without importing Meta-World.
 
@@ -97,6 +99,8 @@ def make_spec(
         reset_ranges: per task ``[low, high]`` of the random vector from which the task draws its initial
             state, in metres; a task that is not named keeps the benchmark's.
         hide_goals: leave out the marker spheres, which may tell tasks of one scene apart.
+        reward: ``"sparse"``, 1 for each action after which the task is solved; or ``"progress"``, which adds the
+            change of Meta-World's own shaped reward, scaled to at most 1 in sum over an episode.
 
     Raises:
         ValueError: an unknown suite, task or option value.
@@ -106,6 +110,8 @@ def make_spec(
         raise ValueError(f"image_size must be at least 1 pixel, got {image_size!r}; try image_size=224")
     if render_quality not in RENDER_QUALITIES:
         raise unknown_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
+    if reward not in REWARDS:
+        raise unknown_name("reward", reward, REWARDS, example="sparse")
     if max_episode_steps < 1 or settle_steps < 0:
         raise ValueError(
             f"max_episode_steps must be >= 1 and settle_steps >= 0, got {max_episode_steps} and {settle_steps}"
@@ -132,6 +138,7 @@ def make_spec(
             (camera is not None, f"free camera {_describe(camera)} instead of {CAMERA}"),
             (bool(ranges), f"own reset ranges for {', '.join(ranges)}"),
             (hide_goals, "goal markers hidden"),
+            (reward != "sparse", "training reward with Meta-World's shaped progress"),
             (render_quality != "benchmark", RENDER_QUALITIES[render_quality]),
             ((height, width) != (IMAGE_SIZE,) * 2, f"{height} x {width} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
         ]
@@ -154,6 +161,7 @@ def make_spec(
             "camera": None if camera is None else dict(camera),
             "reset_ranges": ranges,
             "hide_goals": hide_goals,
+            "reward": reward,
         },
     )
 
@@ -171,6 +179,7 @@ class MetaWorldSimulator:
         self._world: Any = None
         self._renderer: Any = None
         self._task: Task | None = None
+        self._shaped = 0.0  # Meta-World's shaped reward of the current state, 0 to 10
 
     def reset(self, episode: Episode) -> None:
         self._task = self.spec.tasks[episode.task_id]
@@ -181,13 +190,17 @@ class MetaWorldSimulator:
         self._world.np_random = np.random.default_rng([episode.seed, name, episode.trial_id])
         self._world.reset()
         self._world.max_path_length = sys.maxsize  # Meta-World raises past its own horizon; ours is in the spec
+        self._shaped = 0.0
         for _ in range(self.spec.options["settle_steps"]):
-            self._world.step(np.zeros(4, np.float32))
+            self._shaped = self._world.step(np.zeros(4, np.float32))[1]
 
     def step(self, action: np.ndarray) -> Outcome:
-        _, _, _, _, info = self._world.step(action)
+        _, shaped, _, _, info = self._world.step(action)
         success = bool(info["success"])
-        return Outcome(reward=float(success), success=success)
+        # A difference, because a shaped reward that is paid in every state makes it worth while to stall.
+        progress = float(shaped - self._shaped) / 10 if self.spec.options["reward"] == "progress" else 0.0
+        self._shaped = shaped
+        return Outcome(reward=float(success) + progress, success=success)
 
     def observe(self) -> Observation:
         states = self._world._get_curr_obs_combined_no_goal()[:4]
