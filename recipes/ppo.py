@@ -42,7 +42,7 @@ def main(config: DictConfig) -> None:
     folder = start_run(config, KEYS)
     algo, optim = group(config.algo), group(config.optim)
     epochs, minibatch_size = algo.pop("epochs"), algo.pop("minibatch_size")
-    discount = {name: algo.pop(name) for name in ("gamma", "lmbda", "bootstrap_truncated")}
+    discount = {name: algo.pop(name) for name in ("gamma", "lmbda", "bootstrap")}
     critic_warmup = algo.pop("critic_warmup")
     max_grad_norm = optim.pop("max_grad_norm")
 

@@ -83,6 +83,23 @@ def test_truncation_bootstraps_and_termination_does_not():
     assert torch.allclose(batch[ADVANTAGE].squeeze(-1), torch.tensor([[-0.5, 16.5], [8.5, 16.5]]))
 
 
+def test_without_bootstrap_running_out_of_time_is_worth_nothing_but_the_rollouts_end_still_is():
+    batch = make_batch(
+        value=[[0.0, 0.0, 0.0]],
+        next_value=[[0.0, 8.0, 4.0]],
+        reward=[[0.0, 1.0, 0.0]],
+        done=[[False, True, False]],  # truncated after the second decision, the rollout ends after the third
+        terminated=[[False, False, False]],
+        step_mask=torch.ones(1, 3, 2, dtype=torch.bool),
+    )
+    targets = gae(batch, gamma=0.5, lmbda=1.0, bootstrap="none")[VALUE_TARGET].flatten()
+    assert targets.tolist() == [0.5, 1.0, 2.0]
+    targets = gae(batch, gamma=0.5, lmbda=1.0, bootstrap="truncation")[VALUE_TARGET].flatten()
+    assert targets.tolist() == [2.5, 5.0, 2.0]
+    with pytest.raises(ValueError, match="truncation"):
+        gae(batch, bootstrap="always")
+
+
 def test_lost_decision_changes_nothing_before_it():
     step_mask = torch.tensor([[[True], [False]]])
     flags = {"done": [[False, True]], "terminated": [[False, False]], "step_mask": step_mask}

@@ -119,6 +119,20 @@ def test_the_scripted_expert_reaches_the_goal_within_the_horizon():
         assert any(simulator.step(simulator.expert_action()).success for _ in range(100))
 
 
+def test_the_progress_reward_adds_up_to_metaworlds_shaped_reward():
+    simulators = [make_spec("metaworld/reach-v3", reward=reward, **FAST).make() for reward in ("sparse", "progress")]
+    for simulator in simulators:
+        simulator.reset(Episode(0, 0))
+    start = simulators[1]._shaped
+    total = {"sparse": 0.0, "progress": 0.0}
+    for _ in range(20):
+        action = simulators[0].expert_action()
+        for name, simulator in zip(total, simulators, strict=True):
+            total[name] += simulator.step(action).reward
+    assert total["sparse"] == 0.0 and total["progress"] > 0.0
+    assert total["progress"] == pytest.approx((simulators[1]._shaped - start) / 10)
+
+
 @pytest.mark.parametrize("task", suites()["MT50"])
 def test_every_task_has_a_scripted_expert(task):
     from vla_envs.metaworld import _expert
@@ -159,6 +173,7 @@ def test_the_two_faucet_tasks_differ_in_nothing_but_the_instruction():
         ("metaworld/reach", {"image_sise": 64}, "image_sise"),
         ("metaworld/reach", {"render_quality": "fasst"}, "fast"),
         ("metaworld/reach", {"max_episode_steps": 0}, "max_episode_steps"),
+        ("metaworld/reach", {"reward": "dense"}, "progress"),
         ("metaworld/reach", {"camera": {"lookat": [0, 0, 0]}}, "distance"),
         ("metaworld/reach", {"reset_ranges": {"push-v3": [[0], [1]]}}, "push-v3"),
     ],

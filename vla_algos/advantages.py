@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -32,14 +34,14 @@ def gae(
     gamma: float = 0.99,
     lmbda: float = 0.95,
     normalize: bool = True,
-    bootstrap_truncated: bool = True,
+    bootstrap: Literal["truncation", "none"] = "truncation",
 ) -> TensorDictBase:
     """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438) over decisions.
 
     ``done`` (terminated or truncated) cuts the recursion; only ``terminated`` cuts the bootstrap. A
     truncated episode and the end of the rollout therefore bootstrap from the value of the true final
     observation, which the collector stores as ``("next", "state_value")``. Where the horizon is part of the
-    task, ``bootstrap_truncated=False`` makes running out of time a failure.
+    task, ``bootstrap="none"`` makes running out of time a failure; the end of the rollout still bootstraps.
 
     Args:
         batch: ``[N, T]`` in time order, with ``state_value`` and, under ``"next"``, ``state_value``,
@@ -47,11 +49,13 @@ def gae(
         gamma: discount per decision, not per primitive action.
         lmbda: weight of the longer returns.
         normalize: whether to normalise with :func:`normalize_advantages`.
-        bootstrap_truncated: whether a truncated episode is worth what its final observation promises, or nothing.
+        bootstrap: whether a truncated episode is worth what its final observation promises, or nothing.
 
     Returns:
         ``batch`` itself, with ``advantage`` and ``value_target`` (never normalised) ``[N, T, 1]`` written.
     """
+    if bootstrap not in ("truncation", "none"):
+        raise ValueError(f"bootstrap is {bootstrap!r}, must be 'truncation' or 'none'")
     valid = valid_decisions(batch)
     # A decision that was never executed says nothing about the one before it, which therefore ends in a
     # bootstrap from the value of the observation they share.
@@ -64,7 +68,7 @@ def gae(
         next_state_value=batch[NEXT, STATE_VALUE],
         reward=batch[NEXT, REWARD],
         done=cut,
-        terminated=batch[NEXT, TERMINATED if bootstrap_truncated else DONE],
+        terminated=batch[NEXT, TERMINATED if bootstrap == "truncation" else DONE],
     )
     batch[ADVANTAGE] = normalize_advantages(advantage, valid) if normalize else advantage
     batch[VALUE_TARGET] = value_target
