@@ -1,4 +1,4 @@
-"""Success of a saved policy on a fixed grid of episodes: ``python recipes/evaluate.py policy.checkpoint=FOLDER``."""
+"""Success of a saved policy on a fixed grid of episodes: ``python recipes/evaluate.py checkpoint=FOLDER``."""
 
 import os
 
@@ -11,42 +11,43 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos.evaluation import blank_images, swap_instructions
-from vla_algos.runs import evaluate_with_bar, make_env_and_policy, save_videos, start_run
+from vla_algos.runs import describe, evaluate_with_bar, group, load_env_and_policy, save_videos, start_run
 from vla_envs import evaluation_grid
 from vla_envs.errors import unknown_name
 
-KEYS = ("env", "policy", "eval", "seed", "greedy", "ablation")
-ABLATIONS = ("blank_images", "swap_instructions")
+KEYS = ("env", "checkpoint", "eval", "seed", "greedy", "ablation")
+ABLATIONS = {  # what the policy is shown instead
+    "blank_images": lambda spec: blank_images,
+    "swap_instructions": lambda spec: swap_instructions(spec.tasks),
+}
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="evaluate")
 def main(config: DictConfig) -> None:
-    if not config.policy.checkpoint:
-        raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
+    if not config.checkpoint:
+        raise ValueError("which policy? type: python recipes/evaluate.py checkpoint=runs/ppo/latest/policy")
     if config.ablation is not None and config.ablation not in ABLATIONS:
         raise unknown_name("ablation", config.ablation, ABLATIONS)
     folder = start_run(config, KEYS)
-    env, policy = make_env_and_policy(config)
+    evaluation = group(config, "eval", also=["trials", "seed", "videos"])
+    env, policy = load_env_and_policy(config, config.checkpoint)
     spec = env.simulator_spec
-    ablation = config.ablation and {
-        "blank_images": lambda: blank_images,
-        "swap_instructions": lambda: swap_instructions(spec.tasks),
-    }[config.ablation]()
+    ablation = ABLATIONS[config.ablation](spec) if config.ablation else None
     result = evaluate_with_bar(
         config.ablation or "evaluation",
         env,
-        policy.eval(),
-        evaluation_grid(spec, config.eval.trials, config.eval.seed),
+        policy,
+        evaluation_grid(spec, evaluation["trials"], evaluation["seed"]),
         greedy=config.greedy,
         observe=ablation,
-        record=config.eval.videos,
+        record=evaluation["videos"],
     )
     env.close()
     save_videos(folder / "videos", result)
-    (folder / "metrics.json").write_text(json.dumps(result.metrics(), indent=2) + "\n")
-    print(f"\n{spec.id}, {'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
-    for departure in spec.departures:
-        print(f"  not the benchmark's: {departure}")
+    setting = {"greedy": config.greedy, "ablation": config.ablation, "departures": spec.departures}
+    metrics = {**result.metrics(), "eval/interval": result.interval, **setting}
+    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    print(f"\n{describe(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
     print(f"\n{result.table()}\n\nresults      {folder}")
 
 

@@ -23,47 +23,54 @@ from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import WeightedMean, add_update, env_metrics, rollout_metrics
 from vla_algos.runs import (
     demonstration_seed,
+    describe,
     evaluate_with_bar,
     group,
     make_env_and_policy,
     save_videos,
     start_run,
     warm_start,
+    warm_start_settings,
 )
 from vla_envs import evaluation_grid
 from vla_keys import NEXT, STEP_MASK
 
-KEYS = ("env", "policy", "sft", "algo", "collector", "optim", "eval", "seed", "iterations")
+KEYS = ("env", "policy", "sft", "algo", "collector", "optim", "eval", "seed", "iterations", "evaluate_every")
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="ppo")
 def main(config: DictConfig) -> None:
     started = time.perf_counter()
     folder = start_run(config, KEYS)
-    algo, optim = group(config.algo), group(config.optim)
-    epochs, minibatch_size = algo.pop("epochs"), algo.pop("minibatch_size")
+    # Every setting is checked before any work begins.
+    algo = group(config, "algo", gae, learn, ChunkClipPPOLoss, also=["critic_warmup"])
     discount = {name: algo.pop(name) for name in ("gamma", "lmbda", "bootstrap")}
+    learning = {name: algo.pop(name) for name in ("epochs", "minibatch_size")}
     critic_warmup = algo.pop("critic_warmup")
-    max_grad_norm = optim.pop("max_grad_norm")
+    if config.iterations < 1 or (critic_warmup and not algo["critic_coeff"]):
+        raise ValueError("iterations must be at least 1, and algo.critic_warmup=0 where algo.critic_coeff is 0 or null")
+    optim = group(config, "optim", make_optimizer, learn)
+    learning["max_grad_norm"] = optim.pop("max_grad_norm")
+    collecting = group(config, "collector", StepCollector)
+    recording, cloning = warm_start_settings(config)
+    evaluation = group(config, "eval", also=["trials", "seed", "videos"])
+    demonstrations = demonstration_seed(config.seed, evaluation["seed"])
 
     # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.
     env, policy = make_env_and_policy(config)
     spec = env.simulator_spec
-    demonstrations = demonstration_seed(config.seed, config.eval.seed)
-    print(f"{spec.id}, {len(spec.tasks)} task(s), {sum(p.numel() for p in policy.parameters()):,} parameters")
-    for departure in spec.departures:
-        print(f"  not the benchmark's: {departure}")
-    if not config.policy.checkpoint:
-        warm_start(env, policy, group(config.sft), demonstrations)
-
+    print(f"{describe(spec)}\npolicy of {sum(p.numel() for p in policy.parameters()):,} parameters")
     loss_module = ChunkClipPPOLoss(policy, **algo)
     optimizer = make_optimizer(policy, **optim)
-    collector = StepCollector(env, policy, **group(config.collector))
+    if not config.policy.checkpoint:
+        warm_start(env, policy, demonstrations, recording, cloning)
+
+    collector = StepCollector(env, policy, **collecting)
     logger = RunLogger(folder)
-    grid = evaluation_grid(spec, config.eval.trials, config.eval.seed)
+    grid = evaluation_grid(spec, evaluation["trials"], evaluation["seed"])
 
     def test(step: int) -> EvaluationResult:
-        result = evaluate_with_bar(f"evaluation after {step}", env, policy, grid, record=config.eval.videos)
+        result = evaluate_with_bar(f"evaluation after {step}", env, policy, grid, record=evaluation["videos"])
         collector.reset()  # the evaluation used the same simulators
         logger.log({**result.metrics(), "time/elapsed": time.perf_counter() - started}, step)
         save_videos(folder / "videos" / f"iteration_{step:04d}", result)
@@ -85,9 +92,7 @@ def main(config: DictConfig) -> None:
             gae(batch, **discount)
             policy.train()
             warming_up = iteration <= critic_warmup
-            update = learn(
-                loss_module, optimizer, batch, epochs, minibatch_size, max_grad_norm, critic_only=warming_up
-            )
+            update = learn(loss_module, optimizer, batch, **learning, critic_only=warming_up)
             learnt = time.perf_counter()
 
             steps = int(batch[NEXT, STEP_MASK].sum())
@@ -106,14 +111,14 @@ def main(config: DictConfig) -> None:
                 f"success {100 * metrics.get('env/success_once', float('nan')):.0f}%, {speeds[-1]:.0f} env steps/s"
             )
             last = iteration == config.iterations
-            if last or (config.eval.every and iteration % config.eval.every == 0):
+            if last or (config.evaluate_every and iteration % config.evaluate_every == 0):
                 after = test(iteration)
                 save(iteration)
 
     policy.save_pretrained(folder / "policy")
     logger.close()
     env.close()
-    summarise(folder, before, after, spec.departures, sorted(speeds)[len(speeds) // 2], time.perf_counter() - started)
+    summarise(folder, before, after, describe(spec), sorted(speeds)[len(speeds) // 2], time.perf_counter() - started)
 
 
 def make_optimizer(policy: torch.nn.Module, lr: float, value_lr: float, weight_decay: float) -> torch.optim.AdamW:
@@ -145,6 +150,9 @@ def learn(
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
             optimizer.zero_grad()
             loss.backward()
+            if critic_only:  # the value loss may reach the backbone as well, see critic_detach
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad = None
             # Policy and value head are clipped apart: a value far off must not silence the policy.
             norms = [
                 torch.nn.utils.clip_grad_norm_(params["params"], max_grad_norm) for params in optimizer.param_groups
@@ -160,13 +168,11 @@ def summarise(
     folder: Path,
     before: EvaluationResult,
     after: EvaluationResult,
-    departures: tuple[str, ...],
+    setting: str,
     speed: float,
     seconds: float,
 ) -> None:
-    print(f"\nbefore PPO\n{before.table()}\n\nafter PPO\n{after.table()}\n")
-    if departures:
-        print(f"not the benchmark's own setting: {'; '.join(departures)}\n")
+    print(f"\n{setting}\n\nbefore PPO\n{before.table()}\n\nafter PPO\n{after.table()}\n")
     rows = {
         "time": f"{seconds / 60:.1f} minutes, {speed:.0f} env steps/s in training (median)",
         "policy": folder / "policy",

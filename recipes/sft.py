@@ -11,12 +11,14 @@ from omegaconf import DictConfig
 from vla_algos.loggers import RunLogger
 from vla_algos.runs import (
     demonstration_seed,
+    describe,
     evaluate_with_bar,
     group,
     make_env_and_policy,
     save_videos,
     start_run,
     warm_start,
+    warm_start_settings,
 )
 from vla_envs import evaluation_grid
 
@@ -26,18 +28,22 @@ KEYS = ("env", "policy", "sft", "eval", "seed")
 @hydra.main(version_base=None, config_path="conf", config_name="sft")
 def main(config: DictConfig) -> None:
     folder = start_run(config, KEYS)
+    recording, cloning = warm_start_settings(config)
+    evaluation = group(config, "eval", also=["trials", "seed", "videos"])
+    demonstrations = demonstration_seed(config.seed, evaluation["seed"])
     env, policy = make_env_and_policy(config)
-    warm_start(env, policy, group(config.sft), demonstration_seed(config.seed, config.eval.seed))
+    warm_start(env, policy, demonstrations, recording, cloning)
     policy.save_pretrained(folder / "policy")
 
-    grid = evaluation_grid(env.simulator_spec, config.eval.trials, config.eval.seed)
-    result = evaluate_with_bar("evaluation", env, policy, grid, record=config.eval.videos)
+    grid = evaluation_grid(env.simulator_spec, evaluation["trials"], evaluation["seed"])
+    result = evaluate_with_bar("evaluation", env, policy, grid, record=evaluation["videos"])
     logger = RunLogger(folder)
     logger.log(result.metrics(), step=config.sft.steps)
     logger.close()
     save_videos(folder / "videos", result)
     env.close()
-    print(f"\n{result.table()}\n\npolicy       {folder / 'policy'}\nvideos       {folder / 'videos'}")
+    print(f"\n{describe(env.simulator_spec)}\n\n{result.table()}\n")
+    print(f"policy       {folder / 'policy'}\nvideos       {folder / 'videos'}")
 
 
 if __name__ == "__main__":

@@ -88,3 +88,7 @@ def test_a_state_of_another_stream_is_refused():
     state = EpisodeSampler(SPEC, seed=1).state_dict()
     with pytest.raises(ValueError, match="seed=1"):
         EpisodeSampler(SPEC, seed=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="world_size=1"):
+        EpisodeSampler(SPEC, seed=1, world_size=2).load_state_dict(state)
+    with pytest.raises(ValueError, match="metaworld/ML45-test"):
+        EpisodeSampler(make_spec("metaworld/MT50"), seed=1).load_state_dict(state)

@@ -119,8 +119,19 @@ def test_the_scripted_expert_reaches_the_goal_within_the_horizon():
         assert any(simulator.step(simulator.expert_action()).success for _ in range(100))
 
 
+def test_many_tasks_in_one_process_keep_their_pixels():
+    tasks = suites()["MT50"][:12]
+    simulators = [make_spec(f"metaworld/{task}", **FAST).make() for task in tasks]
+    pictures = []
+    for simulator in simulators:
+        simulator.reset(Episode(0, 0))
+        pictures.append(simulator.observe().images.copy())
+    for simulator, picture in zip(simulators, pictures, strict=True):
+        np.testing.assert_array_equal(simulator.observe().images, picture)
+
+
 def test_the_progress_reward_adds_up_to_metaworlds_shaped_reward():
-    simulators = [make_spec("metaworld/reach-v3", reward=reward, **FAST).make() for reward in ("sparse", "progress")]
+    simulators = [make_spec("metaworld/reach-v3", reward_type=kind, **FAST).make() for kind in ("sparse", "progress")]
     for simulator in simulators:
         simulator.reset(Episode(0, 0))
     start = simulators[1]._shaped
@@ -171,9 +182,11 @@ def test_the_two_faucet_tasks_differ_in_nothing_but_the_instruction():
         ("metaworld/reach+reach-v3", {}, "twice"),
         ("metaworld/reach", {"image_size": 0}, "image_size"),
         ("metaworld/reach", {"image_sise": 64}, "image_sise"),
+        ("metaworld/reach", {"image_size": 64.0}, "height, width"),
+        ("metaworld/reach", {"image_size": (64,)}, "height, width"),
         ("metaworld/reach", {"render_quality": "fasst"}, "fast"),
         ("metaworld/reach", {"max_episode_steps": 0}, "max_episode_steps"),
-        ("metaworld/reach", {"reward": "dense"}, "progress"),
+        ("metaworld/reach", {"reward_type": "dense"}, "progress"),
         ("metaworld/reach", {"camera": {"lookat": [0, 0, 0]}}, "distance"),
         ("metaworld/reach", {"reset_ranges": {"push-v3": [[0], [1]]}}, "push-v3"),
     ],

@@ -82,7 +82,7 @@ def test_the_same_seed_is_the_same_run(ppo_run, tmp_path):
 
 def test_evaluate_reads_what_ppo_wrote(ppo_run, tmp_path):
     _, folder = ppo_run
-    run = recipe("evaluate", tmp_path / "eval", *TOY, f"policy.checkpoint={folder / 'policy'}", "ablation=blank_images")
+    run = recipe("evaluate", tmp_path / "eval", *TOY, f"checkpoint={folder / 'policy'}", "ablation=blank_images")
     assert run.returncode == 0, run.stderr
     assert "ablation blank_images" in run.stdout
     assert 0 <= json.loads((tmp_path / "eval" / "metrics.json").read_text())["eval/success_once"] <= 1
@@ -98,15 +98,18 @@ def test_sft_writes_a_policy(tmp_path):
     ("name", "overrides", "message"),
     [
         ("ppo", ["algo.gama=0.9"], "gama"),
-        ("ppo", ["+algo.gama=0.9"], "gama"),
+        ("ppo", ["+algo.gama=0.9"], "did you mean algo.gamma"),
+        ("ppo", ["+sft.stepps=9"], "did you mean sft.steps"),
+        ("ppo", ["+eval.trails=9"], "did you mean eval.trials"),
+        ("ppo", ["+policy.num_bin=9"], "did you mean policy.num_bins"),
         ("ppo", ["+itrations=3"], "iterations"),
         ("ppo", ["+env.image_sise=3"], "image_sise"),
         ("ppo", ["experiment=metaworld_faucet_ppo"], "metaworld_faucets_ppo_small"),
         ("ppo", ["env.id=metaworld/reech-v3"], "reach-v3"),
         ("ppo", ["policy.checkpoint=/nowhere"], "config.json"),
         ("ppo", ["eval.seed=0"], "eval.seed=9000000"),
-        ("evaluate", [], "policy.checkpoint=runs/ppo/latest/policy"),
-        ("evaluate", ["policy.checkpoint=x", "ablation=blank"], "blank_images"),
+        ("evaluate", [], "checkpoint=runs/ppo/latest/policy"),
+        ("evaluate", ["checkpoint=x", "ablation=blank"], "blank_images"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error_before_any_work(name, overrides, message, tmp_path):

@@ -95,6 +95,43 @@ def test_an_exception_inside_a_simulator_is_reported_with_its_episode(caplog):
     pool.close()
 
 
+def test_an_interrupted_step_does_not_shift_later_answers(env, monkeypatch):
+    td = env.reset()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vla_envs.workers.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            act(env, td)
+    td = env.reset()
+    assert td[keys.EPISODE_LEN].eq(0).all()
+    outcome, _ = act(env, td, action=1.0)
+    assert outcome[keys.NEXT, keys.EPISODE_LEN].eq(5).all() and outcome[keys.NEXT, keys.STEP_MASK].all()
+    assert not torch.equal(outcome[keys.NEXT, keys.IMAGES], td[keys.IMAGES])
+
+
+def where_and_what(simulator, item, fail=False):
+    """Called in a worker by the next tests."""
+    if fail:
+        raise ValueError("this item cannot be done")
+    return os.getpid(), item
+
+
+def test_map_gives_results_in_order_and_survives_a_worker_that_dies(env):
+    td = env.reset()
+    os.kill(process_id(env, 0), signal.SIGKILL)
+    results = env.pool.map("tests.test_workers:where_and_what", list(range(6)))
+    assert [item for _, item in results] == list(range(6))
+    assert env.worker_restarts == 1
+    with pytest.raises(RuntimeError, match="this item cannot be done"):
+        env.pool.map("tests.test_workers:where_and_what", list(range(6)), fail=True)
+    outcome, td = act(env, td)  # whatever was lost on the way, the environment goes on
+    outcome, _ = act(env, td)
+    assert outcome[keys.NEXT, keys.STEP_MASK].all()
+
+
 def test_workers_import_neither_torch_nor_the_callers_script(env):
     env.reset()
     with open(f"/proc/{process_id(env, 0)}/maps") as maps:

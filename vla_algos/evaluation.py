@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -147,7 +147,7 @@ def evaluate(
         env: a :class:`~vla_envs.env.VLAEnv`.
         policy: writes ``action``.
         episodes: the grid, see :func:`~vla_envs.episodes.evaluation_grid`.
-        greedy: take the most probable action; sample if False.
+        greedy: take the policy's greedy action; sample if False.
         observe: changes what the policy sees, see :func:`blank_images`; gets and returns the policy's inputs.
         on_episode: called with each result, in the order of finishing.
         record: keep the frames of the first so many episodes of the grid.
@@ -157,25 +157,23 @@ def evaluate(
         Results in the order of the grid.
     """
     grid = list(episodes)
-    # Equal episodes are the same world: which of them a slot has just run makes no difference.
-    places: dict[Episode, deque[int]] = defaultdict(deque)
-    for place, episode in enumerate(grid):
-        places[episode].append(place)
-    recorded = set(grid[:record])
+    # The label, which changes nothing in the world, says which place in the grid a slot is running.
+    queue = EpisodeQueue(replace(episode, group_id=place) for place, episode in enumerate(grid))
     results: dict[int, EpisodeResult] = {}
     videos: dict[int, np.ndarray] = {}
     frames: list[list[np.ndarray]] = [[] for _ in range(env.num_envs)]
-    losses: Counter[Episode] = Counter()
+    losses: Counter[int] = Counter()
     mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
 
-    queue, own_episodes = EpisodeQueue(grid), env.episodes
+    was_training, own_episodes = policy.training, env.episodes
     env.episodes = queue
+    policy.eval()
     try:
         with torch.no_grad(), set_exploration_type(mode):
             td = env.reset()
             while len(results) < len(grid):
                 for slot, episode in enumerate(env.current_episodes):
-                    if episode in recorded:
+                    if episode is not None and episode.group_id < record:
                         frames[slot].append(td[IMAGES][slot].numpy().copy())
                 seen = td.select(*policy.in_keys)
                 td[ACTION] = policy(observe(seen) if observe else seen)[ACTION]
@@ -184,22 +182,22 @@ def evaluate(
                     episode, outcome = env.current_episodes[slot], td[NEXT][slot]
                     if episode is None:
                         continue
+                    place = episode.group_id
                     shot, frames[slot] = frames[slot], []
                     lost = bool(outcome[LOST])
-                    losses[episode] += lost
-                    if lost and losses[episode] < max_attempts:
+                    losses[place] += lost
+                    if lost and losses[place] < max_attempts:
                         queue.put(episode)
                         continue
-                    place = places[episode].popleft()
                     results[place] = EpisodeResult(
-                        episode,
+                        grid[place],
                         env.simulator_spec.tasks[episode.task_id].name,
                         bool(outcome[SUCCESS]) and not lost,
                         bool(outcome[SUCCESS_AT_END]) and not lost,
                         float(outcome[EPISODE_RETURN]),
                         int(outcome[EPISODE_LEN]),
                         lost,
-                        attempts=losses[episode] + (not lost),
+                        attempts=losses[place] + (not lost),
                     )
                     if place < record and not lost:
                         videos[place] = np.stack([*shot, outcome[IMAGES].numpy()])
@@ -208,6 +206,7 @@ def evaluate(
                 td = env.maybe_reset(step_mdp(td))
     finally:
         env.episodes = own_episodes
+        policy.train(was_training)
     return EvaluationResult([results[place] for place in range(len(grid))], dict(sorted(videos.items())))
 
 

@@ -29,7 +29,7 @@ def record_demonstrations(
     """Let the benchmark's scripted expert solve ``episodes`` in the workers of ``env``.
 
     Args:
-        env: its simulators are used; whoever was collecting in it has to reset first.
+        env: its workers record, beside the episodes that run in its slots.
         policy: tokenises the instructions and sets the length of the chunks.
         episodes: what to solve; those that the expert fails are left out.
         stride, noise, noise_correlation, max_steps: see :func:`vla_envs.demonstrations.demonstrate`.
@@ -41,6 +41,8 @@ def record_demonstrations(
     Raises:
         RuntimeError: the expert solved none.
     """
+    if not episodes:
+        raise ValueError("behaviour cloning needs at least 1 demonstration; raise sft.episodes")
     recordings = env.pool.map(
         "vla_envs.demonstrations:demonstrate",
         episodes,
@@ -59,7 +61,7 @@ def record_demonstrations(
         )
     names = (keys.IMAGES, keys.STATES, keys.ACTION, keys.STEP_MASK)
     data = {name: torch.from_numpy(np.concatenate([r[name] for r in solved])) for name in names}
-    texts = [r["task_description"] for r in solved for _ in r[keys.IMAGES]]
+    texts = [r[keys.TASK_DESCRIPTIONS] for r in solved for _ in r[keys.IMAGES]]
     data[keys.PROMPT_TOKENS] = policy.prompt_tokens(texts)
     return TensorDict(data, batch_size=[len(texts)])
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.imitation import clone_behaviour, record_demonstrations
 from vla_algos.loggers import write_video
-from vla_envs import Episode, VLAEnv, make_env
+from vla_envs import Episode, SimulatorSpec, VLAEnv, make_env
 from vla_envs.errors import unknown_name
 from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy, load_policy
 
@@ -27,7 +28,7 @@ _DEMONSTRATIONS = 1_000_000  # added to the run's seed for the initial states of
 def start_run(config: DictConfig, known: Iterable[str]) -> Path:
     """Check the configuration's top level, seed everything, and make the run's folder.
 
-    Keys within a group are checked where they are used: each group is the keyword arguments of one function.
+    Keys within a group are checked by :func:`group`.
 
     Args:
         config: the composed configuration.
@@ -46,18 +47,38 @@ def start_run(config: DictConfig, known: Iterable[str]) -> Path:
     random.seed(config.seed)
     np.random.seed(config.seed)
     torch.manual_seed(config.seed)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = Path(HydraConfig.get().runtime.output_dir)
     OmegaConf.save(config, folder / "config.yaml")
-    latest = folder.parent / "latest"
-    latest.unlink(missing_ok=True)
-    latest.symlink_to(folder.name)
+    link = folder.parent / f".latest_{folder.name}"  # renamed into place, so that runs may start together
+    link.symlink_to(folder.name)
+    link.replace(folder.parent / "latest")
     return folder
 
 
-def group(config: DictConfig) -> dict:
-    """A group of the configuration as keyword arguments."""
-    return OmegaConf.to_container(config, resolve=True)
+def group(config: DictConfig, name: str, *readers: Callable, also: Iterable[str] = ()) -> dict:
+    """A group of the configuration as keyword arguments, every one of which somebody reads.
+
+    Args:
+        config: the whole configuration.
+        name: of the group.
+        readers: the functions whose keyword arguments the settings are.
+        also: settings that the recipe reads itself.
+
+    Raises:
+        ValueError: a setting that nobody reads; the message offers the nearest ones.
+    """
+    known = {parameter for reader in readers for parameter in _parameters(reader)} | set(also)
+    settings = OmegaConf.to_container(config[name], resolve=True)
+    for key in settings:
+        if key not in known:
+            raise unknown_name("setting", f"{name}.{key}", [f"{name}.{other}" for other in sorted(known)])
+    return settings
+
+
+def _parameters(function: Callable) -> Iterable[str]:
+    return inspect.signature(function).parameters
 
 
 def demonstration_seed(seed: int, evaluation_seed: int) -> int:
@@ -77,42 +98,64 @@ def demonstration_seed(seed: int, evaluation_seed: int) -> int:
 
 def make_env_and_policy(config: DictConfig) -> tuple[VLAEnv, VLAPolicy]:
     """The environment of ``config.env`` with the policy of ``config.policy``: loaded, or new for this environment."""
-    settings = group(config.policy)
+    settings = group(config, "policy", SmallVLAConfig, also=["checkpoint"])
     checkpoint = settings.pop("checkpoint")
-    policy = load_policy(checkpoint) if checkpoint else None
-    chunk_size = policy.chunk_size if policy else settings["chunk_size"]
-    env = make_env(**group(config.env), chunk_size=chunk_size, seed=config.seed)
-    if policy is None:
-        spec = env.simulator_spec
-        shape = {"action_low": spec.action_low, "action_high": spec.action_high, "state_dim": spec.state_dim}
-        policy = SmallVLA(SmallVLAConfig(**shape, **settings))
+    if checkpoint:
+        return load_env_and_policy(config, checkpoint)
+    env = make_env(**config.env, chunk_size=settings["chunk_size"], seed=config.seed)
+    spec = env.simulator_spec
+    shape = {"action_low": spec.action_low, "action_high": spec.action_high, "state_dim": spec.state_dim}
+    return env, SmallVLA(SmallVLAConfig(**shape, **settings))
+
+
+def load_env_and_policy(config: DictConfig, checkpoint: str) -> tuple[VLAEnv, VLAPolicy]:
+    """The environment of ``config.env`` with a saved policy.
+
+    Raises:
+        ValueError: the policy was made for another robot.
+    """
+    policy = load_policy(checkpoint)
+    env = make_env(**config.env, chunk_size=policy.chunk_size, seed=config.seed)
+    spec = env.simulator_spec
+    if (policy.action_dim, policy.state_dim) != (spec.action_dim, spec.state_dim):
+        raise ValueError(
+            f"the policy in {checkpoint} has {policy.action_dim} action and {policy.state_dim} state dimensions, "
+            f"{spec.id} has {spec.action_dim} and {spec.state_dim}; evaluate it where it was trained: env=..."
+        )
     return env, policy
 
 
-def warm_start(env: VLAEnv, policy: SmallVLA, settings: dict, seed: int) -> None:
+def warm_start(env: VLAEnv, policy: SmallVLA, seed: int, recording: dict, cloning: dict) -> None:
     """Record demonstrations in ``env`` and clone them into ``policy``, with progress bars.
 
     Args:
         env: whoever was collecting in it has to reset first.
         policy: trained in place.
-        settings: ``episodes``, and the keyword arguments of
-            :func:`~vla_algos.imitation.record_demonstrations` and :func:`~vla_algos.imitation.clone_behaviour`.
         seed: family of the demonstrations' initial states.
+        recording: ``episodes``, their number, and settings of
+            :func:`~vla_algos.imitation.record_demonstrations`.
+        cloning: settings of :func:`~vla_algos.imitation.clone_behaviour`.
     """
-    recording = {name: settings.pop(name) for name in ("stride", "noise", "noise_correlation", "max_steps")}
     tasks = len(env.simulator_spec.tasks)
-    episodes = [Episode(n % tasks, n // tasks, seed) for n in range(settings.pop("episodes"))]
+    episodes = [Episode(n % tasks, n // tasks, seed) for n in range(recording["episodes"])]
     with tqdm(total=len(episodes), desc="demonstrations", unit="episode") as bar:
         demonstrations = record_demonstrations(
-            env, policy, episodes, **recording, on_episode=lambda solved: bar.update()
+            env, policy, **{**recording, "episodes": episodes}, on_episode=lambda solved: bar.update()
         )
-    with tqdm(total=settings["steps"], desc="behaviour cloning", unit="step") as bar:
+    with tqdm(total=cloning["steps"], desc="behaviour cloning", unit="step") as bar:
 
         def show(loss: float) -> None:
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
 
-        clone_behaviour(policy, demonstrations, **settings, on_step=show)
+        clone_behaviour(policy, demonstrations, **cloning, on_step=show)
+
+
+def warm_start_settings(config: DictConfig) -> tuple[dict, dict]:
+    """The two halves of ``config.sft`` for :func:`warm_start`."""
+    cloning = group(config, "sft", record_demonstrations, clone_behaviour)
+    recording = {name: cloning.pop(name) for name in list(cloning) if name in _parameters(record_demonstrations)}
+    return recording, cloning
 
 
 def evaluate_with_bar(
@@ -129,6 +172,11 @@ def evaluate_with_bar(
             bar.set_postfix(success=f"{100 * solved / bar.n:.1f}%", refresh=False)
 
         return evaluate(env, policy, episodes, on_episode=show, **options)
+
+
+def describe(spec: SimulatorSpec) -> str:
+    """Name of a suite and whatever departs from the benchmark's own protocol, for printing beside a result."""
+    return "\n".join([spec.id, *(f"  not the benchmark's: {departure}" for departure in spec.departures)])
 
 
 def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> list[Path]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+import vla_keys as keys
 from vla_envs.simulator import Episode, Simulator
 
 
@@ -34,8 +35,9 @@ def demonstrate(
         max_steps: give up after that many actions.
 
     Returns:
-        ``images`` uint8 ``[K, H, W, 3]``, ``states`` ``[K, S]``, ``task_description``, ``action`` ``[K, C, A]`` and
-        ``step_mask`` bool ``[K, C]`` (False past the end of the episode), or ``None`` if it was not solved.
+        ``images`` uint8 ``[K, H, W, 3]``, ``states`` ``[K, S]``, ``task_descriptions`` (one text), ``action``
+        ``[K, C, A]`` and ``step_mask`` bool ``[K, C]`` (False past the end of the episode), or ``None`` if it was
+        not solved.
     """
     if not hasattr(simulator, "expert_action"):
         raise ValueError(f"{simulator.spec.id} has no scripted expert; load a checkpoint instead of cloning one")
@@ -58,9 +60,9 @@ def demonstrate(
     steps = stride * np.arange(len(observations))[:, None] + np.arange(chunk_size)  # [K, C]
     images, states = zip(*observations, strict=True)
     return {
-        "images": np.stack(images),
-        "states": np.stack(states),
-        "task_description": observation.task_description,
-        "action": np.stack(wanted)[np.minimum(steps, len(wanted) - 1)],
-        "step_mask": steps < len(wanted),
+        keys.IMAGES: np.stack(images),
+        keys.STATES: np.stack(states),
+        keys.TASK_DESCRIPTIONS: observation.task_description,
+        keys.ACTION: np.stack(wanted)[np.minimum(steps, len(wanted) - 1)],
+        keys.STEP_MASK: steps < len(wanted),
     }

@@ -12,6 +12,7 @@ from vla_envs.errors import unknown_name
 from vla_envs.simulator import Episode, SimulatorSpec
 
 MODES = ("random", "ordered", "fixed")
+_SETTINGS = ("mode", "group_size", "trials", "groups", "rank", "world_size")
 _TRAINING, _SHUFFLE = 0, 1  # streams of random numbers that never meet
 
 
@@ -76,12 +77,11 @@ class EpisodeSampler:
 
     def reseeded(self, seed: int) -> EpisodeSampler:
         """A new stream with the same settings and another seed."""
-        settings = ("mode", "group_size", "trials", "groups", "rank", "world_size")
-        return EpisodeSampler(self.spec, seed, **{name: getattr(self, name) for name in settings})
+        return EpisodeSampler(self.spec, seed, **{name: getattr(self, name) for name in _SETTINGS})
 
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`load_state_dict` needs to go on exactly here."""
-        return {"drawn": self._drawn, "seed": self.seed, "mode": self.mode, "group_size": self.group_size}
+        return {"drawn": self._drawn, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken.
@@ -89,13 +89,16 @@ class EpisodeSampler:
         Raises:
             ValueError: the state comes from another stream of episodes.
         """
-        for name in ("seed", "mode", "group_size"):
-            if state[name] != getattr(self, name):
+        for name, value in self._identity().items():
+            if state[name] != value:
                 raise ValueError(
-                    f"the saved episode sampler had {name}={state[name]!r}, this one has {getattr(self, name)!r}; "
+                    f"the saved episode sampler had {name}={state[name]!r}, this one has {value!r}; "
                     "resume with the settings of the saved run, or start a new run"
                 )
         self._drawn = state["drawn"]
+
+    def _identity(self) -> dict[str, Any]:
+        return {"id": self.spec.id, "seed": self.seed, **{name: getattr(self, name) for name in _SETTINGS}}
 
 
 class EpisodeQueue:

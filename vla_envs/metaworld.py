@@ -33,8 +33,8 @@ RENDER_QUALITIES = {  # and what each leaves out
     "fast": "no shadows, no multisampling",
     "minimal": "no shadows, no multisampling, no reflections, no sky box",
 }
-REWARDS = ("sparse", "progress")
-_WORLDS_PER_SIMULATOR = 4  # built worlds kept for task switching, about 35 MB each
+REWARD_TYPES = ("sparse", "progress")
+_WORLDS_PER_SIMULATOR = 2  # built worlds kept for task switching, about 35 MB each and 90 MB for their renderer
 
 
 @cache
@@ -82,7 +82,7 @@ def make_spec(
     camera: Mapping[str, Any] | None = None,
     reset_ranges: Mapping[str, Sequence[Sequence[float]]] | None = None,
     hide_goals: bool = False,
-    reward: str = "sparse",
+    reward_type: str = "sparse",
 ) -> SimulatorSpec:
     """Describe a Meta-World suite without importing Meta-World.
 
@@ -99,19 +99,23 @@ def make_spec(
         reset_ranges: per task ``[low, high]`` of the random vector from which the task draws its initial
             state, in metres; a task that is not named keeps the benchmark's.
         hide_goals: leave out the marker spheres, which may tell tasks of one scene apart.
-        reward: ``"sparse"``, 1 for each action after which the task is solved; or ``"progress"``, which adds the
+        reward_type: ``"sparse"``, 1 for each action after which the task is solved; or ``"progress"``, which adds the
             change of Meta-World's own shaped reward, scaled to at most 1 in sum over an episode.
 
     Raises:
         ValueError: an unknown suite, task or option value.
     """
-    height, width = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    if min(height, width) < 1:
-        raise ValueError(f"image_size must be at least 1 pixel, got {image_size!r}; try image_size=224")
+    sides = [image_size] * 2 if isinstance(image_size, int) else image_size
+    if not isinstance(sides, Sequence) or len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
+        raise ValueError(
+            f"image_size is a number of pixels or (height, width), each at least 1, got {image_size!r}; "
+            "try image_size=224"
+        )
+    height, width = sides
     if render_quality not in RENDER_QUALITIES:
         raise unknown_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
-    if reward not in REWARDS:
-        raise unknown_name("reward", reward, REWARDS, example="sparse")
+    if reward_type not in REWARD_TYPES:
+        raise unknown_name("reward_type", reward_type, REWARD_TYPES, example="sparse")
     if max_episode_steps < 1 or settle_steps < 0:
         raise ValueError(
             f"max_episode_steps must be >= 1 and settle_steps >= 0, got {max_episode_steps} and {settle_steps}"
@@ -138,7 +142,7 @@ def make_spec(
             (camera is not None, f"free camera {_describe(camera)} instead of {CAMERA}"),
             (bool(ranges), f"own reset ranges for {', '.join(ranges)}"),
             (hide_goals, "goal markers hidden"),
-            (reward != "sparse", "training reward with Meta-World's shaped progress"),
+            (reward_type != "sparse", "training reward with Meta-World's shaped progress"),
             (render_quality != "benchmark", RENDER_QUALITIES[render_quality]),
             ((height, width) != (IMAGE_SIZE,) * 2, f"{height} x {width} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
         ]
@@ -161,7 +165,7 @@ def make_spec(
             "camera": None if camera is None else dict(camera),
             "reset_ranges": ranges,
             "hide_goals": hide_goals,
-            "reward": reward,
+            "reward_type": reward_type,
         },
     )
 
@@ -175,7 +179,7 @@ class MetaWorldSimulator:
 
     def __init__(self, spec: SimulatorSpec):
         self.spec = spec
-        self._worlds: OrderedDict[str, Any] = OrderedDict()
+        self._worlds: OrderedDict[str, tuple[Any, Any]] = OrderedDict()  # by task, each with its renderer
         self._world: Any = None
         self._renderer: Any = None
         self._task: Task | None = None
@@ -183,7 +187,7 @@ class MetaWorldSimulator:
 
     def reset(self, episode: Episode) -> None:
         self._task = self.spec.tasks[episode.task_id]
-        self._world = self._get_world(self._task.name)
+        self._world, self._renderer = self._get_world(self._task.name)
         # Meta-World ignores reset(seed=...): with seeded_rand_vec it draws from np_random instead. The task's
         # name, not its index, goes into the seed: an episode is the same in MT50 and on its own.
         name = zlib.crc32(self._task.name.encode())
@@ -198,7 +202,7 @@ class MetaWorldSimulator:
         _, shaped, _, _, info = self._world.step(action)
         success = bool(info["success"])
         # A difference, because a shaped reward that is paid in every state makes it worth while to stall.
-        progress = float(shaped - self._shaped) / 10 if self.spec.options["reward"] == "progress" else 0.0
+        progress = float(shaped - self._shaped) / 10 if self.spec.options["reward_type"] == "progress" else 0.0
         self._shaped = shaped
         return Outcome(reward=float(success) + progress, success=success)
 
@@ -224,20 +228,25 @@ class MetaWorldSimulator:
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
     def close(self) -> None:
-        for world in self._worlds.values():
+        for world, _ in self._worlds.values():
             world.close()
         self._worlds.clear()
+        self._world = self._renderer = None
 
-    def _get_world(self, name: str) -> Any:
-        from vla_envs.mujoco_rendering import shared_renderer
-
+    def _get_world(self, name: str) -> tuple[Any, Any]:
         if name not in self._worlds:
             if len(self._worlds) == _WORLDS_PER_SIMULATOR:
-                self._worlds.popitem(last=False)[1].close()
-            self._worlds[name] = self._build(name)
+                self._worlds.popitem(last=False)[1][0].close()
+            world = self._build(name)
+            self._worlds[name] = world, self._renderer_of(world)
         self._worlds.move_to_end(name)
-        world, options = self._worlds[name], self.spec.options
-        self._renderer = shared_renderer(
+        return self._worlds[name]
+
+    def _renderer_of(self, world: Any) -> Any:
+        from vla_envs.mujoco_rendering import shared_renderer
+
+        options = self.spec.options
+        return shared_renderer(
             world.model_name,
             world.model,
             size=self.spec.image_shape,
@@ -247,7 +256,6 @@ class MetaWorldSimulator:
             upside_down=options["camera"] is None,
             hide_sites=options["hide_goals"],
         )
-        return world
 
     def _build(self, name: str) -> Any:
         from gymnasium.spaces import Box

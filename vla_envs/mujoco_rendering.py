@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -15,23 +15,21 @@ if not os.environ.get("MUJOCO_GL"):  # read when mujoco is imported; empty means
     os.environ["MUJOCO_GL"] = "egl"
 import mujoco  # noqa: E402
 
-_MAX_RENDERERS = 8  # per process; a benchmark-quality context takes about 90 MB of graphics memory
-_renderers: OrderedDict[tuple, Renderer] = OrderedDict()
+_renderers: WeakValueDictionary[tuple, Renderer] = WeakValueDictionary()
 _gl_context: Any = None
 
 
 def shared_renderer(model_file: str, model: mujoco.MjModel, **options: Any) -> Renderer:
     """The renderer of this process for all worlds built from ``model_file`` with the same options.
 
-    Meshes and textures are uploaded once; poses come from the world's own model and data at each frame.
+    Meshes and textures are uploaded once; poses come from the world's own model and data at each frame. It
+    lives as long as somebody holds it; at benchmark quality it takes about 90 MB.
     """
     key = (model_file, repr(sorted(options.items())))
-    if key not in _renderers:
-        if len(_renderers) == _MAX_RENDERERS:
-            _renderers.popitem(last=False)[1].close()
-        _renderers[key] = Renderer(model, **options)
-    _renderers.move_to_end(key)
-    return _renderers[key]
+    renderer = _renderers.get(key)
+    if renderer is None:
+        renderer = _renderers[key] = Renderer(model, **options)
+    return renderer
 
 
 class Renderer:
@@ -97,11 +95,6 @@ class Renderer:
         mujoco.mjr_readPixels(self._pixels, None, self._viewport, self._context)
         # OpenGL's rows run from the bottom up: turned by 180 degrees, only the columns are still reversed.
         return self._pixels[:, ::-1] if self._upside_down else self._pixels[::-1]
-
-    def close(self) -> None:
-        """Free the graphics memory."""
-        _make_gl_context_current()
-        self._context.free()
 
 
 def _make_gl_context_current() -> None:

@@ -5,6 +5,7 @@ It imports numpy and the simulator, never torch.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import signal
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 from vla_envs.shared_memory import SharedArrays
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
+
+_NO_SLOT = -1  # the simulator of calls
 
 
 class Worker:
@@ -38,7 +41,7 @@ class Worker:
     def call(self, function: str, item: Any, arguments: dict[str, Any]) -> Any:
         """Run ``function(simulator, item, **arguments)`` in this process, for work off the beaten track."""
         module, _, name = function.partition(":")
-        return getattr(importlib.import_module(module), name)(self._simulator(0), item, **arguments)
+        return getattr(importlib.import_module(module), name)(self._simulator(_NO_SLOT), item, **arguments)
 
     def close(self) -> None:
         for simulator in self.simulators.values():
@@ -52,7 +55,10 @@ class Worker:
                 texts[slot] = action(slot, item)
             except Exception:
                 errors[slot] = traceback.format_exc()
-                self.simulators.pop(slot, None)  # in an unknown state: the next reset builds a new one
+                broken = self.simulators.pop(slot, None)  # in an unknown state: the next reset builds a new one
+                if broken is not None:
+                    with contextlib.suppress(Exception):
+                        broken.close()
         self.arrays.busy[self.index] = -1
         return texts, errors
 

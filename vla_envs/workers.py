@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any
@@ -85,8 +87,9 @@ class WorkerPool:
             self.episodes[slot] = episode
         waiting = episodes
         while waiting:
-            waiting = {slot: episodes[slot] for slot in self._exchange("reset", waiting)}
-        self._gone -= set(episodes)
+            failed = self._exchange("reset", waiting)
+            self._gone -= waiting.keys() - set(failed)
+            waiting = {slot: episodes[slot] for slot in failed}
 
     def step(self, slots: Sequence[int]) -> list[int]:
         """Execute ``arrays.actions`` in the given slots, one message per worker.
@@ -112,38 +115,40 @@ class WorkerPool:
         """Run ``function(simulator, item, **arguments)`` for each item in whichever worker is free.
 
         Args:
-            function: ``"module:name"`` of the function.
+            function: ``"module:name"`` of the function. It gets a simulator of its own, apart from the slots.
             items: picklable values; results come back in their order.
             timeout: seconds per item.
             on_result: called with each result, in the order of finishing.
             **arguments: further arguments of the function, picklable.
 
         Raises:
-            RuntimeError: a call failed or took too long; the message holds the worker's traceback.
+            RuntimeError: the function raised; the message holds the worker's traceback.
+            SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again.
         """
         results: list[Any] = [None] * len(items)
-        waiting, running = list(enumerate(items)), {}
-        for worker in range(len(self._slots)):
-            self._alive(worker)
-        while waiting or running:
-            for worker, process in enumerate(self._processes):
-                if waiting and worker not in running:
-                    index, item = waiting.pop(0)
-                    process.send("call", (function, item, arguments))
-                    running[worker] = index
-            ready = wait([self._processes[worker].connection for worker in running], timeout)
-            if not ready:
-                raise RuntimeError(f"{function} took more than {timeout:.0f} s for an item; pass a larger timeout")
-            for worker in [w for w in running if self._processes[w].connection in ready]:
-                try:
-                    ok, result = self._processes[worker].connection.recv()
-                except (EOFError, ConnectionResetError):
-                    ok, result = False, "the worker process died"
-                if not ok:
-                    raise RuntimeError(f"{function} failed in a worker of {self.spec.id}:\n{result}")
-                results[running.pop(worker)] = result
-                if on_result is not None:
-                    on_result(result)
+        waiting, running = deque(range(len(items))), {}
+        try:
+            while waiting or running:
+                for worker in range(len(self._slots)):
+                    if waiting and worker not in running:
+                        running[worker] = waiting.popleft()
+                        call = (function, items[running[worker]], arguments)
+                        self._alive(worker).send("call", call, timeout)
+                for worker, answer, error in self._answers(running):
+                    index = running.pop(worker)
+                    if error is not None:
+                        waiting.append(index)
+                        self._replace(worker, f"{error}\n  in {function}({items[index]!r})")
+                    elif answer[0]:
+                        results[index] = answer[1]
+                        self._failures[worker] = 0
+                        if on_result is not None:
+                            on_result(results[index])
+                    else:
+                        raise RuntimeError(f"{function} failed in a worker of {self.spec.id}:\n{answer[1]}")
+        except BaseException:
+            self._abandon(running)
+            raise
         return results
 
     def close(self) -> None:
@@ -162,72 +167,80 @@ class WorkerPool:
 
     def _exchange(self, command: str, items: dict[int, Any]) -> list[int]:
         """Send one message to every worker concerned and wait for all answers; returns the slots that failed."""
-        asked: dict[int, dict[int, Any]] = {}
-        failed: dict[int, str] = {}
-        for worker, slots in enumerate(self._slots):
-            mine = {slot: items[slot] for slot in slots if slot in items}
-            if not mine:
-                continue
-            try:
-                self._alive(worker).send(command, (mine if command == "reset" else list(mine),))
-                asked[worker] = mine
-            except (BrokenPipeError, ConnectionResetError):
-                failed |= self._replace(worker, mine, "died")
-        while asked:
-            now = time.monotonic()
-            deadlines = {worker: self._processes[worker].deadline for worker in asked}
-            timeout = max(0.0, min(deadlines.values()) - now)
-            ready = wait([self._processes[worker].connection for worker in asked], timeout)
-            for worker in list(asked):
-                process = self._processes[worker]
-                if process.connection in ready:
+        asked: dict[int, list[int]] = {}
+        failed: set[int] = set()
+        try:
+            for worker, slots in enumerate(self._slots):
+                if mine := [slot for slot in slots if slot in items]:
+                    message = {slot: items[slot] for slot in mine} if command == "reset" else mine
+                    asked[worker] = mine
+                    self._alive(worker).send(command, (message,), self.step_timeout)
+            while asked:
+                for worker, answer, error in self._answers(asked):
                     mine = asked.pop(worker)
-                    try:
-                        ok, answer = process.receive(self.step_timeout)
-                    except (EOFError, ConnectionResetError):
-                        failed |= self._replace(worker, mine, "died")
+                    if error is not None or not answer[0]:
+                        failed |= set(mine)
+                        busy = int(self.arrays.busy[worker])
+                        blamed = [busy] if busy >= 0 else mine
+                        self._replace(worker, self._blame(error or f"failed:\n{answer[1]}", blamed))
                         continue
-                    if not ok:
-                        failed |= self._replace(worker, mine, f"failed:\n{answer}")
-                        continue
-                    texts, errors = answer
+                    texts, errors = answer[1]
                     for slot, text in texts.items():
                         self.texts[slot] = text
                     if errors:
+                        failed |= errors.keys()
                         self.restarts += len(errors)
-                        failed |= errors
-                        slot, error = next(iter(errors.items()))
-                        self._count_failure(worker, [slot], f"failed:\n{error}")
+                        slot, traceback = next(iter(errors.items()))
+                        self._count_failure(worker, self._blame(f"failed:\n{traceback.rstrip()}", [slot]))
                     elif command == "step":
                         self._failures[worker] = 0
-                elif time.monotonic() >= process.deadline:
-                    failed |= self._replace(worker, asked.pop(worker), f"gave no answer for {self.step_timeout:.0f} s")
+        except BaseException:
+            self._abandon(asked)
+            raise
         return sorted(failed)
 
-    def _replace(self, worker: int, slots: dict[int, Any], reason: str) -> dict[int, str]:
-        """Kill and restart a worker. Every episode that it held is lost; returns those it was asked about."""
-        process = self._processes[worker]
-        process.kill()
-        if process.returncode not in (None, 0) and reason == "died":
-            reason = f"died with exit code {process.returncode}"
-        self.restarts += 1
-        self._gone |= set(self._slots[worker])
-        busy = int(self.arrays.busy[worker])
-        self.arrays.busy[worker] = -1
-        self._count_failure(worker, [busy] if busy >= 0 else list(slots), reason)
-        self._start(worker)
-        return dict.fromkeys(slots, reason)
+    def _answers(self, asked: Iterable[int]) -> list[tuple[int, Any, str | None]]:
+        """Wait for events: ``(worker, (ok, answer), None)``, or an error if it died or ran out of time."""
+        processes = {worker: self._alive(worker) for worker in asked}
+        timeout = min(process.deadline for process in processes.values()) - time.monotonic()
+        ready = wait([process.connection for process in processes.values()], max(0.0, timeout))
+        events: list[tuple[int, Any, str | None]] = []
+        for worker, process in processes.items():
+            if process.connection in ready:
+                try:
+                    events.append((worker, process.receive(), None))
+                except (EOFError, OSError):
+                    events.append((worker, None, "died"))
+            elif time.monotonic() >= process.deadline:
+                events.append((worker, None, f"gave no answer for {process.allowed:.0f} s"))
+        return events
 
-    def _count_failure(self, worker: int, slots: list[int], reason: str) -> None:
+    def _abandon(self, workers: Iterable[int]) -> None:
+        """Start workers again whose answer nobody waits for any more: it must not be taken for a later one."""
+        for worker in workers:
+            self._alive(worker).kill()
+            self._gone |= set(self._slots[worker])
+            self._start(worker)
+
+    def _replace(self, worker: int, error: str) -> None:
+        """Kill a worker that failed and start another; the episodes of all its slots are gone."""
+        self._abandon([worker])
+        self.arrays.busy[worker] = -1
+        self.restarts += 1
+        self._count_failure(worker, error)
+
+    def _count_failure(self, worker: int, error: str) -> None:
         self._failures[worker] += 1
-        who = "; ".join(self._describe(slot) for slot in slots)
-        message = f"simulator worker {worker} {reason.rstrip()}\n  while running {who}"
+        message = f"simulator worker {worker} {error}"
         if self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
             raise SimulatorCrash(
                 f"{message}\n  This was failure {self._failures[worker]} in a row. Run `python -m vla_envs` to check "
                 "the simulator; if the machine is only slow, pass a larger step_timeout."
             )
         _logger.warning("%s\n  Started again; the episode is lost and counted in env/worker_restarts.", message)
+
+    def _blame(self, error: str, slots: Sequence[int]) -> str:
+        return f"{error}\n  while running {'; '.join(self._describe(slot) for slot in slots)}"
 
     def _describe(self, slot: int) -> str:
         episode = self.episodes[slot]
@@ -243,17 +256,15 @@ class WorkerPool:
         return process
 
     def _start(self, worker: int) -> None:
-        self._processes[worker] = _Process(
-            self._memory, {**self._settings, "index": worker}, self.step_timeout, self.start_timeout
-        )
+        self._processes[worker] = _Process(self._memory, {**self._settings, "index": worker}, self.start_timeout)
 
 
 class _Process:
     """One worker process, its connection and the time by which it has to answer."""
 
-    def __init__(self, memory: int, settings: dict[str, Any], step_timeout: float, start_timeout: float):
+    def __init__(self, memory: int, settings: dict[str, Any], start_timeout: float):
         self.connection, theirs = Pipe()
-        environment = {**_ONE_THREAD, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "vla_envs.worker", str(theirs.fileno()), str(memory)],
             pass_fds=(theirs.fileno(), memory),
@@ -261,22 +272,21 @@ class _Process:
             env=environment,
         )
         theirs.close()
-        self._timeout = step_timeout + start_timeout
-        self.deadline = float("inf")
+        self._start_timeout = start_timeout  # until the first answer
+        self.allowed, self.deadline = 0.0, float("inf")
         self.connection.send(settings)
 
-    def send(self, command: str, arguments: tuple) -> None:
-        self.connection.send((command, arguments))
-        self.deadline = time.monotonic() + self._timeout
+    def send(self, command: str, arguments: tuple, timeout: float) -> None:
+        """Send a message that has to be answered within ``timeout`` seconds."""
+        self.allowed = timeout + self._start_timeout
+        self.deadline = time.monotonic() + self.allowed
+        with contextlib.suppress(OSError):  # a worker that is dead is noticed when its answer is awaited
+            self.connection.send((command, arguments))
 
-    def receive(self, step_timeout: float) -> tuple[bool, Any]:
+    def receive(self) -> tuple[bool, Any]:
         answer = self.connection.recv()
-        self._timeout = step_timeout  # the slow start is over
+        self._start_timeout = 0.0
         return answer
-
-    @property
-    def returncode(self) -> int | None:
-        return self._popen.returncode
 
     def kill(self) -> None:
         self._popen.kill()  # also ends a stopped process
@@ -284,10 +294,10 @@ class _Process:
         self.connection.close()
 
     def close(self) -> None:
+        self.send("close", (), timeout=5.0)
         try:
-            self.send("close", ())
             self._popen.wait(timeout=5.0)
-        except (OSError, subprocess.TimeoutExpired):
+        except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
         self.connection.close()

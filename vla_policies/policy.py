@@ -20,11 +20,13 @@ class VLAPolicy(TensorDictModuleBase):
     Attributes:
         chunk_size: ``C``.
         action_dim: ``A``.
+        state_dim: length of ``states``.
         loss_keys: the entries of a rollout that :meth:`evaluate_actions` reads, which a collector must keep.
     """
 
     chunk_size: int
     action_dim: int
+    state_dim: int
     loss_keys: tuple[str, ...]
 
     @abstractmethod

@@ -73,7 +73,7 @@ class SmallVLA(VLAPolicy):
     def __init__(self, config: SmallVLAConfig):
         super().__init__()
         self.config = config
-        self.chunk_size, self.action_dim = config.chunk_size, len(config.action_low)
+        self.chunk_size, self.action_dim, self.state_dim = config.chunk_size, len(config.action_low), config.state_dim
         dim = config.dim
         self.bins = ActionBins(config.action_low, config.action_high, config.num_bins)
         self.register_buffer("state_mean", torch.zeros(config.state_dim))
