@@ -165,12 +165,14 @@ def test_the_two_faucet_tasks_differ_in_nothing_but_the_instruction():
     assert len({task.instruction for task in spec.tasks}) == 2
     # Place the second task's faucet exactly where the first one's is: the pictures must agree.
     position = simulator._world.obj_init_pos.copy()
-    first = simulator.observe().images.copy()
+    seen = simulator.observe()
+    first, first_states = seen.images.copy(), seen.states.copy()
     exact = {task: [position.tolist(), position.tolist()] for task in ("faucet-open-v3", "faucet-close-v3")}
     other = make_spec(spec.id, reset_ranges=exact, hide_goals=True, **FAST)
     simulator = other.make()
     simulator.reset(Episode(1, 0))
     np.testing.assert_array_equal(simulator.observe().images, first)
+    np.testing.assert_array_equal(simulator.observe().states, first_states)
 
 
 @pytest.mark.parametrize(
