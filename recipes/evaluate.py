@@ -11,7 +11,15 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos.evaluation import blank_images, swap_instructions
-from vla_algos.runs import describe, evaluate_with_bar, group, load_env_and_policy, save_videos, start_run
+from vla_algos.runs import (
+    describe,
+    evaluate_with_bar,
+    finish_run,
+    group,
+    load_env_and_policy,
+    save_videos,
+    start_run,
+)
 from vla_envs import evaluation_grid
 from vla_envs.errors import unknown_name
 
@@ -47,6 +55,7 @@ def main(config: DictConfig) -> None:
     setting = {"greedy": config.greedy, "ablation": config.ablation, "departures": spec.departures}
     metrics = {**result.metrics(), "eval/interval": result.interval, **setting}
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    finish_run(folder)
     print(f"\n{describe(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
     print(f"\n{result.table()}\n\nresults      {folder}")
 

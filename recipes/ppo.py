@@ -25,10 +25,12 @@ from vla_algos.runs import (
     demonstration_seed,
     describe,
     evaluate_with_bar,
+    finish_run,
     group,
     make_env_and_policy,
     save_videos,
     start_run,
+    take,
     warm_start,
     warm_start_settings,
 )
@@ -44,13 +46,12 @@ def main(config: DictConfig) -> None:
     folder = start_run(config, KEYS)
     # Every setting is checked before any work begins.
     algo = group(config, "algo", gae, learn, ChunkClipPPOLoss, also=["critic_warmup"])
-    discount = {name: algo.pop(name) for name in ("gamma", "lmbda", "bootstrap")}
-    learning = {name: algo.pop(name) for name in ("epochs", "minibatch_size")}
+    discount, learning = take(algo, gae), take(algo, learn)
     critic_warmup = algo.pop("critic_warmup")
     if config.iterations < 1 or (critic_warmup and not algo["critic_coeff"]):
         raise ValueError("iterations must be at least 1, and algo.critic_warmup=0 where algo.critic_coeff is 0 or null")
     optim = group(config, "optim", make_optimizer, learn)
-    learning["max_grad_norm"] = optim.pop("max_grad_norm")
+    learning |= take(optim, learn)
     collecting = group(config, "collector", StepCollector)
     recording, cloning = warm_start_settings(config)
     evaluation = group(config, "eval", also=["trials", "seed", "videos"])
@@ -116,6 +117,7 @@ def main(config: DictConfig) -> None:
                 save(iteration)
 
     policy.save_pretrained(folder / "policy")
+    finish_run(folder)
     logger.close()
     env.close()
     summarise(folder, before, after, describe(spec), sorted(speeds)[len(speeds) // 2], time.perf_counter() - started)

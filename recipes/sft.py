@@ -13,6 +13,7 @@ from vla_algos.runs import (
     demonstration_seed,
     describe,
     evaluate_with_bar,
+    finish_run,
     group,
     make_env_and_policy,
     save_videos,
@@ -34,6 +35,7 @@ def main(config: DictConfig) -> None:
     env, policy = make_env_and_policy(config)
     warm_start(env, policy, demonstrations, recording, cloning)
     policy.save_pretrained(folder / "policy")
+    finish_run(folder)
 
     grid = evaluation_grid(env.simulator_spec, evaluation["trials"], evaluation["seed"])
     result = evaluate_with_bar("evaluation", env, policy, grid, record=evaluation["videos"])

@@ -80,6 +80,15 @@ def test_the_same_seed_is_the_same_run(ppo_run, tmp_path):
     assert all((first[name] == second[name]).all() for name in first)
 
 
+def test_ppo_goes_on_from_a_policy_even_if_it_is_the_latest(ppo_run):
+    _, folder = ppo_run
+    latest = folder.parent / "latest" / "policy"
+    run = recipe("ppo", folder.parent / "next", *TOY_PPO, f"policy.checkpoint={latest}")
+    assert run.returncode == 0, run.stderr
+    assert "demonstrations:" not in run.stderr
+    assert (folder.parent / "latest").resolve() == (folder.parent / "next").resolve()
+
+
 def test_evaluate_reads_what_ppo_wrote(ppo_run, tmp_path):
     _, folder = ppo_run
     run = recipe("evaluate", tmp_path / "eval", *TOY, f"checkpoint={folder / 'policy'}", "ablation=blank_images")
@@ -99,6 +108,8 @@ def test_sft_writes_a_policy(tmp_path):
     [
         ("ppo", ["algo.gama=0.9"], "gama"),
         ("ppo", ["+algo.gama=0.9"], "did you mean algo.gamma"),
+        ("ppo", ["algo.critic_coeff=null"], "algo.critic_warmup=0"),
+        ("ppo", ["iterations=0"], "iterations"),
         ("ppo", ["+sft.stepps=9"], "did you mean sft.steps"),
         ("ppo", ["+eval.trails=9"], "did you mean eval.trials"),
         ("ppo", ["+policy.num_bin=9"], "did you mean policy.num_bins"),

@@ -35,7 +35,7 @@ def start_run(config: DictConfig, known: Iterable[str]) -> Path:
         known: the top-level keys that the recipe reads.
 
     Returns:
-        The folder, which ``latest`` beside it points to, with ``config.yaml`` in it.
+        The folder, with ``config.yaml`` in it.
 
     Raises:
         ValueError: an unknown key.
@@ -51,10 +51,14 @@ def start_run(config: DictConfig, known: Iterable[str]) -> Path:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = Path(HydraConfig.get().runtime.output_dir)
     OmegaConf.save(config, folder / "config.yaml")
-    link = folder.parent / f".latest_{folder.name}"  # renamed into place, so that runs may start together
+    return folder
+
+
+def finish_run(folder: Path) -> None:
+    """Let ``latest`` beside the folder point to it: the newest run that has finished."""
+    link = folder.parent / f".latest_{folder.name}"  # renamed into place, so that runs may finish together
     link.symlink_to(folder.name)
     link.replace(folder.parent / "latest")
-    return folder
 
 
 def group(config: DictConfig, name: str, *readers: Callable, also: Iterable[str] = ()) -> dict:
@@ -75,6 +79,11 @@ def group(config: DictConfig, name: str, *readers: Callable, also: Iterable[str]
         if key not in known:
             raise unknown_name("setting", f"{name}.{key}", [f"{name}.{other}" for other in sorted(known)])
     return settings
+
+
+def take(settings: dict, reader: Callable) -> dict:
+    """Remove from ``settings`` what ``reader`` takes as keyword arguments, and return it."""
+    return {name: settings.pop(name) for name in list(settings) if name in _parameters(reader)}
 
 
 def _parameters(function: Callable) -> Iterable[str]:
@@ -154,8 +163,7 @@ def warm_start(env: VLAEnv, policy: SmallVLA, seed: int, recording: dict, clonin
 def warm_start_settings(config: DictConfig) -> tuple[dict, dict]:
     """The two halves of ``config.sft`` for :func:`warm_start`."""
     cloning = group(config, "sft", record_demonstrations, clone_behaviour)
-    recording = {name: cloning.pop(name) for name in list(cloning) if name in _parameters(record_demonstrations)}
-    return recording, cloning
+    return take(cloning, record_demonstrations), cloning
 
 
 def evaluate_with_bar(
