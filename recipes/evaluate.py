@@ -14,8 +14,8 @@ from vla_algos.evaluation import blank_images, swap_instructions
 from vla_algos.runs import (
     describe,
     evaluate_with_bar,
+    evaluation_settings,
     finish_run,
-    group,
     load_env_and_policy,
     save_videos,
     start_run,
@@ -37,7 +37,7 @@ def main(config: DictConfig) -> None:
     if config.ablation is not None and config.ablation not in ABLATIONS:
         raise unknown_name("ablation", config.ablation, ABLATIONS)
     folder = start_run(config, KEYS)
-    evaluation = group(config, "eval", also=["trials", "seed", "videos"])
+    evaluation = evaluation_settings(config)
     env, policy = load_env_and_policy(config, config.checkpoint)
     spec = env.simulator_spec
     ablation = ABLATIONS[config.ablation](spec) if config.ablation else None

@@ -25,6 +25,7 @@ from vla_algos.runs import (
     demonstration_seed,
     describe,
     evaluate_with_bar,
+    evaluation_settings,
     finish_run,
     group,
     make_env_and_policy,
@@ -54,7 +55,7 @@ def main(config: DictConfig) -> None:
     learning |= take(optim, learn)
     collecting = group(config, "collector", StepCollector)
     recording, cloning = warm_start_settings(config)
-    evaluation = group(config, "eval", also=["trials", "seed", "videos"])
+    evaluation = evaluation_settings(config)
     demonstrations = demonstration_seed(config.seed, evaluation["seed"])
 
     # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.

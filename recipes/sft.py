@@ -13,8 +13,8 @@ from vla_algos.runs import (
     demonstration_seed,
     describe,
     evaluate_with_bar,
+    evaluation_settings,
     finish_run,
-    group,
     make_env_and_policy,
     save_videos,
     start_run,
@@ -30,7 +30,7 @@ KEYS = ("env", "policy", "sft", "eval", "seed")
 def main(config: DictConfig) -> None:
     folder = start_run(config, KEYS)
     recording, cloning = warm_start_settings(config)
-    evaluation = group(config, "eval", also=["trials", "seed", "videos"])
+    evaluation = evaluation_settings(config)
     demonstrations = demonstration_seed(config.seed, evaluation["seed"])
     env, policy = make_env_and_policy(config)
     warm_start(env, policy, demonstrations, recording, cloning)

@@ -166,6 +166,11 @@ def warm_start_settings(config: DictConfig) -> tuple[dict, dict]:
     return take(cloning, record_demonstrations), cloning
 
 
+def evaluation_settings(config: DictConfig) -> dict:
+    """``config.eval``: ``trials`` and ``seed`` of the grid, and the number of ``videos``."""
+    return group(config, "eval", also=["trials", "seed", "videos"])
+
+
 def evaluate_with_bar(
     title: str, env: VLAEnv, policy: VLAPolicy, episodes: list[Episode], **options: Any
 ) -> EvaluationResult:

@@ -201,15 +201,10 @@ class VLAEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         active = np.array([episode is not None for episode in self.current_episodes])
-        self._pool.arrays.actions[:] = self._checked(tensordict.get(keys.ACTION), active)
-        # A worker only writes the rows it steps.
         arrays = self._pool.arrays
-        arrays.rewards[:], arrays.successes[:], arrays.executed[:] = 0.0, False, False
-        lost_slots = self._pool.step(np.flatnonzero(active).tolist())
+        arrays.actions[:] = self._checked(tensordict.get(keys.ACTION), active)
         lost = np.zeros(self.num_envs, bool)
-        lost[lost_slots] = True
-        # A simulator that failed in mid-chunk may have written half of it.
-        arrays.rewards[lost], arrays.successes[lost], arrays.executed[lost] = 0.0, False, False
+        lost[self._pool.step(np.flatnonzero(active).tolist())] = True
 
         now = self._statistics
         steps = arrays.executed.sum(1, keepdims=True)

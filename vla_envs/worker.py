@@ -69,7 +69,6 @@ class Worker:
 
     def _step_one(self, slot: int, _: None) -> str:
         simulator, arrays = self.simulators[slot], self.arrays
-        arrays.rewards[slot], arrays.successes[slot], arrays.executed[slot] = 0.0, False, False
         for position, action in enumerate(arrays.actions[slot]):
             outcome = simulator.step(action)
             arrays.rewards[slot, position] = outcome.reward

@@ -94,14 +94,22 @@ class WorkerPool:
     def step(self, slots: Sequence[int]) -> list[int]:
         """Execute ``arrays.actions`` in the given slots, one message per worker.
 
+        Afterwards ``arrays`` hold the outcomes; those of all other slots and of lost episodes are zero.
+
         Returns:
             The slots whose episode is lost because its simulator or worker failed.
 
         Raises:
             SimulatorCrash: a worker failed ``MAX_FAILURES_IN_A_ROW`` times without success in between.
         """
+        outcomes = (self.arrays.rewards, self.arrays.successes, self.arrays.executed)
+        for array in outcomes:
+            array[:] = 0  # a worker writes only what it executes
         gone = [slot for slot in slots if slot in self._gone]
-        return gone + self._exchange("step", {slot: None for slot in slots if slot not in self._gone})
+        lost = gone + self._exchange("step", {slot: None for slot in slots if slot not in self._gone})
+        for array in outcomes:
+            array[lost] = 0  # a simulator that failed in mid-chunk has written half of it
+        return lost
 
     def map(
         self,
