@@ -38,6 +38,8 @@ EPISODE_RETURN = "episode_return"  # float32 [N, 1]
 EPISODE_LEN = "episode_len"  # int64 [N, 1], in primitive actions
 LOST = "lost"  # bool [N, 1], the simulator died: this episode has no result
 
-# Written by the learner.
-ADVANTAGE = "advantage"  # float32 [N, 1]
-VALUE_TARGET = "value_target"  # float32 [N, 1]
+# Written by the learner, one row per decision. Per decision [N, 1], or per primitive action [N, C].
+ADVANTAGE = "advantage"  # float32 [N, 1] or [N, C]
+VALUE_TARGET = "value_target"  # float32, the shape of the advantage
+WEIGHT = "weight"  # float32 [N, 1], how much a decision counts in the loss; absent means 1
+REFERENCE_LOG_PROB = "reference_log_prob"  # float32 [N, C, A], of the same actions under a frozen policy

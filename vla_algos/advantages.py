@@ -1,14 +1,15 @@
-"""Advantages over decisions: a chunk of primitive actions is one time step."""
+"""Advantages over decisions: a chunk of primitive actions is one time step, or each of its actions is."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
+from vla_algos.losses import Level
 from vla_keys import (
     ADVANTAGE,
     DONE,
@@ -16,9 +17,13 @@ from vla_keys import (
     REWARD,
     STATE_VALUE,
     STEP_MASK,
+    STEP_REWARDS,
     TERMINATED,
     VALUE_TARGET,
+    WEIGHT,
 )
+
+Bootstrap = Literal["truncation", "none", "any_done"]
 
 
 def valid_decisions(batch: TensorDictBase) -> Tensor:
@@ -34,49 +39,103 @@ def gae(
     gamma: float = 0.99,
     lmbda: float = 0.95,
     normalize: bool = True,
-    bootstrap: Literal["truncation", "none"] = "truncation",
+    bootstrap: Bootstrap = "truncation",
+    reward_level: Literal["chunk", "action"] = "chunk",
 ) -> TensorDictBase:
-    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438) over decisions.
+    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438).
 
-    ``done`` (terminated or truncated) cuts the recursion; only ``terminated`` cuts the bootstrap. A
-    truncated episode and the end of the rollout therefore bootstrap from the value of the true final
-    observation, which the collector stores as ``("next", "state_value")``. Where the horizon is part of the
-    task, ``bootstrap="none"`` makes running out of time a failure; the end of the rollout still bootstraps.
+    ``done`` (terminated or truncated) cuts the recursion. Which of them also ends the future, ``bootstrap`` says;
+    the other ones, and the end of the rollout, are worth the value of the true final observation, which the
+    collector stores as ``("next", "state_value")``:
+
+    * ``"truncation"``: only termination ends it. Running out of time is an accident of the recording.
+    * ``"none"``: both end it. The horizon is part of the task, running out of time is a failure.
+    * ``"any_done"``: neither does. Success is worth its reward and whatever the critic promises after it.
 
     Args:
         batch: ``[N, T]`` in time order, with ``state_value`` and, under ``"next"``, ``state_value``,
-            ``reward``, ``done``, ``terminated`` (each ``[N, T, 1]``) and ``step_mask`` ``[N, T, C]``.
-        gamma: discount per decision, not per primitive action.
+            ``reward`` (or ``step_rewards``), ``done``, ``terminated`` and ``step_mask`` ``[N, T, C]``.
+        gamma: discount per time step: per decision, or per primitive action with ``reward_level="action"``.
         lmbda: weight of the longer returns.
         normalize: whether to normalise with :func:`normalize_advantages`.
-        bootstrap: whether a truncated episode is worth what its final observation promises, or nothing.
+        bootstrap: see above.
+        reward_level: ``"chunk"`` takes a decision as one step with the sum of its rewards and one value
+            (``[N, T, 1]``); ``"action"`` takes each executed primitive action as one, which needs a value for
+            each (``[N, T, C]``).
 
     Returns:
-        ``batch`` itself, with ``advantage`` and ``value_target`` (never normalised) ``[N, T, 1]`` written.
+        ``batch`` itself, with ``advantage`` and ``value_target`` (never normalised) written, ``[N, T, 1]`` or
+        ``[N, T, C]``.
+
+    Raises:
+        ValueError: an unknown choice, or values that do not fit it.
     """
-    if bootstrap not in ("truncation", "none"):
-        raise ValueError(f"bootstrap is {bootstrap!r}, must be 'truncation' or 'none'")
+    if bootstrap not in get_args(Bootstrap):
+        raise ValueError(f"bootstrap is {bootstrap!r}, must be 'truncation', 'none' or 'any_done'")
+    if reward_level not in ("chunk", "action"):
+        raise ValueError(f"reward_level is {reward_level!r}, must be 'chunk' or 'action'")
+    values = batch[STATE_VALUE]
+    expected = batch[NEXT, STEP_MASK].shape if reward_level == "action" else (*batch.shape, 1)
+    if values.shape != expected:
+        raise ValueError(
+            f"{STATE_VALUE!r} is {list(values.shape)}, reward_level={reward_level!r} needs {list(expected)}: "
+            "'action' goes with a policy that has a value per primitive action, 'chunk' with one per decision"
+        )
     valid = valid_decisions(batch)
     # A decision that was never executed says nothing about the one before it, which therefore ends in a
     # bootstrap from the value of the observation they share.
-    cut = batch[NEXT, DONE].clone()
-    cut[:, :-1] |= ~valid[:, 1:]
+    done = batch[NEXT, DONE].clone()
+    done[:, :-1] |= ~valid[:, 1:]
+    final = {
+        "truncation": batch[NEXT, TERMINATED],
+        "none": batch[NEXT, DONE],
+        "any_done": torch.zeros_like(done),
+    }[bootstrap]
+    reward, next_values = batch[NEXT, REWARD], batch[NEXT, STATE_VALUE]
+    if reward_level == "action":
+        valid = batch[NEXT, STEP_MASK]
+        reward, next_values, done, final = _per_action(batch, done, final)
+    next_values = torch.where(final, 0.0, next_values)
+    if next_values.isnan().any():
+        raise ValueError(
+            f"bootstrap={bootstrap!r} needs the value of final observations that are not there (NaN): "
+            f"collect with StepCollector(..., bootstrap={bootstrap!r})"
+        )
+    steps = lambda x: x.flatten(1, 2).unsqueeze(-1)  # noqa: E731  [N, T, K] -> [N, T * K, 1]
     advantage, value_target = generalized_advantage_estimate(
         gamma,
         lmbda,
-        state_value=batch[STATE_VALUE],
-        next_state_value=batch[NEXT, STATE_VALUE],
-        reward=batch[NEXT, REWARD],
-        done=cut,
-        terminated=batch[NEXT, TERMINATED if bootstrap == "truncation" else DONE],
+        state_value=steps(values),
+        next_state_value=steps(next_values),
+        reward=steps(reward),
+        done=steps(done),
+        terminated=steps(final),
     )
+    advantage = advantage.reshape(values.shape)
     batch[ADVANTAGE] = normalize_advantages(advantage, valid) if normalize else advantage
-    batch[VALUE_TARGET] = value_target
+    batch[VALUE_TARGET] = value_target.reshape(values.shape)
     return batch
 
 
+def _per_action(batch: TensorDictBase, done: Tensor, final: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reward, next value, done and final of each primitive action, ``[N, T, C]``.
+
+    The last executed action of a decision leads to the next decision; those after it were never executed
+    and are cut off from everything.
+    """
+    mask = batch[NEXT, STEP_MASK]
+    executed = mask.sum(-1, keepdim=True)
+    position = torch.arange(mask.shape[-1], device=mask.device)
+    last, unused = position == executed - 1, position >= executed
+    values = batch[STATE_VALUE]
+    next_values = torch.where(last, batch[NEXT, STATE_VALUE][..., :1], values.roll(-1, dims=-1))
+    next_values = torch.where(unused, 0.0, next_values)
+    reward = torch.where(unused, 0.0, batch[NEXT, STEP_REWARDS])
+    return reward, next_values, (last & done) | unused, (last & final) | unused
+
+
 def normalize_advantages(advantage: Tensor, valid: Tensor, eps: float = 1e-5) -> Tensor:
-    """``(A - mean) / (std + eps)`` with mean and unbiased std over the valid decisions only.
+    """``(A - mean) / (std + eps)`` with mean and unbiased std over the valid elements only.
 
     Args:
         advantage: float ``[...]``.
@@ -84,9 +143,58 @@ def normalize_advantages(advantage: Tensor, valid: Tensor, eps: float = 1e-5) ->
         eps: added to the standard deviation.
 
     Returns:
-        Same shape; a single valid decision, which has no standard deviation, becomes 0.
+        Same shape; a single valid element, which has no standard deviation, becomes 0.
     """
     sample = advantage[valid]
     if sample.numel() < 2:
         return torch.zeros_like(advantage)
     return (advantage - sample.mean()) / (sample.std() + eps)
+
+
+def group_advantages(scores: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
+    """Group-relative advantages of GRPO (Shao et al. 2024, arXiv 2402.03300): one number per trajectory.
+
+    Args:
+        scores: float ``[E]``, return of each trajectory.
+        groups: int64 ``[E]``, label of its group; members need not be neighbours.
+        eps: added to the standard deviation.
+
+    Returns:
+        ``(score - mean) / (std + eps)`` ``[E]`` with mean and unbiased std of the group; exactly 0 where all members
+        score the same, and for a group of one.
+    """
+    _, index = groups.unique(return_inverse=True)
+    count = torch.zeros(len(scores), device=scores.device).index_add(0, index, torch.ones_like(scores))
+    total = torch.zeros_like(count).index_add(0, index, scores)
+    centred = scores - (total / count.clamp(min=1))[index]
+    variance = torch.zeros_like(count).index_add(0, index, centred**2) / (count - 1).clamp(min=1)
+    lowest = torch.full_like(count, torch.inf).scatter_reduce(0, index, scores, "amin")
+    highest = torch.full_like(count, -torch.inf).scatter_reduce(0, index, scores, "amax")
+    # Equal scores may differ from their mean by rounding, which the division would blow up.
+    return torch.where((lowest < highest)[index], centred / (variance.sqrt()[index] + eps), 0.0)
+
+
+def trajectory_weights(batch: TensorDictBase, log_prob_level: Level) -> TensorDictBase:
+    """Write ``weight``, with which every trajectory of ``batch`` counts the same in the loss, however long it is.
+
+    A decision of a trajectory with ``n`` valid elements weighs ``1 / n``, scaled so that the mean weight of an
+    element is 1. The loss over all of ``batch`` is then the mean over trajectories of their own means, and that of a
+    random minibatch an unbiased estimate of it.
+
+    Args:
+        batch: ``[D]`` or ``[N, T]``, last dimension in time order; ``done`` ends a trajectory, as does a row.
+        log_prob_level: what an element is: with ``"chunk"`` a decision, else an executed primitive action.
+
+    Returns:
+        ``batch`` itself, with ``weight`` ``[..., 1]`` written; 0 for decisions without valid elements.
+    """
+    elements = valid_decisions(batch) if log_prob_level == "chunk" else batch[NEXT, STEP_MASK]
+    elements = elements.sum(-1).float()
+    done = batch[NEXT, DONE].squeeze(-1).long()
+    rows = torch.arange(done[..., 0].numel(), device=done.device).reshape(*done.shape[:-1], 1)
+    label = done.cumsum(-1) - done + rows * (done.shape[-1] + 1)
+    _, index = label.unique(return_inverse=True)
+    length = torch.zeros(int(index.max()) + 1, device=done.device).index_add(0, index.flatten(), elements.flatten())
+    trajectories = (length > 0).sum()
+    weight = elements.sum() / (trajectories * length[index]).clamp(min=1)
+    return batch.set(WEIGHT, torch.where(elements > 0, weight, 0.0).unsqueeze(-1))

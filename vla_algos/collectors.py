@@ -1,10 +1,11 @@
-"""The step-bound collector: T decisions in each of N environments, whatever the episodes do."""
+"""The two ways to collect: so many decisions in every environment, or a queue of whole episodes."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
+from typing import get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -14,6 +15,9 @@ from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from vla_algos.advantages import Bootstrap
+from vla_envs.episodes import EpisodeQueue, QueuedEpisode
+from vla_envs.simulator import Episode
 from vla_keys import (
     ACTION,
     ACTION_LOG_PROB,
@@ -48,26 +52,95 @@ OUTCOME_KEYS = (
     EPISODE_RETURN,
     EPISODE_LEN,
 )
+Hook = Callable[[TensorDictBase], None]
 
 
-class StepCollector(BaseCollector):
+class _ChunkCollector(BaseCollector):
+    """What both collectors share: one decision of the policy in every environment, what is kept of it, and counters.
+
+    The policy acts under ``torch.no_grad()``. It reads and writes TensorDicts on the environment's device; one
+    that computes elsewhere moves its inputs itself.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: TensorDictModuleBase,
+        exploration: ExplorationType,
+        *,
+        on_decision: Hook | None,
+        pre_collect_hook: Callable[[], None] | None,
+        post_collect_hook: Hook | None,
+    ):
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        self.env, self.policy, self.exploration = env, policy, exploration
+        self.on_decision = on_decision
+        self.has_value = STATE_VALUE in policy.out_keys
+        root_keys = [*policy.loss_keys, ACTION, ACTION_LOG_PROB, TASK_ID, TRIAL_ID, GROUP_ID]
+        root_keys += [STATE_VALUE] if self.has_value else []
+        self.stored_keys = [*dict.fromkeys(root_keys), *((NEXT, key) for key in OUTCOME_KEYS)]
+        self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
+        self._seconds = {"env": 0.0, "policy": 0.0}
+
+    def _decide(self, observation: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """One decision in every environment: its outcome, and the observations of the next one."""
+        with torch.no_grad(), set_exploration_type(self.exploration):
+            decision = self._timed("policy", self.policy, observation)
+        outcome, following = self._timed("env", self.env.step_and_maybe_reset, decision)
+        if self.on_decision is not None:
+            self.on_decision(outcome)
+        # Only what the environment wrote goes on: nothing of this decision may reach the next one.
+        return outcome, following.select(*self._observation_keys)
+
+    def _reset(self) -> TensorDictBase:
+        observation = self._timed("env", self.env.reset)
+        self._observation_keys = list(observation.keys())
+        return observation
+
+    def _timed(self, what: str, function: Callable, *args):
+        started = perf_counter()
+        result = function(*args)
+        self._seconds[what] += perf_counter() - started
+        return result
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """TorchRL's counters, the seconds of the last batch by part, and the restarts so far."""
+        return {
+            **super().stats(),
+            **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
+            "env/worker_restarts": getattr(self.env, "worker_restarts", 0),
+        }
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed torch (the policy samples from it) and the environment; returns the next seed."""
+        torch.manual_seed(seed)
+        return self.env.set_seed(seed, static_seed=static_seed)
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """Close the environment (unless told not to); may be called again."""
+        if close_env and not self.env.is_closed:
+            self.env.close(raise_if_closed=raise_on_error)
+
+
+class StepCollector(_ChunkCollector):
     """Runs the policy for a fixed number of decisions per environment and yields them as ``[N, T]``.
 
     TorchRL's own :class:`~torchrl.collectors.Collector` would keep every observation twice (at the root
     and under ``"next"``) and needs a second pass of the critic over all of them. This one stores only what
     learning reads and gets ``("next", "state_value")`` almost for free: where the episode goes on it is the
-    value of the next decision; one further pass covers the final observations of truncated episodes
-    and of the rollout. Terminated and lost episodes have no future: their next value is 0.
-
-    The policy acts under ``torch.no_grad()`` and ``ExplorationType.RANDOM``. It reads and writes
-    TensorDicts on the environment's device; one that computes elsewhere moves its inputs itself.
+    value of the next decision; one further pass covers the final observations of the rollout and of those
+    episodes whose end ``bootstrap`` looks beyond. For the others, and nobody may read it, it is NaN; a lost
+    episode has no future, 0.
 
     Args:
         env: environments with the keys of the data contract, batch ``[N]``.
-        policy: a policy with ``in_keys``, ``out_keys`` and ``loss_keys``. Without ``state_value`` among its
-            ``out_keys`` no values are stored.
+        policy: a policy with ``in_keys``, ``out_keys`` and ``loss_keys``; it samples. Without ``state_value`` among
+            its ``out_keys`` no values are stored.
         decisions: ``T``, decisions per environment and batch.
         total_frames: stop after that many decisions over all environments; -1 for never.
+        bootstrap: that of :func:`~vla_algos.advantages.gae`.
         on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars.
         pre_collect_hook: TorchRL's hook, called before a batch.
         post_collect_hook: TorchRL's hook, called with each batch.
@@ -80,23 +153,26 @@ class StepCollector(BaseCollector):
         decisions: int,
         total_frames: int = -1,
         *,
-        on_decision: Callable[[TensorDictBase], None] | None = None,
+        bootstrap: Bootstrap = "truncation",
+        on_decision: Hook | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
-        post_collect_hook: Callable[[TensorDictBase], None] | None = None,
+        post_collect_hook: Hook | None = None,
     ):
         if decisions < 1:
             raise ValueError(f"decisions is {decisions}, must be at least 1")
-        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
-        self.env, self.policy, self.decisions = env, policy, decisions
-        self.on_decision = on_decision
+        if bootstrap not in get_args(Bootstrap):
+            raise ValueError(f"bootstrap is {bootstrap!r}, must be one of {', '.join(get_args(Bootstrap))}")
+        super().__init__(
+            env,
+            policy,
+            ExplorationType.RANDOM,
+            on_decision=on_decision,
+            pre_collect_hook=pre_collect_hook,
+            post_collect_hook=post_collect_hook,
+        )
+        self.decisions, self.bootstrap = decisions, bootstrap
         self.total_frames = total_frames
         self.frames_per_batch = self.requested_frames_per_batch = env.batch_size.numel() * decisions
-        self.has_value = STATE_VALUE in policy.out_keys
-        root_keys = [*policy.loss_keys, ACTION, ACTION_LOG_PROB, TASK_ID, TRIAL_ID, GROUP_ID]
-        root_keys += [STATE_VALUE] if self.has_value else []
-        self.stored_keys = [*dict.fromkeys(root_keys), *((NEXT, key) for key in OUTCOME_KEYS)]
-        self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
-        self._seconds = {"env": 0.0, "policy": 0.0}
         self._observation: TensorDictBase | None = None
 
     def iterator(self) -> Iterator[TensorDictBase]:
@@ -114,43 +190,42 @@ class StepCollector(BaseCollector):
         """Collect one batch ``[N, T]``, going on where the last one stopped."""
         self._seconds = {"env": 0.0, "policy": 0.0}
         if self._observation is None:
-            self._observation = self._timed("env", self.env.reset)
-            self._observation_keys = list(self._observation.keys())
+            self._observation = self._reset()
         batch = None
         cut_short: list[tuple[int, Tensor, TensorDictBase]] = []  # decision, slots, final observations
         for t in range(self.decisions):
-            with set_exploration_type(ExplorationType.RANDOM):
-                decision = self._timed("policy", self.policy, self._observation)
-            outcome, following = self._timed("env", self.env.step_and_maybe_reset, decision)
-            # Only what the environment wrote goes on: nothing of this decision may reach the next one.
-            self._observation = following.select(*self._observation_keys)
-
+            outcome, self._observation = self._decide(self._observation)
             stored = outcome.select(*self.stored_keys)
             if batch is None:  # a fresh one every time: the caller may keep the last batch
                 batch = torch.empty_like(stored.unsqueeze(1).expand(len(stored), self.decisions))
             batch[:, t] = stored
             if self.has_value:
                 after = outcome[NEXT]
-                goes_on = ~after[DONE] if t == self.decisions - 1 else torch.zeros_like(after[DONE])
-                needs_value = (goes_on | (after[TRUNCATED] & ~after[TERMINATED])) & ~after[LOST]
-                slots = needs_value.squeeze(-1).nonzero().squeeze(-1)
+                wanted = self._worth_something(after)
+                wanted |= ~after[DONE] if t == self.decisions - 1 else False
+                slots = (wanted & ~after[LOST]).squeeze(-1).nonzero().squeeze(-1)
                 if slots.numel():
                     cut_short.append((t, slots, after.select(*self.policy.in_keys)[slots]))
-            if self.on_decision is not None:
-                self.on_decision(outcome)
         if self.has_value:
             batch[NEXT, STATE_VALUE] = self._next_values(batch, cut_short)
         self._frames += batch.numel()
         self._iter += 1
         return batch
 
+    def _worth_something(self, after: TensorDictBase) -> Tensor:
+        """Ends of episodes, bool ``[N, 1]``, beyond which :attr:`bootstrap` looks."""
+        if self.bootstrap == "none":
+            return torch.zeros_like(after[DONE])
+        return after[DONE] if self.bootstrap == "any_done" else after[TRUNCATED] & ~after[TERMINATED]
+
     def _next_values(
         self, batch: TensorDictBase, cut_short: list[tuple[int, Tensor, TensorDictBase]]
     ) -> Tensor:
-        """Value of the observation after each decision, ``[N, T, 1]``."""
+        """Value of the observation after each decision, ``[N, T, 1]`` or ``[N, T, C]``."""
         values = torch.zeros_like(batch[STATE_VALUE])
         values[:, :-1] = batch[STATE_VALUE][:, 1:]
-        values.masked_fill_(batch[NEXT, DONE], 0.0)
+        values.masked_fill_(batch[NEXT, DONE], torch.nan)
+        values.masked_fill_(batch[NEXT, LOST], 0.0)
         if not cut_short:
             return values
         rows = torch.cat([slots for _, slots, _ in cut_short])
@@ -167,35 +242,9 @@ class StepCollector(BaseCollector):
         values[rows, times] = torch.cat(finals)
         return values
 
-    def _timed(self, what: str, function: Callable, *args):
-        started = perf_counter()
-        result = function(*args)
-        self._seconds[what] += perf_counter() - started
-        return result
-
-    def stats(self) -> dict[str, int | float | bool]:
-        """TorchRL's counters, the seconds of the last batch by part, and the restarts so far."""
-        return {
-            **super().stats(),
-            **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
-            "env/worker_restarts": getattr(self.env, "worker_restarts", 0),
-        }
-
     def reset(self) -> None:
         """Abandon the running episodes: the next batch starts with fresh ones."""
         self._observation = None
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed torch (the policy samples from it) and the environment; returns the next seed."""
-        torch.manual_seed(seed)
-        return self.env.set_seed(seed, static_seed=static_seed)
-
-    def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
-    ) -> None:
-        """Close the environment (unless told not to); may be called again."""
-        if close_env and not self.env.is_closed:
-            self.env.close(raise_if_closed=raise_on_error)
 
     def state_dict(self) -> OrderedDict:
         """Counters and the state of the episode sampler, plain numbers throughout.
@@ -214,3 +263,168 @@ class StepCollector(BaseCollector):
         if "episodes" in state_dict:
             self.env.episodes.load_state_dict(state_dict["episodes"])
         self.reset()
+
+
+class EpisodeCollector(_ChunkCollector):
+    """Works off a queue of episodes and yields each as ``[T]``, in the order of the queue.
+
+    The ``N`` slots of the environment share one queue: a slot that finishes takes the next episode at once,
+    none waits for the slowest. Stopping after the first so many finished episodes instead would favour short,
+    that is successful, ones. The queue may grow while it is worked off (:meth:`extend`, also from
+    ``on_episode``). Iterate again after extending an exhausted one. While it iterates the environment takes
+    its episodes from the queue; it has its own source back afterwards, and whoever else was collecting in it
+    has to reset first.
+
+    An episode whose simulator dies runs again, up to ``max_attempts`` times, and is then yielded with ``lost``
+    in its last decision.
+
+    Concatenated episodes are TorchRL's flat layout (``traj_format="cat"``): ``done`` ends each.
+
+    Args:
+        env: a :class:`~vla_envs.env.VLAEnv`.
+        policy: a policy with ``in_keys``, ``out_keys`` and ``loss_keys``.
+        episodes: the first content of the queue.
+        exploration: ``RANDOM`` samples, ``DETERMINISTIC`` is greedy.
+        for_learning: store what the loss reads; else only identities, actions and outcomes.
+        max_attempts: runs of an episode whose simulator dies before it counts as lost.
+        on_episode: called with the place in the queue and each finished episode, in the order of finishing.
+        on_decision: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1).
+        pre_collect_hook: TorchRL's hook, called before each iteration over the queue.
+        post_collect_hook: TorchRL's hook, called with each episode that is yielded.
+
+    Attributes:
+        attempts: by place in the queue, how often an episode was run.
+        deciding: the episode, or ``None``, of each slot in the last decision.
+
+    Example:
+        >>> collector = EpisodeCollector(env, policy, evaluation_grid(env.simulator_spec))  # doctest: +SKIP
+        >>> success = [episode["next", "success"][-1].item() for episode in collector]  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: TensorDictModuleBase,
+        episodes: Iterable[Episode] = (),
+        *,
+        exploration: ExplorationType = ExplorationType.RANDOM,
+        for_learning: bool = True,
+        max_attempts: int = 3,
+        on_episode: Callable[[int, TensorDictBase], None] | None = None,
+        on_decision: Hook | None = None,
+        pre_collect_hook: Callable[[], None] | None = None,
+        post_collect_hook: Hook | None = None,
+    ):
+        if max_attempts < 1:
+            raise ValueError(f"max_attempts is {max_attempts}, must be at least 1")
+        super().__init__(
+            env,
+            policy,
+            exploration,
+            on_decision=on_decision,
+            pre_collect_hook=pre_collect_hook,
+            post_collect_hook=post_collect_hook,
+        )
+        if not for_learning:
+            identities = [ACTION, TASK_ID, TRIAL_ID, GROUP_ID]
+            self.stored_keys = [*identities, *((NEXT, key) for key in OUTCOME_KEYS)]
+        self.total_frames = -1
+        self.max_attempts, self.on_episode = max_attempts, on_episode
+        self.queue = EpisodeQueue(episodes)
+        self.attempts: Counter[int] = Counter()
+        self.deciding: list[QueuedEpisode | None] = []
+        self._next_place = 0  # of the episode that is yielded next
+        self._finished: dict[int, TensorDictBase] = {}  # by place, until it is their turn
+        self._slot_time = self._idle_time = 0  # decisions of slots in this iteration, and those without an episode
+
+    def extend(self, episodes: Iterable[Episode]) -> None:
+        """Append episodes to the queue."""
+        self.queue.extend(episodes)
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yield the episodes of the queue, in its order, until there are no more."""
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
+        self._seconds = {"env": 0.0, "policy": 0.0}
+        self._slot_time = self._idle_time = 0
+        running = _RunningEpisodes(self.env.batch_size[0])
+        own_episodes, self.env.episodes = self.env.episodes, self.queue
+        try:
+            observation = self._reset() if self._next_place < len(self.queue) else None
+            while self._next_place < len(self.queue):
+                while self._next_place not in self._finished:
+                    self.deciding = list(self.env.current_episodes)  # the step may replace them
+                    outcome, observation = self._decide(observation)
+                    self._book(running, outcome)
+                episode = self._finished.pop(self._next_place)
+                self._next_place += 1
+                if self.post_collect_hook is not None:
+                    self.post_collect_hook(episode)
+                yield episode
+        finally:
+            # Whoever stops early may go on later: what was running will run again.
+            running_now = [episode for episode in self.env.current_episodes if episode is not None]
+            for episode in sorted(running_now, key=lambda episode: -episode.place):
+                self.queue.give_back(episode)
+            self.env.episodes = own_episodes
+        self._iter += 1
+
+    def _book(self, running: _RunningEpisodes, outcome: TensorDictBase) -> None:
+        """Store a decision of all slots; those that end their episode hand it over."""
+        idle = self.deciding.count(None)
+        self._slot_time += len(self.deciding)
+        self._idle_time += idle
+        self._frames += len(self.deciding) - idle
+        running.append(outcome.select(*self.stored_keys))
+        for slot in outcome[NEXT, DONE].squeeze(-1).nonzero().flatten().tolist():
+            decisions, episode = running.take(slot), self.deciding[slot]
+            if episode is None:
+                continue
+            place = episode.place
+            self.attempts[place] += 1
+            if decisions[NEXT, LOST][-1] and self.attempts[place] < self.max_attempts:
+                self.queue.give_back(episode)
+                continue
+            self._finished[place] = decisions
+            if self.on_episode is not None:
+                self.on_episode(place, decisions)
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """As for every collector, and the share of the slots' decisions in this iteration that had no episode."""
+        return {**super().stats(), "time/idle_fraction": self._idle_time / max(1, self._slot_time)}
+
+    def state_dict(self) -> OrderedDict:
+        """Counters. The queue is not in it: it is empty whenever an iteration is through."""
+        return OrderedDict(frames=self._frames, batches=self._iter + 1)
+
+    def load_state_dict(self, state_dict: OrderedDict) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
+
+
+class _RunningEpisodes:
+    """The decisions so far of the episode in each slot: one buffer ``[N, T]`` with a cursor per slot."""
+
+    def __init__(self, num_envs: int):
+        self._slots = torch.arange(num_envs)
+        self._cursor = torch.zeros(num_envs, dtype=torch.int64)
+        self._buffer: TensorDictBase | None = None
+
+    def append(self, decisions: TensorDictBase) -> None:
+        """Add a decision ``[N]`` to every slot."""
+        if self._buffer is None:
+            self._buffer = self._room(decisions.unsqueeze(1), 16)
+        elif int(self._cursor.max()) == self._buffer.shape[1]:
+            self._buffer = torch.cat([self._buffer, torch.empty_like(self._buffer)], 1)
+        self._buffer[self._slots, self._cursor] = decisions
+        self._cursor += 1
+
+    def take(self, slot: int) -> TensorDictBase:
+        """The decisions ``[T]`` of a slot, which then starts anew."""
+        decisions = self._buffer[slot, : int(self._cursor[slot])].clone()
+        self._cursor[slot] = 0
+        return decisions
+
+    @staticmethod
+    def _room(like: TensorDictBase, length: int) -> TensorDictBase:
+        return torch.empty_like(like.expand(like.shape[0], length))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
-from torchrl.envs.utils import ExplorationType, set_exploration_type, step_mdp
+from torchrl.envs.utils import ExplorationType
 
+from vla_algos.collectors import EpisodeCollector
 from vla_algos.metrics import wilson_interval
-from vla_envs.episodes import EpisodeQueue
 from vla_envs.simulator import Episode, Task
 from vla_keys import (
     ACTION,
-    DONE,
     EPISODE_LEN,
     EPISODE_RETURN,
     IMAGES,
@@ -138,9 +136,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Run every episode of a grid once.
 
-    The ``N`` slots of the environment work off one queue; a slot that finishes takes the next episode at
-    once. Stopping after the first so many finished episodes instead would favour short, that is successful,
-    ones. The environment gets its own source of episodes back afterwards; whoever was collecting in it
+    An :class:`~vla_algos.collectors.EpisodeCollector` works off the grid; whoever was collecting in the environment
     has to reset first.
 
     Args:
@@ -157,57 +153,65 @@ def evaluate(
         Results in the order of the grid.
     """
     grid = list(episodes)
-    # The label, which changes nothing in the world, says which place in the grid a slot is running.
-    queue = EpisodeQueue(replace(episode, group_id=place) for place, episode in enumerate(grid))
+    frames: dict[int, list[np.ndarray]] = {}
     results: dict[int, EpisodeResult] = {}
-    videos: dict[int, np.ndarray] = {}
-    frames: list[list[np.ndarray]] = [[] for _ in range(env.num_envs)]
-    losses: Counter[int] = Counter()
-    mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
+    tasks = env.simulator_spec.tasks
 
-    was_training, own_episodes = policy.training, env.episodes
-    env.episodes = queue
+    def film(outcome: TensorDictBase) -> None:
+        for slot, episode in enumerate(collector.deciding):
+            if episode is not None and episode.place < record:
+                if outcome[EPISODE_LEN][slot] == 0:  # its first decision, perhaps once more after a crash
+                    frames[episode.place] = [outcome[IMAGES][slot].numpy().copy()]
+                frames[episode.place].append(outcome[NEXT, IMAGES][slot].numpy().copy())
+
+    def note(place: int, decisions: TensorDictBase) -> None:
+        outcome = decisions[NEXT][-1]
+        lost = bool(outcome[LOST])
+        results[place] = EpisodeResult(
+            grid[place],
+            tasks[grid[place].task_id].name,
+            bool(outcome[SUCCESS]) and not lost,
+            bool(outcome[SUCCESS_AT_END]) and not lost,
+            float(outcome[EPISODE_RETURN]),
+            int(outcome[EPISODE_LEN]),
+            lost,
+            attempts=collector.attempts[place],
+        )
+        if on_episode is not None:
+            on_episode(results[place])
+
+    collector = EpisodeCollector(
+        env,
+        _Observing(policy, observe) if observe else policy,
+        grid,
+        exploration=ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM,
+        for_learning=False,
+        max_attempts=max_attempts,
+        on_episode=note,
+        on_decision=film if record else None,
+    )
+    was_training = policy.training
     policy.eval()
     try:
-        with torch.no_grad(), set_exploration_type(mode):
-            td = env.reset()
-            while len(results) < len(grid):
-                for slot, episode in enumerate(env.current_episodes):
-                    if episode is not None and episode.group_id < record:
-                        frames[slot].append(td[IMAGES][slot].numpy().copy())
-                seen = td.select(*policy.in_keys)
-                td[ACTION] = policy(observe(seen) if observe else seen)[ACTION]
-                td = env.step(td)
-                for slot in td[NEXT, DONE].squeeze(-1).nonzero().flatten().tolist():
-                    episode, outcome = env.current_episodes[slot], td[NEXT][slot]
-                    if episode is None:
-                        continue
-                    place = episode.group_id
-                    shot, frames[slot] = frames[slot], []
-                    lost = bool(outcome[LOST])
-                    losses[place] += lost
-                    if lost and losses[place] < max_attempts:
-                        queue.put(episode)
-                        continue
-                    results[place] = EpisodeResult(
-                        grid[place],
-                        env.simulator_spec.tasks[episode.task_id].name,
-                        bool(outcome[SUCCESS]) and not lost,
-                        bool(outcome[SUCCESS_AT_END]) and not lost,
-                        float(outcome[EPISODE_RETURN]),
-                        int(outcome[EPISODE_LEN]),
-                        lost,
-                        attempts=losses[place] + (not lost),
-                    )
-                    if place < record and not lost:
-                        videos[place] = np.stack([*shot, outcome[IMAGES].numpy()])
-                    if on_episode is not None:
-                        on_episode(results[place])
-                td = env.maybe_reset(step_mdp(td))
+        for _ in collector.iterator():  # not iter(): a failure must not close the caller's environment
+            pass
     finally:
-        env.episodes = own_episodes
         policy.train(was_training)
-    return EvaluationResult([results[place] for place in range(len(grid))], dict(sorted(videos.items())))
+    videos = {place: np.stack(shots) for place, shots in sorted(frames.items()) if not results[place].lost}
+    return EvaluationResult([results[place] for place in range(len(grid))], videos)
+
+
+class _Observing(TensorDictModuleBase):
+    """A policy that sees something else than there is."""
+
+    def __init__(self, policy: TensorDictModuleBase, observe: Observe):
+        super().__init__()
+        self.policy, self.observe = policy, observe
+        self.in_keys, self.out_keys, self.loss_keys = policy.in_keys, [ACTION], ()
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        decision = self.policy(self.observe(tensordict.select(*self.in_keys)))
+        return tensordict.set(ACTION, decision[ACTION])
 
 
 def blank_images(td: TensorDictBase) -> TensorDictBase:

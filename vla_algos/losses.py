@@ -1,8 +1,8 @@
-"""Policy-gradient losses for chunked, tokenised actions."""
+"""The clipped policy-gradient loss of PPO and GRPO for chunked, tokenised actions."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,15 @@ from vla_keys import (
     ACTION_LOG_PROB,
     ADVANTAGE,
     NEXT,
+    REFERENCE_LOG_PROB,
     STATE_VALUE,
     STEP_MASK,
     VALUE_TARGET,
+    WEIGHT,
 )
 
-LogProbLevel = Literal["token", "action", "chunk"]
+Level = Literal["token", "action", "chunk"]
+_LARGEST_LOG_RATIO = 20.0  # in the KL to the reference, whose exponential would overflow
 
 
 class ChunkClipPPOLoss(ClipPPOLoss):
@@ -28,49 +31,75 @@ class ChunkClipPPOLoss(ClipPPOLoss):
 
     What it adds to :class:`~torchrl.objectives.ClipPPOLoss`: actor and critic share **one** backbone
     pass, primitive actions that were never executed (``step_mask`` False) contribute nothing, the
-    probability ratio is taken at a chosen level, and the critic uses the Huber loss.
+    probability ratio is taken at a chosen level, decisions may be weighted, the ratio of bad actions may be
+    bounded (dual clip), a frozen policy may hold the trained one back, and the critic uses the Huber loss.
 
-    Constructor, coefficient buffers (``loss.entropy_coeff = ...`` schedules them), tensor keys, clip
-    bounds and the masked reduction are TorchRL's. ``forward`` is our own, because TorchRL's
-    calls actor and critic separately and averages its diagnostics over invalid positions too.
+    Constructor, coefficient buffers (``loss.entropy_coeff = ...`` schedules them), tensor keys and clip
+    bounds are TorchRL's. ``forward`` is our own, because TorchRL's calls actor and critic separately and
+    averages its diagnostics over invalid positions too.
+
+    Each term is a sum over valid elements of ``weight * term``, divided by their number. Without a ``weight``
+    in the batch that is the mean over valid elements (``token_mean``); with the weights of
+    :func:`~vla_algos.advantages.trajectory_weights` every trajectory counts the same (``trajectory_mean``).
 
     Args:
         policy: a policy with ``evaluate_actions(td) -> (log_prob [B, C, A], entropy [B, C, A],
-            value [B, 1] or None)`` and ``loss_keys``, the entries this method reads.
+            value [B, 1], [B, C] or None)`` and ``loss_keys``, the entries this method reads.
         log_prob_level: one ratio per ``"token"`` (action dimension), per primitive ``"action"`` (sum over
             ``A``) or per ``"chunk"`` (sum over the executed actions and ``A``).
         clip_epsilon: ``x`` clips the ratio to ``[1 - x, 1 + x]``, ``(low, high)`` to ``[1 - low, 1 + high]``.
-        entropy_coeff: weight of the entropy bonus; the entropy is a mean per token at every level.
-        critic_coeff: weight of the value loss; ``None`` trains no critic.
+        dual_clip: ``c > 1`` bounds the loss of a bad action (negative advantage ``A``) at ``c |A|``, however
+            likely it has become (Ye et al. 2020, arXiv 1912.09729); ``None`` for no bound.
+        entropy_coeff: weight of the entropy bonus.
+        entropy_level: the bonus and the reported entropy are means per ``"token"``, per ``"action"`` (sum over
+            ``A``) or per ``"chunk"`` (sum over the executed actions and ``A``).
+        critic_coeff: weight of the value loss; ``None`` or 0 trains no critic.
         clip_value: largest change of the value that is rewarded, ``None`` for no clipping.
         huber_delta: error at which the value loss turns from quadratic to linear.
+        reference_kl_coeff: weight of the KL divergence per token from the frozen policy whose log-probabilities
+            are in ``reference_log_prob``, estimated by ``exp(d) - d - 1``, ``d = reference - log_prob`` (at most
+            20); 0 needs no such entry.
 
-    The output of ``forward`` has the terms to add up, ``loss_objective``, ``loss_entropy`` and
-    ``loss_critic`` (with a critic), and detached diagnostics, all of them means over valid elements:
+    The output of ``forward`` has the terms to add up, ``loss_objective``, ``loss_entropy``, ``loss_critic``
+    (with a critic) and ``loss_reference_kl`` (with that coefficient), and detached diagnostics, all of them
+    means over the valid elements of what was passed:
 
-    * ``kl_approx``: mean of ``log_prob_old - log_prob``;
-    * ``clip_fraction``: share of ratios outside the clip range;
+    * ``policy_loss``: the clipped objective that is minimised, weights included;
+    * ``kl_approx``: mean of ``log_prob_old - log_prob`` (k1: unbiased, may be negative); ``kl_k3``: mean of
+      ``ratio - 1 - log(ratio)`` (never negative), both per element of the chosen level;
+    * ``clip_fraction``: share of elements where clipping changes the objective, so that they get no gradient;
+    * ``dual_clip_fraction``: share of elements at the bound of ``dual_clip``, where it is used;
     * ``ratio``, ``clipped_ratio``: means of the ratio before and after clipping;
-    * ``entropy``: per token, in nats;
+    * ``log_ratio_per_token``: mean of ``|log_prob - log_prob_old|``; before the first step of an update it should
+      be no more than rounding;
+    * ``entropy``: at ``entropy_level``, in nats; ``reference_kl`` per token, in nats;
     * ``value_loss`` (without ``critic_coeff``) and ``value_clip_fraction``, the share of values that moved by
       more than ``clip_value``;
-    * ``num_elements``, ``num_decisions``: how many ratios and decisions were valid, the weights for
-      averaging over minibatches.
+    * ``num_elements``, ``num_tokens``, ``num_entropies``, ``num_values``: how many ratios, tokens, entropies and
+      values were valid, the weights for averaging the diagnostics over minibatches.
     """
 
     def __init__(
         self,
         policy: TensorDictModuleBase,
         *,
-        log_prob_level: LogProbLevel = "token",
+        log_prob_level: Level = "token",
         clip_epsilon: float | tuple[float, float] = 0.2,
+        dual_clip: float | None = None,
         entropy_coeff: float = 0.0,
+        entropy_level: Level = "token",
         critic_coeff: float | None = 1.0,
         clip_value: float | None = 0.2,
         huber_delta: float = 10.0,
+        reference_kl_coeff: float = 0.0,
     ):
-        if log_prob_level not in ("token", "action", "chunk"):
-            raise ValueError(f"log_prob_level is {log_prob_level!r}, must be 'token', 'action' or 'chunk'")
+        for name, level in [("log_prob_level", log_prob_level), ("entropy_level", entropy_level)]:
+            if level not in get_args(Level):
+                raise ValueError(f"{name} is {level!r}, must be 'token', 'action' or 'chunk'")
+        if dual_clip is not None and dual_clip <= 1:
+            raise ValueError(f"dual_clip is {dual_clip}, must be larger than 1 (3 is usual), or None for no bound")
+        if reference_kl_coeff < 0:
+            raise ValueError(f"reference_kl_coeff is {reference_kl_coeff}, must be 0 (off) or positive")
         # functional=False: the loss works on the policy's own parameters, no copies. The policy is actor
         # and critic at once; without a critic TorchRL wants None.
         super().__init__(
@@ -82,8 +111,9 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             clip_value=clip_value,
             functional=False,
         )
-        self.log_prob_level = log_prob_level
-        self.huber_delta = huber_delta
+        self.log_prob_level, self.entropy_level = log_prob_level, entropy_level
+        self.dual_clip, self.huber_delta = dual_clip, huber_delta
+        self.reference_kl_coeff = reference_kl_coeff
         self.set_keys(
             sample_log_prob=ACTION_LOG_PROB,
             advantage=ADVANTAGE,
@@ -91,74 +121,142 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             value=STATE_VALUE,
         )
 
+    @property
+    def policy(self) -> TensorDictModuleBase:
+        """The policy that is trained."""
+        return self.actor_network
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value loss is part of the loss."""
+        return self._has_critic
+
     def _set_in_keys(self) -> None:
         keys = [*self.actor_network.loss_keys, self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
-        if self.critic_network is not None:
+        if self._has_critic:
             keys += [self.tensor_keys.value, self.tensor_keys.value_target]
         self._in_keys = [*keys, (NEXT, STEP_MASK)]
 
     @property
     def out_keys(self) -> list[str]:
-        keys = ["loss_objective", "loss_entropy", "kl_approx", "clip_fraction", "ratio", "clipped_ratio"]
-        keys += ["entropy", "num_elements", "num_decisions"]
+        keys = ["loss_objective", "loss_entropy", "policy_loss", "kl_approx", "kl_k3", "clip_fraction"]
+        keys += ["ratio", "clipped_ratio", "log_ratio_per_token", "entropy"]
+        keys += ["num_elements", "num_tokens", "num_entropies", "num_values"]
+        keys += ["dual_clip_fraction"] if self.dual_clip is not None else []
+        keys += ["loss_reference_kl", "reference_kl"] if self.reference_kl_coeff else []
         if self._has_critic:
             keys += ["loss_critic", "value_loss"]
             keys += ["value_clip_fraction"] if self.clip_value is not None else []
         return keys
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """Compute the loss terms of a minibatch.
+    def forward(self, tensordict: TensorDictBase, whole: TensorDictBase | None = None) -> TensorDict:
+        """Compute the loss terms of a minibatch or of a part of one.
 
         Args:
-            tensordict: batch ``[B]`` with :attr:`in_keys`; ``advantage`` and ``value_target`` ``[B, 1]``.
+            tensordict: batch ``[B]`` with :attr:`in_keys`; ``advantage`` and ``value_target`` ``[B, 1]`` per
+                decision or ``[B, C]`` per primitive action.
+            whole: the minibatch of which ``tensordict`` is a part (gradient accumulation). The loss terms are
+                then shares: over the parts they add up to those of the whole, however its valid elements are
+                spread. Diagnostics are always means over ``tensordict``.
 
         Returns:
             A TensorDict of scalars, see the class.
+
+        Raises:
+            ValueError: an entry is missing, or levels do not fit each other.
         """
+        self._check_entries(tensordict)
         log_prob, entropy, value = self.actor_network.evaluate_actions(tensordict)
         mask = tensordict[NEXT, STEP_MASK]  # [B, C]
-        token_mask = mask.unsqueeze(-1).expand_as(log_prob)
+        all_of_it = mask if whole is None else whole[NEXT, STEP_MASK]
+        weight = tensordict.get(WEIGHT, None)
+        width = log_prob.shape[-1]
 
         # Masked before anything else: garbage at positions that were never executed, even a NaN, reaches
         # neither the loss nor its gradient.
-        log_weight = log_prob - tensordict[self.tensor_keys.sample_log_prob]
-        log_weight = torch.where(token_mask, log_weight, 0.0)
-        log_weight, ratio_mask = self._to_level(log_weight, mask)
+        log_ratio = log_prob - tensordict[self.tensor_keys.sample_log_prob]
+        log_ratio = torch.where(mask.unsqueeze(-1), log_ratio, 0.0)
+        log_weight, valid = _to_level(log_ratio, mask, self.log_prob_level)
+        advantage = self._expand(tensordict[self.tensor_keys.advantage], log_weight, mask)
         clipped = log_weight.clamp(*self._clip_bounds)
+        gain, clipped_gain = log_weight.exp() * advantage, clipped.exp() * advantage
+        objective = torch.minimum(gain, clipped_gain)
+        bounded = None
+        if self.dual_clip is not None:
+            bound = torch.where(advantage < 0, self.dual_clip * advantage, -torch.inf)
+            bounded = objective < bound
+            objective = torch.maximum(objective, bound)
+        entropy, entropy_valid = _to_level(
+            torch.where(mask.unsqueeze(-1), entropy, 0.0), mask, self.entropy_level
+        )
 
-        advantage = tensordict[self.tensor_keys.advantage]  # [B, 1]
-        advantage = advantage.reshape(-1, *(1,) * (log_weight.ndim - 1))
-        gain = torch.minimum(log_weight.exp() * advantage, clipped.exp() * advantage)
-        entropy_mean = self._reduce_loss(entropy, mask=token_mask)
-
+        elements = _count(all_of_it, self.log_prob_level, width)
+        loss_entropy = _mean(entropy, entropy_valid, weight, _count(all_of_it, self.entropy_level, width))
         out = TensorDict(
             {
-                "loss_objective": self._reduce_loss(-gain, mask=ratio_mask),
-                "loss_entropy": -self.entropy_coeff * entropy_mean,
-                "entropy": entropy_mean.detach(),
-                "num_elements": ratio_mask.sum(),
-                "num_decisions": mask.any(-1).sum(),
+                "loss_objective": _mean(-objective, valid, weight, elements),
+                "loss_entropy": -self.entropy_coeff * loss_entropy,
+                "num_elements": valid.sum(),
+                "num_tokens": mask.sum() * width,
+                "num_entropies": entropy_valid.sum(),
+                "num_values": mask.any(-1).sum(),
             }
         )
+        if self.reference_kl_coeff:
+            difference = tensordict[REFERENCE_LOG_PROB] - log_prob
+            difference = torch.where(mask.unsqueeze(-1), difference, 0.0).clamp(max=_LARGEST_LOG_RATIO)
+            kl, kl_valid = _to_level(difference.exp() - difference - 1, mask, "token")
+            kl_share = _mean(kl, kl_valid, weight, _count(all_of_it, "token", width))
+            out["loss_reference_kl"] = self.reference_kl_coeff * kl_share
+            out["reference_kl"] = _mean(kl.detach(), kl_valid)
         with torch.no_grad():
-            out["kl_approx"] = self._reduce_loss(-log_weight, mask=ratio_mask)
-            out["clip_fraction"] = self._reduce_loss((clipped != log_weight).float(), mask=ratio_mask)
-            out["ratio"] = self._reduce_loss(log_weight.exp(), mask=ratio_mask)
-            out["clipped_ratio"] = self._reduce_loss(clipped.exp(), mask=ratio_mask)
+            out["policy_loss"] = _mean(-objective, valid, weight)
+            out["entropy"] = _mean(entropy, entropy_valid)
+            out["kl_approx"] = _mean(-log_weight, valid)
+            out["kl_k3"] = _mean(log_weight.exp() - 1 - log_weight, valid)
+            out["clip_fraction"] = _mean((gain > clipped_gain).float(), valid)
+            out["ratio"] = _mean(log_weight.exp(), valid)
+            out["clipped_ratio"] = _mean(clipped.exp(), valid)
+            out["log_ratio_per_token"] = _mean(*_to_level(log_ratio.abs(), mask, "token"))
+            if bounded is not None:
+                out["dual_clip_fraction"] = _mean(bounded.float(), valid)
         if self._has_critic:
-            out.update(self._value_terms(tensordict, value, mask.any(-1, keepdim=True)))
+            out.update(self._value_terms(tensordict, value, mask, all_of_it, weight))
         return out
 
-    def _to_level(self, log_weight: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum masked ``[B, C, A]`` to the level of the ratio; its validity has the same shape."""
-        if self.log_prob_level == "token":
-            return log_weight, mask.unsqueeze(-1).expand_as(log_weight)
-        if self.log_prob_level == "action":
-            return log_weight.sum(-1), mask
-        return log_weight.sum((-2, -1)), mask.any(-1)
+    def _check_entries(self, tensordict: TensorDictBase) -> None:
+        needed = [*self.in_keys, *([REFERENCE_LOG_PROB] if self.reference_kl_coeff else [])]
+        missing = [key for key in needed if tensordict.get(key, None) is None]
+        if missing:
+            raise ValueError(
+                f"the batch lacks {missing}. Log-probabilities and values come from the rollout (see the policy's "
+                f"out_keys), {ADVANTAGE!r} and {VALUE_TARGET!r} from gae() or grpo(), {REFERENCE_LOG_PROB!r} from "
+                "add_reference_log_prob()"
+            )
+
+    def _expand(self, advantage: Tensor, log_weight: Tensor, mask: Tensor) -> Tensor:
+        """``[B, 1]`` or ``[B, C]`` with as many dimensions as ``log_weight``."""
+        if advantage.shape not in (mask.shape, (len(mask), 1)):
+            raise ValueError(
+                f"{ADVANTAGE!r} is {list(advantage.shape)}, must be [B, 1] per decision or [B, C] per primitive "
+                f"action, here {[len(mask), 1]} or {list(mask.shape)}"
+            )
+        if log_weight.ndim == 1:
+            if advantage.shape[-1] > 1:
+                raise ValueError(
+                    "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', "
+                    "or log_prob_level='action' or 'token'"
+                )
+            return advantage.squeeze(-1)
+        return advantage.unsqueeze(-1) if log_weight.ndim == 3 else advantage
 
     def _value_terms(
-        self, tensordict: TensorDictBase, value: Tensor | None, valid: Tensor
+        self,
+        tensordict: TensorDictBase,
+        value: Tensor | None,
+        mask: Tensor,
+        all_of_it: Tensor,
+        weight: Tensor | None,
     ) -> dict[str, Tensor]:
         """Clipped Huber loss of the value (Schulman et al.'s PPO2 form: the worse of the two errors)."""
         if value is None:
@@ -167,14 +265,64 @@ class ChunkClipPPOLoss(ClipPPOLoss):
                 "build the policy with one, or pass critic_coeff=None"
             )
         target = tensordict[self.tensor_keys.value_target]
+        if value.shape != target.shape:
+            raise ValueError(
+                f"the policy's value is {list(value.shape)} and {VALUE_TARGET!r} {list(target.shape)}: a value per "
+                "primitive action goes with reward_level='action', one per decision with reward_level='chunk'"
+            )
+        per_action = value.shape == mask.shape
+        valid = mask if per_action else mask.any(-1, keepdim=True)
+        count = _count(all_of_it, "action" if per_action else "chunk", 1)
         loss = F.huber_loss(value, target, reduction="none", delta=self.huber_delta)
-        terms = {}
+        terms = {"num_values": valid.sum()}
         if self.clip_value is not None:
             old = tensordict[self.tensor_keys.value]
             change = value - old
             near = old + change.clamp(-self.clip_value, self.clip_value)
             loss = torch.maximum(loss, F.huber_loss(near, target, reduction="none", delta=self.huber_delta))
-            moved = (change.detach().abs() > self.clip_value).float()
-            terms["value_clip_fraction"] = self._reduce_loss(moved, mask=valid)
-        value_loss = self._reduce_loss(loss, mask=valid)
-        return {"loss_critic": self.critic_coeff * value_loss, "value_loss": value_loss.detach(), **terms}
+            terms["value_clip_fraction"] = _mean((change.detach().abs() > self.clip_value).float(), valid)
+        terms["loss_critic"] = self.critic_coeff * _mean(loss, valid, weight, count)
+        terms["value_loss"] = _mean(loss.detach(), valid, weight)
+        return terms
+
+
+@torch.no_grad()
+def add_reference_log_prob(
+    batch: TensorDictBase, reference: TensorDictModuleBase, minibatch_size: int
+) -> TensorDictBase:
+    """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy.
+
+    Args:
+        batch: ``[B]`` decisions with the policy's ``loss_keys``.
+        reference: the frozen policy.
+        minibatch_size: decisions per pass.
+
+    Returns:
+        ``batch`` itself.
+    """
+    parts = [reference.evaluate_actions(part)[0] for part in batch.split(minibatch_size)]
+    return batch.set(REFERENCE_LOG_PROB, torch.cat(parts))
+
+
+def _to_level(values: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+    """Sum ``[B, C, A]``, already 0 where masked, to a level; returns its validity in the same shape too."""
+    if level == "token":
+        return values, mask.unsqueeze(-1).expand_as(values)
+    if level == "action":
+        return values.sum(-1), mask
+    return values.sum((-2, -1)), mask.any(-1)
+
+
+def _count(mask: Tensor, level: Level, width: int) -> Tensor:
+    """How many elements of a level are valid: ``mask`` ``[B, C]``, ``width`` is ``A``."""
+    if level == "chunk":
+        return mask.any(-1).sum()
+    return mask.sum() * (width if level == "token" else 1)
+
+
+def _mean(values: Tensor, valid: Tensor, weight: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+    """Sum of ``weight * values`` over the valid elements divided by ``count``, theirs unless given; 0 for none."""
+    if weight is not None:  # [B, 1] against [B], [B, C] or [B, C, A]
+        values = values * weight.reshape(-1, *(1,) * (values.ndim - 1))
+    total = torch.where(valid, values, 0.0).sum()
+    return total / (valid.sum() if count is None else count).clamp(min=1)

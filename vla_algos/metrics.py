@@ -110,28 +110,44 @@ class WeightedMean:
             self._sums[name] = self._sums.get(name, 0.0) + value * weight
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
+    def merge(self, other: WeightedMean) -> None:
+        """Count everything that ``other`` has counted."""
+        for name, total in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + total
+            self._weights[name] = self._weights.get(name, 0.0) + other._weights[name]
+
+    def mean_of(self, name: str) -> float:
+        """One mean so far; NaN where all weights were 0."""
+        weight = float(self._weights[name])
+        return float(self._sums[name]) / weight if weight else float("nan")
+
     def compute(self) -> dict[str, float]:
         """The means so far; NaN where all weights were 0."""
-        weights = {name: float(weight) for name, weight in self._weights.items()}
-        return {name: float(self._sums[name]) / w if w else float("nan") for name, w in weights.items()}
+        return {name: self.mean_of(name) for name in self._sums}
+
+
+# What ChunkClipPPOLoss returns under the names of the log, by the number that each is a mean over.
+_NAMES = {
+    "num_elements": {
+        "policy_loss": "train/actor/policy_loss",
+        "kl_approx": "train/actor/approx_kl",
+        "kl_k3": "train/actor/kl_k3",
+        "clip_fraction": "train/actor/clip_fraction",
+        "dual_clip_fraction": "train/actor/dual_clip_fraction",
+        "ratio": "train/actor/ratio",
+        "clipped_ratio": "train/actor/clipped_ratio",
+    },
+    "num_tokens": {"log_ratio_per_token": "train/actor/log_ratio", "reference_kl": "train/actor/reference_kl"},
+    "num_entropies": {"entropy": "train/entropy_loss"},
+    "num_values": {"value_loss": "train/critic/value_loss", "value_clip_fraction": "train/critic/value_clip_ratio"},
+}
 
 
 def add_update(mean: WeightedMean, losses: TensorDictBase) -> None:
     """Book what :class:`~vla_algos.losses.ChunkClipPPOLoss` returned for a minibatch under the logged names.
 
-    ``train/entropy_loss`` is the mean entropy per token in nats, ``train/loss`` the sum that is minimised.
+    ``docs/metrics.md`` says what each is, and what the reference system calls it.
     """
-    total = sum(value.detach() for key, value in losses.items() if key.startswith("loss_"))
-    actor = {
-        "train/loss": total,
-        "train/entropy_loss": losses["entropy"],
-        "train/actor/policy_loss": losses["loss_objective"].detach(),
-        "train/actor/approx_kl": losses["kl_approx"],
-        "train/actor/clip_fraction": losses["clip_fraction"],
-        "train/actor/ratio": losses["ratio"],
-        "train/actor/clipped_ratio": losses["clipped_ratio"],
-    }
-    mean.add(actor, losses["num_elements"])
-    critic = {"train/critic/value_loss": "value_loss", "train/critic/value_clip_ratio": "value_clip_fraction"}
-    critic = {name: losses.get(key, None) for name, key in critic.items()}
-    mean.add({name: v for name, v in critic.items() if v is not None}, losses["num_decisions"])
+    for number, names in _NAMES.items():
+        present = {logged: losses[key] for key, logged in names.items() if key in losses.keys()}
+        mean.add(present, losses[number])

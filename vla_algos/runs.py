@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +167,8 @@ def warm_start_settings(config: DictConfig) -> tuple[dict, dict]:
 
 
 def evaluation_settings(config: DictConfig) -> dict:
-    """``config.eval``: ``trials`` and ``seed`` of the grid, and the number of ``videos``."""
-    return group(config, "eval", also=["trials", "seed", "videos"])
+    """``config.eval``: ``trials`` and ``seed`` of the grid, ``videos`` to record, ``sampled``: evaluate sampling too."""
+    return group(config, "eval", also=["trials", "seed", "videos", "sampled"])
 
 
 def evaluate_with_bar(
@@ -185,6 +185,58 @@ def evaluate_with_bar(
             bar.set_postfix(success=f"{100 * solved / bar.n:.1f}%", refresh=False)
 
         return evaluate(env, policy, episodes, on_episode=show, **options)
+
+
+def training_test(
+    title: str, env: VLAEnv, policy: VLAPolicy, episodes: list[Episode], videos: Path, settings: dict
+) -> tuple[EvaluationResult, dict[str, float]]:
+    """Evaluate while training: the greedy policy, filmed, and the sampled one if ``settings`` ask for it.
+
+    Returns:
+        The greedy result, and the metrics of both under ``eval/`` and ``eval_sampled/``.
+    """
+    result = evaluate_with_bar(title, env, policy, episodes, record=settings["videos"])
+    save_videos(videos, result)
+    metrics = result.metrics()
+    if settings["sampled"]:
+        sampled = evaluate_with_bar(f"{title}, sampled", env, policy, episodes, greedy=False)
+        metrics |= sampled.metrics("eval_sampled")
+    return result, metrics
+
+
+def summarise(
+    algorithm: str,
+    folder: Path,
+    setting: str,
+    tests: Sequence[tuple[EvaluationResult, dict[str, float]]],
+    speed: float,
+    seconds: float,
+) -> None:
+    """Print what a training run did and where everything is.
+
+    Args:
+        algorithm: its name.
+        folder: of the run.
+        setting: see :func:`describe`.
+        tests: what :func:`training_test` returned, first and last of them.
+        speed: environment steps per second in training.
+        seconds: the run took.
+    """
+    print(f"\n{setting}")
+    for when, (result, metrics) in zip(("before", "after"), (tests[0], tests[-1]), strict=True):
+        print(f"\n{when} {algorithm}\n{result.table()}")
+        if "eval_sampled/success_once" in metrics:
+            print(f"sampled: {100 * metrics['eval_sampled/success_once']:.1f}%")
+    rows = {
+        "time": f"{seconds / 60:.1f} minutes, {speed:.0f} env steps/s in training (median)",
+        "policy": folder / "policy",
+        "checkpoints": folder / "checkpoints",
+        "curves": f"tensorboard --logdir {folder}   (and {folder / 'metrics.jsonl'})",
+        "videos": folder / "videos",
+    }
+    print()
+    for name, value in rows.items():
+        print(f"{name:<12} {value}")
 
 
 def describe(spec: SimulatorSpec) -> str:

@@ -30,6 +30,9 @@ def make_env(
     group_size: int = 1,
     num_workers: int | None = None,
     ignore_terminations: bool = False,
+    reward_coef: float = 1.0,
+    relative_reward: bool = False,
+    step_penalty: float = 0.0,
     step_timeout: float = 60.0,
     **options: Any,
 ) -> VLAEnv:
@@ -44,6 +47,10 @@ def make_env(
         group_size: of the default ``episodes``; must divide ``num_envs``.
         num_workers: processes that share the simulators; one per available core if ``None``.
         ignore_terminations: go on after success until the horizon.
+        reward_coef: factor of the benchmark's reward.
+        relative_reward: each action is paid the change of the reward since the one before it, from 0 at the start:
+            success pays once however long it lasts, and losing it costs as much.
+        step_penalty: subtracted for each executed action, after the two above.
         step_timeout: seconds after which a silent worker counts as hung and is replaced.
         **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World.
 
@@ -75,6 +82,9 @@ def make_env(
         episodes,
         num_workers=num_workers,
         ignore_terminations=ignore_terminations,
+        reward_coef=reward_coef,
+        relative_reward=relative_reward,
+        step_penalty=step_penalty,
         step_timeout=step_timeout,
     )
 
@@ -103,11 +113,16 @@ class VLAEnv(EnvBase):
         *,
         num_workers: int,
         ignore_terminations: bool = False,
+        reward_coef: float = 1.0,
+        relative_reward: bool = False,
+        step_penalty: float = 0.0,
         step_timeout: float = 60.0,
     ):
         super().__init__(device=torch.device("cpu"), batch_size=torch.Size([num_envs]))
         self.simulator_spec, self.chunk_size, self.episodes = spec, chunk_size, episodes
         self.ignore_terminations = ignore_terminations
+        self.reward_coef, self.relative_reward, self.step_penalty = reward_coef, relative_reward, step_penalty
+        self._last_reward = np.zeros((num_envs, 1), np.float32)  # of the benchmark, times the coefficient
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self._pool = WorkerPool(
             spec,
@@ -191,7 +206,7 @@ class VLAEnv(EnvBase):
             if episode is not None:
                 starting[slot] = episode
         self._pool.reset(starting)
-        for array in self._statistics.values():
+        for array in [*self._statistics.values(), self._last_reward]:
             array[list(slots)] = 0
         return TensorDict(
             {**self._observe(), **{key: torch.zeros(self.num_envs, 1, dtype=torch.bool) for key in self.done_keys}},
@@ -209,8 +224,9 @@ class VLAEnv(EnvBase):
         now = self._statistics
         steps = arrays.executed.sum(1, keepdims=True)
         last = np.take_along_axis(arrays.successes, np.maximum(steps - 1, 0), axis=1)
-        now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.LOST][:, 0] = arrays.rewards, arrays.executed, lost
-        now[keys.EPISODE_RETURN] += arrays.rewards.sum(1, keepdims=True)
+        rewards = self._training_rewards(arrays.rewards, arrays.executed, steps)
+        now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.LOST][:, 0] = rewards, arrays.executed, lost
+        now[keys.EPISODE_RETURN] += rewards.sum(1, keepdims=True)
         now[keys.EPISODE_LEN] += steps
         now[keys.SUCCESS] |= arrays.successes.any(1, keepdims=True)
         now[keys.SUCCESS_AT_END][:] = np.where(steps > 0, last, now[keys.SUCCESS_AT_END])
@@ -221,7 +237,7 @@ class VLAEnv(EnvBase):
         return TensorDict(
             {
                 **self._observe(),
-                keys.REWARD: torch.from_numpy(arrays.rewards.sum(1, keepdims=True)),
+                keys.REWARD: torch.from_numpy(rewards.sum(1, keepdims=True)),
                 keys.TERMINATED: torch.from_numpy(terminated),
                 keys.TRUNCATED: torch.from_numpy(truncated),
                 keys.DONE: torch.from_numpy(terminated | truncated),
@@ -229,6 +245,16 @@ class VLAEnv(EnvBase):
             batch_size=self.batch_size,
             device=self.device,
         )
+
+    def _training_rewards(self, rewards: np.ndarray, executed: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """The benchmark's rewards ``[N, C]`` times the coefficient, as changes if asked, minus the step penalty."""
+        rewards = rewards * np.float32(self.reward_coef)
+        if self.relative_reward:
+            before = np.concatenate([self._last_reward, rewards[:, :-1]], axis=1)
+            last = np.take_along_axis(rewards, np.maximum(steps - 1, 0), axis=1)
+            self._last_reward = np.where(steps > 0, last, self._last_reward)
+            rewards = rewards - before
+        return (rewards - np.float32(self.step_penalty)) * executed
 
     def _observe(self) -> dict[str, Any]:
         """Copies of the shared arrays, which the next step overwrites."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -101,19 +102,42 @@ class EpisodeSampler:
         return {"id": self.spec.id, "seed": self.seed, **{name: getattr(self, name) for name in _SETTINGS}}
 
 
+@dataclass(frozen=True)
+class QueuedEpisode(Episode):
+    """An episode with its ``place`` in the queue: the same episode may be waiting several times."""
+
+    place: int = field(default=0, compare=False, kw_only=True)
+
+
 class EpisodeQueue:
-    """A finite list of episodes that is worked off once: evaluation and grouped rollouts."""
+    """A finite list of episodes that is worked off once, and may grow meanwhile: evaluation and grouped rollouts."""
 
-    def __init__(self, episodes: Iterable[Episode]):
-        self._waiting = deque(episodes)
+    def __init__(self, episodes: Iterable[Episode] = ()):
+        self._waiting: deque[QueuedEpisode] = deque()
+        self._length = 0
+        self.extend(episodes)
 
-    def next(self) -> Episode | None:
-        """The next episode, or ``None`` when there are no more."""
+    def __len__(self) -> int:
+        """How many episodes were ever put in."""
+        return self._length
+
+    def extend(self, episodes: Iterable[Episode]) -> None:
+        """Append episodes; their places go on counting."""
+        for episode in episodes:
+            self._waiting.append(
+                QueuedEpisode(
+                    episode.task_id, episode.trial_id, episode.seed, group_id=episode.group_id, place=self._length
+                )
+            )
+            self._length += 1
+
+    def next(self) -> QueuedEpisode | None:
+        """The next episode, or ``None`` when there are no more for now."""
         return self._waiting.popleft() if self._waiting else None
 
-    def put(self, episode: Episode) -> None:
-        """Give back an episode that has to run again."""
-        self._waiting.append(episode)
+    def give_back(self, episode: QueuedEpisode) -> None:
+        """Return an episode that has to run again; it is the next one."""
+        self._waiting.appendleft(episode)
 
 
 def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 0) -> list[Episode]:

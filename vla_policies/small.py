@@ -40,6 +40,7 @@ class SmallVLAConfig:
         keypoints: number of spatial-softmax maps.
         text_buckets: rows of the hashed word table.
         critic_detach: keep the value loss from shaping the features it reads.
+        value_per_action: one value per primitive action (``[N, C]``) instead of one per decision (``[N, 1]``).
     """
 
     action_low: tuple[float, ...]
@@ -54,6 +55,7 @@ class SmallVLAConfig:
     keypoints: int = 32
     text_buckets: int = 2048
     critic_detach: bool = True
+    value_per_action: bool = False
 
 
 class SmallVLA(VLAPolicy):
@@ -91,8 +93,9 @@ class SmallVLA(VLAPolicy):
         self.action_head = nn.Linear(dim, self.action_dim * config.num_bins)
         nn.init.normal_(self.action_head.weight, std=0.02)  # start from nearly uniform tokens
         nn.init.zeros_(self.action_head.bias)
+        values = config.chunk_size if config.value_per_action else 1
         self.value_head = nn.Sequential(
-            nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1)
+            nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, values)
         )
         nn.init.zeros_(self.value_head[-1].weight)
 
@@ -102,7 +105,7 @@ class SmallVLA(VLAPolicy):
         self.state_std.copy_(state_std)
 
     def logits_and_value(self, images: Tensor, states: Tensor, prompt_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[N, C, A, num_bins]`` and value ``[N, 1]``, the one backbone pass.
+        """Logits ``[N, C, A, num_bins]`` and value ``[N, 1]`` or ``[N, C]``, the one backbone pass.
 
         Args:
             images: uint8 ``[N, H, W, 3]``.

@@ -1,0 +1,132 @@
+"""GRPO fine-tunes a Vision-Language-Action policy: ``python recipes/grpo.py``; settings are in ``conf/grpo.yaml``."""
+
+import os
+
+# Before torch is imported: a thread that waits must sleep, because the simulators need the cores meanwhile.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import time
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from vla_algos.checkpoints import random_state, save_checkpoint
+from vla_algos.collectors import EpisodeCollector
+from vla_algos.grpo import check_groups, collect_groups, describe_silence, group_metrics, grpo
+from vla_algos.learner import Learner
+from vla_algos.loggers import RunLogger
+from vla_algos.losses import ChunkClipPPOLoss
+from vla_algos.metrics import env_metrics, rollout_metrics
+from vla_algos.runs import (
+    demonstration_seed,
+    describe,
+    evaluation_settings,
+    finish_run,
+    group,
+    make_env_and_policy,
+    start_run,
+    summarise,
+    take,
+    training_test,
+    warm_start,
+    warm_start_settings,
+)
+from vla_envs import EpisodeSampler, evaluation_grid
+from vla_keys import NEXT, STEP_MASK
+
+KEYS = ("env", "policy", "sft", "algo", "optim", "eval", "seed", "iterations", "evaluate_every")
+
+
+@hydra.main(version_base=None, config_path="conf", config_name="grpo")
+def main(config: DictConfig) -> None:
+    started = time.perf_counter()
+    folder = start_run(config, KEYS)
+    # Every setting is checked before any work begins.
+    algo = group(config, "algo", collect_groups, ChunkClipPPOLoss, Learner, also=["group_size", "patience"])
+    grouping, learning = take(algo, collect_groups), take(algo, Learner)
+    success_bounds = grouping["success_bounds"]
+    group_size, patience = algo.pop("group_size"), algo.pop("patience")
+    learning |= group(config, "optim", Learner)
+    recording, cloning = warm_start_settings(config)
+    evaluation = evaluation_settings(config)
+    demonstrations = demonstration_seed(config.seed, evaluation["seed"])
+    if config.iterations < 1 or patience < 1:
+        raise ValueError(f"iterations and algo.patience must be at least 1, are {config.iterations} and {patience}")
+    check_groups(group_size, **grouping)
+    if "group_size" in config.env:
+        raise ValueError("the size of a group is algo.group_size alone; leave env.group_size out")
+
+    # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.
+    env, policy = make_env_and_policy(config)
+    spec = env.simulator_spec
+    learner = Learner(ChunkClipPPOLoss(policy, **algo, critic_coeff=None), **learning, updates=config.iterations)
+    print(f"{describe(spec)}\npolicy of {sum(p.numel() for p in policy.parameters()):,} parameters")
+    if not config.policy.checkpoint:
+        warm_start(env, policy, demonstrations, recording, cloning)
+
+    episodes = EpisodeSampler(spec, config.seed, group_size=group_size)
+    collector = EpisodeCollector(env, policy)
+    logger = RunLogger(folder)
+    grid = evaluation_grid(spec, evaluation["trials"], evaluation["seed"])
+    tests, speeds = [], []
+
+    def test(step: int) -> None:
+        videos = folder / "videos" / f"iteration_{step:04d}"
+        tests.append(training_test(f"evaluation after {step}", env, policy, grid, videos, evaluation))
+        logger.log({**tests[-1][1], "time/elapsed": time.perf_counter() - started}, step)
+
+    test(0)
+    silent = 0  # iterations in a row without a group to learn from
+    with tqdm(total=config.iterations, desc="GRPO", unit="iteration") as bar:
+        for iteration in range(1, config.iterations + 1):
+            clock = time.perf_counter()
+            policy.eval()
+            groups = collect_groups(collector, episodes, **grouping)
+            everything = torch.cat([episode for group in groups for episode in group.episodes])
+            batch = grpo(groups, success_bounds)
+            collected = time.perf_counter()
+
+            update = {}
+            if batch is not None:
+                policy.train()
+                update = {**rollout_metrics(batch), **learner.update(batch)}
+            learnt = time.perf_counter()
+
+            speeds.append(int(everything[NEXT, STEP_MASK].sum()) / (learnt - clock))
+            metrics = {**env_metrics(everything), **group_metrics(groups, success_bounds), **update, **collector.stats()}
+            metrics |= {
+                "time/train": learnt - collected,
+                "time/iteration": learnt - clock,
+                "time/elapsed": learnt - started,
+                "env_steps_per_s": speeds[-1],
+                "decisions_per_s": len(everything) / (learnt - clock),
+            }
+            logger.log(metrics, iteration)
+            bar.update()
+            bar.set_postfix_str(f"success {100 * metrics['env/success_once']:.0f}%, {speeds[-1]:.0f} env steps/s")
+
+            silent = 0 if batch is not None else silent + 1
+            if silent:
+                bar.write(f"iteration {iteration}: {describe_silence(groups)}; nothing was learnt")
+            last = iteration == config.iterations or silent == patience
+            if last or (config.evaluate_every and iteration % config.evaluate_every == 0):
+                test(iteration)
+                state = {"learner": learner.state_dict(), "collector": collector.state_dict(), "random": random_state()}
+                save_checkpoint(folder / "checkpoints", iteration, policy, {**state, "episodes": episodes.state_dict()})
+            if last:
+                break
+
+    policy.save_pretrained(folder / "policy")
+    finish_run(folder)
+    logger.close()
+    env.close()
+    seconds = time.perf_counter() - started
+    if silent == patience:
+        print(f"\nstopped after {silent} iterations in a row without a group to learn from (algo.patience={patience})")
+    summarise("GRPO", folder, describe(spec), tests, sorted(speeds)[len(speeds) // 2], seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Group-relative policy optimisation: groups of runs of one episode, compared with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from vla_algos.advantages import group_advantages
+from vla_algos.collectors import EpisodeCollector
+from vla_envs.episodes import EpisodeSampler
+from vla_keys import ADVANTAGE, DONE, LOST, NEXT, REWARD, SUCCESS
+
+
+def score(episode: TensorDictBase) -> Tensor:
+    """Sum of the rewards of an episode ``[T]`` up to and including its first ``done``."""
+    done = episode[NEXT, DONE].squeeze(-1).long()
+    until_then = done.cumsum(0) - done == 0
+    return episode[NEXT, REWARD].squeeze(-1)[until_then].sum()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one episode (one task, one initial state) by one policy.
+
+    Attributes:
+        episodes: each ``[T]``; lost ones are left out.
+        lost: how many have no result because the simulator died in every attempt.
+    """
+
+    episodes: tuple[TensorDictBase, ...]
+    lost: int = 0
+
+    @classmethod
+    def of(cls, runs: Sequence[TensorDictBase]) -> Group:
+        """The group of ``runs``, from an :class:`~vla_algos.collectors.EpisodeCollector`."""
+        kept = tuple(episode for episode in runs if not episode[NEXT, LOST][-1])
+        return cls(kept, lost=len(runs) - len(kept))
+
+    @property
+    def scores(self) -> Tensor:
+        """:func:`score` of each episode, ``[E]``."""
+        return torch.stack([score(episode) for episode in self.episodes])
+
+    @property
+    def success(self) -> float:
+        """Share of the episodes that were solved at some time."""
+        return sum(bool(episode[NEXT, SUCCESS][-1]) for episode in self.episodes) / max(1, len(self.episodes))
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the scores differ, so that some run was better than another."""
+        return len(self.episodes) > 1 and bool(self.scores.min() < self.scores.max())
+
+    def within(self, bounds: tuple[float, float] | None) -> bool:
+        """Whether :attr:`success` lies within ``bounds``, both included."""
+        return bounds is None or bounds[0] <= self.success <= bounds[1]
+
+
+def check_groups(
+    group_size: int, groups: int, max_groups: int, success_bounds: tuple[float, float] | None = None
+) -> None:
+    """Raise a ValueError with what would be right for settings of :func:`collect_groups` that cannot be."""
+    if group_size < 2:
+        raise ValueError(
+            f"group_size is {group_size}: a group of one has nothing to be compared with; use at least 2 (8 is usual)"
+        )
+    if not 1 <= groups <= max_groups:
+        raise ValueError(f"need 1 <= groups <= max_groups, got groups={groups} and max_groups={max_groups}")
+    if success_bounds is not None and not 0 <= success_bounds[0] <= success_bounds[1] <= 1:
+        raise ValueError(
+            f"success_bounds is {list(success_bounds)}: lower and upper bound of a group's success rate, from 0 to 1 "
+            "whatever the reward coefficient; try [0.1, 0.9]"
+        )
+
+
+def collect_groups(
+    collector: EpisodeCollector,
+    episodes: EpisodeSampler,
+    groups: int,
+    max_groups: int,
+    success_bounds: tuple[float, float] | None = None,
+) -> list[Group]:
+    """Run groups until enough of them carry signal (dynamic sampling: Yu et al. 2025, DAPO, arXiv 2503.14476).
+
+    All groups are run by the policy as it is now. A new one is queued as soon as the number that is expected to carry
+    signal, extrapolating from those that have finished, falls short; no slot waits for a group to be complete.
+
+    Args:
+        collector: with an exhausted queue.
+        episodes: gives the groups; its ``group_size`` is theirs.
+        groups: how many groups with signal are wanted, as far as ``max_groups`` allows.
+        max_groups: run no more than that; equal to ``groups`` for no dynamic sampling.
+        success_bounds: groups with a success rate outside count as without signal.
+
+    Returns:
+        All groups that were run, in the order in which they were drawn.
+
+    Raises:
+        ValueError: see :func:`check_groups`.
+    """
+    size = episodes.group_size
+    check_groups(size, groups, max_groups, success_bounds)
+    first = len(collector.queue)
+    drawn, useful = 0, 0
+    runs: dict[int, list[TensorDictBase]] = {}
+    complete: list[int] = []
+
+    def refill() -> None:
+        nonlocal drawn
+        # One more of both, so that the first groups count as useful until they prove otherwise.
+        chance = (useful + 1) / (len(complete) + 1)
+        while drawn < max_groups and useful + chance * (drawn - len(complete)) < groups:
+            collector.extend(episodes.next() for _ in range(size))
+            drawn += 1
+
+    def note(place: int, episode: TensorDictBase) -> None:
+        nonlocal useful
+        number = (place - first) // size
+        members = runs.setdefault(number, [])
+        members.append(episode)
+        if len(members) == size:
+            complete.append(number)
+            group = Group.of(members)
+            useful += group.has_signal and group.within(success_bounds)
+            refill()
+
+    collector.on_episode = note
+    refill()
+    ordered = list(collector.iterator())
+    collector.on_episode = None
+    return [Group.of(ordered[start : start + size]) for start in range(0, len(ordered), size)]
+
+
+def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> TensorDictBase | None:
+    """Group-relative advantages of all groups that carry signal.
+
+    The others, and those with a success rate outside ``success_bounds``, are dropped: they enter no mean.
+
+    Args:
+        groups: from :func:`collect_groups`.
+        success_bounds: lower and upper bound of a group's success rate, both included.
+
+    Returns:
+        The decisions ``[D]`` of the remaining episodes one after the other, with ``advantage`` ``[D, 1]``; ``None`` if
+        no group is left.
+    """
+    kept = [group for group in groups if group.has_signal and group.within(success_bounds)]
+    if not kept:
+        return None
+    episodes = [episode for group in kept for episode in group.episodes]
+    labels = torch.cat([torch.full((len(group.episodes),), index) for index, group in enumerate(kept)])
+    scores = torch.cat([group.scores for group in kept])
+    advantages = group_advantages(scores, labels.to(scores.device))
+    lengths = torch.tensor([len(episode) for episode in episodes], device=scores.device)
+    batch = torch.cat(episodes)
+    batch[ADVANTAGE] = advantages.repeat_interleave(lengths).unsqueeze(-1)
+    return batch
+
+
+def describe_silence(groups: Sequence[Group]) -> str:
+    """Why a number of groups has nothing to teach, in words."""
+    failed = sum(group.success == 0 for group in groups)
+    solved = sum(group.success == 1 for group in groups)
+    return f"none of {len(groups)} groups carries signal ({failed} failed every time, {solved} succeeded every time)"
+
+
+def group_metrics(
+    groups: Sequence[Group], success_bounds: tuple[float, float] | None = None
+) -> dict[str, float]:
+    """What became of the groups of an iteration, under ``rollout/groups...``."""
+    silent = [group for group in groups if not group.has_signal]
+    return {
+        "rollout/groups": float(len(groups)),
+        "rollout/groups_all_failed": float(sum(group.success == 0 for group in silent)),
+        "rollout/groups_all_solved": float(sum(group.success == 1 for group in silent)),
+        "rollout/groups_out_of_bounds": float(sum(g.has_signal and not g.within(success_bounds) for g in groups)),
+        "rollout/groups_trained": float(sum(g.has_signal and g.within(success_bounds) for g in groups)),
+    }

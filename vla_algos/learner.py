@@ -1,0 +1,232 @@
+"""The update: epochs of minibatches over what was collected, for PPO and GRPO alike."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+
+from vla_algos.advantages import trajectory_weights, valid_decisions
+from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
+from vla_algos.metrics import WeightedMean, add_update
+from vla_keys import ACTION_LOG_PROB, NEXT, STEP_MASK
+
+
+class Learner:
+    """AdamW on a :class:`~vla_algos.losses.ChunkClipPPOLoss`, with everything that goes around a step.
+
+    * The parameters of the value head (``value_head`` in their name) have a learning rate of their own and their
+      gradient is clipped apart from the others': a value far off must not silence the policy.
+    * A minibatch is worked off in parts of ``micro_batch_size`` decisions whose gradients add up to that of the whole.
+    * A step whose gradient is not finite is skipped and counted.
+    * Each epoch shuffles afresh, from torch's global generator.
+    * The frozen policy of ``reference_kl_coeff`` is the policy as it was at the first update.
+
+    Args:
+        loss_module: the loss, with the policy in it.
+        lr: learning rate of the policy.
+        value_lr: that of the value head; ``None`` for the same.
+        weight_decay: of AdamW.
+        max_grad_norm: largest norm of a gradient.
+        aggregation: what the loss is a mean over: ``"token_mean"``, every valid element counts the same, or
+            ``"trajectory_mean"``, every trajectory does (:func:`~vla_algos.advantages.trajectory_weights`).
+        epochs: passes over the batch per update.
+        minibatch_size: decisions per optimizer step.
+        micro_batch_size: decisions per backward pass; ``None`` for ``minibatch_size``.
+        target_kl: an update ends before the step of a minibatch whose ``kl_k3`` exceeds it; ``None`` for never.
+        critic_warmup_steps: optimizer steps at the start in which only the value head learns.
+        max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step of an update. More means that
+            the stored log-probabilities are not those of the policy that is trained: stale, or of another precision.
+        schedule: ``"constant"`` or ``"cosine"``, which falls to ``final_lr`` times the rate at the last update.
+        warmup_updates: updates before which the learning rate rises linearly.
+        final_lr: see ``schedule``.
+        updates: how many there will be, for ``"cosine"``.
+
+    Attributes:
+        steps: optimizer steps taken so far.
+
+    Raises:
+        ValueError: a setting that cannot be; the message says what would be right.
+    """
+
+    def __init__(
+        self,
+        loss_module: ChunkClipPPOLoss,
+        *,
+        lr: float,
+        value_lr: float | None = None,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        aggregation: Literal["token_mean", "trajectory_mean"] = "token_mean",
+        epochs: int = 1,
+        minibatch_size: int = 128,
+        micro_batch_size: int | None = None,
+        target_kl: float | None = None,
+        critic_warmup_steps: int = 0,
+        max_log_ratio: float = 0.1,
+        schedule: Literal["constant", "cosine"] = "constant",
+        warmup_updates: int = 0,
+        final_lr: float = 0.0,
+        updates: int | None = None,
+    ):
+        counts = {"epochs": epochs, "minibatch_size": minibatch_size, "micro_batch_size": micro_batch_size or 1}
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
+        if target_kl is not None and target_kl <= 0:
+            raise ValueError(f"target_kl is {target_kl}, must be positive, or null for no limit")
+        if critic_warmup_steps and not loss_module.has_critic:
+            raise ValueError("critic_warmup_steps needs a critic: set critic_warmup_steps=0, or critic_coeff above 0")
+        if aggregation not in ("token_mean", "trajectory_mean"):
+            raise ValueError(f"aggregation is {aggregation!r}, must be 'token_mean' or 'trajectory_mean'")
+        if schedule not in ("constant", "cosine"):
+            raise ValueError(f"schedule is {schedule!r}, must be 'constant' or 'cosine'")
+        if schedule == "cosine" and not updates:
+            raise ValueError("schedule='cosine' needs to know how many updates there will be")
+        self.loss_module, self.policy = loss_module, loss_module.policy
+        self.aggregation = aggregation
+        self.epochs, self.minibatch_size = epochs, minibatch_size
+        self.micro_batch_size = micro_batch_size or minibatch_size
+        self.max_grad_norm, self.target_kl, self.max_log_ratio = max_grad_norm, target_kl, max_log_ratio
+        self.critic_warmup_steps = critic_warmup_steps
+        self.steps = 0
+        self._reference: torch.nn.Module | None = None
+
+        trained = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
+        self._actor = [p for name, p in trained if "value_head" not in name]
+        self._critic = [p for name, p in trained if "value_head" in name]
+        rates = [(self._actor, lr), (self._critic, lr if value_lr is None else value_lr)]
+        groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay)
+
+        def factor(update: int) -> float:
+            if update < warmup_updates:
+                return (update + 1) / (warmup_updates + 1)
+            if schedule == "constant":
+                return 1.0
+            progress = min(1.0, (update - warmup_updates) / max(1, updates - 1 - warmup_updates))
+            return final_lr + (1 - final_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+
+    def update(self, batch: TensorDictBase) -> dict[str, float]:
+        """Learn from a batch with advantages.
+
+        Args:
+            batch: ``[D]`` or ``[N, T]``, last dimension in time order; decisions that were never executed are
+                left out. With ``"trajectory_mean"`` it gets ``weight`` written.
+
+        Returns:
+            Metrics under ``train/``, see ``docs/metrics.md``.
+
+        Raises:
+            ValueError: the stored log-probabilities are not finite, or not those of this policy.
+            FloatingPointError: no gradient of the update was finite.
+        """
+        if self.aggregation == "trajectory_mean":
+            trajectory_weights(batch, self.loss_module.log_prob_level)
+        samples = batch.reshape(-1)
+        samples = samples[valid_decisions(samples).squeeze(-1)]
+        self._prepare(samples)
+        mean, steps_before, skipped = WeightedMean(), self.steps, 0
+        mismatch = None
+        for minibatch in self._minibatches(samples):
+            seen = self._backward(minibatch)
+            mean.merge(seen)
+            if mismatch is None:
+                mismatch = self._checked_mismatch(seen)
+            if self.target_kl is not None and seen.mean_of("train/actor/kl_k3") > self.target_kl:
+                break
+            norms = [torch.nn.utils.clip_grad_norm_(group, self.max_grad_norm) for group in (self._actor, self._critic)]
+            if not all(bool(norm.isfinite()) for norm in norms):
+                skipped += 1
+                continue
+            self.optimizer.step()
+            self.steps += 1
+            mean.add({"train/actor/grad_norm": norms[0]})
+        if skipped and self.steps == steps_before:
+            raise FloatingPointError(
+                f"no gradient of this update was finite ({skipped} steps skipped): the policy has diverged; lower "
+                "optim.lr or optim.max_grad_norm and start from an earlier checkpoint"
+            )
+        actor_lr, critic_lr = self.scheduler.get_last_lr()
+        self.scheduler.step()
+        return {
+            **mean.compute(),
+            **({"train/actor/log_ratio_at_start": mismatch} if mismatch is not None else {}),
+            "train/actor/lr": actor_lr if self.steps > self.critic_warmup_steps else 0.0,
+            "train/critic/lr": critic_lr,
+            "train/steps": float(self.steps - steps_before),
+            "train/skipped_steps": float(skipped),
+        }
+
+    def _minibatches(self, samples: TensorDictBase):
+        for _ in range(self.epochs):
+            for rows in torch.randperm(len(samples)).split(self.minibatch_size):
+                yield samples[rows]
+
+    def _backward(self, minibatch: TensorDictBase) -> WeightedMean:
+        """Leave the gradient of a minibatch in the parameters; returns its diagnostics."""
+        critic_only = self.steps < self.critic_warmup_steps
+        self.optimizer.zero_grad()
+        seen, total = WeightedMean(), 0.0
+        for part in minibatch.split(self.micro_batch_size):
+            losses = self.loss_module(part, whole=minibatch)
+            terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
+            loss = terms["loss_critic"] if critic_only else sum(terms.values())
+            loss.backward()
+            total = total + loss.detach()
+            add_update(seen, losses)
+        seen.add({"train/loss": total})
+        if critic_only:  # the value loss may reach the backbone as well, see critic_detach
+            for parameter in self._actor:
+                parameter.grad = None
+        return seen
+
+    def _prepare(self, samples: TensorDictBase) -> None:
+        """Check the stored log-probabilities; add those of the frozen policy where they are needed."""
+        stored = samples.get(ACTION_LOG_PROB, None)
+        if stored is not None:  # else the loss says what is missing
+            broken = ~(stored.isfinite().all(-1) | ~samples[NEXT, STEP_MASK]).all(-1)
+            if broken.any():
+                raise ValueError(
+                    f"{ACTION_LOG_PROB!r} is not finite in {int(broken.sum())} of {len(samples)} decisions: the policy "
+                    "that acted had diverged, or did not write it"
+                )
+        if self.loss_module.reference_kl_coeff:
+            if self._reference is None:
+                self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
+            add_reference_log_prob(samples, self._reference, self.micro_batch_size)
+
+    def _checked_mismatch(self, first: WeightedMean) -> float:
+        mismatch = first.mean_of("train/actor/log_ratio")
+        if mismatch > self.max_log_ratio:
+            raise ValueError(
+                f"before the first step of this update the policy's log-probabilities are {mismatch:.3g} nats per token "
+                f"away from the stored {ACTION_LOG_PROB!r} (allowed: max_log_ratio={self.max_log_ratio:g}): they are "
+                "stale, or of other actions; collect with the policy that is trained"
+            )
+        return mismatch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs to go on exactly here: tensors and plain numbers."""
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "steps": self.steps,
+        }
+        if self._reference is not None:
+            state["reference"] = dict(self._reference.state_dict())
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken; the policy's own weights are not in it."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.steps = state["steps"]
+        if "reference" in state:
+            self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
+            self._reference.load_state_dict(state["reference"])
