@@ -95,8 +95,9 @@ def main(config: DictConfig) -> None:
             learnt = time.perf_counter()
 
             speeds.append(int(everything[NEXT, STEP_MASK].sum()) / (learnt - clock))
-            metrics = {**env_metrics(everything), **group_metrics(groups, success_bounds), **update, **collector.stats()}
+            metrics = {**env_metrics(everything), **group_metrics(groups, success_bounds), **update}
             metrics |= {
+                **collector.stats(),
                 "time/train": learnt - collected,
                 "time/iteration": learnt - clock,
                 "time/elapsed": learnt - started,
@@ -113,8 +114,9 @@ def main(config: DictConfig) -> None:
             last = iteration == config.iterations or silent == patience
             if last or (config.evaluate_every and iteration % config.evaluate_every == 0):
                 test(iteration)
-                state = {"learner": learner.state_dict(), "collector": collector.state_dict(), "random": random_state()}
-                save_checkpoint(folder / "checkpoints", iteration, policy, {**state, "episodes": episodes.state_dict()})
+                parts = {"learner": learner, "collector": collector, "episodes": episodes}
+                state = {name: part.state_dict() for name, part in parts.items()} | {"random": random_state()}
+                save_checkpoint(folder / "checkpoints", iteration, policy, state)
             if last:
                 break
 

@@ -102,7 +102,8 @@ def main(config: DictConfig) -> None:
             bar.set_postfix_str(f"success {success:.0f}%, {speeds[-1]:.0f} env steps/s")
             if iteration == config.iterations or (config.evaluate_every and iteration % config.evaluate_every == 0):
                 test(iteration)
-                state = {"learner": learner.state_dict(), "collector": collector.state_dict(), "random": random_state()}
+                parts = {"learner": learner, "collector": collector}
+                state = {name: part.state_dict() for name, part in parts.items()} | {"random": random_state()}
                 save_checkpoint(folder / "checkpoints", iteration, policy, state)
 
     policy.save_pretrained(folder / "policy")

@@ -98,6 +98,34 @@ def test_with_ignore_terminations_the_episode_goes_on_to_the_horizon():
     assert after[keys.EPISODE_RETURN][0, -1] > 1.0
 
 
+def test_training_reward_options():
+    """Success is paid as it comes, as a change, times a coefficient, and every action may cost something."""
+    plain = expert_rollout(ignore_terminations=True)[keys.STEP_REWARDS].flatten()
+    assert set(plain.tolist()) == {0.0, 1.0} and plain.sum() > 1
+    options = {"ignore_terminations": True, "reward_coef": 5.0, "relative_reward": True, "step_penalty": 0.25}
+    after = expert_rollout(**options)
+    changes = torch.diff(plain, prepend=torch.zeros(1))
+    assert torch.equal(after[keys.STEP_REWARDS].flatten(), 5.0 * changes - 0.25)
+    assert torch.allclose(after[keys.REWARD].flatten(), after[keys.STEP_REWARDS].sum(-1).flatten())
+    assert after[keys.EPISODE_RETURN][0, -1].item() == pytest.approx(5.0 * plain[-1].item() - 25.0)
+
+    ended = expert_rollout(step_penalty=0.25)  # what was not executed costs nothing
+    executed = ended[keys.STEP_MASK]
+    assert (ended[keys.STEP_REWARDS][~executed] == 0).all() and (~executed).any()
+    assert ended[keys.EPISODE_RETURN][0, -1].item() == pytest.approx(1.0 - 0.25 * executed.sum().item())
+
+
+def test_relative_rewards_start_anew_with_each_episode():
+    episodes = EpisodeQueue([Episode(0, 4)] * 2)
+    options = {"max_episode_steps": 5, "relative_reward": True, "reward_type": "progress", **OPTIONS}
+    env = make_env("metaworld/reach-v3", 1, 5, episodes=episodes, **options)
+    action = torch.full((1, 5, 4), 0.5)
+    after = env.rollout(2, lambda td: td.set(keys.ACTION, action), break_when_any_done=False)[keys.NEXT]
+    env.close()
+    assert torch.equal(after[keys.STEP_REWARDS][0, 0], after[keys.STEP_REWARDS][0, 1])
+    assert after[keys.STEP_REWARDS].abs().sum() > 0
+
+
 def test_groups_share_one_initial_state_to_the_pixel():
     env = make_env("metaworld/reach-v3+push-v3", 4, 5, group_size=2, num_workers=2, **OPTIONS)
     td = env.reset()

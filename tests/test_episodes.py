@@ -58,10 +58,15 @@ def test_a_queue_is_worked_off_once():
     grid = evaluation_grid(SPEC, trials=2, seed=8)
     assert len(grid) == len(set(grid)) == 10 and {episode.seed for episode in grid} == {8}
     queue = EpisodeQueue(grid)
-    assert [queue.next() for _ in range(10)] == grid
+    run = [queue.next() for _ in range(10)]
+    assert [(e.task_id, e.trial_id, e.seed, e.group_id) for e in run] == [
+        (e.task_id, e.trial_id, e.seed, e.group_id) for e in grid
+    ]
+    assert [episode.place for episode in run] == list(range(10))
     assert queue.next() is None
-    queue.put(grid[3])
-    assert queue.next() == grid[3] and queue.next() is None
+    queue.extend(grid[:2])
+    queue.give_back(run[3])
+    assert [queue.next().place for _ in range(3)] == [3, 10, 11] and queue.next() is None and len(queue) == 12
     assert len(evaluation_grid(SPEC)) == 5 * 20  # the benchmark's own number of trials
 
 

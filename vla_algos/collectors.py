@@ -337,6 +337,10 @@ class EpisodeCollector(_ChunkCollector):
         self._finished: dict[int, TensorDictBase] = {}  # by place, until it is their turn
         self._slot_time = self._idle_time = 0  # decisions of slots in this iteration, and those without an episode
 
+    def __len__(self) -> int:
+        """Episodes that are still to be yielded."""
+        return len(self.queue) - self._next_place
+
     def extend(self, episodes: Iterable[Episode]) -> None:
         """Append episodes to the queue."""
         self.queue.extend(episodes)
@@ -350,8 +354,8 @@ class EpisodeCollector(_ChunkCollector):
         running = _RunningEpisodes(self.env.batch_size[0])
         own_episodes, self.env.episodes = self.env.episodes, self.queue
         try:
-            observation = self._reset() if self._next_place < len(self.queue) else None
-            while self._next_place < len(self.queue):
+            observation = self._reset() if len(self) else None
+            while len(self):
                 while self._next_place not in self._finished:
                     self.deciding = list(self.env.current_episodes)  # the step may replace them
                     outcome, observation = self._decide(observation)

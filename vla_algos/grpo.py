@@ -86,8 +86,9 @@ def collect_groups(
 ) -> list[Group]:
     """Run groups until enough of them carry signal (dynamic sampling: Yu et al. 2025, DAPO, arXiv 2503.14476).
 
-    All groups are run by the policy as it is now. A new one is queued as soon as the number that is expected to carry
-    signal, extrapolating from those that have finished, falls short; no slot waits for a group to be complete.
+    All groups are run by the policy as it is now. A new one is queued whenever slots may run out of episodes and the
+    number that is expected to carry signal, extrapolating from the groups that have finished, falls short. No slot waits
+    for a group to be complete, and what is queued in vain is no more than the slots hold.
 
     Args:
         collector: with an exhausted queue.
@@ -105,28 +106,31 @@ def collect_groups(
     size = episodes.group_size
     check_groups(size, groups, max_groups, success_bounds)
     first = len(collector.queue)
-    drawn, useful = 0, 0
+    drawn, complete, useful = 0, 0, 0
     runs: dict[int, list[TensorDictBase]] = {}
-    complete: list[int] = []
 
     def refill() -> None:
         nonlocal drawn
         # One more of both, so that the first groups count as useful until they prove otherwise.
-        chance = (useful + 1) / (len(complete) + 1)
-        while drawn < max_groups and useful + chance * (drawn - len(complete)) < groups:
+        chance = (useful + 1) / (complete + 1)
+        slots = collector.env.batch_size[0]
+        while (
+            collector.queue.waiting < slots
+            and drawn < max_groups
+            and useful + chance * (drawn - complete) < groups
+        ):
             collector.extend(episodes.next() for _ in range(size))
             drawn += 1
 
     def note(place: int, episode: TensorDictBase) -> None:
-        nonlocal useful
-        number = (place - first) // size
-        members = runs.setdefault(number, [])
+        nonlocal complete, useful
+        members = runs.setdefault((place - first) // size, [])
         members.append(episode)
         if len(members) == size:
-            complete.append(number)
+            complete += 1
             group = Group.of(members)
             useful += group.has_signal and group.within(success_bounds)
-            refill()
+        refill()
 
     collector.on_episode = note
     refill()

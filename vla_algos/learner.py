@@ -205,9 +205,9 @@ class Learner:
         mismatch = first.mean_of("train/actor/log_ratio")
         if mismatch > self.max_log_ratio:
             raise ValueError(
-                f"before the first step of this update the policy's log-probabilities are {mismatch:.3g} nats per token "
-                f"away from the stored {ACTION_LOG_PROB!r} (allowed: max_log_ratio={self.max_log_ratio:g}): they are "
-                "stale, or of other actions; collect with the policy that is trained"
+                f"before the first step of this update the policy's log-probabilities are {mismatch:.3g} nats per "
+                f"token away from the stored {ACTION_LOG_PROB!r} (allowed: max_log_ratio={self.max_log_ratio:g}): they "
+                "are stale, or of other actions; collect with the policy that is trained"
             )
         return mismatch
 

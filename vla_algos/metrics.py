@@ -149,5 +149,5 @@ def add_update(mean: WeightedMean, losses: TensorDictBase) -> None:
     ``docs/metrics.md`` says what each is, and what the reference system calls it.
     """
     for number, names in _NAMES.items():
-        present = {logged: losses[key] for key, logged in names.items() if key in losses.keys()}
-        mean.add(present, losses[number])
+        values = {logged: losses.get(key, None) for key, logged in names.items()}
+        mean.add({logged: value for logged, value in values.items() if value is not None}, losses[number])

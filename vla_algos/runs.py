@@ -167,7 +167,7 @@ def warm_start_settings(config: DictConfig) -> tuple[dict, dict]:
 
 
 def evaluation_settings(config: DictConfig) -> dict:
-    """``config.eval``: ``trials`` and ``seed`` of the grid, ``videos`` to record, ``sampled``: evaluate sampling too."""
+    """``config.eval``: ``trials`` and ``seed`` of the grid, ``videos`` to film, ``sampled``: test that policy too."""
     return group(config, "eval", also=["trials", "seed", "videos", "sampled"])
 
 

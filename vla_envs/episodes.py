@@ -121,6 +121,11 @@ class EpisodeQueue:
         """How many episodes were ever put in."""
         return self._length
 
+    @property
+    def waiting(self) -> int:
+        """How many episodes are there to be taken."""
+        return len(self._waiting)
+
     def extend(self, episodes: Iterable[Episode]) -> None:
         """Append episodes; their places go on counting."""
         for episode in episodes:

@@ -126,13 +126,13 @@ def make_spec(
             f"camera takes lookat, distance, azimuth and elevation, got {sorted(camera)}; "
             "leave it out for the benchmark's camera"
         )
+    for name in reset_ranges or {}:
+        if name not in names:
+            raise unknown_name("task in reset_ranges", name, names)
     ranges = {
         name: tuple(tuple(float(x) for x in bound) for bound in bounds)
         for name, bounds in (reset_ranges or {}).items()
     }
-    for name in ranges:
-        if name not in names:
-            raise unknown_name("task in reset_ranges", name, names)
     by_name = {task["name"]: task for task in _table()["tasks"]}
     departures = [
         text

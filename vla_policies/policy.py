@@ -34,8 +34,8 @@ class VLAPolicy(TensorDictModuleBase):
         """Act. Samples under ``ExplorationType.RANDOM``, is greedy under ``DETERMINISTIC``.
 
         Writes ``action`` float32 ``[N, C, A]`` in the simulator's units, ``action_log_prob`` ``[N, C, A]``,
-        ``state_value`` ``[N, 1]`` or ``[N, C]`` if there is a value head, and the entries of :attr:`loss_keys` that are not
-        observations.
+        ``state_value`` ``[N, 1]`` or ``[N, C]`` if there is a value head, and the entries of :attr:`loss_keys` that are
+        not observations.
         """
 
     @abstractmethod

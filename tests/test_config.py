@@ -1,0 +1,128 @@
+"""Every key of every configuration does something: a key that no code reads is an error before any work."""
+
+import ast
+import functools
+import importlib.util
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import vla_envs.env
+from vla_algos.advantages import gae
+from vla_algos.collectors import StepCollector
+from vla_algos.grpo import collect_groups
+from vla_algos.imitation import clone_behaviour, record_demonstrations
+from vla_algos.learner import Learner
+from vla_algos.losses import ChunkClipPPOLoss
+from vla_envs import make_env
+from vla_envs.metaworld import make_spec
+from vla_policies import SmallVLA, SmallVLAConfig
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+CONF = RECIPES / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+
+def recipe_of(experiment):
+    return next(name for name in ("grpo", "ppo") if f"_{name}_" in experiment)
+
+
+RUNS = [(name, []) for name in ("ppo", "grpo", "sft", "evaluate")]
+RUNS += [(recipe_of(experiment), [f"experiment={experiment}"]) for experiment in EXPERIMENTS]
+
+
+class Started(Exception):
+    """The recipe has checked its settings and would start simulators now."""
+
+
+@functools.cache
+def main_of(name):
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main.__wrapped__
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path):
+    """Composes a recipe's configuration, lets the caller change it, and runs the recipe up to the simulators."""
+
+    def stop(*_, **__):
+        raise Started
+
+    monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
+    SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4)).save_pretrained(tmp_path / "policy")
+    yield functools.partial(run_checks, folder=tmp_path)
+    GlobalHydra.instance().clear()
+
+
+def composed(name, overrides, folder) -> DictConfig:
+    if name == "evaluate":
+        overrides = [*overrides, f"checkpoint={folder / 'policy'}"]
+    overrides = [*overrides, f"hydra.runtime.output_dir={folder}"]
+    with initialize_config_dir(str(CONF), version_base=None):
+        config = compose(name, overrides=overrides, return_hydra_config=True)
+    HydraConfig.instance().set_config(config)
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def run_checks(name, config, folder):
+    main_of(name)(config)
+
+
+def groups(node, path=()):
+    """Paths of all mappings, the outermost too."""
+    yield path
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from groups(value, (*path, key))
+
+
+@pytest.mark.parametrize(("name", "overrides"), RUNS, ids=lambda x: x if isinstance(x, str) else "".join(x) or "-")
+def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides, check, tmp_path):
+    """And with that, a configuration that passes has only keys that somebody takes."""
+    config = composed(name, overrides, tmp_path)
+    with pytest.raises(Started):
+        check(name, config)
+    for path in groups(OmegaConf.to_container(config)):
+        changed = OmegaConf.to_container(config)
+        functools.reduce(dict.__getitem__, path, changed)["nobody_reads"] = 1
+        with pytest.raises(ValueError, match="nobody_reads"):
+            check(name, OmegaConf.create(changed))
+
+
+READERS = [gae, ChunkClipPPOLoss, Learner, collect_groups, StepCollector, make_env, make_spec]
+READERS += [record_demonstrations, clone_behaviour]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_what_takes_a_setting_uses_it(reader):
+    """Each parameter is read in the body, and where it is only put on ``self``, that is read elsewhere."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(reader)))
+    function = next(
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in ("__init__", reader.__name__)
+    )  # fmt: skip
+    everywhere = [node for path in RECIPES.parent.glob("vla_*/*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    attributes = {n.attr for n in everywhere if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    stored = {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    for name in inspect.signature(reader).parameters:
+        if name == "options":  # of the benchmark; make_spec has them
+            continue
+        assert name in read, f"{reader.__name__} never reads {name}"
+        assert name not in stored or name in attributes, f"nobody reads {reader.__name__}.{name}"
+
+
+def test_the_small_policy_uses_each_of_its_settings():
+    tree = ast.parse(inspect.getsource(inspect.getmodule(SmallVLA)))
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert {field for field in SmallVLAConfig.__dataclass_fields__} <= used
