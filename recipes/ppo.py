@@ -11,7 +11,7 @@ import hydra
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from vla_algos.advantages import gae
+from vla_algos.advantages import check_levels, gae
 from vla_algos.checkpoints import random_state, save_checkpoint
 from vla_algos.collectors import StepCollector
 from vla_algos.learner import Learner
@@ -58,6 +58,9 @@ def main(config: DictConfig) -> None:
     # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.
     env, policy = make_env_and_policy(config)
     spec = env.simulator_spec
+    check_levels(
+        discount["reward_level"], discount["bootstrap"], policy.num_values, policy.chunk_size, algo["log_prob_level"]
+    )
     learner = Learner(ChunkClipPPOLoss(policy, **algo), **learning, updates=config.iterations)
     print(f"{describe(spec)}\npolicy of {sum(p.numel() for p in policy.parameters()):,} parameters")
     if not config.policy.checkpoint:

@@ -1,6 +1,7 @@
 """SmallVLA keeps the policy contract, and its checkpoints are whole or refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,13 @@ def test_acting_writes_the_contracts_entries_within_the_bounds(policy):
     assert td[keys.STATE_VALUE].shape == (4, 1)
     assert (td[keys.ACTION] >= policy.bins.low).all() and (td[keys.ACTION] <= policy.bins.high).all()
     assert set(policy.loss_keys) <= set(td.keys())
+
+
+def test_one_value_per_decision_or_per_primitive_action(policy):
+    assert policy.num_values == 1
+    per_action = SmallVLA(replace(CONFIG, value_per_action=True))
+    assert per_action.num_values == 3
+    assert act(per_action, observations(), ExplorationType.RANDOM)[keys.STATE_VALUE].shape == (4, 3)
 
 
 def test_the_update_sees_the_probabilities_that_were_sampled_from(policy):

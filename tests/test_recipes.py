@@ -17,6 +17,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 CONF = RECIPES / "conf"
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=10", "env.image_size=32", "eval.trials=2"]
 TOY_SFT = ["sft.episodes=2", "sft.steps=5", "sft.max_steps=150"]
+TOY_GRPO = [*TOY, *TOY_SFT, "iterations=2", "algo.group_size=3", "algo.groups=2", "algo.max_groups=3", "eval.videos=1"]
 TOY_PPO = [*TOY, *TOY_SFT, "iterations=2", "collector.decisions=4", "algo.epochs=1", "eval.videos=1"]
 
 
@@ -72,12 +73,87 @@ def test_ppo_leaves_policy_checkpoints_curves_videos_and_a_table(ppo_run):
     assert (folder.parent / "latest").resolve() == folder.resolve()
 
 
-def test_the_same_seed_is_the_same_run(ppo_run, tmp_path):
-    _, folder = ppo_run
-    again = recipe("ppo", tmp_path / "again", *TOY_PPO)
+@pytest.fixture(scope="module")
+def grpo_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grpo") / "run"
+    return recipe("grpo", folder, *TOY_GRPO), folder
+
+
+def test_grpo_leaves_policy_checkpoints_curves_videos_and_a_table(grpo_run):
+    run, folder = grpo_run
+    assert run.returncode == 0, run.stderr
+    for line in ("before GRPO", "after GRPO", "sampled:", "95 % interval", "env steps/s"):
+        assert line in run.stdout
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {
+        "train/actor/policy_loss",
+        "train/actor/approx_kl",
+        "train/actor/clip_fraction",
+        "train/actor/grad_norm",
+        "train/entropy_loss",
+        "rollout/groups",
+        "rollout/groups_trained",
+        "rollout/advantages_max",
+        "env/success_once",
+        "eval/success_once",
+        "eval_sampled/success_once",
+        "time/idle_fraction",
+    } <= set().union(*lines)
+    assert not any(name.startswith("train/critic/value") for line in lines for name in line)
+    assert (folder / "policy" / "model.safetensors").is_file()
+    assert list((folder / "checkpoints").glob("step_*/training.pt"))
+    assert list((folder / "videos").rglob("*.mp4"))
+
+
+def test_grpo_says_so_and_stops_when_nothing_can_be_learnt(tmp_path):
+    settings = ["iterations=9", "algo.patience=2", "env.reward_type=sparse"]  # 10 steps are too few to succeed
+    run = recipe("grpo", tmp_path / "run", *TOY_GRPO, *settings)
+    assert run.returncode == 0, run.stderr
+    assert "iteration 2: none of 3 groups carries signal (3 failed every time" in run.stdout + run.stderr
+    assert "stopped after 2 iterations in a row" in run.stdout and "algo.patience=2" in run.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("rollout/groups" in line for line in lines) == 2
+    assert not any("train/loss" in line for line in lines)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("ppo", TOY_PPO), ("grpo", TOY_GRPO)])
+def test_the_same_seed_is_the_same_run(name, settings, request, tmp_path):
+    _, folder = request.getfixturevalue(f"{name}_run")
+    again = recipe(name, tmp_path / "again", *settings)
     assert again.returncode == 0, again.stderr
     first, second = (load_file(f / "policy" / "model.safetensors") for f in (folder, tmp_path / "again"))
     assert all((first[name] == second[name]).all() for name in first)
+
+
+EVERYTHING = [  # settings that the default leaves off
+    "algo.reward_level=action",
+    "policy.value_per_action=true",
+    "algo.log_prob_level=action",
+    "algo.dual_clip=3",
+    "algo.entropy_coeff=0.001",
+    "algo.entropy_level=chunk",
+    "algo.clip_value=0.2",
+    "algo.reference_kl_coeff=0.01",
+    "algo.aggregation=trajectory_mean",
+    "algo.bootstrap=any_done",
+    "algo.micro_batch_size=3",
+    "algo.target_kl=0.5",
+    "algo.critic_warmup_steps=1",
+    "policy.critic_detach=false",
+    "optim.schedule=cosine",
+    "optim.warmup_updates=1",
+    "+env.relative_reward=true",
+    "+env.reward_coef=5.0",
+    "+env.step_penalty=0.01",
+    "+env.ignore_terminations=true",
+]
+
+
+def test_ppo_with_everything_switched_on(tmp_path):
+    run = recipe("ppo", tmp_path / "run", *TOY_PPO, *EVERYTHING)
+    assert run.returncode == 0, run.stderr
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])
+    assert {"train/actor/dual_clip_fraction", "train/actor/reference_kl", "train/critic/value_clip_ratio"} <= set(last)
 
 
 def test_ppo_goes_on_from_a_policy_even_if_it_is_the_latest(ppo_run):
@@ -108,7 +184,19 @@ def test_sft_writes_a_policy(tmp_path):
     [
         ("ppo", ["algo.gama=0.9"], "gama"),
         ("ppo", ["+algo.gama=0.9"], "did you mean algo.gamma"),
-        ("ppo", ["algo.critic_coeff=null"], "algo.critic_warmup=0"),
+        ("ppo", ["algo.critic_coeff=null"], "recipes/grpo.py needs none"),
+        ("ppo", ["algo.log_prob_level=tokens"], "must be 'token', 'action' or 'chunk'"),
+        ("ppo", ["algo.reward_level=action"], "value_per_action=true"),
+        ("ppo", ["algo.reward_level=action", "policy.value_per_action=true", "algo.log_prob_level=chunk"], "chunk"),
+        ("ppo", ["algo.dual_clip=0.5"], "larger than 1"),
+        ("ppo", ["algo.bootstrap=always"], "any_done"),
+        ("ppo", ["algo.aggregation=mean"], "trajectory_mean"),
+        ("ppo", ["optim.schedule=linear"], "'constant' or 'cosine'"),
+        ("grpo", ["algo.group_size=1"], "group of one"),
+        ("grpo", ["algo.max_groups=2"], "groups <= max_groups"),
+        ("grpo", ["algo.success_bounds=[0.5,4.5]"], "whatever the reward coefficient"),
+        ("grpo", ["+env.group_size=8"], "algo.group_size"),
+        ("grpo", ["+algo.critic_coeff=1"], "algo.critic_coeff"),
         ("ppo", ["iterations=0"], "iterations"),
         ("ppo", ["+sft.stepps=9"], "did you mean sft.steps"),
         ("ppo", ["+eval.trails=9"], "did you mean eval.trials"),

@@ -24,6 +24,7 @@ from vla_keys import (
 )
 
 Bootstrap = Literal["truncation", "none", "any_done"]
+RewardLevel = Literal["chunk", "action"]
 
 
 def valid_decisions(batch: TensorDictBase) -> Tensor:
@@ -34,13 +35,42 @@ def valid_decisions(batch: TensorDictBase) -> Tensor:
     return batch[NEXT, STEP_MASK].any(-1, keepdim=True)
 
 
+def check_levels(
+    reward_level: str, bootstrap: str, num_values: int, chunk_size: int, log_prob_level: Level = "token"
+) -> None:
+    """Raise a ValueError with what would be right for settings of :func:`gae` that do not fit each other.
+
+    Args:
+        reward_level, bootstrap: of :func:`gae`.
+        num_values: values per decision that the policy gives.
+        chunk_size: ``C``.
+        log_prob_level: of the loss.
+    """
+    if bootstrap not in get_args(Bootstrap):
+        raise ValueError(f"bootstrap is {bootstrap!r}, must be 'truncation', 'any_done' or 'none'")
+    if reward_level not in get_args(RewardLevel):
+        raise ValueError(f"reward_level is {reward_level!r}, must be 'chunk' or 'action'")
+    needed = chunk_size if reward_level == "action" else 1
+    if num_values != needed:
+        raise ValueError(
+            f"reward_level={reward_level!r} needs {needed} values per decision, the policy has {num_values}: 'action' "
+            "goes with a policy that has a value per primitive action (policy.value_per_action=true), 'chunk' with one "
+            "per decision"
+        )
+    if reward_level == "action" and log_prob_level == "chunk":
+        raise ValueError(
+            "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', or log_prob_level='action' "
+            "or 'token'"
+        )
+
+
 def gae(
     batch: TensorDictBase,
     gamma: float = 0.99,
     lmbda: float = 0.95,
     normalize: bool = True,
     bootstrap: Bootstrap = "truncation",
-    reward_level: Literal["chunk", "action"] = "chunk",
+    reward_level: RewardLevel = "chunk",
 ) -> TensorDictBase:
     """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438).
 
@@ -70,17 +100,9 @@ def gae(
     Raises:
         ValueError: an unknown choice, or values that do not fit it.
     """
-    if bootstrap not in get_args(Bootstrap):
-        raise ValueError(f"bootstrap is {bootstrap!r}, must be 'truncation', 'none' or 'any_done'")
-    if reward_level not in ("chunk", "action"):
-        raise ValueError(f"reward_level is {reward_level!r}, must be 'chunk' or 'action'")
     values = batch[STATE_VALUE]
-    expected = batch[NEXT, STEP_MASK].shape if reward_level == "action" else (*batch.shape, 1)
-    if values.shape != expected:
-        raise ValueError(
-            f"{STATE_VALUE!r} is {list(values.shape)}, reward_level={reward_level!r} needs {list(expected)}: "
-            "'action' goes with a policy that has a value per primitive action, 'chunk' with one per decision"
-        )
+    chunk_size = batch[NEXT, STEP_MASK].shape[-1]
+    check_levels(reward_level, bootstrap, values.shape[-1], chunk_size)
     valid = valid_decisions(batch)
     # A decision that was never executed says nothing about the one before it, which therefore ends in a
     # bootstrap from the value of the observation they share.

@@ -51,6 +51,16 @@ class Group:
         return sum(bool(episode[NEXT, SUCCESS][-1]) for episode in self.episodes) / max(1, len(self.episodes))
 
     @property
+    def failed(self) -> bool:
+        """Whether no run was solved."""
+        return bool(self.episodes) and self.success == 0
+
+    @property
+    def solved(self) -> bool:
+        """Whether every run was solved."""
+        return self.success == 1
+
+    @property
     def has_signal(self) -> bool:
         """Whether the scores differ, so that some run was better than another."""
         return len(self.episodes) > 1 and bool(self.scores.min() < self.scores.max())
@@ -87,8 +97,8 @@ def collect_groups(
     """Run groups until enough of them carry signal (dynamic sampling: Yu et al. 2025, DAPO, arXiv 2503.14476).
 
     All groups are run by the policy as it is now. A new one is queued whenever slots may run out of episodes and the
-    number that is expected to carry signal, extrapolating from the groups that have finished, falls short. No slot waits
-    for a group to be complete, and what is queued in vain is no more than the slots hold.
+    number that is expected to carry signal, extrapolating from the groups that have finished, falls short. No slot
+    waits for a group to be complete, and what is queued in vain is no more than the slots hold.
 
     Args:
         collector: with an exhausted queue.
@@ -167,8 +177,7 @@ def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = N
 
 def describe_silence(groups: Sequence[Group]) -> str:
     """Why a number of groups has nothing to teach, in words."""
-    failed = sum(group.success == 0 for group in groups)
-    solved = sum(group.success == 1 for group in groups)
+    failed, solved = sum(group.failed for group in groups), sum(group.solved for group in groups)
     return f"none of {len(groups)} groups carries signal ({failed} failed every time, {solved} succeeded every time)"
 
 
@@ -179,8 +188,8 @@ def group_metrics(
     silent = [group for group in groups if not group.has_signal]
     return {
         "rollout/groups": float(len(groups)),
-        "rollout/groups_all_failed": float(sum(group.success == 0 for group in silent)),
-        "rollout/groups_all_solved": float(sum(group.success == 1 for group in silent)),
+        "rollout/groups_all_failed": float(sum(group.failed for group in silent)),
+        "rollout/groups_all_solved": float(sum(group.solved for group in silent)),
         "rollout/groups_out_of_bounds": float(sum(g.has_signal and not g.within(success_bounds) for g in groups)),
         "rollout/groups_trained": float(sum(g.has_signal and g.within(success_bounds) for g in groups)),
     }

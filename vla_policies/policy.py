@@ -21,12 +21,14 @@ class VLAPolicy(TensorDictModuleBase):
         chunk_size: ``C``.
         action_dim: ``A``.
         state_dim: length of ``states``.
+        num_values: values per decision in ``state_value``: 1, ``C`` for one per primitive action, or 0 without a head.
         loss_keys: the entries of a rollout that :meth:`evaluate_actions` reads, which a collector must keep.
     """
 
     chunk_size: int
     action_dim: int
     state_dim: int
+    num_values: int
     loss_keys: tuple[str, ...]
 
     @abstractmethod

@@ -93,9 +93,9 @@ class SmallVLA(VLAPolicy):
         self.action_head = nn.Linear(dim, self.action_dim * config.num_bins)
         nn.init.normal_(self.action_head.weight, std=0.02)  # start from nearly uniform tokens
         nn.init.zeros_(self.action_head.bias)
-        values = config.chunk_size if config.value_per_action else 1
+        self.num_values = config.chunk_size if config.value_per_action else 1
         self.value_head = nn.Sequential(
-            nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, values)
+            nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, self.num_values)
         )
         nn.init.zeros_(self.value_head[-1].weight)
 
