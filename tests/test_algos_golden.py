@@ -1,7 +1,8 @@
 """Masks, advantages, losses and metrics against recorded numbers of the reference system.
 
-``golden/algos.npz`` and ``golden/algos.json`` hold what the algorithm functions of RLinf (github.com/RLinf/RLinf, commit
-a3816b596) returned for random inputs: 8 trajectories of 6 decisions of 4 actions, and minibatches of 12 decisions.
+``golden/algos.npz`` and ``golden/algos.json`` hold what the algorithm functions of RLinf (github.com/RLinf/RLinf,
+commit a3816b596) returned for random inputs: 8 trajectories of 6 decisions of 4 actions, and minibatches of 12
+decisions.
 """
 
 import json
@@ -50,8 +51,8 @@ DONES = ARRAYS["dones"][1:].transpose(0, 1)  # [B, S, C], after each action; the
 REWARDS = ARRAYS["rewards"].transpose(0, 1)
 MASK = ARRAYS["loss_mask"].transpose(0, 1)
 
-# With loss masks the reference divides each element by its trajectory's share of this number, see `recorded_weight`. The
-# recording used the length of the rollout; no other number reproduces its losses.
+# With loss masks the reference weighs by this number, see `recorded_weight`. The recording used the length of the
+# rollout; no other number reproduces its losses.
 MAX_EPISODE_STEPS = S * C
 CLIP, VALUE_CLIP, HUBER_DELTA = (0.2, 0.28), 0.2, 1.0
 CASES = [case for case in product(["chunk", "action"], ["token", "action", "chunk"], ["masked", "unmasked"])
@@ -80,9 +81,9 @@ def episodes():
 
 
 def test_step_masks_are_the_recorded_loss_masks(episodes):
-    """The reference runs each chunk to its end and then masks what came after the first done; the action that caused it
-    still counts. Ours never executes what came after, and ``step_mask`` says so. Decisions that begin after the end, whole
-    rows of zeros in the recording, do not exist."""
+    """The reference runs each chunk to its end and then masks what came after the first done; the action that caused
+    it still counts. Ours never executes what came after, and ``step_mask`` says so. Decisions that begin after the
+    end, whole rows of zeros in the recording, do not exist."""
     for trial, episode in enumerate(episodes):
         assert (episode[TRIAL_ID] == trial).all()
         recorded = MASK[trial]
@@ -129,8 +130,8 @@ def test_gae_per_action_masked():
 
 
 def test_gae_per_action_unmasked():
-    """Unmasked, the reference goes on in mid-chunk with the next episode, which ours never does: each action is taken as
-    a chunk of one."""
+    """Unmasked, the reference goes on in mid-chunk with the next episode, which ours never does: each action is taken
+    as a chunk of one."""
     name = "gae/action_level/unmasked"
     values = ARRAYS[f"{name}/values"].transpose(0, 1).flatten(1)[:, : S * C + 1]
     flat = [x.flatten(1).unsqueeze(-1) for x in (REWARDS, DONES, torch.ones_like(MASK))]
@@ -141,8 +142,8 @@ def test_gae_per_action_unmasked():
 
 @pytest.mark.parametrize("level", ["chunk", "action"])
 def test_grpo_advantages(episodes, level):
-    """Per chunk the reference adds the rewards of the chunk in which the episode ends after its end too. Our environment
-    does not execute those actions, so their recorded rewards are put in here."""
+    """Per chunk, the reference counts the rewards after the end of the episode that fall into its last chunk. Our
+    environment does not execute those actions, so their recorded rewards are put in here."""
     episodes = [episode.clone() for episode in episodes]
     if level == "chunk":
         for trial, episode in enumerate(episodes):
@@ -190,8 +191,9 @@ class Case:
     def recorded_weight(self):
         """The reference's weight of a decision, as one that ours takes.
 
-        Its loss is the mean of ``term * mask * max_episode_steps / loss_mask_sum`` over all elements, masked ones included
-        (its ``masked_mean_ratio``); ours divides by the number of valid ones.
+        Its loss is the mean of ``term * mask * max_episode_steps / loss_mask_sum`` over all elements, masked ones
+        included (its ``masked_mean_ratio``); ours divides by the number of valid ones. See the last test of this file
+        for what that has to do with ``trajectory_weights``.
         """
         share = MAX_EPISODE_STEPS / self.given["loss_mask_sum"][:, :1]
         return share * self.mask.float().mean()
@@ -233,8 +235,8 @@ class Case:
         return log_ratio, np.broadcast_to(advantage, log_ratio.shape), np.broadcast_to(valid, log_ratio.shape)
 
     def unexpanded(self):
-        """What the reference divides some metrics by: the number of valid entries of the mask as it came, without the
-        elements that it is broadcast to; without a mask that of all elements."""
+        """What the reference divides some metrics by: the number of valid entries of the mask as it came, before it is
+        broadcast to the elements; without a mask, the number of elements."""
         return self.mask.sum().item() if self.masked else self.elements()[0].size
 
 
@@ -267,17 +269,17 @@ def test_ratios(case):
 
 
 def test_approximate_kl_and_clip_fraction(case):
-    """Defect of the reference: under a mask both are divided by the number of entries of the mask before it is broadcast
-    to the elements that were summed, and come out up to ``C * A`` times too large. Ours are means."""
+    """Defect of the reference: under a mask both are divided by the number of entries of the mask before it is
+    broadcast to the elements that were summed, and come out up to ``C * A`` times too large. Ours are means."""
     _, out = case.ours()
     log_ratio, advantage, valid = case.elements()
     ratio = np.exp(log_ratio)
     gain, clipped_gain = ratio * advantage, ratio.clip(1 - CLIP[0], 1 + CLIP[1]) * advantage
     clipping = gain > clipped_gain
     count = case.unexpanded()
-    assert case.metrics["actor/approx_kl"] == pytest.approx(-log_ratio[valid].sum() / count, abs=1e-6)
+    assert case.metrics["actor/approx_kl"] == pytest.approx(-log_ratio[valid].sum() / count, abs=1e-5)
     assert case.metrics["actor/clip_fraction"] == pytest.approx(clipping[valid].sum() / count, abs=1e-6)
-    assert out["kl_approx"].item() == pytest.approx(-log_ratio[valid].mean(), abs=1e-6)
+    assert out["kl_approx"].item() == pytest.approx(-log_ratio[valid].mean(), abs=1e-5)
     assert out["kl_k3"].item() == pytest.approx((ratio - 1 - log_ratio)[valid].mean(), abs=1e-6)
     assert out["clip_fraction"].item() == pytest.approx(clipping[valid].mean(), abs=1e-6)
     elements = {"token": A * C, "action": C, "chunk": 1}[case.level]
@@ -286,8 +288,8 @@ def test_approximate_kl_and_clip_fraction(case):
 
 
 def test_value_clip_fraction(case):
-    """Defect of the reference: it clamps the change of the value and then asks whether the clamped change is larger than
-    the bound it was clamped to. The answer is rounding noise, masked entries included."""
+    """Defect of the reference: it clamps the change of the value and then asks whether the clamped change is larger
+    than the bound it was clamped to. The answer is rounding noise, masked entries included."""
     _, out = case.ours()
     old, value = case.given["prev_values"], case.given["values"]
     near = old + (value - old).clamp(-VALUE_CLIP, VALUE_CLIP)
@@ -313,9 +315,9 @@ def test_explained_variance(case):
 def test_trajectory_weights_are_the_references_up_to_a_constant(level, max_episode_steps):
     """On complete trajectories of whole chunks, one in each of ``n`` rows of ``S`` decisions.
 
-    The reference's weight is ``max_episode_steps / length`` over all ``n * S * C`` positions, that is ``max_episode_steps /
-    (S * C)`` times the mean over trajectories of their own means. Ours leaves the constant out: it depends on the horizon
-    and on how much room the rollout had, not on what was learnt.
+    The reference weighs by ``max_episode_steps / length`` and takes the mean over all ``n * S * C`` positions: that is
+    ``max_episode_steps / (S * C)`` times the mean over trajectories of their own means. Ours leaves the constant out,
+    which depends on the horizon and on the room that the rollout had, not on what happened.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([6, 1, 4, 2])

@@ -169,9 +169,13 @@ class ToyPolicy(TensorDictModuleBase):
     def _run(self, td: TensorDict) -> tuple[torch.distributions.Categorical, torch.Tensor]:
         self.passes.append(td.shape[0])
         pixel = td[IMAGES].float().mean((-1, -2, -3)).unsqueeze(-1) / 255
-        out = self.body(torch.cat([pixel, td[STATES][:, :2] / 10], -1))
+        features = self.body[:-1](torch.cat([pixel, td[STATES][:, :2] / 10], -1))
+        out = self.body[-1](features)
         logits = out[:, :-1].reshape(-1, CHUNK, DIM, 2)
-        return torch.distributions.Categorical(logits=logits), out[:, -1:]
+        return torch.distributions.Categorical(logits=logits), self._value(features, out[:, -1:])
+
+    def _value(self, features: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value
 
     def forward(self, td: TensorDict) -> TensorDict:
         dist, value = self._run(td)
@@ -186,3 +190,23 @@ class ToyPolicy(TensorDictModuleBase):
     def evaluate_actions(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dist, value = self._run(td)
         return dist.log_prob(td[ACTION_TOKENS]), dist.entropy(), value
+
+
+class ToyActorCritic(ToyPolicy):
+    """With a ``value_head`` on the policy's features, as the real policies have; ``values`` is 1 or ``CHUNK``."""
+
+    def __init__(self, values: int = 1, detach: bool = False) -> None:
+        super().__init__()
+        self.value_head, self.detach = nn.Linear(16, values), detach
+
+    def _value(self, features: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.value_head(features.detach() if self.detach else features)
+
+
+class Given(TensorDictModuleBase):
+    """Returns the entries ``("given", ...)`` of the batch: a loss on them has gradients that can be looked at."""
+
+    in_keys = out_keys = loss_keys = []
+
+    def evaluate_actions(self, td: TensorDict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        return td["given", "log_prob"], td["given", "entropy"], td.get(("given", "value"), None)
