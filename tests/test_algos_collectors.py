@@ -29,13 +29,30 @@ from vla_keys import (
 N, T = 4, 6
 
 
+BOOTSTRAPS = ("truncation", "none", "any_done")
+
+
 class StateValuePolicy(ToyPolicy):
-    """A policy whose value is known: 100 * trial + steps, so a wrong observation cannot hide."""
+    """A policy whose value is known: 100 * trial + steps, so a wrong observation cannot hide.
+
+    With ``values`` it has one for each action of the chunk, which go up by 0.25.
+    """
+
+    def __init__(self, values=1):
+        super().__init__()
+        self.values = values
 
     def forward(self, td):
         super().forward(td)
-        td[STATE_VALUE] = td[STATES][:, 2:] * 100 + td[STATES][:, :1]
+        td[STATE_VALUE] = td[STATES][:, 2:] * 100 + td[STATES][:, :1] + 0.25 * torch.arange(self.values)
         return td
+
+
+def assert_same(first, second):
+    """Equal to the bit; values that nobody asked for are NaN in both."""
+    assert set(first.keys(True, True)) == set(second.keys(True, True))
+    for key in first.keys(True, True):
+        torch.testing.assert_close(first[key], second[key], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture
@@ -76,29 +93,50 @@ def test_batches_do_not_share_memory(policy):
     first = collector.rollout()
     copy = first.clone()
     collector.rollout()
-    assert (first == copy).all()
+    assert_same(first, copy)
 
 
+@pytest.mark.parametrize("values", [1, CHUNK])
 @pytest.mark.parametrize("goal", [5, 100])  # 100: nothing terminates, everything is truncated
-def test_next_value_is_the_value_of_the_true_next_observation(policy, goal):
+@pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
+def test_next_value_is_the_value_of_the_true_next_observation(bootstrap, goal, values):
+    """NaN where the bootstrap does not look beyond the end of the episode, so that nobody can use it by mistake."""
+    torch.manual_seed(0)
     env = ToyEnv(N, goal=goal, crashes={6: 1})
-    batch = StepCollector(env, policy, 12).rollout()
+    batch = StepCollector(env, StateValuePolicy(values), 12, bootstrap=bootstrap).rollout()
     after = batch[NEXT]
     assert after[TRUNCATED].any() and after[LOST].any() and (goal > 5 or after[TERMINATED].any())
-    expected = 100 * batch[TRIAL_ID].unsqueeze(-1) + after[EPISODE_LEN]
-    expected = expected.float().masked_fill(after[TERMINATED] | after[LOST], 0.0)
-    assert torch.equal(after[STATE_VALUE], expected)
+    expected = 100 * batch[TRIAL_ID].unsqueeze(-1) + after[EPISODE_LEN] + 0.25 * torch.arange(values)
+    unwanted = {"truncation": after[TERMINATED], "none": after[DONE], "any_done": torch.zeros_like(after[DONE])}
+    expected = expected.masked_fill(unwanted[bootstrap], torch.nan).masked_fill(after[LOST], 0.0)
+    torch.testing.assert_close(after[STATE_VALUE], expected, rtol=0, atol=0, equal_nan=True)
+    assert batch[STATE_VALUE].isfinite().all()
 
 
 def test_passes_of_the_policy(policy):
     """T passes to act; the final observations share the rest, at most N in each."""
     StepCollector(ToyEnv(N, horizon=1000, goal=1000), policy, T).rollout()
     assert list(policy.passes) == [N] * (T + 1)
-    policy.passes.clear()
-    batch = StepCollector(ToyEnv(N), policy, T).rollout()
-    ended = batch[NEXT, TRUNCATED].sum() + (~batch[NEXT, DONE][:, -1]).sum()
-    assert list(policy.passes)[:T] == [N] * T
-    assert sum(list(policy.passes)[T:]) == ended and max(policy.passes) == N
+    for bootstrap in BOOTSTRAPS:
+        policy.passes.clear()
+        after = StepCollector(ToyEnv(N, crashes={2: 1}), policy, T, bootstrap=bootstrap).rollout()[NEXT]
+        assert after[TERMINATED].any() and after[LOST].any()
+        ends = {"truncation": after[TRUNCATED], "none": torch.zeros_like(after[DONE]), "any_done": after[DONE]}
+        ended = (ends[bootstrap] & ~after[LOST]).sum() + (~after[DONE][:, -1]).sum()
+        assert list(policy.passes)[:T] == [N] * T
+        assert sum(list(policy.passes)[T:]) == ended and max(policy.passes) == N
+
+
+@pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
+def test_what_on_decision_saw_is_what_is_stored(policy, bootstrap):
+    seen = []
+    collector = StepCollector(ToyEnv(N), policy, 5, bootstrap=bootstrap, on_decision=seen.append)
+    for _ in range(2):
+        seen.clear()
+        batch = collector.rollout()
+        assert not batch[NEXT, DONE][:, -1].all()
+        for key in (DONE, TERMINATED, TRUNCATED, REWARD, EPISODE_LEN):
+            assert torch.equal(torch.stack([outcome[NEXT, key] for outcome in seen], 1), batch[NEXT, key]), key
 
 
 def test_returns_add_up(policy):
@@ -139,7 +177,7 @@ def test_same_seed_same_batch(policy):
         collector.set_seed(seed)
         return collector.rollout()
 
-    assert (run(1) == run(1)).all()
+    assert_same(run(1), run(1))
     assert not torch.equal(run(1)[ACTION], run(2)[ACTION])
 
 
@@ -152,3 +190,12 @@ def test_state_dict_continues_the_episode_sequence(policy):
     assert other.stats()["frames"] == N * T
     trials = other.rollout()[TRIAL_ID]
     assert trials.min() > batch[TRIAL_ID].max() and trials[:, 0].tolist() == sorted(trials[:, 0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"bootstrap": "always"}, "truncation, none, any_done"), ({"decisions": 0}, "decisions is 0")],
+)
+def test_impossible_settings_say_what_would_be_right(policy, settings, message):
+    with pytest.raises(ValueError, match=message):
+        StepCollector(ToyEnv(N), policy, **{"decisions": T, **settings})
