@@ -52,21 +52,25 @@ def main(config: DictConfig) -> None:
     demonstrations = demonstration_seed(config.seed, evaluation["seed"])
     if config.iterations < 1:
         raise ValueError(f"iterations is {config.iterations}, must be at least 1")
-    if not algo["critic_coeff"]:
-        raise ValueError("PPO needs its critic: algo.critic_coeff must be positive; python recipes/grpo.py needs none")
 
     # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.
     env, policy = make_env_and_policy(config)
     spec = env.simulator_spec
+    loss_module = ChunkClipPPOLoss(policy, **algo)
+    learner = Learner(loss_module, **learning, updates=config.iterations)
     check_levels(
-        discount["reward_level"], discount["bootstrap"], policy.num_values, policy.chunk_size, algo["log_prob_level"]
+        discount["reward_level"],
+        discount["bootstrap"],
+        num_values=policy.num_values if loss_module.has_critic else None,
+        chunk_size=policy.chunk_size,
+        log_prob_level=algo["log_prob_level"],
     )
-    learner = Learner(ChunkClipPPOLoss(policy, **algo), **learning, updates=config.iterations)
     print(f"{describe(spec)}\npolicy of {sum(p.numel() for p in policy.parameters()):,} parameters")
     if not config.policy.checkpoint:
         warm_start(env, policy, demonstrations, recording, cloning)
 
-    collector = StepCollector(env, policy, **collecting, bootstrap=discount["bootstrap"])
+    reading = {"values": loss_module.has_critic, "bootstrap": discount["bootstrap"]}
+    collector = StepCollector(env, policy, **collecting, **reading)
     logger = RunLogger(folder)
     grid = evaluation_grid(spec, evaluation["trials"], evaluation["seed"])
     tests, speeds = [], []

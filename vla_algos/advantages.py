@@ -36,13 +36,13 @@ def valid_decisions(batch: TensorDictBase) -> Tensor:
 
 
 def check_levels(
-    reward_level: str, bootstrap: str, num_values: int, chunk_size: int, log_prob_level: Level = "token"
+    reward_level: str, bootstrap: str, num_values: int | None, chunk_size: int, log_prob_level: Level = "token"
 ) -> None:
     """Raise a ValueError with what would be right for settings of :func:`gae` that do not fit each other.
 
     Args:
         reward_level, bootstrap: of :func:`gae`.
-        num_values: values per decision that the policy gives.
+        num_values: values per decision that the policy gives; ``None`` where no critic is used.
         chunk_size: ``C``.
         log_prob_level: of the loss.
     """
@@ -51,7 +51,7 @@ def check_levels(
     if reward_level not in get_args(RewardLevel):
         raise ValueError(f"reward_level is {reward_level!r}, must be 'chunk' or 'action'")
     needed = chunk_size if reward_level == "action" else 1
-    if num_values != needed:
+    if num_values not in (needed, None):
         raise ValueError(
             f"reward_level={reward_level!r} needs {needed} values per decision, the policy has {num_values}: 'action' "
             "goes with a policy that has a value per primitive action (policy.value_per_action=true), 'chunk' with one "
@@ -82,6 +82,9 @@ def gae(
     * ``"none"``: both end it. The horizon is part of the task, running out of time is a failure.
     * ``"any_done"``: neither does. Success is worth its reward and whatever the critic promises after it.
 
+    Without values in the batch (``StepCollector(..., values=False)``, an actor without critic) the advantage is the
+    discounted sum of the rewards until the end of the episode or of the rollout; ``lmbda`` is then 1.
+
     Args:
         batch: ``[N, T]`` in time order, with ``state_value`` and, under ``"next"``, ``state_value``,
             ``reward`` (or ``step_rewards``), ``done``, ``terminated`` and ``step_mask`` ``[N, T, C]``.
@@ -100,9 +103,12 @@ def gae(
     Raises:
         ValueError: an unknown choice, or values that do not fit it.
     """
-    values = batch[STATE_VALUE]
-    chunk_size = batch[NEXT, STEP_MASK].shape[-1]
-    check_levels(reward_level, bootstrap, values.shape[-1], chunk_size)
+    values = batch.get(STATE_VALUE, None)
+    next_values = batch.get((NEXT, STATE_VALUE), None)
+    if values is None:
+        rewards = batch[NEXT, STEP_REWARDS if reward_level == "action" else REWARD]
+        values, next_values, lmbda = torch.zeros_like(rewards), torch.zeros_like(rewards), 1.0
+    check_levels(reward_level, bootstrap, values.shape[-1], batch[NEXT, STEP_MASK].shape[-1])
     valid = valid_decisions(batch)
     # A decision that was never executed says nothing about the one before it, which therefore ends in a
     # bootstrap from the value of the observation they share.
@@ -113,10 +119,10 @@ def gae(
         "none": batch[NEXT, DONE],
         "any_done": torch.zeros_like(done),
     }[bootstrap]
-    reward, next_values = batch[NEXT, REWARD], batch[NEXT, STATE_VALUE]
+    reward = batch[NEXT, REWARD]
     if reward_level == "action":
         valid = batch[NEXT, STEP_MASK]
-        reward, next_values, done, final = _per_action(batch, done, final)
+        reward, next_values, done, final = _per_action(batch, values, next_values, done, final)
     next_values = torch.where(final, 0.0, next_values)
     if next_values.isnan().any():
         raise ValueError(
@@ -139,7 +145,9 @@ def gae(
     return batch
 
 
-def _per_action(batch: TensorDictBase, done: Tensor, final: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _per_action(
+    batch: TensorDictBase, values: Tensor, next_values: Tensor, done: Tensor, final: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Reward, next value, done and final of each primitive action, ``[N, T, C]``.
 
     The last executed action of a decision leads to the next decision; those after it were never executed
@@ -149,8 +157,7 @@ def _per_action(batch: TensorDictBase, done: Tensor, final: Tensor) -> tuple[Ten
     executed = mask.sum(-1, keepdim=True)
     position = torch.arange(mask.shape[-1], device=mask.device)
     last, unused = position == executed - 1, position >= executed
-    values = batch[STATE_VALUE]
-    next_values = torch.where(last, batch[NEXT, STATE_VALUE][..., :1], values.roll(-1, dims=-1))
+    next_values = torch.where(last, next_values[..., :1], values.roll(-1, dims=-1))
     next_values = torch.where(unused, 0.0, next_values)
     reward = torch.where(unused, 0.0, batch[NEXT, STEP_REWARDS])
     return reward, next_values, (last & done) | unused, (last & final) | unused

@@ -68,6 +68,7 @@ class _ChunkCollector(BaseCollector):
         policy: TensorDictModuleBase,
         exploration: ExplorationType,
         *,
+        values: bool,
         on_decision: Hook | None,
         pre_collect_hook: Callable[[], None] | None,
         post_collect_hook: Hook | None,
@@ -75,7 +76,7 @@ class _ChunkCollector(BaseCollector):
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.env, self.policy, self.exploration = env, policy, exploration
         self.on_decision = on_decision
-        self.has_value = STATE_VALUE in policy.out_keys
+        self.has_value = values and STATE_VALUE in policy.out_keys
         root_keys = [*policy.loss_keys, ACTION, ACTION_LOG_PROB, TASK_ID, TRIAL_ID, GROUP_ID]
         root_keys += [STATE_VALUE] if self.has_value else []
         self.stored_keys = [*dict.fromkeys(root_keys), *((NEXT, key) for key in OUTCOME_KEYS)]
@@ -136,10 +137,10 @@ class StepCollector(_ChunkCollector):
 
     Args:
         env: environments with the keys of the data contract, batch ``[N]``.
-        policy: a policy with ``in_keys``, ``out_keys`` and ``loss_keys``; it samples. Without ``state_value`` among
-            its ``out_keys`` no values are stored.
+        policy: a policy with ``in_keys``, ``out_keys`` and ``loss_keys``; it samples.
         decisions: ``T``, decisions per environment and batch.
         total_frames: stop after that many decisions over all environments; -1 for never.
+        values: store the values of a policy that has ``state_value`` among its ``out_keys``.
         bootstrap: that of :func:`~vla_algos.advantages.gae`.
         on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars.
         pre_collect_hook: TorchRL's hook, called before a batch.
@@ -153,6 +154,7 @@ class StepCollector(_ChunkCollector):
         decisions: int,
         total_frames: int = -1,
         *,
+        values: bool = True,
         bootstrap: Bootstrap = "truncation",
         on_decision: Hook | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
@@ -166,6 +168,7 @@ class StepCollector(_ChunkCollector):
             env,
             policy,
             ExplorationType.RANDOM,
+            values=values,
             on_decision=on_decision,
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,
@@ -202,7 +205,8 @@ class StepCollector(_ChunkCollector):
             if self.has_value:
                 after = outcome[NEXT]
                 wanted = self._worth_something(after)
-                wanted |= ~after[DONE] if t == self.decisions - 1 else False
+                if t == self.decisions - 1:
+                    wanted = wanted | ~after[DONE]
                 slots = (wanted & ~after[LOST]).squeeze(-1).nonzero().squeeze(-1)
                 if slots.numel():
                     cut_short.append((t, slots, after.select(*self.policy.in_keys)[slots]))
@@ -321,6 +325,7 @@ class EpisodeCollector(_ChunkCollector):
             env,
             policy,
             exploration,
+            values=False,  # whole episodes are compared by their returns
             on_decision=on_decision,
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,

@@ -31,21 +31,23 @@ from vla_keys import (
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """Rewards per executed action; advantages and returns over valid decisions, where they are there.
+    """Rewards per executed action; advantages and returns over valid decisions or actions, where they are there.
 
     ``train/critic/explained_variance`` compares the value targets with the values of the rollout.
     """
-    valid = valid_decisions(batch)
-    metrics = {"rollout/rewards": batch[NEXT, STEP_REWARDS][batch[NEXT, STEP_MASK]].mean()}
-    if (advantage := batch.get(ADVANTAGE, None)) is not None and valid.any():
+    mask = batch[NEXT, STEP_MASK]
+    metrics = {"rollout/rewards": batch[NEXT, STEP_REWARDS][mask].mean()}
+    advantage, target = batch.get(ADVANTAGE, None), batch.get(VALUE_TARGET, None)
+    valid = mask if advantage is not None and advantage.shape == mask.shape else valid_decisions(batch)
+    if advantage is not None and valid.any():
         advantage = advantage[valid]
         metrics["rollout/advantages_mean"] = advantage.mean()
         metrics["rollout/advantages_max"] = advantage.max()
         metrics["rollout/advantages_min"] = advantage.min()
-    if (target := batch.get(VALUE_TARGET, None)) is not None:
+    if target is not None:
         metrics["rollout/returns_mean"] = target[valid].mean()
-        value = batch[STATE_VALUE]
-        metrics["train/critic/explained_variance"] = explained_variance(value[valid], target[valid])
+        if (value := batch.get(STATE_VALUE, None)) is not None:
+            metrics["train/critic/explained_variance"] = explained_variance(value[valid], target[valid])
     return {name: float(value) for name, value in metrics.items()}
 
 
