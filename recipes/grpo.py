@@ -20,6 +20,7 @@ from vla_algos.loggers import RunLogger
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.runs import (
+    OPTIM,
     demonstration_seed,
     describe,
     evaluation_settings,
@@ -44,11 +45,14 @@ def main(config: DictConfig) -> None:
     started = time.perf_counter()
     folder = start_run(config, KEYS)
     # Every setting is checked before any work begins.
-    algo = group(config, "algo", collect_groups, ChunkClipPPOLoss, Learner, also=["group_size", "patience"])
+    critic = ["critic_coeff", "clip_value", "huber_delta", "critic_warmup_steps"]  # GRPO has none
+    elsewhere = [*OPTIM, *critic, "collector", "episodes", "policy", "loss_module", "updates"]
+    readers = [collect_groups, ChunkClipPPOLoss, Learner]
+    algo = group(config, "algo", *readers, also=["group_size", "patience"], without=elsewhere)
     grouping, learning = take(algo, collect_groups), take(algo, Learner)
     success_bounds = grouping["success_bounds"]
     group_size, patience = algo.pop("group_size"), algo.pop("patience")
-    learning |= group(config, "optim", Learner)
+    learning |= group(config, "optim", also=OPTIM)
     recording, cloning = warm_start_settings(config)
     evaluation = evaluation_settings(config)
     demonstrations = demonstration_seed(config.seed, evaluation["seed"])

@@ -19,6 +19,7 @@ from vla_algos.loggers import RunLogger
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.runs import (
+    OPTIM,
     demonstration_seed,
     describe,
     evaluation_settings,
@@ -43,9 +44,10 @@ def main(config: DictConfig) -> None:
     started = time.perf_counter()
     folder = start_run(config, KEYS)
     # Every setting is checked before any work begins.
-    algo = group(config, "algo", gae, ChunkClipPPOLoss, Learner)
+    elsewhere = [*OPTIM, "batch", "policy", "loss_module", "updates"]
+    algo = group(config, "algo", gae, ChunkClipPPOLoss, Learner, without=elsewhere)
     discount, learning = take(algo, gae), take(algo, Learner)
-    learning |= group(config, "optim", Learner)
+    learning |= group(config, "optim", also=OPTIM)
     collecting = group(config, "collector", also=["decisions"])
     recording, cloning = warm_start_settings(config)
     evaluation = evaluation_settings(config)

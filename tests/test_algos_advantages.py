@@ -187,6 +187,26 @@ def test_a_chunk_of_one_action_is_an_action():
     assert torch.equal(chunk[VALUE_TARGET], action[VALUE_TARGET])
 
 
+@pytest.mark.parametrize(
+    ("reward_level", "expected"),
+    [
+        # per decision: 1 + 0.5 * 4, then 4, then 1 of a new episode that the rollout cuts short
+        ("chunk", [[3.0], [4.0], [1.0]]),
+        # per action: 0 + 0.5 * (1 + 0.5 * 4), 1 + 0.5 * 4, 4 and nothing for what was not executed, 1 + 0.5 * 0, 0
+        ("action", [[1.5, 3.0], [4.0, NAN], [1.0, 0.0]]),
+    ],
+)
+@pytest.mark.parametrize("lmbda", [0.0, 0.95])
+@pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
+def test_without_values_the_advantage_is_the_discounted_return(bootstrap, lmbda, reward_level, expected):
+    batch = action_batch().exclude(STATE_VALUE, (NEXT, STATE_VALUE))
+    gae(batch, gamma=0.5, lmbda=lmbda, normalize=False, bootstrap=bootstrap, reward_level=reward_level)
+    expected = torch.tensor(expected)
+    executed = ~expected.isnan()
+    for key in (ADVANTAGE, VALUE_TARGET):
+        assert torch.equal(batch[key][0][executed], expected[executed])
+
+
 def test_lost_decision_changes_nothing_before_it():
     step_mask = torch.tensor([[[True], [False]]])
     flags = {"done": [[False, True]], "terminated": [[False, False]], "step_mask": step_mask}

@@ -150,10 +150,12 @@ def test_returns_add_up(policy):
             assert row[NEXT, SUCCESS][end].item() == (total.item() == 1)
 
 
-def test_policy_without_value_head():
+@pytest.mark.parametrize("has_head", [False, True])
+def test_without_values_none_are_stored_nor_computed(has_head):
     policy = ToyPolicy()
-    policy.out_keys = [key for key in policy.out_keys if key != STATE_VALUE]
-    batch = StepCollector(ToyEnv(N), policy, T).rollout()
+    if not has_head:
+        policy.out_keys = [key for key in policy.out_keys if key != STATE_VALUE]
+    batch = StepCollector(ToyEnv(N), policy, T, values=not has_head).rollout()
     assert STATE_VALUE not in batch.keys(True) and (NEXT, STATE_VALUE) not in batch.keys(True)
     assert len(policy.passes) == T
 

@@ -22,6 +22,7 @@ from vla_envs import Episode, SimulatorSpec, VLAEnv, make_env
 from vla_envs.errors import unknown_name
 from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy, load_policy
 
+OPTIM = ("lr", "value_lr", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")  # of Learner
 _DEMONSTRATIONS = 1_000_000  # added to the run's seed for the initial states of demonstrations
 
 
@@ -61,7 +62,9 @@ def finish_run(folder: Path) -> None:
     link.replace(folder.parent / "latest")
 
 
-def group(config: DictConfig, name: str, *readers: Callable, also: Iterable[str] = ()) -> dict:
+def group(
+    config: DictConfig, name: str, *readers: Callable, also: Iterable[str] = (), without: Iterable[str] = ()
+) -> dict:
     """A group of the configuration as keyword arguments, every one of which somebody reads.
 
     Args:
@@ -69,11 +72,12 @@ def group(config: DictConfig, name: str, *readers: Callable, also: Iterable[str]
         name: of the group.
         readers: the functions whose keyword arguments the settings are.
         also: settings that the recipe reads itself.
+        without: arguments of the readers that are set elsewhere.
 
     Raises:
         ValueError: a setting that nobody reads; the message offers the nearest ones.
     """
-    known = {parameter for reader in readers for parameter in _parameters(reader)} | set(also)
+    known = {parameter for reader in readers for parameter in _parameters(reader)} - set(without) | set(also)
     settings = OmegaConf.to_container(config[name], resolve=True)
     for key in settings:
         if key not in known:
