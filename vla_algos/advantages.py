@@ -123,14 +123,18 @@ def gae(
     if reward_level == "action":
         valid = batch[NEXT, STEP_MASK]
         reward, next_values, done, final = _per_action(batch, values, next_values, done, final)
-    next_values = torch.where(final, 0.0, next_values)
+    # What was never executed may hold anything, even a NaN: it enters nothing.
+    values, reward = torch.where(valid, values, 0.0), torch.where(valid, reward, 0.0)
+    next_values = torch.where(valid & ~final, next_values, 0.0)
     if next_values.isnan().any():
         raise ValueError(
             f"bootstrap={bootstrap!r} needs the value of final observations that are not there (NaN): "
             f"collect with StepCollector(..., bootstrap={bootstrap!r})"
         )
-    steps = lambda x: x.flatten(1, 2).unsqueeze(-1)  # noqa: E731  [N, T, K] -> [N, T * K, 1]
-    advantage, value_target = generalized_advantage_estimate(
+    # One row of time steps per environment, those that were executed first: the recursion steps over the others.
+    order = (~valid).flatten(1).to(torch.int8).argsort(dim=1, stable=True)
+    steps = lambda x: x.flatten(1).gather(1, order).unsqueeze(-1)  # noqa: E731  [N, T, K] -> [N, T * K, 1]
+    results = generalized_advantage_estimate(
         gamma,
         lmbda,
         state_value=steps(values),
@@ -139,9 +143,11 @@ def gae(
         done=steps(done),
         terminated=steps(final),
     )
-    advantage = advantage.reshape(values.shape)
+    advantage, value_target = (
+        torch.empty_like(x).squeeze(-1).scatter(1, order, x.squeeze(-1)).reshape(values.shape) for x in results
+    )
     batch[ADVANTAGE] = normalize_advantages(advantage, valid) if normalize else advantage
-    batch[VALUE_TARGET] = value_target.reshape(values.shape)
+    batch[VALUE_TARGET] = value_target
     return batch
 
 

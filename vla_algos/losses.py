@@ -273,10 +273,11 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         per_action = value.shape == mask.shape
         valid = mask if per_action else mask.any(-1, keepdim=True)
         count = _count(all_of_it, "action" if per_action else "chunk", 1)
+        value, target = torch.where(valid, value, 0.0), torch.where(valid, target, 0.0)  # as above: not even a NaN
         loss = F.huber_loss(value, target, reduction="none", delta=self.huber_delta)
         terms = {"num_values": valid.sum()}
         if self.clip_value is not None:
-            old = tensordict[self.tensor_keys.value]
+            old = torch.where(valid, tensordict[self.tensor_keys.value], 0.0)
             change = value - old
             near = old + change.clamp(-self.clip_value, self.clip_value)
             loss = torch.maximum(loss, F.huber_loss(near, target, reduction="none", delta=self.huber_delta))
