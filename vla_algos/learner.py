@@ -98,6 +98,8 @@ class Learner:
         trained = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
         self._actor = [p for name, p in trained if "value_head" not in name]
         self._critic = [p for name, p in trained if "value_head" in name]
+        if critic_warmup_steps and not self._critic:
+            raise ValueError("critic_warmup_steps needs parameters to warm up, named value_head...; set it to 0")
         rates = [(self._actor, lr), (self._critic, lr if value_lr is None else value_lr)]
         groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay)
@@ -123,13 +125,15 @@ class Learner:
             Metrics under ``train/``, see ``docs/metrics.md``.
 
         Raises:
-            ValueError: the stored log-probabilities are not finite, or not those of this policy.
+            ValueError: nothing was executed, or the stored log-probabilities are not finite or not this policy's.
             FloatingPointError: no gradient of the update was finite.
         """
         if self.aggregation == "trajectory_mean":
             trajectory_weights(batch, self.loss_module.log_prob_level)
         samples = batch.reshape(-1)
         samples = samples[valid_decisions(samples).squeeze(-1)]
+        if not len(samples):
+            raise ValueError("no decision of this batch was executed: there is nothing to learn from")
         self._prepare(samples)
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
         mismatch = None
