@@ -34,7 +34,7 @@ def resolve(folder_or_id: str | Path, revision: str | None = None) -> Path:
         raise FileNotFoundError(f"{folder} is a file; pass the checkpoint folder that it is in")
     name = str(folder_or_id)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        raise FileNotFoundError(f"no folder {folder}; pass a checkpoint folder or a hub id openvla/openvla-7b")
+        raise FileNotFoundError(f"no folder {folder}; pass a checkpoint folder or a hub id (openvla/openvla-7b)")
     from huggingface_hub import snapshot_download
 
     try:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ACTION, PROPRIO = "action", "proprio"  # the parts of a data set's statistics
 KINDS = {"q99": ("q01", "q99"), "min_max": ("min", "max")}
 _EPSILON = 1e-8
 
@@ -87,8 +88,8 @@ class ActionStatistics:
             raise ValueError(f"unknown kind of statistics {kind!r}; there are {sorted(KINDS)}")
         key = select_statistics(statistics, unnorm_key)
         entry = statistics[key]
-        proprio = _bounds(entry["proprio"], kind, key, "proprio") if entry.get("proprio") else None
-        return cls(key, kind, _bounds(entry.get("action", {}), kind, key, "action"), proprio)
+        proprio = _bounds(entry, PROPRIO, kind, key) if entry.get(PROPRIO) else None
+        return cls(key, kind, _bounds(entry, ACTION, kind, key), proprio)
 
     def unnormalize(self, actions: Tensor) -> Tensor:
         """Actions ``[..., A]`` in -1..1 to physical units."""
@@ -133,8 +134,8 @@ def select_statistics(statistics: Mapping[str, Any], unnorm_key: str | None) -> 
     raise ValueError(f"the checkpoint has no statistics {unnorm_key!r}; set unnorm_key to one of {names}")
 
 
-def _bounds(entry: Mapping[str, Any], kind: str, key: str, what: str) -> Bounds:
-    names = KINDS[kind]
+def _bounds(statistics: Mapping[str, Any], what: str, kind: str, key: str) -> Bounds:
+    entry, names = statistics.get(what, {}), KINDS[kind]
     if any(name not in entry for name in names):
         raise ValueError(f"the statistics {key!r} have no {' and '.join(names)} of {what}; they have {sorted(entry)}")
     low, high = (tuple(float(value) for value in entry[name]) for name in names)
