@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import vla_policies
-from vla_policies import load_policy
+from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 from vla_policies.__main__ import main
 from vla_policies.hub import resolve
 from vla_policies.llama import LlamaConfig
@@ -328,6 +328,7 @@ def test_a_truncated_head_is_refused(tmp_path):
 def test_a_folder_that_is_written_has_everything_that_was_read(checkpoint, tmp_path):
     folder = OpenVLAFolder.read(checkpoint)
     weights = {key: entry.read().float() for key, entry in folder.weights.items()}
+    weights["projector.fc1.bias"] = weights["projector.fc1.bias"].bfloat16()
     folder.write(tmp_path / "copy", weights=weights, options={"family": "openvla", "benchmark": "libero"})
     again = OpenVLAFolder.read(tmp_path / "copy")
     assert again.files == folder.files and again.statistics == folder.statistics
@@ -382,6 +383,14 @@ def test_inspect_of_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     code, out, err = inspect(tmp_path, capsys)
     assert code == 1 and err.count("\n") == 1 and "'gpt2'" in err
+
+
+def test_inspect_describes_the_small_policy(tmp_path, capsys):
+    SmallVLA(SmallVLAConfig(action_low=(-1.0,) * 4, action_high=(1.0,) * 4, state_dim=4)).save_pretrained(tmp_path)
+    code, out, _ = inspect(tmp_path, capsys)
+    assert code == 0 and "small" in out and "float32" in out
+    with pytest.raises(ValueError, match=r"not an OpenVLA checkpoint; leave out the settings \['benchmark'\]"):
+        load_policy(tmp_path, benchmark="libero")
 
 
 def test_load_policy_takes_openvla_checkpoints(tmp_path):

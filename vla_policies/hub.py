@@ -17,12 +17,11 @@ _PATTERNS = [
 ]
 
 
-def resolve(folder_or_id: str | Path, revision: str | None = None) -> Path:
+def resolve(folder_or_id: str | Path) -> Path:
     """A local folder as it is, or the local copy of a hub repository, downloaded if need be.
 
     Args:
         folder_or_id: a folder, or an id such as ``openvla/openvla-7b``.
-        revision: branch, tag or commit of the repository.
 
     Raises:
         FileNotFoundError: no such folder, and no hub that has such a repository can be reached.
@@ -38,7 +37,7 @@ def resolve(folder_or_id: str | Path, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(

@@ -117,7 +117,7 @@ def _check_weights(folder: OpenVLAFolder) -> None:
     expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
 
     def unused(key: str) -> bool:
-        return vision.unused(key) or key.startswith(VALUE_HEAD)
+        return vision.unused(key) or key.startswith(VALUE_HEAD) or key.endswith("rotary_emb.inv_freq")
 
     check_layout(expected, folder.shapes, unused=unused, what=str(folder.path))
 

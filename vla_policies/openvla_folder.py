@@ -9,6 +9,7 @@ published layout has no place for: family, head, sequence layout, chunk and the 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -162,8 +163,8 @@ class OpenVLAFolder:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
-        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
-        config = {**self.config, "torch_dtype": dtypes.pop() if len(dtypes) == 1 else self.config.get("torch_dtype")}
+        (dtype, _), *_ = Counter(tensor.dtype for tensor in weights.values()).most_common()
+        config = {**self.config, "torch_dtype": str(dtype).removeprefix("torch.")}
         for name, content in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         save_weights(weights, folder, max_shard_size=max_shard_size)
