@@ -63,6 +63,9 @@ class Prismatic(nn.Module):
 
     def image_tokens(self, pixel_values: Tensor) -> Tensor:
         """Projected patches ``[N, 256 n, hidden]`` of ``n`` images, see :func:`vla_policies.images.pixel_values`."""
+        # Camera images are channels-last in memory; convolutions are at least as fast on them,
+        # and the result is nearer to the reference's.
+        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
         return self.projector(self.vision_backbone(pixel_values))
 
     def prefix(self, pixel_values: Tensor, prompt_tokens: Tensor, extra: Tensor | None = None) -> tuple[Tensor, Tensor]:

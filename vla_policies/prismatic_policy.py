@@ -43,6 +43,7 @@ class OpenVLAConfig:
         temperature: of the sampling policy, in the rollout and in the update.
         top_k: draw from the likeliest ``top_k`` tokens only, in the rollout and in the update; 0 for all.
         value_head: build a value head; it starts afresh if the checkpoint has none.
+        gradient_checkpointing: recompute activations in the update instead of keeping them.
     """
 
     benchmark: str
@@ -55,6 +56,7 @@ class OpenVLAConfig:
     temperature: float = 1.0
     top_k: int = 0
     value_head: bool = True
+    gradient_checkpointing: bool = False
 
 
 class PrismaticPolicy(VLAPolicy):
@@ -121,6 +123,7 @@ class PrismaticPolicy(VLAPolicy):
         )
         self.prompts = Prompts(folder.path, config.max_prompt_length)
         self.model = model
+        model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.num_values = num_values if config.value_head else 0
         hidden_size = model.config.language.hidden_size
         self.value_head = ValueHead(hidden_size, num_values) if config.value_head else None
