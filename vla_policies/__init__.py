@@ -1,7 +1,34 @@
-"""Vision-Language-Action policies: observations in, actions, log-probabilities and values out."""
+"""Vision-Language-Action policies: observations in, actions, log-probabilities and values out.
 
-from vla_policies.checkpoints import load_policy
-from vla_policies.policy import VLAPolicy
-from vla_policies.small import SmallVLA, SmallVLAConfig
+Importing this package imports neither torch nor a model library; what is used is loaded when it is first named.
+"""
 
-__all__ = ["SmallVLA", "SmallVLAConfig", "VLAPolicy", "load_policy"]
+import importlib
+from typing import Any
+
+_HOMES = {
+    "VLAPolicy": "vla_policies.policy",
+    "SmallVLA": "vla_policies.small",
+    "SmallVLAConfig": "vla_policies.small",
+    "OpenVLA": "vla_policies.openvla",
+    "OpenVLAOFT": "vla_policies.openvla_oft",
+    "load_policy": "vla_policies.checkpoints",
+    "ADAPTERS": "vla_policies.adapters",
+    "Adapter": "vla_policies.adapters",
+    "make_calvin_example": "vla_policies.adapters",
+    "make_libero_example": "vla_policies.adapters",
+    "make_maniskill_example": "vla_policies.adapters",
+    "make_metaworld_example": "vla_policies.adapters",
+    "make_robotwin_example": "vla_policies.adapters",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

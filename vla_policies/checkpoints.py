@@ -1,4 +1,8 @@
-"""Saving and loading policies: a folder with ``config.json`` and ``model.safetensors``; nothing is executed."""
+"""Saving and loading policies: a folder with ``config.json`` and weights in safetensors; nothing is executed.
+
+:func:`load_policy` reads what any policy of this package saved, and published checkpoints. How an OpenVLA folder is
+laid out is the business of :mod:`vla_policies.openvla_folder`; the rest of this module is the small policy's.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vla_policies.hub import resolve
+from vla_policies.openvla_folder import FAMILIES, OpenVLAFolder
+
 if TYPE_CHECKING:
     from vla_policies.policy import VLAPolicy
 
-POLICIES = {"small": "vla_policies.small:SmallVLA"}  # by the "policy" entry of config.json
+POLICIES = {  # by the "policy" entry of config.json, or by the family of an OpenVLA checkpoint
+    "small": "vla_policies.small:SmallVLA",
+    "openvla": "vla_policies.openvla:OpenVLA",
+    "openvla_oft": "vla_policies.openvla_oft:OpenVLAOFT",
+}
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -27,30 +38,31 @@ def save_policy(folder: str | Path, name: str, config: Mapping[str, Any], weight
     (folder / _CONFIG).write_text(json.dumps({"policy": name, **config}, indent=2) + "\n")
 
 
-def load_policy(folder: str | Path) -> VLAPolicy:
-    """Load a policy that ``save_pretrained`` wrote, with its normalisation statistics.
+def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
+    """Load a policy that ``save_pretrained`` wrote, or a published OpenVLA checkpoint, with its statistics.
+
+    Args:
+        folder: local folder or hub id.
+        **settings: of ``from_pretrained`` of the OpenVLA policies. Files of OpenVLA-OFT that have neither its heads nor
+            our options look like OpenVLA's: load those with ``OpenVLAOFT.from_pretrained``.
 
     Raises:
         FileNotFoundError: the folder is not a policy.
         ValueError: an unknown architecture, a truncated file, or weights that do not fit the configuration.
     """
-    folder = Path(folder)
-    for file in (_CONFIG, _WEIGHTS):
-        if not (folder / file).is_file():
-            raise FileNotFoundError(
-                f"{folder} is not a policy folder: it has no {file}; pass the folder that save_pretrained or a recipe "
-                "wrote, such as runs/ppo/latest/policy"
-            )
-    try:
-        config = json.loads((folder / _CONFIG).read_text())
-        name = config.pop("policy", None)
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"{folder / _CONFIG} is not a policy configuration ({error})") from error
+    folder = resolve(folder)
+    config = read_config(folder)
+    if config.get("model_type") in FAMILIES:
+        return policy_class(OpenVLAFolder.read(folder).family).from_pretrained(folder, **settings)
+    if settings:
+        raise ValueError(f"{folder} is not an OpenVLA checkpoint; leave out the settings {sorted(settings)}")
+    if not (folder / _WEIGHTS).is_file():
+        raise FileNotFoundError(_not_a_policy(folder, _WEIGHTS))
+    name = config.pop("policy", None)
     if name not in POLICIES:
         raise ValueError(f"{folder / _CONFIG} describes the policy {name!r}; this version knows {sorted(POLICIES)}")
-    module, _, attribute = POLICIES[name].partition(":")
     try:
-        policy = getattr(importlib.import_module(module), attribute).from_config(config)
+        policy = policy_class(name).from_config(config)
     except TypeError as error:
         raise ValueError(f"{folder / _CONFIG} does not fit the policy {name!r}: {error}") from error
     try:
@@ -71,3 +83,31 @@ def load_policy(folder: str | Path) -> VLAPolicy:
         )
     policy.load_state_dict(weights)
     return policy
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a policy folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not a JSON object.
+    """
+    if not (folder / _CONFIG).is_file():
+        raise FileNotFoundError(_not_a_policy(folder, _CONFIG))
+    try:
+        return dict(json.loads((folder / _CONFIG).read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / _CONFIG} is not a policy configuration ({error})") from error
+
+
+def policy_class(name: str) -> type[VLAPolicy]:
+    """The class of a name in :data:`POLICIES`."""
+    module, _, attribute = POLICIES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _not_a_policy(folder: Path, file: str) -> str:
+    return (
+        f"{folder} is not a policy folder: it has no {file}; pass an OpenVLA checkpoint, or the folder that "
+        "save_pretrained or a recipe wrote, such as runs/ppo/latest/policy"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,3 +37,41 @@ class ActionBins(nn.Module):
     def expectation(self, logits: Tensor) -> Tensor:
         """Fractional token ``[..., A]`` that logits ``[..., A, num_bins]`` mean on average."""
         return logits.softmax(-1) @ torch.arange(self.num_bins, dtype=logits.dtype, device=logits.device)
+
+
+class ActionTokens:
+    """The 256 vocabulary entries that OpenVLA spends on actions: 31744 to 31999, the largest value first.
+
+    256 edges from -1 to 1 have 255 centres between them, so the two tokens 31744 and 31745 share the largest centre,
+    255/256 of the way (0.99608); 31999 is -0.99608. Everywhere else in this package a token is *relative*, 0 to 255.
+    Source: Kim et al. 2024, "OpenVLA", section 3.2 (256 bins written over the 256 least used Llama tokens).
+
+    Not a module: converting a policy to bfloat16 must not round the centres.
+    """
+
+    first_id = 31744
+    num_tokens = 256
+
+    def __init__(self) -> None:
+        self._edges = np.linspace(-1.0, 1.0, self.num_tokens)
+        centres = (self._edges[:-1] + self._edges[1:]) / 2
+        index = (self.num_tokens - 1 - np.arange(self.num_tokens)).clip(0, len(centres) - 1)
+        self.values = torch.from_numpy(centres[index].astype(np.float32))  # float32 [256], by relative token
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Normalised actions float32 in -1..1 of relative tokens int64 0..255, any shape."""
+        return self.values.to(tokens.device)[tokens]
+
+    def decode_ids(self, ids: Tensor) -> Tensor:
+        """Normalised actions of vocabulary ids, any shape; an id outside the 256 counts as the nearest of them."""
+        return self.decode((ids - self.first_id).clamp(0, self.num_tokens - 1))
+
+    def encode(self, actions: Tensor) -> Tensor:
+        """Relative tokens int64 of normalised actions, any shape, clamped to -1..1: the bin each one falls into."""
+        edges = torch.from_numpy(self._edges).to(actions.device)
+        bins = torch.bucketize(actions.to(torch.float64).clamp(-1.0, 1.0), edges, right=True)  # 1..256
+        return self.num_tokens - bins
+
+    def expectation(self, logits: Tensor) -> Tensor:
+        """Normalised action ``[...]`` that logits ``[..., 256]`` mean on average."""
+        return logits.float().softmax(-1) @ self.values.to(logits.device)

@@ -1,0 +1,46 @@
+"""Checkpoints by local folder or by hub id. A local folder needs no network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# Data only: neither code nor whole-model pickles. The heads of OpenVLA-OFT are published as .pt, which are read with
+# weights_only=True.
+_PATTERNS = [
+    "*.json",
+    "*.safetensors",
+    "tokenizer.model",
+    "action_head--*.pt",
+    "proprio_projector--*.pt",
+    "vision_backbone--*.pt",
+]
+
+
+def resolve(folder_or_id: str | Path) -> Path:
+    """A local folder as it is, or the local copy of a hub repository, downloaded if need be.
+
+    Args:
+        folder_or_id: a folder, or an id such as ``openvla/openvla-7b``.
+
+    Raises:
+        FileNotFoundError: no such folder, and no hub that has such a repository can be reached.
+    """
+    folder = Path(folder_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FileNotFoundError(f"{folder} is a file; pass the checkpoint folder that it is in")
+    name = str(folder_or_id)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        raise FileNotFoundError(f"no folder {folder}; pass a checkpoint folder or a hub id (openvla/openvla-7b)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(
+            f"{name} is neither a folder here nor a repository that can be downloaded ({type(error).__name__}: "
+            f"{reason}); where there is a network type: hf download {name} --local-dir CHECKPOINT; pass that folder"
+        ) from error

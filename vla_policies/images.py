@@ -1,0 +1,218 @@
+"""Image preprocessing of OpenVLA in plain torch, on uint8 batches and on any device.
+
+The order is that of the reference: resize to the model's size, crop (optional), scale to 0..1, normalise once per
+vision backbone. A checkpoint is trained on the pixels of one particular resize, so the default reproduces that of the
+reference (Pillow's bicubic) to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+PRECISION_BITS = 22
+"""Fixed-point fraction of Pillow's resampling weights for 8-bit images: 32 bits less 8 of a pixel and 2 of headroom."""
+
+CROP_AREA = 0.9
+
+
+@dataclass(frozen=True)
+class ImagePreprocessor:
+    """What a checkpoint expects of its images; call it or use :func:`pixel_values`.
+
+    Attributes:
+        means, stds: one RGB triple per vision backbone (DINOv2, SigLIP), for pixels from 0 to 1.
+        size: height and width of the model's input.
+        fast: resize with :func:`resize_fast` instead of :func:`resize_exact`.
+        crop: keep the central 0.9 of the area, as policies are evaluated that were trained on random crops of it.
+    """
+
+    means: tuple[tuple[float, ...], ...] = ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5))
+    stds: tuple[tuple[float, ...], ...] = ((0.229, 0.224, 0.225), (0.5, 0.5, 0.5))
+    size: tuple[int, int] = (224, 224)
+    fast: bool = False
+    crop: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, fast: bool = False, crop: bool = False) -> ImagePreprocessor:
+        """Read a checkpoint's ``preprocessor_config.json``.
+
+        Raises:
+            ValueError: if an entry is missing, or the images are not to be resized as published OpenVLA models do.
+        """
+        missing = [name for name in ("means", "stds", "input_sizes") if name not in config]
+        if missing:
+            raise ValueError(f"preprocessor_config.json has no {missing}: is it that of an OpenVLA checkpoint?")
+        strategy = config.get("image_resize_strategy", "resize-naive")
+        if strategy != "resize-naive" or set(config.get("interpolations", ["bicubic"])) != {"bicubic"}:
+            raise ValueError(
+                f"preprocessor_config.json asks for {strategy!r} with {config.get('interpolations')}; only "
+                "'resize-naive' with 'bicubic', that of the published OpenVLA checkpoints, is supported"
+            )
+        sizes = {tuple(size[-2:]) for size in config["input_sizes"]}
+        if len(sizes) != 1 or not len(config["means"]) == len(config["stds"]) == len(config["input_sizes"]) == 2:
+            raise ValueError(
+                f"preprocessor_config.json describes {len(config['input_sizes'])} inputs of sizes {sorted(sizes)}; "
+                "OpenVLA has two, of one size"
+            )
+        means, stds = (tuple(tuple(rgb) for rgb in config[name]) for name in ("means", "stds"))
+        return cls(means, stds, sizes.pop(), fast=fast, crop=crop)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """See :func:`pixel_values`."""
+        return pixel_values(images, self)
+
+
+def pixel_values(images: Tensor, preprocessor: ImagePreprocessor) -> Tensor:
+    """Input of the vision backbone.
+
+    Args:
+        images: uint8 ``[N, n, H, W, 3]``, ``n`` cameras, the third-person one first.
+        preprocessor: of the checkpoint.
+
+    Returns:
+        float32 ``[N, 6 n, h, w]``: per camera three channels normalised for DINOv2, then three for SigLIP.
+
+    Raises:
+        ValueError: if ``images`` are of another shape or type.
+    """
+    if images.ndim != 5 or images.shape[-1] != 3:
+        raise ValueError(f"images of shape {tuple(images.shape)}; expected [N, images, H, W, 3]")
+    flat = images.flatten(0, 1)
+    flat = (resize_fast if preprocessor.fast else resize_exact)(flat, preprocessor.size)
+    if preprocessor.crop:
+        flat = center_crop(flat)
+    pixels = torch.cat(
+        [normalize(flat, *statistics) for statistics in zip(preprocessor.means, preprocessor.stds, strict=True)], dim=1
+    )
+    return pixels.unflatten(0, images.shape[:2]).flatten(1, 2)
+
+
+def resize_exact(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bicubic resize that equals Pillow's ``Image.resize(..., BICUBIC)`` in every bit.
+
+    Pillow resizes columns, then rows, and rounds to 8 bits in between; weights are fixed-point numbers with
+    ``PRECISION_BITS`` of fraction. Downscaling widens the filter (antialiasing).
+
+    Args:
+        images: uint8 ``[N, H, W, 3]``.
+        size: ``(h, w)``.
+
+    Returns:
+        uint8 ``[N, h, w, 3]``.
+
+    Raises:
+        ValueError: if ``images`` are of another shape or type.
+    """
+    _check(images)
+    if images.shape[1:3] == size:
+        return images
+    # A CPU is several times faster image by image, in its cache; an accelerator wants the batch whole.
+    parts = images.split(1) if images.device.type == "cpu" else [images]
+    return torch.cat(
+        [_resize_rows(_resize_rows(part.transpose(1, 2), size[1]).transpose(1, 2), size[0]) for part in parts]
+    )
+
+
+def resize_fast(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bicubic resize with antialiasing by :func:`torch.nn.functional.interpolate`; shapes of :func:`resize_exact`.
+
+    The same filter, other rounding: a pixel may differ from :func:`resize_exact` by a few of 255 levels.
+    """
+    _check(images)
+    if images.shape[1:3] == size:
+        return images
+    channels_first = images.permute(0, 3, 1, 2)
+    if images.device.type != "cpu":
+        channels_first = channels_first.float()
+    resized = F.interpolate(channels_first, size, mode="bicubic", antialias=True, align_corners=False)
+    if resized.is_floating_point():
+        resized = resized.round_().clamp_(0, 255).to(torch.uint8)
+    return resized.permute(0, 2, 3, 1)
+
+
+def center_crop(images: Tensor, area: float = CROP_AREA, size: tuple[int, int] | None = None) -> Tensor:
+    """Crop the central box with ``area`` of the image's area and resize it, bilinearly and without antialiasing.
+
+    The formula of TensorFlow's ``crop_and_resize`` and ``convert_image_dtype``, with which the reference evaluates.
+    With ``s = sqrt(area)``, output row ``i`` of ``h`` samples the image at ``(H - 1) ((1 - s) / 2 + i s / (h - 1))``,
+    between the rows above and below (columns alike); the result ``p`` in 0..1 becomes ``floor(255.5 p)``.
+
+    Args:
+        images: uint8 ``[N, H, W, 3]``.
+        area: fraction in (0, 1].
+        size: ``(h, w)`` of the output, by default that of the input.
+
+    Returns:
+        uint8 ``[N, h, w, 3]``.
+
+    Raises:
+        ValueError: if ``images`` are of another shape or type, or ``area`` is out of range.
+    """
+    _check(images)
+    if not 0 < area <= 1:
+        raise ValueError(f"area {area} of a centre crop; expected a fraction in (0, 1], for example {CROP_AREA}")
+    side = area**0.5
+    pixels = images * (1 / 255)
+    for dim in (2, 1):
+        old, new = images.shape[dim], (size or images.shape[1:3])[dim - 1]
+        step = side * (old - 1) / max(new - 1, 1)
+        position = (1 - side) / 2 * (old - 1) + torch.arange(new, device=images.device) * step
+        before = position.long()
+        after = (before + 1).clamp_(max=old - 1)
+        fraction = (position - before).view(-1, *[1] * (3 - dim))
+        pixels = pixels.index_select(dim, before).lerp(pixels.index_select(dim, after), fraction)
+    return (pixels * 255.5).clamp_(0, 255).to(torch.uint8)
+
+
+def normalize(images: Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> Tensor:
+    """``(images / 255 - means) / stds``: uint8 ``[N, H, W, 3]`` to float32 ``[N, 3, H, W]``."""
+    _check(images)
+    means, stds = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (means, stds))
+    return images.permute(0, 3, 1, 2).div(255).contiguous().sub_(means).div_(stds)
+
+
+def _check(images: Tensor) -> None:
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+        raise ValueError(
+            f"images are {images.dtype} of shape {tuple(images.shape)}; expected torch.uint8 RGB [N, H, W, 3]"
+        )
+
+
+def _resize_rows(images: Tensor, length: int) -> Tensor:
+    """Weighted sums of rows: uint8 ``[N, H, W, 3]`` to ``[N, length, W, 3]``. Sums fit into 32 bits as in Pillow."""
+    if images.shape[1] == length:
+        return images
+    first, weights = (values.to(images.device) for values in _bicubic_weights(images.shape[1], length))
+    rows = images.to(torch.int32, memory_format=torch.contiguous_format)
+    total = torch.full_like(rows[:, :1], 1 << (PRECISION_BITS - 1)).repeat(1, length, 1, 1)
+    for tap, weight in enumerate(weights):
+        index = (first + tap).clamp_(max=images.shape[1] - 1)
+        total.addcmul_(rows.index_select(1, index), weight.view(-1, 1, 1))
+    return (total >> PRECISION_BITS).clamp_(0, 255).to(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def _bicubic_weights(old: int, new: int) -> tuple[Tensor, Tensor]:
+    """First input of each output int64 ``[new]``, and fixed-point weights int32 ``[taps, new]`` from there on.
+
+    Keys' cubic with ``a = -0.5``, as wide as the scale when it shrinks, cut at the border and normalised to sum 1.
+    """
+    scale = old / new
+    stretch = max(scale, 1.0)
+    centre = (torch.arange(new, dtype=torch.float64) + 0.5) * scale
+    first = (centre - 2 * stretch + 0.5).clamp(min=0).long()
+    last = (centre + 2 * stretch + 0.5).long().clamp(max=old)
+    position = first + torch.arange(int((last - first).max())).unsqueeze(1)
+    x = ((position - centre + 0.5) / stretch).abs()
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = -0.5 * (((x - 5) * x + 8) * x - 4)
+    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0)) * (position < last)
+    weights = weights / weights.sum(0) * (1 << PRECISION_BITS)
+    return first, (weights + weights.sign() / 2).to(torch.int32)

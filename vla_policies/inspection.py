@@ -1,0 +1,136 @@
+"""What a checkpoint folder is and what it lacks, from its small files and the headers of its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+
+from vla_policies.checkpoints import POLICIES, read_config
+from vla_policies.hub import resolve
+from vla_policies.llama import LlamaConfig
+from vla_policies.normalization import ACTION, KINDS
+from vla_policies.openvla_folder import FAMILIES, VALUE_HEAD, OpenVLAFolder
+from vla_policies.prismatic import Prismatic, PrismaticConfig
+from vla_policies.prompts import Prompts
+from vla_policies.vision import VisionConfig, heads_of
+from vla_policies.weights import Entry, check_layout, list_weights
+
+_NOT_SAID = "not in the files"
+
+
+@dataclass
+class Report:
+    """What :func:`inspect` found.
+
+    Attributes:
+        facts: name and text, in the order to print.
+        missing: what has to be there before the checkpoint can be loaded.
+    """
+
+    facts: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{name:<15} {text}" for name, text in self.facts.items()]
+        return "\n".join(lines + [f"{'MISSING':<15} {text}" for text in self.missing])
+
+
+def inspect(folder: str | Path) -> Report:
+    """Describe a checkpoint folder or hub id without reading a tensor.
+
+    Raises:
+        FileNotFoundError, ValueError: it is no checkpoint of a policy of this package.
+    """
+    path = resolve(folder)
+    config = read_config(path)
+    if config.get("model_type") in FAMILIES:
+        return _inspect_openvla(OpenVLAFolder.read(path))
+    name = config.get("policy")
+    if name not in POLICIES:
+        what = repr(config.get("model_type") or name or "an unknown model")
+        raise ValueError(f"{path} is a checkpoint of {what}; this version knows {sorted(POLICIES)}")
+    report = Report({"family": name, "chunk": str(config.get("chunk_size")), "statistics": "part of the weights"})
+    report.facts["weights"] = _size(list_weights(path))
+    return report
+
+
+def _inspect_openvla(folder: OpenVLAFolder) -> Report:
+    options, report = folder.options, Report()
+    facts = report.facts
+    doubt = "" if folder.family_is_known else ", or openvla_oft with the token head: published files do not say"
+    facts["family"] = folder.family + doubt
+    facts["benchmark"] = options.get("benchmark", f"{_NOT_SAID}; set benchmark")
+    facts["head"] = head = options.get("head", "l1" if folder.action_head else "tokens")
+    if folder.family == "openvla_oft":
+        layout = "official" if head == "l1" else f"{_NOT_SAID}; set layout to 'official' or 'rlinf'"
+        facts["layout"] = options.get("layout", layout)
+        for name, option in (("chunk", "num_action_chunks"), ("images", "num_images_in_input")):
+            facts[name] = str(options.get(option, f"{_NOT_SAID}; set {option}"))
+    else:
+        facts |= {"layout": "one token after the other", "chunk": "1", "images": "1"}
+    facts["statistics"] = _statistics(folder)
+    facts["proprioception"] = _name_or_no(folder.proprio_projector)
+    facts["FiLM"] = f"{folder.film.name}: not supported" if folder.film else "no"
+    facts["LoRA adapter"] = "lora_adapter/" if folder.lora_adapter else "no"
+    if not folder.statistics:
+        report.missing.append("statistics: put dataset_statistics.json of the training data into the folder")
+    try:
+        Prompts(folder.path, max_length=1)
+        facts["tokenizer"] = "yes"
+    except (FileNotFoundError, ValueError) as error:
+        report.missing.append(f"tokenizer: {error}")
+    if options.get("head") == "l1" and not folder.action_head:
+        report.missing.append("action head: copy action_head--*.pt of the original checkpoint")
+    if options.get("use_proprio") and not folder.proprio_projector:
+        report.missing.append("proprioception: copy proprio_projector--*.pt of the original checkpoint")
+    try:
+        facts["weights"] = _size(folder.weights)
+        value_head = "in the weights" if folder.value_head_in_weights else _name_or_no(folder.value_head)
+        facts["value head"] = "no: a new one is initialised" if value_head == "no" else value_head
+        _check_weights(folder)
+    except (FileNotFoundError, ValueError) as error:
+        report.missing.append(f"weights: {error}")
+    return report
+
+
+def _statistics(folder: OpenVLAFolder) -> str:
+    texts = []
+    for key, entry in sorted(folder.statistics.items()):
+        action = entry.get(ACTION, {})
+        kinds = [kind for kind, names in KINDS.items() if all(name in action for name in names)]
+        size = len(action[KINDS[kinds[0]][0]]) if kinds else 0
+        texts.append(f"{key} ({size} action dimensions, {' or '.join(kinds)})")
+    return ", ".join(texts) or "none"
+
+
+def _check_weights(folder: OpenVLAFolder) -> None:
+    """Compare names and shapes with the model, which is built on the meta device."""
+    vision = VisionConfig.from_shapes(folder.shapes, heads_of(folder.config))
+    language = LlamaConfig.from_dict(folder.config.get("text_config", {}))
+    with torch.device("meta"):
+        model = Prismatic(PrismaticConfig(vision, language))
+    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+
+    def unused(key: str) -> bool:
+        return vision.unused(key) or key.startswith(VALUE_HEAD) or key.endswith("rotary_emb.inv_freq")
+
+    check_layout(expected, folder.shapes, unused=unused, what=str(folder.path))
+
+
+def _size(weights: Mapping[str, Entry]) -> str:
+    count = sum(prod(entry.shape) for entry in weights.values())
+    dtypes = Counter(str(entry.dtype).removeprefix("torch.") for entry in weights.values())
+    size = sum(prod(entry.shape) * (entry.dtype or torch.int64).itemsize for entry in weights.values())
+    files = len({entry.file for entry in weights.values()})
+    unit, amount = ("GB", size / 1e9) if size > 1e9 else ("MB", size / 1e6)
+    names = ", ".join(name for name, _ in dtypes.most_common())
+    return f"{count:,} parameters, {names}, {amount:.1f} {unit} in {files} file{'s' if files > 1 else ''}"
+
+
+def _name_or_no(file: Path | None) -> str:
+    return file.name if file else "no"

@@ -1,0 +1,145 @@
+"""Normalisation of actions and proprioception with the statistics that come with a checkpoint.
+
+The model works in -1..1. The formula is that of OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al. 2025):
+bounds are the 1st and 99th percentile of the training data (kind ``q99``, most robots) or its extremes (kind
+``min_max``, ALOHA and RoboTwin). Which of the two a checkpoint was trained with is part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ACTION, PROPRIO = "action", "proprio"  # the parts of a data set's statistics
+KINDS = {"q99": ("q01", "q99"), "min_max": ("min", "max")}
+_EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What -1 and 1 mean, per dimension.
+
+    Attributes:
+        low, high: values in physical units, one per dimension.
+        mask: whether a dimension is normalised at all; a gripper usually is not.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    mask: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    def unnormalize(self, values: Tensor) -> Tensor:
+        """Physical units of ``values`` ``[..., A]``: ``0.5 (x + 1) (high - low + 1e-8) + low`` where masked."""
+        low, high, mask = self._tensors(values)
+        return torch.where(mask, 0.5 * (values + 1.0) * (high - low + _EPSILON) + low, values)
+
+    def normalize(self, values: Tensor) -> Tensor:
+        """Inverse of :meth:`unnormalize`, clamped to -1..1 where masked; 0 where a dimension never moved."""
+        low, high, mask = self._tensors(values)
+        scaled = (2.0 * (values - low) / (high - low + _EPSILON) - 1.0).clamp(-1.0, 1.0)
+        return torch.where(mask, torch.where(high == low, 0.0, scaled), values)
+
+    def _tensors(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if values.shape[-1] != len(self):
+            raise ValueError(f"the statistics have {len(self)} dimensions and the values {values.shape[-1]}")
+        low, high = (torch.tensor(bound, dtype=torch.float32, device=values.device) for bound in (self.low, self.high))
+        return low, high, torch.tensor(self.mask, device=values.device)
+
+
+@dataclass(frozen=True)
+class ActionStatistics:
+    """The statistics of one training data set: how its actions and its proprioception are normalised.
+
+    Attributes:
+        key: name of the data set, the ``unnorm_key`` of the checkpoint.
+        kind: ``q99`` or ``min_max``.
+        action: bounds of the ``A`` dimensions that the model predicts.
+        proprio: bounds of the proprioception, or ``None`` where the data set has none.
+    """
+
+    key: str
+    kind: str
+    action: Bounds
+    proprio: Bounds | None
+
+    @classmethod
+    def from_json(
+        cls, statistics: Mapping[str, Mapping[str, Any]], unnorm_key: str | None, kind: str = "q99"
+    ) -> ActionStatistics:
+        """Read ``dataset_statistics.json`` (or ``norm_stats`` of ``config.json``).
+
+        Args:
+            statistics: entries ``action`` and perhaps ``proprio`` per data set, each with ``q01``, ``q99``, ``min``,
+                ``max`` and perhaps ``mask``.
+            unnorm_key: which data set; may be ``None`` if there is only one.
+            kind: ``q99`` or ``min_max``.
+
+        Raises:
+            ValueError: an unknown kind or key (the message lists what there is), or numbers that are missing.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind of statistics {kind!r}; there are {sorted(KINDS)}")
+        key = select_statistics(statistics, unnorm_key)
+        entry = statistics[key]
+        proprio = _bounds(entry, PROPRIO, kind, key) if entry.get(PROPRIO) else None
+        return cls(key, kind, _bounds(entry, ACTION, kind, key), proprio)
+
+    def unnormalize(self, actions: Tensor) -> Tensor:
+        """Actions ``[..., A]`` in -1..1 to physical units."""
+        return self.action.unnormalize(actions)
+
+    def normalize(self, actions: Tensor) -> Tensor:
+        """Actions ``[..., A]`` in physical units to -1..1."""
+        return self.action.normalize(actions)
+
+    def normalize_states(self, states: Tensor) -> Tensor:
+        """Proprioception ``[..., S]`` to -1..1, clamped.
+
+        Raises:
+            ValueError: the data set has no statistics of proprioception, or of another size.
+        """
+        if self.proprio is None:
+            raise ValueError(f"the statistics {self.key!r} have no entry 'proprio'; set use_proprio=False")
+        if states.shape[-1] != len(self.proprio):
+            raise ValueError(
+                f"states have {states.shape[-1]} numbers and the statistics {self.key!r} have {len(self.proprio)}; "
+                "use the benchmark that it was trained on"
+            )
+        return self.proprio.normalize(states).clamp(-1.0, 1.0)
+
+
+def select_statistics(statistics: Mapping[str, Any], unnorm_key: str | None) -> str:
+    """The key of ``statistics`` that ``unnorm_key`` means; LIBERO checkpoints append ``_no_noops`` to a suite's name.
+
+    Raises:
+        ValueError: no statistics at all, no such key, or no key given where there are several; lists the keys.
+    """
+    names = sorted(statistics)
+    if not names:
+        raise ValueError("the checkpoint has no action statistics; put its dataset_statistics.json into the folder")
+    if unnorm_key is None:
+        if len(names) == 1:
+            return names[0]
+        raise ValueError(f"the checkpoint has statistics of {len(names)} data sets; set unnorm_key to one of {names}")
+    for name in (unnorm_key, f"{unnorm_key}_no_noops"):
+        if name in statistics:
+            return name
+    raise ValueError(f"the checkpoint has no statistics {unnorm_key!r}; set unnorm_key to one of {names}")
+
+
+def _bounds(statistics: Mapping[str, Any], what: str, kind: str, key: str) -> Bounds:
+    entry, names = statistics.get(what, {}), KINDS[kind]
+    if any(name not in entry for name in names):
+        raise ValueError(f"the statistics {key!r} have no {' and '.join(names)} of {what}; they have {sorted(entry)}")
+    low, high = (tuple(float(value) for value in entry[name]) for name in names)
+    mask = tuple(bool(value) for value in entry.get("mask", [True] * len(low)))
+    if not len(low) == len(high) == len(mask):
+        raise ValueError(f"the statistics {key!r} of {what} differ in length: {len(low)}, {len(high)}, {len(mask)}")
+    return Bounds(low, high, mask)

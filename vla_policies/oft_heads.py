@@ -1,0 +1,62 @@
+"""The two modules that OpenVLA-OFT adds to OpenVLA, by the names in their checkpoint files (without ``module.``).
+
+Kim et al. 2025, "Fine-Tuning Vision-Language-Action Models", arXiv 2502.19645.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class L1Head(nn.Module):
+    """Continuous actions from the hidden states of a chunk: an MLP with residual blocks, one row per primitive action.
+
+    Args:
+        hidden_size: width of the language model.
+        action_dim: ``A``.
+        inner_size: width of the MLP; the published heads have that of the language model.
+        num_blocks: residual blocks; the published heads have 2.
+    """
+
+    def __init__(self, hidden_size: int, action_dim: int, inner_size: int | None = None, num_blocks: int = 2):
+        super().__init__()
+        self.action_dim, inner = action_dim, inner_size or hidden_size
+        self.model = nn.Module()
+        self.model.layer_norm1 = nn.LayerNorm(hidden_size * action_dim)
+        self.model.fc1 = nn.Linear(hidden_size * action_dim, inner)
+        self.model.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(inner) for _ in range(num_blocks))
+        self.model.layer_norm2 = nn.LayerNorm(inner)
+        self.model.fc2 = nn.Linear(inner, action_dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalised actions float32 ``[N, C, A]`` of hidden states ``[N, C * A, hidden]``, not clamped."""
+        layers = self.model
+        features = hidden.to(layers.fc1.weight.dtype).unflatten(1, (-1, self.action_dim)).flatten(2)
+        features = F.relu(layers.fc1(layers.layer_norm1(features)))
+        for block in layers.mlp_resnet_blocks:
+            features = block(features)
+        return layers.fc2(layers.layer_norm2(features)).float()
+
+
+class ResidualBlock(nn.Module):
+    """``x + relu(linear(norm(x)))``."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, size), nn.ReLU())
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features + self.ffn(features)
+
+
+class ProprioProjector(nn.Module):
+    """Proprioception ``[N, S]`` in -1..1 as one token ``[N, 1, hidden]``."""
+
+    def __init__(self, state_dim: int, hidden_size: int):
+        super().__init__()
+        self.fc1 = nn.Linear(state_dim, hidden_size)
+        self.fc2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(states.to(self.fc1.weight.dtype)))).unsqueeze(1)

@@ -1,0 +1,137 @@
+"""Checkpoint folders to OpenVLA policies and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from vla_policies.llama import LlamaConfig
+from vla_policies.lora import has_lora, load_adapter, plain_weights, save_adapter
+from vla_policies.openvla_folder import VALUE_HEAD, OpenVLAFolder
+from vla_policies.prismatic import Prismatic, PrismaticConfig
+from vla_policies.vision import VisionConfig, heads_of
+from vla_policies.weights import load_head, load_weights
+
+if TYPE_CHECKING:
+    from vla_policies.prismatic_policy import PrismaticPolicy
+
+Policy = TypeVar("Policy", bound="PrismaticPolicy")
+_LORA = "lora_adapter"
+_HEADS = ("action_head", "proprio_projector")
+
+
+def load(
+    policy_class: type[Policy],
+    folder: str | Path,
+    settings: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    lora_adapter: str | Path | None,
+) -> Policy:
+    """Build a policy of a checkpoint. Everything is checked before a tensor is read; memory peaks at its weights.
+
+    Args:
+        policy_class: ``OpenVLA`` or ``OpenVLAOFT``.
+        folder: local folder or hub id, in the layout of :mod:`vla_policies.openvla_folder`.
+        settings: fields of the class's configuration. They override what the checkpoint was saved with, apart from
+            those that it was trained with.
+        dtype, device: of the model. Heads are float32.
+        lora_adapter: folder of a peft adapter to apply. One that :func:`save` wrote is applied by itself; one that is
+            published beside weights is not, because it is merged into them already.
+
+    Raises:
+        FileNotFoundError: no checkpoint, or a part of it is missing.
+        ValueError: settings, statistics, tokenizer or weights that do not fit.
+    """
+    checkpoint = OpenVLAFolder.read(folder, policy_class.family)
+    config = policy_class.config_class(**_settings(policy_class, checkpoint, settings))
+    vision = VisionConfig.from_shapes(checkpoint.shapes, heads_of(checkpoint.config))
+    language = LlamaConfig.from_dict(checkpoint.config.get("text_config", {}))
+    padding = checkpoint.config.get("pad_to_multiple_of", PrismaticConfig.vocabulary_padding)
+    with torch.device("meta"):
+        model = Prismatic(PrismaticConfig(vision, language, vocabulary_padding=padding))
+    policy = policy_class(model, checkpoint, config)
+
+    def unused(key: str) -> bool:
+        return vision.unused(key) or key.startswith(VALUE_HEAD) or key.endswith("rotary_emb.inv_freq")
+
+    spare = load_weights(model, checkpoint.weights, dtype=dtype, device=device, unused=unused)
+    policy.spare = {key: tensor for key, tensor in spare.items() if not key.startswith(VALUE_HEAD)}
+    for name in _HEADS:
+        if getattr(policy, name, None) is not None:
+            file = getattr(checkpoint, name)
+            if file is None:
+                raise FileNotFoundError(
+                    f"{checkpoint.path} has no {name}--*.pt, which the policy needs; copy it from the original "
+                    "checkpoint, or set head='tokens' (action_head) or use_proprio=False (proprio_projector)"
+                )
+            load_head(getattr(policy, name), file, dtype=torch.float32)
+    if policy.value_head is not None and checkpoint.value_head_in_weights:
+        load_weights(policy.value_head, checkpoint.weights, prefix=VALUE_HEAD, dtype=torch.float32)
+    elif policy.value_head is not None and checkpoint.value_head is not None:
+        load_head(policy.value_head, checkpoint.value_head, dtype=torch.float32, prefix=VALUE_HEAD)
+    policy.to(device)
+    if lora_adapter is None and checkpoint.options.get(_LORA):
+        lora_adapter = checkpoint.path / _LORA
+    if lora_adapter is not None:
+        load_adapter(policy, lora_adapter)
+    return policy
+
+
+def save(policy: PrismaticPolicy, folder: str | Path) -> None:
+    """Write a policy in the layout of its checkpoint, together with its settings in ``vla_torchrl.json``.
+
+    A LoRA adapter goes into ``lora_adapter/``; merge it first (:func:`vla_policies.lora.merge_adapter`) for weights
+    that any OpenVLA code can load.
+    """
+    folder = Path(folder)
+    weights = {**plain_weights(policy.model), **policy.spare}
+    if policy.value_head is not None:
+        weights |= {f"{VALUE_HEAD}{key}": tensor for key, tensor in policy.value_head.state_dict().items()}
+    lora = has_lora(policy)
+    options = {"family": policy.family, **asdict(policy.config), _LORA: lora}
+    policy.folder.write(folder, weights=weights, options=options)
+    for name in _HEADS:
+        head = getattr(policy, name, None)
+        if head is None:
+            continue
+        for stale in folder.glob(f"{name}--*"):
+            stale.unlink()
+        tensors: dict[str, Tensor] = {key: tensor.detach().cpu() for key, tensor in head.state_dict().items()}
+        torch.save(tensors, folder / f"{name}--latest_checkpoint.pt")
+    if lora:
+        save_adapter(policy, folder / _LORA)
+
+
+def _settings(policy_class: type, checkpoint: OpenVLAFolder, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user asked for over what the checkpoint was saved with over what can be seen in it."""
+    names = [entry.name for entry in fields(policy_class.config_class)]
+    unknown = sorted(settings.keys() - set(names))
+    if unknown:
+        raise ValueError(f"{policy_class.__name__} has no settings {unknown}; there are {names}")
+    stored = {name: value for name, value in checkpoint.options.items() if name in names}
+    for name in policy_class.bound:
+        if name in stored and settings.get(name, stored[name]) != stored[name]:
+            raise ValueError(
+                f"{name} is {settings[name]!r}, but {checkpoint.path} was trained with {stored[name]!r}; "
+                f"leave {name} out"
+            )
+    merged = {**stored, **settings}
+    if "benchmark" not in merged:
+        raise ValueError(f"{checkpoint.path} does not say which benchmark it acts in; set benchmark, such as 'libero'")
+    if "head" in names and not stored:
+        merged.setdefault("head", "l1" if checkpoint.action_head else "tokens")
+        merged.setdefault("use_proprio", checkpoint.proprio_projector is not None)
+        merged.setdefault("use_film", checkpoint.film is not None)
+        if merged["head"] == "tokens" and "layout" not in merged:
+            raise ValueError(
+                f"{checkpoint.path} does not say how its sequences end; set layout='official' for checkpoints of "
+                "openvla-oft and SimpleVLA-RL, layout='rlinf' for those of RLinf"
+            )
+    return merged

@@ -1,0 +1,32 @@
+"""The value head of OpenVLA policies, by the names and the initialisation of RLinf's checkpoints."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class ValueHead(nn.Module):
+    """MLP ``hidden -> 512 -> 128 -> num_values`` with GELU between, in float32 whatever the language model is in.
+
+    Args:
+        hidden_size: width of the language model.
+        num_values: 1 per decision, or one per primitive action of the chunk.
+    """
+
+    def __init__(self, hidden_size: int, num_values: int = 1):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden_size, 512),
+            nn.GELU(),
+            nn.Linear(512, 128),
+            nn.GELU(),
+            nn.Linear(128, num_values, bias=False),
+        )
+        for layer in (self.mlp[0], self.mlp[2]):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+        nn.init.normal_(self.mlp[4].weight, std=0.02)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values float32 ``[N, num_values]`` of hidden states ``[N, hidden]`` at the last token of the prompt."""
+        return self.mlp(hidden.to(self.mlp[0].weight.dtype)).float()
