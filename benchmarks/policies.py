@@ -346,7 +346,7 @@ def _summary(
     clock = "cpu" if options.device == "cpu" else "wall"
 
     def ratio(contender: Contender, what: str) -> float:
-        return statistics.median(np.divide(getattr(contender, what), getattr(mine, what)))
+        return float(statistics.median(np.divide(getattr(contender, what), getattr(mine, what))))
 
     rows = []
     for contender in contenders:

@@ -1,5 +1,6 @@
 """benchmarks/policies.py at a size that takes seconds; how fast anything is belongs to a quiet machine."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def test_contenders_agree_and_ratios_are_shown(benchmark, capsys):
     result = benchmark.run(benchmark.parse(ARGUMENTS))
     benchmark.show(result)
     shown = capsys.readouterr().out
+    assert json.loads(json.dumps(result)) == result  # what --output writes
     assert max(result["agreement"].values()) < 1e-5
     assert result["action_tokens"] == 56 and result["sequence_length"] == 1 + 256 + 23 + 56 + 1
     mine, *others = result["contenders"]
