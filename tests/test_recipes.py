@@ -216,7 +216,7 @@ def test_sft_writes_a_policy(tmp_path):
         ("ppo", ["+env.image_sise=3"], "image_sise"),
         ("ppo", ["experiment=metaworld_faucet_ppo"], "metaworld_faucets_ppo_small"),
         ("ppo", ["env.id=metaworld/reech-v3"], "reach-v3"),
-        ("ppo", ["policy.checkpoint=/nowhere"], "config.json"),
+        ("ppo", ["policy.checkpoint=/nowhere"], "no folder /nowhere; pass a checkpoint folder"),
         ("ppo", ["eval.seed=0"], "eval.seed=9000000"),
         ("evaluate", [], "checkpoint=runs/ppo/latest/policy"),
         ("evaluate", ["checkpoint=x", "ablation=blank"], "blank_images"),
