@@ -1,4 +1,4 @@
-"""Success of a saved policy on a fixed grid of episodes: ``python recipes/evaluate.py checkpoint=FOLDER``."""
+"""Success of a saved policy on a fixed grid of episodes: ``python recipes/evaluate.py policy.checkpoint=FOLDER``."""
 
 import os
 
@@ -11,19 +11,21 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos.evaluation import blank_images, swap_instructions
+from vla_algos.policy_setup import make_policy
 from vla_algos.runs import (
     describe,
+    env_spec,
     evaluate_with_bar,
     evaluation_settings,
     finish_run,
-    load_env_and_policy,
     save_videos,
+    start_env,
     start_run,
 )
 from vla_envs import evaluation_grid
 from vla_envs.errors import unknown_name
 
-KEYS = ("env", "checkpoint", "eval", "seed", "greedy", "ablation")
+KEYS = ("env", "policy", "eval", "seed", "greedy", "ablation")
 ABLATIONS = {  # what the policy is shown instead
     "blank_images": lambda spec: blank_images,
     "swap_instructions": lambda spec: swap_instructions(spec.tasks),
@@ -32,14 +34,15 @@ ABLATIONS = {  # what the policy is shown instead
 
 @hydra.main(version_base=None, config_path="conf", config_name="evaluate")
 def main(config: DictConfig) -> None:
-    if not config.checkpoint:
-        raise ValueError("which policy? type: python recipes/evaluate.py checkpoint=runs/ppo/latest/policy")
+    if not config.policy.checkpoint:
+        raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
     if config.ablation is not None and config.ablation not in ABLATIONS:
         raise unknown_name("ablation", config.ablation, ABLATIONS)
     folder = start_run(config, KEYS)
     evaluation = evaluation_settings(config)
-    env, policy = load_env_and_policy(config, config.checkpoint)
-    spec = env.simulator_spec
+    spec = env_spec(config)
+    policy = make_policy(config, spec)
+    env = start_env(config, policy)
     ablation = ABLATIONS[config.ablation](spec) if config.ablation else None
     result = evaluate_with_bar(
         config.ablation or "evaluation",

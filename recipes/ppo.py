@@ -18,21 +18,23 @@ from vla_algos.learner import Learner
 from vla_algos.loggers import RunLogger
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import env_metrics, rollout_metrics
+from vla_algos.policy_setup import make_policy
 from vla_algos.runs import (
     OPTIM,
     demonstration_seed,
     describe,
+    describe_policy,
+    env_spec,
     evaluation_settings,
     finish_run,
-    group,
-    make_env_and_policy,
+    start_env,
     start_run,
     summarise,
-    take,
     training_test,
     warm_start,
     warm_start_settings,
 )
+from vla_algos.settings import group, take
 from vla_envs import evaluation_grid
 from vla_keys import NEXT, STEP_MASK
 
@@ -56,8 +58,8 @@ def main(config: DictConfig) -> None:
         raise ValueError(f"iterations is {config.iterations}, must be at least 1")
 
     # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.
-    env, policy = make_env_and_policy(config)
-    spec = env.simulator_spec
+    spec = env_spec(config)
+    policy = make_policy(config, spec)
     loss_module = ChunkClipPPOLoss(policy, **algo)
     learner = Learner(loss_module, **learning, updates=config.iterations)
     check_levels(
@@ -67,7 +69,8 @@ def main(config: DictConfig) -> None:
         chunk_size=policy.chunk_size,
         log_prob_level=algo["log_prob_level"],
     )
-    print(f"{describe(spec)}\npolicy of {sum(p.numel() for p in policy.parameters()):,} parameters")
+    env = start_env(config, policy)
+    print(f"{describe(spec)}\n{describe_policy(policy)}")
     if not config.policy.checkpoint:
         warm_start(env, policy, demonstrations, recording, cloning)
 

@@ -9,14 +9,16 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos.loggers import RunLogger
+from vla_algos.policy_setup import make_policy
 from vla_algos.runs import (
     demonstration_seed,
     describe,
+    env_spec,
     evaluate_with_bar,
     evaluation_settings,
     finish_run,
-    make_env_and_policy,
     save_videos,
+    start_env,
     start_run,
     warm_start,
     warm_start_settings,
@@ -32,19 +34,21 @@ def main(config: DictConfig) -> None:
     recording, cloning = warm_start_settings(config)
     evaluation = evaluation_settings(config)
     demonstrations = demonstration_seed(config.seed, evaluation["seed"])
-    env, policy = make_env_and_policy(config)
+    spec = env_spec(config)
+    policy = make_policy(config, spec)
+    env = start_env(config, policy)
     warm_start(env, policy, demonstrations, recording, cloning)
     policy.save_pretrained(folder / "policy")
     finish_run(folder)
 
-    grid = evaluation_grid(env.simulator_spec, evaluation["trials"], evaluation["seed"])
+    grid = evaluation_grid(spec, evaluation["trials"], evaluation["seed"])
     result = evaluate_with_bar("evaluation", env, policy, grid, record=evaluation["videos"])
     logger = RunLogger(folder)
     logger.log(result.metrics(), step=config.sft.steps)
     logger.close()
     save_videos(folder / "videos", result)
     env.close()
-    print(f"\n{describe(env.simulator_spec)}\n\n{result.table()}\n")
+    print(f"\n{describe(spec)}\n\n{result.table()}\n")
     print(f"policy       {folder / 'policy'}\nvideos       {folder / 'videos'}")
 
 

@@ -2,16 +2,14 @@
 
 import ast
 import functools
-import importlib.util
 import inspect
 import textwrap
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
+from openvla_checkpoint import make_checkpoint
+from running import CONF, RECIPES, Started, composed, main_of
 
 import vla_envs.env
 from vla_algos.advantages import gae
@@ -24,8 +22,6 @@ from vla_envs import make_env
 from vla_envs.metaworld import make_spec
 from vla_policies import SmallVLA, SmallVLAConfig
 
-RECIPES = Path(__file__).parent.parent / "recipes"
-CONF = RECIPES / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
@@ -34,19 +30,8 @@ def recipe_of(experiment):
 
 
 RUNS = [(name, []) for name in ("ppo", "grpo", "sft", "evaluate")]
+RUNS += [("ppo", ["policy=openvla"]), ("grpo", ["policy=openvla_oft", "policy.layout=official"])]
 RUNS += [(recipe_of(experiment), [f"experiment={experiment}"]) for experiment in EXPERIMENTS]
-
-
-class Started(Exception):
-    """The recipe has checked its settings and would start simulators now."""
-
-
-@functools.cache
-def main_of(name):
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main.__wrapped__
 
 
 @pytest.fixture
@@ -58,20 +43,17 @@ def check(monkeypatch, tmp_path):
 
     monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
     SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4)).save_pretrained(tmp_path / "policy")
+    make_checkpoint(tmp_path / "openvla")
     yield functools.partial(run_checks, folder=tmp_path)
     GlobalHydra.instance().clear()
 
 
-def composed(name, overrides, folder) -> DictConfig:
-    if name == "evaluate":
-        overrides = [*overrides, f"checkpoint={folder / 'policy'}"]
-    overrides = [*overrides, f"hydra.runtime.output_dir={folder}"]
-    with initialize_config_dir(str(CONF), version_base=None):
-        config = compose(name, overrides=overrides, return_hydra_config=True)
-    HydraConfig.instance().set_config(config)
-    with open_dict(config):
-        del config["hydra"]
-    return config
+def overrides_of(name, overrides, folder):
+    """What a run needs beside ``overrides``: the folder of a checkpoint, of this family."""
+    if name != "evaluate" and not any(override.startswith("policy=") for override in overrides):
+        return overrides
+    kind = "openvla" if any("openvla" in override for override in overrides) else "policy"
+    return [*overrides, f"policy.checkpoint={folder / kind}"]
 
 
 def run_checks(name, config, folder):
@@ -89,7 +71,7 @@ def groups(node, path=()):
 @pytest.mark.parametrize(("name", "overrides"), RUNS, ids=lambda x: x if isinstance(x, str) else "".join(x) or "-")
 def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides, check, tmp_path):
     """And with that, a configuration that passes has only keys that somebody takes."""
-    config = composed(name, overrides, tmp_path)
+    config = composed(name, overrides_of(name, overrides, tmp_path), tmp_path)
     with pytest.raises(Started):
         check(name, config)
     for path in groups(OmegaConf.to_container(config)):

@@ -221,7 +221,7 @@ def test_a_published_folder_tells_its_head_but_not_its_layout(folder, tmp_path):
         ({"head": "diffusion"}, "tokens"),
         ({"layout": "simplevla"}, "rlinf"),
         ({"head": "l1", "layout": "rlinf"}, "official"),
-        ({"use_film": True}, "FiLM"),
+        ({"use_film": True}, "has no vision_backbone.*leave use_film out"),
         ({"num_images_in_input": 3}, "cameras"),
         ({"num_action_chunks": 0}, "num_action_chunks"),
         ({"use_proprio": True, "proprio_dim": 14}, "proprio_dim"),

@@ -1,32 +1,20 @@
 """Every recipe runs for two iterations, every experiment composes, and a wrong key is an error."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from running import CONF, recipe
 from safetensors.torch import load_file
 
 from vla_envs import make_spec
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
-RECIPES = Path(__file__).parent.parent / "recipes"
-CONF = RECIPES / "conf"
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=10", "env.image_size=32", "eval.trials=2"]
 TOY_SFT = ["sft.episodes=2", "sft.steps=5", "sft.max_steps=150"]
 TOY_GRPO = [*TOY, *TOY_SFT, "iterations=2", "algo.group_size=3", "algo.groups=2", "algo.max_groups=3", "eval.videos=1"]
 TOY_PPO = [*TOY, *TOY_SFT, "iterations=2", "collector.decisions=4", "algo.epochs=1", "eval.videos=1"]
-
-
-def recipe(name, folder, *overrides):
-    return subprocess.run(
-        [sys.executable, RECIPES / f"{name}.py", *overrides, f"hydra.run.dir={folder}"],
-        capture_output=True,
-        text=True,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +163,7 @@ def test_ppo_goes_on_from_a_policy_even_if_it_is_the_latest(ppo_run):
 
 def test_evaluate_reads_what_ppo_wrote(ppo_run, tmp_path):
     _, folder = ppo_run
-    run = recipe("evaluate", tmp_path / "eval", *TOY, f"checkpoint={folder / 'policy'}", "ablation=blank_images")
+    run = recipe("evaluate", tmp_path / "eval", *TOY, f"policy.checkpoint={folder / 'policy'}", "ablation=blank_images")
     assert run.returncode == 0, run.stderr
     assert "ablation blank_images" in run.stdout
     assert 0 <= json.loads((tmp_path / "eval" / "metrics.json").read_text())["eval/success_once"] <= 1
@@ -217,9 +205,11 @@ def test_sft_writes_a_policy(tmp_path):
         ("ppo", ["experiment=metaworld_faucet_ppo"], "metaworld_faucets_ppo_small"),
         ("ppo", ["env.id=metaworld/reech-v3"], "reach-v3"),
         ("ppo", ["policy.checkpoint=/nowhere"], "no folder /nowhere; pass a checkpoint folder"),
+        ("ppo", ["policy.family=openvlaoft"], "did you mean openvla_oft"),
+        ("ppo", ["policy=openvla"], "policy.checkpoint=FOLDER"),
         ("ppo", ["eval.seed=0"], "eval.seed=9000000"),
-        ("evaluate", [], "checkpoint=runs/ppo/latest/policy"),
-        ("evaluate", ["checkpoint=x", "ablation=blank"], "blank_images"),
+        ("evaluate", [], "policy.checkpoint=runs/ppo/latest/policy"),
+        ("evaluate", ["policy.checkpoint=x", "ablation=blank"], "blank_images"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error_before_any_work(name, overrides, message, tmp_path):

@@ -95,6 +95,7 @@ class Learner:
         self.steps = 0
         self._reference: torch.nn.Module | None = None
 
+        self._device = next(self.policy.parameters()).device
         trained = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
         self._actor = [p for name, p in trained if "value_head" not in name]
         self._critic = [p for name, p in trained if "value_head" in name]
@@ -178,7 +179,7 @@ class Learner:
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
         for part in minibatch.split(self.micro_batch_size):
-            losses = self.loss_module(part, whole=minibatch)
+            losses = self.loss_module(part.to(self._device), whole=minibatch)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
             loss.backward()
@@ -203,7 +204,7 @@ class Learner:
         if self.loss_module.reference_kl_coeff:
             if self._reference is None:
                 self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
-            add_reference_log_prob(samples, self._reference, self.micro_batch_size)
+            add_reference_log_prob(samples, self._reference, self.micro_batch_size, self._device)
 
     def _checked_mismatch(self, first: WeightedMean) -> float:
         mismatch = first.mean_of("train/actor/log_ratio")

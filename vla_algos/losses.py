@@ -96,6 +96,11 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         for name, level in [("log_prob_level", log_prob_level), ("entropy_level", entropy_level)]:
             if level not in get_args(Level):
                 raise ValueError(f"{name} is {level!r}, must be 'token', 'action' or 'chunk'")
+        if ACTION_LOG_PROB not in policy.out_keys:
+            raise ValueError(
+                "this policy predicts actions without a distribution (an L1 head), so they have no log-probability: "
+                "clone demonstrations with recipes/sft.py, or load a checkpoint with head='tokens'"
+            )
         if dual_clip is not None and dual_clip <= 1:
             raise ValueError(f"dual_clip is {dual_clip}, must be larger than 1 (3 is usual), or None for no bound")
         if reference_kl_coeff < 0:
@@ -289,7 +294,10 @@ class ChunkClipPPOLoss(ClipPPOLoss):
 
 @torch.no_grad()
 def add_reference_log_prob(
-    batch: TensorDictBase, reference: TensorDictModuleBase, minibatch_size: int
+    batch: TensorDictBase,
+    reference: TensorDictModuleBase,
+    minibatch_size: int,
+    device: torch.device | str | None = None,
 ) -> TensorDictBase:
     """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy.
 
@@ -297,12 +305,14 @@ def add_reference_log_prob(
         batch: ``[B]`` decisions with the policy's ``loss_keys``.
         reference: the frozen policy.
         minibatch_size: decisions per pass.
+        device: of the frozen policy, ``None`` for that of the batch.
 
     Returns:
         ``batch`` itself.
     """
-    parts = [reference.evaluate_actions(part)[0] for part in batch.split(minibatch_size)]
-    return batch.set(REFERENCE_LOG_PROB, torch.cat(parts))
+    parts = [part if device is None else part.to(device) for part in batch.split(minibatch_size)]
+    log_prob = torch.cat([reference.evaluate_actions(part)[0] for part in parts])
+    return batch.set(REFERENCE_LOG_PROB, log_prob.to(batch.device))
 
 
 def _to_level(values: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from tqdm import tqdm
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.imitation import clone_behaviour, record_demonstrations
 from vla_algos.loggers import write_video
-from vla_envs import Episode, SimulatorSpec, VLAEnv, make_env
+from vla_algos.settings import group, parameters_of, take
+from vla_envs import Episode, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.errors import unknown_name
-from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy, load_policy
+from vla_policies import VLAPolicy
 
 OPTIM = ("lr", "value_lr", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")  # of Learner
 _DEMONSTRATIONS = 1_000_000  # added to the run's seed for the initial states of demonstrations
@@ -29,7 +29,7 @@ _DEMONSTRATIONS = 1_000_000  # added to the run's seed for the initial states of
 def start_run(config: DictConfig, known: Iterable[str]) -> Path:
     """Check the configuration's top level, seed everything, and make the run's folder.
 
-    Keys within a group are checked by :func:`group`.
+    Keys within a group are checked by :func:`vla_algos.settings.group`.
 
     Args:
         config: the composed configuration.
@@ -62,38 +62,6 @@ def finish_run(folder: Path) -> None:
     link.replace(folder.parent / "latest")
 
 
-def group(
-    config: DictConfig, name: str, *readers: Callable, also: Iterable[str] = (), without: Iterable[str] = ()
-) -> dict:
-    """A group of the configuration as keyword arguments, every one of which somebody reads.
-
-    Args:
-        config: the whole configuration.
-        name: of the group.
-        readers: the functions whose keyword arguments the settings are.
-        also: settings that the recipe reads itself.
-        without: arguments of the readers that are set elsewhere.
-
-    Raises:
-        ValueError: a setting that nobody reads; the message offers the nearest ones.
-    """
-    known = {parameter for reader in readers for parameter in _parameters(reader)} - set(without) | set(also)
-    settings = OmegaConf.to_container(config[name], resolve=True)
-    for key in settings:
-        if key not in known:
-            raise unknown_name("setting", f"{name}.{key}", [f"{name}.{other}" for other in sorted(known)])
-    return settings
-
-
-def take(settings: dict, reader: Callable) -> dict:
-    """Remove from ``settings`` what ``reader`` takes as keyword arguments, and return it."""
-    return {name: settings.pop(name) for name in list(settings) if name in _parameters(reader)}
-
-
-def _parameters(function: Callable) -> Iterable[str]:
-    return inspect.signature(function).parameters
-
-
 def demonstration_seed(seed: int, evaluation_seed: int) -> int:
     """Seed of the demonstrations' initial states: neither the training episodes' (``seed``) nor the evaluation's.
 
@@ -109,36 +77,22 @@ def demonstration_seed(seed: int, evaluation_seed: int) -> int:
     return demonstrations
 
 
-def make_env_and_policy(config: DictConfig) -> tuple[VLAEnv, VLAPolicy]:
-    """The environment of ``config.env`` with the policy of ``config.policy``: loaded, or new for this environment."""
-    settings = group(config, "policy", SmallVLAConfig, also=["checkpoint"])
-    checkpoint = settings.pop("checkpoint")
-    if checkpoint:
-        return load_env_and_policy(config, checkpoint)
-    env = make_env(**config.env, chunk_size=settings["chunk_size"], seed=config.seed)
-    spec = env.simulator_spec
-    shape = {"action_low": spec.action_low, "action_high": spec.action_high, "state_dim": spec.state_dim}
-    return env, SmallVLA(SmallVLAConfig(**shape, **settings))
-
-
-def load_env_and_policy(config: DictConfig, checkpoint: str) -> tuple[VLAEnv, VLAPolicy]:
-    """The environment of ``config.env`` with a saved policy.
+def env_spec(config: DictConfig) -> SimulatorSpec:
+    """What ``config.env`` describes; nothing is started.
 
     Raises:
-        ValueError: the policy was made for another robot.
+        ValueError: an unknown name or option.
     """
-    policy = load_policy(checkpoint)
-    env = make_env(**config.env, chunk_size=policy.chunk_size, seed=config.seed)
-    spec = env.simulator_spec
-    if (policy.action_dim, policy.state_dim) != (spec.action_dim, spec.state_dim):
-        raise ValueError(
-            f"the policy in {checkpoint} has {policy.action_dim} action and {policy.state_dim} state dimensions, "
-            f"{spec.id} has {spec.action_dim} and {spec.state_dim}; evaluate it where it was trained: env=..."
-        )
-    return env, policy
+    starting = parameters_of(make_env)
+    return make_spec(**{key: value for key, value in config.env.items() if key == "id" or key not in starting})
 
 
-def warm_start(env: VLAEnv, policy: SmallVLA, seed: int, recording: dict, cloning: dict) -> None:
+def start_env(config: DictConfig, policy: VLAPolicy) -> VLAEnv:
+    """The environment of ``config.env``, with the chunk length of the policy."""
+    return make_env(**config.env, chunk_size=policy.chunk_size, seed=config.seed)
+
+
+def warm_start(env: VLAEnv, policy: VLAPolicy, seed: int, recording: dict, cloning: dict) -> None:
     """Record demonstrations in ``env`` and clone them into ``policy``, with progress bars.
 
     Args:
@@ -246,6 +200,13 @@ def summarise(
 def describe(spec: SimulatorSpec) -> str:
     """Name of a suite and whatever departs from the benchmark's own protocol, for printing beside a result."""
     return "\n".join([spec.id, *(f"  not the benchmark's: {departure}" for departure in spec.departures)])
+
+
+def describe_policy(policy: VLAPolicy) -> str:
+    """How large a policy is and how much of it learns, for printing."""
+    total = sum(parameter.numel() for parameter in policy.parameters())
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    return f"policy of {total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
 
 
 def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> list[Path]:

@@ -12,12 +12,10 @@ import torch
 
 from vla_policies.checkpoints import POLICIES, read_config
 from vla_policies.hub import resolve
-from vla_policies.llama import LlamaConfig
 from vla_policies.normalization import ACTION, KINDS
-from vla_policies.openvla_folder import FAMILIES, VALUE_HEAD, OpenVLAFolder
-from vla_policies.prismatic import Prismatic, PrismaticConfig
+from vla_policies.openvla_folder import FAMILIES, OpenVLAFolder
+from vla_policies.pretrained import empty_model, unused_by
 from vla_policies.prompts import Prompts
-from vla_policies.vision import VisionConfig, heads_of
 from vla_policies.weights import Entry, check_layout, list_weights
 
 _NOT_SAID = "not in the files"
@@ -75,7 +73,7 @@ def _inspect_openvla(folder: OpenVLAFolder) -> Report:
         facts |= {"layout": "one token after the other", "chunk": "1", "images": "1"}
     facts["statistics"] = _statistics(folder)
     facts["proprioception"] = _name_or_no(folder.proprio_projector)
-    facts["FiLM"] = f"{folder.film.name}: not supported" if folder.film else "no"
+    facts["FiLM"] = _name_or_no(folder.film)
     facts["LoRA adapter"] = "lora_adapter/" if folder.lora_adapter else "no"
     if not folder.statistics:
         report.missing.append("statistics: put dataset_statistics.json of the training data into the folder")
@@ -110,16 +108,10 @@ def _statistics(folder: OpenVLAFolder) -> str:
 
 def _check_weights(folder: OpenVLAFolder) -> None:
     """Compare names and shapes with the model, which is built on the meta device."""
-    vision = VisionConfig.from_shapes(folder.shapes, heads_of(folder.config))
-    language = LlamaConfig.from_dict(folder.config.get("text_config", {}))
-    with torch.device("meta"):
-        model = Prismatic(PrismaticConfig(vision, language))
+    model, entries, _ = empty_model(folder)
     expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-
-    def unused(key: str) -> bool:
-        return vision.unused(key) or key.startswith(VALUE_HEAD) or key.endswith("rotary_emb.inv_freq")
-
-    check_layout(expected, folder.shapes, unused=unused, what=str(folder.path))
+    found = {key: entry.shape for key, entry in entries.items()}
+    check_layout(expected, found, unused=unused_by(model), what=str(folder.path))
 
 
 def _size(weights: Mapping[str, Entry]) -> str:

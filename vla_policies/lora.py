@@ -113,10 +113,10 @@ def save_adapter(policy: PrismaticPolicy, folder: str | Path) -> None:
     Raises:
         ValueError: the policy has none.
     """
-    _check_lora(policy)
+    config = lora_config(policy)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    policy.model.peft_config[_NAME].save_pretrained(str(folder))
+    config.save_pretrained(str(folder))
     parameters = _adapter_parameters(policy.model)
     tensors = {f"{_PREFIX}{key}": tensor.detach().cpu().contiguous() for key, tensor in parameters.items()}
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
@@ -143,6 +143,16 @@ def merge_adapter(policy: PrismaticPolicy) -> None:
 def has_lora(policy: PrismaticPolicy) -> bool:
     """Whether there are adapters that were not merged."""
     return hasattr(policy.model, "peft_config")
+
+
+def lora_config(policy: PrismaticPolicy) -> LoraConfig:
+    """Peft's configuration of the adapter.
+
+    Raises:
+        ValueError: the policy has none.
+    """
+    _check_lora(policy)
+    return policy.model.peft_config[_NAME]
 
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -131,11 +131,6 @@ class OpenVLAFolder:
         return has_weights(self.path)
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the weights."""
-        return {key: entry.shape for key, entry in self.weights.items()}
-
-    @property
     def value_head_in_weights(self) -> bool:
         """Whether the weights have a value head among them, as those of RLinf."""
         return any(key.startswith(VALUE_HEAD) for key in self.weights)

@@ -29,7 +29,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         num_images_in_input: cameras, the third-person one first, then wrist cameras.
         use_proprio: a token of proprioception after the images.
         proprio_dim: its size; ``None`` for that of the statistics, another number is refused.
-        use_film: images modulated by the instruction; not supported yet.
+        use_film: images modulated by the instruction (FiLM); the checkpoint says.
         value_per_action: one value per primitive action (``[N, C]``) instead of one per decision (``[N, 1]``).
     """
 
@@ -48,10 +48,6 @@ class OpenVLAOFTConfig(OpenVLAConfig):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be {' or '.join(map(repr, choices))}")
         if self.head == "l1" and self.layout != "official":
             raise ValueError("the L1 head was trained with layout='official'; leave layout out")
-        if self.use_film:
-            raise ValueError(
-                "checkpoints with FiLM (use_film=True) are not supported yet; use one that was trained without"
-            )
         if self.num_action_chunks < 1 or self.num_images_in_input < 1:
             raise ValueError(
                 f"num_action_chunks is {self.num_action_chunks} and num_images_in_input {self.num_images_in_input}, "
@@ -108,11 +104,12 @@ class OpenVLAOFT(PrismaticPolicy):
         extra = None
         if self.proprio_projector is not None:
             extra = self.proprio_projector(self.statistics.normalize_states(self.adapter.states(tensordict)))
-        prefix = self._prefix(tensordict, extra)
+        ends = self.config.layout == "official"
+        prefix = self._prefix(tensordict, extra, stop=ends)
         embeddings = prefix[0]
         count = self.chunk_size * self.token_dim
         suffix = embeddings.new_zeros(len(embeddings), count, embeddings.shape[2])
-        if self.config.layout == "official":
+        if ends:
             stop = torch.full((len(embeddings), 1), STOP, device=embeddings.device)
             suffix = torch.cat([suffix, self.model.language_model.embed(stop)], dim=1)
         return self.model.action_states(prefix, suffix, count, causal=False)
@@ -128,8 +125,7 @@ class OpenVLAOFT(PrismaticPolicy):
         if self.action_head is None:
             return super().forward(tensordict)
         with torch.no_grad():
-            tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
-            states = self.action_states(tensordict)
+            states = self.action_states(self.see(tensordict))
             tensordict.set(keys.ACTION, self.to_simulator(self.action_head(states)))
             return self.write_value(tensordict, states[:, 0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from vla_policies.film import Adapted, read_film, write_film
 from vla_policies.llama import LlamaConfig
 from vla_policies.lora import has_lora, load_adapter, plain_weights, save_adapter
 from vla_policies.openvla_folder import VALUE_HEAD, OpenVLAFolder
 from vla_policies.prismatic import Prismatic, PrismaticConfig
 from vla_policies.vision import VisionConfig, heads_of
-from vla_policies.weights import load_head, load_weights
+from vla_policies.weights import Entry, load_head, load_weights
 
 if TYPE_CHECKING:
     from vla_policies.prismatic_policy import PrismaticPolicy
@@ -51,17 +52,11 @@ def load(
     """
     checkpoint = OpenVLAFolder.read(folder, policy_class.family)
     config = policy_class.config_class(**_settings(policy_class, checkpoint, settings))
-    vision = VisionConfig.from_shapes(checkpoint.shapes, heads_of(checkpoint.config))
-    language = LlamaConfig.from_dict(checkpoint.config.get("text_config", {}))
-    padding = checkpoint.config.get("pad_to_multiple_of", PrismaticConfig.vocabulary_padding)
-    with torch.device("meta"):
-        model = Prismatic(PrismaticConfig(vision, language, vocabulary_padding=padding))
+    model, entries, adapted = empty_model(checkpoint)
     policy = policy_class(model, checkpoint, config)
 
-    def unused(key: str) -> bool:
-        return vision.unused(key) or key.startswith(VALUE_HEAD) or key.endswith("rotary_emb.inv_freq")
-
-    spare = load_weights(model, checkpoint.weights, dtype=dtype, device=device, unused=unused)
+    spare = load_weights(model, entries, dtype=dtype, device=device, unused=unused_by(model))
+    policy.film = adapted
     policy.spare = {key: tensor for key, tensor in spare.items() if not key.startswith(VALUE_HEAD)}
     for name in _HEADS:
         if getattr(policy, name, None) is not None:
@@ -84,6 +79,30 @@ def load(
     return policy
 
 
+def empty_model(checkpoint: OpenVLAFolder) -> tuple[Prismatic, dict[str, Entry], Adapted | None]:
+    """The model of a checkpoint on the meta device, the tensors to fill it with, and how its file of FiLM is written.
+
+    Raises:
+        FileNotFoundError, ValueError: weights that are missing or whose shapes make no such model.
+    """
+    entries, adapted = dict(checkpoint.weights), None
+    if checkpoint.film is not None:
+        film, adapted = read_film(checkpoint.film)
+        entries |= film
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    vision = VisionConfig.from_shapes(shapes, heads_of(checkpoint.config))
+    language = LlamaConfig.from_dict(checkpoint.config.get("text_config", {}))
+    padding = checkpoint.config.get("pad_to_multiple_of", PrismaticConfig.vocabulary_padding)
+    with torch.device("meta"):
+        return Prismatic(PrismaticConfig(vision, language, vocabulary_padding=padding)), entries, adapted
+
+
+def unused_by(model: Prismatic) -> Callable[[str], bool]:
+    """Says of a tensor's name whether a checkpoint may have it although the model does not."""
+    vision = model.config.vision
+    return lambda key: vision.unused(key) or key.startswith(VALUE_HEAD) or key.endswith("rotary_emb.inv_freq")
+
+
 def save(policy: PrismaticPolicy, folder: str | Path) -> None:
     """Write a policy in the layout of its checkpoint, together with its settings in ``vla_torchrl.json``.
 
@@ -96,6 +115,9 @@ def save(policy: PrismaticPolicy, folder: str | Path) -> None:
         weights |= {f"{VALUE_HEAD}{key}": tensor for key, tensor in policy.value_head.state_dict().items()}
     lora = has_lora(policy)
     options = {"family": policy.family, **asdict(policy.config), _LORA: lora}
+    if policy.film is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = write_film(folder, weights, policy.film)
     policy.folder.write(folder, weights=weights, options=options)
     for name in _HEADS:
         head = getattr(policy, name, None)
@@ -124,11 +146,16 @@ def _settings(policy_class: type, checkpoint: OpenVLAFolder, settings: Mapping[s
             )
     merged = {**stored, **settings}
     if "benchmark" not in merged:
-        raise ValueError(f"{checkpoint.path} does not say which benchmark it acts in; set benchmark, such as 'libero'")
+        raise ValueError(
+            f"{checkpoint.path} does not say which benchmark it acts in; set benchmark, such as "
+            "'libero'; recipes do so with policy=openvla or policy=openvla_oft"
+        )
+    if "use_film" in names and merged.setdefault("use_film", checkpoint.film is not None) != bool(checkpoint.film):
+        has = "was trained with FiLM" if checkpoint.film else "has no vision_backbone--*.pt, where FiLM's weights are"
+        raise ValueError(f"use_film is {merged['use_film']}, but {checkpoint.path} {has}; leave use_film out")
     if "head" in names and not stored:
         merged.setdefault("head", "l1" if checkpoint.action_head else "tokens")
         merged.setdefault("use_proprio", checkpoint.proprio_projector is not None)
-        merged.setdefault("use_film", checkpoint.film is not None)
         if merged["head"] == "tokens" and "layout" not in merged:
             raise ValueError(
                 f"{checkpoint.path} does not say how its sequences end; set layout='official' for checkpoints of "

@@ -17,6 +17,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 import vla_keys as keys
 from vla_policies import pretrained
 from vla_policies.adapters import get_adapter
+from vla_policies.film import Adapted
 from vla_policies.images import ImagePreprocessor
 from vla_policies.normalization import ActionStatistics
 from vla_policies.openvla_folder import OpenVLAFolder
@@ -98,6 +99,7 @@ class PrismaticPolicy(VLAPolicy):
         self.adapter = get_adapter(config.benchmark)
         self.config, self.folder = config, folder
         self.spare: dict[str, Tensor] = {}  # tensors of the checkpoint that nothing reads, to be written again
+        self.film: Adapted | None = None  # of a checkpoint with FiLM: how its file is written again
         self.statistics = ActionStatistics.from_json(folder.statistics, config.unnorm_key, config.statistics)
         self.token_dim = len(self.statistics.action)
         if config.action_dim not in (None, self.token_dim):
@@ -163,13 +165,18 @@ class PrismaticPolicy(VLAPolicy):
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        seen = self.see(tensordict)
         greedy = exploration_type() not in (None, ExplorationType.RANDOM)
-        tokens, log_prob, state = self.decide(tensordict, greedy)
+        tokens, log_prob, state = self.decide(seen, greedy)
         tensordict.set(keys.ACTION_TOKENS, tokens)
         tensordict.set(keys.ACTION_LOG_PROB, log_prob)
         tensordict.set(keys.ACTION, self.to_simulator(self.tokens.decode(tokens)))
         return self.write_value(tensordict, state)
+
+    def see(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``prompt_tokens``; returns what the model reads, on its device."""
+        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        return tensordict.select(*self.in_keys[:-1], keys.PROMPT_TOKENS, strict=False).to(self.device)
 
     def get_dist(self, tensordict: TensorDictBase) -> Categorical:
         tokens = tensordict.get(keys.ACTION_TOKENS)
@@ -231,9 +238,11 @@ class PrismaticPolicy(VLAPolicy):
         """Inverse of :meth:`to_simulator`."""
         return self.statistics.normalize(self.adapter.to_model(actions))
 
-    def _prefix(self, tensordict: TensorDictBase, extra: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _prefix(
+        self, tensordict: TensorDictBase, extra: Tensor | None = None, *, stop: bool = False
+    ) -> tuple[Tensor, Tensor]:
         pixels = self.preprocessor(self.adapter.images(tensordict, self.num_images))
-        return self.model.prefix(pixels, tensordict.get(keys.PROMPT_TOKENS), extra)
+        return self.model.prefix(pixels, tensordict.get(keys.PROMPT_TOKENS), extra, stop=stop)
 
     def _logits(self, states: Tensor) -> Tensor:
         """Logits ``[N, C, A, 256]`` of hidden states ``[N, C * A, hidden]``."""

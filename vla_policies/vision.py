@@ -165,6 +165,11 @@ class VisionConfig:
         """Pixels on a side of the square images."""
         return self.featurizer.image_size
 
+    @property
+    def film_dim(self) -> int | None:
+        """Width of the language embedding that modulates the images (FiLM), ``None`` without."""
+        return self.featurizer.film_dim
+
     def unused(self, key: str) -> bool:
         """Whether a checkpoint's ``key`` never affects the output: last block, final norm, attention pooling.
 

@@ -1,0 +1,121 @@
+"""The policy of a recipe: loaded from a checkpoint, with LoRA adapters if asked for, or a new small one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from vla_algos.settings import group
+from vla_envs import SimulatorSpec
+from vla_envs.errors import unknown_name
+from vla_keys import WRIST_IMAGES
+from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy, load_policy
+from vla_policies.checkpoints import POLICIES, policy_class
+from vla_policies.lora import TARGETS, add_lora, has_lora, lora_config
+from vla_policies.prismatic_policy import PrismaticPolicy
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_LORA = ("lora_rank", "lora_alpha", "lora_targets")
+
+
+def make_policy(config: DictConfig, spec: SimulatorSpec) -> VLAPolicy:
+    """The policy of ``config.policy``, complete and known to fit an environment that has not been started.
+
+    Raises:
+        FileNotFoundError, ValueError: no such checkpoint, or settings or an environment that do not fit it.
+    """
+    policy = _make_policy(config, spec)
+    check_policy(policy, spec)
+    return policy
+
+
+def _make_policy(config: DictConfig, spec: SimulatorSpec) -> VLAPolicy:
+    family = config.policy.get("family")
+    if family not in POLICIES:
+        raise unknown_name("policy.family", str(family), POLICIES)
+    if family == "small":
+        settings = group(config, "policy", SmallVLAConfig, also=["family", "checkpoint"])
+        del settings["family"]
+        checkpoint = settings.pop("checkpoint")
+        if checkpoint:
+            return load_policy(checkpoint)
+        shape = {"action_low": spec.action_low, "action_high": spec.action_high, "state_dim": spec.state_dim}
+        return SmallVLA(SmallVLAConfig(**shape, **settings))
+    policy_type = policy_class(family)
+    also = ["family", "checkpoint", "dtype", "device", "lora_adapter", *_LORA]
+    # The benchmark is the environment's.
+    settings = group(config, "policy", policy_type.config_class, also=also, without=["benchmark"])
+    del settings["family"]
+    return _load_openvla(policy_type, settings, benchmark=spec.id.partition("/")[0])
+
+
+def _load_openvla(policy_type: type[PrismaticPolicy], settings: Mapping[str, Any], benchmark: str) -> PrismaticPolicy:
+    # What is left open is for the checkpoint, and then the library, to say.
+    settings = {name: value for name, value in settings.items() if value is not None}
+    checkpoint = settings.pop("checkpoint", None)
+    if not checkpoint:
+        raise ValueError(
+            f"policy={policy_type.family} starts from a checkpoint; type policy.checkpoint=FOLDER: a folder in the "
+            "layout of openvla/openvla-7b, or a hub id"
+        )
+    lora = {name: settings.pop(name, None) for name in _LORA}
+    dtype = settings.pop("dtype", "float32")
+    if dtype not in _DTYPES:
+        raise unknown_name("policy.dtype", str(dtype), _DTYPES)
+    device = settings.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
+    policy = policy_type.from_pretrained(
+        checkpoint, benchmark=benchmark, dtype=getattr(torch, dtype), device=device, **settings
+    )
+    adapt(policy, lora["lora_rank"], lora["lora_alpha"], lora["lora_targets"])
+    return policy
+
+
+def adapt(
+    policy: PrismaticPolicy, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None
+) -> None:
+    """Train a LoRA adapter of this rank instead of the whole model, or go on with the one that the checkpoint has.
+
+    Args:
+        policy: changed in place.
+        rank: ``None`` adds no adapter.
+        alpha, targets: see :func:`vla_policies.lora.add_lora`; ``None`` for its defaults, or those of the checkpoint.
+
+    Raises:
+        ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.
+    """
+    if rank is None:
+        if alpha is not None or targets is not None:
+            raise ValueError("policy.lora_alpha and policy.lora_targets need policy.lora_rank; 32 is usual")
+        return
+    if not has_lora(policy):
+        add_lora(policy, rank, alpha, TARGETS if targets is None else targets)
+        return
+    found = lora_config(policy)
+    layers = {name.rpartition(".")[2] for name in found.target_modules}
+    if rank != found.r or alpha not in (None, found.lora_alpha) or targets is not None and set(targets) != layers:
+        raise ValueError(
+            f"the checkpoint has a LoRA adapter already, of rank {found.r} and alpha {found.lora_alpha} on "
+            f"{sorted(layers)}; leave policy.lora_* out to go on with it"
+        )
+
+
+def check_policy(policy: VLAPolicy, spec: SimulatorSpec) -> None:
+    """Refuse a policy that cannot act in an environment, which has not been started.
+
+    Raises:
+        ValueError: the policy has other actions, states or cameras, or cannot take one of the instructions.
+    """
+    if (policy.action_dim, policy.state_dim) != (spec.action_dim, spec.state_dim):
+        raise ValueError(
+            f"the policy has {policy.action_dim} action and {policy.state_dim} state dimensions, {spec.id} has "
+            f"{spec.action_dim} and {spec.state_dim}; use it where it was trained: env=..."
+        )
+    if WRIST_IMAGES in policy.in_keys and spec.wrist_image_shape is None:
+        raise ValueError(
+            f"the policy looks at wrist cameras and {spec.id} has none; use a checkpoint that was trained with one "
+            "image"
+        )
+    policy.prompt_tokens([task.instruction for task in spec.tasks])
