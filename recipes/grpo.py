@@ -90,6 +90,7 @@ def main(config: DictConfig) -> None:
         for iteration in range(1, config.iterations + 1):
             clock = time.perf_counter()
             policy.eval()
+            policy.start_iteration(iteration)
             groups = collect_groups(collector, episodes, **grouping)
             everything = torch.cat([episode for group in groups for episode in group.episodes])
             batch = grpo(groups, success_bounds)

@@ -91,6 +91,7 @@ def main(config: DictConfig) -> None:
         for iteration in range(1, config.iterations + 1):
             clock = time.perf_counter()
             policy.eval()
+            policy.start_iteration(iteration)
             batch = collector.rollout()
             collected = time.perf_counter()
 

@@ -145,7 +145,8 @@ def test_a_saved_policy_comes_back_with_its_statistics(policy, tmp_path):
     policy.save_pretrained(tmp_path / "policy")
     loaded = load_policy(tmp_path / "policy")
     assert loaded.config == policy.config
-    assert torch.equal(loaded.state_mean, policy.state_mean) and torch.equal(loaded.state_std, policy.state_std)
+    for name in ("state_mean", "state_std"):
+        assert torch.equal(getattr(loaded.encoder, name), getattr(policy.encoder, name))
     actions = [act(p, observations(), ExplorationType.DETERMINISTIC)[keys.ACTION] for p in (policy, loaded)]
     assert torch.equal(*actions)
 

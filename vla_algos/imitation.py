@@ -12,12 +12,12 @@ from tensordict import TensorDict
 import vla_keys as keys
 from vla_envs.env import VLAEnv
 from vla_envs.simulator import Episode
-from vla_policies import SmallVLA
+from vla_policies import VLAPolicy
 
 
 def record_demonstrations(
     env: VLAEnv,
-    policy: SmallVLA,
+    policy: VLAPolicy,
     episodes: Sequence[Episode],
     *,
     stride: int = 4,
@@ -62,12 +62,12 @@ def record_demonstrations(
     names = (keys.IMAGES, keys.STATES, keys.ACTION, keys.STEP_MASK)
     data = {name: torch.from_numpy(np.concatenate([r[name] for r in solved])) for name in names}
     texts = [r[keys.TASK_DESCRIPTIONS] for r in solved for _ in r[keys.IMAGES]]
-    data[keys.PROMPT_TOKENS] = policy.prompt_tokens(texts)
+    data[keys.PROMPT_TOKENS] = policy.prompt_tokens(texts, data[keys.STATES])
     return TensorDict(data, batch_size=[len(texts)])
 
 
 def clone_behaviour(
-    policy: SmallVLA,
+    policy: VLAPolicy,
     demonstrations: TensorDict,
     *,
     steps: int,
@@ -87,7 +87,7 @@ def clone_behaviour(
         steps: number of AdamW steps, with linear warm-up and cosine decay to 2 % of ``lr``.
         batch_size: samples per step.
         lr, weight_decay: of AdamW.
-        label_sigma: width of the soft labels, see :meth:`SmallVLA.imitation_loss`.
+        label_sigma: width of the soft labels, see ``imitation_loss`` of the policy.
         state_noise: standard deviation of noise on ``states`` in their own units. It keeps the policy from
             reading the phase of the expert's motion off the state instead of looking at the image.
         warmup_steps: of the learning rate.

@@ -136,6 +136,7 @@ class Learner:
         if not len(samples):
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
         self._prepare(samples)
+        samples = self.policy.prepare(samples)
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
         mismatch = None
         for minibatch in self._minibatches(samples):

@@ -12,11 +12,13 @@ from vla_algos.settings import group
 from vla_envs import SimulatorSpec
 from vla_envs.errors import unknown_name
 from vla_keys import WRIST_IMAGES
-from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy, load_policy
+from vla_policies import Pi0, VLAPolicy, load_policy
 from vla_policies.checkpoints import POLICIES, policy_class
-from vla_policies.lora import TARGETS, add_lora, has_lora, lora_config
+from vla_policies.lora import add_lora, has_lora, lora_config
 from vla_policies.prismatic_policy import PrismaticPolicy
 
+LargePolicy = PrismaticPolicy | Pi0
+_SMALL = ("small", "small_flow")  # made new for an environment; the others are loaded
 _DTYPES = ("float32", "bfloat16", "float16")
 _LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
@@ -36,30 +38,30 @@ def _make_policy(config: DictConfig, spec: SimulatorSpec) -> VLAPolicy:
     family = config.policy.get("family")
     if family not in POLICIES:
         raise unknown_name("policy.family", str(family), POLICIES)
-    if family == "small":
-        settings = group(config, "policy", SmallVLAConfig, also=["family", "checkpoint"])
+    policy_type = policy_class(family)
+    if family in _SMALL:
+        settings = group(config, "policy", policy_type.config_class, also=["family", "checkpoint"])
         del settings["family"]
         checkpoint = settings.pop("checkpoint")
         if checkpoint:
             return load_policy(checkpoint)
         shape = {"action_low": spec.action_low, "action_high": spec.action_high, "state_dim": spec.state_dim}
-        return SmallVLA(SmallVLAConfig(**shape, **settings))
-    policy_type = policy_class(family)
+        return policy_type(policy_type.config_class(**shape, **settings))
     also = ["family", "checkpoint", "dtype", "device", "lora_adapter", *_LORA]
     # The benchmark is the environment's.
     settings = group(config, "policy", policy_type.config_class, also=also, without=["benchmark"])
     del settings["family"]
-    return _load_openvla(policy_type, settings, benchmark=spec.id.partition("/")[0])
+    return _load(policy_type, settings, benchmark=spec.id.partition("/")[0])
 
 
-def _load_openvla(policy_type: type[PrismaticPolicy], settings: Mapping[str, Any], benchmark: str) -> PrismaticPolicy:
+def _load(policy_type: type[LargePolicy], settings: Mapping[str, Any], benchmark: str) -> LargePolicy:
     # What is left open is for the checkpoint, and then the library, to say.
     settings = {name: value for name, value in settings.items() if value is not None}
     checkpoint = settings.pop("checkpoint", None)
     if not checkpoint:
         raise ValueError(
             f"policy={policy_type.family} starts from a checkpoint; type policy.checkpoint=FOLDER: a folder in the "
-            "layout of openvla/openvla-7b, or a hub id"
+            "published layout, or a hub id"
         )
     lora = {name: settings.pop(name, None) for name in _LORA}
     dtype = settings.pop("dtype", "float32")
@@ -74,7 +76,7 @@ def _load_openvla(policy_type: type[PrismaticPolicy], settings: Mapping[str, Any
 
 
 def adapt(
-    policy: PrismaticPolicy, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None
+    policy: LargePolicy, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None
 ) -> None:
     """Train a LoRA adapter of this rank instead of the whole model, or go on with the one that the checkpoint has.
 
@@ -91,7 +93,7 @@ def adapt(
             raise ValueError("policy.lora_alpha and policy.lora_targets need policy.lora_rank; 32 is usual")
         return
     if not has_lora(policy):
-        add_lora(policy, rank, alpha, TARGETS if targets is None else targets)
+        add_lora(policy, rank, alpha, targets)
         return
     found = lora_config(policy)
     layers = {name.rpartition(".")[2] for name in found.target_modules}
@@ -118,4 +120,4 @@ def check_policy(policy: VLAPolicy, spec: SimulatorSpec) -> None:
             f"the policy looks at wrist cameras and {spec.id} has none; use a checkpoint that was trained with one "
             "image"
         )
-    policy.prompt_tokens([task.instruction for task in spec.tasks])
+    policy.prompt_tokens([task.instruction for task in spec.tasks], torch.zeros(len(spec.tasks), spec.state_dim))

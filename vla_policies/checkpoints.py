@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 POLICIES = {  # by the "policy" entry of config.json, or by the family of an OpenVLA checkpoint
     "small": "vla_policies.small:SmallVLA",
+    "small_flow": "vla_policies.small_flow:SmallFlow",
+    "pi0": "vla_policies.pi0:Pi0",
     "openvla": "vla_policies.openvla:OpenVLA",
     "openvla_oft": "vla_policies.openvla_oft:OpenVLAOFT",
 }
@@ -52,10 +54,12 @@ def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
     """
     folder = resolve(folder)
     config = read_config(folder)
+    if config.get("model_type") == "pi0":
+        return policy_class("pi0").from_pretrained(folder, **settings)
     if config.get("model_type") in FAMILIES:
         return policy_class(OpenVLAFolder.read(folder).family).from_pretrained(folder, **settings)
     if settings:
-        raise ValueError(f"{folder} is not an OpenVLA checkpoint; leave out the settings {sorted(settings)}")
+        raise ValueError(f"{folder} is a policy that has no settings; leave out the settings {sorted(settings)}")
     if not (folder / _WEIGHTS).is_file():
         raise FileNotFoundError(_not_a_policy(folder, _WEIGHTS))
     name = config.pop("policy", None)

@@ -11,6 +11,7 @@ _PATTERNS = [
     "*.json",
     "*.safetensors",
     "tokenizer.model",
+    "paligemma_tokenizer.model",
     "action_head--*.pt",
     "proprio_projector--*.pt",
     "vision_backbone--*.pt",

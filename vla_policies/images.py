@@ -1,6 +1,6 @@
-"""Image preprocessing of OpenVLA in plain torch, on uint8 batches and on any device.
+"""Image preprocessing in plain torch, on uint8 batches and on any device: Pillow's resize to the last bit.
 
-The order is that of the reference: resize to the model's size, crop (optional), scale to 0..1, normalise once per
+OpenVLA's order is that of the reference: resize to the model's size, crop (optional), scale to 0..1, normalise once per
 vision backbone. A checkpoint is trained on the pixels of one particular resize, so the default reproduces that of the
 reference (Pillow's bicubic) to the last bit.
 """
@@ -94,8 +94,8 @@ def pixel_values(images: Tensor, preprocessor: ImagePreprocessor) -> Tensor:
     return pixels.unflatten(0, images.shape[:2]).flatten(1, 2)
 
 
-def resize_exact(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bicubic resize that equals Pillow's ``Image.resize(..., BICUBIC)`` in every bit.
+def resize_exact(images: Tensor, size: tuple[int, int], kernel: str = "bicubic") -> Tensor:
+    """Resize that equals Pillow's ``Image.resize(..., BICUBIC)`` or ``BILINEAR`` in every bit.
 
     Pillow resizes columns, then rows, and rounds to 8 bits in between; weights are fixed-point numbers with
     ``PRECISION_BITS`` of fraction. Downscaling widens the filter (antialiasing).
@@ -103,6 +103,7 @@ def resize_exact(images: Tensor, size: tuple[int, int]) -> Tensor:
     Args:
         images: uint8 ``[N, H, W, 3]``.
         size: ``(h, w)``.
+        kernel: ``"bicubic"`` or ``"bilinear"``.
 
     Returns:
         uint8 ``[N, h, w, 3]``.
@@ -115,9 +116,33 @@ def resize_exact(images: Tensor, size: tuple[int, int]) -> Tensor:
         return images
     # A CPU is several times faster image by image, in its cache; an accelerator wants the batch whole.
     parts = images.split(1) if images.device.type == "cpu" else [images]
+    height, width = size
     return torch.cat(
-        [_resize_rows(_resize_rows(part.transpose(1, 2), size[1]).transpose(1, 2), size[0]) for part in parts]
+        [
+            _resize_rows(_resize_rows(part.transpose(1, 2), width, kernel).transpose(1, 2), height, kernel)
+            for part in parts
+        ]
     )
+
+
+def resize_with_pad(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Bilinear resize that keeps the proportions and fills up with black, as openpi's: uint8 ``[N, h, w, 3]``.
+
+    Args:
+        images: uint8 ``[N, H, W, 3]``.
+        size: ``(h, w)``.
+    """
+    _check(images)
+    height, width = size
+    ratio = max(images.shape[1] / height, images.shape[2] / width)
+    inner = int(images.shape[1] / ratio), int(images.shape[2] / ratio)
+    resized = resize_exact(images, inner, "bilinear")
+    if inner == size:
+        return resized
+    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+    padded = images.new_zeros(len(images), height, width, 3)
+    padded[:, top : top + inner[0], left : left + inner[1]] = resized
+    return padded
 
 
 def resize_fast(images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -185,11 +210,11 @@ def _check(images: Tensor) -> None:
         )
 
 
-def _resize_rows(images: Tensor, length: int) -> Tensor:
+def _resize_rows(images: Tensor, length: int, kernel: str) -> Tensor:
     """Weighted sums of rows: uint8 ``[N, H, W, 3]`` to ``[N, length, W, 3]``. Sums fit into 32 bits as in Pillow."""
     if images.shape[1] == length:
         return images
-    first, weights = (values.to(images.device) for values in _bicubic_weights(images.shape[1], length))
+    first, weights = (values.to(images.device) for values in _weights(images.shape[1], length, kernel))
     rows = images.to(torch.int32, memory_format=torch.contiguous_format)
     total = torch.full_like(rows[:, :1], 1 << (PRECISION_BITS - 1)).repeat(1, length, 1, 1)
     for tap, weight in enumerate(weights):
@@ -199,20 +224,26 @@ def _resize_rows(images: Tensor, length: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _bicubic_weights(old: int, new: int) -> tuple[Tensor, Tensor]:
+def _weights(old: int, new: int, kernel: str) -> tuple[Tensor, Tensor]:
     """First input of each output int64 ``[new]``, and fixed-point weights int32 ``[taps, new]`` from there on.
 
-    Keys' cubic with ``a = -0.5``, as wide as the scale when it shrinks, cut at the border and normalised to sum 1.
+    Keys' cubic with ``a = -0.5``, or a triangle; as wide as the scale when it shrinks, cut at the border and
+    normalised to sum 1.
     """
+    reach = {"bicubic": 2, "bilinear": 1}[kernel]
     scale = old / new
     stretch = max(scale, 1.0)
     centre = (torch.arange(new, dtype=torch.float64) + 0.5) * scale
-    first = (centre - 2 * stretch + 0.5).clamp(min=0).long()
-    last = (centre + 2 * stretch + 0.5).long().clamp(max=old)
+    first = (centre - reach * stretch + 0.5).clamp(min=0).long()
+    last = (centre + reach * stretch + 0.5).long().clamp(max=old)
     position = first + torch.arange(int((last - first).max())).unsqueeze(1)
     x = ((position - centre + 0.5) / stretch).abs()
-    near = (1.5 * x - 2.5) * x * x + 1
-    far = -0.5 * (((x - 5) * x + 8) * x - 4)
-    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0)) * (position < last)
+    if kernel == "bilinear":
+        weights = (1 - x).clamp(min=0)
+    else:
+        near = (1.5 * x - 2.5) * x * x + 1
+        far = -0.5 * (((x - 5) * x + 8) * x - 4)
+        weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+    weights = weights * (position < last)
     weights = weights / weights.sum(0) * (1 << PRECISION_BITS)
     return first, (weights + weights.sign() / 2).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Low-rank adapters on OpenVLA policies through peft, in peft's own folder layout. Hu et al. 2021, arXiv 2106.09685."""
+"""Low-rank adapters on large policies through peft, in peft's own folder layout. Hu et al. 2021, arXiv 2106.09685."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from vla_policies.weights import list_weights
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+    from vla_policies.pi0 import Pi0
     from vla_policies.prismatic_policy import PrismaticPolicy
 
-VISION = ("proj", "qkv", "fc1", "fc2")
-PROJECTOR = ("fc1", "fc2", "fc3")
-LANGUAGE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-TARGETS = tuple(dict.fromkeys(VISION + PROJECTOR + LANGUAGE))
 _NAME = "default"
 _PREFIX = "base_model.model."  # of the names in peft's files
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def add_lora(
-    policy: PrismaticPolicy, rank: int = 32, alpha: int | None = None, targets: Sequence[str] = TARGETS
+    policy: PrismaticPolicy | Pi0, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None
 ) -> None:
     """Freeze the model and put new adapters on it; heads (value, actions, proprioception) stay trainable.
 
@@ -37,7 +34,7 @@ def add_lora(
         policy: changed in place.
         rank: of the adapters.
         alpha: they are scaled by ``alpha / rank``; ``None`` for ``rank``.
-        targets: last parts of the names of the layers that get one.
+        targets: last parts of the names of the layers that get one; ``None`` for ``policy.lora_targets``.
 
     Raises:
         ValueError: the policy has adapters already, or nothing is called like one of ``targets``.
@@ -46,10 +43,11 @@ def add_lora(
 
     if rank < 1:
         raise ValueError(f"the rank of LoRA is {rank}, must be at least 1 (32 is usual)")
+    targets = policy.lora_targets if targets is None else targets
     layers = {name.rpartition(".")[2] for name, _ in policy.model.named_modules()}
     unknown = sorted(set(targets) - layers)
     if unknown:
-        raise ValueError(f"no layer is called {unknown}; LoRA can have {sorted(set(TARGETS) & layers)}")
+        raise ValueError(f"no layer is called {unknown}; LoRA can have {sorted(set(policy.lora_targets) & layers)}")
     _inject(
         policy,
         LoraConfig(
@@ -62,7 +60,7 @@ def add_lora(
     )
 
 
-def load_adapter(policy: PrismaticPolicy, folder: str | Path, trainable: bool = True) -> None:
+def load_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path, trainable: bool = True) -> None:
     """Apply an adapter that peft or :func:`save_adapter` wrote.
 
     Adapters on parts of the vision backbone that never affect the output are skipped.
@@ -86,7 +84,7 @@ def load_adapter(policy: PrismaticPolicy, folder: str | Path, trainable: bool = 
     if config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
         raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA, modules_to_save and other kinds are refused")
     entries = {key.removeprefix(_PREFIX): entry for key, entry in list_weights(folder / _WEIGHTS).items()}
-    entries = {key: entry for key, entry in entries.items() if not policy.model.config.vision.unused(key)}
+    entries = {key: entry for key, entry in entries.items() if not policy.unused(key)}
     layers = {key.partition(".lora_")[0] for key in entries}
     unknown = sorted(layers - {name for name, _ in policy.model.named_modules()})
     if unknown or not layers:
@@ -107,7 +105,7 @@ def load_adapter(policy: PrismaticPolicy, folder: str | Path, trainable: bool = 
             parameter.requires_grad_(trainable)
 
 
-def save_adapter(policy: PrismaticPolicy, folder: str | Path) -> None:
+def save_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path) -> None:
     """Write the adapter alone, in the layout that ``PeftModel.from_pretrained`` reads.
 
     Raises:
@@ -122,7 +120,7 @@ def save_adapter(policy: PrismaticPolicy, folder: str | Path) -> None:
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
-def merge_adapter(policy: PrismaticPolicy) -> None:
+def merge_adapter(policy: PrismaticPolicy | Pi0) -> None:
     """Add the adapters to the weights they adapt and remove them; the whole model is trainable again.
 
     Raises:
@@ -140,12 +138,12 @@ def merge_adapter(policy: PrismaticPolicy) -> None:
     policy.model.requires_grad_(True)
 
 
-def has_lora(policy: PrismaticPolicy) -> bool:
+def has_lora(policy: PrismaticPolicy | Pi0) -> bool:
     """Whether there are adapters that were not merged."""
     return hasattr(policy.model, "peft_config")
 
 
-def lora_config(policy: PrismaticPolicy) -> LoraConfig:
+def lora_config(policy: PrismaticPolicy | Pi0) -> LoraConfig:
     """Peft's configuration of the adapter.
 
     Raises:
@@ -162,7 +160,7 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _inject(policy: PrismaticPolicy, config: LoraConfig) -> None:
+def _inject(policy: PrismaticPolicy | Pi0, config: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     if has_lora(policy):
@@ -179,6 +177,6 @@ def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _check_lora(policy: PrismaticPolicy) -> None:
+def _check_lora(policy: PrismaticPolicy | Pi0) -> None:
     if not has_lora(policy):
         raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -49,6 +50,24 @@ class VLAPolicy(TensorDictModuleBase):
         self, tensordict: TensorDictBase
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Log-probability ``[N, C, A]``, entropy ``[N, C, A]`` and value of stored actions in one backbone pass."""
+
+    @abstractmethod
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens int64 ``[N, L]`` of ``N`` instructions; some policies' prompts list the ``states`` ``[N, S]`` too.
+
+        Raises:
+            ValueError: an instruction that the policy cannot take.
+        """
+
+    def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Called by the learner with all decisions ``[D]`` of an update, before its first epoch.
+
+        A policy may add what does not change during the update, such as the output of a frozen part.
+        """
+        return tensordict
+
+    def start_iteration(self, iteration: int) -> None:
+        """Called by the recipes before each collection, counted from 1, for whatever a policy schedules."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None:

@@ -28,6 +28,10 @@ from vla_policies.sampling import action_distribution, check_sampling
 from vla_policies.tokens import ActionTokens
 from vla_policies.value_head import ValueHead
 
+_VISION = ("proj", "qkv", "fc1", "fc2")
+_PROJECTOR = ("fc1", "fc2", "fc3")
+_LANGUAGE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+
 
 @dataclass(frozen=True)
 class OpenVLAConfig:
@@ -81,6 +85,7 @@ class PrismaticPolicy(VLAPolicy):
     family: ClassVar[str]
     config_class: ClassVar[type[OpenVLAConfig]] = OpenVLAConfig
     bound: ClassVar[tuple[str, ...]] = ("statistics",)  # settings that a checkpoint was trained with
+    lora_targets: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(_VISION + _PROJECTOR + _LANGUAGE))
 
     def __init__(
         self,
@@ -208,7 +213,11 @@ class PrismaticPolicy(VLAPolicy):
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Nothing: behaviour cloning calls it for a new policy, and the statistics of this one are its checkpoint's."""
 
-    def prompt_tokens(self, task_descriptions: Sequence[str]) -> Tensor:
+    def unused(self, key: str) -> bool:
+        """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
+        return self.model.config.vision.unused(key)
+
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         """Tokens int64 ``[N, L]`` of ``N`` instructions."""
         return self.prompts(task_descriptions).to(self.device)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
@@ -24,6 +25,9 @@ from vla_policies.checkpoints import save_policy
 from vla_policies.policy import VLAPolicy
 from vla_policies.text import HashedText
 from vla_policies.tokens import ActionBins
+
+if TYPE_CHECKING:
+    from vla_policies.small_flow import SmallFlowConfig
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class SmallVLA(VLAPolicy):
         >>> policy = SmallVLA(SmallVLAConfig(action_low=(-1,) * 4, action_high=(1,) * 4, state_dim=4))
     """
 
+    config_class = SmallVLAConfig
     in_keys = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
     out_keys = [keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE]
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
@@ -78,13 +83,7 @@ class SmallVLA(VLAPolicy):
         self.chunk_size, self.action_dim, self.state_dim = config.chunk_size, len(config.action_low), config.state_dim
         dim = config.dim
         self.bins = ActionBins(config.action_low, config.action_high, config.num_bins)
-        self.register_buffer("state_mean", torch.zeros(config.state_dim))
-        self.register_buffer("state_std", torch.ones(config.state_dim))
-        self.vision = KeypointEncoder(config.channels, config.keypoints, dim)
-        self.text = HashedText(config.text_buckets, dim)
-        self.text_projection = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim))
-        self.state = nn.Sequential(nn.Linear(config.state_dim, dim), nn.GELU(), nn.Linear(dim, dim))
-        self.modality = nn.Parameter(0.02 * torch.randn(3, dim))
+        self.encoder = SmallEncoder(config)
         self.queries = nn.Parameter(0.5 * torch.randn(config.chunk_size, dim))
         layer = nn.TransformerEncoderLayer(
             dim, config.heads, 2 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
@@ -101,8 +100,7 @@ class SmallVLA(VLAPolicy):
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Set the normalisation of ``states``: two tensors ``[S]``; they are saved with the weights."""
-        self.state_mean.copy_(state_mean)
-        self.state_std.copy_(state_std)
+        self.encoder.set_statistics(state_mean, state_std)
 
     def logits_and_value(self, images: Tensor, states: Tensor, prompt_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[N, C, A, num_bins]`` and value ``[N, 1]`` or ``[N, C]``, the one backbone pass.
@@ -112,16 +110,9 @@ class SmallVLA(VLAPolicy):
             states: float32 ``[N, S]``.
             prompt_tokens: int64 ``[N, L]`` of :meth:`HashedText.tokenize`.
         """
-        context = torch.stack(
-            [
-                self.vision(images),
-                self.text_projection(self.text(prompt_tokens)),
-                self.state((states - self.state_mean) / self.state_std),
-            ],
-            dim=1,
-        )
+        context = self.encoder(images, states, prompt_tokens)
         queries = self.queries.expand(len(images), -1, -1)
-        hidden = self.trunk(torch.cat([context + self.modality, queries], dim=1))
+        hidden = self.trunk(torch.cat([context, queries], dim=1))
         logits = self.action_head(hidden[:, 3:]).unflatten(-1, (self.action_dim, self.config.num_bins))
         features = hidden[:, :3].flatten(1)
         return logits, self.value_head(features.detach() if self.config.critic_detach else features)
@@ -168,9 +159,9 @@ class SmallVLA(VLAPolicy):
         label = (-0.5 * (distance / (sigma * (self.config.num_bins - 1) / 2)) ** 2).softmax(-1)
         return -(label * logits.log_softmax(-1)).sum(-1).mean(-1)
 
-    def prompt_tokens(self, task_descriptions: Sequence[str]) -> Tensor:
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         """Tokens int64 ``[N, L]`` of ``N`` instructions."""
-        return self.text.tokenize(task_descriptions).to(self.state_mean.device)
+        return self.encoder.tokenize(task_descriptions)
 
     def _stored(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         return self.logits_and_value(*(tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS)))
@@ -183,6 +174,42 @@ class SmallVLA(VLAPolicy):
         """Build from the dictionary that :meth:`save_pretrained` wrote."""
         sequences = {name: tuple(value) for name, value in config.items() if isinstance(value, list)}
         return cls(SmallVLAConfig(**{**config, **sequences}))
+
+
+class SmallEncoder(nn.Module):
+    """Image, instruction and state as one token each: ``[N, 3, dim]``. Shared by the small policies.
+
+    Args:
+        config: has ``dim``, ``channels``, ``keypoints``, ``text_buckets`` and ``state_dim``.
+    """
+
+    def __init__(self, config: SmallVLAConfig | SmallFlowConfig):
+        super().__init__()
+        dim = config.dim
+        self.register_buffer("state_mean", torch.zeros(config.state_dim))
+        self.register_buffer("state_std", torch.ones(config.state_dim))
+        self.vision = KeypointEncoder(config.channels, config.keypoints, dim)
+        self.text = HashedText(config.text_buckets, dim)
+        self.text_projection = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim))
+        self.state = nn.Sequential(nn.Linear(config.state_dim, dim), nn.GELU(), nn.Linear(dim, dim))
+        self.modality = nn.Parameter(0.02 * torch.randn(3, dim))
+
+    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
+        """Set the normalisation of ``states``: two tensors ``[S]``."""
+        self.state_mean.copy_(state_mean)
+        self.state_std.copy_(state_std)
+
+    def forward(self, images: Tensor, states: Tensor, prompt_tokens: Tensor) -> Tensor:
+        tokens = (
+            self.vision(images),
+            self.text_projection(self.text(prompt_tokens)),
+            self.state((states - self.state_mean) / self.state_std),
+        )
+        return torch.stack(tokens, dim=1) + self.modality
+
+    def tokenize(self, task_descriptions: Sequence[str]) -> Tensor:
+        """Tokens int64 ``[N, L]`` of ``N`` instructions, on the device of the module."""
+        return self.text.tokenize(task_descriptions).to(self.state_mean.device)
 
 
 class KeypointEncoder(nn.Module):

@@ -1,0 +1,122 @@
+"""From noise to actions in K steps of a flow, and the probability of a step.
+
+Time runs from 1 (noise) to 0 (action) and the velocity is noise minus action. Deterministic steps are Euler's. For
+reinforcement learning a step is drawn from a Gaussian instead:
+
+* ``flow_sde``: the stochastic differential equation with the same marginals (Flow-GRPO, Liu et al. 2025,
+  arXiv 2505.05470); noise ``s(t) = a sqrt(t / (1 - t))``, where the first step takes ``1 - t`` from the second.
+* ``flow_cps``: coefficients-preserving sampling (Wang et al. 2025, arXiv 2509.05952): the step goes to a point of the
+  flow whose noise is partly new.
+* ``flow_noise``: Euler's mean and a learned deviation (ReinFlow, Zhang et al. 2025, arXiv 2505.22094).
+
+Formulas and defaults are those of RLinf (Zang et al. 2025, arXiv 2510.25889), checked against its numbers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+METHODS = ("flow_sde", "flow_noise", "flow_cps", "flow_ode")
+
+
+def times(num_steps: int, device: torch.device | str | None = None) -> Tensor:
+    """Times float32 ``[K + 1]`` from 1 to 0.
+
+    They are summed up in float32 as openpi does it: the network's finest period is 0.004, so that rounding shows.
+
+    Raises:
+        ValueError: ``num_steps`` below 1.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}, must be at least 1 (10 is usual without learning, 3 to 5 with)")
+    moments = [torch.tensor(1.0)]
+    for _ in range(num_steps - 1):
+        moments.append(moments[-1] - torch.tensor(1.0 / num_steps))
+    return torch.stack([*moments, torch.tensor(0.0)]).to(device)
+
+
+def euler(x: Tensor, velocity: Tensor, now: Tensor, then: Tensor) -> Tensor:
+    """The deterministic step from time ``now`` to ``then``; these are ``[N]`` and ``x`` ``[N, H, A]``."""
+    return x - velocity * _column(now - then)
+
+
+def stochastic_step(
+    method: str, x: Tensor, velocity: Tensor, schedule: Tensor, step: Tensor, noise_level: float
+) -> tuple[Tensor, Tensor]:
+    """Mean ``[N, H, A]`` and standard deviation ``[N, 1, 1]`` of a step of ``flow_sde`` or ``flow_cps``.
+
+    Args:
+        method: one of the two.
+        x: ``[N, H, A]``.
+        velocity: ``[N, H, A]`` at ``x``.
+        schedule: of :func:`times`.
+        step: int64 ``[N]``, from 0: from ``schedule[step]`` to ``schedule[step + 1]``.
+        noise_level: ``a``; the standard deviation of the first step of ``flow_sde``.
+    """
+    now, then = _column(schedule[step]), _column(schedule[step + 1])
+    action, noise = x - velocity * now, x + velocity * (1 - now)
+    if method == "flow_cps":
+        angle = math.pi * noise_level / 2
+        return action * (1 - then) + noise * then * math.cos(angle), then * math.sin(angle)
+    width = now - then
+    distance = 1 - torch.where(step == 0, schedule[1], schedule[step])  # 1 - t, and no zero at t = 1
+    sigma = noise_level * (now / _column(distance)).sqrt()
+    mean = action * (1 - then) + noise * (then - sigma.square() * width / (2 * now))
+    return mean, width.sqrt() * sigma
+
+
+def log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Logarithm of the Gaussian density, element by element; 0 where ``std`` is 0."""
+    certain = std == 0
+    std = torch.where(certain, 1.0, std)
+    density = -0.5 * ((value - mean) / std).square() - std.log() - 0.5 * math.log(2 * math.pi)
+    return torch.where(certain, 0.0, density)
+
+
+def entropy(std: Tensor) -> Tensor:
+    """Entropy of the Gaussian in nats, element by element; 0 where ``std`` is 0."""
+    certain = std == 0
+    return torch.where(certain, 0.0, torch.where(certain, 1.0, std).log() + 0.5 * math.log(2 * math.pi * math.e))
+
+
+class NoiseNetwork(nn.Module):
+    """The learned deviation of ``flow_noise``: ``[..., A]`` from the expert's hidden states ``[..., width]``.
+
+    Args:
+        width: of the hidden states.
+        action_dim: ``A``.
+        bounds: smallest and largest standard deviation.
+        hidden: widths of the layers between.
+
+    Raises:
+        ValueError: bounds that are not positive or not in order.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        action_dim: int,
+        bounds: tuple[float, float] = (0.08, 0.16),
+        hidden: tuple[int, ...] = (128, 64),
+    ):
+        super().__init__()
+        if not 0 < bounds[0] <= bounds[1]:
+            raise ValueError(f"noise_std_range is {list(bounds)}, must be two positive numbers, the smaller one first")
+        sizes = (width, *hidden, action_dim)
+        layers: list[nn.Module] = []
+        for before, after in zip(sizes, sizes[1:], strict=False):
+            layers += [nn.Linear(before, after), nn.Tanh()]
+        self.mlp = nn.Sequential(*layers)
+        self.bounds = bounds
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        low, high = (2 * math.log(bound) for bound in self.bounds)
+        share = (self.mlp(hidden.float()) + 1) / 2
+        return torch.exp((low + (high - low) * share) / 2)
+
+
+def _column(values: Tensor) -> Tensor:
+    return values.view(-1, 1, 1)

@@ -1,0 +1,207 @@
+"""Gemma as it stands in pi0: a stack whose tokens attend to each other and to the keys and values of another stack.
+
+Gemma Team 2024, arXiv 2403.08295; the two stacks and the conditioned norms of pi0.5: Black et al. 2024,
+arXiv 2410.24164, Physical Intelligence 2025, arXiv 2504.16054. Names are those of openpi's PyTorch checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+KeysValues = tuple[Tensor, Tensor]
+_EPSILON, _THETA = 1e-6, 10_000.0
+
+
+@dataclass(frozen=True)
+class GemmaConfig:
+    """Sizes of a :class:`Gemma`.
+
+    Attributes:
+        width: of a token.
+        depth: layers.
+        mlp_dim: hidden width of a layer's MLP.
+        heads, kv_heads, head_dim: of the attention; several query heads share a key-value head.
+        conditioned: norms are scaled, shifted and gated by a condition of ``width`` (adaptive RMS norm, pi0.5).
+    """
+
+    width: int
+    depth: int
+    mlp_dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    conditioned: bool = False
+
+
+class Gemma(nn.Module):
+    """Layers and the final norm; ``vocab_size`` adds the token embeddings."""
+
+    def __init__(self, config: GemmaConfig, vocab_size: int | None = None):
+        super().__init__()
+        self.config, self.gradient_checkpointing = config, False
+        if vocab_size is not None:
+            self.embed_tokens = nn.Embedding(vocab_size, config.width)
+        self.layers = nn.ModuleList(GemmaLayer(config) for _ in range(config.depth))
+        self.norm = _norm(config)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        *,
+        before: Sequence[KeysValues] | None = None,
+        condition: Tensor | None = None,
+        output: bool = True,
+    ) -> tuple[Tensor | None, list[KeysValues]]:
+        """Run all layers.
+
+        Args:
+            hidden: ``[N, S, width]``.
+            positions: int64 ``[N, S]``.
+            mask: bool ``[N, 1, S or 1, T]``, what may be attended to of the ``P`` tokens before and the ``S`` of
+                these; ``None`` for all.
+            before: per layer, keys and values ``[N, kv_heads, P, head_dim]`` of the tokens before.
+            condition: ``[N, width]``, for conditioned norms.
+            output: compute the last hidden states; without, the work of the last layer is saved.
+
+        Returns:
+            Hidden states ``[N, S, width]`` after the final norm (``None`` without ``output``), and per layer the keys
+            and values of these tokens.
+        """
+        rotation = _rotation(positions, self.config.head_dim, hidden.dtype)
+        found: list[KeysValues] = []
+        for index, layer in enumerate(self.layers):
+            earlier = None if before is None else before[index]
+            if not output and index == len(self.layers) - 1:
+                normed, _ = layer.input_layernorm(hidden, condition)
+                return None, [*found, layer.self_attn.keys_values(normed, rotation)]
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                hidden, own = checkpoint(layer, hidden, rotation, mask, earlier, condition, use_reentrant=False)
+            else:
+                hidden, own = layer(hidden, rotation, mask, earlier, condition)
+            found.append(own)
+        return self.norm(hidden, condition)[0], found
+
+
+class GemmaLayer(nn.Module):
+    """Attention and gated MLP, each behind a norm and on a residual path, which the norm may gate."""
+
+    def __init__(self, config: GemmaConfig):
+        super().__init__()
+        self.self_attn = GemmaAttention(config)
+        self.mlp = GemmaMLP(config)
+        self.input_layernorm = _norm(config)
+        self.post_attention_layernorm = _norm(config)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: KeysValues,
+        mask: Tensor | None,
+        before: KeysValues | None,
+        condition: Tensor | None,
+    ) -> tuple[Tensor, KeysValues]:
+        normed, gate = self.input_layernorm(hidden, condition)
+        attended, own = self.self_attn(normed, rotation, mask, before)
+        hidden = hidden + (attended if gate is None else attended * gate)
+        normed, gate = self.post_attention_layernorm(hidden, condition)
+        changed = self.mlp(normed)
+        return hidden + (changed if gate is None else changed * gate), own
+
+
+class GemmaAttention(nn.Module):
+    """Attention with rotary positions over the tokens before and these."""
+
+    def __init__(self, config: GemmaConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.width, queries, bias=False)
+        self.k_proj = nn.Linear(config.width, keys, bias=False)
+        self.v_proj = nn.Linear(config.width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.width, bias=False)
+
+    def keys_values(self, hidden: Tensor, rotation: KeysValues) -> KeysValues:
+        """Keys (already turned by their positions) and values ``[N, kv_heads, S, head_dim]``."""
+        return _rotate(self._heads(self.k_proj(hidden)), rotation), self._heads(self.v_proj(hidden))
+
+    def forward(
+        self, hidden: Tensor, rotation: KeysValues, mask: Tensor | None, before: KeysValues | None
+    ) -> tuple[Tensor, KeysValues]:
+        queries = _rotate(self._heads(self.q_proj(hidden)), rotation)
+        own = keys, values = self.keys_values(hidden, rotation)
+        if before is not None:
+            keys, values = (torch.cat(both, dim=2) for both in zip(before, own, strict=True))
+        shared = queries.shape[1] != keys.shape[1]
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=shared)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), own
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class GemmaMLP(nn.Module):
+    """``down(gelu(gate(x)) * up(x))``, with the tanh approximation of GELU."""
+
+    def __init__(self, config: GemmaConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.width, config.mlp_dim, bias=False)
+        self.up_proj = nn.Linear(config.width, config.mlp_dim, bias=False)
+        self.down_proj = nn.Linear(config.mlp_dim, config.width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.gate_proj(hidden), approximate="tanh") * self.up_proj(hidden))
+
+
+class Norm(nn.Module):
+    """RMS norm in float32, scaled by ``1 + weight``; its gate is ``None``."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, None]:
+        return (_normalised(hidden) * (1 + self.weight.float())).to(hidden.dtype), None
+
+
+class ConditionedNorm(nn.Module):
+    """RMS norm in float32 whose scale, shift and gate are linear in a condition ``[N, width]``."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.dense = nn.Linear(width, 3 * width)
+
+    def forward(self, hidden: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        scale, shift, gate = self.dense(condition).unsqueeze(1).chunk(3, dim=-1)
+        normed = _normalised(hidden) * (1 + scale.float()) + shift.float()
+        return normed.to(hidden.dtype), gate.to(hidden.dtype)
+
+
+def _norm(config: GemmaConfig) -> Norm | ConditionedNorm:
+    return ConditionedNorm(config.width) if config.conditioned else Norm(config.width)
+
+
+def _normalised(hidden: Tensor) -> Tensor:
+    hidden = hidden.float()
+    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + _EPSILON)
+
+
+def _rotation(positions: Tensor, head_dim: int, dtype: torch.dtype) -> KeysValues:
+    """Cosine and sine ``[N, 1, S, head_dim]`` of the rotary angles, computed in float32."""
+    exponents = torch.arange(head_dim // 2, dtype=torch.float32, device=positions.device) / (head_dim // 2)
+    angles = positions[:, None, :, None].float() * _THETA**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotate(vectors: Tensor, rotation: KeysValues) -> Tensor:
+    cosine, sine = rotation
+    first, second = vectors.chunk(2, dim=-1)
+    return vectors * cosine + torch.cat([-second, first], dim=-1) * sine

@@ -1,0 +1,77 @@
+"""Prompts of pi0 and pi0.5, tokenised with PaliGemma's sentencepiece file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BOS, PAD = 2, 0
+_BINS = 256
+
+
+class Pi0Prompts:
+    """Instructions (and, for some pi0.5 checkpoints, states) to tokens.
+
+    Args:
+        model: content of the sentencepiece file.
+        max_length: ``L``, tokens of the longest prompt.
+
+    Raises:
+        ValueError: not a sentencepiece file.
+    """
+
+    def __init__(self, model: bytes, max_length: int):
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._tokenizer = SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ValueError(f"the tokenizer is no sentencepiece file ({error}); copy it again") from error
+        if self._tokenizer.bos_id() != BOS:
+            raise ValueError(f"the tokenizer is not PaliGemma's: <bos> is {self._tokenizer.bos_id()}, must be {BOS}")
+        self.max_length = max_length
+        self._cache: dict[str, Tensor] = {}
+
+    def __call__(self, instructions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        """Tokens int64 ``[N, L]``, padded with 0.
+
+        Args:
+            instructions: ``N`` texts.
+            states: normalised ``[N, S]``, to be listed in the prompt; ``None`` for prompts without state.
+
+        Raises:
+            ValueError: an instruction is empty, or its prompt is longer than ``L``.
+        """
+        if states is None:
+            return torch.stack([self._cached(text) for text in instructions])
+        edges = torch.linspace(-1, 1, _BINS + 1, dtype=torch.float64)[:-1]
+        bins = torch.bucketize(states.detach().cpu().double(), edges, right=True) - 1
+        return torch.stack(
+            [
+                self._padded(text, [f"Task: {_clean(text)}, State: {' '.join(map(str, row.tolist()))};\nAction: "])
+                for text, row in zip(instructions, bins, strict=True)
+            ]
+        )
+
+    def _cached(self, text: str) -> Tensor:
+        if text not in self._cache:
+            # The line break is tokenised by itself, as the "start of answer".
+            self._cache[text] = self._padded(text, [_clean(text), "\n"])
+        return self._cache[text]
+
+    def _padded(self, text: str, parts: list[str]) -> Tensor:
+        if not text.strip():
+            raise ValueError("the instruction is empty; fill task_descriptions, for example 'push the puck'")
+        tokens = [BOS, *(token for part in parts for token in self._tokenizer.encode(part))]
+        if len(tokens) > self.max_length:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens and max_prompt_length is {self.max_length}; set "
+                f"max_prompt_length={len(tokens)} or shorten the instruction {text[:60]!r}"
+            )
+        return torch.tensor(tokens + [PAD] * (self.max_length - len(tokens)))
+
+
+def _clean(text: str) -> str:
+    return text.strip().replace("_", " ").replace("\n", " ")

@@ -1,0 +1,101 @@
+"""SigLIP as it stands in PaliGemma checkpoints (names of transformers). Zhai et al. 2023, arXiv 2303.15343."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class SiglipConfig:
+    """Sizes of a :class:`Siglip`; the defaults are those of PaliGemma (so400m at 224 pixels).
+
+    Attributes:
+        width: of a token.
+        depth: layers.
+        heads: attention heads.
+        mlp_dim: hidden width of a layer's MLP.
+        patch_size: pixels on a side.
+        num_patches: tokens of an image.
+    """
+
+    width: int = 1152
+    depth: int = 27
+    heads: int = 16
+    mlp_dim: int = 4304
+    patch_size: int = 14
+    num_patches: int = 256
+
+    @property
+    def image_size(self) -> int:
+        """Pixels on a side of the square image."""
+        return self.patch_size * round(self.num_patches**0.5)
+
+
+class Siglip(nn.Module):
+    """Tokens ``[B, num_patches, width]`` of images float ``[B, 3, H, W]`` from -1 to 1."""
+
+    def __init__(self, config: SiglipConfig):
+        super().__init__()
+        self.config, self.gradient_checkpointing = config, False
+        self.embeddings = nn.Module()
+        self.embeddings.patch_embedding = nn.Conv2d(3, config.width, config.patch_size, stride=config.patch_size)
+        self.embeddings.position_embedding = nn.Embedding(config.num_patches, config.width)
+        self.encoder = nn.Module()
+        self.encoder.layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.depth))
+        self.post_layernorm = nn.LayerNorm(config.width, eps=1e-6)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        size = self.config.image_size
+        if pixels.ndim != 4 or pixels.shape[1:] != (3, size, size):
+            raise ValueError(f"pixels of shape {tuple(pixels.shape)}, expected [B, 3, {size}, {size}]")
+        convolution = self.embeddings.patch_embedding
+        # Camera images are channels-last in memory; the result is nearer to the reference's than from copies.
+        pixels = pixels.to(convolution.weight.dtype, memory_format=torch.channels_last)
+        hidden = convolution(pixels).flatten(2).transpose(1, 2)
+        hidden = hidden + self.embeddings.position_embedding.weight
+        for layer in self.encoder.layers:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            else:
+                hidden = layer(hidden)
+        return self.post_layernorm(hidden)
+
+
+class SiglipLayer(nn.Module):
+    """Attention and MLP, each behind a norm and on a residual path."""
+
+    def __init__(self, config: SiglipConfig):
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(config.width, eps=1e-6)
+        self.self_attn = SiglipAttention(config)
+        self.layer_norm2 = nn.LayerNorm(config.width, eps=1e-6)
+        self.mlp = nn.Module()
+        self.mlp.fc1 = nn.Linear(config.width, config.mlp_dim)
+        self.mlp.fc2 = nn.Linear(config.mlp_dim, config.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.self_attn(self.layer_norm1(hidden))
+        inner = F.gelu(self.mlp.fc1(self.layer_norm2(hidden)), approximate="tanh")
+        return hidden + self.mlp.fc2(inner)
+
+
+class SiglipAttention(nn.Module):
+    """Every token attends to all."""
+
+    def __init__(self, config: SiglipConfig):
+        super().__init__()
+        self.heads = config.heads
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            setattr(self, name, nn.Linear(config.width, config.width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = (
+            project(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
