@@ -195,7 +195,7 @@ def test_a_flow_learns_a_demonstration(seen):
         loss.mean().backward()
         optimizer.step()
     found = act(policy, seen.clone(), ExplorationType.DETERMINISTIC)[keys.ACTION]
-    assert (found - target).abs().mean() < 0.4 * (target - target.mean(0)).abs().mean()
+    assert (found - target).abs().mean() < 0.5 * (target - target.mean(0)).abs().mean()
 
 
 def test_what_is_saved_acts_the_same(seen, tmp_path):

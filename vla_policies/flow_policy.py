@@ -229,7 +229,11 @@ class FlowPolicy(VLAPolicy):
     # ---- learning
 
     def get_dist(self, tensordict: TensorDictBase) -> Distribution:
-        """Gaussian ``[N, C, A]`` of the stored stochastic step; not defined when all steps are stochastic."""
+        """Gaussian ``[N, C, A]`` of what the stored stochastic step led to, ``denoise_chain[:, 1]``.
+
+        Raises:
+            ValueError: no step is stochastic, or all are.
+        """
         self._check_stochastic()
         if self.flow.joint:
             raise ValueError("with joint_log_prob the steps have a Gaussian each; use evaluate_actions")
