@@ -2,16 +2,27 @@
 
 import functools
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
+from safetensors.torch import load_file
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 CONF = RECIPES / "conf"
+
+
+TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=8", "env.image_size=32", "eval.trials=2"]
+TOY += ["eval.videos=0", "iterations=1", "algo.epochs=1", "optim.lr=1e-3"]
+TOY_OF = {
+    "ppo": ["collector.decisions=3", "evaluate_every=0", "algo.critic_warmup_steps=0"],
+    "grpo": ["algo.group_size=2", "algo.groups=2", "algo.max_groups=2", "eval.sampled=false"],
+}
 
 
 class Started(Exception):
@@ -47,3 +58,16 @@ def composed(name, overrides, folder) -> DictConfig:
     with open_dict(config):
         del config["hydra"]
     return config
+
+
+def train(name, folder, overrides):
+    """A toy run in this process: the metrics of its last iteration, and the folder of the saved policy."""
+    main_of(name)(composed(name, [*TOY, *TOY_OF[name], *overrides], folder))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in reversed(lines) if "train/loss" in line), folder / "policy"
+
+
+def differing(first, second, file="model.safetensors"):
+    """Names of the tensors that are not the same in two folders."""
+    weights, others = load_file(first / file), load_file(second / file)
+    return {name for name in weights.keys() | others.keys() if not torch.equal(weights[name], others[name])}

@@ -9,6 +9,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from openvla_checkpoint import make_checkpoint
+from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from running import CONF, RECIPES, Started, composed, main_of
 
 import vla_envs.env
@@ -30,6 +31,7 @@ def recipe_of(experiment):
 
 
 RUNS = [(name, []) for name in ("ppo", "grpo", "sft", "evaluate")]
+RUNS += [("ppo", ["policy=small_flow"]), ("ppo", ["policy=pi0", "policy.config_name=pi0_metaworld"])]
 RUNS += [("ppo", ["policy=openvla"]), ("grpo", ["policy=openvla_oft", "policy.layout=official"])]
 RUNS += [(recipe_of(experiment), [f"experiment={experiment}"]) for experiment in EXPERIMENTS]
 
@@ -44,15 +46,17 @@ def check(monkeypatch, tmp_path):
     monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
     SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4)).save_pretrained(tmp_path / "policy")
     make_checkpoint(tmp_path / "openvla")
+    make_pi0_checkpoint(tmp_path / "pi0")
     yield functools.partial(run_checks, folder=tmp_path)
     GlobalHydra.instance().clear()
 
 
 def overrides_of(name, overrides, folder):
     """What a run needs beside ``overrides``: the folder of a checkpoint, of this family."""
-    if name != "evaluate" and not any(override.startswith("policy=") for override in overrides):
+    chosen = next((override for override in overrides if override.startswith("policy=")), "policy=small")
+    if name != "evaluate" and "small" in chosen:
         return overrides
-    kind = "openvla" if any("openvla" in override for override in overrides) else "policy"
+    kind = "openvla" if "openvla" in chosen else "pi0" if "pi0" in chosen else "policy"
     return [*overrides, f"policy.checkpoint={folder / kind}"]
 
 

@@ -16,6 +16,7 @@ import vla_keys as keys
 from vla_policies import Pi0, load_policy, make_metaworld_example
 from vla_policies.adapters import ADAPTERS
 from vla_policies.flow import euler, times
+from vla_policies.inspection import inspect
 from vla_policies.lora import add_lora, has_lora
 from vla_policies.pi0_folder import EMBEDDINGS, LM_HEAD, UNUSED, Pi0Folder, Pi0Statistics, model_weights
 from vla_policies.pi0_model import Pi0Model, Pi0ModelConfig
@@ -253,6 +254,17 @@ def test_calvins_gripper_is_open_or_closed(tmp_path):
     policy = Pi0.from_pretrained(checkpoint, benchmark="calvin", config_name="pi05_calvin")
     gripper = policy.to_simulator(torch.randn(2, 5, 7), torch.zeros(2, 7))[..., 6]
     assert set(gripper.unique().tolist()) <= {-1.0, 1.0}
+
+
+def test_inspect_says_what_it_is(folder, name, make, tmp_path):
+    report = inspect(folder)
+    assert not report.missing and "set config_name" in report.facts["variant"]
+    assert report.facts["family"] == ("pi0 (pi0.5)" if name == "pi05_tiny" else "pi0")
+    make().save_pretrained(tmp_path)
+    report = inspect(tmp_path)
+    assert report.facts["variant"] == NAMES[name] and report.facts["heads"].endswith(".safetensors")
+    (tmp_path / "paligemma_tokenizer.model").unlink()
+    assert "tokenizer" in str(inspect(tmp_path))
 
 
 # ---- reinforcement learning

@@ -5,21 +5,17 @@ import math
 import shutil
 
 import pytest
-import torch
 from hydra.core.global_hydra import GlobalHydra
 from openvla_checkpoint import make_checkpoint
-from running import Started, composed, main_of, recipe
-from safetensors.torch import load_file
+from running import TOY, Started, composed, differing, main_of, recipe, train
+from safetensors.torch import load_file, save_file
 
 import vla_envs.env
-from vla_policies import load_policy
+from vla_algos.policy_setup import adapt
+from vla_policies import OpenVLA, load_policy
 from vla_policies.lora import has_lora
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
-TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=8", "env.image_size=32", "eval.trials=2"]
-TOY += ["eval.videos=0", "iterations=1", "algo.epochs=1", "optim.lr=1e-3"]
-PPO = ["collector.decisions=3", "evaluate_every=0", "algo.critic_warmup_steps=0"]
-GRPO = ["algo.group_size=2", "algo.groups=2", "algo.max_groups=2", "eval.sampled=false"]
 ADAPTER = "lora_adapter/adapter_model.safetensors"
 
 
@@ -34,27 +30,13 @@ def hydra():
     GlobalHydra.instance().clear()
 
 
-def run(name, folder, overrides):
-    """Run a recipe in this process; returns the metrics of its last iteration and the saved policy."""
-    own = PPO if name == "ppo" else GRPO
-    main_of(name)(composed(name, [*TOY, *own, *overrides], folder))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return next(line for line in reversed(lines) if "train/loss" in line), folder / "policy"
-
-
-def differing(first, second, file="model.safetensors"):
-    """Names of the tensors that are not the same in two folders."""
-    weights, others = load_file(first / file), load_file(second / file)
-    return {name for name in weights.keys() | others.keys() if not torch.equal(weights[name], others[name])}
-
-
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 @pytest.mark.parametrize("family", ["openvla", "openvla_oft"])
 def test_train_whole_then_an_adapter_then_go_on(name, family, checkpoint, tmp_path):
     chosen = [f"policy={family}", f"policy.value_head={str(name == 'ppo').lower()}"]
     if family == "openvla_oft":
         chosen += ["policy.layout=official", "policy.num_action_chunks=2"]
-    metrics, whole = run(name, tmp_path / "whole", [*chosen, f"policy.checkpoint={checkpoint}"])
+    metrics, whole = train(name, tmp_path / "whole", [*chosen, f"policy.checkpoint={checkpoint}"])
     assert math.isfinite(metrics["train/loss"]) and metrics["train/actor/log_ratio_at_start"] < 1e-5
     changed = differing(whole, checkpoint_with_head(whole, checkpoint))
     for part in ("vision_backbone", "projector", "language_model"):
@@ -62,13 +44,13 @@ def test_train_whole_then_an_adapter_then_go_on(name, family, checkpoint, tmp_pa
 
     # The folder says family, layout and chunk, so that nothing of it is repeated.
     adapting = [f"policy={family}", f"policy.checkpoint={whole}", "policy.lora_rank=2"]
-    metrics, adapted = run(name, tmp_path / "adapted", adapting)
+    metrics, adapted = train(name, tmp_path / "adapted", adapting)
     assert math.isfinite(metrics["train/loss"]) and metrics["train/actor/log_ratio_at_start"] < 1e-5
     assert all(key.startswith("value_head.") for key in differing(adapted, whole))
     policy = load_policy(adapted)
     assert policy.family == family and has_lora(policy)
 
-    _, further = run(name, tmp_path / "further", [f"policy.checkpoint={adapted}"])
+    _, further = train(name, tmp_path / "further", [f"policy.checkpoint={adapted}"])
     assert all(key.startswith("value_head.") for key in differing(further, whole))
     assert differing(further, adapted, ADAPTER)
 
@@ -78,8 +60,6 @@ def checkpoint_with_head(trained, checkpoint):
     folder = trained.parent / "original"
     folder.mkdir()
     weights, others = load_file(trained / "model.safetensors"), load_file(checkpoint / "model.safetensors")
-    from safetensors.torch import save_file
-
     heads = {name: tensor for name, tensor in weights.items() if name.startswith("value_head.")}
     save_file({**{name: tensor.to(weights[name].dtype) for name, tensor in others.items()}, **heads},
               folder / "model.safetensors")
@@ -179,10 +159,7 @@ def test_a_continuous_head_has_no_log_probability_to_train(tmp_path, monkeypatch
         main_of("ppo")(composed("ppo", chosen, tmp_path / "run"))
 
 
-def test_another_adapter_than_that_of_the_checkpoint_is_refused(checkpoint, tmp_path, monkeypatch):
-    from vla_algos.policy_setup import adapt
-    from vla_policies import OpenVLA
-
+def test_another_adapter_than_that_of_the_checkpoint_is_refused(checkpoint):
     policy = OpenVLA.from_pretrained(checkpoint, benchmark="metaworld")
     adapt(policy, 2, targets=["q_proj", "v_proj"])
     adapt(policy, 2)

@@ -98,8 +98,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
                 raise ValueError(f"{name} is {level!r}, must be 'token', 'action' or 'chunk'")
         if ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
-                "this policy predicts actions without a distribution (an L1 head), so they have no log-probability: "
-                "clone demonstrations with recipes/sft.py, or load a checkpoint with head='tokens'"
+                "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "
+                "log-probability; clone demonstrations with recipes/sft.py, or set head='tokens' or method='flow_sde'"
             )
         if dual_clip is not None and dual_clip <= 1:
             raise ValueError(f"dual_clip is {dual_clip}, must be larger than 1 (3 is usual), or None for no bound")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vla_policies.hub import resolve
 from vla_policies.openvla_folder import FAMILIES, OpenVLAFolder
+from vla_policies.pi0_folder import is_pi0
 
 if TYPE_CHECKING:
     from vla_policies.policy import VLAPolicy
@@ -41,11 +42,11 @@ def save_policy(folder: str | Path, name: str, config: Mapping[str, Any], weight
 
 
 def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
-    """Load a policy that ``save_pretrained`` wrote, or a published OpenVLA checkpoint, with its statistics.
+    """Load a policy that ``save_pretrained`` wrote, or a published checkpoint of OpenVLA or pi0, with its statistics.
 
     Args:
         folder: local folder or hub id.
-        **settings: of ``from_pretrained`` of the OpenVLA policies. Files of OpenVLA-OFT that have neither its heads nor
+        **settings: of ``from_pretrained`` of the large policies. Files of OpenVLA-OFT that have neither its heads nor
             our options look like OpenVLA's: load those with ``OpenVLAOFT.from_pretrained``.
 
     Raises:
@@ -53,9 +54,9 @@ def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
         ValueError: an unknown architecture, a truncated file, or weights that do not fit the configuration.
     """
     folder = resolve(folder)
-    config = read_config(folder)
-    if config.get("model_type") == "pi0":
+    if is_pi0(folder):
         return policy_class("pi0").from_pretrained(folder, **settings)
+    config = read_config(folder)
     if config.get("model_type") in FAMILIES:
         return policy_class(OpenVLAFolder.read(folder).family).from_pretrained(folder, **settings)
     if settings:

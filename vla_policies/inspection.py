@@ -14,6 +14,8 @@ from vla_policies.checkpoints import POLICIES, read_config
 from vla_policies.hub import resolve
 from vla_policies.normalization import ACTION, KINDS
 from vla_policies.openvla_folder import FAMILIES, OpenVLAFolder
+from vla_policies.pi0_folder import HEADS, UNUSED, Pi0Folder, is_pi0, model_weights
+from vla_policies.pi0_model import Pi0Model, Pi0ModelConfig
 from vla_policies.pretrained import empty_model, unused_by
 from vla_policies.prompts import Prompts
 from vla_policies.weights import Entry, check_layout, list_weights
@@ -45,6 +47,8 @@ def inspect(folder: str | Path) -> Report:
         FileNotFoundError, ValueError: it is no checkpoint of a policy of this package.
     """
     path = resolve(folder)
+    if is_pi0(path):
+        return _inspect_pi0(path)
     config = read_config(path)
     if config.get("model_type") in FAMILIES:
         return _inspect_openvla(OpenVLAFolder.read(path))
@@ -54,6 +58,37 @@ def inspect(folder: str | Path) -> Report:
         raise ValueError(f"{path} is a checkpoint of {what}; this version knows {sorted(POLICIES)}")
     report = Report({"family": name, "chunk": str(config.get("chunk_size")), "statistics": "part of the weights"})
     report.facts["weights"] = _size(list_weights(path))
+    return report
+
+
+def _inspect_pi0(path: Path) -> Report:
+    report = Report({"family": "pi0"})
+    facts = report.facts
+    try:
+        folder = Pi0Folder.read(path)
+    except FileNotFoundError as error:
+        report.missing.append(str(error))
+        return report
+    options = folder.options
+    facts["benchmark"] = options.get("benchmark", f"{_NOT_SAID}; set benchmark")
+    facts["variant"] = options.get("config_name", f"{_NOT_SAID}; set config_name")
+    facts["statistics"] = ", ".join(sorted(folder.statistics))
+    facts["tokenizer"] = "yes"
+    facts["LoRA adapter"] = "lora_adapter/" if options.get("lora_adapter") else "no"
+    facts["weights"] = _size(folder.weights)
+    facts["heads"] = HEADS if (path / HEADS).is_file() else "no: new ones are initialised"
+    try:
+        entries = model_weights(folder.weights)
+        found = {key: entry.shape for key, entry in entries.items()}
+        with torch.device("meta"):
+            model = Pi0Model(Pi0ModelConfig.from_shapes(found, folder.config.get("vision_heads")))
+        facts["family"] = "pi0 (pi0.5)" if model.config.pi05 else "pi0"
+        horizon = options.get("action_horizon") or folder.config.get("action_horizon")
+        facts["horizon"] = str(horizon or "that of the variant")
+        expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        check_layout(expected, found, unused=lambda key: key == UNUSED, what=str(path))
+    except ValueError as error:
+        report.missing.append(f"weights: {error}")
     return report
 
 

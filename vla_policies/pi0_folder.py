@@ -172,6 +172,11 @@ class Pi0Folder:
         return folder
 
 
+def is_pi0(folder: Path) -> bool:
+    """Whether a local folder is laid out like a checkpoint of pi0, published or ours, PyTorch or JAX."""
+    return (folder / "params").is_dir() or any((folder / "assets").rglob(_STATISTICS)) or (folder / HEADS).is_file()
+
+
 def model_weights(weights: Mapping[str, Entry]) -> dict[str, Entry]:
     """The weights by the names of the module: the stored ``lm_head`` is its token embeddings.
 

@@ -1,0 +1,86 @@
+"""The recipes with flow policies on real Meta-World: SmallFlow, and pi0 and pi0.5 with tiny weights."""
+
+import math
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from pi0_checkpoint import make_checkpoint
+from running import Started, composed, differing, main_of, train
+from safetensors.torch import load_file
+
+import vla_envs.env
+from vla_policies import load_policy
+
+pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
+CONFIGS = {"pi0_tiny": "pi0_metaworld", "pi05_tiny": "pi05_metaworld"}
+TOY_SFT = ["sft.episodes=2", "sft.steps=5", "sft.max_steps=150"]
+
+
+@pytest.fixture(autouse=True)
+def hydra():
+    yield
+    GlobalHydra.instance().clear()
+
+
+def heads(folder):
+    return load_file(folder / "vla_torchrl_heads.safetensors")
+
+
+@pytest.mark.parametrize("variant", CONFIGS)
+@pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
+def test_ppo_trains_pi0_saves_it_and_goes_on(variant, method, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", variant)
+    chosen = ["policy=pi0", f"policy.config_name={CONFIGS[variant]}", f"policy.method={method}"]
+    chosen += ["policy.num_steps=2", "policy.num_action_chunks=2"]
+    metrics, first = train("ppo", tmp_path / "first", [*chosen, f"policy.checkpoint={checkpoint}"])
+    assert math.isfinite(metrics["train/loss"]) and metrics["train/actor/log_ratio_at_start"] < 1e-5
+    changed = differing(first, checkpoint)
+    assert changed and not any("paligemma." in name for name in changed), "PaliGemma is frozen"
+    assert any("gemma_expert" in name for name in changed)
+    assert ("noise_network.mlp.0.weight" in heads(first)) == (method == "flow_noise")
+
+    # The folder says everything, so that nothing is repeated.
+    _, second = train("ppo", tmp_path / "second", [f"policy.checkpoint={first}"])
+    assert differing(second, first)
+    assert load_policy(second).config == load_policy(first).config
+    before, after = heads(first), heads(second)
+    assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("value_head."))
+
+
+def test_grpo_trains_pi0_with_an_adapter(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "pi05_tiny")
+    chosen = ["policy=pi0", f"policy.config_name={CONFIGS['pi05_tiny']}", "policy.value_head=false"]
+    chosen += ["policy.num_steps=2", "policy.num_action_chunks=2", "policy.lora_rank=2"]
+    metrics, folder = train("grpo", tmp_path / "run", [*chosen, f"policy.checkpoint={checkpoint}"])
+    assert math.isfinite(metrics["train/loss"])
+    assert not differing(folder, checkpoint)
+    assert (folder / "lora_adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_small_flow_policy_is_cloned_trained_and_loaded(tmp_path):
+    metrics, first = train("ppo", tmp_path / "first", ["policy=small_flow", *TOY_SFT])
+    assert math.isfinite(metrics["train/loss"]) and metrics["train/actor/log_ratio_at_start"] < 1e-5
+    _, second = train("ppo", tmp_path / "second", [f"policy.checkpoint={first}"])
+    assert differing(second, first)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.config_name=pi0_libero"], "pi0_libero is for libero"),
+        (["policy.config_name=pi0_metaworld", "policy.method=flow_ode"], "continuous|deterministic|distribution"),
+        (["policy.config_name=pi0_metaworld", "policy.noise_level=0"], "no log-probability"),
+        (["policy.config_name=pi0_metaworld", "policy.max_prompt_length=3"], "max_prompt_length is 3"),
+        ([], "config_name"),
+    ],
+)
+def test_bad_input_is_one_clear_error_before_a_simulator_starts(overrides, message, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise Started
+
+    monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
+    checkpoint = make_checkpoint(tmp_path / "checkpoint")
+    config = composed("ppo", ["policy=pi0", f"policy.checkpoint={checkpoint}", *overrides], tmp_path / "run")
+    with pytest.raises(ValueError, match=message):
+        main_of("ppo")(config)
