@@ -389,7 +389,7 @@ def test_inspect_describes_the_small_policy(tmp_path, capsys):
     SmallVLA(SmallVLAConfig(action_low=(-1.0,) * 4, action_high=(1.0,) * 4, state_dim=4)).save_pretrained(tmp_path)
     code, out, _ = inspect(tmp_path, capsys)
     assert code == 0 and "small" in out and "float32" in out
-    with pytest.raises(ValueError, match=r"a policy that has no settings; leave out \['benchmark'\]"):
+    with pytest.raises(ValueError, match=r"a policy that has no settings; leave out the settings \['benchmark'\]"):
         load_policy(tmp_path, benchmark="libero")
 
 

@@ -1,5 +1,6 @@
 """Steps of a flow and their probabilities: reference numbers, and what makes them right."""
 
+import copy
 import math
 
 import numpy as np
@@ -207,13 +208,26 @@ def test_what_is_saved_acts_the_same(seen, tmp_path):
     assert torch.equal(*actions)
 
 
-def test_the_noise_level_is_annealed_between_iterations():
+def test_the_noise_level_is_annealed_between_iterations(tmp_path):
     policy = make(noise_anneal=(0.8, 0.2, 3))
+    frozen = copy.deepcopy(policy)
     levels = []
     for iteration in (1, 2, 4, 9):
         policy.start_iteration(iteration)
-        levels.append(policy.noise_level)
+        levels.append(policy.noise_level.item())
     assert levels == pytest.approx([0.8, 0.6, 0.2, 0.2])
+    frozen.follow(policy)
+    assert frozen.noise_level.item() == pytest.approx(0.2)
+    policy.save_pretrained(tmp_path)
+    assert load_policy(tmp_path).noise_level.item() == pytest.approx(0.2)
+
+
+def test_a_greedy_value_is_the_mean_over_the_steps(seen):
+    """So that the value beyond the end of a rollout is on average that of a decision whose step was drawn."""
+    policy = make(num_steps=3)
+    values = iter([torch.full((6, 1), number) for number in (1.0, 2.0, 6.0)])
+    policy.value = lambda observed, hidden: next(values)
+    assert act(policy, seen, ExplorationType.DETERMINISTIC)[keys.STATE_VALUE].flatten().tolist() == [3.0] * 6
 
 
 @pytest.mark.parametrize(
@@ -221,6 +235,9 @@ def test_the_noise_level_is_annealed_between_iterations():
     [
         ({"method": "flow_grpo"}, "flow_sde, flow_noise, flow_cps, flow_ode"),
         ({"num_steps": 0}, "num_steps is 0"),
+        ({"method": "flow_cps", "noise_level": 1.5}, "at most 1"),
+        ({"noise_anneal": (0.5, 0.1)}, "3 numbers"),
+        ({"noise_std_range": 0.1}, "2 numbers"),
         ({"num_steps": 1, "ignore_last": True}, "at least 2"),
         ({"num_steps": 1, "method": "flow_cps"}, "at least 2"),
         ({"noise_level": 0.0}, "no log-probability"),

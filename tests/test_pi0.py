@@ -8,17 +8,19 @@ import pytest
 import torch
 from openvla_checkpoint import act
 from pi0_checkpoint import GOLDEN, TOKENIZER, golden, make_checkpoint, statistics
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchrl.envs.utils import ExplorationType
 
 import vla_keys as keys
+from vla_algos.learner import Learner
+from vla_algos.losses import ChunkClipPPOLoss
 from vla_policies import Pi0, load_policy, make_metaworld_example
 from vla_policies.adapters import ADAPTERS
 from vla_policies.flow import euler, times
 from vla_policies.inspection import inspect
-from vla_policies.lora import add_lora, has_lora
-from vla_policies.pi0_folder import EMBEDDINGS, LM_HEAD, UNUSED, Pi0Folder, Pi0Statistics, model_weights
+from vla_policies.lora import add_lora, has_lora, merge_adapter
+from vla_policies.pi0_folder import EMBEDDINGS, LM_HEAD, Pi0Folder, Pi0Statistics, model_weights
 from vla_policies.pi0_model import Pi0Model, Pi0ModelConfig
 from vla_policies.pi0_presets import PRESETS
 from vla_policies.pi0_prompts import PAD, Pi0Prompts
@@ -43,7 +45,7 @@ def model(folder):
     entries = model_weights(checkpoint.weights)
     with torch.device("meta"):
         model = Pi0Model(Pi0ModelConfig.from_shapes({key: entry.shape for key, entry in entries.items()}, 4))
-    load_weights(model, entries, dtype=torch.float32, unused=lambda key: key == UNUSED)
+    load_weights(model, entries, dtype=torch.float32, unused=Pi0.unused)
     return model
 
 
@@ -160,7 +162,7 @@ def test_full_size_layouts_fit(variant):
     assert config.vision.heads == 16 and config.expert.heads == config.language.heads == 8
     assert config.pi05 == (variant == "pi05")
     found = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    assert found == {key: shape for key, shape in shapes.items() if key not in (LM_HEAD, UNUSED)}
+    assert found == {key: shape for key, shape in shapes.items() if key != LM_HEAD and not Pi0.unused(key)}
 
 
 # ---- the checkpoint folder
@@ -185,19 +187,37 @@ def test_what_is_saved_has_the_published_layout_and_acts_the_same(make, folder, 
         Pi0.from_pretrained(tmp_path, config_name="pi0_libero")
 
 
+def test_an_annealed_noise_level_is_kept_unless_another_is_asked_for(make, tmp_path):
+    policy = make(noise_anneal=(0.8, 0.2, 2))
+    policy.start_iteration(2)
+    policy.save_pretrained(tmp_path)
+    assert load_policy(tmp_path).noise_level.item() == pytest.approx(0.5)
+    assert load_policy(tmp_path, noise_anneal=(0.4, 0.1, 5)).noise_level.item() == pytest.approx(0.4)
+
+
 def test_bfloat16_and_lora(make, seen, tmp_path):
     policy = make(dtype=torch.bfloat16)
     assert policy.model.action_in_proj.weight.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="bfloat16.*policy.lora_rank=32"):
+        Learner(ChunkClipPPOLoss(policy), lr=1e-5)
     add_lora(policy, rank=2)
-    trained = {n.partition(".")[0] for n, p in policy.named_parameters() if p.requires_grad}
-    assert trained == {"model", "value_head"}
+    Learner(ChunkClipPPOLoss(policy), lr=1e-5)
+    adapted = [n for n, p in policy.named_parameters() if p.requires_grad and not n.startswith("value_head")]
+    assert adapted and all("gemma_expert" in n and ".lora_" in n for n in adapted)
+    assert policy.prefix_is_frozen
     stored = act(policy, seen, ExplorationType.RANDOM)
     assert stored[keys.ACTION].dtype == stored[keys.ACTION_LOG_PROB].dtype == torch.float32
     log_prob, _, _ = policy.evaluate_actions(stored)
     log_prob.sum().backward()
     assert any(p.grad is not None and p.grad.any() for n, p in policy.named_parameters() if "lora_B" in n)
     policy.save_pretrained(tmp_path)
-    assert has_lora(load_policy(tmp_path))
+    again = load_policy(tmp_path)
+    assert has_lora(again) and again.model.action_in_proj.weight.dtype == torch.bfloat16
+    merge_adapter(policy)
+    assert policy.prefix_is_frozen and policy.model.action_in_proj.weight.requires_grad
+    whole = make(train_expert_only=False)
+    add_lora(whole, rank=2)
+    assert not whole.prefix_is_frozen
 
 
 def test_statistics():
@@ -265,6 +285,8 @@ def test_inspect_says_what_it_is(folder, name, make, tmp_path):
     assert report.facts["variant"] == NAMES[name] and report.facts["heads"].endswith(".safetensors")
     (tmp_path / "paligemma_tokenizer.model").unlink()
     assert "tokenizer" in str(inspect(tmp_path))
+    shutil.rmtree(tmp_path / "assets")
+    assert "norm_stats.json" in str(inspect(tmp_path))
 
 
 # ---- reinforcement learning
@@ -280,7 +302,7 @@ def test_the_ratio_is_one_and_a_kept_prefix_changes_nothing(make, seen, method, 
     near(plain[0], stored[keys.ACTION_LOG_PROB])
     near(plain[2], stored[keys.STATE_VALUE], 1e-6)
     prepared = policy.prepare(stored.clone())
-    assert prepared.get(("prefix", "keys"), None) is not None
+    assert prepared.get(keys.PREFIX_KEYS, None) is not None
     for first, second in zip(plain, policy.evaluate_actions(prepared[torch.tensor([2, 0])]), strict=True):
         near(second, first[torch.tensor([2, 0])])
 
@@ -288,8 +310,9 @@ def test_the_ratio_is_one_and_a_kept_prefix_changes_nothing(make, seen, method, 
 def test_the_prefix_is_kept_only_if_it_is_frozen_and_fits(make, seen):
     small = make(prefix_gigabytes=1e-6)
     stored = act(small, seen, ExplorationType.RANDOM)
-    assert small.prefix_bytes(3) > 1000
-    assert small.prepare(stored).get("prefix", None) is None
+    assert small.prefix_bytes(3, 12) > 1000
+    with pytest.warns(UserWarning, match="prefix_gigabytes"):
+        assert small.prepare(stored).get("prefix", None) is None
     whole = make(train_expert_only=False)
     assert whole.prepare(act(whole, seen.clone(), ExplorationType.RANDOM)).get("prefix", None) is None
 
@@ -327,6 +350,8 @@ def spoil(folder, what):
         (folder / "params").mkdir()
     elif what == "weights":
         (folder / "model.safetensors").unlink()
+    elif what == "another":
+        save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
     elif what == "small":
         file = folder / "assets" / "tiny" / "norm_stats.json"
         file.write_text(json.dumps({"norm_stats": statistics(3)}))
@@ -340,7 +365,8 @@ def spoil(folder, what):
         ("statistics", {}, "norm_stats.json"),
         ("tokenizer", {}, "paligemma_tokenizer.model"),
         ("jax", {}, "JAX checkpoint.*convert"),
-        ("weights", {}, "has no weights"),
+        ("weights", {}, "has no model.safetensors"),
+        ("another", {}, "not a checkpoint of pi0"),
         ("small", {}, "have 3 numbers of state, the benchmark has 4"),
         ("two", {}, "norm_stats_id.*other.*tiny"),
         ("", {"norm_stats_id": "nothing"}, "'tiny'"),

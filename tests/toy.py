@@ -37,6 +37,7 @@ from vla_keys import (
     TRIAL_ID,
     TRUNCATED,
 )
+from vla_policies import VLAPolicy
 
 CHUNK, DIM = 3, 5  # an odd number of dimensions, so that the mean of +-1 is never 0
 INSTRUCTIONS = ("go low", "go high")
@@ -154,7 +155,7 @@ class ToyEnv(EnvBase):
         return self._observe(**outcome)
 
 
-class ToyPolicy(TensorDictModuleBase):
+class ToyPolicy(VLAPolicy):
     """Two bins per action dimension, -1 and 1, from the mean pixel and the progress; counts its passes."""
 
     in_keys = [IMAGES, STATES, TASK_DESCRIPTIONS]

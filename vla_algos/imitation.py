@@ -62,7 +62,7 @@ def record_demonstrations(
     names = (keys.IMAGES, keys.STATES, keys.ACTION, keys.STEP_MASK)
     data = {name: torch.from_numpy(np.concatenate([r[name] for r in solved])) for name in names}
     texts = [r[keys.TASK_DESCRIPTIONS] for r in solved for _ in r[keys.IMAGES]]
-    data[keys.PROMPT_TOKENS] = policy.prompt_tokens(texts, data[keys.STATES])
+    data[keys.PROMPT_TOKENS] = policy.prompt_tokens(texts, data[keys.STATES]).cpu()
     return TensorDict(data, batch_size=[len(texts)])
 
 
@@ -102,14 +102,15 @@ def clone_behaviour(
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     policy.train()
+    device = next(policy.parameters()).device
     order: list[torch.Tensor] = []
     for _ in range(steps):
         if not order:
             order = list(torch.randperm(len(demonstrations)).split(batch_size))
         batch = demonstrations[order.pop()]
         batch[keys.STATES] = batch[keys.STATES] + state_noise * torch.randn_like(batch[keys.STATES])
-        mask = batch[keys.STEP_MASK]
-        loss = policy.imitation_loss(batch, sigma=label_sigma)[mask].mean()
+        batch = batch.to(device)
+        loss = policy.imitation_loss(batch, sigma=label_sigma)[batch[keys.STEP_MASK]].mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

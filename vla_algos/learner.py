@@ -97,6 +97,12 @@ class Learner:
 
         self._device = next(self.policy.parameters()).device
         trained = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
+        short = {str(p.dtype).removeprefix("torch.") for _, p in trained} - {"float32", "float64"}
+        if short:
+            raise ValueError(
+                f"trained parameters are {', '.join(sorted(short))}, which rounds away steps of a usual learning rate; "
+                "set policy.dtype=float32, or train adapters, which are float32: policy.lora_rank=32"
+            )
         self._actor = [p for name, p in trained if "value_head" not in name]
         self._critic = [p for name, p in trained if "value_head" in name]
         if critic_warmup_steps and not self._critic:
@@ -205,6 +211,7 @@ class Learner:
         if self.loss_module.reference_kl_coeff:
             if self._reference is None:
                 self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
+            self._reference.follow(self.policy)
             add_reference_log_prob(samples, self._reference, self.micro_batch_size, self._device)
 
     def _checked_mismatch(self, first: WeightedMean) -> float:

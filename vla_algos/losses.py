@@ -96,7 +96,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         for name, level in [("log_prob_level", log_prob_level), ("entropy_level", entropy_level)]:
             if level not in get_args(Level):
                 raise ValueError(f"{name} is {level!r}, must be 'token', 'action' or 'chunk'")
-        if ACTION_LOG_PROB not in policy.out_keys:
+        if policy.out_keys and ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
                 "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "
                 "log-probability; clone demonstrations with recipes/sft.py, or set head='tokens' or method='flow_sde'"
@@ -310,9 +310,9 @@ def add_reference_log_prob(
     Returns:
         ``batch`` itself.
     """
-    parts = [part if device is None else part.to(device) for part in batch.split(minibatch_size)]
-    log_prob = torch.cat([reference.evaluate_actions(part)[0] for part in parts])
-    return batch.set(REFERENCE_LOG_PROB, log_prob.to(batch.device))
+    parts = batch.split(minibatch_size)
+    log_probs = [reference.evaluate_actions(part if device is None else part.to(device))[0] for part in parts]
+    return batch.set(REFERENCE_LOG_PROB, torch.cat(log_probs).to(batch.device))
 
 
 def _to_level(values: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:

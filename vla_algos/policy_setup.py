@@ -19,7 +19,7 @@ from vla_policies.prismatic_policy import PrismaticPolicy
 
 LargePolicy = PrismaticPolicy | Pi0
 _SMALL = ("small", "small_flow")  # made new for an environment; the others are loaded
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16")
 _LORA = ("lora_rank", "lora_alpha", "lora_targets")
 
 
@@ -40,12 +40,14 @@ def _make_policy(config: DictConfig, spec: SimulatorSpec) -> VLAPolicy:
         raise unknown_name("policy.family", str(family), POLICIES)
     policy_type = policy_class(family)
     if family in _SMALL:
-        settings = group(config, "policy", policy_type.config_class, also=["family", "checkpoint"])
+        shape = {"action_low": spec.action_low, "action_high": spec.action_high, "state_dim": spec.state_dim}
+        also = ["family", "checkpoint"]
+        settings = group(config, "policy", policy_type.config_class, also=also, without=shape)
         del settings["family"]
         checkpoint = settings.pop("checkpoint")
         if checkpoint:
-            return load_policy(checkpoint)
-        shape = {"action_low": spec.action_low, "action_high": spec.action_high, "state_dim": spec.state_dim}
+            policy = load_policy(checkpoint)
+            return policy.to(_default_device()) if isinstance(policy, LargePolicy) else policy
         return policy_type(policy_type.config_class(**shape, **settings))
     also = ["family", "checkpoint", "dtype", "device", "lora_adapter", *_LORA]
     # The benchmark is the environment's.
@@ -64,15 +66,18 @@ def _load(policy_type: type[LargePolicy], settings: Mapping[str, Any], benchmark
             "published layout, or a hub id"
         )
     lora = {name: settings.pop(name, None) for name in _LORA}
-    dtype = settings.pop("dtype", "float32")
-    if dtype not in _DTYPES:
+    dtype = settings.pop("dtype", None)
+    if dtype not in (None, *_DTYPES):
         raise unknown_name("policy.dtype", str(dtype), _DTYPES)
-    device = settings.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
-    policy = policy_type.from_pretrained(
-        checkpoint, benchmark=benchmark, dtype=getattr(torch, dtype), device=device, **settings
-    )
+    dtype = None if dtype is None else getattr(torch, dtype)
+    settings.setdefault("device", _default_device())
+    policy = policy_type.from_pretrained(checkpoint, benchmark=benchmark, dtype=dtype, **settings)
     adapt(policy, lora["lora_rank"], lora["lora_alpha"], lora["lora_targets"])
     return policy
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def adapt(
@@ -110,6 +115,12 @@ def check_policy(policy: VLAPolicy, spec: SimulatorSpec) -> None:
     Raises:
         ValueError: the policy has other actions, states or cameras, or cannot take one of the instructions.
     """
+    benchmark = spec.id.partition("/")[0]
+    if isinstance(policy, LargePolicy) and policy.config.benchmark != benchmark:
+        raise ValueError(
+            f"the policy acts in {policy.config.benchmark} and {spec.id} is of {benchmark}; take env=... of "
+            f"{policy.config.benchmark}, or load the checkpoint for {benchmark}: policy={policy.family}"
+        )
     if (policy.action_dim, policy.state_dim) != (spec.action_dim, spec.state_dim):
         raise ValueError(
             f"the policy has {policy.action_dim} action and {policy.state_dim} state dimensions, {spec.id} has "
@@ -120,4 +131,5 @@ def check_policy(policy: VLAPolicy, spec: SimulatorSpec) -> None:
             f"the policy looks at wrist cameras and {spec.id} has none; use a checkpoint that was trained with one "
             "image"
         )
-    policy.prompt_tokens([task.instruction for task in spec.tasks], torch.zeros(len(spec.tasks), spec.state_dim))
+    # Large states have the longest numbers, for prompts that list them.
+    policy.prompt_tokens([task.instruction for task in spec.tasks], torch.full((len(spec.tasks), spec.state_dim), 1e6))

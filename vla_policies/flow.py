@@ -19,6 +19,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+_SHORTEST_PERIOD, _LONGEST_PERIOD = 4e-3, 4.0  # of the embedding of time
 METHODS = ("flow_sde", "flow_noise", "flow_cps", "flow_ode")
 
 
@@ -36,6 +37,14 @@ def times(num_steps: int, device: torch.device | str | None = None) -> Tensor:
     for _ in range(num_steps - 1):
         moments.append(moments[-1] - torch.tensor(1.0 / num_steps))
     return torch.stack([*moments, torch.tensor(0.0)]).to(device)
+
+
+def embed_time(time: Tensor, width: int) -> Tensor:
+    """Sines and cosines float32 ``[N, width]`` of ``time`` ``[N]``, with periods from 0.004 to 4."""
+    fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=time.device)
+    periods = _SHORTEST_PERIOD * (_LONGEST_PERIOD / _SHORTEST_PERIOD) ** fraction
+    angles = 2 * math.pi * time.double().unsqueeze(1) / periods
+    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
 
 
 def euler(x: Tensor, velocity: Tensor, now: Tensor, then: Tensor) -> Tensor:

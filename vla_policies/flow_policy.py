@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -56,7 +57,13 @@ class FlowConfig:
             raise ValueError(f"num_steps is {self.num_steps}, must be at least 1 (5 is usual)")
         if self.stochastic_steps < 1:
             raise ValueError("no step is left to be stochastic (ignore_last, flow_cps); set num_steps to at least 2")
+        for name, count in (("noise_std_range", 2), ("noise_anneal", 3)):
+            numbers = getattr(self, name)
+            if numbers is not None and (not isinstance(numbers, Sequence) or len(numbers) != count):
+                raise ValueError(f"{name} is {numbers!r}, must be {count} numbers")
         levels = [self.noise_level] if self.noise_anneal is None else list(self.noise_anneal[:2])
+        if self.method == "flow_cps" and max(levels) > 1:
+            raise ValueError(f"noise_level is {max(levels)}: flow_cps renews a share of the noise, at most 1")
         if self.method in ("flow_sde", "flow_cps") and min(levels) <= 0:
             raise ValueError(
                 f"noise_level is {min(levels)}: {self.method} then has no log-probability; set it above 0 (0.5 is "
@@ -93,10 +100,7 @@ class FlowPolicy(VLAPolicy):
         model_action_dim: numbers of an action in the network.
         trained_dims: how many of them mean something.
         hidden_size: width of what :meth:`velocity` returns beside the velocity.
-        num_values: of the value head, if there is one.
     """
-
-    observed_keys: ClassVar[tuple[str, ...]]  # what observe() reads
 
     def __init__(
         self,
@@ -114,7 +118,8 @@ class FlowPolicy(VLAPolicy):
         self.flow = config
         self.chunk_size, self.horizon = chunk_size, horizon
         self.model_action_dim, self.trained_dims = model_action_dim, trained_dims
-        self.noise_level = config.noise_level if config.noise_anneal is None else config.noise_anneal[0]
+        level = config.noise_level if config.noise_anneal is None else config.noise_anneal[0]
+        self.register_buffer("noise_level", torch.tensor(level))  # saved, because it may be annealed
         self.noise_network: nn.Module | None = None
         if config.method == "flow_noise":
             self.noise_network = flow.NoiseNetwork(hidden_size, model_action_dim, config.noise_std_range)
@@ -146,7 +151,7 @@ class FlowPolicy(VLAPolicy):
 
     @abstractmethod
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write ``prompt_tokens``; returns what :meth:`observe` reads, on the policy's device."""
+        """Write ``prompt_tokens``; returns the observations, on the policy's device."""
 
     # ---- acting
 
@@ -194,8 +199,11 @@ class FlowPolicy(VLAPolicy):
             now = torch.full_like(step, number)
             speed, hidden = self.velocity(observed, x, schedule[now])
             following = flow.euler(x, speed, schedule[now], schedule[now + 1])
-            chosen = torch.ones_like(step, dtype=torch.bool) if settings.joint else step == number
-            values.append((chosen, self.value(observed, hidden)))
+            # Without a stochastic step the value is the mean over all, that of a step drawn at random.
+            everywhere = settings.joint or not stochastic
+            chosen = torch.ones_like(step, dtype=torch.bool) if everywhere else step == number
+            if bool(chosen.any()):
+                values.append((chosen, self.value(observed, hidden)))
             if stochastic and bool(chosen.any()):
                 mean, std = self._gaussian(x, speed, hidden, schedule, now)
                 noisy = mean + std * (torch.randn_like(x) if settings.joint else fresh)
@@ -220,7 +228,7 @@ class FlowPolicy(VLAPolicy):
         """Mean and standard deviation of the stochastic step ``[N]`` at ``x``."""
         if self.flow.method == "flow_noise":
             return flow.euler(x, speed, schedule[step], schedule[step + 1]), self.noise_network(hidden)
-        mean, std = flow.stochastic_step(self.flow.method, x, speed, schedule, step, self.noise_level)
+        mean, std = flow.stochastic_step(self.flow.method, x, speed, schedule, step, float(self.noise_level))
         return mean, std.expand_as(mean)
 
     def _trained(self, values: Tensor) -> Tensor:
@@ -288,7 +296,10 @@ class FlowPolicy(VLAPolicy):
     def start_iteration(self, iteration: int) -> None:
         if self.flow.noise_anneal is not None:
             first, last, iterations = self.flow.noise_anneal
-            self.noise_level = first + (last - first) * min(1.0, (iteration - 1) / iterations)
+            self.noise_level.fill_(first + (last - first) * min(1.0, (iteration - 1) / iterations))
+
+    def follow(self, policy: FlowPolicy) -> None:
+        self.noise_level.copy_(policy.noise_level)
 
     def _check_stochastic(self) -> None:
         if self.flow.method == "flow_ode":

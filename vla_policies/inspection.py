@@ -86,7 +86,7 @@ def _inspect_pi0(path: Path) -> Report:
         horizon = options.get("action_horizon") or folder.config.get("action_horizon")
         facts["horizon"] = str(horizon or "that of the variant")
         expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-        check_layout(expected, found, unused=lambda key: key == UNUSED, what=str(path))
+        check_layout(expected, found, unused=lambda key: key.startswith(UNUSED), what=str(path))
     except ValueError as error:
         report.missing.append(f"weights: {error}")
     return report

@@ -44,6 +44,8 @@ def add_lora(
     if rank < 1:
         raise ValueError(f"the rank of LoRA is {rank}, must be at least 1 (32 is usual)")
     targets = policy.lora_targets if targets is None else targets
+    if not targets:
+        raise ValueError(f"LoRA needs layers to adapt; it can have {sorted(policy.lora_targets)}")
     layers = {name.rpartition(".")[2] for name, _ in policy.model.named_modules()}
     unknown = sorted(set(targets) - layers)
     if unknown:
@@ -55,7 +57,7 @@ def add_lora(
             lora_alpha=alpha or rank,
             lora_dropout=0.0,
             init_lora_weights="gaussian",
-            target_modules=list(targets),
+            target_modules=policy.lora_layers(targets),
         ),
     )
 
@@ -136,6 +138,7 @@ def merge_adapter(policy: PrismaticPolicy | Pi0) -> None:
             setattr(policy.model.get_submodule(parent), child, module.get_base_layer())
     del policy.model.peft_config
     policy.model.requires_grad_(True)
+    policy.freeze()
 
 
 def has_lora(policy: PrismaticPolicy | Pi0) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,17 +19,16 @@ from vla_policies.flow_policy import FlowConfig, FlowPolicy
 from vla_policies.images import resize_with_pad
 from vla_policies.lora import has_lora, load_adapter, plain_weights, save_adapter
 from vla_policies.pi0_folder import HEADS, UNUSED, Pi0Folder, model_weights
-from vla_policies.pi0_model import Pi0Model, Pi0ModelConfig, PrefixCache
+from vla_policies.pi0_model import EXPERT, Pi0Model, Pi0ModelConfig, PrefixCache
+from vla_policies.pi0_prefix import from_entries, to_entries
 from vla_policies.pi0_presets import PI0_ADAPTERS, get_preset
 from vla_policies.pi0_prompts import PAD, Pi0Prompts
-from vla_policies.weights import load_weights
+from vla_policies.weights import list_weights, load_weights, saved_dtype
 
 FAMILY = "pi0"
 _SLOTS = 3  # base, left wrist, right wrist
 _LORA = "lora_adapter"
-_PREFIX_KEYS, _PREFIX_VALUES, _PREFIX_VALID, _PREFIX_POOLED = (
-    ("prefix", name) for name in ("keys", "values", "valid", "pooled")
-)
+_ROWS = 32  # decisions per pass of a frozen PaliGemma
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,9 @@ class Pi0(FlowPolicy):
             )
         if max(adapter.action_dim, adapter.state_dim) > size:
             raise ValueError(f"the checkpoint has room for {size} numbers, {config.benchmark} needs more")
-        horizon = config.action_horizon or folder.config.get("action_horizon") or preset.horizon
+        horizon = config.action_horizon
+        if horizon is None:
+            horizon = folder.config.get("action_horizon", preset.horizon)
         width = model.config.expert.width
         super().__init__(
             config,
@@ -129,7 +131,8 @@ class Pi0(FlowPolicy):
         self.config, self.folder, self.spare = config, folder, {}
         self.statistics = folder.select_statistics(config.norm_stats_id, quantiles=preset.pi05)
         self.statistics.check(self.state_dim, self.action_dim)
-        self.prompts = Pi0Prompts(folder.tokenizer, config.max_prompt_length or (200 if preset.pi05 else 48))
+        longest = (200 if preset.pi05 else 48) if config.max_prompt_length is None else config.max_prompt_length
+        self.prompts = Pi0Prompts(folder.tokenizer, longest)
         cameras = (keys.IMAGES, keys.WRIST_IMAGES)[: min(config.num_images_in_input, 2)]
         self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
         self.loss_keys = (*cameras, keys.STATES, keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP)
@@ -148,7 +151,7 @@ class Pi0(FlowPolicy):
         cls,
         folder: str | Path,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         lora_adapter: str | Path | None = None,
         **settings: Any,
@@ -157,7 +160,7 @@ class Pi0(FlowPolicy):
 
         Args:
             folder: local folder, or hub id.
-            dtype: of the model; heads are float32.
+            dtype: of the model, ``None`` for what it was saved with here, or float32; heads are float32.
             device: of the policy.
             lora_adapter: folder of a peft adapter to apply and go on training.
             **settings: fields of :class:`Pi0Config`; what the checkpoint was saved with is the default.
@@ -173,9 +176,13 @@ class Pi0(FlowPolicy):
         with torch.device("meta"):
             model = Pi0Model(Pi0ModelConfig.from_shapes(shapes, checkpoint.config.get("vision_heads")))
         policy = cls(model, checkpoint, config)
-        policy.spare = load_weights(model, entries, dtype=dtype, device=device, unused=lambda key: key == UNUSED)
+        dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
+        policy.spare = load_weights(model, entries, dtype=dtype, device=device, unused=cls.unused)
         if (checkpoint.path / HEADS).is_file():
-            policy.load_heads(load_file(checkpoint.path / HEADS))
+            stored = {key: entry.read() for key, entry in list_weights(checkpoint.path / HEADS).items()}
+            policy.load_heads(stored)
+            if not settings.keys() & {"noise_level", "noise_anneal"}:
+                policy.noise_level.copy_(stored["noise_level"])
         policy.to(device)
         if lora_adapter is None and checkpoint.options.get(_LORA):
             lora_adapter = checkpoint.path / _LORA
@@ -186,19 +193,18 @@ class Pi0(FlowPolicy):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the checkpoint's layout; heads go into a file of their own, an adapter into ``lora_adapter/``."""
         folder, lora = Path(folder), has_lora(self)
-        options = {"family": FAMILY, **asdict(self.config), _LORA: lora}
+        dtype = str(self.model.action_in_proj.weight.dtype).removeprefix("torch.")
+        options = {"family": FAMILY, **asdict(self.config), "dtype": dtype, _LORA: lora}
         weights = {**plain_weights(self.model), **self.spare}
         config = {"action_horizon": self.horizon, "vision_heads": self.model.config.vision.heads}
         self.folder.write(folder, weights, options, {**config, "model_type": FAMILY})
         heads = {name: tensor.detach().cpu().contiguous() for name, tensor in self._heads().items()}
-        (folder / HEADS).unlink(missing_ok=True)
-        if heads:
-            save_file(heads, folder / HEADS)
+        save_file(heads, folder / HEADS)
         if lora:
             save_adapter(self, folder / _LORA)
 
     def load_heads(self, weights: dict[str, Tensor]) -> None:
-        """Value head and noise network, as far as the policy has them; others are left out.
+        """Value head and noise network of ``weights``, as far as the policy has them.
 
         Raises:
             ValueError: a tensor is missing or of another shape.
@@ -227,10 +233,15 @@ class Pi0(FlowPolicy):
         """Of the parameters."""
         return self.model.action_in_proj.weight.device
 
+    def lora_layers(self, targets: Sequence[str]) -> list[str]:
+        """Names of the layers whose last part is one of ``targets``; with ``train_expert_only`` those of the expert."""
+        names = [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
+        return [name for name in names if name.startswith(EXPERT) or not self.config.train_expert_only]
+
     @staticmethod
     def unused(key: str) -> bool:
-        """Whether nothing reads a tensor of that name."""
-        return key == UNUSED
+        """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
+        return key.startswith(UNUSED)
 
     # ---- observations
 
@@ -250,9 +261,7 @@ class Pi0(FlowPolicy):
     def observe(self, tensordict: TensorDictBase) -> _Observed:
         states = self.statistics.normalize("state", self.adapter.states(tensordict))
         state = F.pad(states, (0, self.model_action_dim - self.state_dim))
-        if tensordict.get(_PREFIX_VALID, None) is not None:
-            return self._kept(tensordict, state)
-        prefix, pooled = self._prefix(tensordict)
+        prefix, pooled = from_entries(tensordict) or self._prefix(tensordict)
         return _Observed(prefix, state, pooled)
 
     def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
@@ -298,33 +307,33 @@ class Pi0(FlowPolicy):
 
     def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add what a frozen PaliGemma makes of each decision, if ``prefix_gigabytes`` suffice."""
-        if not self.prefix_is_frozen or self.prefix_bytes(len(tensordict)) > self.config.prefix_gigabytes * 1e9:
+        if not self.prefix_is_frozen:
             return tensordict
-        valid = tensordict.get(keys.PROMPT_TOKENS) != PAD
-        patches = self.config.num_images_in_input * self.model.config.vision.num_patches
-        length = patches + int(valid.sum(1).max())
-        parts = []
+        longest = int((tensordict.get(keys.PROMPT_TOKENS) != PAD).sum(1).max())
+        needed = self.prefix_bytes(len(tensordict), longest)
+        if needed > self.config.prefix_gigabytes * 1e9:
+            warnings.warn(
+                f"what PaliGemma makes of {len(tensordict)} decisions takes {needed / 1e9:.1f} GB, more than "
+                f"prefix_gigabytes={self.config.prefix_gigabytes}: it is computed anew for each minibatch",
+                stacklevel=2,
+            )
+            return tensordict
+        length = self.config.num_images_in_input * self.model.config.vision.num_patches + longest
         with torch.no_grad():
-            for part in tensordict.select(*self.loss_keys).split(_ROWS):
-                prefix, pooled = self._prefix(part.to(self.device))
-                parts.append(_to_entries(prefix, pooled, length))
-        stored = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        for key, value in stored.items():
-            tensordict.set(key, value)
+            parts = [
+                to_entries(*self._prefix(part.to(self.device)), length)
+                for part in tensordict.select(*self.loss_keys).split(_ROWS)
+            ]
+        for key in parts[0]:
+            tensordict.set(key, torch.cat([part[key] for part in parts]))
         return tensordict
 
-    def prefix_bytes(self, decisions: int) -> int:
-        """Bytes that :meth:`prepare` takes at most for a number of decisions."""
+    def prefix_bytes(self, decisions: int, prompt_length: int) -> int:
+        """Bytes of keys and values that :meth:`prepare` keeps."""
         language = self.model.config.language
-        tokens = self.config.num_images_in_input * self.model.config.vision.num_patches + self.prompts.max_length
+        tokens = self.config.num_images_in_input * self.model.config.vision.num_patches + prompt_length
         numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
         return decisions * numbers * self.model.action_in_proj.weight.element_size()
-
-    def _kept(self, tensordict: TensorDictBase, state: Tensor) -> _Observed:
-        stored_keys, stored_values = tensordict.get(_PREFIX_KEYS), tensordict.get(_PREFIX_VALUES)
-        layers = list(zip(stored_keys.unbind(1), stored_values.unbind(1), strict=True))
-        prefix = PrefixCache(layers, tensordict.get(_PREFIX_VALID))
-        return _Observed(prefix, state, tensordict.get(_PREFIX_POOLED, None))
 
     # ---- flow
 
@@ -359,25 +368,13 @@ class Pi0(FlowPolicy):
 
     def _heads(self) -> dict[str, Tensor]:
         modules = {"value_head": self.value_head, "noise_network": self.noise_network}
-        return {
+        stored = {
             f"{name}.{key}": tensor
             for name, module in modules.items()
             if module is not None
             for key, tensor in module.state_dict().items()
         }
-
-
-_ROWS = 32  # decisions per pass of a frozen PaliGemma
-
-
-def _to_entries(prefix: PrefixCache, pooled: Tensor | None, length: int) -> dict[tuple[str, str], Tensor]:
-    """A prefix as entries of a TensorDict, filled up to ``length`` tokens."""
-    missing = length - prefix.valid.shape[1]
-    first, second = (
-        F.pad(torch.stack([pair[place] for pair in prefix.layers], dim=1), (0, 0, 0, missing)) for place in (0, 1)
-    )
-    entries = {_PREFIX_KEYS: first, _PREFIX_VALUES: second, _PREFIX_VALID: F.pad(prefix.valid, (0, missing))}
-    return entries if pooled is None else {**entries, _PREFIX_POOLED: pooled}
+        return {"noise_level": self.noise_level, **stored}
 
 
 def _mlp(*sizes: int) -> nn.Sequential:
@@ -407,5 +404,7 @@ def _settings(checkpoint: Pi0Folder, settings: dict[str, Any]) -> dict[str, Any]
     merged = {**stored, **{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}}
     for name, example in (("benchmark", "libero"), ("config_name", "pi05_libero")):
         if name not in merged:
-            raise ValueError(f"{checkpoint.path} does not say its {name}; set {name}, such as {example!r}")
+            raise ValueError(
+                f"{checkpoint.path} does not say its {name}; set {name}, such as {example!r} (recipes: policy=pi0)"
+            )
     return merged

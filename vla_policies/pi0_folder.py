@@ -9,6 +9,7 @@ official loader must not see.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from vla_policies.hub import resolve
 from vla_policies.pi0_model import EXPERT, PREFIX
-from vla_policies.weights import MAX_SHARD_SIZE, Entry, has_weights, list_weights, save_weights
+from vla_policies.weights import Entry, has_weights, list_weights, save_weights
 
 OPTIONS, HEADS = "vla_torchrl.json", "vla_torchrl_heads.safetensors"
 TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
 EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
-UNUSED = f"{EXPERT}lm_head.weight"
+UNUSED = f"{EXPERT}lm_head."
 _STATISTICS = "norm_stats.json"
 _EPSILON = 1e-6
 
@@ -67,11 +68,12 @@ class Pi0Statistics:
         names = ("q01", "q99") if self.quantiles else ("mean", "std")
         for what, size in (("state", state_dim), ("actions", action_dim)):
             entry = self.raw.get(what, {})
-            if any(name not in entry for name in names):
+            if any(not isinstance(entry.get(name), list) for name in names):
                 raise ValueError(f"norm_stats of {self.key!r} have no {' and '.join(names)} of {what}")
-            if len(entry[names[0]]) < size:
+            shortest = min(len(entry[name]) for name in names)
+            if shortest < size:
                 raise ValueError(
-                    f"norm_stats of {self.key!r} have {len(entry[names[0]])} numbers of {what}, the benchmark has "
+                    f"norm_stats of {self.key!r} have {shortest} numbers of {what}, the benchmark has "
                     f"{size}; they may have more (padding), not fewer: take a checkpoint of this benchmark"
                 )
 
@@ -105,10 +107,12 @@ class Pi0Folder:
             ValueError: a JAX checkpoint, or files that are not what they should be.
         """
         path = resolve(folder)
-        if not has_weights(path) and (path / "params").is_dir():
+        if not is_pi0(path):
+            raise ValueError(f"{path} is not a checkpoint of pi0: it has no tensors {PREFIX}...")
+        if not has_weights(path):
             raise ValueError(
-                f"{path} is a JAX checkpoint (it has params/); convert it first with openpi's "
-                "examples/convert_jax_model_to_pytorch.py and pass the folder that this writes"
+                f"{path} has no model.safetensors: it is a JAX checkpoint, or half of one; convert it first with "
+                "openpi's examples/convert_jax_model_to_pytorch.py and pass the folder that this writes"
             )
         statistics = {
             file.parent.relative_to(path / "assets").as_posix(): _json(file)
@@ -168,13 +172,18 @@ class Pi0Folder:
         (folder / "config.json").write_text(json.dumps({**self.config, **config}, indent=2) + "\n")
         (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
         stored = {LM_HEAD if key == EMBEDDINGS else key: tensor for key, tensor in weights.items()}
-        save_weights(stored, folder, max_shard_size=MAX_SHARD_SIZE)
+        save_weights(stored, folder, max_shard_size=sys.maxsize)  # the official loader wants one file
         return folder
 
 
 def is_pi0(folder: Path) -> bool:
-    """Whether a local folder is laid out like a checkpoint of pi0, published or ours, PyTorch or JAX."""
-    return (folder / "params").is_dir() or any((folder / "assets").rglob(_STATISTICS)) or (folder / HEADS).is_file()
+    """Whether a local folder is a checkpoint of pi0, published or ours, PyTorch or JAX; reads headers only."""
+    if has_weights(folder):
+        try:
+            return any(key.startswith(PREFIX) for key in list_weights(folder))
+        except (FileNotFoundError, ValueError):  # missing or truncated: whoever loads it says which
+            pass
+    return (folder / "params").is_dir() or any((folder / "assets").rglob(_STATISTICS))
 
 
 def model_weights(weights: Mapping[str, Entry]) -> dict[str, Entry]:

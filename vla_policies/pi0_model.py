@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vla_policies.flow import embed_time
 from vla_policies.gemma import Gemma, GemmaConfig, KeysValues
 from vla_policies.siglip import Siglip, SiglipConfig
 
 PREFIX, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
 _VISION, _TEXT = f"{PREFIX}model.vision_tower.vision_model.", f"{PREFIX}model.language_model."
-_SHORTEST_PERIOD, _LONGEST_PERIOD = 4e-3, 4.0  # of the embedding of time
 _VISION_HEAD_DIM = 72  # of SigLIP so400m
 
 
@@ -103,11 +103,6 @@ class PrefixCache:
     layers: list[KeysValues]
     valid: Tensor
     output: Tensor | None = None
-
-    def select(self, rows: Tensor) -> PrefixCache:
-        """Some rows of the batch."""
-        layers = [(keys[rows], values[rows]) for keys, values in self.layers]
-        return PrefixCache(layers, self.valid[rows], None if self.output is None else self.output[rows])
 
 
 class Pi0Model(nn.Module):
@@ -228,8 +223,7 @@ class Pi0Model(nn.Module):
             tokens, positions, self._mask(prefix.valid, new, horizon), before=prefix.layers, condition=condition
         )
         hidden = hidden[:, -horizon:]
-        out = F.linear(hidden.float(), self.action_out_proj.weight.float(), self.action_out_proj.bias.float())
-        return out, hidden
+        return self.action_out_proj(hidden).float(), hidden
 
     @staticmethod
     def _mask(valid: Tensor, new: int, horizon: int) -> Tensor | None:
@@ -240,14 +234,6 @@ class Pi0Model(nn.Module):
         own[: new - horizon, new - horizon :] = False
         own = own.expand(len(valid), -1, -1)
         return torch.cat([valid.unsqueeze(1).expand(-1, new, -1), own], dim=2).unsqueeze(1)
-
-
-def embed_time(time: Tensor, width: int) -> Tensor:
-    """Sines and cosines float32 ``[N, width]`` of ``time`` ``[N]``, with periods from 0.004 to 4."""
-    fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=time.device)
-    periods = _SHORTEST_PERIOD * (_LONGEST_PERIOD / _SHORTEST_PERIOD) ** fraction
-    angles = 2 * math.pi * time.double().unsqueeze(1) / periods
-    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
 
 
 def _positions(valid: Tensor) -> Tensor:

@@ -69,6 +69,9 @@ class VLAPolicy(TensorDictModuleBase):
     def start_iteration(self, iteration: int) -> None:
         """Called by the recipes before each collection, counted from 1, for whatever a policy schedules."""
 
+    def follow(self, policy: VLAPolicy) -> None:
+        """Called on a frozen copy before it is compared with ``policy``: take over what that one schedules."""
+
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None:
         """Write weights, normalisation statistics and configuration to ``folder``."""

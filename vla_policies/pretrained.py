@@ -16,7 +16,7 @@ from vla_policies.lora import has_lora, load_adapter, plain_weights, save_adapte
 from vla_policies.openvla_folder import VALUE_HEAD, OpenVLAFolder
 from vla_policies.prismatic import Prismatic, PrismaticConfig
 from vla_policies.vision import VisionConfig, heads_of
-from vla_policies.weights import Entry, load_head, load_weights
+from vla_policies.weights import Entry, load_head, load_weights, saved_dtype
 
 if TYPE_CHECKING:
     from vla_policies.prismatic_policy import PrismaticPolicy
@@ -31,7 +31,7 @@ def load(
     folder: str | Path,
     settings: Mapping[str, Any],
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device | str,
     lora_adapter: str | Path | None,
 ) -> Policy:
@@ -42,7 +42,8 @@ def load(
         folder: local folder or hub id, in the layout of :mod:`vla_policies.openvla_folder`.
         settings: fields of the class's configuration. They override what the checkpoint was saved with, apart from
             those that it was trained with.
-        dtype, device: of the model. Heads are float32.
+        dtype: of the model, ``None`` for what it was saved with here, or float32. Heads are float32.
+        device: of the policy.
         lora_adapter: folder of a peft adapter to apply. One that :func:`save` wrote is applied by itself; one that is
             published beside weights is not, because it is merged into them already.
 
@@ -55,6 +56,7 @@ def load(
     model, entries, adapted = empty_model(checkpoint)
     policy = policy_class(model, checkpoint, config)
 
+    dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
     spare = load_weights(model, entries, dtype=dtype, device=device, unused=unused_by(model))
     policy.film = adapted
     policy.spare = {key: tensor for key, tensor in spare.items() if not key.startswith(VALUE_HEAD)}
@@ -114,7 +116,8 @@ def save(policy: PrismaticPolicy, folder: str | Path) -> None:
     if policy.value_head is not None:
         weights |= {f"{VALUE_HEAD}{key}": tensor for key, tensor in policy.value_head.state_dict().items()}
     lora = has_lora(policy)
-    options = {"family": policy.family, **asdict(policy.config), _LORA: lora}
+    dtype = str(policy.model.language_model.model.norm.weight.dtype).removeprefix("torch.")
+    options = {"family": policy.family, **asdict(policy.config), "dtype": dtype, _LORA: lora}
     if policy.film is not None:
         folder.mkdir(parents=True, exist_ok=True)
         weights = write_film(folder, weights, policy.film)

@@ -140,7 +140,7 @@ class PrismaticPolicy(VLAPolicy):
         cls,
         folder: str | Path,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         lora_adapter: str | Path | None = None,
         **settings,
@@ -149,7 +149,7 @@ class PrismaticPolicy(VLAPolicy):
 
         Args:
             folder: local folder, or hub id.
-            dtype: of the model; the heads are float32.
+            dtype: of the model, ``None`` for what it was saved with here, or float32; the heads are float32.
             device: of the policy.
             lora_adapter: folder of a peft adapter to apply and go on training.
             **settings: fields of :attr:`config_class`; what the checkpoint was saved with is the default.
@@ -212,6 +212,13 @@ class PrismaticPolicy(VLAPolicy):
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Nothing: behaviour cloning calls it for a new policy, and the statistics of this one are its checkpoint's."""
+
+    def lora_layers(self, targets: Sequence[str]) -> list[str]:
+        """Names of the layers whose last part is one of ``targets``."""
+        return [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
+
+    def freeze(self) -> None:
+        """Freeze what is never trained: nothing."""
 
     def unused(self, key: str) -> bool:
         """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import vla_keys as keys
 from vla_policies.checkpoints import save_policy
+from vla_policies.flow import embed_time
 from vla_policies.flow_policy import FlowConfig, FlowPolicy
-from vla_policies.pi0_model import embed_time
 from vla_policies.small import SmallEncoder
 
 
@@ -120,8 +120,8 @@ class SmallFlow(FlowPolicy):
         return (actions - self.center) / self.half_range
 
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tokens = self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist())
-        return tensordict.set(keys.PROMPT_TOKENS, tokens)
+        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        return tensordict.select(keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS).to(self.center.device)
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         """Tokens int64 ``[N, L]`` of ``N`` instructions."""
