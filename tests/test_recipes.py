@@ -1,13 +1,17 @@
 """Every recipe runs for two iterations, every experiment composes, and a wrong key is an error."""
 
 import json
+import re
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from running import CONF, recipe
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from running import CONF, Started, composed, main_of, recipe
 from safetensors.torch import load_file
 
+import vla_envs.env
 from vla_envs import make_spec
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
@@ -212,11 +216,24 @@ def test_sft_writes_a_policy(tmp_path):
         ("evaluate", ["policy.checkpoint=x", "ablation=blank"], "blank_images"),
     ],
 )
-def test_a_wrong_setting_is_one_clear_error_before_any_work(name, overrides, message, tmp_path):
-    run = recipe(name, tmp_path / "run", *overrides)
-    assert run.returncode != 0
-    assert message in run.stderr
-    assert "demonstrations:" not in run.stderr
+def test_a_wrong_setting_is_one_clear_error_before_any_work(name, overrides, message, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise Started
+
+    monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
+    try:
+        with pytest.raises((ValueError, FileNotFoundError, HydraException), match=re.escape(message)):
+            main_of(name)(composed(name, overrides, tmp_path / "run"))
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def test_an_error_is_what_the_user_reads_last(tmp_path):
+    run = recipe("ppo", tmp_path / "run", "env.id=metaworld/reech-v3")
+    assert run.returncode != 0 and "demonstrations:" not in run.stderr
+    error, _, hint = run.stderr.strip().rpartition("\n\n")
+    assert error.splitlines()[-1].startswith("ValueError: unknown environment") and "reach-v3" in error
+    assert "HYDRA_FULL_ERROR" in hint
 
 
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))
