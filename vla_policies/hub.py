@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 # Data only: neither code nor whole-model pickles. The heads of OpenVLA-OFT are published as .pt, which are read with
 # weights_only=True.
@@ -16,6 +18,21 @@ _PATTERNS = [
     "proprio_projector--*.pt",
     "vision_backbone--*.pt",
 ]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    try:
+        content = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); copy it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must be a JSON object; copy it again")
+    return content
 
 
 def resolve(folder_or_id: str | Path) -> Path:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vla_policies.pi0 import Pi0
     from vla_policies.prismatic_policy import PrismaticPolicy
 
+ADAPTER = "lora_adapter"  # folder in a checkpoint, and the option that says that its adapter is not merged
 _NAME = "default"
 _PREFIX = "base_model.model."  # of the names in peft's files
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -105,6 +106,16 @@ def load_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path, trainable: b
         for key, parameter in parameters.items():
             parameter.copy_(entries[key].read())
             parameter.requires_grad_(trainable)
+
+
+def restore_adapter(
+    policy: PrismaticPolicy | Pi0, folder: Path, options: Mapping[str, Any], chosen: str | Path | None
+) -> None:
+    """Apply the ``chosen`` adapter, or the one that was saved with a checkpoint and is not merged into it."""
+    if chosen is None and options.get(ADAPTER):
+        chosen = folder / ADAPTER
+    if chosen is not None:
+        load_adapter(policy, chosen)
 
 
 def save_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path) -> None:

@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from vla_policies.hub import resolve
+from vla_policies.hub import read_json, resolve
+from vla_policies.lora import ADAPTER
 from vla_policies.weights import MAX_SHARD_SIZE, Entry, has_weights, list_weights, save_weights
 
 FAMILIES = ("openvla", "openvla_oft")
 OPTIONS = "vla_torchrl.json"
 VALUE_HEAD = "value_head."  # prefix of its names
-_ADAPTER = "lora_adapter"
 _STATISTICS = "dataset_statistics.json"
 _CARRIED = (
     "preprocessor_config.json",
@@ -82,26 +82,26 @@ class OpenVLAFolder:
             raise FileNotFoundError(
                 f"{path} is not a checkpoint: it has no config.json; pass a folder in the layout of openvla/openvla-7b"
             )
-        config = _json(path / "config.json")
+        config = read_json(path / "config.json")
         kind = config.get("model_type")
         if kind not in FAMILIES:
             kind = kind or config.get("policy")
             raise ValueError(f"{path} is a checkpoint of {kind!r}, not of {' or '.join(FAMILIES)}")
         if not (path / "preprocessor_config.json").is_file():
             raise FileNotFoundError(f"{path} has no preprocessor_config.json; copy that of the original checkpoint")
-        statistics = _json(path / _STATISTICS) if (path / _STATISTICS).is_file() else config.get("norm_stats") or {}
+        statistics = read_json(path / _STATISTICS) if (path / _STATISTICS).is_file() else config.get("norm_stats") or {}
         read = cls(
             path=path,
             config=config,
-            preprocessor=_json(path / "preprocessor_config.json"),
+            preprocessor=read_json(path / "preprocessor_config.json"),
             statistics=statistics,
-            options=_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
+            options=read_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
             files={name: (path / name).read_bytes() for name in _CARRIED if (path / name).is_file()},
             action_head=_part(path, "action_head--*"),
             proprio_projector=_part(path, "proprio_projector--*"),
             film=_part(path, "vision_backbone--*"),
             value_head=_part(path, "*value_head.*"),
-            lora_adapter=path / _ADAPTER if (path / _ADAPTER / "adapter_config.json").is_file() else None,
+            lora_adapter=path / ADAPTER if (path / ADAPTER / "adapter_config.json").is_file() else None,
         )
         if family is not None and family != read.family and read.family_is_known:
             raise ValueError(f"{path} is a checkpoint of {read.family}, not of {family}; load it with that class")
@@ -172,13 +172,3 @@ def _part(folder: Path, pattern: str) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{folder} has {len(files)} files for the same part: {names}; keep the one that you mean")
     return files[0] if files else None
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); copy it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must be a JSON object; copy it again")
-    return content

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import vla_keys as keys
 from vla_policies.flow_policy import FlowConfig, FlowPolicy
 from vla_policies.images import resize_with_pad
-from vla_policies.lora import has_lora, load_adapter, plain_weights, save_adapter
+from vla_policies.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.pi0_folder import HEADS, UNUSED, Pi0Folder, model_weights
 from vla_policies.pi0_model import EXPERT, Pi0Model, Pi0ModelConfig, PrefixCache
 from vla_policies.pi0_prefix import from_entries, to_entries
@@ -27,7 +27,6 @@ from vla_policies.weights import list_weights, load_weights, saved_dtype
 
 FAMILY = "pi0"
 _SLOTS = 3  # base, left wrist, right wrist
-_LORA = "lora_adapter"
 _ROWS = 32  # decisions per pass of a frozen PaliGemma
 
 
@@ -184,24 +183,21 @@ class Pi0(FlowPolicy):
             if not settings.keys() & {"noise_level", "noise_anneal"}:
                 policy.noise_level.copy_(stored["noise_level"])
         policy.to(device)
-        if lora_adapter is None and checkpoint.options.get(_LORA):
-            lora_adapter = checkpoint.path / _LORA
-        if lora_adapter is not None:
-            load_adapter(policy, lora_adapter)
+        restore_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
         return policy
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the checkpoint's layout; heads go into a file of their own, an adapter into ``lora_adapter/``."""
         folder, lora = Path(folder), has_lora(self)
         dtype = str(self.model.action_in_proj.weight.dtype).removeprefix("torch.")
-        options = {"family": FAMILY, **asdict(self.config), "dtype": dtype, _LORA: lora}
+        options = {"family": FAMILY, **asdict(self.config), "dtype": dtype, ADAPTER: lora}
         weights = {**plain_weights(self.model), **self.spare}
         config = {"action_horizon": self.horizon, "vision_heads": self.model.config.vision.heads}
         self.folder.write(folder, weights, options, {**config, "model_type": FAMILY})
         heads = {name: tensor.detach().cpu().contiguous() for name, tensor in self._heads().items()}
         save_file(heads, folder / HEADS)
         if lora:
-            save_adapter(self, folder / _LORA)
+            save_adapter(self, folder / ADAPTER)
 
     def load_heads(self, weights: dict[str, Tensor]) -> None:
         """Value head and noise network of ``weights``, as far as the policy has them.

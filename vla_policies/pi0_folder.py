@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vla_policies.hub import resolve
+from vla_policies.hub import read_json, resolve
 from vla_policies.pi0_model import EXPERT, PREFIX
 from vla_policies.weights import Entry, has_weights, list_weights, save_weights
 
@@ -115,11 +115,11 @@ class Pi0Folder:
                 "openpi's examples/convert_jax_model_to_pytorch.py and pass the folder that this writes"
             )
         statistics = {
-            file.parent.relative_to(path / "assets").as_posix(): _json(file)
+            file.parent.relative_to(path / "assets").as_posix(): read_json(file)
             for file in sorted((path / "assets").rglob(_STATISTICS))
         }
         if (path / _STATISTICS).is_file():
-            statistics["norm_stats"] = _json(path / _STATISTICS)
+            statistics["norm_stats"] = read_json(path / _STATISTICS)
         if not statistics:
             raise FileNotFoundError(
                 f"{path} has no assets/<id>/{_STATISTICS}; copy the assets of the checkpoint that it was trained from"
@@ -131,8 +131,8 @@ class Pi0Folder:
             )
         return cls(
             path=path,
-            config=_json(path / "config.json") if (path / "config.json").is_file() else {},
-            options=_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
+            config=read_json(path / "config.json") if (path / "config.json").is_file() else {},
+            options=read_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
             statistics={key: entry.get("norm_stats", entry) for key, entry in statistics.items()},
             tokenizer=tokenizer.read_bytes(),
             weights=list_weights(path),
@@ -199,13 +199,3 @@ def model_weights(weights: Mapping[str, Entry]) -> dict[str, Entry]:
             raise ValueError(f"the checkpoint has neither {EMBEDDINGS} nor {LM_HEAD}: it is not one of pi0 or pi0.5")
         weights[EMBEDDINGS] = head
     return weights
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); copy it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must be a JSON object; copy it again")
-    return content

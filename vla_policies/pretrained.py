@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vla_policies.film import Adapted, read_film, write_film
 from vla_policies.llama import LlamaConfig
-from vla_policies.lora import has_lora, load_adapter, plain_weights, save_adapter
+from vla_policies.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.openvla_folder import VALUE_HEAD, OpenVLAFolder
 from vla_policies.prismatic import Prismatic, PrismaticConfig
 from vla_policies.vision import VisionConfig, heads_of
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from vla_policies.prismatic_policy import PrismaticPolicy
 
 Policy = TypeVar("Policy", bound="PrismaticPolicy")
-_LORA = "lora_adapter"
 _HEADS = ("action_head", "proprio_projector")
 
 
@@ -74,10 +73,7 @@ def load(
     elif policy.value_head is not None and checkpoint.value_head is not None:
         load_head(policy.value_head, checkpoint.value_head, dtype=torch.float32, prefix=VALUE_HEAD)
     policy.to(device)
-    if lora_adapter is None and checkpoint.options.get(_LORA):
-        lora_adapter = checkpoint.path / _LORA
-    if lora_adapter is not None:
-        load_adapter(policy, lora_adapter)
+    restore_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
     return policy
 
 
@@ -117,7 +113,7 @@ def save(policy: PrismaticPolicy, folder: str | Path) -> None:
         weights |= {f"{VALUE_HEAD}{key}": tensor for key, tensor in policy.value_head.state_dict().items()}
     lora = has_lora(policy)
     dtype = str(policy.model.language_model.model.norm.weight.dtype).removeprefix("torch.")
-    options = {"family": policy.family, **asdict(policy.config), "dtype": dtype, _LORA: lora}
+    options = {"family": policy.family, **asdict(policy.config), "dtype": dtype, ADAPTER: lora}
     if policy.film is not None:
         folder.mkdir(parents=True, exist_ok=True)
         weights = write_film(folder, weights, policy.film)
@@ -131,7 +127,7 @@ def save(policy: PrismaticPolicy, folder: str | Path) -> None:
         tensors: dict[str, Tensor] = {key: tensor.detach().cpu() for key, tensor in head.state_dict().items()}
         torch.save(tensors, folder / f"{name}--latest_checkpoint.pt")
     if lora:
-        save_adapter(policy, folder / _LORA)
+        save_adapter(policy, folder / ADAPTER)
 
 
 def _settings(policy_class: type, checkpoint: OpenVLAFolder, settings: Mapping[str, Any]) -> dict[str, Any]:
