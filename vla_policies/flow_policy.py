@@ -17,8 +17,6 @@ import vla_keys as keys
 from vla_policies import flow
 from vla_policies.policy import VLAPolicy
 
-_GREEDY_SEED = 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig:
@@ -26,7 +24,8 @@ class FlowConfig:
 
     Attributes:
         method: ``"flow_sde"``, ``"flow_noise"`` or ``"flow_cps"``, see :mod:`vla_policies.flow`; ``"flow_ode"`` has no
-            log-probability and is for evaluation. A greedy policy always takes the deterministic steps.
+            log-probability and is for evaluation. A greedy policy takes the deterministic steps, from zeros, the
+            middle of the noise.
         num_steps: ``K``, steps from noise to action.
         noise_level: ``a`` of ``flow_sde`` and ``flow_cps``.
         noise_anneal: ``(first, last, iterations)``: the noise level falls linearly over that many iterations, instead
@@ -162,11 +161,7 @@ class FlowPolicy(VLAPolicy):
         greedy = exploration_type() not in (None, ExplorationType.RANDOM)
         batch, device = len(seen), seen.get(keys.STATES).device
         shape = (batch, self.horizon, self.model_action_dim)
-        if greedy:  # the same noise for every decision, and the random state is left alone
-            generator = torch.Generator().manual_seed(_GREEDY_SEED)
-            noise = torch.randn(shape[1:], generator=generator).to(device).expand(shape)
-        else:
-            noise = torch.randn(shape, device=device)
+        noise = torch.zeros(shape, device=device) if greedy else torch.randn(shape, device=device)
         chain, step, log_prob, value = self._denoise(observed, noise, stochastic=not greedy)
         actions = chain[:, -1, : self.chunk_size, : self.trained_dims]
         if self.flow.joint:
