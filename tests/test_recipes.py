@@ -232,7 +232,8 @@ def test_an_error_is_what_the_user_reads_last(tmp_path):
     run = recipe("ppo", tmp_path / "run", "env.id=metaworld/reech-v3")
     assert run.returncode != 0 and "demonstrations:" not in run.stderr
     error, _, hint = run.stderr.strip().rpartition("\n\n")
-    assert error.splitlines()[-1].startswith("ValueError: unknown Meta-World suite or task 'reech-v3'") and "reach-v3" in error
+    last = error.splitlines()[-1]
+    assert last.startswith("ValueError: unknown Meta-World suite or task 'reech-v3'") and "reach-v3" in last
     assert "HYDRA_FULL_ERROR" in hint
 
 
