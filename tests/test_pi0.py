@@ -20,7 +20,7 @@ from vla_policies.adapters import ADAPTERS
 from vla_policies.flow import euler, times
 from vla_policies.inspection import inspect
 from vla_policies.lora import add_lora, has_lora, merge_adapter
-from vla_policies.pi0_folder import EMBEDDINGS, LM_HEAD, Pi0Folder, Pi0Statistics, model_weights
+from vla_policies.pi0_folder import EMBEDDINGS, LM_HEAD, Pi0Folder, Pi0Statistics, empty_model
 from vla_policies.pi0_model import Pi0Model, Pi0ModelConfig
 from vla_policies.pi0_presets import PRESETS
 from vla_policies.pi0_prompts import PAD, Pi0Prompts
@@ -42,9 +42,7 @@ def folder(name, tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(folder):
     checkpoint = Pi0Folder.read(folder)
-    entries = model_weights(checkpoint.weights)
-    with torch.device("meta"):
-        model = Pi0Model(Pi0ModelConfig.from_shapes({key: entry.shape for key, entry in entries.items()}, 4))
+    model, entries = empty_model(checkpoint)
     load_weights(model, entries, dtype=torch.float32, unused=Pi0.unused)
     return model
 

@@ -92,6 +92,17 @@ class Adapter:
         Raises:
             ValueError: the observation has fewer cameras.
         """
+        cameras = self.cameras(tensordict, num_images)
+        if len({camera.shape for camera in cameras}) > 1:
+            cameras = [resize_exact(camera, _MODEL_IMAGE) for camera in cameras]
+        return torch.stack(cameras, dim=1)
+
+    def cameras(self, tensordict: TensorDictBase, num_images: int) -> list[Tensor]:
+        """The first ``num_images`` cameras as observed, uint8 ``[N, H, W, 3]`` each: third-person, then the wrists.
+
+        Raises:
+            ValueError: the observation has fewer cameras.
+        """
         cameras = [tensordict.get(keys.IMAGES)]
         wrists = tensordict.get(keys.WRIST_IMAGES, None)
         if wrists is not None:
@@ -101,10 +112,7 @@ class Adapter:
                 f"num_images_in_input is {num_images} and {self.benchmark} observes {len(cameras)} images; "
                 f"set num_images_in_input to 1..{len(cameras)}, as the checkpoint was trained"
             )
-        cameras = cameras[:num_images]
-        if len({camera.shape for camera in cameras}) > 1:
-            cameras = [resize_exact(camera, _MODEL_IMAGE) for camera in cameras]
-        return torch.stack(cameras, dim=1)
+        return cameras[:num_images]
 
     def states(self, tensordict: TensorDictBase) -> Tensor:
         """Proprioception float32 ``[N, S]`` in the simulator's units, which the checkpoint's statistics normalise.

@@ -187,6 +187,8 @@ class FlowPolicy(VLAPolicy):
         if stochastic and not settings.joint:
             step = torch.randint(settings.stochastic_steps, (batch,), device=noise.device)
         fresh = torch.randn_like(noise) if stochastic and not settings.joint else None
+        # Without a stochastic step the value is the mean over all, that of a step drawn at random.
+        everywhere = settings.joint or not stochastic
         x, chain = noise, [noise]
         log_prob = noise.new_zeros(batch, self.chunk_size, self.trained_dims)
         values = []
@@ -194,8 +196,6 @@ class FlowPolicy(VLAPolicy):
             now = torch.full_like(step, number)
             speed, hidden = self.velocity(observed, x, schedule[now])
             following = flow.euler(x, speed, schedule[now], schedule[now + 1])
-            # Without a stochastic step the value is the mean over all, that of a step drawn at random.
-            everywhere = settings.joint or not stochastic
             chosen = torch.ones_like(step, dtype=torch.bool) if everywhere else step == number
             if bool(chosen.any()):
                 values.append((chosen, self.value(observed, hidden)))

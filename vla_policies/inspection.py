@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from vla_policies import pi0_folder
 from vla_policies.checkpoints import POLICIES, read_config
 from vla_policies.hub import resolve
 from vla_policies.normalization import ACTION, KINDS
 from vla_policies.openvla_folder import FAMILIES, OpenVLAFolder
-from vla_policies.pi0_folder import HEADS, UNUSED, Pi0Folder, is_pi0, model_weights
-from vla_policies.pi0_model import Pi0Model, Pi0ModelConfig
+from vla_policies.pi0_folder import HEADS, Pi0Folder, is_pi0
 from vla_policies.pretrained import empty_model, unused_by
 from vla_policies.prompts import Prompts
 from vla_policies.weights import Entry, check_layout, list_weights
@@ -78,15 +78,13 @@ def _inspect_pi0(path: Path) -> Report:
     facts["weights"] = _size(folder.weights)
     facts["heads"] = HEADS if (path / HEADS).is_file() else "no: new ones are initialised"
     try:
-        entries = model_weights(folder.weights)
+        model, entries = pi0_folder.empty_model(folder)
         found = {key: entry.shape for key, entry in entries.items()}
-        with torch.device("meta"):
-            model = Pi0Model(Pi0ModelConfig.from_shapes(found, folder.config.get("vision_heads")))
         facts["family"] = "pi0 (pi0.5)" if model.config.pi05 else "pi0"
         horizon = options.get("action_horizon") or folder.config.get("action_horizon")
         facts["horizon"] = str(horizon or "that of the variant")
         expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-        check_layout(expected, found, unused=lambda key: key.startswith(UNUSED), what=str(path))
+        check_layout(expected, found, unused=pi0_folder.unused, what=str(path))
     except ValueError as error:
         report.missing.append(f"weights: {error}")
     return report

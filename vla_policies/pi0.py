@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import vla_keys as keys
 from vla_policies.flow_policy import FlowConfig, FlowPolicy
 from vla_policies.images import resize_with_pad
 from vla_policies.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
-from vla_policies.pi0_folder import HEADS, UNUSED, Pi0Folder, model_weights
-from vla_policies.pi0_model import EXPERT, Pi0Model, Pi0ModelConfig, PrefixCache
+from vla_policies.pi0_folder import HEADS, Pi0Folder, empty_model, unused
+from vla_policies.pi0_model import EXPERT, Pi0Model, PrefixCache
 from vla_policies.pi0_prefix import from_entries, to_entries
 from vla_policies.pi0_presets import PI0_ADAPTERS, get_preset
 from vla_policies.pi0_prompts import PAD, Pi0Prompts
-from vla_policies.weights import list_weights, load_weights, saved_dtype
+from vla_policies.saved_settings import dtype_name, merge_settings, saved_dtype
+from vla_policies.weights import list_weights, load_weights
 
 FAMILY = "pi0"
 _SLOTS = 3  # base, left wrist, right wrist
@@ -170,10 +171,7 @@ class Pi0(FlowPolicy):
         """
         checkpoint = Pi0Folder.read(folder)
         config = Pi0Config(**_settings(checkpoint, settings))
-        entries = model_weights(checkpoint.weights)
-        shapes = {key: entry.shape for key, entry in entries.items()}
-        with torch.device("meta"):
-            model = Pi0Model(Pi0ModelConfig.from_shapes(shapes, checkpoint.config.get("vision_heads")))
+        model, entries = empty_model(checkpoint)
         policy = cls(model, checkpoint, config)
         dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
         policy.spare = load_weights(model, entries, dtype=dtype, device=device, unused=cls.unused)
@@ -189,7 +187,7 @@ class Pi0(FlowPolicy):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the checkpoint's layout; heads go into a file of their own, an adapter into ``lora_adapter/``."""
         folder, lora = Path(folder), has_lora(self)
-        dtype = str(self.model.action_in_proj.weight.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.model.action_in_proj.weight.dtype)
         options = {"family": FAMILY, **asdict(self.config), "dtype": dtype, ADAPTER: lora}
         weights = {**plain_weights(self.model), **self.spare}
         config = {"action_horizon": self.horizon, "vision_heads": self.model.config.vision.heads}
@@ -237,7 +235,7 @@ class Pi0(FlowPolicy):
     @staticmethod
     def unused(key: str) -> bool:
         """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
-        return key.startswith(UNUSED)
+        return unused(key)
 
     # ---- observations
 
@@ -272,18 +270,9 @@ class Pi0(FlowPolicy):
         return prefix, self._pool(prefix) if read else None
 
     def _images(self, tensordict: TensorDictBase) -> Tensor:
-        cameras = [tensordict.get(keys.IMAGES)]
-        wrists = tensordict.get(keys.WRIST_IMAGES, None)
-        if wrists is not None:
-            cameras += wrists.unbind(1)
-        wanted = self.config.num_images_in_input
-        if len(cameras) < wanted:
-            raise ValueError(
-                f"num_images_in_input is {wanted} and the observation has {len(cameras)}; set it as the checkpoint was "
-                "trained, or use an environment with wrist cameras"
-            )
+        cameras = self.adapter.cameras(tensordict, self.config.num_images_in_input)
         size = (self.model.config.vision.image_size,) * 2
-        images = torch.stack([resize_with_pad(camera, size) for camera in cameras[:wanted]], dim=1)
+        images = torch.stack([resize_with_pad(camera, size) for camera in cameras], dim=1)
         return images.permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
 
     def _pool(self, prefix: PrefixCache) -> Tensor:
@@ -382,22 +371,7 @@ def _mlp(*sizes: int) -> nn.Sequential:
 
 def _settings(checkpoint: Pi0Folder, settings: dict[str, Any]) -> dict[str, Any]:
     """What the user asked for over what the checkpoint was saved with."""
-    names = [entry.name for entry in fields(Pi0Config)]
-    unknown = sorted(settings.keys() - set(names))
-    if unknown:
-        raise ValueError(f"Pi0 has no settings {unknown}; there are {names}")
-    stored = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in checkpoint.options.items()
-        if name in names
-    }
-    for name in Pi0.bound:
-        if stored.get(name) is not None and settings.get(name, stored[name]) != stored[name]:
-            raise ValueError(
-                f"{name} is {settings[name]!r}, but {checkpoint.path} was trained with {stored[name]!r}; "
-                f"leave {name} out"
-            )
-    merged = {**stored, **{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}}
+    merged, _ = merge_settings(Pi0, checkpoint.path, checkpoint.options, settings)
     for name, example in (("benchmark", "libero"), ("config_name", "pi05_libero")):
         if name not in merged:
             raise ValueError(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vla_policies.hub import read_json, resolve
-from vla_policies.pi0_model import EXPERT, PREFIX
+from vla_policies.pi0_model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
 from vla_policies.weights import Entry, has_weights, list_weights, save_weights
 
 OPTIONS, HEADS = "vla_torchrl.json", "vla_torchrl_heads.safetensors"
@@ -184,6 +184,23 @@ def is_pi0(folder: Path) -> bool:
         except (FileNotFoundError, ValueError):  # missing or truncated: whoever loads it says which
             pass
     return (folder / "params").is_dir() or any((folder / "assets").rglob(_STATISTICS))
+
+
+def empty_model(folder: Pi0Folder) -> tuple[Pi0Model, dict[str, Entry]]:
+    """The model of a checkpoint on the meta device, and the tensors to fill it with.
+
+    Raises:
+        ValueError: the shapes make no such model.
+    """
+    entries = model_weights(folder.weights)
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    with torch.device("meta"):
+        return Pi0Model(Pi0ModelConfig.from_shapes(shapes, folder.config.get("vision_heads"))), entries
+
+
+def unused(key: str) -> bool:
+    """Whether nothing reads a tensor of that name: the expert's ``lm_head``."""
+    return key.startswith(UNUSED)
 
 
 def model_weights(weights: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,8 +15,9 @@ from vla_policies.llama import LlamaConfig
 from vla_policies.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.openvla_folder import VALUE_HEAD, OpenVLAFolder
 from vla_policies.prismatic import Prismatic, PrismaticConfig
+from vla_policies.saved_settings import dtype_name, merge_settings, saved_dtype
 from vla_policies.vision import VisionConfig, heads_of
-from vla_policies.weights import Entry, load_head, load_weights, saved_dtype
+from vla_policies.weights import Entry, load_head, load_weights
 
 if TYPE_CHECKING:
     from vla_policies.prismatic_policy import PrismaticPolicy
@@ -112,7 +113,7 @@ def save(policy: PrismaticPolicy, folder: str | Path) -> None:
     if policy.value_head is not None:
         weights |= {f"{VALUE_HEAD}{key}": tensor for key, tensor in policy.value_head.state_dict().items()}
     lora = has_lora(policy)
-    dtype = str(policy.model.language_model.model.norm.weight.dtype).removeprefix("torch.")
+    dtype = dtype_name(policy.model.language_model.model.norm.weight.dtype)
     options = {"family": policy.family, **asdict(policy.config), "dtype": dtype, ADAPTER: lora}
     if policy.film is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,27 +133,18 @@ def save(policy: PrismaticPolicy, folder: str | Path) -> None:
 
 def _settings(policy_class: type, checkpoint: OpenVLAFolder, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What the user asked for over what the checkpoint was saved with over what can be seen in it."""
-    names = [entry.name for entry in fields(policy_class.config_class)]
-    unknown = sorted(settings.keys() - set(names))
-    if unknown:
-        raise ValueError(f"{policy_class.__name__} has no settings {unknown}; there are {names}")
-    stored = {name: value for name, value in checkpoint.options.items() if name in names}
-    for name in policy_class.bound:
-        if name in stored and settings.get(name, stored[name]) != stored[name]:
-            raise ValueError(
-                f"{name} is {settings[name]!r}, but {checkpoint.path} was trained with {stored[name]!r}; "
-                f"leave {name} out"
-            )
-    merged = {**stored, **settings}
+    merged, stored = merge_settings(policy_class, checkpoint.path, checkpoint.options, settings)
     if "benchmark" not in merged:
         raise ValueError(
             f"{checkpoint.path} does not say which benchmark it acts in; set benchmark, such as "
             "'libero'; recipes do so with policy=openvla or policy=openvla_oft"
         )
-    if "use_film" in names and merged.setdefault("use_film", checkpoint.film is not None) != bool(checkpoint.film):
+    if policy_class.family != "openvla_oft":
+        return merged
+    if merged.setdefault("use_film", checkpoint.film is not None) != bool(checkpoint.film):
         has = "was trained with FiLM" if checkpoint.film else "has no vision_backbone--*.pt, where FiLM's weights are"
         raise ValueError(f"use_film is {merged['use_film']}, but {checkpoint.path} {has}; leave use_film out")
-    if "head" in names and not stored:
+    if not stored:
         merged.setdefault("head", "l1" if checkpoint.action_head else "tokens")
         merged.setdefault("use_proprio", checkpoint.proprio_projector is not None)
         if merged["head"] == "tokens" and "layout" not in merged:

@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,11 +38,6 @@ class Entry:
         """
         with _open(self.file) as file:
             return file.get_tensor(self.key)
-
-
-def saved_dtype(options: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of the model that a policy was saved with here, or float32."""
-    return {str(known).removeprefix("torch."): known for known in _DTYPES.values()}[options.get("dtype", "float32")]
 
 
 def has_weights(folder: str | Path) -> bool:
