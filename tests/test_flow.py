@@ -137,6 +137,11 @@ def test_the_ratio_is_one_before_the_first_update(method, joint, seen):
     torch.testing.assert_close(log_prob_again, stored[keys.ACTION_LOG_PROB], rtol=0, atol=1e-5)
     torch.testing.assert_close(value, stored[keys.STATE_VALUE], rtol=0, atol=1e-6)
     assert stored[keys.DENOISE_CHAIN].shape == (6, 6 if policy.flow.joint else 2, 5, 2)
+    calls = []
+    policy.velocity = lambda *given, velocity=policy.velocity: calls.append(1) or velocity(*given)
+    policy.evaluate_actions(stored)
+    assert len(calls) == 1  # all steps in one pass
+    del policy.velocity
     if not policy.flow.joint:
         found = policy.get_dist(stored).log_prob(stored[keys.DENOISE_CHAIN][:, 1])
         torch.testing.assert_close(found, log_prob_again, rtol=0, atol=1e-5)

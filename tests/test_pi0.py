@@ -195,7 +195,12 @@ def test_an_annealed_noise_level_is_kept_unless_another_is_asked_for(make, tmp_p
 
 def test_bfloat16_and_lora(make, seen, tmp_path):
     policy = make(dtype=torch.bfloat16)
-    assert policy.model.action_in_proj.weight.dtype == torch.bfloat16
+    assert policy.model.dtype == torch.bfloat16
+    precise = {n for n, p in policy.model.named_parameters() if p.dtype == torch.float32}
+    assert {n.rpartition(".")[0].rpartition(".")[2] for n in precise if "gemma_expert" not in n} >= {
+        *("action_in_proj", "action_out_proj", "patch_embedding", "input_layernorm", "post_attention_layernorm")
+    }
+    assert not any(part in n for n in precise for part in ("self_attn", "mlp.", "embed_tokens", "layer_norm"))
     with pytest.raises(ValueError, match="bfloat16.*policy.lora_rank=32"):
         Learner(ChunkClipPPOLoss(policy), lr=1e-5)
     add_lora(policy, rank=2)
@@ -210,12 +215,19 @@ def test_bfloat16_and_lora(make, seen, tmp_path):
     assert any(p.grad is not None and p.grad.any() for n, p in policy.named_parameters() if "lora_B" in n)
     policy.save_pretrained(tmp_path)
     again = load_policy(tmp_path)
-    assert has_lora(again) and again.model.action_in_proj.weight.dtype == torch.bfloat16
+    assert has_lora(again) and again.model.dtype == torch.bfloat16
+    assert again.model.action_in_proj.weight.dtype == torch.float32
+    near(act(again, seen)[keys.ACTION], act(policy, seen)[keys.ACTION])
     merge_adapter(policy)
     assert policy.prefix_is_frozen and policy.model.action_in_proj.weight.requires_grad
     whole = make(train_expert_only=False)
     add_lora(whole, rank=2)
     assert not whole.prefix_is_frozen
+
+
+def test_a_bfloat16_model_acts_like_the_float32_one(make, seen):
+    exact, rounded = (act(make(dtype=dtype), seen)[keys.ACTION] for dtype in (torch.float32, torch.bfloat16))
+    assert (exact - rounded).abs().max() < 0.02 * exact.abs().max()
 
 
 def test_statistics():

@@ -56,6 +56,7 @@ class EpisodeSampler:
             raise ValueError(f"group_size, groups and trials must be >= 1, got {group_size}, {groups}, {trials}")
         if seed < 0 or not 0 <= rank < world_size:
             raise ValueError(f"need seed >= 0 and 0 <= rank < world_size, got seed {seed}, rank {rank} of {world_size}")
+        _check_trials(spec, trials)
         self.spec = spec
         self.num_tasks, self.trials = len(spec.tasks), trials or spec.trials
         self.seed, self.mode, self.group_size, self.groups = seed, mode, group_size, groups
@@ -73,7 +74,8 @@ class EpisodeSampler:
         else:
             key = group % self.groups if self.mode == "fixed" else group
             draw = np.random.default_rng([self.seed, _TRAINING, key])
-            task_id, trial_id = int(draw.integers(self.num_tasks)), int(draw.integers(2**31))
+            task_id = int(draw.integers(self.num_tasks))
+            trial_id = int(draw.integers(self.spec.initial_states or 2**31))
         return Episode(task_id, trial_id, self.seed, group_id=group)
 
     def reseeded(self, seed: int) -> EpisodeSampler:
@@ -156,5 +158,11 @@ def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 
     trials = spec.trials if trials is None else trials
     if trials < 1:
         raise ValueError(f"an evaluation needs at least 1 trial per task, got {trials}")
+    _check_trials(spec, trials)
     tasks = range(len(spec.tasks))
     return [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
+
+
+def _check_trials(spec: SimulatorSpec, trials: int | None) -> None:
+    if trials is not None and spec.initial_states is not None and trials > spec.initial_states:
+        raise ValueError(f"{spec.id} ships {spec.initial_states} initial states per task, got trials={trials}")

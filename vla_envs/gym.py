@@ -31,7 +31,7 @@ from vla_envs.registry import list_envs, make_spec
 from vla_envs.simulator import Episode, Simulator
 
 NAMESPACE = "vla"
-_TITLES = {"metaworld": "MetaWorld"}  # benchmark -> its name in an id
+_TITLES = {"metaworld": "MetaWorld", "libero": "LIBERO"}  # benchmark -> its name in an id
 _CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " "
 _MAX_SEED = 2**31
 
@@ -73,6 +73,7 @@ def register_envs() -> None:
     for name in list_envs():
         benchmark, _, suite = name.partition("/")
         suite = re.sub(r"-v\d+$", "", suite)  # "reach-v3": the version in an id is ours, not the benchmark's
+        suite = suite.capitalize() if benchmark == "libero" else suite
         gymnasium.register(
             id=f"{NAMESPACE}/{_TITLES[benchmark]}-{suite}-v0",
             entry_point="vla_envs.gym:SimulatorEnv",
@@ -185,11 +186,12 @@ class SimulatorEnv(gymnasium.Env):
                 raise unknown_name("reset option", name, (keys.TASK_ID, keys.TRIAL_ID))
         tasks = len(self.simulator_spec.tasks)
         # Both are always drawn, so that fixing one does not change the other.
-        drawn = int(self.np_random.integers(tasks)), int(self.np_random.integers(_MAX_SEED))
+        trials = self.simulator_spec.initial_states or _MAX_SEED
+        drawn = int(self.np_random.integers(tasks)), int(self.np_random.integers(trials))
         task_id, trial_id = options.get(keys.TASK_ID, drawn[0]), options.get(keys.TRIAL_ID, drawn[1])
-        if not 0 <= task_id < tasks or trial_id < 0:
+        if not 0 <= task_id < tasks or not 0 <= trial_id < trials:
             raise ValueError(
-                f"{self.simulator_spec.id} has task_id 0 to {tasks - 1} and trial_id >= 0, "
+                f"{self.simulator_spec.id} has task_id 0 to {tasks - 1} and trial_id 0 to {trials - 1}, "
                 f"got task_id={task_id!r} and trial_id={trial_id!r}"
             )
         return Episode(int(task_id), int(trial_id), self._episode_seed)

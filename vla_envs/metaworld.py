@@ -252,7 +252,7 @@ class MetaWorldSimulator:
             size=self.spec.image_shape,
             quality=options["render_quality"],
             # corner4 hangs upside down, so its image is turned by 180 degrees.
-            camera=CAMERA if options["camera"] is None else options["camera"],
+            cameras=[CAMERA if options["camera"] is None else options["camera"]],
             upside_down=options["camera"] is None,
             hide_sites=options["hide_goals"],
         )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-if not os.environ.get("MUJOCO_GL"):  # read when mujoco is imported; empty means a window, which workers lack
-    os.environ["MUJOCO_GL"] = "egl"
+from vla_envs.graphics import choose_device
+
+choose_device()
 import mujoco  # noqa: E402
 
 _renderers: WeakValueDictionary[tuple, Renderer] = WeakValueDictionary()
@@ -40,9 +41,12 @@ class Renderer:
         size: ``(height, width)`` in pixels.
         quality: ``"benchmark"`` keeps what the model says, ``"fast"`` switches shadows and multisampling off,
             ``"minimal"`` reflections and the sky box as well.
-        camera: name of a camera of the model, or ``lookat``, ``distance``, ``azimuth`` and ``elevation``.
-        upside_down: turn the image by 180 degrees.
+        cameras: names of cameras of the model, or ``lookat``, ``distance``, ``azimuth`` and ``elevation`` of free
+            ones.
+        upside_down: turn the images by 180 degrees.
+        mirrored: exchange left and right.
         hide_sites: leave out the sites, such as goal markers.
+        hidden_groups: numbers of the geom groups to leave out, such as collision shapes.
     """
 
     def __init__(
@@ -51,9 +55,11 @@ class Renderer:
         *,
         size: tuple[int, int],
         quality: str,
-        camera: str | Mapping[str, Any],
+        cameras: Sequence[str | Mapping[str, Any]],
         upside_down: bool = False,
+        mirrored: bool = False,
         hide_sites: bool = False,
+        hidden_groups: Sequence[int] = (),
     ):
         _make_gl_context_current()
         height, width = size
@@ -71,30 +77,37 @@ class Renderer:
         self._options = mujoco.MjvOption()
         if hide_sites:
             self._options.sitegroup[:] = 0
-        self._camera = mujoco.MjvCamera()
-        if isinstance(camera, str):
-            self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
-            self._camera.fixedcamid = model.camera(camera).id
-        else:
-            self._camera.type = mujoco.mjtCamera.mjCAMERA_FREE
-            self._camera.lookat[:] = camera["lookat"]
-            self._camera.distance = camera["distance"]
-            self._camera.azimuth = camera["azimuth"]
-            self._camera.elevation = camera["elevation"]
-        self._upside_down = upside_down
+        self._options.geomgroup[list(hidden_groups)] = 0
+        self._cameras = [_make_camera(model, camera) for camera in cameras]
+        # OpenGL's rows run from the bottom up: turned by 180 degrees, only the columns are still reversed.
+        rows, columns = 1 if upside_down else -1, -1 if upside_down != mirrored else 1
+        self._order = slice(None, None, rows), slice(None, None, columns)
         self._pixels = np.empty((height, width, 3), np.uint8)
 
-    def render(self, model: mujoco.MjModel, data: mujoco.MjData) -> np.ndarray:
-        """Render one world: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
-        mujoco.mjv_updateScene(
-            model, data, self._options, self._perturbation, self._camera, mujoco.mjtCatBit.mjCAT_ALL, self._scene
-        )
+    def render(self, model: mujoco.MjModel, data: mujoco.MjData, camera: int = 0) -> np.ndarray:
+        """Render one world with one of the cameras: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
+        _make_gl_context_current()  # somebody else in this process may draw too
+        chosen, everything = self._cameras[camera], mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(model, data, self._options, self._perturbation, chosen, everything, self._scene)
         # Several renderers share the process's graphics context: draw into our own framebuffer, not the last one made.
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         mujoco.mjr_render(self._viewport, self._scene, self._context)
         mujoco.mjr_readPixels(self._pixels, None, self._viewport, self._context)
-        # OpenGL's rows run from the bottom up: turned by 180 degrees, only the columns are still reversed.
-        return self._pixels[:, ::-1] if self._upside_down else self._pixels[::-1]
+        return self._pixels[self._order]
+
+
+def _make_camera(model: mujoco.MjModel, camera: str | Mapping[str, Any]) -> mujoco.MjvCamera:
+    made = mujoco.MjvCamera()
+    if isinstance(camera, str):
+        made.type = mujoco.mjtCamera.mjCAMERA_FIXED
+        made.fixedcamid = model.camera(camera).id
+        return made
+    made.type = mujoco.mjtCamera.mjCAMERA_FREE
+    made.lookat[:] = camera["lookat"]
+    made.distance = camera["distance"]
+    made.azimuth = camera["azimuth"]
+    made.elevation = camera["elevation"]
+    return made
 
 
 def _make_gl_context_current() -> None:

@@ -100,6 +100,8 @@ class SimulatorSpec:
         entry_point: ``"module:class"`` of the :class:`Simulator`; imported only where it runs.
         tasks: the tasks of the suite, ``task_id`` is the index.
         trials: number of evaluation trials per task in the benchmark's protocol.
+        initial_states: number of initial states per task where the benchmark ships them, otherwise ``None``: there are
+            as many as are asked for.
         image_shape: ``(H, W)`` of ``images``.
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
@@ -119,6 +121,7 @@ class SimulatorSpec:
     action_high: tuple[float, ...]
     max_episode_steps: int
     wrist_image_shape: tuple[int, int, int] | None = None
+    initial_states: int | None = None
     departures: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -128,5 +131,17 @@ class SimulatorSpec:
 
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""
+        return self._simulator_class()(self)
+
+    def check(self) -> None:
+        """Raise early what :meth:`make` would raise: a package or assets that are missing.
+
+        A simulator class may offer it as a static method ``check(spec)``.
+        """
+        check = getattr(self._simulator_class(), "check", None)
+        if check is not None:
+            check(self)
+
+    def _simulator_class(self) -> Any:
         module, _, name = self.entry_point.partition(":")
-        return getattr(importlib.import_module(module), name)(self)
+        return getattr(importlib.import_module(module), name)

@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
+from vla_envs.graphics import WORKER
 from vla_envs.shared_memory import SharedArrays
 from vla_envs.simulator import Episode, SimulatorSpec
 
@@ -57,6 +58,8 @@ class WorkerPool:
         step_timeout: float = 60.0,
         start_timeout: float = 120.0,
     ):
+        self._memory: int | None = None
+        spec.check()
         self.spec = spec
         self.arrays, self._memory = SharedArrays.create(spec, num_envs, chunk_size)
         self.arrays.busy[:] = -1
@@ -272,7 +275,8 @@ class _Process:
 
     def __init__(self, memory: int, settings: dict[str, Any], start_timeout: float):
         self.connection, theirs = Pipe()
-        environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, **_ONE_THREAD, WORKER: str(settings["index"])}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "vla_envs.worker", str(theirs.fileno()), str(memory)],
             pass_fds=(theirs.fileno(), memory),

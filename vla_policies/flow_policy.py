@@ -56,6 +56,8 @@ class FlowConfig:
             raise ValueError(f"num_steps is {self.num_steps}, must be at least 1 (5 is usual)")
         if self.stochastic_steps < 1:
             raise ValueError("no step is left to be stochastic (ignore_last, flow_cps); set num_steps to at least 2")
+        if self.ignore_last and self.joint:
+            raise ValueError("ignore_last is for one stochastic step per decision; all steps are (joint_log_prob)")
         for name, count in (("noise_std_range", 2), ("noise_anneal", 3)):
             numbers = getattr(self, name)
             if numbers is not None and (not isinstance(numbers, Sequence) or len(numbers) != count):
@@ -131,6 +133,10 @@ class FlowPolicy(VLAPolicy):
     @abstractmethod
     def observe(self, tensordict: TensorDictBase) -> Any:
         """What :meth:`velocity` needs of the observations and ``prompt_tokens`` of a batch."""
+
+    @abstractmethod
+    def repeat(self, observed: Any, count: int) -> Any:
+        """What :meth:`observe` returned, with each row ``count`` times in a row."""
 
     @abstractmethod
     def velocity(self, observed: Any, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,33 +246,32 @@ class FlowPolicy(VLAPolicy):
         self._check_stochastic()
         if self.flow.joint:
             raise ValueError("with joint_log_prob the steps have a Gaussian each; use evaluate_actions")
-        observed = self.observe(tensordict)
-        chain, step = tensordict.get(keys.DENOISE_CHAIN), tensordict.get(keys.DENOISE_STEP)
-        mean, std, _ = self._stored_step(observed, chain, 0, step)
-        return torch.distributions.Normal(self._trained(mean), self._trained(std))
+        mean, std, _ = self._stored_steps(tensordict)
+        return torch.distributions.Normal(self._trained(mean[:, 0]), self._trained(std[:, 0]))
 
     def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
         self._check_stochastic()
-        observed = self.observe(tensordict)
-        chain, step = tensordict.get(keys.DENOISE_CHAIN), tensordict.get(keys.DENOISE_STEP)
-        numbers = range(self.flow.num_steps) if self.flow.joint else [0]
-        log_prob, entropy, values = 0.0, 0.0, []
-        for number in numbers:
-            at = torch.full_like(step, number) if self.flow.joint else step
-            mean, std, value = self._stored_step(observed, chain, number, at)
-            log_prob = log_prob + self._trained(flow.log_prob(chain[:, number + 1], mean, std))
-            entropy = entropy + self._trained(flow.entropy(std))
-            values.append((torch.ones_like(step, dtype=torch.bool), value))
-        return log_prob, entropy, self._chosen_value(values)
+        mean, std, value = self._stored_steps(tensordict)
+        reached = tensordict.get(keys.DENOISE_CHAIN)[:, 1:]
+        log_prob = self._trained(flow.log_prob(reached, mean, std).sum(1))
+        return log_prob, self._trained(flow.entropy(std).sum(1)), None if value is None else value.mean(1)
 
-    def _stored_step(
-        self, observed: Any, chain: Tensor, place: int, step: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Mean, standard deviation and value at ``chain[:, place]``, which is at ``step`` ``[N]``."""
-        schedule, x = flow.times(self.flow.num_steps, chain.device), chain[:, place]
+    def _stored_steps(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Mean and deviation ``[N, k, H, A_model]`` and values ``[N, k, num_values]`` of the ``k`` stored steps.
+
+        ``k`` is ``K`` if all steps are stochastic, otherwise 1; they go through the network in one pass.
+        """
+        chain, step = tensordict.get(keys.DENOISE_CHAIN), tensordict.get(keys.DENOISE_STEP)
+        observed, count = self.observe(tensordict), chain.shape[1] - 1
+        schedule, x = flow.times(self.flow.num_steps, chain.device), chain[:, :-1].flatten(0, 1)
+        if self.flow.joint:
+            step = torch.arange(count, device=chain.device).repeat(len(chain))
+            observed = self.repeat(observed, count)
         speed, hidden = self.velocity(observed, x, schedule[step])
         mean, std = self._gaussian(x, speed, hidden, schedule, step)
-        return mean, std, self.value(observed, hidden)
+        value = self.value(observed, hidden)
+        steps = (-1, count)
+        return mean.unflatten(0, steps), std.unflatten(0, steps), None if value is None else value.unflatten(0, steps)
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
         """Flow-matching error ``[N, C]`` of demonstrated ``action`` ``[N, C, A]``, mean over action dimensions.

@@ -19,7 +19,7 @@ from vla_policies.flow_policy import FlowConfig, FlowPolicy
 from vla_policies.images import resize_with_pad
 from vla_policies.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.pi0_folder import HEADS, Pi0Folder, empty_model, unused
-from vla_policies.pi0_model import EXPERT, Pi0Model, PrefixCache
+from vla_policies.pi0_model import EXPERT, Pi0Model, PrefixCache, needs_float32
 from vla_policies.pi0_prefix import from_entries, to_entries
 from vla_policies.pi0_presets import PI0_ADAPTERS, get_preset
 from vla_policies.pi0_prompts import PAD, Pi0Prompts
@@ -70,6 +70,8 @@ class Pi0Config(FlowConfig):
             raise ValueError(f"num_images_in_input is {self.num_images_in_input}, the model has {_SLOTS} slots: 1 to 3")
         if self.value_after_vlm not in (None, "mean", "last", "first"):
             raise ValueError(f"value_after_vlm is {self.value_after_vlm!r}, must be 'mean', 'last', 'first' or null")
+        if self.chunk_critic_input and self.value_after_vlm is not None:
+            raise ValueError("chunk_critic_input is for a value head on the action expert; value_after_vlm is set")
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ class Pi0(FlowPolicy):
 
         Args:
             folder: local folder, or hub id.
-            dtype: of the model, ``None`` for what it was saved with here, or float32; heads are float32.
+            dtype: of the model, ``None`` for what it was saved with here, or float32; heads, norms and what actions,
+                state and time are projected with are float32 always.
             device: of the policy.
             lora_adapter: folder of a peft adapter to apply and go on training.
             **settings: fields of :class:`Pi0Config`; what the checkpoint was saved with is the default.
@@ -174,7 +177,9 @@ class Pi0(FlowPolicy):
         model, entries = empty_model(checkpoint)
         policy = cls(model, checkpoint, config)
         dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
-        policy.spare = load_weights(model, entries, dtype=dtype, device=device, unused=cls.unused)
+        policy.spare = load_weights(
+            model, entries, dtype=dtype, device=device, float32=needs_float32, unused=cls.unused
+        )
         if (checkpoint.path / HEADS).is_file():
             stored = {key: entry.read() for key, entry in list_weights(checkpoint.path / HEADS).items()}
             policy.load_heads(stored)
@@ -187,7 +192,7 @@ class Pi0(FlowPolicy):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the checkpoint's layout; heads go into a file of their own, an adapter into ``lora_adapter/``."""
         folder, lora = Path(folder), has_lora(self)
-        dtype = dtype_name(self.model.action_in_proj.weight.dtype)
+        dtype = dtype_name(self.model.dtype)
         options = {"family": FAMILY, **asdict(self.config), "dtype": dtype, ADAPTER: lora}
         weights = {**plain_weights(self.model), **self.spare}
         config = {"action_horizon": self.horizon, "vision_heads": self.model.config.vision.heads}
@@ -318,9 +323,13 @@ class Pi0(FlowPolicy):
         language = self.model.config.language
         tokens = self.config.num_images_in_input * self.model.config.vision.num_patches + prompt_length
         numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
-        return decisions * numbers * self.model.action_in_proj.weight.element_size()
+        return decisions * numbers * self.model.dtype.itemsize
 
     # ---- flow
+
+    def repeat(self, observed: _Observed, count: int) -> _Observed:
+        pooled = None if observed.pooled is None else observed.pooled.repeat_interleave(count, dim=0)
+        return _Observed(observed.prefix.repeat(count), observed.state.repeat_interleave(count, dim=0), pooled)
 
     def velocity(self, observed: _Observed, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
         return self.model.velocity(observed.prefix, noisy, time, observed.state)

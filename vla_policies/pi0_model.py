@@ -104,6 +104,22 @@ class PrefixCache:
     valid: Tensor
     output: Tensor | None = None
 
+    def repeat(self, count: int) -> PrefixCache:
+        """Each row ``count`` times in a row, without ``output``."""
+        layers = [tuple(part.repeat_interleave(count, dim=0) for part in pair) for pair in self.layers]
+        return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
+
+
+def needs_float32(name: str) -> bool:
+    """Whether a tensor stays float32 in a bfloat16 model, as in openpi.
+
+    These are the norms of both Gemmas, SigLIP's embeddings, and all that actions, state and time pass outside the
+    stacks: three digits are too few for noise that K steps take away.
+    """
+    if not name.startswith((PREFIX, EXPERT)):
+        return True
+    return not {"embeddings", "input_layernorm", "post_attention_layernorm", "norm"}.isdisjoint(name.split("."))
+
 
 class Pi0Model(nn.Module):
     """Prefix once, then velocities of noisy actions."""
@@ -131,6 +147,11 @@ class Pi0Model(nn.Module):
             self.state_proj = nn.Linear(config.action_dim, expert_width)
             self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
             self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stacks; see :func:`needs_float32` for what is more precise."""
+        return self.language.embed_tokens.weight.dtype
 
     @property
     def vision(self) -> Siglip:
@@ -199,14 +220,15 @@ class Pi0Model(nn.Module):
             time: ``[N]``, 1 is noise and 0 the action.
             state: ``[N, action_dim]``, padded; pi0.5 does not read it.
         """
-        dtype = self.action_in_proj.weight.dtype
+        dtype = self.action_in_proj.weight.dtype  # float32 also in a bfloat16 model
         actions = self.action_in_proj(noisy_actions.to(dtype))
         moment = embed_time(time, self.config.expert.width).to(dtype)
         if self.config.pi05:
-            return actions, F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(moment))))
+            return actions.to(self.dtype), F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(moment))))
         both = torch.cat([actions, moment.unsqueeze(1).expand_as(actions)], dim=-1)
         actions = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
-        return torch.cat([self.state_proj(state.to(dtype)).unsqueeze(1), actions], dim=1), None
+        tokens = torch.cat([self.state_proj(state.to(dtype)).unsqueeze(1), actions], dim=1)
+        return tokens.to(self.dtype), None
 
     def velocity(
         self, prefix: PrefixCache, noisy_actions: Tensor, time: Tensor, state: Tensor
@@ -223,7 +245,7 @@ class Pi0Model(nn.Module):
             tokens, positions, self._mask(prefix.valid, new, horizon), before=prefix.layers, condition=condition
         )
         hidden = hidden[:, -horizon:]
-        return self.action_out_proj(hidden).float(), hidden
+        return self.action_out_proj(hidden.to(self.action_out_proj.weight.dtype)).float(), hidden
 
     @staticmethod
     def _mask(valid: Tensor, new: int, horizon: int) -> Tensor | None:

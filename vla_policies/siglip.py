@@ -58,6 +58,7 @@ class Siglip(nn.Module):
         pixels = pixels.to(convolution.weight.dtype, memory_format=torch.channels_last)
         hidden = convolution(pixels).flatten(2).transpose(1, 2)
         hidden = hidden + self.embeddings.position_embedding.weight
+        hidden = hidden.to(self.post_layernorm.weight.dtype)  # the embeddings may be more precise than the layers
         for layer in self.encoder.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 hidden = checkpoint(layer, hidden, use_reentrant=False)

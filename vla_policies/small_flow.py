@@ -100,6 +100,9 @@ class SmallFlow(FlowPolicy):
         """Tokens ``[N, 3, dim]``."""
         return self.encoder(*(tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS)))
 
+    def repeat(self, observed: Tensor, count: int) -> Tensor:
+        return observed.repeat_interleave(count, dim=0)
+
     def velocity(self, observed: Tensor, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
         moment = self.time_in(embed_time(time, self.config.dim)).unsqueeze(1)
         actions = self.action_in(noisy) + self.queries + moment

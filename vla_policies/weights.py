@@ -81,6 +81,7 @@ def load_weights(
     prefix: str = "",
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    float32: Callable[[str], bool] = lambda key: False,
     unused: Callable[[str], bool] = lambda key: False,
 ) -> dict[str, Tensor]:
     """Fill a module, which may be on the meta device, tensor by tensor.
@@ -91,6 +92,7 @@ def load_weights(
         prefix: only tensors whose name begins with it are considered, and it is removed.
         dtype: of the module afterwards; ``None`` keeps that of the file.
         device: of the module afterwards.
+        float32: names (without the prefix) of what becomes float32 instead of ``dtype``: it needs the precision.
         unused: names (without the prefix) that the checkpoint may have and the module does not need.
 
     Returns:
@@ -110,7 +112,8 @@ def load_weights(
             spare[key] = tensor.clone()
             continue
         owner, name = module.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2]
-        tensor = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None, copy=True)
+        wanted = torch.float32 if dtype is not None and float32(key) else dtype
+        tensor = tensor.to(device=device, dtype=wanted if tensor.is_floating_point() else None, copy=True)
         if name in owner._parameters:
             owner._parameters[name] = nn.Parameter(tensor, requires_grad=owner._parameters[name].requires_grad)
         else:

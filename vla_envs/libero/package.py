@@ -1,0 +1,220 @@
+"""The installed LIBERO package: its versions, its assets and initial states, and an import without side effects.
+
+On its own, the package asks a question on the standard input when it is first imported, writes into the home folder,
+and looks for its assets in one place only.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import tempfile
+import types
+import zipfile
+from functools import cache, lru_cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# The versions that results belong to: another MuJoCo draws other pixels, another robosuite has other physics.
+VERSIONS = {"hf-libero": "0.1.4", "robosuite": "1.4.0", "bddl": "1.0.1", "mujoco": "3.3.0"}
+INSTALL = "make setup EXTRAS=metaworld,libero,dev  (or the two commands of docs/install.md)"
+ASSETS_REPOSITORY = "lerobot/libero-assets"  # a data set on the Hugging Face hub, 1.5 GB
+_ARENAS = [
+    f"scenes/libero_{name}_base_style.xml"
+    for name in ("tabletop", "kitchen_tabletop", "living_room_tabletop", "study", "floor")
+]
+_FOLDERS = ("articulated_objects", "stable_scanned_objects", "turbosquid_objects", "stable_hope_objects")
+_STAND_INS = "MANIFEST.md"  # in a folder that does not have the benchmark's own meshes and textures
+_INITIAL_STATE_CLASSES = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+}
+
+
+@cache
+def wrong_versions() -> tuple[str, ...]:
+    """What is installed in another version than :data:`VERSIONS`; what is not installed does not count."""
+    found = []
+    for name, wanted in VERSIONS.items():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if version != wanted:
+            found.append(f"{name} {version}, needs {wanted}")
+    return tuple(found)
+
+
+def check_versions(allow_other_versions: bool = False) -> None:
+    """Check that LIBERO is installed, in the right versions.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+        RuntimeError: another version.
+    """
+    missing = [name for name in ("libero", "robosuite", "bddl", "mujoco") if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"LIBERO needs {', '.join(missing)}, not installed; type: {INSTALL}")
+    if wrong_versions() and not allow_other_versions:
+        pins = " ".join(f"'{name}=={version}'" for name, version in VERSIONS.items())
+        raise RuntimeError(
+            f"LIBERO's results belong to other versions: {'; '.join(wrong_versions())}. Type: pip install --no-deps "
+            f"{pins}; to run all the same and have it said beside the results: allow_other_versions=true"
+        )
+
+
+def package_folder() -> Path:
+    """Folder ``libero/libero`` of the installed package, without importing it."""
+    spec = find_spec("libero")
+    if spec is None:
+        raise ModuleNotFoundError(f"LIBERO is not installed; type: {INSTALL}")
+    return Path(next(iter(spec.submodule_search_locations))) / "libero"
+
+
+# ---- assets
+
+
+def asset_places(assets: str | None = None) -> list[Path]:
+    """Where assets are looked for, in this order; with an explicit path only there."""
+    if assets is not None:
+        return [Path(assets).expanduser()]
+    places = []
+    if root := os.environ.get("VLA_TORCHRL_ASSETS"):
+        places.append(Path(root) / "libero" / "assets")
+    if find_spec("libero") is not None:
+        places.append(package_folder() / "assets")
+    return [*places, _download_folder()]
+
+
+def find_assets(assets: str | None = None, download: bool = False) -> Path:
+    """The folder of meshes, textures and object descriptions.
+
+    Args:
+        assets: an explicit path. Otherwise the first of these that is complete: ``$VLA_TORCHRL_ASSETS/libero/assets``,
+            the package's own folder, ``~/.cache/libero/assets``.
+        download: fetch them from the Hugging Face hub into the last of these, if there are none.
+
+    Raises:
+        FileNotFoundError: there are none; says where was looked and what to type.
+    """
+    places = asset_places(assets)
+    for place in places:
+        if not missing_assets(place):
+            return place
+    if download and assets is None:
+        from huggingface_hub import snapshot_download
+
+        snapshot_download(ASSETS_REPOSITORY, repo_type="dataset", local_dir=_download_folder())
+        if not missing_assets(_download_folder()):
+            return _download_folder()
+    looked = "\n".join(f"  {place}: {_problem(place)}" for place in places)
+    raise FileNotFoundError(
+        f"no LIBERO assets. Looked in\n{looked}\n  Type: hf download {ASSETS_REPOSITORY} --repo-type dataset "
+        "--local-dir ~/.cache/libero/assets   (or download_assets=true, or assets=FOLDER)"
+    )
+
+
+def missing_assets(folder: Path) -> list[str]:
+    """What a folder of assets lacks; a half-finished download lacks something."""
+    return [name for name in (*_ARENAS, *_FOLDERS) if not (folder / name).exists()]
+
+
+def describe_assets(assets: str | None = None) -> tuple[str, ...]:
+    """What departs from the benchmark in the assets that would be used: pixels of stand-ins."""
+    found = next((place for place in asset_places(assets) if not missing_assets(place)), None)
+    stand_ins = found is not None and (found / _STAND_INS).is_file()
+    return (f"stand-ins for meshes and textures, see {found / _STAND_INS}",) if stand_ins else ()
+
+
+def _problem(place: Path) -> str:
+    if not place.is_dir():
+        return "no such folder"
+    missing = missing_assets(place)
+    return f"incomplete, lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+
+
+def _download_folder() -> Path:
+    return Path.home() / ".cache" / "libero" / "assets"
+
+
+# ---- tasks
+
+
+def task_file(suite: str, task: str) -> Path:
+    """The description of a task in BDDL."""
+    return package_folder() / "bddl_files" / f"libero_{suite}" / f"{task}.bddl"
+
+
+@lru_cache(maxsize=32)
+def initial_states(suite: str, task: str) -> np.ndarray:
+    """The initial states of a task, float64 ``[50, 1 + nq + nv]``: time, positions, velocities.
+
+    The file is a pickle that ``torch.save`` wrote. It is read without torch, and nothing but an array may be in it.
+
+    Raises:
+        RuntimeError: the file is missing or not what LIBERO ships.
+    """
+    path = package_folder() / "init_files" / f"libero_{suite}" / f"{task}.pruned_init"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
+        if not isinstance(states, np.ndarray) or states.ndim != 2:
+            raise ValueError(f"expected an array of 2 dimensions, got {type(states).__name__}")
+    except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, ValueError, EOFError) as error:
+        raise RuntimeError(
+            f"cannot read LIBERO's initial states from {path}: {error}. Type: pip install --force-reinstall --no-deps "
+            f"hf-libero=={VERSIONS['hf-libero']}"
+        ) from error
+    return states
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _INITIAL_STATE_CLASSES:
+            raise pickle.UnpicklingError(f"{module}.{name} in it, only a numpy array is allowed")
+        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+
+
+# ---- import
+
+
+@cache
+def import_libero() -> Any:
+    """``libero.libero.envs``, imported so that nothing is asked, written into the package, or left in the home folder.
+
+    Compiled functions of robosuite are kept in ``~/.cache/vla-torchrl/numba`` (``NUMBA_CACHE_DIR`` if that is set).
+    """
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(Path.home() / ".cache" / "vla-torchrl" / "numba"))
+    # robosuite's own way to change its settings: no warnings about themselves, no log file in /tmp.
+    settings = types.ModuleType("robosuite.macros_private")
+    settings.CONSOLE_LOGGING_LEVEL, settings.FILE_LOGGING_LEVEL = "ERROR", None
+    sys.modules.setdefault(settings.__name__, settings)
+    root, environment = package_folder(), dict(os.environ)
+    # robosuite takes EGL's numbers of devices for CUDA's and insists that they agree; its renderer is not used.
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {
+            "benchmark_root": root,
+            "bddl_files": root / "bddl_files",
+            "init_states": root / "init_files",
+            "datasets": root.parent / "datasets",
+            "assets": root / "assets",
+        }
+        (Path(folder) / "config.yaml").write_text("".join(f"{key}: {str(path)!r}\n" for key, path in paths.items()))
+        os.environ["LIBERO_CONFIG_PATH"] = folder
+        try:
+            import libero.libero.envs as envs
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+    return envs

@@ -1,0 +1,93 @@
+"""One LIBERO arm: shipped initial states, exact resets, cameras that are drawn only when somebody looks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vla_envs.libero.package import check_versions, find_assets, initial_states
+from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec, Task
+
+if TYPE_CHECKING:
+    from vla_envs.libero.world import World
+
+_OPEN_GRIPPER = np.array([0, 0, 0, 0, 0, 0, -1.0])
+
+
+class LiberoSimulator:
+    """Switching the task at ``reset`` costs a second or two when no built world of it is waiting in this process."""
+
+    def __init__(self, spec: SimulatorSpec):
+        options = spec.options
+        check_versions(options["allow_other_versions"])
+        self.spec = spec
+        self._assets = find_assets(options["assets"], options["download_assets"])
+        from vla_envs.libero.world import world_cache  # only now: it imports MuJoCo
+
+        self._worlds = world_cache
+        self._world: World | None = None
+        self._task: Task | None = None
+
+    @staticmethod
+    def check(spec: SimulatorSpec) -> None:
+        """Raise what making a simulator would raise, before any worker is started."""
+        check_versions(spec.options["allow_other_versions"])
+        find_assets(spec.options["assets"], spec.options["download_assets"])
+
+    def reset(self, episode: Episode) -> None:
+        """Restore the shipped initial state ``trial_id``.
+
+        What it leaves open, the poses of fixtures, is drawn by LIBERO with ``trial_id`` as the seed; ``episode.seed``
+        has no influence.
+
+        Raises:
+            ValueError: there is no such trial.
+        """
+        task, trial = self.spec.tasks[episode.task_id], episode.trial_id
+        states = initial_states(task.group, task.name)
+        if not 0 <= trial < len(states):
+            raise ValueError(f"{self.spec.id} has trials 0 to {len(states) - 1} of {task.name}, got trial_id={trial}")
+        if task != self._task:
+            self._give_back()
+            with _numpy_seed(0):  # building draws as well
+                self._world = self._worlds.take(task, self.spec, self._assets)
+            self._task = task
+        with _numpy_seed(trial):
+            self._world.reset(states[trial])
+        for _ in range(self.spec.options["settle_steps"]):
+            self._world.step(_OPEN_GRIPPER)
+
+    def step(self, action: np.ndarray) -> Outcome:
+        success = self._world.step(np.asarray(action, np.float64))
+        return Outcome(reward=float(success), success=success)
+
+    def observe(self) -> Observation:
+        images, wrist = (self._world.render(camera) for camera in (0, 1))
+        return Observation(
+            images=images,
+            states=self._world.states(),
+            task_description=self._task.instruction,
+            wrist_images=wrist[None],
+        )
+
+    def close(self) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._world is not None:
+            self._worlds.give_back(self._world, self.spec.options["cache_gigabytes"])
+        self._world = self._task = None
+
+
+@contextlib.contextmanager
+def _numpy_seed(seed: int) -> Iterator[None]:
+    """LIBERO and robosuite draw from numpy's global generator, which afterwards is as it was."""
+    state = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)

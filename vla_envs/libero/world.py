@@ -1,0 +1,192 @@
+"""A built LIBERO world, what of it is drawn, and the worlds that wait in this process for their next episode."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_envs.libero.package import import_libero, task_file
+from vla_envs.mujoco_rendering import Renderer, mujoco, shared_renderer
+from vla_envs.simulator import SimulatorSpec, Task
+
+CAMERAS = ("agentview", "robot0_eye_in_hand")
+_COLLISION_SHAPES = 0  # geom group that robosuite does not draw
+_CONTROL_FREQUENCY = 20  # Hz
+_PLACEMENT_ATTEMPTS = 20
+# What drawing reads of mujoco's data.
+_POSES = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
+_QUALITY = {"benchmark": "benchmark", "fast": "minimal"}  # of the renderer
+
+
+class World:
+    """robosuite's environment of one task without its cameras and sensors, which cost more than the physics.
+
+    Its observations show the state of four milliseconds before the end of an action: robosuite samples its sensors
+    once per action, at a moment that the two readings after a reset have shifted. Policies were trained on that, so it
+    is kept: one sensor remains, which copies what is needed to draw that moment later.
+    """
+
+    def __init__(self, task: Task, spec: SimulatorSpec, assets: Path):
+        libero = import_libero()
+        import libero.libero as package
+        import libero.libero.envs.bddl_utils as bddl
+        import robosuite
+        from robosuite.utils.observables import Observable, sensor
+
+        package._assets_path_cache = str(assets)
+        self.task = task
+        self.key = _key(task, spec, assets)
+        file = str(task_file(task.group, task.name))
+        self._env = libero.TASK_MAPPING[bddl.get_problem_info(file)["problem_name"]](
+            file,
+            robots=["Panda"],
+            controller_configs=robosuite.load_controller_config(default_controller="OSC_POSE"),
+            gripper_types="default",
+            initialization_noise=None,
+            use_camera_obs=False,
+            has_renderer=False,
+            has_offscreen_renderer=False,
+            control_freq=_CONTROL_FREQUENCY,
+            horizon=2**31,  # ours is in the spec; past its own, robosuite raises
+            ignore_done=True,
+            hard_reset=False,
+        )
+        self._model, self._data = self._env.sim.model._model, self._env.sim.data._data
+        self._drawn = mujoco.MjData(self._model)
+        self._drawn_sites = np.empty_like(self._model.site_rgba)
+        self._states = np.zeros(8, np.float32)
+        self._renderer: Renderer = shared_renderer(
+            file,
+            self._model,
+            size=spec.image_shape,
+            quality=_QUALITY[spec.options["render_quality"]],
+            cameras=CAMERAS,
+            upside_down=False,
+            mirrored=True,  # the benchmark's frames are upside down, and everybody turns them by 180 degrees
+            hidden_groups=(_COLLISION_SHAPES,),
+        )
+
+        @sensor(modality="world")
+        def moment(_: dict[str, Any]) -> float:
+            self._remember()
+            return 0.0
+
+        _release_unused_memory()  # of parsing and compiling: half of what a world would take
+        self._env._observables = {"moment": Observable("moment", moment, sampling_rate=_CONTROL_FREQUENCY)}
+
+    @property
+    def megabytes(self) -> float:
+        """About what it takes: mujoco's model and data, and 1.7 times the model for what is there to draw it."""
+        return (2.7 * mujoco.mj_sizeModel(self._model) + self._data.nbuffer + self._drawn.nbuffer) / 1e6
+
+    def reset(self, initial_state: np.ndarray) -> None:
+        """Reset everything and put the shipped state in place; the same as building the world anew.
+
+        Raises:
+            RuntimeError: LIBERO finds no place for its objects, or the state is of another world.
+        """
+        from robosuite.utils.errors import RandomizationError
+
+        expected = 1 + self._model.nq + self._model.nv
+        if len(initial_state) != expected:
+            raise RuntimeError(
+                f"initial state of {self.task.name} has {len(initial_state)} numbers, the world {expected}: "
+                "the assets are of another version of LIBERO"
+            )
+        for robot in self._env.robots:
+            robot.gripper.current_action = np.zeros(robot.gripper.dof)  # survives robosuite's own reset
+        for _ in range(_PLACEMENT_ATTEMPTS):
+            try:
+                self._env.reset()
+                break
+            except RandomizationError:  # a draw that does not fit; LIBERO's own reset would try for ever
+                continue
+        else:
+            raise RuntimeError(f"LIBERO found no place for the objects of {self.task.name}")
+        self._env.sim.set_state_from_flattened(initial_state)
+        self._env.sim.forward()
+        self._env._check_success()
+        self._env._post_process()
+        self._env._update_observables(force=True)
+
+    def step(self, action: np.ndarray) -> bool:
+        """Execute an action of 50 ms; returns whether the task is solved."""
+        return bool(self._env.step(action)[2])
+
+    def render(self, camera: int) -> np.ndarray:
+        """Draw the remembered moment: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
+        sites = self._model.site_rgba.copy()
+        self._model.site_rgba[:] = self._drawn_sites
+        pixels = self._renderer.render(self._model, self._drawn, camera)
+        self._model.site_rgba[:] = sites
+        return pixels.copy()
+
+    def states(self) -> np.ndarray:
+        """Of the remembered moment, float32 ``[8]``: hand position (m), axis-angle (rad), both fingers (m)."""
+        return self._states.copy()
+
+    def close(self) -> None:
+        """Free the world."""
+        self._env.close()
+
+    def _remember(self) -> None:
+        for name in _POSES:
+            np.copyto(getattr(self._drawn, name), getattr(self._data, name))
+        np.copyto(self._drawn_sites, self._model.site_rgba)
+        robot, data = self._env.robots[0], self._env.sim.data
+        position = data.site_xpos[robot.eef_site_id]
+        w, x, y, z = data.get_body_xquat(robot.robot_model.eef_name)
+        fingers = data.qpos[robot._ref_gripper_joint_pos_indexes]
+        self._states = np.concatenate([position, _axis_angle(x, y, z, w), fingers]).astype(np.float32)
+
+
+class WorldCache:
+    """Worlds of this process that no simulator is using, oldest first."""
+
+    def __init__(self):
+        self._idle: OrderedDict[int, World] = OrderedDict()  # by id()
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def take(self, task: Task, spec: SimulatorSpec, assets: Path) -> World:
+        """An idle world of a task, or a new one."""
+        key = _key(task, spec, assets)
+        for place, world in self._idle.items():
+            if world.key == key:
+                del self._idle[place]
+                return world
+        return World(task, spec, assets)
+
+    def give_back(self, world: World, gigabytes: float) -> None:
+        """Keep a world for later, as long as all kept ones take at most ``gigabytes``."""
+        self._idle[id(world)] = world
+        while self._idle and sum(idle.megabytes for idle in self._idle.values()) > 1000 * gigabytes:
+            self._idle.popitem(last=False)[1].close()
+
+
+world_cache = WorldCache()
+
+
+def _key(task: Task, spec: SimulatorSpec, assets: Path) -> tuple:
+    return task, assets, spec.image_shape, spec.options["render_quality"]
+
+
+def _release_unused_memory() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _axis_angle(x: float, y: float, z: float, w: float) -> np.ndarray:
+    """Axis times angle (rad) of a unit quaternion; the angle is that of ``w`` as it stands, 0 to 2 pi."""
+    w = min(max(w, -1.0), 1.0)
+    length = math.sqrt(1.0 - w * w)
+    if math.isclose(length, 0.0):
+        return np.zeros(3)
+    return np.array([x, y, z]) * (2.0 * math.acos(w) / length)
