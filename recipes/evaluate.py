@@ -22,7 +22,6 @@ from vla_algos.runs import (
     start_env,
     start_run,
 )
-from vla_envs import evaluation_grid
 from vla_envs.errors import unknown_name
 
 KEYS = ("env", "policy", "eval", "seed", "greedy", "ablation")
@@ -39,8 +38,8 @@ def main(config: DictConfig) -> None:
     if config.ablation is not None and config.ablation not in ABLATIONS:
         raise unknown_name("ablation", config.ablation, ABLATIONS)
     folder = start_run(config, KEYS)
-    evaluation = evaluation_settings(config)
     spec = env_spec(config)
+    grid, evaluation = evaluation_settings(config, spec)
     policy = make_policy(config, spec)
     env = start_env(config, policy)
     ablation = ABLATIONS[config.ablation](spec) if config.ablation else None
@@ -48,7 +47,7 @@ def main(config: DictConfig) -> None:
         config.ablation or "evaluation",
         env,
         policy,
-        evaluation_grid(spec, evaluation["trials"], evaluation["seed"]),
+        grid,
         greedy=config.greedy,
         observe=ablation,
         record=evaluation["videos"],

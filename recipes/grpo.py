@@ -36,7 +36,7 @@ from vla_algos.runs import (
     warm_start_settings,
 )
 from vla_algos.settings import group, take
-from vla_envs import EpisodeSampler, evaluation_grid
+from vla_envs import EpisodeSampler
 from vla_keys import NEXT, STEP_MASK
 
 KEYS = ("env", "policy", "sft", "algo", "optim", "eval", "seed", "iterations", "evaluate_every")
@@ -56,8 +56,7 @@ def main(config: DictConfig) -> None:
     group_size, patience = algo.pop("group_size"), algo.pop("patience")
     learning |= group(config, "optim", also=OPTIM)
     recording, cloning = warm_start_settings(config)
-    evaluation = evaluation_settings(config)
-    demonstrations = demonstration_seed(config.seed, evaluation["seed"])
+    demonstrations = demonstration_seed(config.seed, config.eval.seed)
     if config.iterations < 1 or patience < 1:
         raise ValueError(f"iterations and algo.patience must be at least 1, are {config.iterations} and {patience}")
     check_groups(group_size, **grouping)
@@ -66,17 +65,17 @@ def main(config: DictConfig) -> None:
 
     # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.
     spec = env_spec(config)
+    grid, evaluation = evaluation_settings(config, spec, "sampled")
     policy = make_policy(config, spec)
     learner = Learner(ChunkClipPPOLoss(policy, **algo, critic_coeff=None), **learning, updates=config.iterations)
     env = start_env(config, policy)
     print(f"{describe(spec)}\n{describe_policy(policy)}")
-    if not config.policy.checkpoint:
+    if not config.policy.checkpoint and recording["episodes"]:
         warm_start(env, policy, demonstrations, recording, cloning)
 
     episodes = EpisodeSampler(spec, config.seed, group_size=group_size)
     collector = EpisodeCollector(env, policy)
     logger = RunLogger(folder)
-    grid = evaluation_grid(spec, evaluation["trials"], evaluation["seed"])
     tests, speeds = [], []
 
     def test(step: int) -> None:

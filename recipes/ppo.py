@@ -35,7 +35,6 @@ from vla_algos.runs import (
     warm_start_settings,
 )
 from vla_algos.settings import group, take
-from vla_envs import evaluation_grid
 from vla_keys import NEXT, STEP_MASK
 
 KEYS = ("env", "policy", "sft", "algo", "collector", "optim", "eval", "seed", "iterations", "evaluate_every")
@@ -52,13 +51,13 @@ def main(config: DictConfig) -> None:
     learning |= group(config, "optim", also=OPTIM)
     collecting = group(config, "collector", also=["decisions"])
     recording, cloning = warm_start_settings(config)
-    evaluation = evaluation_settings(config)
-    demonstrations = demonstration_seed(config.seed, evaluation["seed"])
+    demonstrations = demonstration_seed(config.seed, config.eval.seed)
     if config.iterations < 1:
         raise ValueError(f"iterations is {config.iterations}, must be at least 1")
 
     # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.
     spec = env_spec(config)
+    grid, evaluation = evaluation_settings(config, spec, "sampled")
     policy = make_policy(config, spec)
     loss_module = ChunkClipPPOLoss(policy, **algo)
     learner = Learner(loss_module, **learning, updates=config.iterations)
@@ -71,13 +70,12 @@ def main(config: DictConfig) -> None:
     )
     env = start_env(config, policy)
     print(f"{describe(spec)}\n{describe_policy(policy)}")
-    if not config.policy.checkpoint:
+    if not config.policy.checkpoint and recording["episodes"]:
         warm_start(env, policy, demonstrations, recording, cloning)
 
     reading = {"values": loss_module.has_critic, "bootstrap": discount["bootstrap"]}
     collector = StepCollector(env, policy, **collecting, **reading)
     logger = RunLogger(folder)
-    grid = evaluation_grid(spec, evaluation["trials"], evaluation["seed"])
     tests, speeds = [], []
 
     def test(step: int) -> None:

@@ -23,7 +23,6 @@ from vla_algos.runs import (
     warm_start,
     warm_start_settings,
 )
-from vla_envs import evaluation_grid
 
 KEYS = ("env", "policy", "sft", "eval", "seed")
 
@@ -32,16 +31,15 @@ KEYS = ("env", "policy", "sft", "eval", "seed")
 def main(config: DictConfig) -> None:
     folder = start_run(config, KEYS)
     recording, cloning = warm_start_settings(config)
-    evaluation = evaluation_settings(config)
-    demonstrations = demonstration_seed(config.seed, evaluation["seed"])
+    demonstrations = demonstration_seed(config.seed, config.eval.seed)
     spec = env_spec(config)
+    grid, evaluation = evaluation_settings(config, spec)
     policy = make_policy(config, spec)
     env = start_env(config, policy)
     warm_start(env, policy, demonstrations, recording, cloning)
     policy.save_pretrained(folder / "policy")
     finish_run(folder)
 
-    grid = evaluation_grid(spec, evaluation["trials"], evaluation["seed"])
     result = evaluate_with_bar("evaluation", env, policy, grid, record=evaluation["videos"])
     logger = RunLogger(folder)
     logger.log(result.metrics(), step=config.sft.steps)

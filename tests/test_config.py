@@ -20,6 +20,7 @@ from vla_algos.imitation import clone_behaviour, record_demonstrations
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_envs import make_env
+from vla_envs.libero import make_spec as make_libero_spec
 from vla_envs.metaworld import make_spec
 from vla_policies import SmallVLA, SmallVLAConfig
 
@@ -27,7 +28,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
 def recipe_of(experiment):
-    return next(name for name in ("grpo", "ppo") if f"_{name}_" in experiment)
+    return next(name for name in ("evaluate", "grpo", "ppo") if f"_{name}_" in experiment)
 
 
 RUNS = [(name, []) for name in ("ppo", "grpo", "sft", "evaluate")]
@@ -46,17 +47,21 @@ def check(monkeypatch, tmp_path):
     monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
     SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4)).save_pretrained(tmp_path / "policy")
     make_checkpoint(tmp_path / "openvla")
-    make_pi0_checkpoint(tmp_path / "pi0")
+    make_pi0_checkpoint(tmp_path / "pi0", horizon=50)
+    make_pi0_checkpoint(tmp_path / "pi05", "pi05_tiny", horizon=10)
     yield functools.partial(run_checks, folder=tmp_path)
     GlobalHydra.instance().clear()
 
 
 def overrides_of(name, overrides, folder):
     """What a run needs beside ``overrides``: the folder of a checkpoint, of this family."""
-    chosen = next((override for override in overrides if override.startswith("policy=")), "policy=small")
-    if name != "evaluate" and "small" in chosen:
+    chosen = next((o for o in overrides if o.startswith(("policy=", "experiment="))), "policy=small")
+    kinds = {"openvla": "openvla", "pi05": "pi05", "pi0": "pi0", "openpi": "pi0", "": "policy"}
+    kind = next(folder for part, folder in kinds.items() if part in chosen)
+    if name != "evaluate" and kind == "policy":
         return overrides
-    kind = "openvla" if "openvla" in chosen else "pi0" if "pi0" in chosen else "policy"
+    if chosen == "experiment=libero_evaluate_openpi":
+        overrides = [*overrides, "policy.config_name=pi0_libero"]  # not said in a published folder
     return [*overrides, f"policy.checkpoint={folder / kind}"]
 
 
@@ -86,7 +91,7 @@ def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides,
 
 
 READERS = [gae, ChunkClipPPOLoss, Learner, collect_groups, StepCollector, make_env, make_spec]
-READERS += [record_demonstrations, clone_behaviour]
+READERS += [record_demonstrations, clone_behaviour, make_libero_spec]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
@@ -97,7 +102,7 @@ def test_what_takes_a_setting_uses_it(reader):
         node for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name in ("__init__", reader.__name__)
     )  # fmt: skip
-    everywhere = [node for path in RECIPES.parent.glob("vla_*/*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    everywhere = [node for path in RECIPES.parent.glob("vla_*/**/*.py") for node in ast.walk(ast.parse(path.read_text()))]
     attributes = {n.attr for n in everywhere if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
     read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     stored = {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}

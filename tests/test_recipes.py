@@ -242,7 +242,7 @@ def test_every_experiment_composes_and_explains_itself(experiment):
     head = (CONF / "experiment" / f"{experiment}.yaml").read_text()
     comment = head[: head.index("defaults:")]
     assert f"experiment={experiment}" in comment, "the head of an experiment says how to run it"
-    name = next(name for name in ("ppo", "grpo") if f"_{name}_" in experiment)
+    name = next(name for name in ("evaluate", "ppo", "grpo") if f"_{name}_" in experiment)
     with initialize_config_dir(str(CONF), version_base=None):
         config = compose(name, overrides=[f"experiment={experiment}"])
     env = {**config.env}

@@ -38,6 +38,7 @@ class EpisodeResult:
     Attributes:
         episode: its identity.
         task: the name of its task.
+        group: the suite or difficulty that the task belongs to; may be empty.
         success_once: solved at some time.
         success_at_end: solved after the last action.
         episode_return: sum of its rewards.
@@ -54,6 +55,7 @@ class EpisodeResult:
     episode_len: int
     lost: bool = False
     attempts: int = 1
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,15 @@ class EvaluationResult:
             tasks[result.task].append(result)
         return tasks
 
+    def by_group(self) -> dict[str, list[EpisodeResult]]:
+        """Finished episodes by suite or difficulty, where there is more than one."""
+        groups: dict[str, list[EpisodeResult]] = {result.group: [] for result in self.episodes}
+        for result in self.finished:
+            groups[result.group].append(result)
+        return groups if len(groups) > 1 else {}
+
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
-        """Means over the finished episodes, and the success of every task, under ``prefix/``."""
+        """Means over the finished episodes, and the success of every task and group, under ``prefix/``."""
         metrics = {
             "success_once": self.success_once,
             "success_at_end": _mean(result.success_at_end for result in self.finished),
@@ -100,18 +109,20 @@ class EvaluationResult:
             "num_episodes": len(self.finished),
             "lost_episodes": len(self.episodes) - len(self.finished),
         }
-        for task, results in self.by_task().items():
-            metrics[f"task/{task}/success_once"] = _mean(result.success_once for result in results)
+        for kind, parts in (("task", self.by_task()), ("group", self.by_group())):
+            for name, results in parts.items():
+                metrics[f"{kind}/{name}/success_once"] = _mean(result.success_once for result in results)
         return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
     def table(self) -> str:
-        """Success per task and over all, with 95 % intervals, for the terminal."""
-        groups = self.by_task()
-        if len(groups) > 1:
-            groups["all tasks"] = self.finished
-        width = max(map(len, groups), default=0)
+        """Success per task, per group and over all, with 95 % intervals, for the terminal."""
+        rows = self.by_task()
+        if len(rows) > 1:
+            rows |= {f"all {name}": results for name, results in self.by_group().items()}
+            rows["all tasks"] = self.finished
+        width = max(map(len, rows), default=0)
         lines = [f"{'task':<{width}}  episodes  success  95 % interval  at end  length"]
-        for name, results in groups.items():
+        for name, results in rows.items():
             low, high = _interval(results)
             lines.append(
                 f"{name:<{width}}  {len(results):8}  {_percent(r.success_once for r in results)}"
@@ -176,6 +187,7 @@ def evaluate(
             int(outcome[EPISODE_LEN]),
             lost,
             attempts=collector.attempts[place],
+            group=tasks[grid[place].task_id].group,
         )
         if on_episode is not None:
             on_episode(results[place])

@@ -18,7 +18,7 @@ from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.imitation import clone_behaviour, record_demonstrations
 from vla_algos.loggers import write_video
 from vla_algos.settings import group, parameters_of, take
-from vla_envs import Episode, SimulatorSpec, VLAEnv, make_env, make_spec
+from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_grid, make_env, make_spec
 from vla_envs.errors import unknown_name
 from vla_policies import VLAPolicy
 
@@ -124,9 +124,17 @@ def warm_start_settings(config: DictConfig) -> tuple[dict, dict]:
     return take(cloning, record_demonstrations), cloning
 
 
-def evaluation_settings(config: DictConfig) -> dict:
-    """``config.eval``: ``trials`` and ``seed`` of the grid, ``videos`` to film, ``sampled``: test that policy too."""
-    return group(config, "eval", also=["trials", "seed", "videos", "sampled"])
+def evaluation_settings(config: DictConfig, spec: SimulatorSpec, *also: str) -> tuple[list[Episode], dict]:
+    """The grid of ``config.eval``, and its other settings.
+
+    Args:
+        config: ``eval`` has ``trials``, ``repeats`` and ``seed`` of the grid and ``videos``, episodes to film.
+        spec: what is evaluated on.
+        *also: further settings that the recipe reads.
+    """
+    settings = group(config, "eval", also=["trials", "repeats", "seed", "videos", *also])
+    grid = evaluation_grid(spec, *(settings.pop(name) for name in ("trials", "seed", "repeats")))
+    return grid, settings
 
 
 def evaluate_with_bar(

@@ -147,20 +147,24 @@ class EpisodeQueue:
         self._waiting.appendleft(episode)
 
 
-def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 0) -> list[Episode]:
-    """Every (task, trial) once, tasks interleaved so that a progress bar is representative from the start.
+def evaluation_grid(
+    spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1
+) -> list[Episode]:
+    """Every (task, trial), tasks interleaved so that a progress bar is representative from the start.
 
     Args:
         spec: the suite.
         trials: initial states per task; the benchmark's own number if ``None``.
         seed: family of trials. Use another one than training does.
+        repeats: runs of each, for a policy that samples.
     """
     trials = spec.trials if trials is None else trials
-    if trials < 1:
-        raise ValueError(f"an evaluation needs at least 1 trial per task, got {trials}")
+    if trials < 1 or repeats < 1:
+        raise ValueError(f"an evaluation needs at least 1 trial per task and 1 run of each, got {trials} and {repeats}")
     _check_trials(spec, trials)
     tasks = range(len(spec.tasks))
-    return [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
+    grid = [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
+    return grid * repeats
 
 
 def _check_trials(spec: SimulatorSpec, trials: int | None) -> None:
