@@ -5,7 +5,7 @@ VENV ?= .venv
 # The first interpreter that really runs and is new enough.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; do \
     $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
-EXTRAS ?= metaworld,dev
+EXTRAS ?= metaworld,libero,dev
 # Arguments for what is run: make run ARGS="seed=1", make test ARGS="-k determinism".
 ARGS ?=
 
@@ -44,6 +44,7 @@ clean:  ## remove the virtual environment
 	rm -rf $(VENV)
 
 # torch goes first and alone: its version is exact, so nothing that follows can pull a second build of it.
+# hf-libero goes last and without what it asks for, which would pull torchvision.
 # The last step renders one frame; only if that fails are system libraries needed.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || \
@@ -51,6 +52,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	$(if $(findstring libero,$(EXTRAS)),$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps hf-libero)
 	@if $(RUN) -m vla_envs >/dev/null; then :; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "No renderer works yet, installing: $(SYSTEM_PACKAGES)"; \

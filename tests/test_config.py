@@ -102,7 +102,8 @@ def test_what_takes_a_setting_uses_it(reader):
         node for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name in ("__init__", reader.__name__)
     )  # fmt: skip
-    everywhere = [node for path in RECIPES.parent.glob("vla_*/**/*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    files = RECIPES.parent.glob("vla_*/**/*.py")
+    everywhere = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     attributes = {n.attr for n in everywhere if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
     read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     stored = {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}

@@ -21,11 +21,14 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from vla_envs.libero.package import describe_assets, find_assets
 from vla_envs.registry import BENCHMARKS, list_envs
 
 DISTRIBUTION = "vla-torchrl"
 SYSTEM_PACKAGES = ("libegl1", "libegl-mesa0", "libgl1-mesa-dri", "libosmesa6")
 APT_INSTALL = f"sudo apt-get update && sudo apt-get install -y {' '.join(SYSTEM_PACKAGES)}"
+_WITHOUT_DEPENDENCIES = {"libero": ("hf-libero==0.1.4",)}  # what is not in an extra, because it asks for too much
+_IMPORTS = {"libero": "from vla_envs.libero import package; package.check_versions(); package.import_libero()"}
 PROBE_TIMEOUT = 120.0  # seconds; a first import compiles byte code on what may be a slow network disk
 
 # Renders a red ball with MuJoCo and says what drew it. A black frame counts as broken.
@@ -125,7 +128,8 @@ def _applies(requirement: Requirement, extra: str) -> bool:
 
 def _check_requirement(requirement: Requirement) -> Finding:
     name, wanted = requirement.name, str(requirement.specifier)
-    remedy = f"pip install '{name}{wanted}'"
+    alone = "--no-deps " if any(str(requirement) in packages for packages in _WITHOUT_DEPENDENCIES.values()) else ""
+    remedy = f"pip install {alone}'{name}{wanted}'"
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -155,9 +159,9 @@ def check_renderers() -> list[Finding]:
 
 def check_simulator(benchmark: str) -> list[Finding]:
     """Check the packages of a benchmark; the last finding is whether its simulator can be imported."""
-    packages = check_packages(extra=benchmark)
+    packages = [*check_packages(extra=benchmark), *check_packages(_WITHOUT_DEPENDENCIES.get(benchmark, ()))]
     # Without a renderer, whose faults have lines of their own.
-    ok, detail = run_probe(f"import {benchmark}", {"MUJOCO_GL": "off"})
+    ok, detail = run_probe(_IMPORTS.get(benchmark, f"import {benchmark}"), {"MUJOCO_GL": "off"})
     if ok:
         imported = Finding("ok", f"import {benchmark}", "works")
     else:
@@ -165,6 +169,16 @@ def check_simulator(benchmark: str) -> list[Finding]:
         remedy = f"pip install '{DISTRIBUTION}[{benchmark}]'"
         imported = Finding(status, f"import {benchmark}", detail, remedy)
     return [*packages, imported]
+
+
+def check_libero_assets() -> Finding:
+    """Look for LIBERO's meshes and textures."""
+    try:
+        folder = find_assets()
+    except FileNotFoundError as error:
+        remedy = str(error).splitlines()[-1].strip().removeprefix("Type: ")
+        return Finding("missing", "LIBERO's assets", "in none of the places where they may be", remedy)
+    return Finding("ok", "LIBERO's assets", "; ".join([str(folder), *describe_assets()]))
 
 
 def check_assets() -> Finding:
@@ -213,11 +227,16 @@ def diagnose(all_names: bool = False) -> int:
         "Packages": check_packages(),
         **{f"Simulator {benchmark}": found.result() for benchmark, found in simulators.items()},
         "Rendering": renderers.result(),
-        "Assets": [check_assets()],
+        "Assets": [check_assets(), check_libero_assets()],
     }
     _print_sections(sections)
     can_render = renderers.result()[0].status == "ok"
-    usable = [name for name, found in simulators.items() if can_render and found.result()[-1].status == "ok"]
+    lacking = {"libero"} if check_libero_assets().status != "ok" else set()
+    usable = [
+        name
+        for name, found in simulators.items()
+        if can_render and found.result()[-1].status == "ok" and name not in lacking
+    ]
     print("\nUsable now:", ", ".join(usable) or "nothing yet, see the lines that begin with ->")
     return 0 if usable else 1
 

@@ -199,6 +199,8 @@ def import_libero() -> Any:
     settings = types.ModuleType("robosuite.macros_private")
     settings.CONSOLE_LOGGING_LEVEL, settings.FILE_LOGGING_LEVEL = "ERROR", None
     sys.modules.setdefault(settings.__name__, settings)
+    # For robosuite's window, which is never opened; the real one needs a desktop's libraries.
+    window = None if "cv2" in sys.modules else sys.modules.setdefault("cv2", types.ModuleType("cv2"))
     root, environment = package_folder(), dict(os.environ)
     # robosuite takes EGL's numbers of devices for CUDA's and insists that they agree; its renderer is not used.
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -217,4 +219,6 @@ def import_libero() -> Any:
         finally:
             os.environ.clear()
             os.environ.update(environment)
+            if window is not None:
+                del sys.modules["cv2"]
     return envs
