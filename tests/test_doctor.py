@@ -3,11 +3,20 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from vla_envs import list_envs
-from vla_envs.doctor import check_assets, check_packages, check_renderers, check_simulator, run_probe
+from vla_envs.doctor import (
+    check_assets,
+    check_libero_assets,
+    check_packages,
+    check_renderers,
+    check_simulator,
+    run_probe,
+)
+from vla_envs.libero.package import _ARENAS, _FOLDERS
 
 
 def report(*arguments, **environment):
@@ -91,3 +100,16 @@ def test_assets_folder(monkeypatch, tmp_path):
     (tmp_path / "libero").mkdir()
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
     assert check_assets().status == "ok" and "libero" in check_assets().detail
+
+
+def test_libero_assets(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr("vla_envs.libero.package.find_spec", lambda name: None)
+    found = check_libero_assets()
+    assert found.status == "missing" and found.remedy.startswith("hf download lerobot/libero-assets")
+    for name in (*_ARENAS, *_FOLDERS):
+        (tmp_path / "libero" / "assets" / name).mkdir(parents=True)
+    assert check_libero_assets().status == "ok"
+    (tmp_path / "libero" / "assets" / "MANIFEST.md").write_text("stand-ins")
+    assert "stand-ins" in check_libero_assets().detail

@@ -217,6 +217,26 @@ def test_trials_differ_in_objects_and_fixtures():
     simulator.close()
 
 
+def test_only_observing_draws():
+    simulator = make_spec("libero/goal", **FAST).make()
+    simulator.reset(Episode(0, 0))
+    renderer, drawn = simulator._world._renderer, []
+    render = renderer.render
+    renderer.render = lambda *given: drawn.append(given[-1]) or render(*given)
+    simulator.reset(Episode(0, 1))
+    for action in actions(3):
+        simulator.step(action)
+    assert drawn == []
+    simulator.observe()
+    assert drawn == [0, 1]
+    del renderer.render
+    other = make_spec("libero/goal", **FAST).make()
+    other.reset(Episode(0, 0))
+    assert other._world is not simulator._world and other._world._renderer is renderer, "meshes were uploaded twice"
+    simulator.close()
+    other.close()
+
+
 def test_built_worlds_are_kept_within_their_budget():
     from vla_envs.libero.world import world_cache
 
