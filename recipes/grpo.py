@@ -12,7 +12,6 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from vla_algos.checkpoints import random_state, save_checkpoint
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.grpo import check_groups, collect_groups, describe_silence, group_metrics, grpo
 from vla_algos.learner import Learner
@@ -20,6 +19,7 @@ from vla_algos.loggers import RunLogger
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.policy_setup import make_policy
+from vla_algos.resume import ResumableRun
 from vla_algos.runs import (
     OPTIM,
     demonstration_seed,
@@ -40,6 +40,7 @@ from vla_envs import EpisodeSampler
 from vla_keys import NEXT, STEP_MASK
 
 KEYS = ("env", "policy", "sft", "algo", "optim", "eval", "seed", "iterations", "evaluate_every")
+KEYS += ("checkpoint_every", "resume")
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="grpo")
@@ -70,70 +71,82 @@ def main(config: DictConfig) -> None:
     learner = Learner(ChunkClipPPOLoss(policy, **algo, critic_coeff=None), **learning, updates=config.iterations)
     env = start_env(config, policy)
     print(f"{describe(spec)}\n{describe_policy(policy)}")
-    if not config.policy.checkpoint and recording["episodes"]:
-        warm_start(env, policy, demonstrations, recording, cloning)
-
     episodes = EpisodeSampler(spec, config.seed, group_size=group_size)
     collector = EpisodeCollector(env, policy)
-    logger = RunLogger(folder)
-    tests, speeds = [], []
 
-    def test(step: int) -> None:
-        videos = folder / "videos" / f"iteration_{step:04d}"
-        tests.append(training_test(f"evaluation after {step}", env, policy, grid, videos, evaluation))
-        logger.log({**tests[-1][1], "time/elapsed": time.perf_counter() - started}, step)
+    parts = {"learner": learner, "collector": collector, "episodes": episodes}
+    with ResumableRun(folder, policy, parts, config.checkpoint_every) as run:
+        first = run.resume()
+        logger = RunLogger(folder, after=-1 if first is None else first)
+        started -= run.seconds
+        if first is None:
+            with run.interruptible():
+                if not config.policy.checkpoint and recording["episodes"]:
+                    warm_start(env, policy, demonstrations, recording, cloning)
+            run.notes = {"tests": [], "speeds": [], "silent": 0}  # iterations in a row without a group to learn from
+            first = 0
+            run.finish(first)
+        tests, speeds = run.notes["tests"], run.notes["speeds"]
 
-    test(0)
-    silent = 0  # iterations in a row without a group to learn from
-    with tqdm(total=config.iterations, desc="GRPO", unit="iteration") as bar:
-        for iteration in range(1, config.iterations + 1):
-            clock = time.perf_counter()
-            policy.eval()
-            policy.start_iteration(iteration)
-            groups = collect_groups(collector, episodes, **grouping)
-            everything = torch.cat([episode for group in groups for episode in group.episodes])
-            batch = grpo(groups, success_bounds)
-            collected = time.perf_counter()
+        def test(step: int) -> None:
+            videos = folder / "videos" / f"iteration_{step:04d}"
+            tests.append(training_test(f"evaluation after {step}", env, policy, grid, videos, evaluation))
+            logger.log({**tests[-1][1], "time/elapsed": time.perf_counter() - started}, step)
 
-            update = {}
-            if batch is not None:
-                policy.train()
-                update = {**rollout_metrics(batch), **learner.update(batch)}
-            learnt = time.perf_counter()
+        with tqdm(total=config.iterations, initial=first, desc="GRPO", unit="iteration") as bar:
+            for iteration in range(first, config.iterations + 1):
+                if iteration > first:
+                    clock = time.perf_counter()
+                    policy.eval()
+                    policy.start_iteration(iteration)
+                    with run.interruptible():
+                        groups = collect_groups(collector, episodes, **grouping)
+                    everything = torch.cat([episode for group in groups for episode in group.episodes])
+                    batch = grpo(groups, success_bounds)
+                    collected = time.perf_counter()
 
-            speeds.append(int(everything[NEXT, STEP_MASK].sum()) / (learnt - clock))
-            metrics = {**env_metrics(everything), **group_metrics(groups, success_bounds), **update}
-            metrics |= {
-                **collector.stats(),
-                "time/train": learnt - collected,
-                "time/iteration": learnt - clock,
-                "time/elapsed": learnt - started,
-                "env_steps_per_s": speeds[-1],
-                "decisions_per_s": len(everything) / (learnt - clock),
-            }
-            logger.log(metrics, iteration)
-            bar.update()
-            bar.set_postfix_str(f"success {100 * metrics['env/success_once']:.0f}%, {speeds[-1]:.0f} env steps/s")
+                    update = {}
+                    if batch is not None:
+                        policy.train()
+                        update = {**rollout_metrics(batch), **learner.update(batch)}
+                    learnt = time.perf_counter()
 
-            silent = 0 if batch is not None else silent + 1
-            if silent:
-                bar.write(f"iteration {iteration}: {describe_silence(groups)}; nothing was learnt")
-            last = iteration == config.iterations or silent == patience
-            if last or (config.evaluate_every and iteration % config.evaluate_every == 0):
-                test(iteration)
-                parts = {"learner": learner, "collector": collector, "episodes": episodes}
-                state = {name: part.state_dict() for name, part in parts.items()} | {"random": random_state()}
-                save_checkpoint(folder / "checkpoints", iteration, policy, state)
-            if last:
-                break
+                    speeds.append(int(everything[NEXT, STEP_MASK].sum()) / (learnt - clock))
+                    metrics = {**env_metrics(everything), **group_metrics(groups, success_bounds), **update}
+                    metrics |= {
+                        **collector.stats(),
+                        "time/train": learnt - collected,
+                        "time/iteration": learnt - clock,
+                        "time/elapsed": learnt - started,
+                        "env_steps_per_s": speeds[-1],
+                        "decisions_per_s": len(everything) / (learnt - clock),
+                    }
+                    logger.log(metrics, iteration)
+                    bar.update()
+                    success = 100 * metrics["env/success_once"]
+                    bar.set_postfix_str(f"success {success:.0f}%, {speeds[-1]:.0f} env steps/s")
+                    run.notes["silent"] = 0 if batch is not None else run.notes["silent"] + 1
+                    if batch is None:
+                        bar.write(f"iteration {iteration}: {describe_silence(groups)}; nothing was learnt")
+
+                last = iteration == config.iterations or run.notes["silent"] == patience
+                every = config.evaluate_every
+                tested = last or iteration == 0 or bool(every and iteration % every == 0)
+                if iteration > first:
+                    run.finish(iteration, publish=tested)
+                if tested:
+                    with run.interruptible():
+                        test(iteration)
+                if last:
+                    break
 
     policy.save_pretrained(folder / "policy")
     finish_run(folder)
     logger.close()
     env.close()
     seconds = time.perf_counter() - started
-    if silent == patience:
-        print(f"\nstopped after {silent} iterations in a row without a group to learn from (algo.patience={patience})")
+    if run.notes["silent"] == patience:
+        print(f"\nstopped: {patience} iterations in a row without a group to learn from (algo.patience={patience})")
     summarise("GRPO", folder, describe(spec), tests, sorted(speeds)[len(speeds) // 2], seconds)
 
 

@@ -12,13 +12,13 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from vla_algos.advantages import check_levels, gae
-from vla_algos.checkpoints import random_state, save_checkpoint
 from vla_algos.collectors import StepCollector
 from vla_algos.learner import Learner
 from vla_algos.loggers import RunLogger
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.policy_setup import make_policy
+from vla_algos.resume import ResumableRun
 from vla_algos.runs import (
     OPTIM,
     demonstration_seed,
@@ -38,6 +38,7 @@ from vla_algos.settings import group, take
 from vla_keys import NEXT, STEP_MASK
 
 KEYS = ("env", "policy", "sft", "algo", "collector", "optim", "eval", "seed", "iterations", "evaluate_every")
+KEYS += ("checkpoint_every", "resume")
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="ppo")
@@ -70,52 +71,63 @@ def main(config: DictConfig) -> None:
     )
     env = start_env(config, policy)
     print(f"{describe(spec)}\n{describe_policy(policy)}")
-    if not config.policy.checkpoint and recording["episodes"]:
-        warm_start(env, policy, demonstrations, recording, cloning)
-
     reading = {"values": loss_module.has_critic, "bootstrap": discount["bootstrap"]}
     collector = StepCollector(env, policy, **collecting, **reading)
-    logger = RunLogger(folder)
-    tests, speeds = [], []
 
-    def test(step: int) -> None:
-        videos = folder / "videos" / f"iteration_{step:04d}"
-        tests.append(training_test(f"evaluation after {step}", env, policy, grid, videos, evaluation))
-        collector.reset()  # the evaluation used the same simulators
-        logger.log({**tests[-1][1], "time/elapsed": time.perf_counter() - started}, step)
+    with ResumableRun(folder, policy, {"learner": learner, "collector": collector}, config.checkpoint_every) as run:
+        first = run.resume()
+        logger = RunLogger(folder, after=-1 if first is None else first)
+        started -= run.seconds
+        if first is None:
+            with run.interruptible():
+                if not config.policy.checkpoint and recording["episodes"]:
+                    warm_start(env, policy, demonstrations, recording, cloning)
+            run.notes = {"tests": [], "speeds": []}
+            first = 0
+            run.finish(first)
+        tests, speeds = run.notes["tests"], run.notes["speeds"]
 
-    test(0)
-    with tqdm(total=config.iterations, desc="PPO", unit="iteration") as bar:
-        for iteration in range(1, config.iterations + 1):
-            clock = time.perf_counter()
-            policy.eval()
-            policy.start_iteration(iteration)
-            batch = collector.rollout()
-            collected = time.perf_counter()
+        def test(step: int) -> None:
+            videos = folder / "videos" / f"iteration_{step:04d}"
+            tests.append(training_test(f"evaluation after {step}", env, policy, grid, videos, evaluation))
+            collector.reset()  # the evaluation used the same simulators
+            logger.log({**tests[-1][1], "time/elapsed": time.perf_counter() - started}, step)
 
-            gae(batch, **discount)
-            policy.train()
-            update = learner.update(batch)
-            learnt = time.perf_counter()
+        with tqdm(total=config.iterations, initial=first, desc="PPO", unit="iteration") as bar:
+            for iteration in range(first, config.iterations + 1):
+                tested = iteration in (0, config.iterations) or (
+                    config.evaluate_every and iteration % config.evaluate_every == 0
+                )
+                if iteration > first:
+                    clock = time.perf_counter()
+                    policy.eval()
+                    policy.start_iteration(iteration)
+                    with run.interruptible():
+                        batch = collector.rollout()
+                    collected = time.perf_counter()
 
-            speeds.append(int(batch[NEXT, STEP_MASK].sum()) / (learnt - clock))
-            metrics = {**env_metrics(batch), **rollout_metrics(batch), **update, **collector.stats()}
-            metrics |= {
-                "time/train": learnt - collected,
-                "time/iteration": learnt - clock,
-                "time/elapsed": learnt - started,
-                "env_steps_per_s": speeds[-1],
-                "decisions_per_s": batch.numel() / (learnt - clock),
-            }
-            logger.log(metrics, iteration)
-            bar.update()
-            success = 100 * metrics.get("env/success_once", float("nan"))
-            bar.set_postfix_str(f"success {success:.0f}%, {speeds[-1]:.0f} env steps/s")
-            if iteration == config.iterations or (config.evaluate_every and iteration % config.evaluate_every == 0):
-                test(iteration)
-                parts = {"learner": learner, "collector": collector}
-                state = {name: part.state_dict() for name, part in parts.items()} | {"random": random_state()}
-                save_checkpoint(folder / "checkpoints", iteration, policy, state)
+                    gae(batch, **discount)
+                    policy.train()
+                    update = learner.update(batch)
+                    learnt = time.perf_counter()
+
+                    speeds.append(int(batch[NEXT, STEP_MASK].sum()) / (learnt - clock))
+                    metrics = {**env_metrics(batch), **rollout_metrics(batch), **update, **collector.stats()}
+                    metrics |= {
+                        "time/train": learnt - collected,
+                        "time/iteration": learnt - clock,
+                        "time/elapsed": learnt - started,
+                        "env_steps_per_s": speeds[-1],
+                        "decisions_per_s": batch.numel() / (learnt - clock),
+                    }
+                    logger.log(metrics, iteration)
+                    bar.update()
+                    success = 100 * metrics.get("env/success_once", float("nan"))
+                    bar.set_postfix_str(f"success {success:.0f}%, {speeds[-1]:.0f} env steps/s")
+                    run.finish(iteration, publish=bool(tested))
+                if tested:
+                    with run.interruptible():
+                        test(iteration)
 
     policy.save_pretrained(folder / "policy")
     finish_run(folder)

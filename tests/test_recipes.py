@@ -102,7 +102,7 @@ def test_grpo_says_so_and_stops_when_nothing_can_be_learnt(tmp_path):
     run = recipe("grpo", tmp_path / "run", *TOY_GRPO, *settings)
     assert run.returncode == 0, run.stderr
     assert "iteration 2: none of 3 groups carries signal (3 failed every time" in run.stdout + run.stderr
-    assert "stopped after 2 iterations in a row" in run.stdout and "algo.patience=2" in run.stdout
+    assert "stopped: 2 iterations in a row" in run.stdout and "algo.patience=2" in run.stdout
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("rollout/groups" in line for line in lines) == 2
     assert not any("train/loss" in line for line in lines)

@@ -2,8 +2,9 @@
 
 ::
 
-    <root>/step_00000012/policy/...     the policy's own files, for evaluation and publishing
-                        /training.pt    optimizer, counters, episode sampler and random states
+    <root>/step_00000012/training.pt    trained weights, optimizer, counters, episodes and random states
+                        /policy/...     the policy's own files, for evaluation and publishing; not in all
+          /latest                       link to the newest
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 _FORMAT = "vla-torchrl training state 1"
 _STEP = re.compile(r"step_(\d+)")
-_UNFINISHED = ".unfinished_"
+_UNFINISHED, _LATEST = ".unfinished_", "latest"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -32,7 +33,7 @@ class _Savable(Protocol):
     def save_pretrained(self, folder: Path) -> Any: ...
 
 
-def save_checkpoint(root: Path, step: int, policy: _Savable, state: dict[str, Any], keep: int = 2) -> Path:
+def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[str, Any], keep: int = 2) -> Path:
     """Write a checkpoint, then delete older ones until ``keep`` are left.
 
     Everything is written and flushed to disk under another name in the same folder and renamed at the end:
@@ -41,7 +42,7 @@ def save_checkpoint(root: Path, step: int, policy: _Savable, state: dict[str, An
     Args:
         root: folder of all checkpoints of a run.
         step: number of finished iterations, the name of the checkpoint.
-        policy: its ``save_pretrained`` writes the folder ``policy``.
+        policy: its ``save_pretrained`` writes the folder ``policy``; ``None`` for none.
         state: nested dicts, lists and tuples of tensors, numbers and text: counters, ``state_dict`` of
             optimizer and collector, :func:`random_state`.
         keep: how many checkpoints to keep, at least 1. Those of later steps (the run was resumed from an
@@ -58,17 +59,26 @@ def save_checkpoint(root: Path, step: int, policy: _Savable, state: dict[str, An
     _check_plain(state, "state")  # better to fail now than at the resume
     root.mkdir(parents=True, exist_ok=True)
     for rest in root.glob(f"{_UNFINISHED}*"):  # of a run that died while saving
-        shutil.rmtree(rest)
+        rest.unlink() if rest.is_symlink() else shutil.rmtree(rest)
     final = root / f"step_{step:08d}"
     temporary = root / f"{_UNFINISHED}{final.name}"
-    temporary.mkdir()
-    torch.save({"format": _FORMAT, "step": step, "state": state}, temporary / "training.pt")
-    policy.save_pretrained(temporary / "policy")
-    for path in [*temporary.rglob("*"), temporary]:
-        _flush(path)
+    try:
+        temporary.mkdir()
+        torch.save({"format": _FORMAT, "step": step, "state": state}, temporary / "training.pt")
+        if policy is not None:
+            policy.save_pretrained(temporary / "policy")
+        for path in [*temporary.rglob("*"), temporary]:
+            _flush(path)
+    except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(f"{final} could not be written: {error}") from error
     if final.exists():  # a run that was resumed from an older checkpoint comes by here again
         final.rename(root / f"{_UNFINISHED}old_{final.name}")
     temporary.rename(final)
+    link = root / f"{_UNFINISHED}{_LATEST}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.name)
+    link.replace(root / _LATEST)
     _flush(root)
     older = checkpoints(root)
     older = older[: older.index(final) + 1]
@@ -84,11 +94,13 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def latest_checkpoint(root: Path) -> Path:
-    """The newest checkpoint of a run.
+    """The newest checkpoint of a run: where ``latest`` points to.
 
     Raises:
         CheckpointError: there is none.
     """
+    if (root / _LATEST).is_dir():
+        return root / os.readlink(root / _LATEST)
     if found := checkpoints(root):
         return found[-1]
     raise CheckpointError(f"no checkpoint in {root}: expected folders named step_00000001 and so on")

@@ -251,22 +251,26 @@ class StepCollector(_ChunkCollector):
         self._observation = None
 
     def state_dict(self) -> OrderedDict:
-        """Counters and the state of the episode sampler, plain numbers throughout.
+        """Counters, and the environment in the middle of its episodes: tensors and plain numbers.
 
-        The simulators' states are not in it: after loading, the running episodes are given up and the
-        sampler goes on with the next ones.
+        Right after :meth:`reset` no episode is running, and the state is that of the episode sampler alone.
         """
         state = OrderedDict(frames=self._frames, batches=self._iter + 1)
-        if hasattr(self.env, "episodes"):
+        if self._observation is not None and hasattr(self.env, "running_state"):
+            state["running"] = self.env.running_state()
+        elif hasattr(self.env, "episodes"):
             state["episodes"] = self.env.episodes.state_dict()
         return state
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
-        """Restore what :meth:`state_dict` returned; the next batch starts with a reset."""
+        """Restore what :meth:`state_dict` returned; the next batch goes on in the middle of the same episodes."""
         self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
-        if "episodes" in state_dict:
-            self.env.episodes.load_state_dict(state_dict["episodes"])
         self.reset()
+        if "running" in state_dict:
+            self._observation = self.env.restore(state_dict["running"])
+            self._observation_keys = list(self._observation.keys())
+        elif "episodes" in state_dict:
+            self.env.episodes.load_state_dict(state_dict["episodes"])
 
 
 class EpisodeCollector(_ChunkCollector):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,15 +17,17 @@ from torchrl.record.loggers.tensorboard import TensorboardLogger
 class RunLogger:
     """Writes ``metrics.jsonl`` (one line per call, flushed at once) and ``tensorboard/`` into a folder.
 
-    Both are appended to when a run is resumed in the same folder.
-
     Args:
         folder: of the run.
+        after: iterations that are done when a run is resumed: what an interrupted process wrote beyond them goes, and
+            what comes is appended. ``None`` keeps everything.
         others: further TorchRL loggers, for example ``torchrl.record.loggers.wandb.WandbLogger(...)``.
     """
 
-    def __init__(self, folder: Path, others: Sequence[Logger] = ()):
+    def __init__(self, folder: Path, after: int | None = None, others: Sequence[Logger] = ()):
         folder.mkdir(parents=True, exist_ok=True)
+        if after is not None:
+            _forget(folder / "metrics.jsonl", after)
         self._tensorboard = TensorboardLogger(exp_name="tensorboard", log_dir=str(folder))
         self._loggers = [self._tensorboard, *others]
         self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, closed in close()
@@ -41,6 +44,22 @@ class RunLogger:
         """Flush and close the files."""
         self._file.close()
         self._tensorboard.experiment.close()
+
+
+def _forget(path: Path, after: int) -> None:
+    """Keep the lines of iterations up to ``after``, without its evaluation, which runs again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # of a process that died while writing
+            entry = json.loads(line)
+            tested = any(name.startswith("eval") for name in entry)
+            if entry["step"] < after or entry["step"] == after and not tested:
+                kept.append(f"{line}\n")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("".join(kept))
+    unfinished.replace(path)
 
 
 def write_video(path: Path, frames: np.ndarray, fps: float) -> Path:

@@ -23,23 +23,25 @@ from vla_envs.errors import unknown_name
 from vla_policies import VLAPolicy
 
 OPTIM = ("lr", "value_lr", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")  # of Learner
+RESUME = ("auto", "force", "never")
 _DEMONSTRATIONS = 1_000_000  # added to the run's seed for the initial states of demonstrations
 
 
 def start_run(config: DictConfig, known: Iterable[str]) -> Path:
     """Check the configuration's top level, seed everything, and make the run's folder.
 
-    Keys within a group are checked by :func:`vla_algos.settings.group`.
+    Keys within a group are checked by :func:`vla_algos.settings.group`. A folder that has a run in it already is gone
+    on with, if it is the same run.
 
     Args:
-        config: the composed configuration.
+        config: the composed configuration; ``resume`` says what to do with a folder that has a run in it.
         known: the top-level keys that the recipe reads.
 
     Returns:
         The folder, with ``config.yaml`` in it.
 
     Raises:
-        ValueError: an unknown key.
+        ValueError: an unknown key, or the folder has a run of other settings.
     """
     known = list(known)
     for key in config:
@@ -51,8 +53,38 @@ def start_run(config: DictConfig, known: Iterable[str]) -> Path:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = Path(HydraConfig.get().runtime.output_dir)
+    if "resume" in config:
+        _check_same_run(config, folder)
     OmegaConf.save(config, folder / "config.yaml")
     return folder
+
+
+def _check_same_run(config: DictConfig, folder: Path) -> None:
+    if config.resume not in RESUME:
+        raise unknown_name("resume", str(config.resume), RESUME, example="auto")
+    if not (folder / "config.yaml").is_file() or config.resume == "force":
+        return
+    if config.resume == "never":
+        raise ValueError(f"{folder} has a run in it, and resume=never; take another folder: hydra.run.dir=...")
+    before, now = (_flat(OmegaConf.to_container(c)) for c in (OmegaConf.load(folder / "config.yaml"), config))
+    other = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key != "resume")
+    if other:
+        shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
+        raise ValueError(
+            f"{folder} has a run of other settings:\n{shown}\n  Take another folder (hydra.run.dir=...), or go on with "
+            "the new settings: resume=force"
+        )
+
+
+def _flat(node: Any, path: str = "") -> dict[str, Any]:
+    """Settings by dotted name."""
+    if not isinstance(node, dict):
+        return {path: node}
+    return {
+        key: value
+        for name, part in node.items()
+        for key, value in _flat(part, f"{path}.{name}" if path else str(name)).items()
+    }
 
 
 def finish_run(folder: Path) -> None:
@@ -155,11 +187,11 @@ def evaluate_with_bar(
 
 def training_test(
     title: str, env: VLAEnv, policy: VLAPolicy, episodes: list[Episode], videos: Path, settings: dict
-) -> tuple[EvaluationResult, dict[str, float]]:
+) -> tuple[str, dict[str, float]]:
     """Evaluate while training: the greedy policy, filmed, and the sampled one if ``settings`` ask for it.
 
     Returns:
-        The greedy result, and the metrics of both under ``eval/`` and ``eval_sampled/``.
+        The table of the greedy result, and the metrics of both under ``eval/`` and ``eval_sampled/``.
     """
     result = evaluate_with_bar(title, env, policy, episodes, record=settings["videos"])
     save_videos(videos, result)
@@ -167,14 +199,14 @@ def training_test(
     if settings["sampled"]:
         sampled = evaluate_with_bar(f"{title}, sampled", env, policy, episodes, greedy=False)
         metrics |= sampled.metrics("eval_sampled")
-    return result, metrics
+    return result.table(), metrics
 
 
 def summarise(
     algorithm: str,
     folder: Path,
     setting: str,
-    tests: Sequence[tuple[EvaluationResult, dict[str, float]]],
+    tests: Sequence[tuple[str, dict[str, float]]],
     speed: float,
     seconds: float,
 ) -> None:
@@ -189,8 +221,8 @@ def summarise(
         seconds: the run took.
     """
     print(f"\n{setting}")
-    for when, (result, metrics) in zip(("before", "after"), (tests[0], tests[-1]), strict=True):
-        print(f"\n{when} {algorithm}\n{result.table()}")
+    for when, (table, metrics) in zip(("before", "after"), (tests[0], tests[-1]), strict=True):
+        print(f"\n{when} {algorithm}\n{table}")
         if "eval_sampled/success_once" in metrics:
             print(f"sampled: {100 * metrics['eval_sampled/success_once']:.1f}%")
     rows = {

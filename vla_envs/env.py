@@ -15,7 +15,7 @@ import vla_keys as keys
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler
 from vla_envs.registry import make_spec
 from vla_envs.simulator import Episode, SimulatorSpec
-from vla_envs.workers import WorkerPool
+from vla_envs.workers import SimulatorCrash, WorkerPool
 
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 
@@ -123,6 +123,7 @@ class VLAEnv(EnvBase):
         self.ignore_terminations = ignore_terminations
         self.reward_coef, self.relative_reward, self.step_penalty = reward_coef, relative_reward, step_penalty
         self._last_reward = np.zeros((num_envs, 1), np.float32)  # of the benchmark, times the coefficient
+        self._executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]  # chunks of the running episodes
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self._pool = WorkerPool(
             spec,
@@ -203,11 +204,16 @@ class VLAEnv(EnvBase):
         starting: dict[int, Episode] = {}
         for slot in slots:
             self.current_episodes[slot] = episode = self.episodes.next()
+            self._executed[slot] = []
             if episode is not None:
                 starting[slot] = episode
         self._pool.reset(starting)
         for array in [*self._statistics.values(), self._last_reward]:
             array[list(slots)] = 0
+        return self._initial()
+
+    def _initial(self) -> TensorDictBase:
+        """The observations of now, and that nothing is done."""
         return TensorDict(
             {**self._observe(), **{key: torch.zeros(self.num_envs, 1, dtype=torch.bool) for key in self.done_keys}},
             batch_size=self.batch_size,
@@ -218,6 +224,8 @@ class VLAEnv(EnvBase):
         active = np.array([episode is not None for episode in self.current_episodes])
         arrays = self._pool.arrays
         arrays.actions[:] = self._checked(tensordict.get(keys.ACTION), active)
+        for slot in np.flatnonzero(active):
+            self._executed[slot].append(arrays.actions[slot].copy())
         lost = np.zeros(self.num_envs, bool)
         lost[self._pool.step(np.flatnonzero(active).tolist())] = True
 
@@ -245,6 +253,45 @@ class VLAEnv(EnvBase):
             batch_size=self.batch_size,
             device=self.device,
         )
+
+    def running_state(self) -> dict[str, Any]:
+        """What :meth:`restore` needs to go on in the middle of the running episodes: tensors and plain numbers.
+
+        It has no simulator's state, but the actions since the reset: a simulator repeats them exactly.
+        """
+        identities = [(e.task_id, e.trial_id, e.seed, e.group_id) if e else None for e in self.current_episodes]
+        return {
+            "sampler": self.episodes.state_dict(),
+            "episodes": identities,
+            "actions": [torch.from_numpy(np.stack(chunks)) if chunks else None for chunks in self._executed],
+            "statistics": {key: torch.from_numpy(array.copy()) for key, array in self._statistics.items()},
+            "last_reward": torch.from_numpy(self._last_reward.copy()),
+        }
+
+    def restore(self, state: dict[str, Any]) -> TensorDictBase:
+        """Go on where :meth:`running_state` was taken; returns the observations of that moment, as ``reset`` does.
+
+        Raises:
+            ValueError: the state is of an environment with other slots or episodes.
+            SimulatorCrash: a simulator failed while it repeated its actions.
+        """
+        if len(state["episodes"]) != self.num_envs:
+            raise ValueError(f"the saved run had {len(state['episodes'])} environments, this one has {self.num_envs}")
+        self.episodes.load_state_dict(state["sampler"])
+        self.current_episodes = [None if e is None else Episode(*e[:3], group_id=e[3]) for e in state["episodes"]]
+        self._executed = [[] if chunks is None else list(chunks.numpy()) for chunks in state["actions"]]
+        running = {slot: episode for slot, episode in enumerate(self.current_episodes) if episode is not None}
+        self._pool.reset(running)
+        for place in range(max(map(len, self._executed), default=0)):
+            slots = [slot for slot in running if place < len(self._executed[slot])]
+            for slot in slots:
+                self._pool.arrays.actions[slot] = self._executed[slot][place]
+            if lost := self._pool.step(slots):
+                raise SimulatorCrash(f"the simulators of slots {lost} failed while they repeated the saved actions")
+        for key, array in self._statistics.items():
+            array[:] = state["statistics"][key].numpy()
+        self._last_reward[:] = state["last_reward"].numpy()
+        return self._initial()
 
     def _training_rewards(self, rewards: np.ndarray, executed: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """The benchmark's rewards ``[N, C]`` times the coefficient, as changes if asked, minus the step penalty."""

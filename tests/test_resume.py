@@ -1,0 +1,206 @@
+"""A run that is interrupted, at whatever moment and however rudely, computes what it would have computed."""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from running import RECIPES, TOY, TOY_OF, composed, main_of
+from safetensors.torch import load_file
+
+import vla_algos.checkpoints
+from vla_algos.checkpoints import CheckpointError, latest_checkpoint, load_training_state
+from vla_algos.collectors import EpisodeCollector, StepCollector
+from vla_algos.learner import Learner
+
+pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
+ITERATIONS = 4
+# A chunk of 3 in episodes of 8 actions: iterations end in the middle of episodes.
+SETTINGS = [f"iterations={ITERATIONS}", "sft.episodes=2", "sft.steps=3", "policy.chunk_size=3", "evaluate_every=2"]
+TIMES = re.compile(r"^(time/|decisions_per_s|env_steps_per_s|fps|.*per_second)")
+
+
+@pytest.fixture(autouse=True)
+def hydra():
+    yield
+    GlobalHydra.instance().clear()
+
+
+def overrides(name, *more):
+    return [*TOY, *TOY_OF[name], *SETTINGS, *more]
+
+
+def run(name, folder, *more):
+    main_of(name)(composed(name, overrides(name, *more), folder))
+
+
+def metrics(folder):
+    """All that was measured and is not a time, by iteration."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = {}
+    for line in lines:
+        numbers = {key: value for key, value in line.items() if not TIMES.match(key)}
+        found.setdefault((line["step"], "eval/success_once" in line), []).append(numbers)
+    assert all(len(entries) == 1 for entries in found.values()), "an iteration is there twice"
+    return found
+
+
+@pytest.fixture(scope="module", params=["ppo", "grpo"])
+def whole(request, tmp_path_factory):
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp(request.param) / "whole"
+    run(request.param, folder)
+    GlobalHydra.instance().clear()
+    return request.param, folder, metrics(folder)
+
+
+def interrupt(monkeypatch, owner, method, iteration, action):
+    """Do something to this process in the given call of a method."""
+    original, calls = getattr(owner, method), []
+
+    def interrupted(*given, **named):
+        calls.append(1)
+        if len(calls) == iteration:
+            action()
+        return original(*given, **named)
+
+    monkeypatch.setattr(owner, method, interrupted)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [("collecting", signal.SIGUSR2), ("learning", signal.SIGTERM), ("evaluating", signal.SIGTERM)],
+)
+def test_a_signal_costs_nothing(whole, where, number, monkeypatch, tmp_path, capsys):
+    name, folder, expected = whole
+    if where == "learning" and name == "grpo":
+        pytest.skip("random policies give GRPO no group to learn from")
+    owner, method, call = {
+        "collecting": (StepCollector, "rollout", 3) if name == "ppo" else (EpisodeCollector, "extend", 5),
+        "learning": (Learner, "_backward", 4),
+        "evaluating": (EpisodeCollector, "_decide", 5),
+    }[where]
+    again = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt(patch, owner, method, call, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(SystemExit) as stopped:
+            run(name, again)
+    GlobalHydra.instance().clear()
+    assert stopped.value.code == 128 + number
+    assert f"stopped by {signal.Signals(number).name}" in capsys.readouterr().out
+    assert signal.getsignal(number) is not None
+    run(name, again)
+    assert metrics(again) == expected
+    first, second = (load_file(f / "policy" / "model.safetensors") for f in (folder, again))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_stopping_again_and_again(whole, monkeypatch, tmp_path):
+    """At each iteration, and with checkpoints that are rarer than that."""
+    name, _, expected = whole
+    again = tmp_path / "run"
+    finished = 0
+    for _ in range(ITERATIONS + 2):
+        with monkeypatch.context() as patch:
+            interrupt(patch, StepCollector if name == "ppo" else EpisodeCollector, "state_dict", 2, terminate)
+            try:
+                run(name, again, "checkpoint_every=3")
+                finished += 1
+                break
+            except SystemExit:
+                pass
+            finally:
+                GlobalHydra.instance().clear()
+    assert finished == 1 and metrics(again) == expected
+
+
+def test_killed_at_random_moments(whole, tmp_path):
+    """Twenty times SIGKILL; what ``latest`` points to can always be read."""
+    name, _, expected = whole
+    again, draw = tmp_path / "run", random.Random(0)
+    command = [sys.executable, RECIPES / f"{name}.py", *overrides(name), f"hydra.run.dir={again}"]
+    kills = 0
+    while kills < (20 if name == "ppo" else 3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + draw.uniform(2, 9)
+        while time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.02)
+        finished = process.poll() is not None
+        process.kill()
+        process.wait()
+        if (again / "checkpoints" / "latest").is_symlink():
+            state = load_training_state(again / "checkpoints" / "latest")
+            assert 0 <= state["iteration"] <= ITERATIONS
+        kills += 1
+        if finished:
+            break
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert metrics(again) == expected
+
+
+test_killed_at_random_moments = pytest.mark.timeout(600)(test_killed_at_random_moments)
+
+
+def test_a_full_disk_costs_no_checkpoint(monkeypatch, tmp_path, capsys):
+    saves, save = [], torch.save
+
+    def full(*given, **named):
+        saves.append(1)
+        if len(saves) in (3, 4):
+            save(*given, **named)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(*given, **named)
+
+    monkeypatch.setattr(vla_algos.checkpoints.torch, "save", full)
+    run("ppo", tmp_path / "run")
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("No space left on device") == 2
+    assert load_training_state(latest_checkpoint(tmp_path / "run" / "checkpoints"))["iteration"] == ITERATIONS
+    assert not list((tmp_path / "run" / "checkpoints").glob(".unfinished*"))
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run(monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vla_algos.checkpoints.torch, "save", refuse)
+        with pytest.raises(OSError, match="3 checkpoints in a row could not be saved.*Read-only"):
+            run("ppo", tmp_path / "run")
+
+
+def test_a_folder_with_another_run(whole, tmp_path):
+    name, folder, _ = whole
+    folder = shutil.copytree(folder, tmp_path / "copy", symlinks=True)
+    message = r"has a run of other settings:\n  optim.lr: 0.001 there, 0.01 now\n.*resume=force"
+    with pytest.raises(ValueError, match=message):
+        run(name, folder, "optim.lr=0.01")
+    GlobalHydra.instance().clear()
+    with pytest.raises(ValueError, match="resume=never; take another folder"):
+        run(name, folder, "resume=never")
+    GlobalHydra.instance().clear()
+    with pytest.raises(ValueError, match="unknown resume 'always'"):
+        run(name, folder, "resume=always")
+    GlobalHydra.instance().clear()
+    with pytest.raises(CheckpointError, match="weights of another policy: .*policy settings of that run"):
+        run(name, folder, "resume=force", "policy.dim=64")
+
+
+def test_a_finished_run_is_not_run_again(whole, capsys):
+    name, folder, expected = whole
+    run(name, folder)
+    assert "env steps/s in training" in capsys.readouterr().out
+    assert metrics(folder) == expected
