@@ -10,7 +10,7 @@
 The ways of one kind must give the same numbers before anything is timed. Repetitions are interleaved; the table shows
 medians, ratios are taken within a repetition; CPU time counts all threads. Random weights.
 
-    python benchmarks/flow.py --size middle --batch 4 --output flow.json
+    python benchmarks/policies.py flow --size middle --batch 4 --output flow.json
 """
 
 from __future__ import annotations
@@ -214,9 +214,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-if __name__ == "__main__":
-    chosen = parse()
+def main(arguments: Sequence[str] | None = None) -> None:
+    chosen = parse(arguments)
     outcome = run(chosen)
     show(outcome)
     if chosen.output:
         chosen.output.write_text(json.dumps(outcome, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

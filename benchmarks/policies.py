@@ -25,6 +25,7 @@ the whole step elsewhere. ``--device cuda --dtype bfloat16 --size 7b --lora 32``
 tried.
 
     python benchmarks/policies.py --size middle --batch 4 --output policies.json
+    python benchmarks/policies.py flow --help     # pi0: what keeping the prefix saves, see flow.py
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -442,6 +444,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["flow"]:
+        import flow
+
+        flow.main(sys.argv[2:])
+        sys.exit()
     options = parse()
     outcome = run(options)
     show(outcome)
