@@ -6,11 +6,14 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
+import time
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
 from vla_algos.evaluation import blank_images, swap_instructions
+from vla_algos.launch import launch
 from vla_algos.policy_setup import make_policy
 from vla_algos.runs import (
     describe,
@@ -24,7 +27,7 @@ from vla_algos.runs import (
 )
 from vla_envs.errors import unknown_name
 
-KEYS = ("env", "policy", "eval", "seed", "greedy", "ablation")
+KEYS = ("env", "policy", "eval", "seed", "greedy", "ablation", "launcher")
 ABLATIONS = {  # what the policy is shown instead
     "blank_images": lambda spec: blank_images,
     "swap_instructions": lambda spec: swap_instructions(spec.tasks),
@@ -33,11 +36,16 @@ ABLATIONS = {  # what the policy is shown instead
 
 @hydra.main(version_base=None, config_path="conf", config_name="evaluate")
 def main(config: DictConfig) -> None:
+    launch(run_recipe, config)
+
+
+def run_recipe(config: DictConfig, folder: Path) -> None:
     if not config.policy.checkpoint:
         raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
     if config.ablation is not None and config.ablation not in ABLATIONS:
         raise unknown_name("ablation", config.ablation, ABLATIONS)
-    folder = start_run(config, KEYS)
+    started = time.perf_counter()
+    start_run(config, KEYS, folder)
     spec = env_spec(config)
     grid, evaluation = evaluation_settings(config, spec)
     policy = make_policy(config, spec)
@@ -57,7 +65,7 @@ def main(config: DictConfig) -> None:
     setting = {"greedy": config.greedy, "ablation": config.ablation, "departures": spec.departures}
     metrics = {**result.metrics(), "eval/interval": result.interval, **setting}
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    finish_run(folder)
+    finish_run(folder, result.metrics(), time.perf_counter() - started)
     print(f"\n{describe(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
     print(f"\n{result.table()}\n\nresults      {folder}")
 

@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import time
+from pathlib import Path
 
 import hydra
 import torch
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.grpo import check_groups, collect_groups, describe_silence, group_metrics, grpo
+from vla_algos.launch import launch
 from vla_algos.learner import Learner
 from vla_algos.loggers import RunLogger
 from vla_algos.losses import ChunkClipPPOLoss
@@ -28,6 +30,7 @@ from vla_algos.runs import (
     env_spec,
     evaluation_settings,
     finish_run,
+    show_iteration,
     start_env,
     start_run,
     summarise,
@@ -40,13 +43,17 @@ from vla_envs import EpisodeSampler
 from vla_keys import NEXT, STEP_MASK
 
 KEYS = ("env", "policy", "sft", "algo", "optim", "eval", "seed", "iterations", "evaluate_every")
-KEYS += ("checkpoint_every", "resume")
+KEYS += ("checkpoint_every", "resume", "launcher")
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="grpo")
 def main(config: DictConfig) -> None:
+    launch(run_recipe, config)
+
+
+def run_recipe(config: DictConfig, folder: Path) -> None:
     started = time.perf_counter()
-    folder = start_run(config, KEYS)
+    start_run(config, KEYS, folder)
     # Every setting is checked before any work begins.
     critic = ["critic_coeff", "clip_value", "huber_delta", "critic_warmup_steps"]  # GRPO has none
     elsewhere = [*OPTIM, *critic, "collector", "episodes", "policy", "loss_module", "updates"]
@@ -101,7 +108,7 @@ def main(config: DictConfig) -> None:
                     policy.start_iteration(iteration)
                     with run.interruptible():
                         groups = collect_groups(collector, episodes, **grouping)
-                    everything = torch.cat([episode for group in groups for episode in group.episodes])
+                    everything = torch.cat([episode.select(NEXT) for group in groups for episode in group.episodes])
                     batch = grpo(groups, success_bounds)
                     collected = time.perf_counter()
 
@@ -123,8 +130,7 @@ def main(config: DictConfig) -> None:
                     }
                     logger.log(metrics, iteration)
                     bar.update()
-                    success = 100 * metrics["env/success_once"]
-                    bar.set_postfix_str(f"success {success:.0f}%, {speeds[-1]:.0f} env steps/s")
+                    show_iteration(bar, iteration, metrics)
                     run.notes["silent"] = 0 if batch is not None else run.notes["silent"] + 1
                     if batch is None:
                         bar.write(f"iteration {iteration}: {describe_silence(groups)}; nothing was learnt")
@@ -141,10 +147,10 @@ def main(config: DictConfig) -> None:
                     break
 
     policy.save_pretrained(folder / "policy")
-    finish_run(folder)
+    seconds = time.perf_counter() - started
+    finish_run(folder, tests[-1][1], seconds)
     logger.close()
     env.close()
-    seconds = time.perf_counter() - started
     if run.notes["silent"] == patience:
         print(f"\nstopped: {patience} iterations in a row without a group to learn from (algo.patience={patience})")
     summarise("GRPO", folder, describe(spec), tests, sorted(speeds)[len(speeds) // 2], seconds)

@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import time
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from vla_algos.advantages import check_levels, gae
 from vla_algos.collectors import StepCollector
+from vla_algos.launch import launch
 from vla_algos.learner import Learner
 from vla_algos.loggers import RunLogger
 from vla_algos.losses import ChunkClipPPOLoss
@@ -27,6 +29,7 @@ from vla_algos.runs import (
     env_spec,
     evaluation_settings,
     finish_run,
+    show_iteration,
     start_env,
     start_run,
     summarise,
@@ -38,13 +41,17 @@ from vla_algos.settings import group, take
 from vla_keys import NEXT, STEP_MASK
 
 KEYS = ("env", "policy", "sft", "algo", "collector", "optim", "eval", "seed", "iterations", "evaluate_every")
-KEYS += ("checkpoint_every", "resume")
+KEYS += ("checkpoint_every", "resume", "launcher")
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="ppo")
 def main(config: DictConfig) -> None:
+    launch(run_recipe, config)
+
+
+def run_recipe(config: DictConfig, folder: Path) -> None:
     started = time.perf_counter()
-    folder = start_run(config, KEYS)
+    start_run(config, KEYS, folder)
     # Every setting is checked before any work begins.
     elsewhere = [*OPTIM, "batch", "policy", "loss_module", "updates"]
     algo = group(config, "algo", gae, ChunkClipPPOLoss, Learner, without=elsewhere)
@@ -122,18 +129,17 @@ def main(config: DictConfig) -> None:
                     }
                     logger.log(metrics, iteration)
                     bar.update()
-                    success = 100 * metrics.get("env/success_once", float("nan"))
-                    bar.set_postfix_str(f"success {success:.0f}%, {speeds[-1]:.0f} env steps/s")
+                    show_iteration(bar, iteration, metrics)
                     run.finish(iteration, publish=bool(tested))
                 if tested:
                     with run.interruptible():
                         test(iteration)
 
     policy.save_pretrained(folder / "policy")
-    finish_run(folder)
+    seconds = time.perf_counter() - started
+    finish_run(folder, tests[-1][1], seconds)
     logger.close()
     env.close()
-    seconds = time.perf_counter() - started
     summarise("PPO", folder, describe(spec), tests, sorted(speeds)[len(speeds) // 2], seconds)
 
 

@@ -5,9 +5,13 @@ import os
 # Before torch is imported: a thread that waits must sleep, because the simulators need the cores meanwhile.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import time
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig
 
+from vla_algos.launch import launch
 from vla_algos.loggers import RunLogger
 from vla_algos.policy_setup import make_policy
 from vla_algos.runs import (
@@ -24,12 +28,17 @@ from vla_algos.runs import (
     warm_start_settings,
 )
 
-KEYS = ("env", "policy", "sft", "eval", "seed")
+KEYS = ("env", "policy", "sft", "eval", "seed", "launcher")
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="sft")
 def main(config: DictConfig) -> None:
-    folder = start_run(config, KEYS)
+    launch(run_recipe, config)
+
+
+def run_recipe(config: DictConfig, folder: Path) -> None:
+    started = time.perf_counter()
+    start_run(config, KEYS, folder)
     recording, cloning = warm_start_settings(config)
     demonstrations = demonstration_seed(config.seed, config.eval.seed)
     spec = env_spec(config)
@@ -38,13 +47,13 @@ def main(config: DictConfig) -> None:
     env = start_env(config, policy)
     warm_start(env, policy, demonstrations, recording, cloning)
     policy.save_pretrained(folder / "policy")
-    finish_run(folder)
 
     result = evaluate_with_bar("evaluation", env, policy, grid, record=evaluation["videos"])
     logger = RunLogger(folder)
     logger.log(result.metrics(), step=config.sft.steps)
     logger.close()
     save_videos(folder / "videos", result)
+    finish_run(folder, result.metrics(), time.perf_counter() - started)
     env.close()
     print(f"\n{describe(spec)}\n\n{result.table()}\n")
     print(f"policy       {folder / 'policy'}\nvideos       {folder / 'videos'}")

@@ -78,6 +78,7 @@ def test_protocols_and_what_departs_from_them():
         for suite, horizon in published.horizons.items():
             assert make_spec(f"libero/{suite}", protocol=protocol).max_episode_steps == horizon
     assert make_spec("libero/130").max_episode_steps == 520
+    assert "one horizon for all suites; openvla has 220 for spatial" in make_spec("libero/130").departures[0]
     own = make_spec("libero/goal", task_ids=[0, 3], max_episode_steps=7, settle_steps=1, image_size=32).departures
     assert [text for text in own if "stand-ins" not in text] == [
         "horizon 7 instead of 300",
@@ -338,8 +339,16 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no such folder(.|\n)*hf download"):
         make_env("libero/spatial", 1, assets=str(tmp_path / "nowhere"))
     (tmp_path / "half" / "scenes").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="incomplete, lacks .* and 8 more"):
+    with pytest.raises(FileNotFoundError, match="incomplete, lacks .* and 9 more"):
         make_env("libero/spatial", 1, assets=str(tmp_path / "half"))
+    whole = tmp_path / "whole"
+    for name in (*package._ARENAS, *package._FOLDERS):
+        (whole / name).mkdir(parents=True)
+    assert package.find_assets(str(whole)) == whole
+    (whole / ".cache" / "huggingface" / "download").mkdir(parents=True)
+    (whole / ".cache" / "huggingface" / "download" / "mesh.incomplete").touch()
+    with pytest.raises(FileNotFoundError, match="incomplete, lacks all of mesh.incomplete"):
+        package.find_assets(str(whole))
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path / "half"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     places = [str(place) for place in package.asset_places()]
@@ -368,9 +377,12 @@ def test_objects_that_find_no_place(monkeypatch):
     def fail():
         raise RandomizationError
 
-    monkeypatch.setattr(simulator._world._env, "reset", fail)
+    world = simulator._world
+    monkeypatch.setattr(world._env, "reset", fail)
     with pytest.raises(RuntimeError, match="no place for the objects of pick_up_the_alphabet_soup"):
         simulator.reset(Episode(0, 1))
+    simulator.reset(Episode(0, 1))
+    assert simulator._world is not world, "a world that failed was used again"
 
 
 def stored(value, path):

@@ -100,7 +100,8 @@ def test_a_signal_costs_nothing(whole, where, number, monkeypatch, tmp_path, cap
             run(name, again)
     GlobalHydra.instance().clear()
     assert stopped.value.code == 128 + number
-    assert f"stopped by {signal.Signals(number).name}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"stopped by {signal.Signals(number).name}" in said and f"hydra.run.dir={again}" in said
     assert signal.getsignal(number) is not None
     run(name, again)
     assert metrics(again) == expected
@@ -204,3 +205,37 @@ def test_a_finished_run_is_not_run_again(whole, capsys):
     run(name, folder)
     assert "env steps/s in training" in capsys.readouterr().out
     assert metrics(folder) == expected
+
+
+def test_forced_settings_are_used(tmp_path):
+    run("ppo", tmp_path / "run", "policy=small_flow", "optim.lr=1e-3", "iterations=2")
+    GlobalHydra.instance().clear()
+    new = ["policy=small_flow", "optim.lr=5e-5", "policy.noise_level=0.3", "resume=force", "iterations=4"]
+    run("ppo", tmp_path / "run", *new)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["train/actor/lr"] for line in lines if "train/actor/lr" in line]
+    assert rates == [1e-3, 1e-3, 5e-5, 5e-5]
+    weights = load_file(tmp_path / "run" / "policy" / "model.safetensors")
+    assert weights["noise_level"].item() == pytest.approx(0.3)
+
+
+def test_a_start_that_fails_does_not_lock_the_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        run("ppo", tmp_path / "run", "policy.checkpoint=/nowhere")
+    GlobalHydra.instance().clear()
+    run("ppo", tmp_path / "run", "iterations=1", "resume=never")
+
+
+def test_a_second_signal_does_not_break_off_the_save(monkeypatch, tmp_path):
+    save = vla_algos.checkpoints.torch.save
+
+    def slow(*given, **named):
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+            terminate()
+        return save(*given, **named)
+
+    monkeypatch.setattr(vla_algos.checkpoints.torch, "save", slow)
+    interrupt(monkeypatch, StepCollector, "rollout", 3, terminate)
+    with pytest.raises(SystemExit):
+        run("ppo", tmp_path / "run", "checkpoint_every=10", "evaluate_every=0")
+    assert load_training_state(latest_checkpoint(tmp_path / "run" / "checkpoints"))["iteration"] == 2

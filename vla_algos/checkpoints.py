@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 _FORMAT = "vla-torchrl training state 1"
 _STEP = re.compile(r"step_(\d+)")
@@ -69,7 +70,7 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
             policy.save_pretrained(temporary / "policy")
         for path in [*temporary.rglob("*"), temporary]:
             _flush(path)
-    except (OSError, RuntimeError) as error:  # torch raises the latter when the disk is full
+    except (OSError, RuntimeError, SafetensorError) as error:  # whatever torch and safetensors raise on a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"{final} could not be written: {error}") from error
     if final.exists():  # a run that was resumed from an older checkpoint comes by here again

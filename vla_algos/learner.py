@@ -236,9 +236,17 @@ class Learner:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; the policy's own weights are not in it."""
+        """Go on where ``state`` was taken, with this learner's rates; the policy's own weights are not in it."""
+        names = ("weight_decay", "initial_lr")
+        settings = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
+        rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler.base_lrs = rates
+        for group, own, rate, factor in zip(
+            self.optimizer.param_groups, settings, rates, self.scheduler.lr_lambdas, strict=True
+        ):
+            group.update(own, lr=rate * factor(self.scheduler.last_epoch))
         self.steps = state["steps"]
         if "reference" in state:
             self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import imageio
 import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torchrl.record.loggers import Logger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
+from tqdm import tqdm
 
 
 class RunLogger:
@@ -29,6 +31,9 @@ class RunLogger:
         if after is not None:
             _forget(folder / "metrics.jsonl", after)
         self._tensorboard = TensorboardLogger(exp_name="tensorboard", log_dir=str(folder))
+        if after is not None:  # TensorBoard then hides what an interrupted process wrote beyond
+            begin = Event(step=after + 1, session_log=SessionLog(status=SessionLog.START))
+            self._tensorboard.experiment.file_writer.add_event(begin)
         self._loggers = [self._tensorboard, *others]
         self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115, closed in close()
 
@@ -37,8 +42,11 @@ class RunLogger:
         for logger in self._loggers:
             logger.log_metrics(dict(metrics), step=step)
         finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.flush()
+        except OSError as error:  # a full disk must not end the run: the checkpoints say when it is too much
+            tqdm.write(f"the metrics of step {step} could not be written: {error}")
 
     def close(self) -> None:
         """Flush and close the files."""

@@ -49,7 +49,7 @@ class ResumableRun:
     was not finished is run again.
 
     Used as a context manager it handles SIGTERM and SIGUSR2. Inside of :meth:`interruptible` they stop the run at once,
-    elsewhere after the iteration; the state is saved, and a SLURM job is put back into the queue.
+    elsewhere after the iteration; the state is saved, and after SIGUSR2 a SLURM job is put back into the queue.
 
     Args:
         folder: of the run; checkpoints are in ``checkpoints``.
@@ -98,6 +98,8 @@ class ResumableRun:
         self.notes, self.seconds = state["notes"], state["seconds"]
         set_random_state(state["random"])
         self._iteration = self._saved = state["iteration"]
+        if self._iteration:
+            self.policy.start_iteration(self._iteration)  # what is annealed follows the settings of this process
         self._remember()
         return self._iteration
 
@@ -132,15 +134,25 @@ class ResumableRun:
         return self
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
+        if kind is Interrupted:
+            for number in self._handlers:
+                signal.signal(number, signal.SIG_IGN)  # a second one must not break off the save
+            self._leave()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if kind is Interrupted:
-            if self._between is not None and self._saved != self._iteration:
-                self._save()
-            done = f"after {self._iteration} iterations" if self._between is not None else "before its first iteration"
-            print(f"\nstopped by {signal.Signals(self._signal).name} {done}; the same command goes on: {self.folder}")
-            requeue()
             raise SystemExit(128 + self._signal)
+
+    def _leave(self) -> None:
+        if self._between is not None and self._saved != self._iteration:
+            self._save()
+        done = f"after {self._iteration} iterations" if self._between is not None else "before its first iteration"
+        print(
+            f"\nstopped by {signal.Signals(self._signal).name} {done}; the same command with "
+            f"hydra.run.dir={self.folder} goes on"
+        )
+        if self._signal == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
+            requeue()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signal = number
@@ -168,7 +180,7 @@ class ResumableRun:
             if self._failures == _FAILURES:
                 raise OSError(
                     f"{_FAILURES} checkpoints in a row could not be saved in {self.checkpoints} ({error}); make room, "
-                    "then type the same command: it goes on from the last one"
+                    f"then type the same command with hydra.run.dir={self.folder}: it goes on from the last one"
                 ) from error
             return
         self._saved, self._failures = self._iteration, 0

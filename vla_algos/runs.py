@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.imitation import clone_behaviour, record_demonstrations
 from vla_algos.loggers import write_video
+from vla_algos.record import record_result, record_start
 from vla_algos.settings import group, parameters_of, take
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_grid, make_env, make_spec
 from vla_envs.errors import unknown_name
@@ -27,8 +27,8 @@ RESUME = ("auto", "force", "never")
 _DEMONSTRATIONS = 1_000_000  # added to the run's seed for the initial states of demonstrations
 
 
-def start_run(config: DictConfig, known: Iterable[str]) -> Path:
-    """Check the configuration's top level, seed everything, and make the run's folder.
+def start_run(config: DictConfig, known: Iterable[str], folder: Path) -> None:
+    """Check the configuration's top level, seed everything, and write ``config.yaml`` into the run's folder.
 
     Keys within a group are checked by :func:`vla_algos.settings.group`. A folder that has a run in it already is gone
     on with, if it is the same run.
@@ -36,9 +36,7 @@ def start_run(config: DictConfig, known: Iterable[str]) -> Path:
     Args:
         config: the composed configuration; ``resume`` says what to do with a folder that has a run in it.
         known: the top-level keys that the recipe reads.
-
-    Returns:
-        The folder, with ``config.yaml`` in it.
+        folder: of the run.
 
     Raises:
         ValueError: an unknown key, or the folder has a run of other settings.
@@ -52,22 +50,23 @@ def start_run(config: DictConfig, known: Iterable[str]) -> Path:
     torch.manual_seed(config.seed)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    folder = Path(HydraConfig.get().runtime.output_dir)
     if "resume" in config:
         _check_same_run(config, folder)
     OmegaConf.save(config, folder / "config.yaml")
-    return folder
+    record_start(folder)
 
 
 def _check_same_run(config: DictConfig, folder: Path) -> None:
     if config.resume not in RESUME:
         raise unknown_name("resume", str(config.resume), RESUME, example="auto")
-    if not (folder / "config.yaml").is_file() or config.resume == "force":
+    started = (folder / "config.yaml").is_file() and any((folder / "checkpoints").glob("step_*"))
+    if not started or config.resume == "force":
         return
     if config.resume == "never":
         raise ValueError(f"{folder} has a run in it, and resume=never; take another folder: hydra.run.dir=...")
     before, now = (_flat(OmegaConf.to_container(c)) for c in (OmegaConf.load(folder / "config.yaml"), config))
-    other = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and key != "resume")
+    keys = [key for key in before.keys() | now.keys() if key != "resume" and not key.startswith("launcher.")]
+    other = sorted(key for key in keys if before.get(key) != now.get(key))
     if other:
         shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
         raise ValueError(
@@ -87,8 +86,9 @@ def _flat(node: Any, path: str = "") -> dict[str, Any]:
     }
 
 
-def finish_run(folder: Path) -> None:
-    """Let ``latest`` beside the folder point to it: the newest run that has finished."""
+def finish_run(folder: Path, metrics: Mapping[str, float], seconds: float) -> None:
+    """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
+    record_result(folder, {"seconds": seconds, "metrics": dict(metrics)})
     link = folder.parent / f".latest_{folder.name}"  # renamed into place, so that runs may finish together
     link.symlink_to(folder.name)
     link.replace(folder.parent / "latest")
@@ -235,6 +235,15 @@ def summarise(
     print()
     for name, value in rows.items():
         print(f"{name:<12} {value}")
+
+
+def show_iteration(bar: tqdm, iteration: int, metrics: Mapping[str, float]) -> None:
+    """Success and speed beside the progress bar, and as a line in the log of a SLURM job."""
+    success = 100 * metrics.get("env/success_once", float("nan"))
+    text = f"success {success:.0f}%, {metrics['env_steps_per_s']:.0f} env steps/s"
+    bar.set_postfix_str(text)
+    if "SLURM_JOB_ID" in os.environ:
+        print(f"iteration {iteration} of {bar.total}: {text}", flush=True)
 
 
 def describe(spec: SimulatorSpec) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from vla_envs.graphics import egl_devices
 from vla_envs.libero.package import describe_assets, find_assets
 from vla_envs.registry import BENCHMARKS, list_envs
 
@@ -144,7 +145,7 @@ def check_renderers() -> list[Finding]:
     if find_spec("mujoco") is None:
         remedy = f"pip install '{DISTRIBUTION}[metaworld]'"
         return [Finding("missing", "MuJoCo", "not installed, so nothing can be rendered", remedy)]
-    used = os.environ.get("MUJOCO_GL", "egl")
+    used = os.environ.get("MUJOCO_GL") or ("egl" if egl_devices() else "osmesa")
     backends = list(dict.fromkeys([used, "egl", "osmesa"]))
     with ThreadPoolExecutor() as threads:
         results = list(threads.map(lambda name: run_probe(_RENDER_PROBE, {"MUJOCO_GL": name}), backends))

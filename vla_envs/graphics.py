@@ -17,10 +17,13 @@ def choose_device() -> None:
     EGL is taken if it works, otherwise OSMesa, with a warning. Of several GPUs that CUDA shows to this process, worker
     ``w`` takes the one after worker ``w - 1``'s; EGL numbers devices in an order of its own.
     """
-    if os.environ.get("MUJOCO_GL"):  # empty means a window, which workers lack
+    asked = os.environ.get("MUJOCO_GL")  # empty means a window, which workers lack
+    if asked and asked != "egl":
         return
     devices = egl_devices()
     if not devices:
+        if asked:  # MuJoCo says what is wrong
+            return
         os.environ["MUJOCO_GL"] = "osmesa"
         warnings.warn(
             "EGL finds no device to draw with, so frames are drawn on the CPU by OSMesa. Run `python -m vla_envs` to "

@@ -294,9 +294,8 @@ class FlowPolicy(VLAPolicy):
         return self._trained((noise - actions - speed).square()).mean(-1)
 
     def start_iteration(self, iteration: int) -> None:
-        if self.flow.noise_anneal is not None:
-            first, last, iterations = self.flow.noise_anneal
-            self.noise_level.fill_(first + (last - first) * min(1.0, (iteration - 1) / iterations))
+        first, last, iterations = self.flow.noise_anneal or (self.flow.noise_level, self.flow.noise_level, 1)
+        self.noise_level.fill_(first + (last - first) * min(1.0, (iteration - 1) / iterations))
 
     def follow(self, policy: FlowPolicy) -> None:
         self.noise_level.copy_(policy.noise_level)

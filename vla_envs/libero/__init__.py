@@ -106,7 +106,8 @@ def make_spec(
         raise ValueError(f"image_size is a number of pixels, at least 1, got {image_size!r}; try image_size=256")
     tasks = _chosen(name, task_ids)
     published = PROTOCOLS[protocol]
-    horizon = max(published.horizons[task.group] for task in tasks)
+    horizons = {task.group: published.horizons[task.group] for task in tasks}
+    horizon = max(horizons.values())
     steps = horizon if max_episode_steps is None else max_episode_steps
     settle = published.settle_steps if settle_steps is None else settle_steps
     if steps < 1 or settle < 0 or cache_gigabytes < 0:
@@ -118,6 +119,11 @@ def make_spec(
     departures = [
         text
         for departs, text in [
+            (
+                len(set(horizons.values())) > 1,
+                f"one horizon for all suites; {protocol} has "
+                + ", ".join(f"{number} for {group}" for group, number in horizons.items()),
+            ),
             (steps != horizon, f"horizon {steps} instead of {horizon}"),
             (settle != published.settle_steps, f"{settle} settle steps instead of {published.settle_steps}"),
             (len(tasks) < len(suites()[name]), f"{len(tasks)} of the suite's {len(suites()[name])} tasks"),

@@ -29,7 +29,7 @@ _ARENAS = [
     f"scenes/libero_{name}_base_style.xml"
     for name in ("tabletop", "kitchen_tabletop", "living_room_tabletop", "study", "floor")
 ]
-_FOLDERS = ("articulated_objects", "stable_scanned_objects", "turbosquid_objects", "stable_hope_objects")
+_FOLDERS = ("textures", "articulated_objects", "stable_scanned_objects", "turbosquid_objects", "stable_hope_objects")
 _STAND_INS = "MANIFEST.md"  # in a folder that does not have the benchmark's own meshes and textures
 _INITIAL_STATE_CLASSES = {
     ("numpy.core.multiarray", "_reconstruct"),
@@ -113,9 +113,11 @@ def find_assets(assets: str | None = None, download: bool = False) -> Path:
     if download and assets is None:
         from huggingface_hub import snapshot_download
 
-        snapshot_download(ASSETS_REPOSITORY, repo_type="dataset", local_dir=_download_folder())
-        if not missing_assets(_download_folder()):
-            return _download_folder()
+        folder = _download_folder()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        snapshot_download(ASSETS_REPOSITORY, repo_type="dataset", local_dir=folder)
+        if not missing_assets(folder):
+            return folder
     looked = "\n".join(f"  {place}: {_problem(place)}" for place in places)
     raise FileNotFoundError(
         f"no LIBERO assets. Looked in\n{looked}\n  Type: hf download {ASSETS_REPOSITORY} --repo-type dataset "
@@ -124,8 +126,9 @@ def find_assets(assets: str | None = None, download: bool = False) -> Path:
 
 
 def missing_assets(folder: Path) -> list[str]:
-    """What a folder of assets lacks; a half-finished download lacks something."""
-    return [name for name in (*_ARENAS, *_FOLDERS) if not (folder / name).exists()]
+    """What a folder of assets lacks; files of a download that has not finished count too."""
+    missing = [name for name in (*_ARENAS, *_FOLDERS) if not (folder / name).exists()]
+    return [*missing, *(f"all of {path.name}" for path in (folder / ".cache").rglob("*.incomplete"))]
 
 
 def describe_assets(assets: str | None = None) -> tuple[str, ...]:

@@ -55,17 +55,19 @@ class LiberoSimulator:
             with _numpy_seed(0):  # building draws as well
                 self._world = self._worlds.take(task, self.spec, self._assets)
             self._task = task
-        with _numpy_seed(trial):
+        with self._trusted(), _numpy_seed(trial):
             self._world.reset(states[trial])
-        for _ in range(self.spec.options["settle_steps"]):
-            self._world.step(_OPEN_GRIPPER)
+            for _ in range(self.spec.options["settle_steps"]):
+                self._world.step(_OPEN_GRIPPER)
 
     def step(self, action: np.ndarray) -> Outcome:
-        success = self._world.step(np.asarray(action, np.float64))
+        with self._trusted():
+            success = self._world.step(np.asarray(action, np.float64))
         return Outcome(reward=float(success), success=success)
 
     def observe(self) -> Observation:
-        images, wrist = (self._world.render(camera) for camera in (0, 1))
+        with self._trusted():
+            images, wrist = (self._world.render(camera) for camera in (0, 1))
         return Observation(
             images=images,
             states=self._world.states(),
@@ -75,6 +77,16 @@ class LiberoSimulator:
 
     def close(self) -> None:
         self._give_back()
+
+    @contextlib.contextmanager
+    def _trusted(self) -> Iterator[None]:
+        """A world that fails is in an unknown state: nobody gets it again."""
+        try:
+            yield
+        except BaseException:
+            self._world.close()
+            self._world = self._task = None
+            raise
 
     def _give_back(self) -> None:
         if self._world is not None:

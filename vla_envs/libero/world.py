@@ -123,9 +123,10 @@ class World:
         """Draw the remembered moment: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
         sites = self._model.site_rgba.copy()
         self._model.site_rgba[:] = self._drawn_sites
-        pixels = self._renderer.render(self._model, self._drawn, camera)
-        self._model.site_rgba[:] = sites
-        return pixels.copy()
+        try:
+            return self._renderer.render(self._model, self._drawn, camera).copy()
+        finally:
+            self._model.site_rgba[:] = sites
 
     def states(self) -> np.ndarray:
         """Of the remembered moment, float32 ``[8]``: hand position (m), axis-angle (rad), both fingers (m)."""

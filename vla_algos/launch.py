@@ -1,0 +1,123 @@
+"""Where a recipe runs: in this process, or as a job on a SLURM cluster through submitit."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import submitit
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from submitit.core.utils import FailedJobError
+
+from vla_envs.errors import unknown_name
+
+Recipe = Callable[[DictConfig, Path], None]
+LAUNCHERS = ("local", "slurm")
+_SLURM = {  # settings under their names in submitit
+    "partition": "slurm_partition",
+    "account": "slurm_account",
+    "qos": "slurm_qos",
+    "constraint": "slurm_constraint",
+    "cpus": "cpus_per_task",
+    "gpus": "gpus_per_node",
+    "memory_gb": "mem_gb",
+    "minutes": "timeout_min",
+    "warning": "slurm_signal_delay_s",
+    "setup": "slurm_setup",
+}
+
+
+class SlurmRun(submitit.helpers.Checkpointable):
+    """What a job runs, again each time it was requeued: the run itself finds out where it stopped."""
+
+    def __init__(self, recipe: Recipe, config: DictConfig, folder: Path):
+        self.recipe, self.config, self.folder = recipe, config, folder
+
+    def __call__(self) -> None:
+        self.recipe(self.config, self.folder)
+
+
+def launch(recipe: Recipe, config: DictConfig) -> None:
+    """Run ``recipe(config, folder)`` where ``config.launcher`` says.
+
+    Raises:
+        ValueError: an unknown launcher or setting.
+        RuntimeError: there is no SLURM, or it refuses the job; says why.
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
+    name = config.launcher.get("name")
+    if name not in LAUNCHERS:
+        raise unknown_name("launcher", str(name), LAUNCHERS, example="local")
+    settings = OmegaConf.to_container(config.launcher, resolve=True)
+    known = ["name", *([*_SLURM, "wait", "seeds"] if name == "slurm" else [])]
+    for key in settings:
+        if key not in known:
+            raise unknown_name("setting", f"launcher.{key}", [f"launcher.{other}" for other in known])
+    if name == "local":
+        recipe(config, folder)
+        return
+    wait, seeds = settings.pop("wait"), settings.pop("seeds")
+    del settings["name"]
+    if shutil.which("sbatch") is None:
+        raise RuntimeError(
+            "no SLURM on this machine: sbatch is not on the PATH; log in to a node that submits jobs, or run here: "
+            "launcher=local"
+        )
+    runs = [SlurmRun(recipe, config, folder)]
+    if seeds is not None:
+        runs = [
+            SlurmRun(recipe, OmegaConf.merge(config, {"seed": seed}), folder / f"seed{seed}") for seed in seeds
+        ]
+    for run in runs:
+        run.folder.mkdir(parents=True, exist_ok=True)
+    _report(_submit(runs, folder / "slurm", HydraConfig.get().job.name, settings), runs, wait)
+
+
+def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list[submitit.Job]:
+    executor = submitit.AutoExecutor(folder=logs, cluster="slurm")
+    given = {_SLURM[key]: value for key, value in settings.items() if value not in (None, [], 0)}
+    executor.update_parameters(name=name, tasks_per_node=1, nodes=1, **given)
+    executor.update_parameters(slurm_additional_parameters={"requeue": True})
+    try:
+        if len(runs) == 1:
+            return [executor.submit(runs[0])]
+        with executor.batch():  # one array
+            jobs = [executor.submit(run) for run in runs]
+        return jobs
+    except (FailedJobError, subprocess.CalledProcessError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip().splitlines()
+        listing = ["sinfo", "-h", "-o", "%R (%c CPUs, %m MB and %G per node)"]
+        partitions = sorted(set(subprocess.run(listing, capture_output=True, text=True).stdout.splitlines()))
+        raise RuntimeError(
+            f"SLURM refuses the job: {said[-1] if said else error}. Partitions here: "
+            f"{', '.join(partitions) or 'none'}; set launcher.partition, launcher.gpus, launcher.cpus and "
+            "launcher.memory_gb to what they have"
+        ) from error
+
+
+def _report(jobs: list[submitit.Job], runs: list[SlurmRun], wait: bool) -> None:
+    for job, run in zip(jobs, runs, strict=True):
+        print(f"job {job.job_id}\n  run     {run.folder}\n  follow  tail -F {job.paths.stdout}")
+        print(f"  errors  {job.paths.stderr}\n  cancel  scancel {job.job_id}")
+    if wait:
+        for job in jobs:
+            _follow(job)
+
+
+def _follow(job: submitit.Job) -> None:
+    """Print the log of a job while it grows, until the job is gone from the queue."""
+    seen = 0
+    while True:
+        queued = subprocess.run(["squeue", "-h", "-j", job.job_id], capture_output=True, text=True).stdout.strip()
+        if job.paths.stdout.exists():
+            with open(job.paths.stdout) as log:
+                log.seek(seen)
+                print(log.read(), end="", flush=True)
+                seen = log.tell()
+        if not queued:
+            return
+        time.sleep(2)
