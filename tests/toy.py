@@ -13,7 +13,7 @@ from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from vla_envs.simulator import Episode
+from vla_envs.simulator import Episode, Task
 from vla_keys import (
     ACTION,
     ACTION_LOG_PROB,
@@ -76,7 +76,7 @@ class ToyEnv(EnvBase):
         self.episodes = ToyEpisodes()
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self.worker_restarts = 0
-        tasks = [SimpleNamespace(name=f"task-{i}", instruction=text) for i, text in enumerate(INSTRUCTIONS)]
+        tasks = [Task(f"task-{i}", text) for i, text in enumerate(INSTRUCTIONS)]
         self.simulator_spec = SimpleNamespace(tasks=tasks)
         n, flag = num_envs, Binary(1, (num_envs, 1), dtype=torch.bool)
         self.action_spec = Bounded(-1, 1, (n, CHUNK, DIM))
