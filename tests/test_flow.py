@@ -186,6 +186,7 @@ def test_gradients_of_the_log_probability_reach_what_is_trained(seen):
     assert reached == {"value_head"}
 
 
+@pytest.mark.timeout(600)  # a minute and a half of training, more on a busy machine
 def test_a_flow_learns_a_demonstration(seen):
     policy = make(num_steps=5)
     torch.nn.init.zeros_(policy.action_out.weight)

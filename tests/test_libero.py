@@ -24,6 +24,7 @@ try:
 except FileNotFoundError as error:
     pytest.skip(f"no LIBERO assets: {str(error).splitlines()[-1].strip()}", allow_module_level=True)
 
+pytestmark = pytest.mark.timeout(600)  # the first world of a machine compiles for a while
 FAST = {"image_size": 64, "render_quality": "fast", "settle_steps": 2}
 START = 240.0  # seconds for a first worker, which compiles robosuite's functions
 

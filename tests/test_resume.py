@@ -23,6 +23,7 @@ from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_algos.learner import Learner
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
+pytestmark = pytest.mark.timeout(900)  # whole runs, several of them
 ITERATIONS = 4
 # A chunk of 3 in episodes of 8 actions: iterations end in the middle of episodes.
 SETTINGS = [f"iterations={ITERATIONS}", "sft.episodes=2", "sft.steps=3", "policy.chunk_size=3", "evaluate_every=2"]
@@ -150,9 +151,6 @@ def test_killed_at_random_moments(whole, tmp_path):
             break
     assert subprocess.run(command, capture_output=True).returncode == 0
     assert metrics(again) == expected
-
-
-test_killed_at_random_moments = pytest.mark.timeout(600)(test_killed_at_random_moments)
 
 
 def test_a_full_disk_costs_no_checkpoint(monkeypatch, tmp_path, capsys):
