@@ -164,7 +164,7 @@ class Learner:
                 f"no gradient of this update was finite ({skipped} steps skipped): the policy has diverged; lower "
                 "optim.lr or optim.max_grad_norm and start from an earlier checkpoint"
             )
-        actor_lr, critic_lr = self.scheduler.get_last_lr()
+        actor_lr, critic_lr = (group["lr"] for group in self.optimizer.param_groups)
         self.scheduler.step()
         return {
             **mean.compute(),
