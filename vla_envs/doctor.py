@@ -224,15 +224,16 @@ def diagnose(all_names: bool = False) -> int:
     with ThreadPoolExecutor() as threads:
         renderers = threads.submit(check_renderers)
         simulators = {benchmark: threads.submit(check_simulator, benchmark) for benchmark in BENCHMARKS}
+    libero_assets = check_libero_assets()
     sections = {
         "Packages": check_packages(),
         **{f"Simulator {benchmark}": found.result() for benchmark, found in simulators.items()},
         "Rendering": renderers.result(),
-        "Assets": [check_assets(), check_libero_assets()],
+        "Assets": [check_assets(), libero_assets],
     }
     _print_sections(sections)
     can_render = renderers.result()[0].status == "ok"
-    lacking = {"libero"} if check_libero_assets().status != "ok" else set()
+    lacking = {"libero"} if libero_assets.status != "ok" else set()
     usable = [
         name
         for name, found in simulators.items()

@@ -107,9 +107,8 @@ def find_assets(assets: str | None = None, download: bool = False) -> Path:
         FileNotFoundError: there are none; says where was looked and what to type.
     """
     places = asset_places(assets)
-    for place in places:
-        if not missing_assets(place):
-            return place
+    if found := _first_complete(places):
+        return found
     if download and assets is None:
         from huggingface_hub import snapshot_download
 
@@ -133,9 +132,13 @@ def missing_assets(folder: Path) -> list[str]:
 
 def describe_assets(assets: str | None = None) -> tuple[str, ...]:
     """What departs from the benchmark in the assets that would be used: pixels of stand-ins."""
-    found = next((place for place in asset_places(assets) if not missing_assets(place)), None)
+    found = _first_complete(asset_places(assets))
     stand_ins = found is not None and (found / _STAND_INS).is_file()
     return (f"stand-ins for meshes and textures, see {found / _STAND_INS}",) if stand_ins else ()
+
+
+def _first_complete(places: list[Path]) -> Path | None:
+    return next((place for place in places if not missing_assets(place)), None)
 
 
 def _problem(place: Path) -> str:
