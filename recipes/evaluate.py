@@ -12,18 +12,21 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from vla_algos import distributed
 from vla_algos.evaluation import blank_images, swap_instructions
 from vla_algos.launch import launch
 from vla_algos.policy_setup import make_policy
 from vla_algos.runs import (
     describe,
     env_spec,
-    evaluate_with_bar,
+    evaluate_share,
     evaluation_settings,
     finish_run,
+    own_random_numbers,
     save_videos,
     start_env,
     start_run,
+    whole_evaluation,
 )
 from vla_envs.errors import unknown_name
 
@@ -50,8 +53,9 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     grid, evaluation = evaluation_settings(config, spec)
     policy = make_policy(config, spec)
     env = start_env(config, policy)
+    own_random_numbers(config.seed)
     ablation = ABLATIONS[config.ablation](spec) if config.ablation else None
-    result = evaluate_with_bar(
+    share = evaluate_share(
         config.ablation or "evaluation",
         env,
         policy,
@@ -60,11 +64,13 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
         observe=ablation,
         record=evaluation["videos"],
     )
+    result = whole_evaluation(share)
     env.close()
     save_videos(folder / "videos", result)
     setting = {"greedy": config.greedy, "ablation": config.ablation, "departures": spec.departures}
     metrics = {**result.metrics(), "eval/interval": result.interval, **setting}
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    if distributed.is_main():
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     finish_run(folder, result.metrics(), time.perf_counter() - started)
     print(f"\n{describe(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
     print(f"\n{result.table()}\n\nresults      {folder}")

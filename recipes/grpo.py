@@ -11,10 +11,10 @@ from pathlib import Path
 import hydra
 import torch
 from omegaconf import DictConfig
-from tqdm import tqdm
 
+from vla_algos import distributed
 from vla_algos.collectors import EpisodeCollector
-from vla_algos.grpo import check_groups, collect_groups, describe_silence, group_metrics, grpo
+from vla_algos.grpo import check_groups, collect_groups, describe_silence, group_metrics, grpo, outcomes_of
 from vla_algos.launch import launch
 from vla_algos.learner import Learner
 from vla_algos.loggers import RunLogger
@@ -24,22 +24,25 @@ from vla_algos.policy_setup import make_policy
 from vla_algos.resume import ResumableRun
 from vla_algos.runs import (
     OPTIM,
+    begin_together,
     demonstration_seed,
     describe,
     describe_policy,
     env_spec,
     evaluation_settings,
     finish_run,
+    progress_bar,
     show_iteration,
     start_env,
     start_run,
     summarise,
-    training_test,
+    test_share,
+    training_episodes,
     warm_start,
     warm_start_settings,
+    whole_test,
 )
 from vla_algos.settings import group, take
-from vla_envs import EpisodeSampler
 from vla_keys import NEXT, STEP_MASK
 
 KEYS = ("env", "policy", "sft", "algo", "optim", "eval", "seed", "iterations", "evaluate_every")
@@ -68,6 +71,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     if config.iterations < 1 or patience < 1:
         raise ValueError(f"iterations and algo.patience must be at least 1, are {config.iterations} and {patience}")
     check_groups(group_size, **grouping)
+    grouping |= {name: distributed.share(grouping[name], f"algo.{name}") for name in ("groups", "max_groups")}
     if "group_size" in config.env:
         raise ValueError("the size of a group is algo.group_size alone; leave env.group_size out")
 
@@ -78,7 +82,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     learner = Learner(ChunkClipPPOLoss(policy, **algo, critic_coeff=None), **learning, updates=config.iterations)
     env = start_env(config, policy)
     print(f"{describe(spec)}\n{describe_policy(policy)}")
-    episodes = EpisodeSampler(spec, config.seed, group_size=group_size)
+    episodes = training_episodes(config, spec, group_size)
     collector = EpisodeCollector(env, policy)
 
     parts = {"learner": learner, "collector": collector, "episodes": episodes}
@@ -88,19 +92,21 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
         started -= run.seconds
         if first is None:
             with run.interruptible():
-                if not config.policy.checkpoint and recording["episodes"]:
+                if not config.policy.checkpoint and recording["episodes"] and distributed.is_main():
                     warm_start(env, policy, demonstrations, recording, cloning)
+            begin_together(policy, config.seed)
             run.notes = {"tests": [], "speeds": [], "silent": 0}  # iterations in a row without a group to learn from
             first = 0
             run.finish(first)
         tests, speeds = run.notes["tests"], run.notes["speeds"]
 
         def test(step: int) -> None:
-            videos = folder / "videos" / f"iteration_{step:04d}"
-            tests.append(training_test(f"evaluation after {step}", env, policy, grid, videos, evaluation))
+            with run.interruptible():
+                share = test_share(f"evaluation after {step}", env, policy, grid, evaluation)
+            tests.append(whole_test(share, folder / "videos" / f"iteration_{step:04d}"))
             logger.log({**tests[-1][1], "time/elapsed": time.perf_counter() - started}, step)
 
-        with tqdm(total=config.iterations, initial=first, desc="GRPO", unit="iteration") as bar:
+        with progress_bar("GRPO", config.iterations, "iteration", first) as bar:
             for iteration in range(first, config.iterations + 1):
                 if iteration > first:
                     clock = time.perf_counter()
@@ -108,14 +114,16 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     policy.start_iteration(iteration)
                     with run.interruptible():
                         groups = collect_groups(collector, episodes, **grouping)
-                    everything = torch.cat([episode.select(NEXT) for group in groups for episode in group.episodes])
                     batch = grpo(groups, success_bounds)
+                    groups = [one for some in distributed.gather_objects(outcomes_of(groups)) for one in some]
+                    everything = torch.cat([episode for group in groups for episode in group.episodes])
+                    learnable = grpo(groups, success_bounds)
                     collected = time.perf_counter()
 
                     update = {}
-                    if batch is not None:
+                    if learnable is not None:
                         policy.train()
-                        update = {**rollout_metrics(batch), **learner.update(batch)}
+                        update = {**rollout_metrics(learnable), **learner.update(batch)}
                     learnt = time.perf_counter()
 
                     speeds.append(int(everything[NEXT, STEP_MASK].sum()) / (learnt - clock))
@@ -131,8 +139,8 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     logger.log(metrics, iteration)
                     bar.update()
                     show_iteration(bar, iteration, metrics)
-                    run.notes["silent"] = 0 if batch is not None else run.notes["silent"] + 1
-                    if batch is None:
+                    run.notes["silent"] = 0 if learnable is not None else run.notes["silent"] + 1
+                    if learnable is None:
                         bar.write(f"iteration {iteration}: {describe_silence(groups)}; nothing was learnt")
 
                 last = iteration == config.iterations or run.notes["silent"] == patience
@@ -141,12 +149,12 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                 if iteration > first:
                     run.finish(iteration, publish=tested)
                 if tested:
-                    with run.interruptible():
-                        test(iteration)
+                    test(iteration)
                 if last:
                     break
 
-    policy.save_pretrained(folder / "policy")
+    if distributed.is_main():
+        policy.save_pretrained(folder / "policy")
     seconds = time.perf_counter() - started
     finish_run(folder, tests[-1][1], seconds)
     logger.close()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
-from tqdm import tqdm
 
+from vla_algos import distributed
 from vla_algos.advantages import check_levels, gae
 from vla_algos.collectors import StepCollector
 from vla_algos.launch import launch
@@ -23,22 +23,25 @@ from vla_algos.policy_setup import make_policy
 from vla_algos.resume import ResumableRun
 from vla_algos.runs import (
     OPTIM,
+    begin_together,
     demonstration_seed,
     describe,
     describe_policy,
     env_spec,
     evaluation_settings,
     finish_run,
+    progress_bar,
     show_iteration,
     start_env,
     start_run,
     summarise,
-    training_test,
+    test_share,
     warm_start,
     warm_start_settings,
+    whole_test,
 )
 from vla_algos.settings import group, take
-from vla_keys import NEXT, STEP_MASK
+from vla_keys import ADVANTAGE, NEXT, STATE_VALUE, STEP_MASK, VALUE_TARGET
 
 KEYS = ("env", "policy", "sft", "algo", "collector", "optim", "eval", "seed", "iterations", "evaluate_every")
 KEYS += ("checkpoint_every", "resume", "launcher")
@@ -87,20 +90,22 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
         started -= run.seconds
         if first is None:
             with run.interruptible():
-                if not config.policy.checkpoint and recording["episodes"]:
+                if not config.policy.checkpoint and recording["episodes"] and distributed.is_main():
                     warm_start(env, policy, demonstrations, recording, cloning)
+            begin_together(policy, config.seed)
             run.notes = {"tests": [], "speeds": []}
             first = 0
             run.finish(first)
         tests, speeds = run.notes["tests"], run.notes["speeds"]
 
         def test(step: int) -> None:
-            videos = folder / "videos" / f"iteration_{step:04d}"
-            tests.append(training_test(f"evaluation after {step}", env, policy, grid, videos, evaluation))
+            with run.interruptible():
+                share = test_share(f"evaluation after {step}", env, policy, grid, evaluation)
+            tests.append(whole_test(share, folder / "videos" / f"iteration_{step:04d}"))
             collector.reset()  # the evaluation used the same simulators
             logger.log({**tests[-1][1], "time/elapsed": time.perf_counter() - started}, step)
 
-        with tqdm(total=config.iterations, initial=first, desc="PPO", unit="iteration") as bar:
+        with progress_bar("PPO", config.iterations, "iteration", first) as bar:
             for iteration in range(first, config.iterations + 1):
                 tested = iteration in (0, config.iterations) or (
                     config.evaluate_every and iteration % config.evaluate_every == 0
@@ -113,29 +118,31 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                         batch = collector.rollout()
                     collected = time.perf_counter()
 
-                    gae(batch, **discount)
+                    outcomes = distributed.gather(batch.select(NEXT, STATE_VALUE, strict=False))  # of all processes
+                    gae(outcomes, **discount)
+                    batch.update(distributed.own_rows(outcomes, len(batch)).select(ADVANTAGE, VALUE_TARGET))
                     policy.train()
                     update = learner.update(batch)
                     learnt = time.perf_counter()
 
-                    speeds.append(int(batch[NEXT, STEP_MASK].sum()) / (learnt - clock))
-                    metrics = {**env_metrics(batch), **rollout_metrics(batch), **update, **collector.stats()}
+                    speeds.append(int(outcomes[NEXT, STEP_MASK].sum()) / (learnt - clock))
+                    metrics = {**env_metrics(outcomes), **rollout_metrics(outcomes), **update, **collector.stats()}
                     metrics |= {
                         "time/train": learnt - collected,
                         "time/iteration": learnt - clock,
                         "time/elapsed": learnt - started,
                         "env_steps_per_s": speeds[-1],
-                        "decisions_per_s": batch.numel() / (learnt - clock),
+                        "decisions_per_s": outcomes.numel() / (learnt - clock),
                     }
                     logger.log(metrics, iteration)
                     bar.update()
                     show_iteration(bar, iteration, metrics)
                     run.finish(iteration, publish=bool(tested))
                 if tested:
-                    with run.interruptible():
-                        test(iteration)
+                    test(iteration)
 
-    policy.save_pretrained(folder / "policy")
+    if distributed.is_main():
+        policy.save_pretrained(folder / "policy")
     seconds = time.perf_counter() - started
     finish_run(folder, tests[-1][1], seconds)
     logger.close()

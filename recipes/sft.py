@@ -11,6 +11,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from vla_algos import distributed
 from vla_algos.launch import launch
 from vla_algos.loggers import RunLogger
 from vla_algos.policy_setup import make_policy
@@ -18,7 +19,7 @@ from vla_algos.runs import (
     demonstration_seed,
     describe,
     env_spec,
-    evaluate_with_bar,
+    evaluate_share,
     evaluation_settings,
     finish_run,
     save_videos,
@@ -37,6 +38,8 @@ def main(config: DictConfig) -> None:
 
 
 def run_recipe(config: DictConfig, folder: Path) -> None:
+    if distributed.world_size() > 1:
+        raise ValueError("recipes/sft.py runs in one process: leave out torchrun, or set launcher.tasks_per_node=1")
     started = time.perf_counter()
     start_run(config, KEYS, folder)
     recording, cloning = warm_start_settings(config)
@@ -48,7 +51,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     warm_start(env, policy, demonstrations, recording, cloning)
     policy.save_pretrained(folder / "policy")
 
-    result = evaluate_with_bar("evaluation", env, policy, grid, record=evaluation["videos"])
+    result = evaluate_share("evaluation", env, policy, grid, record=evaluation["videos"])
     logger = RunLogger(folder)
     logger.log(result.metrics(), step=config.sft.steps)
     logger.close()

@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
 # A real SLURM of two nodes on this machine, for the tests: Debian's slurm-wlm and munge, started by hand as root. Its files
-# are in a folder of their own; the machine's own configuration is not touched.
+# are in a folder of their own; of the machine's own configuration only the names of the nodes in /etc/hosts are touched.
 #   export SLURM_CONF=/var/lib/vla-torchrl-slurm/slurm.conf
 #   tests/slurm_cluster.sh start | stop
 set -euo pipefail
 state=/var/lib/vla-torchrl-slurm
 host=$(hostname -s)
+names="127.0.0.1 node1 node2 # tests of vla-torchrl"
 export SLURM_CONF=$state/slurm.conf
 
 stop() {
     for name in slurmctld slurmd slurmstepd; do pkill -x "$name" || true; done
     for _ in $(seq 50); do pgrep -x slurmctld >/dev/null || pgrep -x slurmd >/dev/null || break; sleep 0.1; done
     for name in slurmctld slurmd; do pkill -9 -x "$name" || true; done
+    grep -v "$names" /etc/hosts >/tmp/hosts.$$ || true
+    cat /tmp/hosts.$$ >/etc/hosts # a container's cannot be replaced
+    rm /tmp/hosts.$$
 }
 
 start() {
@@ -22,6 +26,7 @@ start() {
     } >/dev/null
     install -d -o munge -g munge -m 755 /run/munge /var/log/munge /var/lib/munge
     pgrep -x munged >/dev/null || su -s /bin/sh munge -c /usr/sbin/munged
+    echo "$names" >>/etc/hosts # processes of a job find each other by name
     rm -rf "$state"
     mkdir -p "$state"/{ctld,d.node1,d.node2,log,gpu}
     for i in 0 1; do mknod "$state/gpu/nvidia$i" c 1 3; done  # devices to count, not to compute on

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-_FORMAT = "vla-torchrl training state 1"
+_FORMAT = "vla-torchrl training state 2"
 _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED, _LATEST = ".unfinished_", "latest"
 _PLAIN = (bool, int, float, str, type(None))
@@ -129,7 +129,13 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
             f"{path} is truncated or not a checkpoint ({type(error).__name__}: {reason}); "
             f"delete {checkpoint} and resume from the checkpoint before it"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    found = str(content.get("format")) if isinstance(content, dict) else ""
+    if found != _FORMAT and found.startswith(_FORMAT.rpartition(" ")[0]):
+        raise CheckpointError(
+            f"{path} is a {found!r}, this version of the library reads {_FORMAT!r}: go on with the version that wrote "
+            "it (run.json in the folder of the run names its commit), or start a new run from the policy"
+        )
+    if found != _FORMAT:
         raise CheckpointError(
             f"{path} is not a training state of this library ({_FORMAT!r}); to start from foreign weights, "
             "load them as a policy instead of resuming"

@@ -70,6 +70,18 @@ class EvaluationResult:
     episodes: list[EpisodeResult]
     videos: dict[int, np.ndarray] = field(default_factory=dict)
 
+    @classmethod
+    def interleaved(cls, parts: Sequence[EvaluationResult]) -> EvaluationResult:
+        """The result of a grid of which part ``p`` of ``P`` has every ``P``-th episode from ``p`` on."""
+        length = sum(len(part.episodes) for part in parts)
+        episodes = [parts[place % len(parts)].episodes[place // len(parts)] for place in range(length)]
+        videos = {
+            place * len(parts) + number: frames
+            for number, part in enumerate(parts)
+            for place, frames in part.videos.items()
+        }
+        return cls(episodes, dict(sorted(videos.items())))
+
     @property
     def finished(self) -> list[EpisodeResult]:
         """The episodes that have a result, all but the lost ones."""

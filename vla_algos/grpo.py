@@ -175,6 +175,11 @@ def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = N
     return batch
 
 
+def outcomes_of(groups: Sequence[Group]) -> list[Group]:
+    """The groups without what the policy saw and did: small enough to tell other processes."""
+    return [Group(tuple(episode.select(NEXT) for episode in group.episodes), group.lost) for group in groups]
+
+
 def describe_silence(groups: Sequence[Group]) -> str:
     """Why a number of groups has nothing to teach, in words."""
     failed, solved = sum(group.failed for group in groups), sum(group.solved for group in groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from submitit.core.utils import FailedJobError
 
+from vla_algos import distributed
+from vla_algos.distributed import process_group
+from vla_algos.resume import SIGNALS
 from vla_envs.errors import unknown_name
 
 Recipe = Callable[[DictConfig, Path], None]
@@ -22,6 +26,8 @@ _SLURM = {  # settings under their names in submitit
     "account": "slurm_account",
     "qos": "slurm_qos",
     "constraint": "slurm_constraint",
+    "nodes": "nodes",
+    "tasks_per_node": "tasks_per_node",
     "cpus": "cpus_per_task",
     "gpus": "gpus_per_node",
     "memory_gb": "mem_gb",
@@ -38,7 +44,11 @@ class SlurmRun(submitit.helpers.Checkpointable):
         self.recipe, self.config, self.folder = recipe, config, folder
 
     def __call__(self) -> None:
-        self.recipe(self.config, self.folder)
+        with process_group():
+            self.recipe(self.config, self.folder)
+        # Python takes its own handlers away before it ends; a warning of the time limit would then fail a finished run.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def launch(recipe: Recipe, config: DictConfig) -> None:
@@ -58,7 +68,8 @@ def launch(recipe: Recipe, config: DictConfig) -> None:
         if key not in known:
             raise unknown_name("setting", f"launcher.{key}", [f"launcher.{other}" for other in known])
     if name == "local":
-        recipe(config, folder)
+        with process_group():
+            recipe(config, _common_folder(folder))
         return
     wait, seeds = settings.pop("wait"), settings.pop("seeds")
     del settings["name"]
@@ -77,11 +88,20 @@ def launch(recipe: Recipe, config: DictConfig) -> None:
     _report(_submit(runs, folder / "slurm", HydraConfig.get().job.name, settings), runs, wait)
 
 
+def _common_folder(folder: Path) -> Path:
+    """The folder of the first process: its name has the time in it, and others may have come a second later."""
+    common = distributed.from_main(folder)
+    if folder != common and {path.name for path in folder.iterdir()} <= {".hydra", f"{HydraConfig.get().job.name}.log"}:
+        shutil.rmtree(folder)
+    return common
+
+
 def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list[submitit.Job]:
     executor = submitit.AutoExecutor(folder=logs, cluster="slurm")
     given = {_SLURM[key]: value for key, value in settings.items() if value not in (None, [], 0)}
-    executor.update_parameters(name=name, tasks_per_node=1, nodes=1, **given)
+    executor.update_parameters(name=name, **given)
     executor.update_parameters(slurm_additional_parameters={"requeue": True})
+    executor.update_parameters(slurm_srun_args=["--kill-on-bad-exit=1"])  # a process that fails ends the others
     try:
         if len(runs) == 1:
             return [executor.submit(runs[0])]

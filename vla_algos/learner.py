@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
+from vla_algos import distributed
 from vla_algos.advantages import trajectory_weights, valid_decisions
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_update
-from vla_keys import ACTION_LOG_PROB, NEXT, STEP_MASK
+from vla_keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
 
 
 class Learner:
@@ -20,7 +22,8 @@ class Learner:
 
     * The parameters of the value head (``value_head`` in their name) have a learning rate of their own and their
       gradient is clipped apart from the others': a value far off must not silence the policy.
-    * A minibatch is worked off in parts of ``micro_batch_size`` decisions whose gradients add up to that of the whole.
+    * A minibatch is worked off in parts of ``micro_batch_size`` decisions whose gradients add up to that of the whole;
+      of several processes each works off the decisions that it has collected.
     * A step whose gradient is not finite is skipped and counted.
     * Each epoch shuffles afresh, from torch's global generator.
     * The frozen policy of ``reference_kl_coeff`` is the policy as it was at the first update.
@@ -34,8 +37,8 @@ class Learner:
         aggregation: what the loss is a mean over: ``"token_mean"``, every valid element counts the same, or
             ``"trajectory_mean"``, every trajectory does (:func:`~vla_algos.advantages.trajectory_weights`).
         epochs: passes over the batch per update.
-        minibatch_size: decisions per optimizer step.
-        micro_batch_size: decisions per backward pass; ``None`` for ``minibatch_size``.
+        minibatch_size: decisions per optimizer step, of all processes together.
+        micro_batch_size: decisions per backward pass of a process; ``None`` for ``minibatch_size``.
         target_kl: an update ends before the step of a minibatch whose ``kl_k3`` exceeds it; ``None`` for never.
         critic_warmup_steps: optimizer steps at the start in which only the value head learns.
         max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step of an update. More means that
@@ -121,32 +124,39 @@ class Learner:
 
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
-    def update(self, batch: TensorDictBase) -> dict[str, float]:
+    def update(self, batch: TensorDictBase | None) -> dict[str, float]:
         """Learn from a batch with advantages.
+
+        Of several processes each gives its part of the batch; the update is the one that a single process would do with
+        all of it, up to rounding, and the same in all of them.
 
         Args:
             batch: ``[D]`` or ``[N, T]``, last dimension in time order; decisions that were never executed are
-                left out. With ``"trajectory_mean"`` it gets ``weight`` written.
+                left out. With ``"trajectory_mean"`` it gets ``weight`` written. ``None``: this process has none.
 
         Returns:
-            Metrics under ``train/``, see ``docs/metrics.md``.
+            Metrics under ``train/``, see ``docs/metrics.md``; those of all processes.
 
         Raises:
             ValueError: nothing was executed, or the stored log-probabilities are not finite or not this policy's.
             FloatingPointError: no gradient of the update was finite.
         """
         if self.aggregation == "trajectory_mean":
-            trajectory_weights(batch, self.loss_module.log_prob_level)
-        samples = batch.reshape(-1)
-        samples = samples[valid_decisions(samples).squeeze(-1)]
-        if not len(samples):
+            self._weigh(batch)
+        samples = None if batch is None else batch.reshape(-1)
+        if samples is not None:
+            samples = samples[valid_decisions(samples).squeeze(-1)]
+        masks = distributed.gather_objects(None if samples is None else samples[NEXT, STEP_MASK].cpu())
+        if not sum(len(mask) for mask in masks if mask is not None):
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
-        self._prepare(samples)
-        samples = self.policy.prepare(samples)
+        self._follow_reference()
+        if samples is not None and len(samples):
+            self._prepare(samples)
+            samples = self.policy.prepare(samples)
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
         mismatch = None
-        for minibatch in self._minibatches(samples):
-            seen = self._backward(minibatch)
+        for minibatch, whole in self._minibatches(samples, masks):
+            seen = self._backward(minibatch, whole)
             mean.merge(seen)
             if mismatch is None:
                 mismatch = self._checked_mismatch(seen)
@@ -175,28 +185,54 @@ class Learner:
             "train/skipped_steps": float(skipped),
         }
 
-    def _minibatches(self, samples: TensorDictBase):
-        for _ in range(self.epochs):
-            for rows in torch.randperm(len(samples)).split(self.minibatch_size):
-                yield samples[rows]
+    def _weigh(self, batch: TensorDictBase | None) -> None:
+        whole = distributed.gather(None if batch is None else batch.select((NEXT, STEP_MASK), (NEXT, DONE)))
+        if whole is not None:
+            trajectory_weights(whole, self.loss_module.log_prob_level)
+            own = distributed.own_rows(whole, 0 if batch is None else len(batch))
+            if batch is not None:
+                batch[WEIGHT] = own[WEIGHT]
 
-    def _backward(self, minibatch: TensorDictBase) -> WeightedMean:
-        """Leave the gradient of a minibatch in the parameters; returns its diagnostics."""
+    def _minibatches(
+        self, samples: TensorDictBase | None, masks: list[torch.Tensor | None]
+    ) -> Iterator[tuple[TensorDictBase | None, TensorDictBase]]:
+        """This process's part of each minibatch, ``None`` if it has none, and of the whole the ``step_mask``."""
+        counts = [0 if mask is None else len(mask) for mask in masks]
+        whole = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}}, [sum(counts)])
+        first = sum(counts[: distributed.rank()])
+        last = first + counts[distributed.rank()]
+        for _ in range(self.epochs):
+            order = distributed.from_main(torch.randperm(len(whole)))
+            for rows in order.split(self.minibatch_size):
+                own = rows[(rows >= first) & (rows < last)] - first
+                yield samples[own] if len(own) else None, whole[rows]
+
+    def _backward(self, minibatch: TensorDictBase | None, whole: TensorDictBase) -> WeightedMean:
+        """Leave the gradient of the whole minibatch in the parameters; returns its diagnostics."""
         critic_only = self.steps < self.critic_warmup_steps
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
-        for part in minibatch.split(self.micro_batch_size):
-            losses = self.loss_module(part.to(self._device), whole=minibatch)
+        for part in () if minibatch is None else minibatch.split(self.micro_batch_size):
+            losses = self.loss_module(part.to(self._device), whole=whole)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
             loss.backward()
             total = total + loss.detach()
             add_update(seen, losses)
-        seen.add({"train/loss": total})
         if critic_only:  # the value loss may reach the backbone as well, see critic_detach
             for parameter in self._actor:
                 parameter.grad = None
-        return seen
+        distributed.sum_gradients([*self._actor, *self._critic])
+        processes = distributed.world_size()
+        seen.add({"train/loss": total * processes}, 1 / processes)  # the sum of the shares, not their mean
+        return seen.of_all_processes()
+
+    def _follow_reference(self) -> None:
+        """Keep the frozen policy, where one is needed, the one before the first update."""
+        if self.loss_module.reference_kl_coeff:
+            if self._reference is None:
+                self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
+            self._reference.follow(self.policy)
 
     def _prepare(self, samples: TensorDictBase) -> None:
         """Check the stored log-probabilities; add those of the frozen policy where they are needed."""
@@ -209,9 +245,6 @@ class Learner:
                     "that acted had diverged, or did not write it"
                 )
         if self.loss_module.reference_kl_coeff:
-            if self._reference is None:
-                self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
-            self._reference.follow(self.policy)
             add_reference_log_prob(samples, self._reference, self.micro_batch_size, self._device)
 
     def _checked_mismatch(self, first: WeightedMean) -> float:

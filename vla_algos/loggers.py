@@ -15,9 +15,13 @@ from torchrl.record.loggers import Logger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from tqdm import tqdm
 
+from vla_algos import distributed
+
 
 class RunLogger:
     """Writes ``metrics.jsonl`` (one line per call, flushed at once) and ``tensorboard/`` into a folder.
+
+    Of several processes the first one does.
 
     Args:
         folder: of the run.
@@ -27,6 +31,9 @@ class RunLogger:
     """
 
     def __init__(self, folder: Path, after: int | None = None, others: Sequence[Logger] = ()):
+        self._writes = distributed.is_main()
+        if not self._writes:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         if after is not None:
             _forget(folder / "metrics.jsonl", after)
@@ -39,6 +46,8 @@ class RunLogger:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers; those that are not finite become ``null`` in the file, as JSON has no NaN."""
+        if not self._writes:
+            return
         for logger in self._loggers:
             logger.log_metrics(dict(metrics), step=step)
         finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
@@ -50,6 +59,8 @@ class RunLogger:
 
     def close(self) -> None:
         """Flush and close the files."""
+        if not self._writes:
+            return
         self._file.close()
         self._tensorboard.experiment.close()
 

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from vla_algos import distributed
 from vla_algos.advantages import valid_decisions
 from vla_keys import (
     ADVANTAGE,
@@ -118,6 +119,17 @@ class WeightedMean:
             self._sums[name] = self._sums.get(name, 0.0) + total
             self._weights[name] = self._weights.get(name, 0.0) + other._weights[name]
 
+    def of_all_processes(self) -> WeightedMean:
+        """What all processes have counted."""
+        if distributed.world_size() == 1:
+            return self
+        together = WeightedMean()
+        for sums, weights in distributed.gather_objects((_numbers(self._sums), _numbers(self._weights))):
+            part = WeightedMean()
+            part._sums, part._weights = sums, weights
+            together.merge(part)
+        return together
+
     def mean_of(self, name: str) -> float:
         """One mean so far; NaN where all weights were 0."""
         weight = float(self._weights[name])
@@ -126,6 +138,10 @@ class WeightedMean:
     def compute(self) -> dict[str, float]:
         """The means so far; NaN where all weights were 0."""
         return {name: self.mean_of(name) for name in self._sums}
+
+
+def _numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
 
 
 # What ChunkClipPPOLoss returns under the names of the log, by the number that each is a mean over.

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
+from vla_algos import distributed
 from vla_algos.checkpoints import (
     CheckpointError,
     latest_checkpoint,
@@ -51,6 +52,9 @@ class ResumableRun:
     Used as a context manager it handles SIGTERM and SIGUSR2. Inside of :meth:`interruptible` they stop the run at once,
     elsewhere after the iteration; the state is saved, and after SIGUSR2 a SLURM job is put back into the queue.
 
+    Of several processes the first one writes, with the parts and random states of all. They stop together, at the end
+    of an :meth:`interruptible` or of an iteration, whichever of them was told to.
+
     Args:
         folder: of the run; checkpoints are in ``checkpoints``.
         policy: its trained parameters and buffers are saved.
@@ -69,7 +73,7 @@ class ResumableRun:
         self.notes: dict[str, Any] = {}
         self.seconds = 0.0
         self._started = time.perf_counter()
-        self._between: dict[str, Any] | None = None  # all but weights and learner, which change during the update only
+        self._between: dict[str, Any] | None = None  # of this process; weights and learner change in the update only
         self._iteration = self._saved = -1
         self._signal: int | None = None
         self._may_stop = False
@@ -87,16 +91,22 @@ class ResumableRun:
         Raises:
             CheckpointError: it is broken, or of another policy.
         """
-        try:
-            checkpoint = latest_checkpoint(self.checkpoints)
-        except CheckpointError:
+        checkpoint = distributed.from_main(self._latest())
+        if checkpoint is None:
             return None
         state = load_training_state(checkpoint)
+        processes = state["processes"]
+        if len(processes) != distributed.world_size():
+            raise CheckpointError(
+                f"{checkpoint} is of {len(processes)} processes, this run has {distributed.world_size()}: go on with "
+                f"as many, or start in a new folder from policy.checkpoint={checkpoint / 'policy'}"
+            )
+        own = processes[distributed.rank()]
         load_trained(self.policy, state["weights"], checkpoint)
         for name, part in self.parts.items():
-            part.load_state_dict(state["parts"][name])
+            part.load_state_dict(state["learner"] if name == "learner" else own["parts"][name])
         self.notes, self.seconds = state["notes"], state["seconds"]
-        set_random_state(state["random"])
+        set_random_state(own["random"])
         self._iteration = self._saved = state["iteration"]
         if self._iteration:
             self.policy.start_iteration(self._iteration)  # what is annealed follows the settings of this process
@@ -115,19 +125,28 @@ class ResumableRun:
         """
         self._iteration = iteration
         self._remember()
-        if publish or iteration % self.every == 0 or self._signal is not None:
+        stopping = distributed.largest(self._signal or 0)
+        if publish or iteration % self.every == 0 or stopping:
             self._save(publish)
-        self._stop_if_asked()
+        self._stop(stopping)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Work that changes neither weights nor learner, which a signal may break off."""
-        self._stop_if_asked()
-        self._may_stop = True
+        """Work that changes neither weights nor learner, which a signal may break off.
+
+        Nothing in it may wait for another process.
+        """
         try:
+            self._may_stop = True
+            if self._signal is not None:
+                raise Interrupted
             yield
+            self._may_stop = False
+        except Interrupted:
+            pass
         finally:
             self._may_stop = False
+        self._stop(distributed.largest(self._signal or 0))
 
     def __enter__(self) -> ResumableRun:
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -146,13 +165,15 @@ class ResumableRun:
     def _leave(self) -> None:
         if self._between is not None and self._saved != self._iteration:
             self._save()
-        done = f"after {self._iteration} iterations" if self._between is not None else "before its first iteration"
-        print(
-            f"\nstopped by {signal.Signals(self._signal).name} {done}; the same command with "
-            f"hydra.run.dir={self.folder} goes on"
-        )
-        if self._signal == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
-            requeue()
+        if distributed.is_main():
+            done = f"after {self._iteration} iterations" if self._between is not None else "before its first iteration"
+            print(
+                f"\nstopped by {signal.Signals(self._signal).name} {done}; the same command with "
+                f"hydra.run.dir={self.folder} goes on"
+            )
+            if self._signal == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
+                requeue()
+        distributed.largest(0)  # whoever ends first may have the others killed
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signal = number
@@ -160,18 +181,36 @@ class ResumableRun:
             self._may_stop = False
             raise Interrupted
 
-    def _stop_if_asked(self) -> None:
-        if self._signal is not None:
+    def _stop(self, number: int) -> None:
+        """Stop because of a signal that some process got; 0 for none."""
+        if number:
+            self._signal = number
             raise Interrupted
+
+    def _latest(self) -> Path | None:
+        try:
+            return latest_checkpoint(self.checkpoints)
+        except CheckpointError:
+            return None
 
     def _remember(self) -> None:
         parts = {name: part.state_dict() for name, part in self.parts.items() if name != "learner"}
-        self._between = {"iteration": self._iteration, "parts": parts, "random": random_state(), "notes": self.notes}
+        self._between = {"parts": parts, "random": random_state()}
 
     def _save(self, publish: bool = False) -> None:
-        seconds = self.seconds + time.perf_counter() - self._started
-        parts = {**self._between["parts"], "learner": self.parts["learner"].state_dict()}
-        state = {**self._between, "parts": parts, "weights": trained(self.policy), "seconds": seconds}
+        processes = distributed.gather_objects(self._between)
+        if distributed.from_main(distributed.is_main() and self._write(processes, publish)):
+            self._saved = self._iteration
+
+    def _write(self, processes: list[dict[str, Any]], publish: bool) -> bool:
+        state = {
+            "iteration": self._iteration,
+            "notes": self.notes,
+            "seconds": self.seconds + time.perf_counter() - self._started,
+            "weights": trained(self.policy),
+            "learner": self.parts["learner"].state_dict(),
+            "processes": processes,
+        }
         try:
             save_checkpoint(self.checkpoints, self._iteration, self.policy if publish else None, state)
         except OSError as error:  # a full disk: what was saved before is still there
@@ -182,8 +221,9 @@ class ResumableRun:
                     f"{_FAILURES} checkpoints in a row could not be saved in {self.checkpoints} ({error}); make room, "
                     f"then type the same command with hydra.run.dir={self.folder}: it goes on from the last one"
                 ) from error
-            return
-        self._saved, self._failures = self._iteration, 0
+            return False
+        self._failures = 0
+        return True
 
 
 def trained(policy: VLAPolicy) -> dict[str, torch.Tensor]:

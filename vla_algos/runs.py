@@ -13,18 +13,20 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from vla_algos import distributed
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.imitation import clone_behaviour, record_demonstrations
 from vla_algos.loggers import write_video
 from vla_algos.record import record_result, record_start
 from vla_algos.settings import group, parameters_of, take
-from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_grid, make_env, make_spec
+from vla_envs import Episode, EpisodeSampler, SimulatorSpec, VLAEnv, evaluation_grid, make_env, make_spec
 from vla_envs.errors import unknown_name
 from vla_policies import VLAPolicy
 
 OPTIM = ("lr", "value_lr", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")  # of Learner
 RESUME = ("auto", "force", "never")
 _DEMONSTRATIONS = 1_000_000  # added to the run's seed for the initial states of demonstrations
+_PROCESSES = 1_000_003  # added to it for the random numbers of each further process
 
 
 def start_run(config: DictConfig, known: Iterable[str], folder: Path) -> None:
@@ -45,15 +47,27 @@ def start_run(config: DictConfig, known: Iterable[str], folder: Path) -> None:
     for key in config:
         if key not in known:
             raise unknown_name("configuration key", str(key), known)
-    random.seed(config.seed)
-    np.random.seed(config.seed)
-    torch.manual_seed(config.seed)
+    seed_everything(config.seed)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(_cores())
     if "resume" in config:
         _check_same_run(config, folder)
-    OmegaConf.save(config, folder / "config.yaml")
-    record_start(folder)
+    distributed.largest(0)  # all have read what is written now
+    if distributed.is_main():
+        OmegaConf.save(config, folder / "config.yaml")
+        record_start(folder)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _cores() -> int:
+    """Cores for this process: those of the machine, shared with the run's other processes there."""
+    return max(1, len(os.sched_getaffinity(0)) // distributed.processes_here())
 
 
 def _check_same_run(config: DictConfig, folder: Path) -> None:
@@ -88,6 +102,8 @@ def _flat(node: Any, path: str = "") -> dict[str, Any]:
 
 def finish_run(folder: Path, metrics: Mapping[str, float], seconds: float) -> None:
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
+    if not distributed.is_main():
+        return
     record_result(folder, {"seconds": seconds, "metrics": dict(metrics)})
     link = folder.parent / f".latest_{folder.name}"  # renamed into place, so that runs may finish together
     link.symlink_to(folder.name)
@@ -120,8 +136,42 @@ def env_spec(config: DictConfig) -> SimulatorSpec:
 
 
 def start_env(config: DictConfig, policy: VLAPolicy) -> VLAEnv:
-    """The environment of ``config.env``, with the chunk length of the policy."""
-    return make_env(**config.env, chunk_size=policy.chunk_size, seed=config.seed)
+    """The environment of ``config.env``, with the chunk length of the policy: this process's share of it.
+
+    Raises:
+        ValueError: ``env.num_envs`` cannot be shared by the processes.
+    """
+    settings = {**config.env, "num_envs": distributed.share(config.env.num_envs, "env.num_envs")}
+    if settings.get("num_workers") is None:
+        settings["num_workers"] = min(settings["num_envs"], _cores())
+    episodes = training_episodes(config, env_spec(config), settings.get("group_size", 1))
+    return make_env(**settings, chunk_size=policy.chunk_size, episodes=episodes)
+
+
+def training_episodes(config: DictConfig, spec: SimulatorSpec, group_size: int) -> EpisodeSampler:
+    """The stream of training episodes of ``config.seed``: this process's share of it."""
+    return EpisodeSampler(
+        spec, config.seed, group_size=group_size, rank=distributed.rank(), world_size=distributed.world_size()
+    )
+
+
+def begin_together(policy: VLAPolicy, seed: int) -> None:
+    """Give all processes the weights of the first one, and each its own random numbers from here on."""
+    distributed.broadcast(parameter.data for parameter in policy.parameters() if parameter.requires_grad)
+    for buffer, value in zip(policy.buffers(), distributed.from_main([b.cpu() for b in policy.buffers()]), strict=True):
+        buffer.copy_(value)
+    own_random_numbers(seed)
+
+
+def own_random_numbers(seed: int) -> None:
+    """From here on each process draws its own; alone, a process goes on with those that it has."""
+    if not distributed.is_main():
+        seed_everything(seed + _PROCESSES * distributed.rank())
+
+
+def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
+    """A progress bar, shown by the first process."""
+    return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not distributed.is_main())
 
 
 def warm_start(env: VLAEnv, policy: VLAPolicy, seed: int, recording: dict, cloning: dict) -> None:
@@ -137,11 +187,11 @@ def warm_start(env: VLAEnv, policy: VLAPolicy, seed: int, recording: dict, cloni
     """
     tasks = len(env.simulator_spec.tasks)
     episodes = [Episode(n % tasks, n // tasks, seed) for n in range(recording["episodes"])]
-    with tqdm(total=len(episodes), desc="demonstrations", unit="episode") as bar:
+    with progress_bar("demonstrations", len(episodes), "episode") as bar:
         demonstrations = record_demonstrations(
             env, policy, **{**recording, "episodes": episodes}, on_episode=lambda solved: bar.update()
         )
-    with tqdm(total=cloning["steps"], desc="behaviour cloning", unit="step") as bar:
+    with progress_bar("behaviour cloning", cloning["steps"], "step") as bar:
 
         def show(loss: float) -> None:
             bar.update()
@@ -169,37 +219,59 @@ def evaluation_settings(config: DictConfig, spec: SimulatorSpec, *also: str) -> 
     return grid, settings
 
 
-def evaluate_with_bar(
-    title: str, env: VLAEnv, policy: VLAPolicy, episodes: list[Episode], **options: Any
+def evaluate_share(
+    title: str, env: VLAEnv, policy: VLAPolicy, episodes: list[Episode], *, record: int = 0, **options: Any
 ) -> EvaluationResult:
-    """:func:`~vla_algos.evaluation.evaluate` with a progress bar that shows the success so far."""
+    """:func:`~vla_algos.evaluation.evaluate` this process's share of a grid, with a bar that shows the success so far.
+
+    :func:`whole_evaluation` puts the shares together.
+    """
+    rank, processes = distributed.rank(), distributed.world_size()
+    own = episodes[rank::processes]
     solved = 0
-    with tqdm(total=len(episodes), desc=title, unit="episode") as bar:
+    with progress_bar(title, len(own), "episode") as bar:
 
         def show(result: EpisodeResult) -> None:
             nonlocal solved
             solved += result.success_once
             bar.update()
-            bar.set_postfix(success=f"{100 * solved / bar.n:.1f}%", refresh=False)
+            bar.set_postfix(success=f"{100 * solved / max(1, bar.n):.1f}%", refresh=False)
 
-        return evaluate(env, policy, episodes, on_episode=show, **options)
+        filmed = len(range(rank, record, processes))
+        return evaluate(env, policy, own, on_episode=show, record=filmed, **options)
 
 
-def training_test(
-    title: str, env: VLAEnv, policy: VLAPolicy, episodes: list[Episode], videos: Path, settings: dict
-) -> tuple[str, dict[str, float]]:
+def whole_evaluation(share: EvaluationResult) -> EvaluationResult:
+    """The result of an evaluation that each process has done its :func:`evaluate_share` of."""
+    return EvaluationResult.interleaved(distributed.gather_objects(share))
+
+
+def test_share(
+    title: str, env: VLAEnv, policy: VLAPolicy, episodes: list[Episode], settings: dict
+) -> dict[str, EvaluationResult]:
     """Evaluate while training: the greedy policy, filmed, and the sampled one if ``settings`` ask for it.
+
+    Returns:
+        This process's share of the results, by the prefix of their metrics.
+    """
+    results = {"eval": evaluate_share(title, env, policy, episodes, record=settings["videos"])}
+    if settings["sampled"]:
+        results["eval_sampled"] = evaluate_share(f"{title}, sampled", env, policy, episodes, greedy=False)
+    return results
+
+
+def whole_test(shares: dict[str, EvaluationResult], videos: Path) -> tuple[str, dict[str, float]]:
+    """Put the shares of :func:`test_share` together, and write the videos.
 
     Returns:
         The table of the greedy result, and the metrics of both under ``eval/`` and ``eval_sampled/``.
     """
-    result = evaluate_with_bar(title, env, policy, episodes, record=settings["videos"])
-    save_videos(videos, result)
-    metrics = result.metrics()
-    if settings["sampled"]:
-        sampled = evaluate_with_bar(f"{title}, sampled", env, policy, episodes, greedy=False)
-        metrics |= sampled.metrics("eval_sampled")
-    return result.table(), metrics
+    results = {prefix: whole_evaluation(share) for prefix, share in shares.items()}
+    save_videos(videos, results["eval"])
+    metrics = {
+        name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()
+    }
+    return results["eval"].table(), metrics
 
 
 def summarise(
@@ -261,6 +333,8 @@ def describe_policy(policy: VLAPolicy) -> str:
 def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> list[Path]:
     """Write the recorded episodes of an evaluation as mp4, named after task, trial and outcome."""
     paths = []
+    if not distributed.is_main():
+        return paths
     for place, frames in result.videos.items():
         episode = result.episodes[place]
         outcome = "success" if episode.success_once else "failure"

@@ -1,0 +1,162 @@
+"""Several processes that train one policy, on one machine or on many: who is there, and what they tell each other.
+
+Each runs the whole recipe with its share of the environments. What is computed from all of their data (advantages,
+gradients, metrics, results of an evaluation) goes through the functions below; a process that is alone tells nobody
+anything, and gets its own data back. Only the first process writes.
+
+All processes must make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import submitit
+import torch
+import torch.distributed as dist
+from tensordict import TensorDictBase
+
+T = TypeVar("T")
+_TIMEOUT = timedelta(hours=2)  # for one process to wait for another: a whole evaluation may lie between them
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the run has failed; the error to read is its own."""
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Join the processes that torchrun or a SLURM job has started together; nothing happens where there is one.
+
+    They find each other by torchrun's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...), otherwise by those of
+    the SLURM step. Each process uses the GPU of its ``LOCAL_RANK``, if there are GPUs. Numbers on the CPU are exchanged
+    by gloo, those on GPUs by NCCL. Only the first process prints.
+    """
+    if "WORLD_SIZE" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        submitit.helpers.TorchDistributedEnvironment().export()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group(backend, timeout=_TIMEOUT)
+    with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
+        yield
+    # Not after an error: a process that has failed must not wait for anybody.
+    dist.destroy_process_group()
+
+
+def rank() -> int:
+    """Number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def processes_here() -> int:
+    """How many of them are on this machine and share its cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this is the process that writes and prints."""
+    return rank() == 0
+
+
+def share(total: int, what: str) -> int:
+    """This process's part of a number that the configuration gives for the whole run.
+
+    Raises:
+        ValueError: it cannot be divided evenly.
+    """
+    processes = world_size()
+    if total % processes:
+        more = -(-total // processes) * processes
+        raise ValueError(f"{what}={total} cannot be shared by {processes} processes; try {what}={more}")
+    return total // processes
+
+
+def gather_objects(mine: T) -> list[T]:
+    """What each process has, in the order of their numbers; on the CPU, and small."""
+    if world_size() == 1:
+        return [mine]
+    everybodys: list[Any] = [None] * world_size()
+    _exchange(dist.all_gather_object, everybodys, mine)
+    return everybodys
+
+
+def gather(mine: TensorDictBase | None) -> TensorDictBase | None:
+    """The rows of all processes, one process after the other, on the CPU; ``None`` has none."""
+    if world_size() == 1:
+        return mine
+    parts = [part for part in gather_objects(None if mine is None else mine.cpu()) if part is not None]
+    return torch.cat(parts) if parts else None
+
+
+def own_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
+    """The ``count`` rows that this process had given to :func:`gather`."""
+    start = sum(gather_objects(count)[: rank()])
+    return everybodys[start : start + count]
+
+
+def from_main(value: T) -> T:
+    """The value of the first process."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    _exchange(dist.broadcast_object_list, box, src=0)
+    return box[0]
+
+
+def largest(number: int) -> int:
+    """The largest of the numbers that the processes give."""
+    return max(gather_objects(number))
+
+
+def broadcast(tensors: Iterable[torch.Tensor]) -> None:
+    """Give all processes the tensors of the first, in place."""
+    if world_size() > 1:
+        _wait([lambda tensor=tensor: dist.broadcast(tensor, src=0, async_op=True) for tensor in tensors])
+
+
+def sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Add up the gradients of all processes, in place. A parameter without gradient in any of them keeps none.
+
+    Each process has its share of a loss over all data, so that the sum is the gradient. (DistributedDataParallel
+    averages, and wants every process to run a backward pass each time; here a minibatch may lie in one process.)
+    """
+    if world_size() == 1:
+        return
+    there = gather_objects([parameter.grad is not None for parameter in parameters])
+    used = [parameter for parameter, *anywhere in zip(parameters, *there, strict=True) if any(anywhere)]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    _wait([lambda grad=parameter.grad: dist.all_reduce(grad, async_op=True) for parameter in used])
+
+
+def _wait(starts: Sequence[Callable[[], dist.Work]]) -> None:
+    works = [_exchange(start) for start in starts]
+    for work in works:
+        _exchange(work.wait)
+
+
+def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    try:
+        return function(*arguments, **named)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ProcessLost(
+            f"process {rank()} of {world_size()} has lost another one, which failed or was stopped; its own error, "
+            f"above or in its log, says why ({reason})"
+        ) from None
