@@ -12,24 +12,27 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos import distributed
+from vla_algos.imitation import BehaviourCloning
 from vla_algos.launch import launch
 from vla_algos.loggers import RunLogger
 from vla_algos.policy_setup import make_policy
+from vla_algos.resume import ResumableRun
 from vla_algos.runs import (
+    demonstrate,
     demonstration_seed,
     describe,
     env_spec,
     evaluate_share,
     evaluation_settings,
     finish_run,
+    progress_bar,
     save_videos,
     start_env,
     start_run,
-    warm_start,
     warm_start_settings,
 )
 
-KEYS = ("env", "policy", "sft", "eval", "seed", "launcher")
+KEYS = ("env", "policy", "sft", "eval", "seed", "checkpoint_every", "resume", "launcher")
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="sft")
@@ -48,12 +51,27 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     grid, evaluation = evaluation_settings(config, spec)
     policy = make_policy(config, spec)
     env = start_env(config, policy)
-    warm_start(env, policy, demonstrations, recording, cloning)
-    policy.save_pretrained(folder / "policy")
+    data = demonstrate(env, policy, demonstrations, recording)  # the same ones again, if this goes on where it stopped
+    learner = BehaviourCloning(policy, data, **cloning)
+    with ResumableRun(folder, policy, {"learner": learner}, config.checkpoint_every) as run:
+        first = run.resume()
+        logger = RunLogger(folder, after=-1 if first is None else first)
+        started -= run.seconds
+        if first is None:
+            first = 0
+            run.finish(first)
+        with progress_bar("behaviour cloning", cloning["steps"], "step", first) as bar:
+            for step in range(first + 1, cloning["steps"] + 1):
+                loss = learner.step()
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                bar.update()
+                logger.log({"train/loss": loss}, step)
+                run.finish(step, publish=step == cloning["steps"])
+        policy.save_pretrained(folder / "policy")
+        with run.interruptible():
+            result = evaluate_share("evaluation", env, policy, grid, record=evaluation["videos"])
 
-    result = evaluate_share("evaluation", env, policy, grid, record=evaluation["videos"])
-    logger = RunLogger(folder)
-    logger.log(result.metrics(), step=config.sft.steps)
+    logger.log(result.metrics(), step=cloning["steps"])
     logger.close()
     save_videos(folder / "videos", result)
     finish_run(folder, result.metrics(), time.perf_counter() - started)

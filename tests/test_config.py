@@ -16,7 +16,7 @@ import vla_envs.env
 from vla_algos.advantages import gae
 from vla_algos.collectors import StepCollector
 from vla_algos.grpo import collect_groups
-from vla_algos.imitation import clone_behaviour, record_demonstrations
+from vla_algos.imitation import BehaviourCloning, record_demonstrations
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_envs import make_env
@@ -91,7 +91,7 @@ def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides,
 
 
 READERS = [gae, ChunkClipPPOLoss, Learner, collect_groups, StepCollector, make_env, make_spec]
-READERS += [record_demonstrations, clone_behaviour, make_libero_spec]
+READERS += [record_demonstrations, BehaviourCloning, make_libero_spec]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)

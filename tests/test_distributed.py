@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from running import RECIPES, TOY, TOY_OF
+from running import RECIPES, TOY, TOY_OF, recipe
 from test_resume import metrics
 from toy import ToyActorCritic, ToyEnv
 
@@ -183,11 +183,7 @@ def test_recipes_of_two_processes_stop_and_go_on(name, tmp_path):
     record = json.loads((folder / "run.json").read_text())
     assert len(record["processes"]) == 2 and "finished" in record
 
-    alone = subprocess.run(
-        [sys.executable, RECIPES / f"{name}.py", *SETTINGS, *TOY_OF[name], "checkpoint_every=3", f"hydra.run.dir={folder}"],
-        capture_output=True,
-        text=True,
-    )
+    alone = recipe(name, folder, *SETTINGS, *TOY_OF[name], "checkpoint_every=3")
     assert alone.returncode and re.search("is of 2 processes, this run has 1: go on with as many", alone.stderr)
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import vla_algos.checkpoints
 from vla_algos.checkpoints import CheckpointError, latest_checkpoint, load_training_state
 from vla_algos.collectors import EpisodeCollector, StepCollector
+from vla_algos.imitation import BehaviourCloning
 from vla_algos.learner import Learner
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
@@ -151,6 +152,26 @@ def test_killed_at_random_moments(whole, tmp_path):
             break
     assert subprocess.run(command, capture_output=True).returncode == 0
     assert metrics(again) == expected
+
+
+def test_cloning_goes_on(monkeypatch, tmp_path):
+    sft = [*TOY[:5], "sft.episodes=2", "sft.steps=7", "sft.batch_size=16", "checkpoint_every=2", "eval.videos=0"]
+
+    def clone(folder):
+        main_of("sft")(composed("sft", sft, folder))
+        GlobalHydra.instance().clear()
+        return load_file(folder / "policy" / "model.safetensors"), metrics(folder)
+
+    weights, expected = clone(tmp_path / "whole")
+    again = tmp_path / "again"
+    with monkeypatch.context() as patch:
+        interrupt(patch, BehaviourCloning, "step", 4, terminate)
+        with pytest.raises(SystemExit):
+            clone(again)
+    GlobalHydra.instance().clear()
+    assert load_training_state(latest_checkpoint(again / "checkpoints"))["iteration"] == 4
+    found, measured = clone(again)
+    assert measured == expected and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_a_full_disk_costs_no_checkpoint(monkeypatch, tmp_path, capsys):

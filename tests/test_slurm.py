@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -51,8 +52,12 @@ def wait_for(condition, seconds, what):
     return found
 
 
+def show(job):
+    return subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+
+
 def state(job):
-    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+    shown = show(job)
     return re.search(r"JobState=(\w+)", shown)[1], int(re.search(r"Restarts=(\d+)", shown)[1])
 
 
@@ -96,6 +101,8 @@ def test_submit_and_finish(tmp_path):
         assert line in done.stdout
     assert finished(job, folder)[1] == 0 and (folder / "policy" / "model.safetensors").is_file()
     assert (folder / "config.yaml").read_text().count("name: slurm") == 1
+    record = json.loads((folder / "run.json").read_text())
+    assert record["submitted"]["code"] == record["processes"][0]["code"] and record["processes"][0]["slurm_job"] == job
 
 
 def test_an_array_of_seeds(tmp_path):
@@ -105,6 +112,16 @@ def test_an_array_of_seeds(tmp_path):
         finished(job, tmp_path / "run")
         assert f"seed: {seed}\n" in (tmp_path / "run" / f"seed{seed}" / "config.yaml").read_text()
     assert metrics(tmp_path / "run" / "seed3") != metrics(tmp_path / "run" / "seed4")
+
+
+def test_a_sweep_submits_a_job_for_each_combination(tmp_path):
+    command = [sys.executable, RECIPES / "ppo.py", "-m", *SETTINGS, *SLURM, "seed=3,4", f"hydra.sweep.dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    jobs = re.findall(r"^job (\S+)", done.stdout, re.MULTILINE)
+    assert len(jobs) == 2, done.stderr
+    for job, number, seed in zip(jobs, (0, 1), (3, 4), strict=True):
+        finished(job, tmp_path / str(number))
+        assert f"seed: {seed}\n" in (tmp_path / str(number) / "config.yaml").read_text()
 
 
 def test_preempted_by_a_higher_partition(tmp_path, whole):
@@ -123,13 +140,59 @@ def test_preempted_by_a_higher_partition(tmp_path, whole):
 
 
 def test_the_time_limit_hit_twice(tmp_path, whole):
-    """A limit of one minute, and 50 seconds to save in: the run is warned after ten."""
+    """A limit of a minute and 20 seconds to save in; SLURM looks every 30, so a run is warned after 10 to 40."""
     folder = tmp_path / "run"
-    count = 120
-    (job,), _ = submit(folder, f"iterations={count}", "launcher.minutes=1", "launcher.warning=45")
+    count = 400
+    (job,), _ = submit(folder, f"iterations={count}", "launcher.minutes=1", "launcher.warning=20")
+    expected = whole(count)  # meanwhile
     _, restarts = finished(job, folder, 600)
     assert restarts >= 2
-    assert metrics(folder) == whole(count)
+    assert metrics(folder) == expected
+
+
+def test_processes_on_one_node_and_on_two(tmp_path):
+    """Two processes compute the same on one node and on two, and stop together when they are warned."""
+    settings = ["env.num_envs=4", "iterations=3"]
+    found = []
+    for name, nodes, tasks in (("one", 1, 2), ("two", 2, 1)):
+        folder = tmp_path / name
+        (job,), _ = submit(folder, *settings, f"launcher.nodes={nodes}", f"launcher.tasks_per_node={tasks}")
+        finished(job, folder)
+        assert "NumNodes=2" in show(job) if nodes == 2 else "NumNodes=1" in show(job)
+        found.append(metrics(folder))
+    assert found[0] == found[1]
+
+    folder = tmp_path / "stopped"
+    (job,), _ = submit(folder, "env.num_envs=4", "iterations=60", "launcher.nodes=2")
+    wait_for(lambda: iterations(folder) >= 3, 120, "the run to begin")
+    subprocess.run(["scancel", "--signal=USR2", job], check=True)
+    wait_for(lambda: state(job)[1] == 1, 60, "the job to be requeued")
+    done = iterations(folder)
+    assert 3 <= done < 60
+    wait_for(lambda: iterations(folder) > done, 120, "the run to go on")
+    subprocess.run(["scancel", job], check=True)
+
+
+def test_a_process_that_fails_ends_the_job(tmp_path):
+    folder = tmp_path / "run"
+    (job,), _ = submit(folder, "env.num_envs=4", "iterations=500", "launcher.nodes=2")
+    wait_for(lambda: iterations(folder) >= 2, 120, "the run to begin")
+    os.kill(process_of(job, rank=1), signal.SIGKILL)
+    wait_for(lambda: state(job)[0] == "FAILED", 60, "the job to end")
+
+
+def process_of(job, rank):
+    """The process of this machine that SLURM started as a rank of a job."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={rank}".encode(), b"SLURM_STEP_NUM_TASKS=2"}
+        if wanted <= set(variables) and b"submitit.core._submit" in command:
+            return int(folder.name)
+    raise AssertionError(f"no process of job {job}")
 
 
 def test_cancelling_leaves_a_checkpoint(tmp_path):

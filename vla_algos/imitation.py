@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,55 +67,72 @@ def record_demonstrations(
     return TensorDict(data, batch_size=[len(texts)])
 
 
-def clone_behaviour(
-    policy: VLAPolicy,
-    demonstrations: TensorDict,
-    *,
-    steps: int,
-    batch_size: int = 32,
-    lr: float = 1e-3,
-    weight_decay: float = 1e-4,
-    label_sigma: float = 0.1,
-    state_noise: float = 0.01,
-    warmup_steps: int = 30,
-    on_step: Callable[[float], None] | None = None,
-) -> None:
-    """Train ``policy`` to imitate, and set its normalisation statistics from the demonstrations.
+class BehaviourCloning:
+    """Trains ``policy`` to imitate, and sets its normalisation statistics from the demonstrations.
 
     Args:
         policy: trained in place.
         demonstrations: of :func:`record_demonstrations`.
-        steps: number of AdamW steps, with linear warm-up and cosine decay to 2 % of ``lr``.
+        steps: number of AdamW steps there will be, with linear warm-up and cosine decay to 2 % of ``lr``.
         batch_size: samples per step.
         lr, weight_decay: of AdamW.
         label_sigma: width of the soft labels, see ``imitation_loss`` of the policy.
         state_noise: standard deviation of noise on ``states`` in their own units. It keeps the policy from
             reading the phase of the expert's motion off the state instead of looking at the image.
         warmup_steps: of the learning rate.
-        on_step: called with the loss of each step.
     """
-    states = demonstrations[keys.STATES]
-    policy.set_statistics(states.mean(0), states.std(0) + 1e-2)  # a constant entry must not be blown up
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=weight_decay)
 
-    def factor(step: int) -> float:
-        return min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        demonstrations: TensorDict,
+        *,
+        steps: int,
+        batch_size: int = 32,
+        lr: float = 1e-3,
+        weight_decay: float = 1e-4,
+        label_sigma: float = 0.1,
+        state_noise: float = 0.01,
+        warmup_steps: int = 30,
+    ):
+        states = demonstrations[keys.STATES]
+        policy.set_statistics(states.mean(0), states.std(0) + 1e-2)  # a constant entry must not be blown up
+        self.policy, self.demonstrations = policy, demonstrations
+        self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, state_noise
+        self.optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=weight_decay)
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    policy.train()
-    device = next(policy.parameters()).device
-    order: list[torch.Tensor] = []
-    for _ in range(steps):
-        if not order:
-            order = list(torch.randperm(len(demonstrations)).split(batch_size))
-        batch = demonstrations[order.pop()]
-        batch[keys.STATES] = batch[keys.STATES] + state_noise * torch.randn_like(batch[keys.STATES])
-        batch = batch.to(device)
-        loss = policy.imitation_loss(batch, sigma=label_sigma)[batch[keys.STEP_MASK]].mean()
-        optimizer.zero_grad()
+        def factor(step: int) -> float:
+            return min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
+
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self._order: list[torch.Tensor] = []  # batches that are left of this epoch, the next one last
+
+    def step(self) -> float:
+        """One step of the optimizer on one batch; returns its loss."""
+        self.policy.train()
+        if not self._order:
+            self._order = list(torch.randperm(len(self.demonstrations)).split(self.batch_size))
+        batch = self.demonstrations[self._order.pop()]
+        batch[keys.STATES] = batch[keys.STATES] + self.state_noise * torch.randn_like(batch[keys.STATES])
+        batch = batch.to(next(self.policy.parameters()).device)
+        loss = self.policy.imitation_loss(batch, sigma=self.label_sigma)[batch[keys.STEP_MASK]].mean()
+        self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if on_step is not None:
-            on_step(loss.item())
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.item()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs to go on exactly here, with the same demonstrations."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "order": list(self._order),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken; the policy's own weights are not in it."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self._order = list(state["order"])

@@ -16,6 +16,7 @@ from submitit.core.utils import FailedJobError
 
 from vla_algos import distributed
 from vla_algos.distributed import process_group
+from vla_algos.record import record_submission
 from vla_algos.resume import SIGNALS
 from vla_envs.errors import unknown_name
 
@@ -85,6 +86,7 @@ def launch(recipe: Recipe, config: DictConfig) -> None:
         ]
     for run in runs:
         run.folder.mkdir(parents=True, exist_ok=True)
+        record_submission(run.folder)
     _report(_submit(runs, folder / "slurm", HydraConfig.get().job.name, settings), runs, wait)
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,9 +20,25 @@ _PACKAGES = ("torch", "torchrl", "tensordict", "gymnasium", "numpy", "mujoco", "
 _CODE = Path(__file__).resolve().parent.parent
 
 
+def record_submission(folder: Path) -> None:
+    """Note in ``run.json`` what a job is to run, before it waits in a queue."""
+    record = {**_read(folder), "submitted": {"at": _now(), "command": [sys.executable, *sys.argv], "code": code()}}
+    _write(folder, record)
+
+
 def record_start(folder: Path) -> None:
-    """Add a process to ``run.json``; a run that was resumed has several."""
+    """Add a process to ``run.json``; a run that was resumed has several.
+
+    Warns where the code is no longer that of :func:`record_submission`.
+    """
     record = _read(folder)
+    now, then = code(), record.get("submitted", {}).get("code", {})
+    if "SLURM_JOB_ID" in os.environ and then and now != then:
+        warnings.warn(
+            f"this job runs other code than was there when it was submitted: {_shown(now)} now, {_shown(then)} then; "
+            "submit from a checkout that stays as it is",
+            stacklevel=2,
+        )
     record.setdefault("processes", []).append(
         {
             "started": _now(),
@@ -32,7 +49,7 @@ def record_start(folder: Path) -> None:
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
             "python": platform.python_version(),
             "versions": versions(),
-            "code": code(),
+            "code": now,
         }
     )
     _write(folder, record)
@@ -65,6 +82,10 @@ def code() -> dict[str, Any]:
     except OSError:  # no git
         return {}
     return {} if commit is None else {"commit": commit, "changed": bool(git("status", "--porcelain"))}
+
+
+def _shown(found: Mapping[str, Any]) -> str:
+    return f"commit {found['commit'][:9]}{', with changes' if found['changed'] else ''}" if found else "no checkout"
 
 
 def _now() -> str:

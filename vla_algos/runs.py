@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
 from tqdm import tqdm
 
 from vla_algos import distributed
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
-from vla_algos.imitation import clone_behaviour, record_demonstrations
+from vla_algos.imitation import BehaviourCloning, record_demonstrations
 from vla_algos.loggers import write_video
 from vla_algos.record import record_result, record_start
 from vla_algos.settings import group, parameters_of, take
@@ -174,35 +175,41 @@ def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
     return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not distributed.is_main())
 
 
-def warm_start(env: VLAEnv, policy: VLAPolicy, seed: int, recording: dict, cloning: dict) -> None:
-    """Record demonstrations in ``env`` and clone them into ``policy``, with progress bars.
+def demonstrate(env: VLAEnv, policy: VLAPolicy, seed: int, recording: dict) -> TensorDict:
+    """:func:`~vla_algos.imitation.record_demonstrations` of ``env``'s tasks in turn, with a progress bar.
 
     Args:
         env: whoever was collecting in it has to reset first.
-        policy: trained in place.
+        policy: whose instructions and chunks they are for.
         seed: family of the demonstrations' initial states.
-        recording: ``episodes``, their number, and settings of
-            :func:`~vla_algos.imitation.record_demonstrations`.
-        cloning: settings of :func:`~vla_algos.imitation.clone_behaviour`.
+        recording: ``episodes``, their number, and further settings of it.
     """
     tasks = len(env.simulator_spec.tasks)
     episodes = [Episode(n % tasks, n // tasks, seed) for n in range(recording["episodes"])]
     with progress_bar("demonstrations", len(episodes), "episode") as bar:
-        demonstrations = record_demonstrations(
+        return record_demonstrations(
             env, policy, **{**recording, "episodes": episodes}, on_episode=lambda solved: bar.update()
         )
+
+
+def warm_start(env: VLAEnv, policy: VLAPolicy, seed: int, recording: dict, cloning: dict) -> None:
+    """:func:`demonstrate` and clone the demonstrations into ``policy``: ``recipes/sft.py`` within another recipe.
+
+    Args:
+        env, seed, recording: see :func:`demonstrate`.
+        policy: trained in place.
+        cloning: settings of :class:`~vla_algos.imitation.BehaviourCloning`.
+    """
+    learner = BehaviourCloning(policy, demonstrate(env, policy, seed, recording), **cloning)
     with progress_bar("behaviour cloning", cloning["steps"], "step") as bar:
-
-        def show(loss: float) -> None:
+        for _ in range(cloning["steps"]):
+            bar.set_postfix(loss=f"{learner.step():.3f}", refresh=False)
             bar.update()
-            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-
-        clone_behaviour(policy, demonstrations, **cloning, on_step=show)
 
 
 def warm_start_settings(config: DictConfig) -> tuple[dict, dict]:
     """The two halves of ``config.sft`` for :func:`warm_start`."""
-    cloning = group(config, "sft", record_demonstrations, clone_behaviour)
+    cloning = group(config, "sft", record_demonstrations, BehaviourCloning)
     return take(cloning, record_demonstrations), cloning
 
 
