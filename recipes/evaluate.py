@@ -30,7 +30,7 @@ from vla_algos.runs import (
 )
 from vla_envs.errors import unknown_name
 
-KEYS = ("env", "policy", "eval", "seed", "greedy", "ablation", "launcher")
+KEYS = ("env", "policy", "eval", "seed", "greedy", "ablation", "mean_of", "launcher")
 ABLATIONS = {  # what the policy is shown instead
     "blank_images": lambda spec: blank_images,
     "swap_instructions": lambda spec: swap_instructions(spec.tasks),
@@ -51,6 +51,9 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     start_run(config, KEYS, folder)
     spec = env_spec(config)
     grid, evaluation = evaluation_settings(config, spec)
+    for name in config.mean_of:
+        if name not in (groups := list(dict.fromkeys(task.group for task in spec.tasks))):
+            raise unknown_name("group in mean_of", name, groups)
     policy = make_policy(config, spec)
     env = start_env(config, policy)
     own_random_numbers(config.seed)
@@ -69,11 +72,17 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     save_videos(folder / "videos", result)
     setting = {"greedy": config.greedy, "ablation": config.ablation, "departures": spec.departures}
     metrics = {**result.metrics(), "eval/interval": result.interval, **setting}
+    if config.mean_of:
+        metrics["eval/mean/success_once"], metrics["eval/mean/success_at_end"] = result.mean_of_groups(config.mean_of)
     if distributed.is_main():
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     finish_run(folder, result.metrics(), time.perf_counter() - started)
     print(f"\n{describe(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
-    print(f"\n{result.table()}\n\nresults      {folder}")
+    print(f"\n{result.table()}")
+    if config.mean_of:
+        once, at_end = (100 * rate for rate in result.mean_of_groups(config.mean_of))
+        print(f"mean of {', '.join(config.mean_of)}: success {once:.1f}%, at end {at_end:.1f}%")
+    print(f"\nresults      {folder}")
 
 
 if __name__ == "__main__":

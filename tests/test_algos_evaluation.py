@@ -6,7 +6,7 @@ import pytest
 import torch
 from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv, ToyPolicy
 
-from vla_algos.evaluation import blank_images, evaluate, swap_instructions
+from vla_algos.evaluation import EpisodeResult, EvaluationResult, blank_images, evaluate, swap_instructions
 from vla_envs.simulator import Episode
 from vla_keys import ACTION, IMAGES, TASK_DESCRIPTIONS
 
@@ -127,3 +127,13 @@ def test_greedy_is_repeatable_and_sampling_follows_the_seed():
 def test_empty_grid():
     result = evaluate(ToyEnv(2), ToyPolicy(), [])
     assert result.episodes == [] and math.isnan(result.success_once) and result.interval == (0.0, 1.0)
+
+
+def test_mean_of_groups_of_unequal_size():
+    def result(group, once, at_end=False, lost=False):
+        return EpisodeResult(GRID[0], "task", once, at_end, 0.0, 5, lost=lost, group=group)
+
+    vision = [result("Vision", True, True), result("Vision", True), result("Vision", True, lost=True)]
+    execution = [result("Execution", place == 0) for place in range(4)]
+    whole = EvaluationResult([*vision, *execution, result("in distribution", True, True)])
+    assert whole.mean_of_groups(["Vision", "Execution"]) == (0.625, 0.25)

@@ -204,9 +204,7 @@ def test_an_evaluation_is_shared(tmp_path):
 
 
 FAILING = """
-import os, sys
-
-
+import os, runpy, sys
 import vla_algos.collectors as collectors
 collect, calls = collectors.StepCollector.rollout, []
 
@@ -218,17 +216,13 @@ def rollout(self):
 
 collectors.StepCollector.rollout = rollout
 sys.argv[0] = {recipe!r}
-import importlib.util
-spec = importlib.util.spec_from_file_location("recipe", {recipe!r})
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.main()
+runpy.run_path({recipe!r}, run_name="__main__")
 """
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path):
     script = tmp_path / "failing.py"
-    script.write_text(FAILING.format(tests=str(RECIPES.parent / "tests"), recipe=str(RECIPES / "ppo.py")))
+    script.write_text(FAILING.format(recipe=str(RECIPES / "ppo.py")))
     started = time.monotonic()
     process = torchrun(script, *SETTINGS, *TOY_OF["ppo"], "iterations=500", f"hydra.run.dir={tmp_path / 'run'}")
     _, err = process.communicate(timeout=200)

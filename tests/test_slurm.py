@@ -87,7 +87,8 @@ def whole(tmp_path_factory):
     def run(count):
         folder = tmp_path_factory.mktemp("whole") / "run"
         command = [sys.executable, RECIPES / "ppo.py", *SETTINGS, f"iterations={count}", f"hydra.run.dir={folder}"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=variables)
         assert done.returncode == 0, done.stderr
         return metrics(folder)
 
@@ -126,7 +127,7 @@ def test_a_sweep_submits_a_job_for_each_combination(tmp_path):
 
 def test_preempted_by_a_higher_partition(tmp_path, whole):
     folder = tmp_path / "run"
-    (job,), _ = submit(folder, "iterations=40", "launcher.cpus=4")
+    (job,), _ = submit(folder, "iterations=40")
     wait_for(lambda: iterations(folder) >= 3, 120, "the run to begin")
     urgent = subprocess.run(
         ["sbatch", "--parsable", "-p", "high", "-N", "2", "-c", "4", "--wrap", "sleep 8", "-o", "/dev/null"],

@@ -111,6 +111,14 @@ class EvaluationResult:
             groups[result.group].append(result)
         return groups if len(groups) > 1 else {}
 
+    def mean_of_groups(self, names: Sequence[str]) -> tuple[float, float]:
+        """Success once and success at the end, as means over groups that count the same, however many episodes."""
+        groups = [[result for result in self.finished if result.group == name] for name in names]
+        return (
+            _mean(_mean(result.success_once for result in group) for group in groups),
+            _mean(_mean(result.success_at_end for result in group) for group in groups),
+        )
+
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
         """Means over the finished episodes, and the success of every task and group, under ``prefix/``."""
         metrics = {

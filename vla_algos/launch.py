@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +47,7 @@ class SlurmRun(submitit.helpers.Checkpointable):
         self.recipe, self.config, self.folder = recipe, config, folder
 
     def __call__(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
         with process_group():
             self.recipe(self.config, self.folder)
         # Python takes its own handlers away before it ends; a warning of the time limit would then fail a finished run.
@@ -99,7 +102,7 @@ def _common_folder(folder: Path) -> Path:
 
 
 def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list[submitit.Job]:
-    executor = submitit.AutoExecutor(folder=logs, cluster="slurm")
+    executor = submitit.AutoExecutor(folder=logs, cluster="slurm", slurm_python=_python())
     given = {_SLURM[key]: value for key, value in settings.items() if value not in (None, [], 0)}
     executor.update_parameters(name=name, **given)
     executor.update_parameters(slurm_additional_parameters={"requeue": True})
@@ -119,6 +122,16 @@ def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list
             f"{', '.join(partitions) or 'none'}; set launcher.partition, launcher.gpus, launcher.cpus and "
             "launcher.memory_gb to what they have"
         ) from error
+
+
+def _python() -> str:
+    """The interpreter of a job, in which SLURM's warning waits until somebody can understand it.
+
+    Importing takes seconds; in them the signal would end the process, and the job would have failed.
+    """
+    blocking = ["env", "--block-signal=USR2"]
+    known = subprocess.run([*blocking, "true"], capture_output=True).returncode == 0  # coreutils of 2019 and later
+    return shlex.join([*blocking, sys.executable] if known else [sys.executable])
 
 
 def _report(jobs: list[submitit.Job], runs: list[SlurmRun], wait: bool) -> None:

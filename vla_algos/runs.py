@@ -67,8 +67,11 @@ def seed_everything(seed: int) -> None:
 
 
 def _cores() -> int:
-    """Cores for this process: those of the machine, shared with the run's other processes there."""
-    return max(1, len(os.sched_getaffinity(0)) // distributed.processes_here())
+    """Cores for this process: what SLURM gives it, else those of the machine, shared with the run's others there."""
+    cores = len(os.sched_getaffinity(0))
+    if (of_slurm := os.environ.get("SLURM_CPUS_PER_TASK")) is not None:
+        return min(cores, int(of_slurm))
+    return max(1, cores // distributed.processes_here())
 
 
 def _check_same_run(config: DictConfig, folder: Path) -> None:
