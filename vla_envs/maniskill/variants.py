@@ -58,7 +58,7 @@ _OBJECTS, _TABLES, _PLATES, _EXTRAS = _split(16, 25), _split(16, 21), _split(1, 
 _SEEN, _ONE, _YAWS = _same(range(16)), _same(range(1)), _same(range(4))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """How one variant differs from the scene that all share.
 
