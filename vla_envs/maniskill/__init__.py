@@ -1,8 +1,8 @@
 """ManiSkill3: the plate-25 tasks with their out-of-distribution variants, and tasks of ManiSkill itself, on SAPIEN.
 
-Plate-25 (Liu et al. 2025, arXiv 2505.19789): a WidowX arm in a simulated Bridge scene puts one of 25 objects on a plate.
-Third-person camera with a photograph behind robot and objects, state = joint positions, actions = changes of the hand's
-target pose at 5 Hz, horizon 80. :mod:`vla_envs.maniskill.variants` has the variants as data.
+Plate-25 (Liu et al. 2025, arXiv 2505.19789): a WidowX arm in a simulated Bridge scene puts one of 25 objects on a
+plate. Third-person camera with a photograph behind robot and objects, state = joint positions, actions = changes of the
+hand's target pose at 5 Hz, horizon 80. :mod:`vla_envs.maniskill.variants` has the variants as data.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ def make_spec(
     """Describe a ManiSkill suite without importing ManiSkill.
 
     Args:
-        suite: a plate-25 variant such as ``"PutOnPlateInScene25Main-v3"``, several joined by ``+``, each if need be with
-            its object set as in ``"PutOnPlateInScene25Carrot-v1:test"``; ``"plate25-ood"``, which is Main in training and
-            the 13 variants in test; or a task of ManiSkill, such as ``"PickCube-v1"``.
+        suite: a plate-25 variant such as ``"PutOnPlateInScene25Main-v3"``, several joined by ``+``, each if need be
+            with its object set as in ``"PutOnPlateInScene25Carrot-v1:test"``; ``"plate25-ood"``, which is Main in
+            training and the 13 variants in test; or a task of ManiSkill, such as ``"PickCube-v1"``.
         object_set: of plate-25 variants that do not name theirs: ``"train"``, ``"test"`` or ``"all"``.
-        only: keep to some values of plate-25's factors, by number: ``{"object": [0, 4], "table": [0]}``. The factors are
-            ``object``, ``plate``, ``extra``, ``table``, ``position`` and ``yaw``.
+        only: keep to some values of plate-25's factors, by number: ``{"object": [0, 4], "table": [0]}``. The factors
+            are ``object``, ``plate``, ``extra``, ``table``, ``position`` and ``yaw``.
         image_size: pixels of a side, or ``(height, width)``; ``None`` for the benchmark's. Plate-25 is always drawn at
             480 x 640, then resized.
         max_episode_steps: horizon in primitive actions; ``None`` for the benchmark's.
         reward_type: of each state; with ``relative_reward`` an environment pays its changes. Plate-25 has ``"staged"``
-            (default: 0.1 once held, 0.1 once held for five steps, 1 on the plate) and ``"success"`` (1 on the plate); a task
-            of ManiSkill has ``"success"`` (default) and ``"dense"`` (ManiSkill's own, at most 1).
+            (default: 0.1 once held, 0.1 once held for five steps, 1 on the plate) and ``"success"`` (1 on the plate); a
+            task of ManiSkill has ``"success"`` (default) and ``"dense"`` (ManiSkill's own, at most 1).
         assets: folder of plate-25's assets; ``None`` looks for it, see :func:`vla_envs.maniskill.assets.find_assets`.
 
     Raises:
@@ -182,7 +182,7 @@ def _cases_of(suite: str, object_set: str) -> tuple[Case, ...]:
     for part in suite.split("+"):
         name, _, own = part.partition(":")
         if name not in VARIANTS:
-            raise unknown_name("ManiSkill suite or task", name, suites(), example="maniskill/PutOnPlateInScene25Main-v3")
+            raise unknown_name("ManiSkill suite or task", name, suites(), example="maniskill/PickCube-v1")
         cases.append(make_case(name, own or object_set))
     if len(set(cases)) != len(cases):
         raise ValueError(f"ManiSkill suite {suite!r} names a variant twice; name each once")

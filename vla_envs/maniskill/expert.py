@@ -126,7 +126,7 @@ class Expert:
         return self._shape @ matrix[:3, :3].T + matrix[:3, 3]
 
     def _best_grasp(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where to put the finger tips, and the axis to close along: narrow there, near the middle, with little turning."""
+        """Where to put the finger tips, and the axis to close along: it fits, near the middle, without much turning."""
         middle, top = points.mean(0), points[:, 2].max()
         tip = max(_TABLE + 0.004, min(middle[2] - 0.012, top - 0.015), top - _REACH)
         band = points[(points[:, 2] > tip) & (points[:, 2] < tip + 0.03)]

@@ -45,9 +45,9 @@ _GRASP_STEPS = 5  # that count as holding on
 class PutOnPlate(BaseEnv):
     """Robot, table, objects and plates of one or more variants.
 
-    Observations are ManiSkill's, with the photograph of the episode's table behind robot and objects. ``reset`` takes in
-    ``options`` the ``episode_id`` (and ``case``, where there are several) of each world that is reset, a number or one for
-    each; without it one is drawn from the seed. ``reward_mode="dense"`` is the staged reward, in every state:
+    Observations are ManiSkill's, with the photograph of the episode's table behind robot and objects. ``reset`` takes
+    in ``options`` the ``episode_id`` (and ``case``, where there are several) of each world that is reset, a number or
+    one for each; without it one is drawn from the seed. ``reward_mode="dense"`` is the staged reward, in every state:
     0.1 once the object was held, 0.1 once it was held for five steps in a row, 1 if it is on the plate and was held.
     ``"sparse"`` is 1 in every state in which it is on the plate.
 
@@ -80,14 +80,15 @@ class PutOnPlate(BaseEnv):
         self.cases: tuple[Case, ...] = tuple(make_case(*pair) for pair in cases or [(variant, object_set)])
         if num_envs > 1 and (sim_backend in ("cpu", "physx_cpu") or not torch.cuda.is_available()):
             raise ValueError(
-                f"num_envs={num_envs} in one process needs CUDA: ManiSkill simulates one world per process on a CPU. Type "
-                f'make_env("maniskill/{self.cases[0].variant.id}", num_envs={num_envs}), which starts processes'
+                f"num_envs={num_envs} in one process needs CUDA: on a CPU ManiSkill simulates one world per process. "
+                f'Type make_env("maniskill/{self.cases[0].variant.id}", num_envs={num_envs}), which starts processes'
             )
         self._folder = find_assets(assets)
         self.configurations: list[Configuration] = []  # of the running episodes
         self.episode_ids = np.full(num_envs, -1, np.int64)
         self._running: list[Case] = [self.cases[0]] * num_envs
-        robot = type("WidowX", (WidowX250SBridgeDatasetFlatTable,), {"urdf_path": str(self._folder / ROBOT / "wx250s.urdf")})
+        description = {"urdf_path": str(self._folder / ROBOT / "wx250s.urdf")}
+        robot = type("WidowX", (WidowX250SBridgeDatasetFlatTable,), description)
         super().__init__(*arguments, robot_uids=robot, num_envs=num_envs, sim_backend=sim_backend, **others)
 
     @property
@@ -107,7 +108,8 @@ class PutOnPlate(BaseEnv):
     def _load_scene(self, options: dict) -> None:
         for robot in self.agent.robot._objs:
             sapien_utils.set_articulation_render_material(robot, specular=0.9, roughness=0.3)
-        stage, upright = str(self._folder / SCENE / "stages" / "bridge_table_1_v1.glb"), sapien.Pose(q=[0.707, 0.707, 0, 0])
+        stage = str(self._folder / SCENE / "stages" / "bridge_table_1_v1.glb")
+        upright = sapien.Pose(q=[0.707, 0.707, 0, 0])
         builder = self.scene.create_actor_builder()
         builder.add_nonconvex_collision_from_file(stage, pose=upright)
         builder.add_visual_from_file(stage, pose=upright)

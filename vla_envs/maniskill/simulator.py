@@ -159,8 +159,9 @@ class BuiltInSimulator(ManiSkillSimulator):
 def episode_id_of(case: Case, trial_id: int, seed: int, only: Mapping[str, Sequence[int]]) -> int:
     """The benchmark's number of a trial.
 
-    The trials of a family, ``seed``, walk through all configurations in an order that looks random: each comes once, then
-    the walk starts again. So a group of runs of one trial shares its initial state, and the first trials are a fair sample.
+    The trials of a family, ``seed``, walk through all configurations in an order that looks random: each comes once,
+    then the walk starts again. So a group of runs of one trial shares its initial state, and the first trials are a
+    fair sample.
 
     Args:
         case: the variant and its object set.

@@ -2,8 +2,8 @@
 
 An *episode id* counts through all combinations of a variant and an object set, the last factor fastest: object, plate,
 extra, table, position, yaw. What the extra stands for (a texture, a template, a robot pose, a second object) is the
-variant's. Numbering, constants and instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789, RL4VLA; and
-RLinf), so that an episode id means the same there.
+variant's. Numbering, constants and instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789, RL4VLA;
+and RLinf), so that an episode id means the same there.
 """
 
 from __future__ import annotations
@@ -115,7 +115,11 @@ VARIANTS = {
         _variant(
             "MultiCarrot-v1",
             "Semantic",
-            {"object": _OBJECTS, "extra": {"train": range(15), "test": range(8), "all": range(24)}, "position": _TRIPLES},
+            {
+                "object": _OBJECTS,
+                "extra": {"train": range(15), "test": range(8), "all": range(24)},
+                "position": _TRIPLES,
+            },
             extra="object",
             layout="far object",
             heights=_THIRD,
@@ -272,8 +276,9 @@ def make_case(variant: str, object_set: str) -> Case:
 def places(layout: str) -> np.ndarray:
     """All allowed choices of places, ``[n, 3, 2]``: object, plate and third thing, m in the plane of the table.
 
-    ``"pair"`` has object and plate on a 6 x 6 grid, at least 7 cm apart. ``"pair and outer pair"`` adds pairs on the ring
-    around it. ``"far object"`` and ``"far plate"`` have a third place 15 cm from the object's, or from the plate's.
+    ``"pair"`` has object and plate on a 6 x 6 grid, at least 7 cm apart. ``"pair and outer pair"`` adds pairs on the
+    ring around it. ``"far object"`` and ``"far plate"`` have a third place 15 cm from the object's, or from the
+    plate's.
     """
     inner = _grid(range(6), range(6))
     if layout in ("pair", "pair and outer pair"):
@@ -306,9 +311,8 @@ def places(layout: str) -> np.ndarray:
 def joint_offsets() -> np.ndarray:
     """Robot poses of EEPose as offsets ``[14376, 8]`` to :data:`INITIAL_JOINTS`, rad; the first is none."""
     arm, wrist = (-0.15, -0.08, 0.0, 0.08, 0.15), (-0.6, -0.3, 0.0, 0.3, 0.6)
-    offsets = [np.zeros(8)]
-    offsets += [np.array([*angles, 0, 0]) for angles in product(*[arm] * 5, wrist) if abs(angles[1] + angles[2]) <= 0.25]
-    return np.stack(offsets)
+    poses = [angles for angles in product(*[arm] * 5, wrist) if abs(angles[1] + angles[2]) <= 0.25]
+    return np.array([np.zeros(8), *((*angles, 0, 0) for angles in poses)])
 
 
 def _grid(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:

@@ -1,13 +1,14 @@
 """The Vulkan driver that SAPIEN draws with. Decided before sapien is imported.
 
-Nothing of ManiSkill runs without one, not even tasks without images. A GPU brings its own. Elsewhere Mesa's lavapipe draws
-on the CPU; SAPIEN needs it in a newer version than Debian 12's own 22.3. ``python -m vla_envs.maniskill.vulkan`` fetches
-25.0 from Debian's backports into a folder of ours, where it changes nothing for other programs: upgrading Mesa for the
-whole machine would change MuJoCo's pixels too.
+Nothing of ManiSkill runs without one, not even tasks without images. A GPU brings its own. Elsewhere Mesa's lavapipe
+draws on the CPU; SAPIEN needs it in a newer version than Debian 12's own 22.3. ``python -m vla_envs.maniskill.vulkan``
+fetches 25.0 from Debian's backports into a folder of ours, where it changes nothing for other programs: upgrading Mesa
+for the whole machine would change MuJoCo's pixels too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -26,6 +27,8 @@ _DRIVER = "libvulkan_lvp.so"
 _MIRROR, _SUITE = "http://deb.debian.org/debian", "bookworm-backports"
 _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _PACKAGES = ("mesa-vulkan-drivers", "libdrm2", "libdrm-amdgpu1")
+# What the driver, sapien and OpenCV are linked against and a bare container lacks: packages of the distribution.
+_LINKED = {"libX11.so.6": "libx11-6", "libGL.so.1": "libgl1", "libglib-2.0.so.0": "libglib2.0-0"}
 _PROBE = """
 from vla_envs.maniskill.vulkan import choose_driver
 choose_driver()
@@ -141,18 +144,26 @@ def _download(folder: Path) -> list[Path]:
 
 def _missing_libraries() -> list[str]:
     lines = _run("ldd", str(FOLDER / _DRIVER)).splitlines()
-    return [line.split()[0] for line in lines if "not found" in line]
+    return [line.split()[0] for line in lines if "not found" in line] + [name for name in _LINKED if not _loads(name)]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _install_libraries(missing: list[str]) -> None:
     """The distribution's own package of the driver brings what both versions are linked against."""
-    command = ("apt-get", "install", "-y", "--no-install-recommends", _PACKAGES[0])
+    command = ("apt-get", "install", "-y", "--no-install-recommends", _PACKAGES[0], *_LINKED.values())
     if os.geteuid() != 0:
         raise VulkanError(f"the driver lacks {', '.join(missing)}. Type: sudo {' '.join(command)}")
     _run("apt-get", "update")
     _run(*command)
     if still := _missing_libraries():
-        raise VulkanError(f"the driver lacks {', '.join(still)}, which {_PACKAGES[0]} did not bring")
+        raise VulkanError(f"the driver lacks {', '.join(still)}, which {' '.join(command)} did not bring")
 
 
 def _run(*command: str, folder: Path | None = None) -> str:
@@ -164,9 +175,18 @@ def _run(*command: str, folder: Path | None = None) -> str:
         raise VulkanError(f"{' '.join(command)} failed: {error.stderr.strip()}") from error
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Fetch the driver if there is none that works."""
     try:
+        with contextlib.suppress(VulkanError):
+            print(f"nothing to do: SAPIEN draws with {check_driver()!r}")
+            return
         print(f"lavapipe is in {install_driver().parent}")
-        print(f"SAPIEN draws with: {check_driver()}")
+        _probe.cache_clear()
+        print(f"SAPIEN draws with {check_driver()!r}")
     except VulkanError as problem:
         sys.exit(str(problem))
+
+
+if __name__ == "__main__":
+    main()
