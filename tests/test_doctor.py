@@ -10,13 +10,16 @@ import pytest
 from vla_envs import list_envs
 from vla_envs.doctor import (
     check_assets,
-    check_libero_assets,
+    check_benchmark_assets,
     check_packages,
     check_renderers,
     check_simulator,
+    check_vulkan,
     run_probe,
 )
+from vla_envs.libero import package
 from vla_envs.libero.package import _ARENAS, _FOLDERS
+from vla_envs.maniskill import vulkan
 
 
 def report(*arguments, **environment):
@@ -32,7 +35,8 @@ def report(*arguments, **environment):
 def test_report_of_a_working_machine():
     pytest.importorskip("metaworld", reason="needs Meta-World: pip install 'vla-torchrl[metaworld]'")
     done = report("--all")
-    assert done.returncode == 0, done.stdout
+    can_draw = not any(line.split()[:2] == ["broken", "Vulkan"] for line in done.stdout.splitlines())
+    assert done.returncode == (0 if can_draw else 1), done.stdout
     assert "Usable now: metaworld" in done.stdout
     assert set(list_envs()) <= set(done.stdout.split())
 
@@ -44,7 +48,15 @@ def test_no_renderer_means_not_usable_and_says_what_to_type():
     broken = next(index for index, line in enumerate(lines) if "MUJOCO_GL=osmesa" in line)
     assert lines[broken].split()[0] == "broken" and "in use" in lines[broken]
     assert "->" in lines[broken + 1] and "libosmesa6" in lines[broken + 1]
-    assert done.returncode == 1 and "Usable now: nothing yet" in done.stdout
+    assert done.returncode == 1 and not {"metaworld,", "metaworld", "libero,"} & set(lines[-1].split())
+
+
+def test_a_vulkan_driver_that_does_not_work_says_what_to_type(monkeypatch):
+    pytest.importorskip("sapien", reason="ManiSkill is not installed: pip install 'vla-torchrl[maniskill]'")
+    monkeypatch.setattr(vulkan, "_probe", lambda: (False, "RuntimeError: vk: ErrorIncompatibleDriver"))
+    found = check_vulkan()
+    assert found.status == "broken" and "no Vulkan driver" in found.detail
+    assert found.remedy.startswith("python -m vla_envs.maniskill.vulkan")
 
 
 def test_a_working_renderer_is_really_drawn_with(monkeypatch):
@@ -106,10 +118,10 @@ def test_libero_assets(monkeypatch, tmp_path):
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr("vla_envs.libero.package.find_spec", lambda name: None)
-    found = check_libero_assets()
+    found = check_benchmark_assets("LIBERO", package)
     assert found.status == "missing" and found.remedy.startswith("hf download lerobot/libero-assets")
     for name in (*_ARENAS, *_FOLDERS):
         (tmp_path / "libero" / "assets" / name).mkdir(parents=True)
-    assert check_libero_assets().status == "ok"
+    assert check_benchmark_assets("LIBERO", package).status == "ok"
     (tmp_path / "libero" / "assets" / "MANIFEST.md").write_text("stand-ins")
-    assert "stand-ins" in check_libero_assets().detail
+    assert "stand-ins" in check_benchmark_assets("LIBERO", package).detail

@@ -18,18 +18,26 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
 from vla_envs.graphics import egl_devices
-from vla_envs.libero.package import describe_assets, find_assets
+from vla_envs.libero import package as libero
+from vla_envs.maniskill import assets as maniskill
+from vla_envs.maniskill import vulkan
 from vla_envs.registry import BENCHMARKS, list_envs
 
 DISTRIBUTION = "vla-torchrl"
 SYSTEM_PACKAGES = ("libegl1", "libegl-mesa0", "libgl1-mesa-dri", "libosmesa6")
 APT_INSTALL = f"sudo apt-get update && sudo apt-get install -y {' '.join(SYSTEM_PACKAGES)}"
 _WITHOUT_DEPENDENCIES = {"libero": ("hf-libero==0.1.4",)}  # what is not in an extra, because it asks for too much
-_IMPORTS = {"libero": "from vla_envs.libero import package; package.check_versions(); package.import_libero()"}
+_MODULES = {"maniskill": "mani_skill"}  # where a benchmark's package is not called as the benchmark
+_IMPORTS = {
+    "libero": "from vla_envs.libero import package; package.check_versions(); package.import_libero()",
+    "maniskill": "from vla_envs.maniskill.vulkan import choose_driver; choose_driver(); import mani_skill.envs",
+}
+_ON_MUJOCO = ("metaworld", "libero")
 PROBE_TIMEOUT = 120.0  # seconds; a first import compiles byte code on what may be a slow network disk
 
 # Renders a red ball with MuJoCo and says what drew it. A black frame counts as broken.
@@ -162,24 +170,42 @@ def check_simulator(benchmark: str) -> list[Finding]:
     """Check the packages of a benchmark; the last finding is whether its simulator can be imported."""
     packages = [*check_packages(extra=benchmark), *check_packages(_WITHOUT_DEPENDENCIES.get(benchmark, ()))]
     # Without a renderer, whose faults have lines of their own.
-    ok, detail = run_probe(_IMPORTS.get(benchmark, f"import {benchmark}"), {"MUJOCO_GL": "off"})
+    module = _MODULES.get(benchmark, benchmark)
+    ok, detail = run_probe(_IMPORTS.get(benchmark, f"import {module}"), {"MUJOCO_GL": "off"})
     if ok:
-        imported = Finding("ok", f"import {benchmark}", "works")
+        imported = Finding("ok", f"import {module}", "works")
     else:
-        status = "missing" if f"No module named '{benchmark}'" in detail else "broken"
+        status = "missing" if f"No module named '{module}'" in detail else "broken"
         remedy = f"pip install '{DISTRIBUTION}[{benchmark}]'"
-        imported = Finding(status, f"import {benchmark}", detail, remedy)
+        imported = Finding(status, f"import {module}", detail, remedy)
     return [*packages, imported]
 
 
-def check_libero_assets() -> Finding:
-    """Look for LIBERO's meshes and textures."""
+def check_vulkan() -> Finding:
+    """Open the device that ManiSkill would draw with."""
+    if find_spec("sapien") is None:
+        return Finding("missing", "Vulkan", "sapien is not installed", f"pip install '{DISTRIBUTION}[maniskill]'")
     try:
-        folder = find_assets()
+        return Finding("ok", "Vulkan", f"SAPIEN draws with {vulkan.check_driver()!r}")
+    except vulkan.VulkanError as error:
+        detail, _, remedy = str(error).partition(" Type: ")
+        return Finding("broken", "Vulkan", detail, remedy)
+
+
+def check_benchmark_assets(title: str, package: Any) -> Finding:
+    """Look for a benchmark's meshes and textures.
+
+    Args:
+        title: the benchmark's name.
+        package: the module that knows where they may be: ``find_assets()`` and ``describe_assets()``.
+    """
+    try:
+        folder = package.find_assets()
     except FileNotFoundError as error:
+        where = [line.strip() for line in str(error).splitlines()[1:-1]]
         remedy = str(error).splitlines()[-1].strip().removeprefix("Type: ")
-        return Finding("missing", "LIBERO's assets", "in none of the places where they may be", remedy)
-    return Finding("ok", "LIBERO's assets", "; ".join([str(folder), *describe_assets()]))
+        return Finding("missing", f"{title}'s assets", "; ".join(where), remedy)
+    return Finding("ok", f"{title}'s assets", "; ".join([str(folder), *package.describe_assets()]))
 
 
 def check_assets() -> Finding:
@@ -215,7 +241,7 @@ def diagnose(all_names: bool = False) -> int:
         all_names: print every environment name instead of a summary.
 
     Returns:
-        0 if at least one simulator can be used as things are, else 1.
+        0 if a simulator can be used as things are, and all that are installed can draw; else 1.
     """
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     print(f"{DISTRIBUTION} on Python {platform.python_version()}, {system}")
@@ -223,24 +249,28 @@ def diagnose(all_names: bool = False) -> int:
     print("\n".join([f"  {name}" for name in list_envs()] if all_names else describe_environments()))
     with ThreadPoolExecutor() as threads:
         renderers = threads.submit(check_renderers)
+        vulkan_driver = threads.submit(check_vulkan)
         simulators = {benchmark: threads.submit(check_simulator, benchmark) for benchmark in BENCHMARKS}
-    libero_assets = check_libero_assets()
+    assets = {
+        "libero": check_benchmark_assets("LIBERO", libero),
+        "maniskill": check_benchmark_assets("Plate-25", maniskill),
+    }
     sections = {
         "Packages": check_packages(),
         **{f"Simulator {benchmark}": found.result() for benchmark, found in simulators.items()},
-        "Rendering": renderers.result(),
-        "Assets": [check_assets(), libero_assets],
+        "Rendering": [*renderers.result(), vulkan_driver.result()],
+        "Assets": [check_assets(), *assets.values()],
     }
     _print_sections(sections)
-    can_render = renderers.result()[0].status == "ok"
-    lacking = {"libero"} if libero_assets.status != "ok" else set()
-    usable = [
-        name
-        for name, found in simulators.items()
-        if can_render and found.result()[-1].status == "ok" and name not in lacking
-    ]
-    print("\nUsable now:", ", ".join(usable) or "nothing yet, see the lines that begin with ->")
-    return 0 if usable else 1
+    drawing = {name: renderers.result()[0] if name in _ON_MUJOCO else vulkan_driver.result() for name in BENCHMARKS}
+    installed = [name for name, found in simulators.items() if found.result()[-1].status == "ok"]
+    blind = [name for name in installed if drawing[name].status != "ok"]
+    without_assets = {name for name, finding in assets.items() if finding.status != "ok"}
+    usable = [name for name in installed if name not in blind and name not in without_assets - {"maniskill"}]
+    notes = {"maniskill": "maniskill (its own tasks, not plate-25)"} if "maniskill" in without_assets else {}
+    shown = ", ".join(notes.get(name, name) for name in usable)
+    print("\nUsable now:", shown or "nothing yet, see the lines that begin with ->")
+    return 0 if usable and not blind else 1
 
 
 def _print_sections(sections: Mapping[str, list[Finding]]) -> None:

@@ -31,8 +31,9 @@ from vla_envs.registry import list_envs, make_spec
 from vla_envs.simulator import Episode, Simulator
 
 NAMESPACE = "vla"
-_TITLES = {"metaworld": "MetaWorld", "libero": "LIBERO"}  # benchmark -> its name in an id
-_CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " "
+_TITLES = {"metaworld": "MetaWorld", "libero": "LIBERO", "maniskill": "ManiSkill"}  # benchmark -> its name in an id
+_CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " ’"
+_MAX_INSTRUCTION = 256  # characters; an instruction may be longer than its pattern
 _MAX_SEED = 2**31
 
 
@@ -113,9 +114,7 @@ class SimulatorEnv(gymnasium.Env):
         entries = {
             keys.IMAGES: spaces.Box(0, 255, (*spec.image_shape, 3), np.uint8),
             keys.STATES: spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32),
-            keys.TASK_DESCRIPTIONS: InstructionSpace(
-                max(len(task.instruction) for task in spec.tasks), charset=_CHARACTERS
-            ),
+            keys.TASK_DESCRIPTIONS: InstructionSpace(_MAX_INSTRUCTION, charset=_CHARACTERS),
         }
         if spec.wrist_image_shape is not None:
             entries[keys.WRIST_IMAGES] = spaces.Box(0, 255, (*spec.wrist_image_shape, 3), np.uint8)

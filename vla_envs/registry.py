@@ -9,7 +9,7 @@ from vla_envs.errors import unknown_name
 from vla_envs.simulator import SimulatorSpec
 
 # A benchmark's module offers make_spec(suite, **options) and suites(), without importing its simulator.
-BENCHMARKS = {"metaworld": "vla_envs.metaworld", "libero": "vla_envs.libero"}
+BENCHMARKS = {"metaworld": "vla_envs.metaworld", "libero": "vla_envs.libero", "maniskill": "vla_envs.maniskill"}
 
 
 def list_envs() -> list[str]:

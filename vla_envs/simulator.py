@@ -82,7 +82,7 @@ class Task:
 
     Attributes:
         name: the benchmark's own name, such as ``"reach-v3"``.
-        instruction: the sentence the policy is given.
+        instruction: the sentence the policy is given, or its pattern where it differs between episodes.
         group: the benchmark's difficulty or suite group, for tables by group; may be empty.
     """
 

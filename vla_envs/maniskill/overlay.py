@@ -1,0 +1,119 @@
+"""What is seen behind robot and objects: a photograph of a table, by segmentation, and textures mixed in.
+
+Everything is torch on batches, on the device that the frames were drawn on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import imageio.v3 as imageio
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vla_envs.maniskill.assets import model_table
+
+HEIGHT, WIDTH = 480, 640  # of the benchmark's camera and photographs
+
+
+class Overlay:
+    """Photographs, textures and how strongly each texture is mixed in, by their numbers.
+
+    Args:
+        folder: of the assets.
+        device: of the frames.
+        foreground: numbers of the segmentation that are left as they were drawn: robot and objects.
+        with_textures: load textures too; a texture counts by its entry's ``mix``, which is 0 for the first.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, foreground: list[int], with_textures: bool):
+        entries = model_table(folder, "table")
+        self._tables = _stack([entry["folder"] / "imgs" / entry["file"] for entry in entries]).to(device)
+        textures = [entry["folder"] / "textures" / entry["texture"] for entry in entries]
+        self._textures = _stack(textures).to(device) if with_textures else None
+        self._mix = [float(entry["mix"]) for entry in entries]
+        self._is_foreground = torch.zeros(2**15, dtype=torch.bool, device=device)
+        self._is_foreground[foreground] = True
+
+    def photograph(self, table: int) -> Tensor:
+        """The photograph of a table, uint8 ``[480, 640, 3]``."""
+        return self._tables[table]
+
+    def foreground(self, segmentation: Tensor) -> Tensor:
+        """Where robot and objects are, bool ``[N, 480, 640]``, from int16 ``[N, 480, 640, 1]``."""
+        return self._is_foreground[segmentation[..., 0].long()]
+
+    def compose(self, frames: Tensor, segmentation: Tensor, tables: list[int]) -> Tensor:
+        """Frames with photographs behind them.
+
+        Args:
+            frames: uint8 ``[N, 480, 640, 3]``.
+            segmentation: int16 ``[N, 480, 640, 1]``.
+            tables: the photograph of each.
+        """
+        chosen = self._tables[torch.tensor(tables, device=frames.device)]
+        return torch.where(self.foreground(segmentation)[..., None], frames, chosen)
+
+    def perturb(self, frame: Tensor, foreground: Tensor, texture: int, strength: float, everywhere: bool) -> Tensor:
+        """Mix a texture into one picture.
+
+        Over robot and objects the texture is stretched to the smallest rectangle around them. Over the whole picture, a
+        picture-sized part of the texture at double size is taken; the middle of that rectangle says which.
+
+        Args:
+            frame: uint8 ``[480, 640, 3]``, with its background.
+            foreground: bool ``[480, 640]``.
+            texture: its number.
+            strength: share of the texture, for an entry whose ``mix`` is 1.
+            everywhere: into the whole picture.
+        """
+        share = self._mix[texture] * strength
+        left, top, right, bottom = _rectangle(foreground)
+        picture, image = frame.float(), self._textures[texture].float()
+        if everywhere:
+            down = min(max((top + bottom) // 2, 1), HEIGHT - 1)
+            along = min(max((left + right) // 2, 1), WIDTH - 1)
+            part = _resized(image, 2 * HEIGHT, 2 * WIDTH)[down : down + HEIGHT, along : along + WIDTH]
+            mixed = picture * (1 - share) + part * share
+        else:
+            inside = slice(top, bottom + 1), slice(left, right + 1)
+            part = _resized(image, bottom + 1 - top, right + 1 - left)
+            mixed = picture.clone()
+            blended = picture[inside] * (1 - share) + part * share
+            mixed[inside] = torch.where(foreground[inside][..., None], blended, picture[inside])
+        return mixed.clamp(0, 255).to(torch.uint8)
+
+
+def resize(frames: Tensor, height: int, width: int) -> Tensor:
+    """uint8 ``[N, h, w, 3]`` to ``[N, height, width, 3]``, bilinear with antialiasing."""
+    if tuple(frames.shape[1:3]) == (height, width):
+        return frames
+    floats = frames.permute(0, 3, 1, 2).float()
+    smaller = F.interpolate(floats, (height, width), mode="bilinear", antialias=True, align_corners=False)
+    return smaller.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def _stack(paths: list[Path]) -> Tensor:
+    """Pictures of 480 x 640, without their transparency."""
+    pictures = [torch.from_numpy(imageio.imread(path)[..., :3].copy()) for path in paths]
+    for path, picture in zip(paths, pictures, strict=True):
+        if tuple(picture.shape) != (HEIGHT, WIDTH, 3):
+            raise RuntimeError(
+                f"{path} has {picture.shape[0]} x {picture.shape[1]} pixels, not {HEIGHT} x {WIDTH}: it is not the "
+                "benchmark's; download the assets again"
+            )
+    return torch.stack(pictures)
+
+
+def _rectangle(mask: Tensor) -> tuple[int, int, int, int]:
+    """Left, top, right, bottom of what is true; a single corner if nothing is."""
+    rows, columns = mask.any(1).nonzero().view(-1), mask.any(0).nonzero().view(-1)
+    if not len(rows):
+        return 0, 0, 0, 0
+    return int(columns[0]), int(rows[0]), int(columns[-1]), int(rows[-1])
+
+
+def _resized(image: Tensor, height: int, width: int) -> Tensor:
+    resized = F.interpolate(image.permute(2, 0, 1)[None], (height, width), mode="bilinear", align_corners=False)
+    return resized[0].permute(1, 2, 0)

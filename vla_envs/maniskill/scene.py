@@ -1,0 +1,356 @@
+"""The plate-25 scene as a ManiSkill task: a WidowX arm has to put an object on a plate.
+
+One class for all variants (:mod:`vla_envs.maniskill.variants`), batched as ManiSkill's tasks are. Importing this module
+registers every variant with ManiSkill and with Gymnasium:
+
+    >>> import gymnasium, vla_envs.maniskill.scene
+    >>> env = gymnasium.make("PutOnPlateInScene25Main-v3", object_set="train")  # doctest: +SKIP
+    >>> observation, info = env.reset(options={"episode_id": 1234})  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import sapien
+import torch
+from mani_skill.envs.sapien_env import BaseEnv
+from mani_skill.envs.tasks.digital_twins.bridge_dataset_eval.base_env import WidowX250SBridgeDatasetFlatTable
+from mani_skill.sensors.camera import CameraConfig
+from mani_skill.utils import sapien_utils
+from mani_skill.utils.geometry.rotation_conversions import quaternion_to_matrix
+from mani_skill.utils.registration import register_env
+from mani_skill.utils.structs.actor import Actor
+from mani_skill.utils.structs.pose import Pose
+from mani_skill.utils.structs.types import SimConfig
+from sapien.physx import PhysxMaterial
+from torch import Tensor
+
+from vla_envs.maniskill.assets import ROBOT, SCENE, find_assets, instruction, model_table, visual_file
+from vla_envs.maniskill.overlay import Overlay
+from vla_envs.maniskill.variants import MOVE_STEP, TEMPLATES, VARIANTS, Case, Configuration, make_case
+
+MAX_EPISODE_STEPS = 80
+CAMERA = "3rd_view_camera"
+_ROBOT_POSE = sapien.Pose([0.147, 0.028, 0.870], [0, 0, 0, 1])  # turned by 180 degrees about the vertical
+_STAGE_POSE = sapien.Pose([2.0634, 2.8313, 0.0])
+_PARKED = {"object": 1.0, "plate": 2.0}  # x of what is not on the table, m; out of sight, behind the robot
+_PLATE_ROTATION = (1.0, 0.0, 0.0, 0.0)
+_XY_SLACK, _Z_SLACK, _MINIMUM_FORCE = 0.01, 0.05, 0.03  # m, m, N
+_GRASP_STEPS = 5  # that count as holding on
+
+
+class PutOnPlate(BaseEnv):
+    """Robot, table, objects and plates of one or more variants.
+
+    Observations are ManiSkill's, with the photograph of the episode's table behind robot and objects. ``reset`` takes
+    in ``options`` the ``episode_id`` (and ``case``, where there are several) of each world that is reset, a number or
+    one for each; without it one is drawn from the seed. ``reward_mode="dense"`` is the staged reward, in every state:
+    0.1 once the object was held, 0.1 once it was held for five steps in a row, 1 if it is on the plate and was held.
+    ``"sparse"`` is 1 in every state in which it is on the plate.
+
+    Args:
+        variant: such as ``"PutOnPlateInScene25Main-v3"``.
+        object_set: ``"train"``, ``"test"`` or ``"all"``: which of the variant's values are drawn from.
+        cases: several of such pairs instead; a batch may mix them.
+        assets: folder of the assets; looked for if ``None``.
+        **arguments: of ManiSkill's ``BaseEnv``.
+
+    Raises:
+        FileNotFoundError: there are no assets.
+        ValueError: an unknown variant or object set, an episode id out of range, or several worlds without CUDA.
+    """
+
+    SUPPORTED_OBS_MODES = ["rgb+segmentation"]
+    SUPPORTED_REWARD_MODES = ["dense", "sparse", "none"]
+
+    def __init__(
+        self,
+        *arguments: Any,
+        variant: str = "PutOnPlateInScene25Main-v3",
+        object_set: str = "train",
+        cases: Sequence[tuple[str, str]] = (),
+        assets: str | None = None,
+        num_envs: int = 1,
+        sim_backend: str = "auto",
+        **others: Any,
+    ):
+        self.cases: tuple[Case, ...] = tuple(make_case(*pair) for pair in cases or [(variant, object_set)])
+        if num_envs > 1 and (sim_backend in ("cpu", "physx_cpu") or not torch.cuda.is_available()):
+            raise ValueError(
+                f"num_envs={num_envs} in one process needs CUDA: on a CPU ManiSkill simulates one world per process. "
+                f'Type make_env("maniskill/{self.cases[0].variant.id}", num_envs={num_envs}), which starts processes'
+            )
+        self._folder = find_assets(assets)
+        self.configurations: list[Configuration] = []  # of the running episodes
+        self.episode_ids = np.full(num_envs, -1, np.int64)
+        self._running: list[Case] = [self.cases[0]] * num_envs
+        description = {"urdf_path": str(self._folder / ROBOT / "wx250s.urdf")}
+        robot = type("WidowX", (WidowX250SBridgeDatasetFlatTable,), description)
+        super().__init__(*arguments, robot_uids=robot, num_envs=num_envs, sim_backend=sim_backend, **others)
+
+    @property
+    def _default_sim_config(self) -> SimConfig:
+        return SimConfig(sim_freq=500, control_freq=5, spacing=20)
+
+    @property
+    def _default_human_render_camera_configs(self) -> CameraConfig:
+        pose = sapien_utils.look_at([-0.55, 0.45, 1.35], [-0.1, 0.0, 0.9])
+        return CameraConfig("render_camera", pose=pose, width=512, height=512, fov=1.0, near=0.01, far=100)
+
+    # ---- building
+
+    def _load_agent(self, options: dict) -> None:
+        super()._load_agent(options, _ROBOT_POSE)
+
+    def _load_scene(self, options: dict) -> None:
+        for robot in self.agent.robot._objs:
+            sapien_utils.set_articulation_render_material(robot, specular=0.9, roughness=0.3)
+        stage = str(self._folder / SCENE / "stages" / "bridge_table_1_v1.glb")
+        upright = sapien.Pose(q=[0.707, 0.707, 0, 0])
+        builder = self.scene.create_actor_builder()
+        builder.add_nonconvex_collision_from_file(stage, pose=upright)
+        builder.add_visual_from_file(stage, pose=upright)
+        builder.initial_pose = _STAGE_POSE
+        builder.build_static(name="arena")
+        self._objects = self._load_models("object", {number for case in self.cases for number in case.objects})
+        self._plates = self._load_models("plate", {number for case in self.cases for number in case.plates})
+
+    def _load_models(self, kind: str, numbers: set[int]) -> dict[int, Actor]:
+        material = PhysxMaterial(static_friction=1.0, dynamic_friction=1.0, restitution=0.0)
+        actors = {}
+        for number in sorted(numbers):
+            entry = model_table(self._folder, kind)[number]
+            model, scale = entry["folder"] / entry["file"], [entry.get("scales", [1.0])[0]] * 3
+            builder = self.scene.create_actor_builder()
+            builder.add_multiple_convex_collisions_from_file(
+                str(model / "collision.obj"), scale=scale, material=material, density=entry.get("density", 1000)
+            )
+            builder.add_visual_from_file(str(visual_file(model)), scale=scale)
+            builder.initial_pose = sapien.Pose(_parking(kind, number))
+            actors[number] = builder.build(name=entry["file"])
+        return actors
+
+    def _load_lighting(self, options: dict) -> None:
+        self.scene.set_ambient_light([0.3, 0.3, 0.3])
+        self.scene.add_directional_light([0, 0, -1], [2.2, 2.2, 2.2])
+        self.scene.add_directional_light([-1, -0.5, -1], [0.7, 0.7, 0.7])
+        self.scene.add_directional_light([1, 1, -1], [0.7, 0.7, 0.7])
+
+    def _after_reconfigure(self, options: dict) -> None:
+        things = [actor._objs[0].per_scene_id for actor in (*self._objects.values(), *self._plates.values())]
+        links = [link._objs[0].entity.per_scene_id for link in self.agent.robot.get_links()]
+        textures = any(case.variant.texture_strength for case in self.cases)
+        device = torch.device("cuda") if self._render_device.is_cuda() else torch.device("cpu")
+        self.overlay = Overlay(self._folder, device, [*things, *links], textures)
+        self._sizes = {kind: self._model_sizes(kind) for kind in ("object", "plate")}
+        n, device = self.num_envs, self.device
+        self._object_number = torch.zeros(n, dtype=torch.long, device=device)
+        self._plate_number = torch.zeros(n, dtype=torch.long, device=device)
+        self._half_size = {kind: torch.zeros(n, 3, device=device) for kind in ("object", "plate")}
+        self._moves = torch.zeros(n, dtype=torch.bool, device=device)
+        self._evaluated_at = torch.full((n,), -1, dtype=torch.int32, device=device)
+        self._held_for = torch.zeros(n, dtype=torch.int32, device=device)
+        self._was_held = torch.zeros(n, dtype=torch.bool, device=device)
+        self._was_held_long = torch.zeros(n, dtype=torch.bool, device=device)
+        self.configurations = [self.cases[0].decode(0)] * n
+
+    def _model_sizes(self, kind: str) -> Tensor:
+        """Edges of each model's box, ``[n, 3]``, m."""
+        entries = model_table(self._folder, kind)
+        boxes = [np.subtract(entry["bbox"]["max"], entry["bbox"]["min"]) * entry["scales"][0] for entry in entries]
+        return torch.tensor(np.stack(boxes), dtype=torch.float32, device=self.device)
+
+    # ---- episodes
+
+    def _initialize_episode(self, env_idx: Tensor, options: dict) -> None:
+        rows = [int(row) for row in env_idx]
+        self._choose(rows, options)
+        chosen = [self.configurations[row] for row in rows]
+        self._object_number[env_idx] = self._numbers([configuration.object for configuration in chosen])
+        self._plate_number[env_idx] = self._numbers([configuration.plate for configuration in chosen])
+        self._moves[env_idx] = torch.tensor([configuration.moves for configuration in chosen], device=self.device)
+        for number, actor in self._objects.items():
+            actor.set_pose(self._poses("object", number, chosen))
+        for number, actor in self._plates.items():
+            actor.set_pose(self._poses("plate", number, chosen))
+        self.agent.robot.set_pose(_ROBOT_POSE)
+        joints = np.stack([configuration.joints for configuration in chosen])
+        self.agent.reset(init_qpos=torch.tensor(joints, dtype=torch.float32, device=self.device))
+        for kind, numbers in (("object", self._object_number), ("plate", self._plate_number)):
+            sizes = self._sizes[kind][numbers[env_idx]]
+            rotations = [_rotation(kind, configuration) for configuration in chosen]
+            self._half_size[kind][env_idx] = _box_around(sizes, torch.tensor(rotations, device=self.device)) / 2
+        self._evaluated_at[env_idx] = -1
+        self._held_for[env_idx] = 0
+        self._was_held[env_idx] = False
+        self._was_held_long[env_idx] = False
+
+    def _choose(self, rows: list[int], options: dict) -> None:
+        """Write down cases, episode ids and configurations of the rows that are reset."""
+        places = np.broadcast_to(_numpy(options.get("case", 0)), len(rows))
+        for row, place in zip(rows, places, strict=True):
+            self._running[row] = self.cases[place]
+        if "episode_id" in options:
+            ids = np.broadcast_to(_numpy(options["episode_id"]), len(rows))
+        else:
+            ids = [self._batched_episode_rng[row].randint(len(self._running[row]), dtype=np.int64) for row in rows]
+        for row, episode_id in zip(rows, ids, strict=True):
+            self.configurations[row] = self._running[row].decode(int(episode_id))
+            self.episode_ids[row] = episode_id
+
+    def _poses(self, kind: str, number: int, chosen: list[Configuration]) -> Pose:
+        """Where a model is at the start of each of some episodes: at its place, or parked."""
+        rows = []
+        for configuration in chosen:
+            places = configuration.places
+            first, third = _places_of(kind, configuration)
+            if number == first:
+                position = places[0 if kind == "object" else 1]
+            elif number == third:
+                position = places[2]
+            else:
+                rows.append((*_parking(kind, number), 0, 0, 0, 1))
+                continue
+            rows.append((*position, *_rotation(kind, configuration)))
+        return Pose.create(torch.tensor(rows, dtype=torch.float32, device=self.device))
+
+    def _numbers(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+    # ---- what has been achieved
+
+    def evaluate(self) -> dict[str, Tensor]:
+        """Success, and what the staged reward is made of, bool ``[N]`` each.
+
+        It may be called any number of times: what accumulates over an episode does so once per step.
+        """
+        fresh = self._evaluated_at != self._elapsed_steps
+        self._evaluated_at = self._elapsed_steps.clone()
+        self._move(fresh & self._moves & (self._elapsed_steps == MOVE_STEP))
+        held = self._is_held()
+        self._held_for = torch.where(fresh, (self._held_for + 1) * held, self._held_for)
+        self._was_held = self._was_held | held
+        self._was_held_long = self._was_held_long | (self._held_for >= _GRASP_STEPS)
+        return {
+            "is_src_obj_grasped": self._was_held.clone(),
+            "consecutive_grasp": self._was_held_long.clone(),
+            "success": self._is_on_plate(),
+        }
+
+    def compute_dense_reward(self, obs: Any, action: Tensor, info: dict[str, Tensor]) -> Tensor:
+        """The staged reward of a state, float32 ``[N]``; RLinf trains on its changes (``relative_reward``)."""
+        held, held_long = info["is_src_obj_grasped"], info["consecutive_grasp"]
+        return 0.1 * held + 0.1 * held_long + 1.0 * (info["success"] & held)
+
+    def _move(self, due: Tensor) -> None:
+        """Put the object of some worlds at its third place; each has its own clock."""
+        if not due.any():
+            return
+        for number, actor in self._objects.items():
+            rows = (due & (self._object_number == number)).nonzero().view(-1).tolist()
+            if rows:
+                poses = actor.pose.raw_pose.clone()
+                for row in rows:
+                    configuration = self.configurations[row]
+                    pose = (*configuration.places[2], *_rotation("object", configuration))
+                    poses[row] = torch.tensor(pose, dtype=poses.dtype, device=poses.device)
+                actor.set_pose(Pose.create(poses))
+        if self.gpu_sim_enabled:
+            self.scene._gpu_apply_all()
+            self.scene._gpu_fetch_all()
+
+    def _is_held(self) -> Tensor:
+        held = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        for number in self._object_number.unique().tolist():
+            mine = self._object_number == number
+            held = torch.where(mine, self.agent.is_grasping(self._objects[number]), held)
+        return held
+
+    def _is_on_plate(self) -> Tensor:
+        """Above the plate and near it, and pressing on it."""
+        offset = self.object_positions() - self.plate_positions()
+        half_object, half_plate = self._half_size["object"], self._half_size["plate"]
+        near = offset[:, :2].norm(dim=1) <= half_plate.amax(1) + _XY_SLACK
+        gap = offset[:, 2] - half_plate[:, 2] - half_object[:, 2]
+        return near & (offset[:, 2] > 0) & (gap <= _Z_SLACK) & (self._force_on_plate() > _MINIMUM_FORCE)
+
+    def _force_on_plate(self) -> Tensor:
+        force = torch.zeros(self.num_envs, device=self.device)
+        pairs = torch.stack([self._object_number, self._plate_number], dim=1)
+        for number, plate in pairs.unique(dim=0).tolist():
+            mine = (self._object_number == number) & (self._plate_number == plate)
+            between = self.scene.get_pairwise_contact_forces(self._objects[number], self._plates[plate]).norm(dim=1)
+            force = torch.where(mine, between, force)
+        return force
+
+    def object_positions(self) -> Tensor:
+        """Of each world's object, ``[N, 3]``, m."""
+        return self._positions(self._objects, self._object_number)
+
+    def plate_positions(self) -> Tensor:
+        """Of each world's plate, ``[N, 3]``, m."""
+        return self._positions(self._plates, self._plate_number)
+
+    def _positions(self, actors: dict[int, Actor], numbers: Tensor) -> Tensor:
+        found = torch.zeros(self.num_envs, 3, device=self.device)
+        for number in numbers.unique().tolist():
+            found = torch.where((numbers == number)[:, None], actors[number].pose.p, found)
+        return found
+
+    # ---- what is seen
+
+    def get_language_instruction(self) -> list[str]:
+        """The instruction of each world."""
+        return [
+            instruction(self._folder, TEMPLATES[now.template], now.object, now.plate) for now in self.configurations
+        ]
+
+    def _get_obs_sensor_data(self, apply_texture_transforms: bool = True) -> dict:
+        seen = super()._get_obs_sensor_data(apply_texture_transforms)
+        camera = seen[CAMERA]
+        camera["rgb"] = self._with_background(camera["rgb"], camera["segmentation"])
+        return seen
+
+    def _with_background(self, frames: Tensor, segmentation: Tensor) -> Tensor:
+        pictures = self.overlay.compose(frames, segmentation, [now.table for now in self.configurations])
+        for row, (case, now) in enumerate(zip(self._running, self.configurations, strict=True)):
+            if now.texture is not None:
+                variant, foreground = case.variant, self.overlay.foreground(segmentation[row : row + 1])[0]
+                pictures[row] = self.overlay.perturb(
+                    pictures[row], foreground, now.texture, variant.texture_strength, variant.texture_everywhere
+                )
+        return pictures
+
+
+def _parking(kind: str, number: int) -> tuple[float, float, float]:
+    return _PARKED[kind], 0.3 * number, 1.0
+
+
+def _places_of(kind: str, configuration: Configuration) -> tuple[int, int | None]:
+    """Numbers of the models of a kind that lie on the table: the one that matters, and a second one."""
+    if kind == "object":
+        return configuration.object, configuration.other_object
+    return configuration.plate, configuration.other_plate
+
+
+def _rotation(kind: str, configuration: Configuration) -> tuple[float, float, float, float]:
+    """Quaternion ``w, x, y, z``: objects are turned about the vertical, plates are not."""
+    if kind == "plate":
+        return _PLATE_ROTATION
+    return float(np.cos(configuration.yaw / 2)), 0.0, 0.0, float(np.sin(configuration.yaw / 2))
+
+
+def _box_around(sizes: Tensor, rotations: Tensor) -> Tensor:
+    """Edges ``[N, 3]`` of the upright box around a turned one: ``|R| s``, with the signs of its corners taken out."""
+    return (quaternion_to_matrix(rotations.float()).abs() @ sizes[..., None])[..., 0]
+
+
+def _numpy(value: Any) -> np.ndarray:
+    return np.asarray(value.cpu() if isinstance(value, Tensor) else value, np.int64)
+
+
+for _id in VARIANTS:
+    register_env(_id, max_episode_steps=MAX_EPISODE_STEPS, variant=_id)(PutOnPlate)

@@ -1,0 +1,205 @@
+"""One world of ManiSkill behind the :class:`~vla_envs.simulator.Simulator` protocol, on the CPU's physics."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vla_envs.maniskill.assets import find_assets
+from vla_envs.maniskill.variants import FACTORS, Case, make_case
+from vla_envs.maniskill.vulkan import check_driver, choose_driver, has_gpu
+from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
+
+if TYPE_CHECKING:
+    from vla_envs.maniskill.expert import Expert
+
+INSTALL = "pip install -c constraints.txt 'vla-torchrl[maniskill]'"
+_PANDA_CONTROL = "pd_ee_delta_pose"
+_ROUNDS = 4  # of a Feistel network: enough to look random
+
+
+class ManiSkillSimulator:
+    """What all tasks have in common. ManiSkill draws a frame in each step and reset; here only ``observe`` does."""
+
+    def __init__(self, spec: SimulatorSpec):
+        self.spec = spec
+        _check_installed()
+        choose_driver()
+        self._world = self._build()
+        self._world._obs_mode = "none"
+        self._task_id = 0
+
+    @staticmethod
+    def check(spec: SimulatorSpec) -> None:
+        """Raise what making a simulator would raise, before any worker is started."""
+        _check_installed()
+        check_driver()
+
+    def reset(self, episode: Episode) -> None:
+        raise NotImplementedError
+
+    def step(self, action: np.ndarray) -> Outcome:
+        _, reward, _, _, info = self._world.step(np.asarray(action, np.float32)[None])
+        return Outcome(reward=float(reward), success=bool(info["success"]))
+
+    def observe(self) -> Observation:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._world.close()
+
+    def _build(self) -> Any:
+        raise NotImplementedError
+
+    def _joints(self) -> np.ndarray:
+        return self._world.agent.robot.get_qpos()[0].numpy().astype(np.float32)
+
+
+class PlateSimulator(ManiSkillSimulator):
+    """A world of plate-25. Its states are the robot's eight joint positions: six of the arm (rad), two fingers (m)."""
+
+    _expert: Expert | None = None
+
+    @staticmethod
+    def check(spec: SimulatorSpec) -> None:
+        find_assets(spec.options["assets"])
+        ManiSkillSimulator.check(spec)
+
+    def reset(self, episode: Episode) -> None:
+        """Start the configuration that :func:`episode_id_of` finds for the episode."""
+        self._task_id = episode.task_id
+        case = self._world.cases[episode.task_id]
+        self._world.reset(options={"case": episode.task_id, "episode_id": self.episode_id(episode, case)})
+        self._expert = None
+
+    def episode_id(self, episode: Episode, case: Case | None = None) -> int:
+        """The benchmark's number of an episode."""
+        case = case or make_case(*self.spec.options["cases"][episode.task_id])
+        return episode_id_of(case, episode.trial_id, episode.seed, self.spec.options["only"])
+
+    def observe(self) -> Observation:
+        from vla_envs.maniskill.overlay import resize
+        from vla_envs.maniskill.scene import CAMERA
+
+        frames = self._world._get_obs_sensor_data()[CAMERA]["rgb"]
+        return Observation(
+            images=resize(frames, *self.spec.image_shape)[0].cpu().numpy(),
+            states=self._joints(),
+            task_description=self._world.get_language_instruction()[0],
+        )
+
+    def expert_action(self) -> np.ndarray:
+        """Action of the scripted expert for the running episode, float32 ``[7]`` within the bounds.
+
+        It reads the poses of object and plate, which no policy is given.
+        """
+        if self._expert is None:
+            from vla_envs.maniskill.expert import Expert
+
+            self._expert = Expert(self._world, self.spec)
+        return self._expert.action()
+
+    def _build(self) -> Any:
+        from vla_envs.maniskill.scene import PutOnPlate
+
+        return PutOnPlate(
+            cases=self.spec.options["cases"],
+            assets=self.spec.options["assets"],
+            obs_mode="rgb+segmentation",
+            reward_mode=self.spec.options["reward_mode"],
+            sim_backend="physx_cpu",
+            render_backend=_render_backend(),
+        )
+
+
+class BuiltInSimulator(ManiSkillSimulator):
+    """A world of one of ManiSkill's own tasks, with a Panda arm. Its states are nine joint positions."""
+
+    def reset(self, episode: Episode) -> None:
+        """ManiSkill draws the initial state from a seed, which is that of the trial's family and its number."""
+        mixed = np.random.SeedSequence([episode.seed, episode.trial_id]).generate_state(1)[0]
+        self._world.reset(seed=int(mixed >> 1))
+
+    def observe(self) -> Observation:
+        seen = self._world._get_obs_sensor_data()
+        wrist = seen["hand_camera"]["rgb"].cpu().numpy() if self.spec.wrist_image_shape else None
+        return Observation(
+            images=seen["base_camera"]["rgb"][0].cpu().numpy(),
+            states=self._joints(),
+            task_description=self.spec.tasks[0].instruction,
+            wrist_images=wrist,
+        )
+
+    def _build(self) -> Any:
+        import mani_skill.envs  # noqa: F401  registers the tasks
+        from mani_skill.utils.registration import make
+
+        height, width = self.spec.image_shape
+        world = make(
+            self.spec.tasks[0].name,
+            obs_mode="rgb",
+            control_mode=_PANDA_CONTROL,
+            reward_mode=self.spec.options["reward_mode"],
+            sensor_configs={"height": height, "width": width},
+            sim_backend="physx_cpu",
+            render_backend=_render_backend(),
+        )
+        goal = getattr(world, "goal_site", None)
+        if goal in world._hidden_objects:  # a policy that is given no coordinates has to see where to go
+            world._hidden_objects.remove(goal)
+            goal.show_visual()
+        return world
+
+
+def episode_id_of(case: Case, trial_id: int, seed: int, only: Mapping[str, Sequence[int]]) -> int:
+    """The benchmark's number of a trial.
+
+    The trials of a family, ``seed``, walk through all configurations in an order that looks random: each comes once,
+    then the walk starts again. So a group of runs of one trial shares its initial state, and the first trials are a
+    fair sample.
+
+    Args:
+        case: the variant and its object set.
+        trial_id: place in the walk.
+        seed: of the order.
+        only: values that are kept, by factor; the walk is through the rest.
+    """
+    kept = {factor: only.get(factor, case.values[factor]) for factor in FACTORS}
+    number = shuffled(trial_id, math.prod(map(len, kept.values())), seed)
+    digits = {}
+    for factor in reversed(FACTORS):
+        number, place = divmod(number, len(kept[factor]))
+        digits[factor] = case.values[factor].index(kept[factor][place])
+    return case.episode_id(digits)
+
+
+def shuffled(place: int, size: int, seed: int) -> int:
+    """The number at a place of a random order of ``0 .. size - 1``, without writing the order down.
+
+    A Feistel network permutes the numbers of some bits; what falls outside is sent through it again.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask, number = (1 << half) - 1, place % size
+    while True:
+        left, right = number >> half, number & mask
+        for turn in range(_ROUNDS):
+            digest = hashlib.blake2b(f"{seed},{turn},{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        number = left << half | right
+        if number < size:
+            return number
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("mani_skill", "sapien") if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"ManiSkill needs {', '.join(missing)}, not installed; type: {INSTALL}")
+
+
+def _render_backend() -> str:
+    return "gpu" if has_gpu() else "cpu"

@@ -1,0 +1,346 @@
+"""The plate-25 tasks as data: which objects, plates, tables, places and turns each variant combines.
+
+An *episode id* counts through all combinations of a variant and an object set, the last factor fastest: object, plate,
+extra, table, position, yaw. What the extra stands for (a texture, a template, a robot pose, a second object) is the
+variant's. Numbering, constants and instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789, RL4VLA;
+and RLinf), so that an episode id means the same there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import product
+
+import numpy as np
+
+from vla_envs.errors import unknown_name
+
+OBJECT_SETS = ("train", "test", "all")
+FACTORS = ("object", "plate", "extra", "table", "position", "yaw")
+INITIAL_JOINTS = (-0.01840777, 0.0398835, 0.22242722, -0.00460194, 1.36524296, 0.00153398, 0.037, 0.037)  # rad, m
+MOVE_STEP = 5  # actions after which PositionChangeTo moves the object
+TEMPLATES = (  # of Instruct; 0 is that of all other variants
+    "put {object} on {plate}",
+    "Place the {object} on the {plate}",
+    "set {object} on {plate}",
+    "move the {object} to the {plate}",
+    "Take the {object} and put it on the {plate}",
+    "pick up {object} and set it down on {plate}",
+    "please put the {object} on the {plate}",
+    "Put {object} onto {plate}.",
+    "place the {object} onto the {plate} surface",
+    "Make sure {object} is on {plate}.",
+    "on the {plate}, put the {object}",
+    "put the {object} where the {plate} is",
+    "Move the {object} from the table to the {plate}",
+    "Move {object} so it’s on {plate}.",
+    "Can you put {object} on {plate}?",
+    "{object} on the {plate}, please.",
+    "the {object} should be placed on the {plate}.",
+)
+_CENTRE, _HALF_EDGE = np.array([-0.16, 0.0]), 0.075  # m, of the square that things are placed in
+_MINIMUM_DISTANCE, _FAR = 0.070, 0.150  # m, between object and plate, and of the third place
+_TURN = math.pi / 8
+
+
+def _split(seen: int, number: int) -> dict[str, range]:
+    return {"train": range(seen), "test": range(seen, number), "all": range(number)}
+
+
+def _same(values: range) -> dict[str, range]:
+    return dict.fromkeys(OBJECT_SETS, values)
+
+
+_OBJECTS, _TABLES, _PLATES, _EXTRAS = _split(16, 25), _split(16, 21), _split(1, 17), _split(1, 17)
+_SEEN, _ONE, _YAWS = _same(range(16)), _same(range(1)), _same(range(4))
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """How one variant differs from the scene that all share.
+
+    Attributes:
+        id: under which ManiSkill and Gymnasium know it.
+        group: of the out-of-distribution protocol.
+        values: per factor and object set, the numbers that it takes.
+        extra: what the extra factor is: ``"texture"``, ``"template"``, ``"robot pose"``, ``"object"`` or ``"plate"``.
+        layout: which places there are, see :func:`places`.
+        heights: of object, plate and third place at the start, m above the world's origin.
+        texture_strength: how much of the texture is mixed into the picture.
+        texture_everywhere: into the whole picture, not only where robot and objects are.
+        moves: the object jumps to the third place after :data:`MOVE_STEP` actions (not in ``train``).
+    """
+
+    id: str
+    group: str
+    values: Mapping[str, Mapping[str, range]]
+    extra: str = ""
+    layout: str = "pair"
+    heights: tuple[float, float, float] = (0.90, 0.90, 0.0)
+    texture_strength: float = 0.0
+    texture_everywhere: bool = False
+    moves: bool = False
+
+
+def _variant(id: str, group: str, values: Mapping[str, Mapping[str, range]] | None = None, **differences) -> Variant:
+    usual = {"object": _SEEN, "plate": _ONE, "extra": _ONE, "table": _SEEN, "position": _same(range(784)), "yaw": _YAWS}
+    return Variant(f"PutOnPlateInScene25{id}", group, {**usual, **(values or {})}, **differences)
+
+
+_TRIPLES = _same(range(2104))
+_THIRD = (0.95, 0.92, 1.0)
+VARIANTS = {
+    variant.id: variant
+    for variant in (
+        _variant("Main-v3", "Training", {"object": _OBJECTS, "table": _TABLES}),
+        _variant("VisionImage-v1", "Vision", {"table": _TABLES}),
+        *(
+            _variant(
+                f"Vision{kind}{strength:02d}-v1",
+                "Vision",
+                {"extra": _EXTRAS},
+                extra="texture",
+                texture_strength=strength / 10,
+                texture_everywhere=kind == "Whole",
+            )
+            for kind in ("Texture", "Whole")
+            for strength in (3, 5)
+        ),
+        _variant("Carrot-v1", "Semantic", {"object": _OBJECTS}),
+        _variant("Plate-v1", "Semantic", {"plate": _PLATES}),
+        _variant("Instruct-v1", "Semantic", {"extra": _EXTRAS}, extra="template"),
+        _variant(
+            "MultiCarrot-v1",
+            "Semantic",
+            {
+                "object": _OBJECTS,
+                "extra": {"train": range(15), "test": range(8), "all": range(24)},
+                "position": _TRIPLES,
+            },
+            extra="object",
+            layout="far object",
+            heights=_THIRD,
+        ),
+        _variant(
+            "MultiPlate-v1",
+            "Semantic",
+            {
+                "plate": _PLATES,
+                "extra": {"train": range(16), "test": range(15), "all": range(16)},
+                "table": _same(range(21)),
+                "position": _TRIPLES,
+            },
+            extra="plate",
+            layout="far plate",
+            heights=(1.0, 0.92, 0.96),
+        ),
+        _variant(
+            "Position-v1",
+            "Execution",
+            {"position": _split(784, 784 + 628), "yaw": _split(4, 8)},
+            layout="pair and outer pair",
+            heights=(0.95, 0.95, 0.0),
+        ),
+        _variant("EEPose-v1", "Execution", {"extra": _split(1, 14376)}, extra="robot pose"),
+        _variant(
+            "PositionChangeTo-v1",
+            "Execution",
+            {"position": _TRIPLES},
+            layout="far object",
+            heights=_THIRD,
+            moves=True,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The initial state that an episode id stands for.
+
+    Attributes:
+        object, plate, table: numbers in the lists of the assets, from 0.
+        places: ``[3, 3]``, where object, plate and third thing start, m; the third row is only used with one of the
+            next three.
+        other_object, other_plate: what lies at the third place, or ``None``.
+        moves: whether the object jumps to the third place.
+        yaw: turn of the object about the vertical, rad.
+        joints: ``[8]``, of the robot, rad and m.
+        template: number of the instruction's template.
+        texture: number of the texture that is mixed in, or ``None``.
+    """
+
+    object: int
+    plate: int
+    table: int
+    places: np.ndarray = field(repr=False)
+    yaw: float
+    joints: np.ndarray = field(repr=False)
+    other_object: int | None = None
+    other_plate: int | None = None
+    moves: bool = False
+    template: int = 0
+    texture: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant with an object set: what an environment runs, and what numbers its episodes."""
+
+    variant: Variant
+    object_set: str
+
+    @cached_property
+    def values(self) -> dict[str, range]:
+        return {factor: self.variant.values[factor][self.object_set] for factor in FACTORS}
+
+    def __len__(self) -> int:
+        """Number of episode ids."""
+        return math.prod(map(len, self.values.values()))
+
+    @property
+    def objects(self) -> range:
+        """Objects that may lie on the table."""
+        return self.values["object"]
+
+    @property
+    def plates(self) -> range:
+        """Plates that may lie on the table."""
+        unseen_beside_seen = self.variant.extra == "plate" and self.object_set == "train"
+        return _PLATES["all"] if unseen_beside_seen else self.values["plate"]
+
+    def digits(self, episode_id: int) -> dict[str, int]:
+        """The number of each factor's value, from 0.
+
+        Raises:
+            ValueError: there is no such episode.
+        """
+        if not 0 <= episode_id < len(self):
+            raise ValueError(
+                f"{self.variant.id} with object set {self.object_set!r} has episode ids 0 to {len(self) - 1}, "
+                f"got {episode_id}"
+            )
+        digits = {}
+        for factor in reversed(FACTORS):
+            episode_id, digits[factor] = divmod(episode_id, len(self.values[factor]))
+        return digits
+
+    def episode_id(self, digits: Mapping[str, int]) -> int:
+        """The inverse of :meth:`digits`."""
+        number = 0
+        for factor in FACTORS:
+            number = number * len(self.values[factor]) + digits[factor]
+        return number
+
+    def decode(self, episode_id: int) -> Configuration:
+        """The initial state of an episode.
+
+        Raises:
+            ValueError: there is no such episode.
+        """
+        digits, kind = self.digits(episode_id), self.variant.extra
+        chosen = {factor: self.values[factor][digit] for factor, digit in digits.items()}
+        joints, extra = np.array(INITIAL_JOINTS), chosen["extra"]
+        return Configuration(
+            object=chosen["object"],
+            plate=chosen["plate"],
+            table=chosen["table"],
+            places=_with_heights(places(self.variant.layout)[chosen["position"]], self.variant.heights),
+            yaw=_yaw(chosen["yaw"]),
+            joints=joints + joint_offsets()[extra] if kind == "robot pose" else joints,
+            other_object=_another(self.objects, chosen["object"], extra) if kind == "object" else None,
+            other_plate=_another(self.plates, chosen["plate"], extra) if kind == "plate" else None,
+            moves=self.variant.moves and self.object_set != "train",
+            template=extra if kind == "template" else 0,
+            texture=extra if kind == "texture" else None,
+        )
+
+
+def make_case(variant: str, object_set: str) -> Case:
+    """A variant by its id, with an object set.
+
+    Raises:
+        ValueError: an unknown name of either.
+    """
+    if variant not in VARIANTS:
+        raise unknown_name("plate-25 variant", variant, VARIANTS, example="PutOnPlateInScene25Main-v3")
+    if object_set not in OBJECT_SETS:
+        raise unknown_name("object_set", object_set, OBJECT_SETS, example="train")
+    return Case(VARIANTS[variant], object_set)
+
+
+@cache
+def places(layout: str) -> np.ndarray:
+    """All allowed choices of places, ``[n, 3, 2]``: object, plate and third thing, m in the plane of the table.
+
+    ``"pair"`` has object and plate on a 6 x 6 grid, at least 7 cm apart. ``"pair and outer pair"`` adds pairs on the
+    ring around it. ``"far object"`` and ``"far plate"`` have a third place 15 cm from the object's, or from the
+    plate's.
+    """
+    inner = _grid(range(6), range(6))
+    if layout in ("pair", "pair and outer pair"):
+        rings = [inner]
+        if layout == "pair and outer pair":
+            wide = range(-1, 7)
+            ring = [(row, column) for row, column in product(wide, wide) if row in (-1, 6) or column in (-1, 6)]
+            rings.append(_points(ring))
+        return np.array(
+            [
+                (first, second, np.zeros(2))
+                for points in rings
+                for first, second in product(points, points)
+                if _apart(first, second, _MINIMUM_DISTANCE)
+            ]
+        )
+    between, plates_between = (_FAR, _MINIMUM_DISTANCE) if layout == "far object" else (_MINIMUM_DISTANCE, _FAR)
+    return np.array(
+        [
+            (first, second, third)
+            for first, second, third in product(inner, inner, inner)
+            if _apart(first, second, _MINIMUM_DISTANCE)
+            and _apart(third, second, plates_between)
+            and _apart(first, third, between)
+        ]
+    )
+
+
+@cache
+def joint_offsets() -> np.ndarray:
+    """Robot poses of EEPose as offsets ``[14376, 8]`` to :data:`INITIAL_JOINTS`, rad; the first is none."""
+    arm, wrist = (-0.15, -0.08, 0.0, 0.08, 0.15), (-0.6, -0.3, 0.0, 0.3, 0.6)
+    poses = [angles for angles in product(*[arm] * 5, wrist) if abs(angles[1] + angles[2]) <= 0.25]
+    return np.array([np.zeros(8), *((*angles, 0, 0) for angles in poses)])
+
+
+def _grid(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
+    return _points(list(product(rows, columns)))
+
+
+def _points(cells: list[tuple[int, int]]) -> np.ndarray:
+    """Corners of a grid of 5 x 5 cells over the square, and beyond."""
+    return (np.array(cells) * 0.2 * 2 - 1) * _HALF_EDGE + _CENTRE
+
+
+def _apart(first: np.ndarray, second: np.ndarray, distance: float) -> bool:
+    return bool(np.linalg.norm(first - second) > distance)
+
+
+def _with_heights(xy: np.ndarray, heights: tuple[float, float, float]) -> np.ndarray:
+    return np.column_stack([xy, heights])
+
+
+def _yaw(number: int) -> float:
+    """0, 45, 90 and 135 degrees; then the unseen -22.5, -67.5, -112.5 and -157.5."""
+    return 2 * _TURN * number if number < 4 else -_TURN * (2 * (number - 4) + 1)
+
+
+def _another(numbers: range, taken: int, offset: int) -> int:
+    """The ``offset``-th number after ``taken``, around the circle; never ``taken`` itself.
+
+    (The benchmark's code forgets to subtract ``numbers.start`` first, so that one test object in eight of MultiCarrot
+    is its own distractor.)
+    """
+    return numbers[(taken - numbers.start + offset + 1) % len(numbers)]
