@@ -25,6 +25,7 @@ from vla_algos.resume import ResumableRun
 from vla_algos.runs import (
     OPTIM,
     begin_together,
+    collector_stats,
     demonstration_seed,
     describe,
     describe_policy,
@@ -32,11 +33,11 @@ from vla_algos.runs import (
     evaluation_settings,
     finish_run,
     progress_bar,
+    share_of_test,
     show_iteration,
     start_env,
     start_run,
     summarise,
-    test_share,
     training_episodes,
     warm_start,
     warm_start_settings,
@@ -86,14 +87,17 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     collector = EpisodeCollector(env, policy)
 
     parts = {"learner": learner, "collector": collector, "episodes": episodes}
+
+    def imitate() -> None:
+        if not config.policy.checkpoint and recording["episodes"] and distributed.is_main():
+            warm_start(env, policy, demonstrations, recording, cloning)
+
     with ResumableRun(folder, policy, parts, config.checkpoint_every) as run:
         first = run.resume()
         logger = RunLogger(folder, after=-1 if first is None else first)
         started -= run.seconds
         if first is None:
-            with run.interruptible():
-                if not config.policy.checkpoint and recording["episodes"] and distributed.is_main():
-                    warm_start(env, policy, demonstrations, recording, cloning)
+            run.interruptible(imitate)
             begin_together(policy, config.seed)
             run.notes = {"tests": [], "speeds": [], "silent": 0}  # iterations in a row without a group to learn from
             first = 0
@@ -101,8 +105,8 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
         tests, speeds = run.notes["tests"], run.notes["speeds"]
 
         def test(step: int) -> None:
-            with run.interruptible():
-                share = test_share(f"evaluation after {step}", env, policy, grid, evaluation)
+            title = f"evaluation after {step}"
+            share = run.interruptible(lambda: share_of_test(title, env, policy, grid, evaluation))
             tests.append(whole_test(share, folder / "videos" / f"iteration_{step:04d}"))
             logger.log({**tests[-1][1], "time/elapsed": time.perf_counter() - started}, step)
 
@@ -112,8 +116,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     clock = time.perf_counter()
                     policy.eval()
                     policy.start_iteration(iteration)
-                    with run.interruptible():
-                        groups = collect_groups(collector, episodes, **grouping)
+                    groups = run.interruptible(lambda: collect_groups(collector, episodes, **grouping))
                     batch = grpo(groups, success_bounds)
                     groups = [one for some in distributed.gather_objects(outcomes_of(groups)) for one in some]
                     everything = torch.cat([episode for group in groups for episode in group.episodes])
@@ -129,7 +132,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     speeds.append(int(everything[NEXT, STEP_MASK].sum()) / (learnt - clock))
                     metrics = {**env_metrics(everything), **group_metrics(groups, success_bounds), **update}
                     metrics |= {
-                        **collector.stats(),
+                        **collector_stats(collector),
                         "time/train": learnt - collected,
                         "time/iteration": learnt - clock,
                         "time/elapsed": learnt - started,

@@ -24,6 +24,7 @@ from vla_algos.resume import ResumableRun
 from vla_algos.runs import (
     OPTIM,
     begin_together,
+    collector_stats,
     demonstration_seed,
     describe,
     describe_policy,
@@ -31,11 +32,11 @@ from vla_algos.runs import (
     evaluation_settings,
     finish_run,
     progress_bar,
+    share_of_test,
     show_iteration,
     start_env,
     start_run,
     summarise,
-    test_share,
     warm_start,
     warm_start_settings,
     whole_test,
@@ -84,14 +85,16 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     reading = {"values": loss_module.has_critic, "bootstrap": discount["bootstrap"]}
     collector = StepCollector(env, policy, **collecting, **reading)
 
+    def imitate() -> None:
+        if not config.policy.checkpoint and recording["episodes"] and distributed.is_main():
+            warm_start(env, policy, demonstrations, recording, cloning)
+
     with ResumableRun(folder, policy, {"learner": learner, "collector": collector}, config.checkpoint_every) as run:
         first = run.resume()
         logger = RunLogger(folder, after=-1 if first is None else first)
         started -= run.seconds
         if first is None:
-            with run.interruptible():
-                if not config.policy.checkpoint and recording["episodes"] and distributed.is_main():
-                    warm_start(env, policy, demonstrations, recording, cloning)
+            run.interruptible(imitate)
             begin_together(policy, config.seed)
             run.notes = {"tests": [], "speeds": []}
             first = 0
@@ -99,8 +102,8 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
         tests, speeds = run.notes["tests"], run.notes["speeds"]
 
         def test(step: int) -> None:
-            with run.interruptible():
-                share = test_share(f"evaluation after {step}", env, policy, grid, evaluation)
+            title = f"evaluation after {step}"
+            share = run.interruptible(lambda: share_of_test(title, env, policy, grid, evaluation))
             tests.append(whole_test(share, folder / "videos" / f"iteration_{step:04d}"))
             collector.reset()  # the evaluation used the same simulators
             logger.log({**tests[-1][1], "time/elapsed": time.perf_counter() - started}, step)
@@ -114,8 +117,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     clock = time.perf_counter()
                     policy.eval()
                     policy.start_iteration(iteration)
-                    with run.interruptible():
-                        batch = collector.rollout()
+                    batch = run.interruptible(collector.rollout)
                     collected = time.perf_counter()
 
                     outcomes = distributed.gather(batch.select(NEXT, STATE_VALUE, strict=False))  # of all processes
@@ -126,8 +128,9 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     learnt = time.perf_counter()
 
                     speeds.append(int(outcomes[NEXT, STEP_MASK].sum()) / (learnt - clock))
-                    metrics = {**env_metrics(outcomes), **rollout_metrics(outcomes), **update, **collector.stats()}
+                    metrics = {**env_metrics(outcomes), **rollout_metrics(outcomes), **update}
                     metrics |= {
+                        **collector_stats(collector),
                         "time/train": learnt - collected,
                         "time/iteration": learnt - clock,
                         "time/elapsed": learnt - started,

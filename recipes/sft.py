@@ -11,7 +11,6 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import distributed
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.launch import launch
 from vla_algos.loggers import RunLogger
@@ -37,12 +36,10 @@ KEYS = ("env", "policy", "sft", "eval", "seed", "checkpoint_every", "resume", "l
 
 @hydra.main(version_base=None, config_path="conf", config_name="sft")
 def main(config: DictConfig) -> None:
-    launch(run_recipe, config)
+    launch(run_recipe, config, alone=True)
 
 
 def run_recipe(config: DictConfig, folder: Path) -> None:
-    if distributed.world_size() > 1:
-        raise ValueError("recipes/sft.py runs in one process: leave out torchrun, or set launcher.tasks_per_node=1")
     started = time.perf_counter()
     start_run(config, KEYS, folder)
     recording, cloning = warm_start_settings(config)
@@ -68,8 +65,8 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                 logger.log({"train/loss": loss}, step)
                 run.finish(step, publish=step == cloning["steps"])
         policy.save_pretrained(folder / "policy")
-        with run.interruptible():
-            result = evaluate_share("evaluation", env, policy, grid, record=evaluation["videos"])
+        filmed = evaluation["videos"]
+        result = run.interruptible(lambda: evaluate_share("evaluation", env, policy, grid, record=filmed))
 
     logger.log(result.metrics(), step=cloning["steps"])
     logger.close()

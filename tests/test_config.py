@@ -60,7 +60,7 @@ def overrides_of(name, overrides, folder):
     kind = next(folder for part, folder in kinds.items() if part in chosen)
     if name != "evaluate" and kind == "policy":
         return overrides
-    if chosen == "experiment=libero_evaluate_openpi":
+    if chosen.startswith("experiment=") and "_evaluate_" in chosen and chosen.endswith("openpi"):
         overrides = [*overrides, "policy.config_name=pi0_libero"]  # not said in a published folder
     return [*overrides, f"policy.checkpoint={folder / kind}"]
 

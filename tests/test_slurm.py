@@ -143,7 +143,7 @@ def test_preempted_by_a_higher_partition(tmp_path, whole):
 def test_the_time_limit_hit_twice(tmp_path, whole):
     """A limit of a minute and 20 seconds to save in; SLURM looks every 30, so a run is warned after 10 to 40."""
     folder = tmp_path / "run"
-    count = 400
+    count = 450
     (job,), _ = submit(folder, f"iterations={count}", "launcher.minutes=1", "launcher.warning=20")
     expected = whole(count)  # meanwhile
     _, restarts = finished(job, folder, 600)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import submitit
 import torch
 import torch.distributed as dist
+from submitit.slurm.slurm import SlurmJobEnvironment
 from tensordict import TensorDictBase
 
 T = TypeVar("T")
@@ -26,31 +26,63 @@ _TIMEOUT = timedelta(hours=2)  # for one process to wait for another: a whole ev
 
 
 class ProcessLost(RuntimeError):
-    """Another process of the run has failed; the error to read is its own."""
+    """The processes can no longer talk to each other; mostly because one has failed, whose error is the one to read."""
 
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
     """Join the processes that torchrun or a SLURM job has started together; nothing happens where there is one.
 
-    They find each other by torchrun's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...), otherwise by those of
-    the SLURM step. Each process uses the GPU of its ``LOCAL_RANK``, if there are GPUs. Numbers on the CPU are exchanged
-    by gloo, those on GPUs by NCCL. Only the first process prints.
+    They find each other by torchrun's variables, otherwise by those of the SLURM step. Each process uses the GPU of its
+    ``LOCAL_RANK``, if there are several. Numbers on the CPU are exchanged by gloo, those on GPUs by NCCL. Only the
+    first process prints.
+
+    Raises:
+        ValueError: there are fewer GPUs than processes.
     """
-    if "WORLD_SIZE" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        submitit.helpers.TorchDistributedEnvironment().export()
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if processes_started() == 1:
         yield
         return
+    if not _by_torchrun():
+        _name_as_torchrun_does()
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        _choose_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
     dist.init_process_group(backend, timeout=_TIMEOUT)
     with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
         yield
     # Not after an error: a process that has failed must not wait for anybody.
     dist.destroy_process_group()
+
+
+def processes_started() -> int:
+    """How many processes torchrun or SLURM has started together, this one among them."""
+    return int(os.environ.get("WORLD_SIZE" if _by_torchrun() else "SLURM_STEP_NUM_TASKS", "1"))
+
+
+def _by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _name_as_torchrun_does() -> None:
+    step = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    os.environ |= {name: os.environ[of_slurm] for name, of_slurm in step.items()}
+    on_each = processes_started() // int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+    os.environ["LOCAL_WORLD_SIZE"] = str(on_each)
+    os.environ.setdefault("MASTER_ADDR", SlurmJobEnvironment().hostnames[0])
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 40000))
+
+
+def _choose_gpu(local_rank: int, gpus: int) -> None:
+    if gpus == 1:  # SLURM has bound one to each process
+        return
+    if local_rank >= gpus:
+        raise ValueError(
+            f"process {local_rank} of this machine has no GPU, there are {gpus}: start as many processes as GPUs "
+            "(torchrun --nproc-per-node, launcher.tasks_per_node and launcher.gpus)"
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def rank() -> int:
@@ -63,9 +95,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def processes_here() -> int:
-    """How many of them are on this machine and share its cores."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if dist.is_initialized() else 1
+def cores() -> int:
+    """Cores for this process: what SLURM gives it, or its share of what the processes of torchrun have."""
+    here = len(os.sched_getaffinity(0))
+    here = min(here, int(os.environ.get("SLURM_CPUS_PER_TASK", here)))
+    return max(1, here // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if _by_torchrun() else here
 
 
 def is_main() -> bool:
@@ -123,6 +157,11 @@ def largest(number: int) -> int:
     return max(gather_objects(number))
 
 
+def wait_for_all() -> None:
+    """Go on when all processes are here."""
+    gather_objects(None)
+
+
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:
     """Give all processes the tensors of the first, in place."""
     if world_size() > 1:
@@ -154,9 +193,10 @@ def _wait(starts: Sequence[Callable[[], dist.Work]]) -> None:
 def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     try:
         return function(*arguments, **named)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
         raise ProcessLost(
-            f"process {rank()} of {world_size()} has lost another one, which failed or was stopped; its own error, "
-            f"above or in its log, says why ({reason})"
-        ) from None
+            f"process {rank()} of {world_size()} can no longer talk to the others; most likely one of them has failed: "
+            "its own error, above or in its log, says why"
+        ) from error

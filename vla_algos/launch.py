@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import submitit
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from submitit.core.utils import FailedJobError
 
@@ -55,11 +57,16 @@ class SlurmRun(submitit.helpers.Checkpointable):
             signal.signal(number, signal.SIG_IGN)
 
 
-def launch(recipe: Recipe, config: DictConfig) -> None:
+def launch(recipe: Recipe, config: DictConfig, *, alone: bool = False) -> None:
     """Run ``recipe(config, folder)`` where ``config.launcher`` says.
 
+    Args:
+        recipe: what to run.
+        config: the composed configuration.
+        alone: the recipe runs in one process.
+
     Raises:
-        ValueError: an unknown launcher or setting.
+        ValueError: an unknown launcher or setting, or more processes than the recipe can use.
         RuntimeError: there is no SLURM, or it refuses the job; says why.
     """
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
@@ -71,6 +78,14 @@ def launch(recipe: Recipe, config: DictConfig) -> None:
     for key in settings:
         if key not in known:
             raise unknown_name("setting", f"launcher.{key}", [f"launcher.{other}" for other in known])
+    processes = distributed.processes_started() * settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
+    if processes > 1 and alone:
+        raise ValueError(
+            f"recipes/{HydraConfig.get().job.name}.py runs in one process, not in {processes}: leave out torchrun, or "
+            "set launcher.nodes=1 launcher.tasks_per_node=1"
+        )
+    if distributed.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
     if name == "local":
         with process_group():
             recipe(config, _common_folder(folder))
@@ -96,13 +111,18 @@ def launch(recipe: Recipe, config: DictConfig) -> None:
 def _common_folder(folder: Path) -> Path:
     """The folder of the first process: its name has the time in it, and others may have come a second later."""
     common = distributed.from_main(folder)
-    if folder != common and {path.name for path in folder.iterdir()} <= {".hydra", f"{HydraConfig.get().job.name}.log"}:
-        shutil.rmtree(folder)
+    if folder != common:
+        with contextlib.suppress(FileNotFoundError):  # several may have the same one
+            if {path.name for path in folder.iterdir()} <= {".hydra", f"{HydraConfig.get().job.name}.log"}:
+                shutil.rmtree(folder, ignore_errors=True)
     return common
 
 
 def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list[submitit.Job]:
-    executor = submitit.AutoExecutor(folder=logs, cluster="slurm", slurm_python=_python())
+    # Submitit counts warnings that come before the run listens to them itself, and would end the job at the fourth.
+    executor = submitit.AutoExecutor(
+        folder=logs, cluster="slurm", slurm_python=_python(), slurm_max_num_timeout=1_000_000
+    )
     given = {_SLURM[key]: value for key, value in settings.items() if value not in (None, [], 0)}
     executor.update_parameters(name=name, **given)
     executor.update_parameters(slurm_additional_parameters={"requeue": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -16,7 +17,10 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "torchrl", "tensordict", "gymnasium", "numpy", "mujoco", "metaworld", "hf-libero", "robosuite", "mani_skill", "sapien")
+_PACKAGES = (
+    *("torch", "torchrl", "tensordict", "gymnasium", "numpy", "mujoco", "metaworld"),
+    *("hf-libero", "robosuite", "mani_skill", "sapien"),
+)
 _CODE = Path(__file__).resolve().parent.parent
 
 
@@ -72,7 +76,7 @@ def versions() -> dict[str, str]:
 
 
 def code() -> dict[str, Any]:
-    """Commit of this library's checkout, and whether files in it were changed; empty outside of one."""
+    """Commit of this library's checkout, and a fingerprint of the changes to its files; empty outside of one."""
     def git(*arguments: str) -> str | None:
         done = subprocess.run(["git", "-C", _CODE, *arguments], capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else None
@@ -81,11 +85,16 @@ def code() -> dict[str, Any]:
         commit = git("rev-parse", "HEAD")
     except OSError:  # no git
         return {}
-    return {} if commit is None else {"commit": commit, "changed": bool(git("status", "--porcelain"))}
+    if commit is None:
+        return {}
+    changes = git("diff", "HEAD")
+    return {"commit": commit, "changes": hashlib.sha1(changes.encode()).hexdigest()[:9] if changes else None}
 
 
 def _shown(found: Mapping[str, Any]) -> str:
-    return f"commit {found['commit'][:9]}{', with changes' if found['changed'] else ''}" if found else "no checkout"
+    if not found:
+        return "no checkout"
+    return f"commit {found['commit'][:9]}" + (f" with changes {found['changes']}" if found["changes"] else "")
 
 
 def _now() -> str:

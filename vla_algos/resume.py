@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -26,6 +25,7 @@ from vla_algos.checkpoints import (
 )
 from vla_policies import VLAPolicy
 
+T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # SLURM's: at a preemption, and before the time limit
 _FAILURES = 3  # saves in a row that may fail
 
@@ -99,7 +99,7 @@ class ResumableRun:
         if len(processes) != distributed.world_size():
             raise CheckpointError(
                 f"{checkpoint} is of {len(processes)} processes, this run has {distributed.world_size()}: go on with "
-                f"as many, or start in a new folder from policy.checkpoint={checkpoint / 'policy'}"
+                f"as many, or start in a new folder from one of the policies {self.checkpoints}/*/policy"
             )
         own = processes[distributed.rank()]
         load_trained(self.policy, state["weights"], checkpoint)
@@ -130,23 +130,27 @@ class ResumableRun:
             self._save(publish)
         self._stop(stopping)
 
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Work that changes neither weights nor learner, which a signal may break off.
+    def interruptible(self, work: Callable[[], T]) -> T:
+        """Do work that changes neither weights nor learner, which a signal may break off; returns its result.
 
         Nothing in it may wait for another process.
+
+        Raises:
+            Interrupted: a signal came, here or to another process.
         """
+        result = None
         try:
             self._may_stop = True
             if self._signal is not None:
                 raise Interrupted
-            yield
+            result = work()
             self._may_stop = False
         except Interrupted:
             pass
         finally:
             self._may_stop = False
         self._stop(distributed.largest(self._signal or 0))
+        return result
 
     def __enter__(self) -> ResumableRun:
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -173,7 +177,7 @@ class ResumableRun:
             )
             if self._signal == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
                 requeue()
-        distributed.largest(0)  # whoever ends first may have the others killed
+        distributed.wait_for_all()  # whoever ends first may have the others killed
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signal = number
@@ -256,7 +260,7 @@ def _shape(weights: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
 def requeue() -> None:
     """Put a SLURM job that is stopping back into the queue; it goes on by itself when it runs again."""
     job = os.environ.get("SLURM_JOB_ID")
-    if job is None or os.environ.get("SLURM_PROCID", "0") != "0":
+    if job is None:
         return
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
+from torchrl.collectors import BaseCollector
 from tqdm import tqdm
 
 from vla_algos import distributed
@@ -50,10 +51,10 @@ def start_run(config: DictConfig, known: Iterable[str], folder: Path) -> None:
             raise unknown_name("configuration key", str(key), known)
     seed_everything(config.seed)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(_cores())
+        torch.set_num_threads(distributed.cores())
     if "resume" in config:
         _check_same_run(config, folder)
-    distributed.largest(0)  # all have read what is written now
+    distributed.wait_for_all()  # they have read what is written now
     if distributed.is_main():
         OmegaConf.save(config, folder / "config.yaml")
         record_start(folder)
@@ -64,14 +65,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _cores() -> int:
-    """Cores for this process: what SLURM gives it, else those of the machine, shared with the run's others there."""
-    cores = len(os.sched_getaffinity(0))
-    if (of_slurm := os.environ.get("SLURM_CPUS_PER_TASK")) is not None:
-        return min(cores, int(of_slurm))
-    return max(1, cores // distributed.processes_here())
 
 
 def _check_same_run(config: DictConfig, folder: Path) -> None:
@@ -147,7 +140,7 @@ def start_env(config: DictConfig, policy: VLAPolicy) -> VLAEnv:
     """
     settings = {**config.env, "num_envs": distributed.share(config.env.num_envs, "env.num_envs")}
     if settings.get("num_workers") is None:
-        settings["num_workers"] = min(settings["num_envs"], _cores())
+        settings["num_workers"] = min(settings["num_envs"], distributed.cores())
     episodes = training_episodes(config, env_spec(config), settings.get("group_size", 1))
     return make_env(**settings, chunk_size=policy.chunk_size, episodes=episodes)
 
@@ -256,7 +249,7 @@ def whole_evaluation(share: EvaluationResult) -> EvaluationResult:
     return EvaluationResult.interleaved(distributed.gather_objects(share))
 
 
-def test_share(
+def share_of_test(
     title: str, env: VLAEnv, policy: VLAPolicy, episodes: list[Episode], settings: dict
 ) -> dict[str, EvaluationResult]:
     """Evaluate while training: the greedy policy, filmed, and the sampled one if ``settings`` ask for it.
@@ -271,7 +264,7 @@ def test_share(
 
 
 def whole_test(shares: dict[str, EvaluationResult], videos: Path) -> tuple[str, dict[str, float]]:
-    """Put the shares of :func:`test_share` together, and write the videos.
+    """Put the shares of :func:`share_of_test` together, and write the videos.
 
     Returns:
         The table of the greedy result, and the metrics of both under ``eval/`` and ``eval_sampled/``.
@@ -298,7 +291,7 @@ def summarise(
         algorithm: its name.
         folder: of the run.
         setting: see :func:`describe`.
-        tests: what :func:`training_test` returned, first and last of them.
+        tests: what :func:`whole_test` returned, first and last of them.
         speed: environment steps per second in training.
         seconds: the run took.
     """
@@ -317,6 +310,17 @@ def summarise(
     print()
     for name, value in rows.items():
         print(f"{name:<12} {value}")
+
+
+def collector_stats(collector: BaseCollector) -> dict[str, float]:
+    """The counters of a collector over all processes: frames and restarts add up, of the rest the largest counts."""
+    everybodys = distributed.gather_objects(collector.stats())
+    return {
+        name: sum(stats[name] for stats in everybodys)
+        if name in ("frames", "requested_frames_per_batch", "env/worker_restarts")
+        else max(stats[name] for stats in everybodys)
+        for name in everybodys[0]
+    }
 
 
 def show_iteration(bar: tqdm, iteration: int, metrics: Mapping[str, float]) -> None:
