@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 _PACKAGES = (
-    *("torch", "torchrl", "tensordict", "gymnasium", "numpy", "mujoco", "metaworld"),
-    *("hf-libero", "robosuite", "mani_skill", "sapien"),
+    *("torch", "torchrl", "tensordict", "gymnasium", "numpy"),
+    *("mujoco", "metaworld", "hf-libero", "robosuite", "mani_skill", "sapien"),
 )
 _CODE = Path(__file__).resolve().parent.parent
 

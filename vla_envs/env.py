@@ -45,7 +45,8 @@ def make_env(
         episodes: which episodes to run; random ones from ``seed`` in groups of ``group_size`` if ``None``.
         seed: of the default ``episodes``.
         group_size: of the default ``episodes``; must divide ``num_envs``.
-        num_workers: processes that share the simulators; one per available core if ``None``.
+        num_workers: processes that share the simulators; one per available core if ``None``. None at all where the
+            benchmark simulates all worlds together (ManiSkill on CUDA).
         ignore_terminations: go on after success until the horizon.
         reward_coef: factor of the benchmark's reward.
         relative_reward: each action is paid the change of the reward since the one before it, from 0 at the start:
@@ -118,21 +119,25 @@ class VLAEnv(EnvBase):
         step_penalty: float = 0.0,
         step_timeout: float = 60.0,
     ):
-        super().__init__(device=torch.device("cpu"), batch_size=torch.Size([num_envs]))
+        device = torch.device("cuda" if spec.batched else "cpu")  # where images are drawn, they stay
+        super().__init__(device=device, batch_size=torch.Size([num_envs]))
         self.simulator_spec, self.chunk_size, self.episodes = spec, chunk_size, episodes
         self.ignore_terminations = ignore_terminations
         self.reward_coef, self.relative_reward, self.step_penalty = reward_coef, relative_reward, step_penalty
         self._last_reward = np.zeros((num_envs, 1), np.float32)  # of the benchmark, times the coefficient
         self._executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]  # chunks of the running episodes
         self.current_episodes: list[Episode | None] = [None] * num_envs
-        self._pool = WorkerPool(
-            spec,
-            num_envs,
-            num_workers,
-            chunk_size,
-            ignore_terminations=ignore_terminations,
-            step_timeout=step_timeout,
-        )
+        if spec.batched:
+            self._pool = spec.make_batched(num_envs, chunk_size, ignore_terminations)
+        else:
+            self._pool = WorkerPool(
+                spec,
+                num_envs,
+                num_workers,
+                chunk_size,
+                ignore_terminations=ignore_terminations,
+                step_timeout=step_timeout,
+            )
         self._texts: NonTensorStack | None = None
         self._make_specs()
         n = num_envs
@@ -305,13 +310,13 @@ class VLAEnv(EnvBase):
 
     def _observe(self) -> dict[str, Any]:
         """Copies of the shared arrays, which the next step overwrites."""
-        arrays = self._pool.arrays
+        arrays, spec_batched = self._pool.arrays, bool(self.simulator_spec.batched)  # whose frames are new each time
         identities = [(e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in self.current_episodes]
         task_id, trial_id, group_id = torch.tensor(identities, dtype=torch.int64).unbind(1)
         if self._texts is None or self._texts.tolist() != self._pool.texts:  # rebuilding costs 40 us per slot
             self._texts = NonTensorStack(*(NonTensorData(text, device=self.device) for text in self._pool.texts))
         observation = {
-            keys.IMAGES: torch.from_numpy(arrays.images.copy()),
+            keys.IMAGES: arrays.images if spec_batched else torch.from_numpy(arrays.images.copy()),
             keys.STATES: torch.from_numpy(arrays.states.copy()),
             keys.TASK_DESCRIPTIONS: self._texts,
             keys.TASK_ID: task_id,

@@ -107,6 +107,8 @@ class SimulatorSpec:
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
         max_episode_steps: horizon in primitive actions.
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
+        batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
+            processes do.
         departures: what differs from the benchmark's own protocol, to be shown wherever a result is shown.
         options: further keyword arguments of the entry point (camera, render quality, ...).
     """
@@ -122,6 +124,7 @@ class SimulatorSpec:
     max_episode_steps: int
     wrist_image_shape: tuple[int, int, int] | None = None
     initial_states: int | None = None
+    batched: str = ""
     departures: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -131,17 +134,22 @@ class SimulatorSpec:
 
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""
-        return self._simulator_class()(self)
+        return _named(self.entry_point)(self)
+
+    def make_batched(self, num_envs: int, chunk_size: int, ignore_terminations: bool) -> Any:
+        """Import the benchmark and build all worlds, with the interface of a :class:`~vla_envs.workers.WorkerPool`."""
+        return _named(self.batched)(self, num_envs, chunk_size, ignore_terminations)
 
     def check(self) -> None:
         """Raise early what :meth:`make` would raise: a package or assets that are missing.
 
         A simulator class may offer it as a static method ``check(spec)``.
         """
-        check = getattr(self._simulator_class(), "check", None)
+        check = getattr(_named(self.entry_point), "check", None)
         if check is not None:
             check(self)
 
-    def _simulator_class(self) -> Any:
-        module, _, name = self.entry_point.partition(":")
-        return getattr(importlib.import_module(module), name)
+
+def _named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -26,6 +26,7 @@ REWARD_TYPES = {
     "plate-25": {"staged": "dense", "success": "sparse"},  # our names, and ManiSkill's
     "built-in": {"success": "sparse", "dense": "normalized_dense"},
 }
+BACKENDS = {"processes": "", "cuda": "vla_envs.maniskill.batch:BatchedWorlds"}
 OOD_SUITE = "plate25-ood"
 
 
@@ -75,6 +76,7 @@ def make_spec(
     max_episode_steps: int | None = None,
     reward_type: str | None = None,
     assets: str | None = None,
+    backend: str = "processes",
 ) -> SimulatorSpec:
     """Describe a ManiSkill suite without importing ManiSkill.
 
@@ -92,19 +94,25 @@ def make_spec(
             (default: 0.1 once held, 0.1 once held for five steps, 1 on the plate) and ``"success"`` (1 on the plate); a
             task of ManiSkill has ``"success"`` (default) and ``"dense"`` (ManiSkill's own, at most 1).
         assets: folder of plate-25's assets; ``None`` looks for it, see :func:`vla_envs.maniskill.assets.find_assets`.
+        backend: ``"processes"`` simulates each world on a CPU core, in worker processes; ``"cuda"`` simulates all
+            worlds of plate-25 together on a GPU.
 
     Raises:
         ValueError: an unknown suite or option value.
     """
+    if backend not in BACKENDS:
+        raise unknown_name("backend", backend, BACKENDS)
     if max_episode_steps is not None and max_episode_steps < 1:
         raise ValueError(f"max_episode_steps must be >= 1, got {max_episode_steps}; leave it out for the benchmark's")
     size = None if image_size is None else _image_shape(image_size)
     common = {"max_episode_steps": max_episode_steps, "size": size, "reward_type": reward_type}
     if suite in BUILT_IN:
-        if only is not None or object_set != "train" or assets is not None:
-            raise ValueError(f"{suite} is a task of ManiSkill itself; object_set, only and assets belong to plate-25")
+        if only is not None or object_set != "train" or assets is not None or backend != "processes":
+            raise ValueError(
+                f"{suite} is a task of ManiSkill itself; object_set, only, assets and backend=cuda belong to plate-25"
+            )
         return _built_in(suite, **common)
-    return _plate25(suite, _cases_of(suite, object_set), only, assets, **common)
+    return _plate25(suite, _cases_of(suite, object_set), only, assets, BACKENDS[backend], **common)
 
 
 def _plate25(
@@ -112,6 +120,7 @@ def _plate25(
     cases: tuple[Case, ...],
     only: Mapping[str, Sequence[int]] | None,
     assets: str | None,
+    batched: str,
     *,
     max_episode_steps: int | None,
     size: tuple[int, int] | None,
@@ -140,6 +149,7 @@ def _plate25(
         action_low=tuple(-bound for bound in ACTION_BOUND),
         action_high=ACTION_BOUND,
         max_episode_steps=horizon,
+        batched=batched,
         departures=tuple(departures),
         options={
             "cases": tuple((case.variant.id, case.object_set) for case in cases),

@@ -23,18 +23,21 @@ class Overlay:
     Args:
         folder: of the assets.
         device: of the frames.
-        foreground: numbers of the segmentation that are left as they were drawn: robot and objects.
         with_textures: load textures too; a texture counts by its entry's ``mix``, which is 0 for the first.
     """
 
-    def __init__(self, folder: Path, device: torch.device, foreground: list[int], with_textures: bool):
+    def __init__(self, folder: Path, device: torch.device, with_textures: bool):
         entries = model_table(folder, "table")
         self._tables = _stack([entry["folder"] / "imgs" / entry["file"] for entry in entries]).to(device)
         textures = [entry["folder"] / "textures" / entry["texture"] for entry in entries]
         self._textures = _stack(textures).to(device) if with_textures else None
         self._mix = [float(entry["mix"]) for entry in entries]
         self._is_foreground = torch.zeros(2**15, dtype=torch.bool, device=device)
-        self._is_foreground[foreground] = True
+
+    def set_foreground(self, numbers: list[int]) -> None:
+        """Numbers of the segmentation that are left as they were drawn: robot and objects."""
+        self._is_foreground.zero_()
+        self._is_foreground[numbers] = True
 
     def photograph(self, table: int) -> Tensor:
         """The photograph of a table, uint8 ``[480, 640, 3]``."""

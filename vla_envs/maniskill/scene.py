@@ -84,7 +84,8 @@ class PutOnPlate(BaseEnv):
                 f'Type make_env("maniskill/{self.cases[0].variant.id}", num_envs={num_envs}), which starts processes'
             )
         self._folder = find_assets(assets)
-        self.configurations: list[Configuration] = []  # of the running episodes
+        self.overlay: Overlay | None = None
+        self.configurations = [self.cases[0].decode(0)] * num_envs  # of the running episodes
         self.episode_ids = np.full(num_envs, -1, np.int64)
         self._running: list[Case] = [self.cases[0]] * num_envs
         description = {"urdf_path": str(self._folder / ROBOT / "wx250s.urdf")}
@@ -115,8 +116,16 @@ class PutOnPlate(BaseEnv):
         builder.add_visual_from_file(stage, pose=upright)
         builder.initial_pose = _STAGE_POSE
         builder.build_static(name="arena")
-        self._objects = self._load_models("object", {number for case in self.cases for number in case.objects})
-        self._plates = self._load_models("plate", {number for case in self.cases for number in case.plates})
+        if self._rebuilds:
+            self._choose([0], options)
+            loaded = {kind: set(_places_of(kind, self.configurations[0])) - {None} for kind in ("object", "plate")}
+        else:
+            loaded = {
+                "object": {number for case in self.cases for number in case.objects},
+                "plate": {number for case in self.cases for number in case.plates},
+            }
+        self._objects = self._load_models("object", loaded["object"])
+        self._plates = self._load_models("plate", loaded["plate"])
 
     def _load_models(self, kind: str, numbers: set[int]) -> dict[int, Actor]:
         material = PhysxMaterial(static_friction=1.0, dynamic_friction=1.0, restitution=0.0)
@@ -142,9 +151,11 @@ class PutOnPlate(BaseEnv):
     def _after_reconfigure(self, options: dict) -> None:
         things = [actor._objs[0].per_scene_id for actor in (*self._objects.values(), *self._plates.values())]
         links = [link._objs[0].entity.per_scene_id for link in self.agent.robot.get_links()]
-        textures = any(case.variant.texture_strength for case in self.cases)
-        device = torch.device("cuda") if self._render_device.is_cuda() else torch.device("cpu")
-        self.overlay = Overlay(self._folder, device, [*things, *links], textures)
+        if self.overlay is None:
+            device = torch.device("cuda" if self._render_device.is_cuda() else "cpu")
+            textures = any(case.variant.texture_strength for case in self.cases)
+            self.overlay = Overlay(self._folder, device, textures)
+        self.overlay.set_foreground([*things, *links])
         self._sizes = {kind: self._model_sizes(kind) for kind in ("object", "plate")}
         n, device = self.num_envs, self.device
         self._object_number = torch.zeros(n, dtype=torch.long, device=device)
@@ -155,7 +166,6 @@ class PutOnPlate(BaseEnv):
         self._held_for = torch.zeros(n, dtype=torch.int32, device=device)
         self._was_held = torch.zeros(n, dtype=torch.bool, device=device)
         self._was_held_long = torch.zeros(n, dtype=torch.bool, device=device)
-        self.configurations = [self.cases[0].decode(0)] * n
 
     def _model_sizes(self, kind: str) -> Tensor:
         """Edges of each model's box, ``[n, 3]``, m."""
@@ -164,6 +174,21 @@ class PutOnPlate(BaseEnv):
         return torch.tensor(np.stack(boxes), dtype=torch.float32, device=self.device)
 
     # ---- episodes
+
+    @property
+    def _rebuilds(self) -> bool:
+        """Whether each episode gets a scene of its own, with no more than it needs.
+
+        PhysX numbers contacts in an order that depends on all that was simulated before, and an object of several
+        convex parts then comes to rest some micrometres elsewhere. On a CPU a new scene costs little more than moving
+        things in the old one; on CUDA all worlds share one simulation, which cannot be built anew for one of them.
+        """
+        return not self._sim_device.is_cuda()
+
+    def reset(self, seed: Any = None, options: dict | None = None) -> tuple[Any, dict]:
+        """Start an episode in the given worlds, all if none are given; see the class for ``options``."""
+        rebuild = {"reconfigure": True} if self._rebuilds else {}
+        return super().reset(seed=seed, options={**(options or {}), **rebuild})
 
     def _initialize_episode(self, env_idx: Tensor, options: dict) -> None:
         rows = [int(row) for row in env_idx]

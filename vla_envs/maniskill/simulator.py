@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vla_envs.graphics import WORKER
 from vla_envs.maniskill.assets import find_assets
 from vla_envs.maniskill.variants import FACTORS, Case, make_case
 from vla_envs.maniskill.vulkan import check_driver, choose_driver, has_gpu
@@ -32,7 +35,9 @@ class ManiSkillSimulator:
         choose_driver()
         self._world = self._build()
         self._world._obs_mode = "none"
-        self._task_id = 0
+        if WORKER in os.environ:  # each new scene collects garbage: what is there for good need not be looked at again
+            gc.collect()
+            gc.freeze()
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:
@@ -72,7 +77,6 @@ class PlateSimulator(ManiSkillSimulator):
 
     def reset(self, episode: Episode) -> None:
         """Start the configuration that :func:`episode_id_of` finds for the episode."""
-        self._task_id = episode.task_id
         case = self._world.cases[episode.task_id]
         self._world.reset(options={"case": episode.task_id, "episode_id": self.episode_id(episode, case)})
         self._expert = None
@@ -123,7 +127,12 @@ class BuiltInSimulator(ManiSkillSimulator):
     def reset(self, episode: Episode) -> None:
         """ManiSkill draws the initial state from a seed, which is that of the trial's family and its number."""
         mixed = np.random.SeedSequence([episode.seed, episode.trial_id]).generate_state(1)[0]
-        self._world.reset(seed=int(mixed >> 1))
+        # A new scene: what was simulated in one before would be felt in the last digits.
+        self._world.reset(seed=int(mixed >> 1), options={"reconfigure": True})
+        goal = getattr(self._world, "goal_site", None)
+        if goal in self._world._hidden_objects:  # a policy that is given no coordinates has to see where to go
+            self._world._hidden_objects.remove(goal)
+            goal.show_visual()
 
     def observe(self) -> Observation:
         seen = self._world._get_obs_sensor_data()
@@ -140,7 +149,7 @@ class BuiltInSimulator(ManiSkillSimulator):
         from mani_skill.utils.registration import make
 
         height, width = self.spec.image_shape
-        world = make(
+        return make(
             self.spec.tasks[0].name,
             obs_mode="rgb",
             control_mode=_PANDA_CONTROL,
@@ -149,11 +158,6 @@ class BuiltInSimulator(ManiSkillSimulator):
             sim_backend="physx_cpu",
             render_backend=_render_backend(),
         )
-        goal = getattr(world, "goal_site", None)
-        if goal in world._hidden_objects:  # a policy that is given no coordinates has to see where to go
-            world._hidden_objects.remove(goal)
-            goal.show_visual()
-        return world
 
 
 def episode_id_of(case: Case, trial_id: int, seed: int, only: Mapping[str, Sequence[int]]) -> int:

@@ -1,0 +1,134 @@
+"""Many plate-25 worlds in one batched simulation, on CUDA: what :class:`~vla_envs.workers.WorkerPool` is on a CPU.
+
+Images are drawn, given their background and resized on the GPU, and stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_envs.maniskill.overlay import resize
+from vla_envs.maniskill.simulator import PlateSimulator, episode_id_of
+from vla_envs.shared_memory import SharedArrays
+from vla_envs.simulator import Episode, SimulatorSpec
+
+
+class BatchedWorlds:
+    """``num_envs`` worlds that are stepped together.
+
+    A world whose episode ended in the middle of a chunk is held still until the chunk's end: the simulation cannot
+    leave one out. What it does then is not recorded.
+
+    Args:
+        spec: a plate-25 suite.
+        num_envs: number of worlds; each has a slot, ``0 .. num_envs - 1``.
+        chunk_size: primitive actions per step.
+        ignore_terminations: go on after success.
+        device: ``"cuda"``; on ``"cpu"`` there can be one world only, which is for tests.
+
+    Attributes:
+        arrays: as those of a pool of workers, but for ``images``, which is a tensor on the device.
+        texts: the current instruction of each slot.
+        restarts: 0; a simulation that fails takes this process with it.
+    """
+
+    restarts = 0
+
+    def __init__(
+        self, spec: SimulatorSpec, num_envs: int, chunk_size: int, ignore_terminations: bool, device: str = "cuda"
+    ):
+        PlateSimulator.check(spec)
+        if device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("backend=cuda needs a GPU that torch can use; on a CPU type backend=processes")
+        from vla_envs.maniskill.scene import PutOnPlate
+        from vla_envs.maniskill.vulkan import choose_driver, has_gpu
+
+        choose_driver()
+        self.spec, self._ignore_terminations = spec, ignore_terminations
+        self._world = PutOnPlate(
+            cases=spec.options["cases"],
+            assets=spec.options["assets"],
+            num_envs=num_envs,
+            obs_mode="rgb+segmentation",
+            reward_mode=spec.options["reward_mode"],
+            sim_backend=f"physx_{device}",
+            render_backend="gpu" if has_gpu() else "cpu",
+        )
+        self._world._obs_mode = "none"  # steps and resets draw nothing
+        self.arrays = _Arrays(spec, num_envs, chunk_size)
+        self.texts = [""] * num_envs
+        self._elapsed = np.zeros(num_envs, np.int64)
+
+    def reset(self, episodes: dict[int, Episode]) -> None:
+        """Start ``episodes`` in the given slots, leave the others alone, and draw all."""
+        if not episodes:
+            return
+        slots, cases = list(episodes), self._world.cases
+        ids = [
+            episode_id_of(cases[e.task_id], e.trial_id, e.seed, self.spec.options["only"]) for e in episodes.values()
+        ]
+        rows = torch.tensor(slots, device=self._world.device)
+        chosen = [episode.task_id for episode in episodes.values()]
+        self._world.reset(options={"env_idx": rows, "case": chosen, "episode_id": ids})
+        self._elapsed[slots] = 0
+        self.texts = self._world.get_language_instruction()
+        self._observe()
+
+    def step(self, slots: Sequence[int]) -> list[int]:
+        """Execute ``arrays.actions`` in the given slots and draw all; returns the slots that were lost: none."""
+        arrays, n = self.arrays, len(self.texts)
+        arrays.rewards[:], arrays.successes[:], arrays.executed[:] = 0, False, False
+        running = np.isin(np.arange(n), slots)
+        for place in range(arrays.actions.shape[1]):
+            if not running.any():
+                break
+            actions = arrays.actions[:, place].copy()
+            actions[~running, :-1] = 0  # the target stays where it is, and the gripper as it was
+            _, reward, _, _, info = self._world.step(torch.from_numpy(actions))
+            success = info["success"].cpu().numpy()
+            arrays.rewards[running, place] = reward.cpu().numpy()[running]
+            arrays.successes[running, place] = success[running]
+            arrays.executed[running, place] = True
+            self._elapsed += running
+            running &= self._elapsed < self.spec.max_episode_steps
+            if not self._ignore_terminations:
+                running &= ~success
+        self._observe()
+        return []
+
+    def map(self, *_: Any, **__: Any) -> list[Any]:
+        """Work off the beaten track needs simulators of its own.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "demonstrations are recorded by simulators in worker processes: type env.backend=processes, or start from "
+            "a policy with policy.checkpoint=FOLDER and sft=none"
+        )
+
+    def close(self) -> None:
+        self._world.close()
+
+    def _observe(self) -> None:
+        from vla_envs.maniskill.scene import CAMERA
+
+        frames = self._world._get_obs_sensor_data()[CAMERA]["rgb"]
+        self.arrays.images = resize(frames, *self.spec.image_shape)
+        self.arrays.states[:] = self._world.agent.robot.get_qpos().cpu().numpy()
+
+
+class _Arrays:
+    """The arrays of a pool of workers, in this process's own memory."""
+
+    images: Tensor
+
+    def __init__(self, spec: SimulatorSpec, num_envs: int, chunk_size: int):
+        for name, (shape, dtype) in SharedArrays.layout(spec, num_envs, chunk_size).items():
+            if name != "images":
+                setattr(self, name, np.zeros(shape, dtype))
