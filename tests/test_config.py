@@ -61,7 +61,8 @@ def overrides_of(name, overrides, folder):
     if name != "evaluate" and kind == "policy":
         return overrides
     if chosen.startswith("experiment=") and "_evaluate_" in chosen and chosen.endswith("openpi"):
-        overrides = [*overrides, "policy.config_name=pi0_libero"]  # not said in a published folder
+        benchmark = chosen.removeprefix("experiment=").partition("_")[0]
+        overrides = [*overrides, f"policy.config_name=pi0_{benchmark}"]  # not said in a published folder
     return [*overrides, f"policy.checkpoint={folder / kind}"]
 
 
