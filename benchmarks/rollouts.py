@@ -8,6 +8,8 @@ one frame per chunk, and ``bare simulators``, which do the same work without any
   primitive action, or behind a wrapper that executes a chunk and renders once; TorchRL's ``ParallelEnv`` likewise.
 * LIBERO (``libero_peers.py``): LIBERO's own ``SubprocVectorEnv``, which draws both cameras after every action, and
   TorchRL's ``LiberoWrapper`` with ``ParallelEnv`` and ``MultiAction``. Resets and memory are measured as well.
+* ManiSkill on a CPU (``maniskill_peers.py``): the same environment with one worker process, and ManiSkill's own
+  ``step`` in this process, which draws a frame after every action.
 
 The *ideal* is cores / (C x CPU time of a physics step + CPU time of a frame), measured on one simulator in
 this process. Repetitions are interleaved; the table shows medians, and ratios are taken within a repetition.
@@ -19,6 +21,7 @@ Mesa's software rasteriser takes ``LP_NUM_THREADS`` threads per process: 1 for V
 
     python benchmarks/rollouts.py --quality fast --output rollouts.json
     python benchmarks/rollouts.py --env libero/spatial --envs 2
+    python benchmarks/rollouts.py --env maniskill/PutOnPlateInScene25Main-v3 --envs 4
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ HORIZON = 500  # Meta-World's own, past which it raises
 def env_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "image_size": options.size,
-        "render_quality": options.quality,
         "max_episode_steps": HORIZON,
+        **({} if options.env.startswith("maniskill/") else {"render_quality": options.quality}),
         **({"task_ids": [options.task]} if options.env.startswith("libero/") else {}),
     }
 
@@ -138,6 +141,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         from libero_peers import memory, peers, resets
 
         costs = {"memory_mb_per_env": memory(options)}
+    elif options.env.startswith("maniskill/"):
+        from maniskill_peers import peers
     else:
         from metaworld_peers import peers
     peers = peers(options)
@@ -227,7 +232,7 @@ def show(result: dict[str, Any]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env", default="metaworld/pick-place-v3", help="a Meta-World task, or libero/spatial")
+    parser.add_argument("--env", default="metaworld/pick-place-v3", help="a task, also of libero/ or maniskill/")
     parser.add_argument("--task", type=int, default=0, help="number of the task, for LIBERO")
     parser.add_argument("--envs", type=int, default=8)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes of VLAEnv")

@@ -396,6 +396,34 @@ def test_the_expert_solves_episodes_it_was_not_made_with(simulator):
 
 
 @needs_world
+def test_the_batched_simulation_with_one_world_is_the_same(simulator):
+    """What can be tested of it without CUDA: its rewards, masks, clock and pictures, over the end of an episode."""
+    import torch
+
+    from vla_envs.maniskill.batch import BatchedWorlds
+
+    spec = make_spec(f"maniskill/{MAIN}", max_episode_steps=20, image_size=64, backend="cuda")
+    assert spec.batched.endswith("BatchedWorlds")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="backend=cuda needs a GPU"):
+            make_env(f"maniskill/{MAIN}", num_envs=2, backend="cuda")
+    worlds = BatchedWorlds(spec, 1, len(ACTIONS), ignore_terminations=False, device="cpu")
+    worlds.reset({0: Episode(0, 1, 3)})
+    simulator.reset(Episode(0, 1, 3))
+    assert worlds.texts == [simulator.observe().task_description] and worlds.arrays.images.shape == (1, 64, 64, 3)
+    worlds.arrays.actions[0] = ACTIONS
+    for wanted in (12, 8):
+        assert worlds.step([0]) == [] and worlds.arrays.executed.sum() == wanted
+    for action in (*ACTIONS, *ACTIONS[:8]):
+        outcome = simulator.step(action)
+    assert np.array_equal(worlds.arrays.states[0], simulator.observe().states) and not outcome.success
+    assert worlds.step([]) == [] and not worlds.arrays.executed.any()
+    with pytest.raises(ValueError, match="backend=processes"):
+        worlds.map("module:function", [])
+    worlds.close()
+
+
+@needs_world
 def test_several_worlds_in_one_process_need_cuda():
     import torch
 

@@ -119,6 +119,17 @@ class VLAEnv(EnvBase):
         step_penalty: float = 0.0,
         step_timeout: float = 60.0,
     ):
+        if spec.batched:  # first, because it says so if there is no GPU
+            pool = spec.make_batched(num_envs, chunk_size, ignore_terminations)
+        else:
+            pool = WorkerPool(
+                spec,
+                num_envs,
+                num_workers,
+                chunk_size,
+                ignore_terminations=ignore_terminations,
+                step_timeout=step_timeout,
+            )
         device = torch.device("cuda" if spec.batched else "cpu")  # where images are drawn, they stay
         super().__init__(device=device, batch_size=torch.Size([num_envs]))
         self.simulator_spec, self.chunk_size, self.episodes = spec, chunk_size, episodes
@@ -127,17 +138,7 @@ class VLAEnv(EnvBase):
         self._last_reward = np.zeros((num_envs, 1), np.float32)  # of the benchmark, times the coefficient
         self._executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]  # chunks of the running episodes
         self.current_episodes: list[Episode | None] = [None] * num_envs
-        if spec.batched:
-            self._pool = spec.make_batched(num_envs, chunk_size, ignore_terminations)
-        else:
-            self._pool = WorkerPool(
-                spec,
-                num_envs,
-                num_workers,
-                chunk_size,
-                ignore_terminations=ignore_terminations,
-                step_timeout=step_timeout,
-            )
+        self._pool = pool
         self._texts: NonTensorStack | None = None
         self._make_specs()
         n = num_envs
@@ -310,13 +311,13 @@ class VLAEnv(EnvBase):
 
     def _observe(self) -> dict[str, Any]:
         """Copies of the shared arrays, which the next step overwrites."""
-        arrays, spec_batched = self._pool.arrays, bool(self.simulator_spec.batched)  # whose frames are new each time
+        arrays, on_device = self._pool.arrays, bool(self.simulator_spec.batched)  # where each frame is a new one
         identities = [(e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in self.current_episodes]
         task_id, trial_id, group_id = torch.tensor(identities, dtype=torch.int64).unbind(1)
         if self._texts is None or self._texts.tolist() != self._pool.texts:  # rebuilding costs 40 us per slot
             self._texts = NonTensorStack(*(NonTensorData(text, device=self.device) for text in self._pool.texts))
         observation = {
-            keys.IMAGES: arrays.images if spec_batched else torch.from_numpy(arrays.images.copy()),
+            keys.IMAGES: arrays.images if on_device else torch.from_numpy(arrays.images.copy()),
             keys.STATES: torch.from_numpy(arrays.states.copy()),
             keys.TASK_DESCRIPTIONS: self._texts,
             keys.TASK_ID: task_id,

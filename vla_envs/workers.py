@@ -63,7 +63,7 @@ class WorkerPool:
         self.spec = spec
         self.arrays, self._memory = SharedArrays.create(spec, num_envs, chunk_size)
         self.arrays.busy[:] = -1
-        self.texts = [""] * num_envs
+        self.texts = [spec.tasks[0].instruction] * num_envs  # a policy reads those of idle slots too
         self.episodes: list[Episode | None] = [None] * num_envs
         self.restarts = 0
         self._gone: set[int] = set()  # slots whose simulator went with its worker and has to be reset

@@ -61,7 +61,7 @@ class BatchedWorlds:
         )
         self._world._obs_mode = "none"  # steps and resets draw nothing
         self.arrays = _Arrays(spec, num_envs, chunk_size)
-        self.texts = [""] * num_envs
+        self.texts = [spec.tasks[0].instruction] * num_envs
         self._elapsed = np.zeros(num_envs, np.int64)
 
     def reset(self, episodes: dict[int, Episode]) -> None:

@@ -19,7 +19,7 @@ _HALF_FINGER = 0.012  # m, of a finger's breadth
 _REACH = 0.045  # m, that an object may stick up between the fingers
 _CLEARANCE = 0.03  # m, above object or plate while moving sideways
 _NEAR, _ALIGNED = 0.012, 0.12  # m, rad: close enough for the next phase
-_CLOSING_STEPS = 3
+_CLOSING_STEPS, _DESCENDING_STEPS = 3, 8
 _OPEN, _CLOSED = 1.0, -1.0
 _ANGLES = np.arange(0, np.pi, np.pi / 16)
 _OFFSETS = np.array([0.0, 0.01, -0.01, 0.02, -0.02, 0.035, -0.035])  # m, of the grasp along the object
@@ -57,12 +57,13 @@ class Expert:
         tips, axis = self._tips()
         aligned = abs(axis @ self._axis) > np.cos(_ALIGNED)
         if aligned and np.linalg.norm((tips - above)[:2]) < _NEAR:
-            self._phase = "descend"
+            self._phase, self._waited = "descend", 0
         return above, _OPEN
 
     def _descend(self) -> tuple[np.ndarray, float]:
         tips, _ = self._tips()
-        if np.linalg.norm(tips - self._grasp) < _NEAR:
+        self._waited += 1
+        if np.linalg.norm(tips - self._grasp) < _NEAR or self._waited > _DESCENDING_STEPS:  # as low as it gets
             self._phase, self._waited = "close", 0
         elif np.linalg.norm(self._position()[:2] - self._grasp[:2]) > 0.08:  # it was pushed away, or moved
             self._phase = "approach"

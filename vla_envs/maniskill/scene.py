@@ -11,6 +11,7 @@ registers every variant with ManiSkill and with Gymnasium:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,8 +89,7 @@ class PutOnPlate(BaseEnv):
         self.configurations = [self.cases[0].decode(0)] * num_envs  # of the running episodes
         self.episode_ids = np.full(num_envs, -1, np.int64)
         self._running: list[Case] = [self.cases[0]] * num_envs
-        description = {"urdf_path": str(self._folder / ROBOT / "wx250s.urdf")}
-        robot = type("WidowX", (WidowX250SBridgeDatasetFlatTable,), description)
+        robot = _robot(self._folder)
         super().__init__(*arguments, robot_uids=robot, num_envs=num_envs, sim_backend=sim_backend, **others)
 
     @property
@@ -348,6 +348,22 @@ class PutOnPlate(BaseEnv):
                     pictures[row], foreground, now.texture, variant.texture_strength, variant.texture_everywhere
                 )
         return pictures
+
+
+def _robot(folder: Path) -> type[WidowX250SBridgeDatasetFlatTable]:
+    """ManiSkill's arm for Bridge scenes, from the folder of our assets."""
+
+    class WidowX(WidowX250SBridgeDatasetFlatTable):
+        urdf_path = str(folder / ROBOT / "wx250s.urdf")
+
+        @property
+        def _controller_configs(self) -> dict[str, Any]:
+            configs = super()._controller_configs
+            for parts in configs.values():  # what ManiSkill takes anyway, with a warning at each reset
+                parts["gripper"].mimic = {"left_finger": {"joint": "right_finger"}}
+            return configs
+
+    return WidowX
 
 
 def _parking(kind: str, number: int) -> tuple[float, float, float]:

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def choose_driver() -> None:
     It is told to the process itself, so that a program that imports us needs no ``LD_LIBRARY_PATH``.
     """
     os.environ.setdefault("LP_NUM_THREADS", "1")  # several worlds share the cores
+    warnings.filterwarnings("ignore", message="Failed to find system libvulkan")  # SAPIEN brings one
     if any(os.environ.get(name) for name in _CHOICES) or has_gpu() or not _MANIFEST.is_file():
         return
     for name in _LIBRARIES:
