@@ -126,7 +126,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     update = {}
                     if learnable is not None:
                         policy.train()
-                        update = {**rollout_metrics(learnable), **learner.update(batch)}
+                        update = {**rollout_metrics(learnable), **learner.update(batch, run.stop_if_asked)}
                     learnt = time.perf_counter()
 
                     speeds.append(int(everything[NEXT, STEP_MASK].sum()) / (learnt - clock))

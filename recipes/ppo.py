@@ -124,7 +124,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     gae(outcomes, **discount)
                     batch.update(distributed.own_rows(outcomes, len(batch)).select(ADVANTAGE, VALUE_TARGET))
                     policy.train()
-                    update = learner.update(batch)
+                    update = learner.update(batch, run.stop_if_asked)
                     learnt = time.perf_counter()
 
                     speeds.append(int(outcomes[NEXT, STEP_MASK].sum()) / (learnt - clock))

@@ -111,6 +111,24 @@ def test_a_signal_costs_nothing(whole, where, number, monkeypatch, tmp_path, cap
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+def test_an_update_is_abandoned_if_nothing_is_lost_by_it(monkeypatch, tmp_path):
+    """Of three minibatches the second is under way; with rarer checkpoints the update is finished and saved."""
+    settings = ["algo.minibatch_size=2", "evaluate_every=0"]
+    run("ppo", tmp_path / "whole", *settings)
+    GlobalHydra.instance().clear()
+    for every, done in ((1, 1), (3, 2)):
+        again = tmp_path / f"every{every}"
+        with monkeypatch.context() as patch:
+            interrupt(patch, Learner, "_backward", 5, terminate)
+            with pytest.raises(SystemExit):
+                run("ppo", again, *settings, f"checkpoint_every={every}")
+        GlobalHydra.instance().clear()
+        assert load_training_state(latest_checkpoint(again / "checkpoints"))["iteration"] == done
+        run("ppo", again, *settings, f"checkpoint_every={every}")
+        GlobalHydra.instance().clear()
+        assert metrics(again) == metrics(tmp_path / "whole")
+
+
 def test_stopping_again_and_again(whole, monkeypatch, tmp_path):
     """At each iteration, and with checkpoints that are rarer than that."""
     name, _, expected = whole

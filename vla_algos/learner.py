@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -124,7 +124,9 @@ class Learner:
 
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
-    def update(self, batch: TensorDictBase | None) -> dict[str, float]:
+    def update(
+        self, batch: TensorDictBase | None, before_step: Callable[[], None] | None = None
+    ) -> dict[str, float]:
         """Learn from a batch with advantages.
 
         Of several processes each gives its part of the batch; the update is the one that a single process would do with
@@ -133,6 +135,7 @@ class Learner:
         Args:
             batch: ``[D]`` or ``[N, T]``, last dimension in time order; decisions that were never executed are
                 left out. With ``"trajectory_mean"`` it gets ``weight`` written. ``None``: this process has none.
+            before_step: called before each minibatch; may raise to abandon the update.
 
         Returns:
             Metrics under ``train/``, see ``docs/metrics.md``; those of all processes.
@@ -156,6 +159,8 @@ class Learner:
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
         mismatch = None
         for minibatch, whole in self._minibatches(samples, masks):
+            if before_step is not None:
+                before_step()
             seen = self._backward(minibatch, whole)
             mean.merge(seen)
             if mismatch is None:

@@ -50,7 +50,8 @@ class ResumableRun:
     was not finished is run again.
 
     Used as a context manager it handles SIGTERM and SIGUSR2. Inside of :meth:`interruptible` they stop the run at once,
-    elsewhere after the iteration; the state is saved, and after SIGUSR2 a SLURM job is put back into the queue.
+    at :meth:`stop_if_asked` if nothing is lost by it, elsewhere after the iteration; the state is saved, and after
+    SIGUSR2 a SLURM job is put back into the queue.
 
     Of several processes the first one writes, with the parts and random states of all. They stop together, at the end
     of an :meth:`interruptible` or of an iteration, whichever of them was told to.
@@ -151,6 +152,15 @@ class ResumableRun:
             self._may_stop = False
         self._stop(distributed.largest(self._signal or 0))
         return result
+
+    def stop_if_asked(self) -> None:
+        """A place within an update where the run may stop: only if the state before the update is on disk already.
+
+        Raises:
+            Interrupted: a signal came, here or to another process.
+        """
+        if self._saved == self._iteration:
+            self._stop(distributed.largest(self._signal or 0))
 
     def __enter__(self) -> ResumableRun:
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
