@@ -9,6 +9,9 @@ from openvla_checkpoint import make_checkpoint
 from running import TOY, TOY_OF, composed, main_of
 from test_maniskill import needs_world
 
+from vla_envs import make_spec
+from vla_policies import SmallVLA, SmallVLAConfig
+
 MANISKILL = ["env=maniskill_small", "env.num_envs=2", "env.num_workers=1", "env.image_size=48", "iterations=2"]
 MANISKILL += ["eval=benchmark", "eval.trials=1", "eval.videos=0"]
 
@@ -33,3 +36,27 @@ def test_two_iterations(family, tmp_path):
     last = next(line for line in lines if line["step"] == 2 and "env/success_once" in line)
     assert last["env/worker_restarts"] == 0 and math.isfinite(last["train/loss"])
     assert (tmp_path / "run" / "policy").is_dir()
+
+
+@needs_world
+@pytest.mark.timeout(900)
+def test_the_out_of_distribution_table(tmp_path, capsys):
+    spec = make_spec("maniskill/plate25-ood", image_size=48)
+    shape = (spec.action_low, spec.action_high, spec.state_dim)
+    SmallVLA(SmallVLAConfig(*shape)).save_pretrained(tmp_path / "policy")
+    settings = ["env=maniskill_small", "env.id=maniskill/plate25-ood", "env.num_envs=2", "env.num_workers=1"]
+    settings += ["env.image_size=48", "env.max_episode_steps=5", "eval=benchmark", "eval.trials=1", "eval.videos=0"]
+    settings += [f"policy.checkpoint={tmp_path / 'policy'}", "mean_of=[Vision,Semantic,Execution]"]
+    main_of("evaluate")(composed("evaluate", settings, tmp_path / "run"))
+    said = capsys.readouterr().out
+    rows = [line.split("  ")[0] for line in said.splitlines() if line.startswith(("PutOnPlate", "all "))]
+    assert len(rows) == 14 + 4 + 1 and rows[-5:] == [
+        *(f"all {group}" for group in ("Training", "Vision", "Semantic", "Execution")),
+        "all tasks",
+    ]
+    assert "mean of Vision, Semantic, Execution: success 0.0%, at end 0.0%" in said
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["eval/num_episodes"] == 14 and metrics["eval/mean/success_once"] == 0
+    GlobalHydra.instance().clear()
+    with pytest.raises(ValueError, match="unknown group in mean_of 'Visoin'; did you mean Vision"):
+        main_of("evaluate")(composed("evaluate", [*settings, "mean_of=[Visoin]"], tmp_path / "other"))
