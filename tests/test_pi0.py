@@ -281,9 +281,10 @@ def test_relative_actions_are_relative_to_the_state(tmp_path):
     near(policy.to_model(simulated, states), actions, 1e-4)
 
 
-def test_calvins_gripper_is_open_or_closed(tmp_path):
+@pytest.mark.parametrize("benchmark", ["calvin", "maniskill"])
+def test_a_gripper_that_must_be_open_or_closed(benchmark, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "pi05_tiny")
-    policy = Pi0.from_pretrained(checkpoint, benchmark="calvin", config_name="pi05_calvin")
+    policy = Pi0.from_pretrained(checkpoint, benchmark=benchmark, config_name=f"pi05_{benchmark}")
     gripper = policy.to_simulator(torch.randn(2, 5, 7), torch.zeros(2, 7))[..., 6]
     assert set(gripper.unique().tolist()) <= {-1.0, 1.0}
 

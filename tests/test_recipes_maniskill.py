@@ -50,13 +50,13 @@ def test_the_out_of_distribution_table(tmp_path, capsys):
     main_of("evaluate")(composed("evaluate", settings, tmp_path / "run"))
     said = capsys.readouterr().out
     rows = [line.split("  ")[0] for line in said.splitlines() if line.startswith(("PutOnPlate", "all "))]
-    assert len(rows) == 14 + 4 + 1 and rows[-5:] == [
+    assert len(rows) == 16 + 4 + 1 and rows[-5:] == [
         *(f"all {group}" for group in ("Training", "Vision", "Semantic", "Execution")),
         "all tasks",
     ]
     assert "mean of Vision, Semantic, Execution: success 0.0%, at end 0.0%" in said
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["eval/num_episodes"] == 14 and metrics["eval/mean/success_once"] == 0
+    assert metrics["eval/num_episodes"] == 16 and metrics["eval/mean/success_once"] == 0
     GlobalHydra.instance().clear()
     with pytest.raises(ValueError, match="unknown group in mean_of 'Visoin'; did you mean Vision"):
         main_of("evaluate")(composed("evaluate", [*settings, "mean_of=[Visoin]"], tmp_path / "other"))

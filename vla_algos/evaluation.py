@@ -192,8 +192,8 @@ def evaluate(
         for slot, episode in enumerate(collector.deciding):
             if episode is not None and episode.place < record:
                 if outcome[EPISODE_LEN][slot] == 0:  # its first decision, perhaps once more after a crash
-                    frames[episode.place] = [outcome[IMAGES][slot].numpy().copy()]
-                frames[episode.place].append(outcome[NEXT, IMAGES][slot].numpy().copy())
+                    frames[episode.place] = [outcome[IMAGES][slot].cpu().numpy().copy()]
+                frames[episode.place].append(outcome[NEXT, IMAGES][slot].cpu().numpy().copy())
 
     def note(place: int, decisions: TensorDictBase) -> None:
         outcome = decisions[NEXT][-1]

@@ -287,11 +287,15 @@ class VLAEnv(EnvBase):
         self.current_episodes = [None if e is None else Episode(*e[:3], group_id=e[3]) for e in state["episodes"]]
         self._executed = [[] if chunks is None else list(chunks.numpy()) for chunks in state["actions"]]
         running = {slot: episode for slot, episode in enumerate(self.current_episodes) if episode is not None}
-        self._pool.reset(running)
-        for place in range(max(map(len, self._executed), default=0)):
-            slots = [slot for slot in running if place < len(self._executed[slot])]
+        # All end together: worlds that are simulated together move on whether they are asked to or not.
+        longest = max(map(len, self._executed), default=0)
+        for left in range(longest, -1, -1):
+            starting = {slot: episode for slot, episode in running.items() if len(self._executed[slot]) == left}
+            if starting:
+                self._pool.reset(starting)
+            slots = [slot for slot in running if left and len(self._executed[slot]) >= left]
             for slot in slots:
-                self._pool.arrays.actions[slot] = self._executed[slot][place]
+                self._pool.arrays.actions[slot] = self._executed[slot][len(self._executed[slot]) - left]
             if lost := self._pool.step(slots):
                 raise SimulatorCrash(f"the simulators of slots {lost} failed while they repeated the saved actions")
         for key, array in self._statistics.items():

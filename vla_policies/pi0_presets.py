@@ -48,8 +48,8 @@ PRESETS = {
 
 
 def _direct(adapter: Adapter) -> Adapter:
-    """Actions as the simulator takes them; only CALVIN's gripper must be rounded to 1 or -1."""
-    gripper = adapter.gripper if adapter.benchmark == "calvin" else None
+    """Actions as the simulator takes them; only the gripper of CALVIN and of plate-25's arm is rounded to 1 or -1."""
+    gripper = adapter.gripper if adapter.benchmark in ("calvin", "maniskill") else None
     size = adapter.action_dim
     return replace(adapter, model_action_dim=size, dimensions=tuple(range(size)), gripper=gripper)
 

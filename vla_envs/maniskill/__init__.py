@@ -28,6 +28,8 @@ REWARD_TYPES = {
 }
 BACKENDS = {"processes": "", "cuda": "vla_envs.maniskill.batch:BatchedWorlds"}
 OOD_SUITE = "plate25-ood"
+# The protocol runs these in training's objects and plates too, among which a second one is new.
+_ALSO_IN_TRAIN = ("PutOnPlateInScene25MultiCarrot-v1", "PutOnPlateInScene25MultiPlate-v1")
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,13 @@ class BuiltIn:
         instruction: ours.
         horizon: ManiSkill's.
         wrist_camera: whether its robot has one.
+        dense: whether it has a dense reward.
     """
 
     instruction: str
     horizon: int = 50
     wrist_camera: bool = False
+    dense: bool = True
 
 
 BUILT_IN = {
@@ -56,8 +60,8 @@ BUILT_IN = {
     "PullCubeTool-v1": BuiltIn("pull the cube closer with the tool", 100),
     "PlaceSphere-v1": BuiltIn("place the sphere in the bin"),
     "RollBall-v1": BuiltIn("roll the ball to the goal region", 80),
-    "PlugCharger-v1": BuiltIn("plug the charger into the receptacle", 200, wrist_camera=True),
-    "StackPyramid-v1": BuiltIn("stack the three cubes as a pyramid", 250, wrist_camera=True),
+    "PlugCharger-v1": BuiltIn("plug the charger into the receptacle", 200, wrist_camera=True, dense=False),
+    "StackPyramid-v1": BuiltIn("stack the three cubes as a pyramid", 250, wrist_camera=True, dense=False),
 }
 
 
@@ -83,7 +87,8 @@ def make_spec(
     Args:
         suite: a plate-25 variant such as ``"PutOnPlateInScene25Main-v3"``, several joined by ``+``, each if need be
             with its object set as in ``"PutOnPlateInScene25Carrot-v1:test"``; ``"plate25-ood"``, which is Main in
-            training and the 13 variants in test; or a task of ManiSkill, such as ``"PickCube-v1"``.
+            training, the 13 variants in test, and two of them in training too; or a task of ManiSkill, such as
+            ``"PickCube-v1"``.
         object_set: of plate-25 variants that do not name theirs: ``"train"``, ``"test"`` or ``"all"``.
         only: keep to some values of plate-25's factors, by number: ``{"object": [0, 4], "table": [0]}``. The factors
             are ``object``, ``plate``, ``extra``, ``table``, ``position`` and ``yaw``.
@@ -166,6 +171,8 @@ def _built_in(
     task = BUILT_IN[suite]
     horizon, usual = max_episode_steps or task.horizon, (BUILT_IN_SIZE,) * 2
     shape = size or usual
+    if reward_type == "dense" and not task.dense:
+        raise ValueError(f"{suite} has no dense reward in ManiSkill; use reward_type=success")
     rewards = _reward_mode("built-in", reward_type or "success")
     return SimulatorSpec(
         id=f"maniskill/{suite}",
@@ -187,7 +194,8 @@ def _cases_of(suite: str, object_set: str) -> tuple[Case, ...]:
     if object_set not in OBJECT_SETS:
         raise unknown_name("object_set", object_set, OBJECT_SETS, example="train")
     if suite == OOD_SUITE:
-        return tuple(make_case(name, "train" if place == 0 else "test") for place, name in enumerate(VARIANTS))
+        in_test = [make_case(name, "train" if place == 0 else "test") for place, name in enumerate(VARIANTS)]
+        return (*in_test, *(make_case(name, "train") for name in _ALSO_IN_TRAIN))
     cases = []
     for part in suite.split("+"):
         name, _, own = part.partition(":")

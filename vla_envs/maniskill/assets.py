@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 OBJECTS_SOURCE = "RLinf/maniskill_assets"  # a data set on the Hugging Face hub
 ROBOT, SCENE, OBJECTS = "robots/widowx", "tasks/bridge_v2_real2sim_dataset", "carrot"
-_ROBOT_FILES = ("wx250s.urdf", "meshes_wx250s/WXSA-250-M-10-Finger.stl")
+_ROBOT_MODEL = "wx250s.urdf"
 _SCENE_FILES = ("stages/bridge_table_1_v1.glb",)
 _MODELS = {"object": "more_carrot", "plate": "more_plate", "table": "more_table"}
 _NUMBERS = {"object": 25, "plate": 17, "table": 21}
@@ -22,7 +23,8 @@ _VISUALS = ("textured.obj", "textured.dae", "textured.glb")  # the first that is
 _STAND_INS = "MANIFEST.md"
 DOWNLOAD = (
     "python -m mani_skill.utils.download_asset -y widowx250s && python -m mani_skill.utils.download_asset -y "
-    f"bridge_v2_real2sim && hf download --repo-type dataset {OBJECTS_SOURCE} --local-dir ~/.maniskill/data"
+    f"bridge_v2_real2sim && hf download --repo-type dataset {OBJECTS_SOURCE} --local-dir "
+    '"${MS_ASSET_DIR:-$HOME/.maniskill}/data"'
 )
 
 
@@ -62,7 +64,7 @@ def find_assets(assets: str | None = None) -> Path:
 
 def missing_assets(folder: Path) -> list[str]:
     """What a folder lacks: the names of files, of which an interrupted download has only some."""
-    wanted = [f"{ROBOT}/{name}" for name in _ROBOT_FILES] + [f"{SCENE}/{name}" for name in _SCENE_FILES]
+    wanted = [f"{ROBOT}/{name}" for name in _robot_files(folder)] + [f"{SCENE}/{name}" for name in _SCENE_FILES]
     missing = [name for name in wanted if not _is_file(folder / name)]
     for kind, name in _MODELS.items():
         models = folder / OBJECTS / name
@@ -79,7 +81,15 @@ def missing_assets(folder: Path) -> list[str]:
             else:
                 files = [models / model / "collision.obj", visual_file(models / model)]
             missing.extend(str(file.relative_to(folder)) for file in files if not _is_file(file))
-    return [*missing, *(f"all of {path.name}" for path in folder.glob("**/*.incomplete"))]
+    unfinished = [path for part in (OBJECTS, ".cache/huggingface") for path in folder.glob(f"{part}/**/*.incomplete")]
+    return [*missing, *(f"all of {path.name}" for path in unfinished)]
+
+
+def _robot_files(folder: Path) -> list[str]:
+    """The robot's description, and the meshes that it names."""
+    model = folder / ROBOT / _ROBOT_MODEL
+    meshes = re.findall(r'filename="([^"]+\.(?:stl|STL|dae|obj))"', model.read_text()) if model.is_file() else []
+    return [_ROBOT_MODEL, *dict.fromkeys(meshes)]
 
 
 def visual_file(model: Path) -> Path:

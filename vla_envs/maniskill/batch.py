@@ -50,6 +50,8 @@ class BatchedWorlds:
 
         choose_driver()
         self.spec, self._ignore_terminations = spec, ignore_terminations
+        if device == "cuda":
+            device = f"cuda:{torch.cuda.current_device()}"  # one of several where processes have one each
         self._world = PutOnPlate(
             cases=spec.options["cases"],
             assets=spec.options["assets"],
@@ -57,7 +59,7 @@ class BatchedWorlds:
             obs_mode="rgb+segmentation",
             reward_mode=spec.options["reward_mode"],
             sim_backend=f"physx_{device}",
-            render_backend="gpu" if has_gpu() else "cpu",
+            render_backend=device if has_gpu() else "cpu",
         )
         self._world._obs_mode = "none"  # steps and resets draw nothing
         self.arrays = _Arrays(spec, num_envs, chunk_size)

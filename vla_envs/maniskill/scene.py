@@ -187,8 +187,24 @@ class PutOnPlate(BaseEnv):
 
     def reset(self, seed: Any = None, options: dict | None = None) -> tuple[Any, dict]:
         """Start an episode in the given worlds, all if none are given; see the class for ``options``."""
-        rebuild = {"reconfigure": True} if self._rebuilds else {}
-        return super().reset(seed=seed, options={**(options or {}), **rebuild})
+        options = dict(options or {})
+        if self._rebuilds:
+            return super().reset(seed=seed, options={**options, "reconfigure": True})
+        if "env_idx" not in options:
+            return super().reset(seed=seed, options=options)
+        # ManiSkill works off the worlds in ascending order, and sets the arms' targets of all worlds, also of those
+        # that go on, to where the arms are. (Written from ManiSkill's source; never run, for want of a GPU.)
+        order = np.argsort(_numpy(options["env_idx"]))
+        for name in ("env_idx", "case", "episode_id"):
+            if name in options and np.ndim(_numpy(options[name])):
+                options[name] = torch.as_tensor(_numpy(options[name])[order], device=self.device)
+        arm = self.agent.controller.controllers["arm"]
+        before = arm._target_pose.raw_pose.clone()
+        result = super().reset(seed=seed, options=options)
+        others = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        others[options["env_idx"]] = False
+        arm._target_pose = Pose.create(torch.where(others[:, None], before, arm._target_pose.raw_pose))
+        return result
 
     def _initialize_episode(self, env_idx: Tensor, options: dict) -> None:
         rows = [int(row) for row in env_idx]

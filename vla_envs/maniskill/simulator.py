@@ -33,11 +33,14 @@ class ManiSkillSimulator:
         self.spec = spec
         _check_installed()
         choose_driver()
-        self._world = self._build()
-        self._world._obs_mode = "none"
-        if WORKER in os.environ:  # each new scene collects garbage: what is there for good need not be looked at again
+        if WORKER in os.environ and not gc.get_freeze_count():
+            # Each new scene collects garbage: what has been imported is there for good and need not be looked at.
+            import mani_skill.envs  # noqa: F401
+
             gc.collect()
             gc.freeze()
+        self._world = self._build()
+        self._world._obs_mode = "none"
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:
