@@ -54,9 +54,11 @@ def test_the_out_of_distribution_table(tmp_path, capsys):
         *(f"all {group}" for group in ("Training", "Vision", "Semantic", "Execution")),
         "all tasks",
     ]
-    assert "mean of Vision, Semantic, Execution: success 0.0%, at end 0.0%" in said
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["eval/num_episodes"] == 16 and metrics["eval/mean/success_once"] == 0
+    groups = [metrics[f"eval/group/{name}/success_once"] for name in ("Vision", "Semantic", "Execution")]
+    # Not 0: some plates are so large that the object falls onto them by itself.
+    assert metrics["eval/mean/success_once"] == pytest.approx(sum(groups) / 3) and metrics["eval/num_episodes"] == 16
+    assert f"mean of Vision, Semantic, Execution: success {100 * sum(groups) / 3:.1f}%, at end" in said
     GlobalHydra.instance().clear()
     with pytest.raises(ValueError, match="unknown group in mean_of 'Visoin'; did you mean Vision"):
         main_of("evaluate")(composed("evaluate", [*settings, "mean_of=[Visoin]"], tmp_path / "other"))
