@@ -12,7 +12,7 @@ from running import CONF, Started, composed, main_of, recipe
 from safetensors.torch import load_file
 
 import vla_envs.env
-from vla_envs import make_spec
+from vla_algos.runs import env_spec
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=10", "env.image_size=32", "eval.trials=2"]
@@ -245,8 +245,7 @@ def test_every_experiment_composes_and_explains_itself(experiment):
     name = next(name for name in ("evaluate", "ppo", "grpo") if f"_{name}_" in experiment)
     with initialize_config_dir(str(CONF), version_base=None):
         config = compose(name, overrides=[f"experiment={experiment}"])
-    env = {**config.env}
-    make_spec(env.pop("id"), **{k: v for k, v in env.items() if k not in ("num_envs", "num_workers")})
+    assert env_spec(config).id == config.env.id
 
 
 @pytest.mark.parametrize("group", sorted(path.parent.name + "/" + path.stem for path in CONF.glob("*/*.yaml")))
