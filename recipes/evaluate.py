@@ -51,8 +51,9 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     start_run(config, KEYS, folder)
     spec = env_spec(config)
     grid, evaluation = evaluation_settings(config, spec)
+    groups = list(dict.fromkeys(task.group for task in spec.tasks))
     for name in config.mean_of:
-        if name not in (groups := list(dict.fromkeys(task.group for task in spec.tasks))):
+        if name not in groups:
             raise unknown_name("group in mean_of", name, groups)
     policy = make_policy(config, spec)
     env = start_env(config, policy)
@@ -73,15 +74,15 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     setting = {"greedy": config.greedy, "ablation": config.ablation, "departures": spec.departures}
     metrics = {**result.metrics(), "eval/interval": result.interval, **setting}
     if config.mean_of:
-        metrics["eval/mean/success_once"], metrics["eval/mean/success_at_end"] = result.mean_of_groups(config.mean_of)
+        once, at_end = result.mean_of_groups(config.mean_of)
+        metrics |= {"eval/mean/success_once": once, "eval/mean/success_at_end": at_end}
     if distributed.is_main():
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     finish_run(folder, result.metrics(), time.perf_counter() - started)
     print(f"\n{describe(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
     print(f"\n{result.table()}")
     if config.mean_of:
-        once, at_end = (100 * rate for rate in result.mean_of_groups(config.mean_of))
-        print(f"mean of {', '.join(config.mean_of)}: success {once:.1f}%, at end {at_end:.1f}%")
+        print(f"mean of {', '.join(config.mean_of)}: success {100 * once:.1f}%, at end {100 * at_end:.1f}%")
     print(f"\nresults      {folder}")
 
 
