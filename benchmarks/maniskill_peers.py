@@ -1,46 +1,12 @@
-"""What ``rollouts.py`` compares ManiSkill on a CPU with: one process, and ManiSkill's own step."""
+"""What ``rollouts.py`` compares ManiSkill on a CPU with: ManiSkill's own step."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 import numpy as np
-import torch
 from timing import Contender
-
-import vla_keys as keys
-from vla_envs import make_env
-
-
-def peers(options: argparse.Namespace) -> list[Contender]:
-    return [one_process(options), frame_per_action(options)]
-
-
-def one_process(options: argparse.Namespace) -> Contender:
-    """VLAEnv whose worlds are all in one worker process."""
-    env = make_env(
-        options.env,
-        options.envs,
-        options.chunk,
-        num_workers=1,
-        ignore_terminations=True,
-        step_timeout=600.0,
-        image_size=options.size,
-        max_episode_steps=10**6,
-    )
-    state: dict[str, Any] = {}
-
-    def start() -> None:
-        state["td"] = env.reset()
-
-    def run(actions: np.ndarray, times: int) -> None:
-        state["td"][keys.ACTION] = torch.from_numpy(actions)
-        for _ in range(times):
-            env.step(state["td"])
-
-    return Contender("VLAEnv, one worker", start, run, env.close, options.decisions)
 
 
 def frame_per_action(options: argparse.Namespace) -> Contender:

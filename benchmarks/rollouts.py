@@ -64,12 +64,12 @@ def spec_of(options: argparse.Namespace) -> SimulatorSpec:
     return make_spec(options.env, **env_options(options))
 
 
-def vla_env(options: argparse.Namespace) -> Contender:
+def vla_env(options: argparse.Namespace, workers: int, name: str = "VLAEnv") -> Contender:
     env = make_env(
         options.env,
         options.envs,
         options.chunk,
-        num_workers=options.workers,
+        num_workers=workers,
         ignore_terminations=True,  # every contender executes every action
         step_timeout=300.0,
         **env_options(options),
@@ -84,7 +84,7 @@ def vla_env(options: argparse.Namespace) -> Contender:
         for _ in range(times):
             env.step(state["td"])
 
-    return Contender("VLAEnv", start, run, env.close, options.decisions)
+    return Contender(name, start, run, env.close, options.decisions)
 
 
 def bare_simulators(options: argparse.Namespace) -> Contender:
@@ -142,14 +142,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
         costs = {"memory_mb_per_env": memory(options)}
     elif options.env.startswith("maniskill/"):
-        from maniskill_peers import peers
+        from maniskill_peers import frame_per_action
+
+        def peers(options: argparse.Namespace) -> list[Contender]:
+            return [vla_env(options, 1, "VLAEnv, one worker"), frame_per_action(options)]
     else:
         from metaworld_peers import peers
     peers = peers(options)
     for peer in peers:
         peer.start()
     os.environ["LP_NUM_THREADS"] = "1"
-    single, ours = SingleSimulator(options), vla_env(options)
+    single, ours = SingleSimulator(options), vla_env(options, options.workers)
     contenders = [ours, *peers, bare_simulators(options)]
     try:
         for repetition in range(options.repetitions + 1):
