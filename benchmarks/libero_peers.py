@@ -16,7 +16,7 @@ import torch
 from timing import Contender, memory_of_descendants
 from torchrl.envs import EnvBase, LiberoEnv, LiberoWrapper, MultiAction, ParallelEnv, TransformedEnv
 
-from vla_envs import Episode, WorkerPool, make_spec
+from vla_envs import Episode, Task, WorkerPool, make_spec
 from vla_envs.libero.package import find_assets, import_libero, initial_states, task_file
 
 CAMERAS = ["agentview", "robot0_eye_in_hand"]
@@ -39,19 +39,18 @@ def _prepare() -> Any:
     return envs
 
 
-def _own_env(task: int, size: int) -> Any:
-    envs, chosen = _prepare(), make_spec("libero/spatial").tasks[task]
-    file = str(task_file("spatial", chosen.name))
+def _own_env(chosen: Task, size: int) -> Any:
+    envs = _prepare()
+    file = str(task_file(chosen.group, chosen.name))
     return envs.OffScreenRenderEnv(
         bddl_file_name=file, camera_names=CAMERAS, camera_heights=size, camera_widths=size
     )
 
 
 def _subprocesses(options: argparse.Namespace) -> Contender:
-    envs = _prepare()
-    env = envs.SubprocVectorEnv([partial(_own_env, options.task, options.size)] * options.envs)
-    chosen = make_spec("libero/spatial").tasks[options.task]
-    states = initial_states("spatial", chosen.name)
+    envs, chosen = _prepare(), _task(options)
+    env = envs.SubprocVectorEnv([partial(_own_env, chosen, options.size)] * options.envs)
+    states = initial_states(chosen.group, chosen.name)
 
     def start() -> None:
         env.reset()
@@ -66,7 +65,7 @@ def _subprocesses(options: argparse.Namespace) -> Contender:
 
 
 def _parallel_env(options: argparse.Namespace) -> Contender:
-    env = ParallelEnv(options.envs, partial(_torchrl_env, options.task, options.size))
+    env = ParallelEnv(options.envs, partial(_torchrl_env, _task(options), options.size))
     state = {}
 
     def start() -> None:
@@ -76,16 +75,19 @@ def _parallel_env(options: argparse.Namespace) -> Contender:
         for _ in range(times):
             env.step(state["td"].set("action", torch.from_numpy(actions)))
 
-    return Contender("TorchRL LiberoEnv, MultiAction", start, run, env.close, _few(options))
+    return Contender("TorchRL LiberoWrapper, MultiAction", start, run, env.close, _few(options))
 
 
-def _torchrl_env(task: int, size: int) -> EnvBase:
-    chosen = make_spec("libero/spatial").tasks[task]
-    states = initial_states("spatial", chosen.name)
+def _torchrl_env(chosen: Task, size: int) -> EnvBase:
+    states = initial_states(chosen.group, chosen.name)
     env = LiberoWrapper(
-        _own_env(task, size), init_states=states, init_state_mode="fixed", wrist_camera=CAMERAS[1], settle_steps=0
+        _own_env(chosen, size), init_states=states, init_state_mode="fixed", wrist_camera=CAMERAS[1], settle_steps=0
     )
     return TransformedEnv(env, MultiAction())
+
+
+def _task(options: argparse.Namespace) -> Task:
+    return make_spec(options.env).tasks[options.task]
 
 
 def _few(options: argparse.Namespace) -> int:
@@ -98,10 +100,10 @@ def _few(options: argparse.Namespace) -> int:
 
 def resets(options: argparse.Namespace, times: int = 5) -> dict[str, float]:
     """CPU milliseconds of a reset with its frames: ours, and LIBERO's own (hard), both without settle steps."""
-    simulator = make_spec("libero/spatial", image_size=options.size, settle_steps=0).make()
+    simulator = make_spec(options.env, image_size=options.size, settle_steps=0).make()
     chosen = simulator.spec.tasks[options.task]
-    states = initial_states("spatial", chosen.name)
-    own = _own_env(options.task, options.size)
+    states = initial_states(chosen.group, chosen.name)
+    own = _own_env(chosen, options.size)
 
     def ours(trial: int) -> None:
         simulator.reset(Episode(options.task, trial))
@@ -126,7 +128,7 @@ def _cpu_of(function: Callable[[int], None], trial: int) -> float:
 
 def memory(options: argparse.Namespace) -> dict[str, float]:
     """Megabytes per environment: one process each, and all in one process, of one task and of a task each."""
-    spec = make_spec("libero/spatial", image_size=options.size)
+    spec = make_spec(options.env, image_size=options.size)
     found = {}
     for name, workers, tasks in (
         ("one process each", options.envs, 1),

@@ -10,15 +10,30 @@ from timing import Contender
 
 
 def frame_per_action(options: argparse.Namespace) -> Contender:
-    """ManiSkill's ``gymnasium`` environment of the variant: one world in this process takes every world's turn."""
+    """ManiSkill's environment of the variant or task: one world in this process takes every world's turn."""
+    from vla_envs.maniskill import BUILT_IN, CONTROL_MODE
     from vla_envs.maniskill.vulkan import choose_driver, has_gpu
 
     os.environ["LP_NUM_THREADS"] = options.peer_raster_threads
     choose_driver()
+    import mani_skill.envs  # noqa: F401  registers the tasks
+    from mani_skill.utils.registration import make
+
     from vla_envs.maniskill.scene import PutOnPlate
 
-    variant = options.env.partition("/")[2]
-    world = PutOnPlate(variant=variant, reward_mode="dense", render_backend="gpu" if has_gpu() else "cpu")
+    name, backend = options.env.partition("/")[2], "gpu" if has_gpu() else "cpu"
+    if name in BUILT_IN:
+        world = make(
+            name,
+            obs_mode="rgb",
+            control_mode=CONTROL_MODE,
+            reward_mode="sparse",
+            sensor_configs={"height": options.size, "width": options.size},
+            sim_backend="physx_cpu",
+            render_backend=backend,
+        )
+    else:
+        world = PutOnPlate(variant=name, reward_mode="dense", render_backend=backend)
 
     def run(actions: np.ndarray, times: int) -> None:
         for _ in range(times):
@@ -27,6 +42,6 @@ def frame_per_action(options: argparse.Namespace) -> Contender:
                     world.step(action)
 
     def start() -> None:
-        world.reset(options={"episode_id": 0})
+        world.reset(options={} if name in BUILT_IN else {"episode_id": 0})
 
     return Contender("ManiSkill, frame per action", start, run, world.close, options.decisions)

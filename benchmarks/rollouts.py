@@ -48,7 +48,7 @@ from timing import Contender
 import vla_keys as keys
 from vla_envs import Episode, Simulator, SimulatorSpec, WorkerPool, make_env, make_spec
 
-HORIZON = 500  # Meta-World's own, past which it raises
+HORIZON = 500  # of every episode; Meta-World's own, past which it raises
 
 
 def env_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -251,7 +251,9 @@ def parse() -> argparse.Namespace:
     options.chunk = options.chunk or (8 if libero else 5)
     options.size = options.size or (256 if libero else 224)
     if (options.decisions + 1) * options.chunk >= HORIZON:
-        parser.error(f"(decisions + 1) x chunk must stay below Meta-World's horizon of {HORIZON} steps")
+        parser.error(f"(decisions + 1) x chunk must stay below {HORIZON} steps, the horizon of the episodes here")
+    if options.quality != "benchmark" and not options.env.startswith("metaworld/"):
+        parser.error(f"--quality {options.quality} is for Meta-World; on {options.env} leave it out")
     return options
 
 

@@ -5,6 +5,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -48,6 +49,13 @@ def trajectory(simulator, episode, steps=40):
     seen = simulator.observe()
     physics = np.concatenate([simulator._world._data.qpos, simulator._world._data.qvel])
     return {"states": np.stack(states), "physics": physics, "images": seen.images, "wrist": seen.wrist_images}
+
+
+def trajectory_after(simulator, others):
+    """What a worker process runs: the same episode after the first steps of others, given as tasks and trials."""
+    for task, trial in others:
+        trajectory(simulator, Episode(task, trial), steps=3)
+    return trajectory(simulator, Episode(7, 5))
 
 
 def same(first, second):
@@ -195,15 +203,17 @@ def test_the_same_episode_is_the_same_anywhere():
     fresh.close()
     assert not np.array_equal(first["images"], other["images"])
 
+    # In two other processes, in one of them after another task, and as an environment's slot.
     env = make_env("libero/goal", 2, 5, num_workers=2, step_timeout=START, **FAST)
-    env._pool.reset({0: Episode(7, 5), 1: Episode(7, 5)})
+    assert all(same(first, again) for again in env.pool.map("test_libero:trajectory_after", [(), ((0, 1), (3, 2))]))
+    env.pool.reset({0: Episode(7, 5), 1: Episode(7, 5)})
     for start in range(0, 40, 5):
-        env._pool.arrays.actions[:] = np.stack(actions(40)[start : start + 5])
-        assert env._pool.step([0, 1]) == []
+        env.pool.arrays.actions[:] = np.stack(actions(40)[start : start + 5])
+        assert env.pool.step([0, 1]) == []
     for slot in (0, 1):
-        assert np.array_equal(env._pool.arrays.states[slot], first["states"][-1])
-        assert np.array_equal(env._pool.arrays.images[slot], first["images"])
-        assert np.array_equal(env._pool.arrays.wrist_images[slot], first["wrist"])
+        assert np.array_equal(env.pool.arrays.states[slot], first["states"][-1])
+        assert np.array_equal(env.pool.arrays.images[slot], first["images"])
+        assert np.array_equal(env.pool.arrays.wrist_images[slot], first["wrist"])
     env.close()
 
 
@@ -248,6 +258,21 @@ def test_built_worlds_are_kept_within_their_budget():
     simulator.reset(Episode(1, 0))
     simulator.close()
     assert len(world_cache) == 0 <= before
+    # With room for two of three, the one that has not been used for longest goes.
+    sizes = []
+    roomy = make_spec("libero/spatial", **FAST, cache_gigabytes=100).make()
+    for task in range(3):
+        roomy.reset(Episode(task, 0))
+        sizes.append(roomy._world.megabytes)
+    roomy.close()
+    kept = make_spec("libero/spatial", **FAST, cache_gigabytes=1.1 * sum(sizes[1:]) / 1000).make()
+    assert len(world_cache) == 3
+    kept.reset(Episode(0, 0))
+    kept.close()
+    assert [world.task.name for world in world_cache._idle.values()] == [kept.spec.tasks[n].name for n in (2, 0)]
+    simulator.reset(Episode(0, 0))
+    simulator.close()
+    assert len(world_cache) == 0
 
 
 def test_closing_the_gripper_closes_it():
@@ -277,6 +302,7 @@ changed = {key for key in before.keys() | os.environ.keys() if before.get(key) !
 assert changed <= {"MUJOCO_GL", "NUMBA_CACHE_DIR", "PYOPENGL_PLATFORM"}, changed
 assert (np.random.get_state()[1] == random).all() and "torch" not in sys.modules
 """
+    started = time.time()
     # Compiling takes long: what is compiled already is used.
     numba = os.environ.get("NUMBA_CACHE_DIR", str(Path.home() / ".cache" / "vla-torchrl" / "numba"))
     environment = {**os.environ, "HOME": str(tmp_path), "NUMBA_CACHE_DIR": numba}
@@ -290,7 +316,11 @@ assert (np.random.get_state()[1] == random).all() and "torch" not in sys.modules
         env={**environment, **shown, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert ran.returncode == 0, ran.stderr
-    assert "WARN" not in ran.stderr and not (tmp_path / ".libero").exists()
+    assert "WARN" not in ran.stderr
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and ".cache" not in path.parts]
+    assert left == [], "written into the home folder"
+    written = {path for path in package.package_folder().rglob("*") if path.stat().st_mtime > started}
+    assert all("__pycache__" in path.parts or path.name == "__pycache__" for path in written), written
 
 
 def test_gymnasium_ids():
@@ -334,6 +364,25 @@ def test_a_trial_that_does_not_exist():
     simulator = make_spec("libero/object", **FAST).make()
     with pytest.raises(ValueError, match="has trials 0 to 49 of .*, got trial_id=50"):
         simulator.reset(Episode(0, 50))
+
+
+def test_a_download_is_taken_where_it_is_allowed(tmp_path, monkeypatch):
+    """Only the hub is not real: what it would bring is the pack that is here."""
+    import huggingface_hub
+
+    monkeypatch.setattr(package, "asset_places", lambda assets=None: [tmp_path / "nowhere"])
+    monkeypatch.setattr(package, "_download_folder", lambda: tmp_path / "cache" / "assets")
+    asked = []
+
+    def snapshot_download(repository, *, repo_type, local_dir):
+        asked.append((repository, repo_type))
+        local_dir.symlink_to(ASSETS)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(FileNotFoundError, match="download_assets=true"):
+        package.find_assets()
+    assert asked == [] and package.find_assets(download=True) == tmp_path / "cache" / "assets"
+    assert asked == [(package.ASSETS_REPOSITORY, "dataset")]
 
 
 def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
@@ -408,18 +457,19 @@ def test_unreadable_initial_states(value, message, tmp_path, monkeypatch):
         package.initial_states("goal", "task")
 
 
-def test_other_versions_are_refused_by_name(monkeypatch):
+@pytest.mark.parametrize(("package_name", "needed"), [("mujoco", "3.3.0"), ("robosuite", "1.4.0")])
+def test_other_versions_are_refused_by_name(package_name, needed, monkeypatch):
     def version(name, real=metadata.version):
-        return "3.4.1" if name == "mujoco" else real(name)
+        return "3.4.1" if name == package_name else real(name)
 
     monkeypatch.setattr(metadata, "version", version)
     package.wrong_versions.cache_clear()
     try:
-        message = "mujoco 3.4.1, needs 3.3.0.*pip install.*allow_other_versions"
+        message = f"{package_name} 3.4.1, needs {needed}.*pip install.*allow_other_versions"
         with pytest.raises(RuntimeError, match=message):
             make_env("libero/spatial", 1)
         spec = make_spec("libero/spatial", allow_other_versions=True)
-        assert "other versions: mujoco 3.4.1, needs 3.3.0" in spec.departures
+        assert f"other versions: {package_name} 3.4.1, needs {needed}" in spec.departures
         package.check_versions(allow_other_versions=True)
     finally:
         package.wrong_versions.cache_clear()

@@ -50,6 +50,8 @@ def case_of(name, object_set="test"):
 
 # ---- the variants, without a simulator
 
+CAMERA = {"eye": [0.5, 0, 0.5], "target": [0, 0, 0], "fov": 0.5}
+
 
 def test_counts_of_configurations_are_those_of_the_benchmark():
     assert [f"PutOnPlateInScene25{name}" for name in COUNTS] == list(VARIANTS)
@@ -128,6 +130,9 @@ def test_suites_and_what_departs_from_the_protocol():
         "horizon 7 instead of 80", "32 x 32 pixels instead of 480 x 640", "only plate 0"
     ]  # fmt: skip
     wrist = make_spec("maniskill/StackCube-v1")
+    seen = make_spec("maniskill/PushCube-v1", camera=CAMERA)
+    described = "camera with eye [0.5, 0.0, 0.5], target [0.0, 0.0, 0.0], fov 0.5"
+    assert seen.departures == (f"{described} instead of ManiSkill's",)
     assert wrist.wrist_image_shape == (1, 128, 128) and wrist.state_dim == 9 and wrist.departures == ()
 
 
@@ -144,7 +149,16 @@ def test_suites_and_what_departs_from_the_protocol():
         (f"maniskill/{MAIN}", {"reward_type": "dense"}, "known are staged, success"),
         (f"maniskill/{MAIN}", {"image_size": 0}, "try image_size=224"),
         (f"maniskill/{MAIN}", {"max_episode_steps": 0}, "max_episode_steps must be >= 1"),
-        (f"maniskill/{MAIN}", {"camera": "side"}, "camera"),
+        (f"maniskill/{MAIN}", {"camera": "side"}, "has the benchmark's camera and control"),
+        (f"maniskill/{MAIN}", {"control_mode": "pd_ee_delta_pos"}, "has the benchmark's camera and control"),
+        ("maniskill/PushCube-v1", {"control_mode": "pd_ee_delta_pse"}, "did you mean pd_ee_delta_pose"),
+        ("maniskill/PushCube-v1", {"camera": "side"}, "camera takes eye and target, .* try"),
+        ("maniskill/PushCube-v1", {"camera": {"eye": [0, 0, 1]}}, "camera takes eye and target, .* got .*eye"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": [0, 1]}}, "camera takes eye and target, 3 numbers"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": 1}}, "camera takes eye and target, 3 numbers"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "fov": "wide"}}, "camera takes eye and target, 3 numbers"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "target": CAMERA["eye"]}}, "eye and target are the same"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "fov": 60}}, "radians between 0 and pi"),
         ("maniskill/PickCube-v1", {"object_set": "test"}, "belong to plate-25"),
     ],
 )
@@ -399,6 +413,32 @@ def test_the_expert_solves_episodes_it_was_not_made_with(simulator):
         simulator.reset(Episode(0, trial, 424242))
         solved += any(simulator.step(simulator.expert_action()).success for _ in range(80))
     assert solved >= 5
+
+
+@needs_world
+def test_the_expert_of_push_cube_and_a_camera_of_ones_own():
+    """It comes back from disturbed actions, and the camera changes what is seen and nothing else."""
+    pushing = make_spec("maniskill/PushCube-v1", image_size=32).make()
+    random, solved = np.random.default_rng(0), 0
+    for trial in range(12):
+        pushing.reset(Episode(0, trial, 424242))
+        for _ in range(pushing.spec.max_episode_steps):
+            action = pushing.expert_action()
+            assert action.shape == (7,) and action.dtype == np.float32 and abs(action).max() <= 1
+            disturbed = np.clip(action + 0.1 * random.standard_normal(7), -1, 1)
+            if pushing.step(disturbed).success:
+                solved += 1
+                break
+    assert solved >= 11
+    pushing.reset(Episode(0, 0, 424242))
+    usual = pushing.observe()
+    pushing.close()
+    nearer = make_spec("maniskill/PushCube-v1", image_size=32, camera=CAMERA, control_mode="pd_ee_delta_pos").make()
+    nearer.reset(Episode(0, 0, 424242))
+    own = nearer.observe()
+    assert any(nearer.step(nearer.expert_action()).success for _ in range(20))
+    nearer.close()
+    assert np.array_equal(own.states, usual.states) and not np.array_equal(own.images, usual.images)
 
 
 @needs_world

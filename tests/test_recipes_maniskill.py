@@ -1,4 +1,4 @@
-"""The recipes on real plate-25: two iterations of PPO with the small policy, from the expert, and with tiny OpenVLA."""
+"""The recipes on real ManiSkill: two iterations of PPO with the small policy, from an expert, and with tiny OpenVLA."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from test_maniskill import needs_world
 from vla_envs import make_spec
 from vla_policies import SmallVLA, SmallVLAConfig
 
-MANISKILL = ["env=maniskill_small", "env.num_envs=2", "env.num_workers=1", "env.image_size=48", "iterations=2"]
+MANISKILL = ["env.num_envs=2", "env.num_workers=1", "env.image_size=48", "iterations=2"]
 MANISKILL += ["eval=benchmark", "eval.trials=1", "eval.videos=0"]
 
 
@@ -24,14 +24,17 @@ def hydra():
 
 @needs_world
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", ["small", "openvla"])
-def test_two_iterations(family, tmp_path):
+@pytest.mark.parametrize(
+    ("chosen_env", "family"),
+    [("maniskill_small", "small"), ("maniskill_small", "openvla"), ("maniskill_push_cube", "small")],
+)
+def test_two_iterations(chosen_env, family, tmp_path):
     chosen = [f"policy={family}", "env.max_episode_steps=10", "sft.episodes=1", "sft.steps=2", "sft.max_steps=80"]
     if family == "openvla":
         checkpoint = make_checkpoint(tmp_path / "openvla")
         chosen = ["policy=openvla", f"policy.checkpoint={checkpoint}", "policy.value_head=true", "sft=none"]
         chosen += ["env.max_episode_steps=6"]
-    main_of("ppo")(composed("ppo", [*TOY, *TOY_OF["ppo"], *MANISKILL, *chosen], tmp_path / "run"))
+    main_of("ppo")(composed("ppo", [*TOY, *TOY_OF["ppo"], f"env={chosen_env}", *MANISKILL, *chosen], tmp_path / "run"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     last = next(line for line in lines if line["step"] == 2 and "env/success_once" in line)
     assert last["env/worker_restarts"] == 0 and math.isfinite(last["train/loss"])

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,15 @@ from vla_envs import Episode, EpisodeQueue, SimulatorCrash, make_env, make_spec
 from vla_envs.workers import WorkerPool
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
+from vla_envs.metaworld import MetaWorldSimulator
+
 OPTIONS = {"image_size": 32, "render_quality": "fast", "max_episode_steps": 40}
+
+
+class SlowToReset(MetaWorldSimulator):
+    def reset(self, episode):
+        time.sleep(1.2)
+        super().reset(episode)
 
 
 @pytest.fixture
@@ -54,6 +63,38 @@ def test_a_killed_or_stopped_worker_loses_its_own_episodes_only(env, kill):
     outcome, _ = act(env, td)
     assert outcome[keys.NEXT, keys.STEP_MASK].all() and not outcome[keys.NEXT, keys.LOST].any()
     assert outcome[keys.NEXT, keys.EPISODE_LEN].squeeze(-1).tolist() == [25, 5, 25, 5]
+
+
+def test_a_worker_that_hangs_in_reset_is_started_again(env):
+    env.reset()  # a first answer may take longer
+    os.kill(process_id(env, 1), signal.SIGSTOP)
+    td = env.reset()
+    assert env.worker_restarts == 1
+    outcome, _ = act(env, td)  # the new worker has reset its slots
+    assert outcome[keys.NEXT, keys.STEP_MASK].all() and not outcome[keys.NEXT, keys.LOST].any()
+
+
+def test_a_worker_with_many_slots_may_take_longer_than_the_time_out_as_long_as_it_gets_on():
+    spec = replace(make_spec("metaworld/reach-v3", **OPTIONS), entry_point="test_workers:SlowToReset")
+    pool = WorkerPool(spec, 4, 1, 5, step_timeout=4.0)
+    episodes = {slot: Episode(0, slot) for slot in range(4)}
+    pool.reset(episodes)  # a first answer may take longer in any case
+    started = time.monotonic()
+    pool.reset(episodes)
+    assert time.monotonic() - started > 4.8 and pool.restarts == 0
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("episode", "message"),
+    [(Episode(1, 0), "tasks 0 to 0, got task_id=1"), (Episode(-1, 0), "task_id=-1"), (Episode(0, -1), "from 0, got")],
+)
+def test_an_episode_that_does_not_exist_is_one_clear_error(episode, message):
+    env = make_env("metaworld/reach-v3", 1, 5, num_workers=1, episodes=EpisodeQueue([episode]), **OPTIONS)
+    with pytest.raises(ValueError, match=message):
+        env.reset()
+    assert env.worker_restarts == 0
+    env.close()
 
 
 def test_an_episode_that_ran_when_its_neighbour_was_reset_in_a_dying_worker_is_lost_too():

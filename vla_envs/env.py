@@ -52,7 +52,8 @@ def make_env(
         relative_reward: each action is paid the change of the reward since the one before it, from 0 at the start:
             success pays once however long it lasts, and losing it costs as much.
         step_penalty: subtracted for each executed action, after the two above.
-        step_timeout: seconds after which a silent worker counts as hung and is replaced.
+        step_timeout: seconds after which a worker that does not get on to its next environment counts as hung and is
+            replaced.
         **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World.
 
     Raises:
@@ -212,6 +213,7 @@ class VLAEnv(EnvBase):
             self.current_episodes[slot] = episode = self.episodes.next()
             self._executed[slot] = []
             if episode is not None:
+                self.simulator_spec.task_of(episode)  # an error here, not in a worker
                 starting[slot] = episode
         self._pool.reset(starting)
         for array in [*self._statistics.values(), self._last_reward]:

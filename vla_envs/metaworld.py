@@ -186,7 +186,7 @@ class MetaWorldSimulator:
         self._shaped = 0.0  # Meta-World's shaped reward of the current state, 0 to 10
 
     def reset(self, episode: Episode) -> None:
-        self._task = self.spec.tasks[episode.task_id]
+        self._task = self.spec.task_of(episode)
         self._world, self._renderer = self._get_world(self._task.name)
         # Meta-World ignores reset(seed=...): with seeded_rand_vec it draws from np_random instead. The task's
         # name, not its index, goes into the seed: an episode is the same in MT50 and on its own.

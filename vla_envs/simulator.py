@@ -132,6 +132,18 @@ class SimulatorSpec:
     def action_dim(self) -> int:
         return len(self.action_low)
 
+    def task_of(self, episode: Episode) -> Task:
+        """The task of an episode.
+
+        Raises:
+            ValueError: there is no such task, or the trial is negative.
+        """
+        if not 0 <= episode.task_id < len(self.tasks):
+            raise ValueError(f"{self.id} has tasks 0 to {len(self.tasks) - 1}, got task_id={episode.task_id}")
+        if episode.trial_id < 0:
+            raise ValueError(f"trial_id counts from 0, got trial_id={episode.trial_id}")
+        return self.tasks[episode.task_id]
+
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""
         return _named(self.entry_point)(self)

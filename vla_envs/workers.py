@@ -38,7 +38,7 @@ class WorkerPool:
         num_workers: number of processes, at most ``num_envs``.
         chunk_size: primitive actions per message.
         ignore_terminations: go on after success.
-        step_timeout: seconds that any answer of a worker may take.
+        step_timeout: seconds that a worker may take without going on to the next of its slots.
         start_timeout: seconds that the first answer of a new worker may take on top.
 
     Attributes:
@@ -185,7 +185,9 @@ class WorkerPool:
                 if mine := [slot for slot in slots if slot in items]:
                     message = {slot: items[slot] for slot in mine} if command == "reset" else mine
                     asked[worker] = mine
-                    self._alive(worker).send(command, (message,), self.step_timeout)
+                    process = self._alive(worker)
+                    process.send(command, (message,), self.step_timeout)
+                    process.busy = mine[0]
             while asked:
                 for worker, answer, error in self._answers(asked):
                     mine = asked.pop(worker)
@@ -223,6 +225,10 @@ class WorkerPool:
                 except (EOFError, OSError):
                     events.append((worker, None, "died"))
             elif time.monotonic() >= process.deadline:
+                busy = int(self.arrays.busy[worker])
+                if busy not in (-1, process.busy):  # many slots take a while: it hangs if it does not get on
+                    process.busy, process.deadline = busy, time.monotonic() + process.allowed
+                    continue
                 events.append((worker, None, f"gave no answer for {process.allowed:.0f} s"))
         return events
 
@@ -286,6 +292,7 @@ class _Process:
         theirs.close()
         self._start_timeout = start_timeout  # until the first answer
         self.allowed, self.deadline = 0.0, float("inf")
+        self.busy = -1  # the slot that it was working on when last looked at
         self.connection.send(settings)
 
     def send(self, command: str, arguments: tuple, timeout: float) -> None:

@@ -46,7 +46,7 @@ class LiberoSimulator:
         Raises:
             ValueError: there is no such trial.
         """
-        task, trial = self.spec.tasks[episode.task_id], episode.trial_id
+        task, trial = self.spec.task_of(episode), episode.trial_id
         states = initial_states(task.group, task.name)
         if not 0 <= trial < len(states):
             raise ValueError(f"{self.spec.id} has trials 0 to {len(states) - 1} of {task.name}, got trial_id={trial}")
@@ -84,8 +84,10 @@ class LiberoSimulator:
         try:
             yield
         except BaseException:
-            self._world.close()
-            self._world = self._task = None
+            failed, self._world, self._task = self._world, None, None
+            if failed is not None:
+                with contextlib.suppress(Exception):  # what it was that failed is the news
+                    failed.close()
             raise
 
     def _give_back(self) -> None:

@@ -62,7 +62,7 @@ class World:
         self._drawn_sites = np.empty_like(self._model.site_rgba)
         self._states = np.zeros(8, np.float32)
         self._renderer: Renderer = shared_renderer(
-            file,
+            f"{assets}|{file}",  # meshes and textures are the assets folder's
             self._model,
             size=spec.image_shape,
             quality=_QUALITY[spec.options["render_quality"]],

@@ -7,9 +7,11 @@ hand's target pose at 5 Hz, horizon 80. :mod:`vla_envs.maniskill.variants` has t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from vla_envs.errors import unknown_name
 from vla_envs.maniskill.assets import describe_assets
@@ -26,6 +28,8 @@ REWARD_TYPES = {
     "plate-25": {"staged": "dense", "success": "sparse"},  # our names, and ManiSkill's
     "built-in": {"success": "sparse", "dense": "normalized_dense"},
 }
+CONTROL_MODE = "pd_ee_delta_pose"  # of the Panda
+CONTROL_MODES = {CONTROL_MODE: 7, "pd_ee_delta_pos": 4}  # numbers of an action
 BACKENDS = {"processes": "", "cuda": "vla_envs.maniskill.batch:BatchedWorlds"}
 OOD_SUITE = "plate25-ood"
 # The protocol runs these in training's objects and plates too, among which a second one is new.
@@ -41,17 +45,19 @@ class BuiltIn:
         horizon: ManiSkill's.
         wrist_camera: whether its robot has one.
         dense: whether it has a dense reward.
+        simulator: class in :mod:`vla_envs.maniskill.simulator`.
     """
 
     instruction: str
     horizon: int = 50
     wrist_camera: bool = False
     dense: bool = True
+    simulator: str = "BuiltInSimulator"
 
 
 BUILT_IN = {
     "PickCube-v1": BuiltIn("pick up the red cube and move it to the green goal"),
-    "PushCube-v1": BuiltIn("push the cube to the goal region"),
+    "PushCube-v1": BuiltIn("push the cube to the goal region", simulator="PushCubeSimulator"),
     "PullCube-v1": BuiltIn("pull the cube to the goal region"),
     "StackCube-v1": BuiltIn("stack the red cube on the green cube", wrist_camera=True),
     "PegInsertionSide-v1": BuiltIn("insert the peg into the hole in the side of the box", 100, wrist_camera=True),
@@ -79,6 +85,8 @@ def make_spec(
     image_size: int | Sequence[int] | None = None,
     max_episode_steps: int | None = None,
     reward_type: str | None = None,
+    control_mode: str = CONTROL_MODE,
+    camera: Mapping[str, Any] | None = None,
     assets: str | None = None,
     backend: str = "processes",
 ) -> SimulatorSpec:
@@ -98,6 +106,10 @@ def make_spec(
         reward_type: of each state; with ``relative_reward`` an environment pays its changes. Plate-25 has ``"staged"``
             (default: 0.1 once held, 0.1 once held for five steps, 1 on the plate) and ``"success"`` (1 on the plate); a
             task of ManiSkill has ``"success"`` (default) and ``"dense"`` (ManiSkill's own, at most 1).
+        control_mode: of a task of ManiSkill: ``"pd_ee_delta_pose"`` (moves, turns, gripper) or ``"pd_ee_delta_pos"``
+            (moves, gripper).
+        camera: of a task of ManiSkill: ``None`` for its own, else ``eye`` and ``target`` (3 numbers each, metres) and
+            ``fov`` (vertical, radians).
         assets: folder of plate-25's assets; ``None`` looks for it, see :func:`vla_envs.maniskill.assets.find_assets`.
         backend: ``"processes"`` simulates each world on a CPU core, in worker processes; ``"cuda"`` simulates all
             worlds of plate-25 together on a GPU.
@@ -116,7 +128,9 @@ def make_spec(
             raise ValueError(
                 f"{suite} is a task of ManiSkill itself; object_set, only, assets and backend=cuda belong to plate-25"
             )
-        return _built_in(suite, **common)
+        return _built_in(suite, control_mode, camera, **common)
+    if camera is not None or control_mode != CONTROL_MODE:
+        raise ValueError(f"{suite} has the benchmark's camera and control; set both for tasks of ManiSkill only")
     return _plate25(suite, _cases_of(suite, object_set), only, assets, BACKENDS[backend], **common)
 
 
@@ -166,27 +180,42 @@ def _plate25(
 
 
 def _built_in(
-    suite: str, *, max_episode_steps: int | None, size: tuple[int, int] | None, reward_type: str | None
+    suite: str,
+    control_mode: str,
+    camera: Mapping[str, Any] | None,
+    *,
+    max_episode_steps: int | None,
+    size: tuple[int, int] | None,
+    reward_type: str | None,
 ) -> SimulatorSpec:
     task = BUILT_IN[suite]
     horizon, usual = max_episode_steps or task.horizon, (BUILT_IN_SIZE,) * 2
     shape = size or usual
+    departures = _departures(horizon, task.horizon, shape, usual)
+    if control_mode not in CONTROL_MODES:
+        raise unknown_name("control_mode", control_mode, CONTROL_MODES)
+    if control_mode != CONTROL_MODE:
+        departures = (*departures, f"control mode {control_mode} instead of {CONTROL_MODE}")
+    if camera is not None:
+        camera = _checked_camera(camera)
+        described = ", ".join(f"{name} {value}" for name, value in camera.items())
+        departures = (*departures, f"camera with {described} instead of ManiSkill's")
     if reward_type == "dense" and not task.dense:
         raise ValueError(f"{suite} has no dense reward in ManiSkill; use reward_type=success")
     rewards = _reward_mode("built-in", reward_type or "success")
     return SimulatorSpec(
         id=f"maniskill/{suite}",
-        entry_point="vla_envs.maniskill.simulator:BuiltInSimulator",
+        entry_point=f"vla_envs.maniskill.simulator:{task.simulator}",
         tasks=(Task(suite, task.instruction),),
         trials=TRIALS,
         image_shape=shape,
         wrist_image_shape=(1, *shape) if task.wrist_camera else None,
         state_dim=9,
-        action_low=(-1.0,) * 7,
-        action_high=(1.0,) * 7,
+        action_low=(-1.0,) * CONTROL_MODES[control_mode],
+        action_high=(1.0,) * CONTROL_MODES[control_mode],
         max_episode_steps=horizon,
-        departures=_departures(horizon, task.horizon, shape, usual),
-        options={"reward_mode": rewards},
+        departures=departures,
+        options={"reward_mode": rewards, "control_mode": control_mode, "camera": camera},
     )
 
 
@@ -229,6 +258,27 @@ def _reward_mode(kind: str, reward_type: str) -> str:
     if reward_type not in REWARD_TYPES[kind]:
         raise unknown_name("reward_type", reward_type, REWARD_TYPES[kind])
     return REWARD_TYPES[kind][reward_type]
+
+
+def _checked_camera(camera: Mapping[str, Any]) -> dict[str, Any]:
+    def refuse(why: str) -> ValueError:
+        return ValueError(
+            f"camera takes eye and target, 3 numbers each in metres, and fov, radians between 0 and pi; {why}; "
+            "try camera={eye: [0.3, 0, 0.6], target: [-0.1, 0, 0.1], fov: 1.57}, or leave it out for ManiSkill's"
+        )
+
+    if not isinstance(camera, Mapping) or set(camera) != {"eye", "target", "fov"}:
+        raise refuse(f"got {camera!r}")
+    try:
+        eye, target = ([float(number) for number in camera[name]] for name in ("eye", "target"))
+        fov = float(camera["fov"])
+    except (TypeError, ValueError):
+        raise refuse(f"got {dict(camera)}") from None
+    if len(eye) != 3 or len(target) != 3 or not 0 < fov < math.pi:
+        raise refuse(f"got {dict(camera)}")
+    if eye == target:
+        raise refuse("eye and target are the same place")
+    return {"eye": eye, "target": target, "fov": fov}
 
 
 def _image_shape(image_size: int | Sequence[int]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from vla_envs.graphics import WORKER
 from vla_envs.maniskill.assets import find_assets
+from vla_envs.maniskill.push_cube import push_cube_action
 from vla_envs.maniskill.variants import FACTORS, Case, make_case
 from vla_envs.maniskill.vulkan import check_driver, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from vla_envs.maniskill.expert import Expert
 
 INSTALL = "pip install -c constraints.txt 'vla-torchrl[maniskill]'"
-_PANDA_CONTROL = "pd_ee_delta_pose"
 _ROUNDS = 4  # of a Feistel network: enough to look random
 
 
@@ -150,17 +150,34 @@ class BuiltInSimulator(ManiSkillSimulator):
     def _build(self) -> Any:
         import mani_skill.envs  # noqa: F401  registers the tasks
         from mani_skill.utils.registration import make
+        from mani_skill.utils.sapien_utils import look_at
 
         height, width = self.spec.image_shape
+        sensors = {"height": height, "width": width}
+        if camera := self.spec.options["camera"]:
+            pose = look_at(camera["eye"], camera["target"]).sp
+            sensors["base_camera"] = {"pose": pose, "fov": camera["fov"]}
         return make(
             self.spec.tasks[0].name,
             obs_mode="rgb",
-            control_mode=_PANDA_CONTROL,
+            control_mode=self.spec.options["control_mode"],
             reward_mode=self.spec.options["reward_mode"],
-            sensor_configs={"height": height, "width": width},
+            sensor_configs=sensors,
             sim_backend="physx_cpu",
             render_backend=_render_backend(),
         )
+
+
+class PushCubeSimulator(BuiltInSimulator):
+    """PushCube-v1, for which there is a scripted expert here."""
+
+    def expert_action(self) -> np.ndarray:
+        """Action of the scripted expert for the running episode, float32 ``[A]`` within the bounds.
+
+        It reads the poses of cube and goal, which no policy is given.
+        """
+        move, turn, gripper = np.split(push_cube_action(self._world), [3, 6])
+        return np.concatenate([move, turn, gripper] if len(self.spec.action_low) == 7 else [move, gripper])
 
 
 def episode_id_of(case: Case, trial_id: int, seed: int, only: Mapping[str, Sequence[int]]) -> int:

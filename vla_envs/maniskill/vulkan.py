@@ -25,6 +25,7 @@ _CHOICES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")  # by which a user says which
 _MANIFEST = FOLDER / "lavapipe.json"
 _LIBRARIES = ("libdrm.so.2", "libdrm_amdgpu.so.1")  # newer than the system's, and loaded before it asks for them
 _DRIVER = "libvulkan_lvp.so"
+_NVIDIA_DRIVER = "libGLX_nvidia.so.0"
 _MIRROR, _SUITE = "http://deb.debian.org/debian", "bookworm-backports"
 _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _PACKAGES = ("mesa-vulkan-drivers", "libdrm2", "libdrm-amdgpu1")
@@ -58,8 +59,11 @@ def choose_driver() -> None:
 
 
 def has_gpu() -> bool:
-    """Whether this machine shows an NVIDIA GPU to this process, whose driver is then taken."""
-    return Path("/dev/nvidiactl").exists()
+    """Whether this machine shows an NVIDIA GPU and its graphics driver to this process, which are then taken.
+
+    A container may have the device without the driver (``NVIDIA_DRIVER_CAPABILITIES`` without ``graphics``).
+    """
+    return Path("/dev/nvidiactl").exists() and _loads(_NVIDIA_DRIVER)
 
 
 def check_driver() -> str:
