@@ -11,6 +11,7 @@ from timing import Contender
 
 def frame_per_action(options: argparse.Namespace) -> Contender:
     """ManiSkill's environment of the variant or task: one world in this process takes every world's turn."""
+    from vla_envs import make_spec
     from vla_envs.maniskill import BUILT_IN, CONTROL_MODE
     from vla_envs.maniskill.vulkan import choose_driver, has_gpu
 
@@ -33,7 +34,8 @@ def frame_per_action(options: argparse.Namespace) -> Contender:
             render_backend=backend,
         )
     else:
-        world = PutOnPlate(variant=name, reward_mode="dense", render_backend=backend)
+        cases = make_spec(options.env).options["cases"]
+        world = PutOnPlate(cases=cases, reward_mode="dense", render_backend=backend)
 
     def run(actions: np.ndarray, times: int) -> None:
         for _ in range(times):

@@ -65,6 +65,7 @@ def test_numbers_and_table():
     metrics = result.metrics()
     assert metrics["eval/success_once"] == metrics["eval/success_at_end"] == 0.5
     assert metrics["eval/task/task-0/success_once"] == 0 and metrics["eval/task/task-1/success_once"] == 1
+    assert metrics["eval/task/task-0/success_at_end"] == 0 and metrics["eval/task/task-1/success_at_end"] == 1
     assert metrics["eval/episode_len"] == 6 and metrics["eval/return"] == 0.5
     assert metrics["eval/num_episodes"] == 10 and metrics["eval/lost_episodes"] == 0
     low, high = result.interval

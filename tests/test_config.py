@@ -21,6 +21,7 @@ from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_envs import make_env
 from vla_envs.libero import make_spec as make_libero_spec
+from vla_envs.maniskill import make_spec as make_maniskill_spec
 from vla_envs.metaworld import make_spec
 from vla_policies import SmallVLA, SmallVLAConfig
 
@@ -94,7 +95,7 @@ def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides,
 
 
 READERS = [gae, ChunkClipPPOLoss, Learner, collect_groups, StepCollector, make_env, make_spec]
-READERS += [record_demonstrations, BehaviourCloning, make_libero_spec]
+READERS += [record_demonstrations, BehaviourCloning, make_libero_spec, make_maniskill_spec]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)

@@ -15,11 +15,11 @@ from vla_envs.doctor import (
     check_renderers,
     check_simulator,
     check_vulkan,
-    run_probe,
 )
 from vla_envs.libero import package
 from vla_envs.libero.package import _ARENAS, _FOLDERS
 from vla_envs.maniskill import vulkan
+from vla_envs.probe import run_probe
 
 
 def report(*arguments, **environment):

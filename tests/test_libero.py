@@ -107,7 +107,7 @@ def test_episodes_stay_within_the_shipped_initial_states():
     assert len(set(drawn)) == 1 and trials == set(range(50))
     assert len(evaluation_grid(spec)) == 500 and len(evaluation_grid(make_spec("libero/130"))) == 6500
     for make in (lambda: evaluation_grid(spec, trials=51), lambda: EpisodeSampler(spec, mode="ordered", trials=51)):
-        with pytest.raises(ValueError, match="ships 50 initial states per task, got trials=51"):
+        with pytest.raises(ValueError, match="has 50 initial states per task, got trials=51"):
             make()
 
 
@@ -122,6 +122,11 @@ def test_episodes_stay_within_the_shipped_initial_states():
         ("libero/10", {"task_ids": []}, "try task_ids"),
         ("libero/10", {"task_ids": [1, 1]}, "different numbers"),
         ("libero/10", {"max_episode_steps": 0}, "max_episode_steps must be >= 1"),
+        ("libero/10", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole, got '80'"),
+        ("libero/10", {"settle_steps": 1.5}, "settle_steps must be >= 0 and whole"),
+        ("libero/10", {"task_ids": 3}, r"numbers from 0 to 9, got \[3\]; try"),
+        ("libero/10", {"render_quality": ["fast"]}, "unknown render_quality"),
+        ("libero/10", {"cache_gigabytes": "2"}, "cache_gigabytes must be a number >= 0"),
         ("libero/10", {"camera": "agentview"}, "camera"),
     ],
 )

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 
-from vla_envs import EpisodeSampler, make_env, make_spec
+import vla_envs.maniskill.simulator as simulator_module
+from vla_envs import EpisodeSampler, evaluation_grid, make_env, make_spec
+from vla_envs.graphics import WORKER
 from vla_envs.maniskill import BUILT_IN, assets, suites, vulkan
 from vla_envs.maniskill.simulator import episode_id_of, shuffled
 from vla_envs.maniskill.variants import (
@@ -127,8 +130,13 @@ def test_suites_and_what_departs_from_the_protocol():
         f"maniskill/{MAIN}+PutOnPlateInScene25Carrot-v1:test", max_episode_steps=7, image_size=32, only={"plate": [0]}
     )
     assert [text for text in own.departures if "stand-ins" not in text] == [
-        "horizon 7 instead of 80", "32 x 32 pixels instead of 480 x 640", "only plate 0"
+        "horizon 7 instead of 80", "32 x 32 pixels instead of 480 x 640", "only plate 0",
+        "451584 configurations, from which training and evaluation draw alike",
     ]  # fmt: skip
+    few = make_spec(f"maniskill/{MAIN}", only={"object": [0], "table": [0], "position": [3], "yaw": [0, 2]})
+    assert few.trials == few.initial_states == 2
+    with pytest.raises(ValueError, match="has 2 initial states per task, got trials=3"):
+        evaluation_grid(few, 3)
     wrist = make_spec("maniskill/StackCube-v1")
     seen = make_spec("maniskill/PushCube-v1", camera=CAMERA)
     described = "camera with eye [0.5, 0.0, 0.5], target [0.0, 0.0, 0.0], fov 0.5"
@@ -149,6 +157,23 @@ def test_suites_and_what_departs_from_the_protocol():
         (f"maniskill/{MAIN}", {"reward_type": "dense"}, "known are staged, success"),
         (f"maniskill/{MAIN}", {"image_size": 0}, "try image_size=224"),
         (f"maniskill/{MAIN}", {"max_episode_steps": 0}, "max_episode_steps must be >= 1"),
+        (f"maniskill/{MAIN}", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole, got '80'"),
+        (f"maniskill/{MAIN}", {"max_episode_steps": 2.5}, "max_episode_steps must be >= 1 and whole"),
+        (f"maniskill/{MAIN}", {"image_size": True}, "try image_size=224"),
+        (f"maniskill/{MAIN}", {"only": [0, 4]}, "only takes lists of numbers by factor"),
+        (f"maniskill/{MAIN}", {"only": "object"}, "only takes lists of numbers by factor"),
+        (f"maniskill/{MAIN}", {"only": {"object": 3}}, "only takes lists of numbers by factor"),
+        (f"maniskill/{MAIN}", {"only": {"object": None}}, "only takes lists of numbers by factor"),
+        (f"maniskill/{MAIN}", {"only": {"object": []}}, "numbers from 0 to 15"),
+        (f"maniskill/{MAIN}", {"reward_type": ["staged"]}, "unknown reward_type"),
+        (f"maniskill/{MAIN}", {"backend": ["cuda"]}, "unknown backend"),
+        (f"maniskill/{MAIN}", {"object_set": ["test"]}, "unknown object_set"),
+        ("maniskill/plate25-ood", {"object_set": "test"}, "has an object set for each of its tasks"),
+        ("maniskill/plate25-ood:test", {}, "type maniskill/plate25-ood"),
+        ("maniskill/PushCube-v1+PickCube-v1", {}, "only variants of plate-25 are joined"),
+        ("maniskill/PushCube-v1", {"control_mode": ["pd_ee_delta_pos"]}, "unknown control_mode"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": [0, 1, math.nan]}}, "camera takes eye and target"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": "123"}}, "camera takes eye and target"),
         (f"maniskill/{MAIN}", {"camera": "side"}, "has the benchmark's camera and control"),
         (f"maniskill/{MAIN}", {"control_mode": "pd_ee_delta_pos"}, "has the benchmark's camera and control"),
         ("maniskill/PushCube-v1", {"control_mode": "pd_ee_delta_pse"}, "did you mean pd_ee_delta_pose"),
@@ -221,6 +246,23 @@ def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, me
     with pytest.raises(vulkan.VulkanError, match=meaning) as found:
         vulkan.check_driver()
     assert "python -m vla_envs.maniskill.vulkan" in str(found.value)
+    with pytest.raises(vulkan.VulkanError, match=meaning):
+        gymnasium.make("vla_envs:vla/ManiSkill-PushCube-v0").reset()
+    monkeypatch.setattr(vulkan, "has_gpu", lambda: True)  # installing another driver would not help
+    with pytest.raises(vulkan.VulkanError, match="NVIDIA GPU: .*VK_ICD_FILENAMES=.*nvidia_icd.json"):
+        vulkan.check_driver()
+
+
+def test_workers_take_turns_on_the_gpus(monkeypatch):
+    monkeypatch.setattr(simulator_module, "has_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    found = []
+    for worker in ("0", "3", "5"):
+        monkeypatch.setenv(WORKER, worker)
+        found.append(simulator_module._render_backend())
+    assert found == ["cuda:0", "cuda:3", "cuda:1"]
+    monkeypatch.setattr(simulator_module, "has_gpu", lambda: False)
+    assert simulator_module._render_backend() == "cpu"
 
 
 # ---- the simulator
@@ -228,16 +270,18 @@ def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, me
 pytest.importorskip("mani_skill", reason="ManiSkill is not installed: pip install 'vla-torchrl[maniskill]'")
 
 
-def _why_not():
+def _unless(*checks):
+    """Skip a test with what is missing."""
     try:
-        vulkan.check_driver()
-        assets.find_assets()
+        for check in checks:
+            check()
     except (vulkan.VulkanError, FileNotFoundError) as error:
-        return str(error)
-    return ""
+        return pytest.mark.skip(reason=str(error))
+    return lambda test: test
 
 
-needs_world = pytest.mark.skipif(bool(_why_not()), reason=_why_not())
+needs_driver = _unless(vulkan.check_driver)
+needs_world = _unless(vulkan.check_driver, assets.find_assets)
 ACTIONS = np.random.default_rng(1).uniform(-1, 1, (12, 7)).astype(np.float32) * 0.05
 
 
@@ -310,6 +354,39 @@ def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
         assert env.worker_restarts == 0
     finally:
         env.close()
+
+
+@needs_world
+def test_every_variant_is_the_same_in_another_process(simulator):
+    env = make_env("maniskill/plate25-ood", 1, len(ACTIONS), step_timeout=400.0)
+    try:
+        for task in reversed(range(14)):
+            here = trajectory(simulator, Episode(task, 2, 3))
+            env.pool.reset({0: Episode(task, 2, 3)})
+            assert np.array_equal(env.pool.arrays.images[0], here["first"]), task
+            env.pool.arrays.actions[:] = ACTIONS
+            assert env.pool.step([0]) == []
+            assert np.array_equal(env.pool.arrays.images[0], here["last"]), task
+            assert np.array_equal(env.pool.arrays.states[0], here["states"]), task
+    finally:
+        env.close()
+
+
+def test_a_resized_frame_does_not_depend_on_the_number_of_threads():
+    import torch
+
+    from vla_envs.maniskill.overlay import resize
+
+    frames = torch.randint(256, (4, 480, 640, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            found.append([resize(frames, *size) for size in ((224, 224), (96, 96), (80, 80), (256, 320))])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
+    assert resize(torch.full((1, 480, 640, 3), 200, dtype=torch.uint8), 96, 96).unique().tolist() == [200]
 
 
 @needs_world
@@ -409,13 +486,13 @@ def test_position_change_moves_the_object_at_its_own_time(simulator):
 @needs_world
 def test_the_expert_solves_episodes_it_was_not_made_with(simulator):
     solved = 0
-    for trial in range(6):
+    for trial in range(24):
         simulator.reset(Episode(0, trial, 424242))
         solved += any(simulator.step(simulator.expert_action()).success for _ in range(80))
-    assert solved >= 5
+    assert solved >= 20
 
 
-@needs_world
+@needs_driver
 def test_the_expert_of_push_cube_and_a_camera_of_ones_own():
     """It comes back from disturbed actions, and the camera changes what is seen and nothing else."""
     pushing = make_spec("maniskill/PushCube-v1", image_size=32).make()
@@ -447,8 +524,9 @@ def test_the_batched_simulation_with_one_world_is_the_same(simulator):
     import torch
 
     from vla_envs.maniskill.batch import BatchedWorlds
+    from vla_envs.maniskill.overlay import resize
 
-    spec = make_spec(f"maniskill/{MAIN}", max_episode_steps=20, image_size=64, backend="cuda")
+    spec = make_spec(f"maniskill/{MAIN}", max_episode_steps=28, image_size=64, backend="cuda")
     assert spec.batched.endswith("BatchedWorlds")
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="backend=cuda needs a GPU"):
@@ -458,12 +536,31 @@ def test_the_batched_simulation_with_one_world_is_the_same(simulator):
     simulator.reset(Episode(0, 1, 3))
     assert worlds.texts == [simulator.observe().task_description] and worlds.arrays.images.shape == (1, 64, 64, 3)
     worlds.arrays.actions[0] = ACTIONS
-    for wanted in (12, 8):
-        assert worlds.step([0]) == [] and worlds.arrays.executed.sum() == wanted
-    for action in (*ACTIONS, *ACTIONS[:8]):
-        outcome = simulator.step(action)
-    assert np.array_equal(worlds.arrays.states[0], simulator.observe().states) and not outcome.success
+    for executed in (12, 12, 4):
+        assert worlds.step([0]) == [] and worlds.arrays.executed.sum() == executed
+        assert not any(simulator.step(action).success for action in ACTIONS[:executed])
+        seen = simulator.observe()
+        assert np.array_equal(worlds.arrays.states[0], seen.states)
+        assert torch.equal(worlds.arrays.images[0], resize(torch.from_numpy(seen.images)[None], 64, 64)[0])
     assert worlds.step([]) == [] and not worlds.arrays.executed.any()
+
+    worlds.reset({0: Episode(0, 3, 11)})  # what the expert does, with its rewards, to success
+    simulator.reset(Episode(0, 3, 11))
+    actions, outcomes = [], []
+    while not (outcomes and outcomes[-1].success):
+        actions.append(simulator.expert_action())
+        outcomes.append(simulator.step(actions[-1]))
+    assert len(actions) <= 28
+    done, rewards, successes = 0, [], []
+    while done < len(actions):
+        worlds.arrays.actions[0] = (actions[done:] + [actions[-1]] * len(ACTIONS))[: len(ACTIONS)]
+        worlds.step([0])
+        executed = worlds.arrays.executed[0]
+        rewards.extend(worlds.arrays.rewards[0, executed])
+        successes.extend(worlds.arrays.successes[0, executed])
+        done += len(ACTIONS)
+    assert rewards == [np.float32(outcome.reward) for outcome in outcomes] and max(rewards) > 0
+    assert successes == [outcome.success for outcome in outcomes]
     with pytest.raises(ValueError, match="backend=processes"):
         worlds.map("module:function", [])
     worlds.close()
@@ -481,6 +578,33 @@ def test_several_worlds_in_one_process_need_cuda():
         PutOnPlate(num_envs=4)
     with pytest.raises(ValueError, match="did you mean test"):
         PutOnPlate(object_set="tset")
+
+
+@needs_driver
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_task_of_maniskill_runs(name):
+    made = make_spec(f"maniskill/{name}", image_size=32).make()
+    made.reset(Episode(0, 0, 3))
+    first = made.observe()
+    assert first.images.shape == (32, 32, 3) and first.images.std() > 5 and first.states.shape == (9,)
+    assert (first.wrist_images is not None) == BUILT_IN[name].wrist_camera
+    outcome = made.step(np.full(7, 0.1, np.float32))
+    assert not outcome.success and outcome.reward == 0
+    made.close()
+
+
+@needs_driver
+def test_the_goal_of_pick_cube_is_seen():
+    """ManiSkill hides it from cameras, and a policy is given no coordinates."""
+    made = make_spec("maniskill/PickCube-v1").make()
+    visible = 0
+    for trial in range(4):  # the arm may be in front of it
+        made.reset(Episode(0, trial, 3))
+        seen = made.observe().images
+        made._world.goal_site.hide_visual()
+        visible += (made.observe().images != seen).any()
+    made.close()
+    assert visible >= 2
 
 
 @needs_world

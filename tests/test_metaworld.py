@@ -189,7 +189,12 @@ def test_the_two_faucet_tasks_differ_in_nothing_but_the_instruction():
         ("metaworld/reach", {"render_quality": "fasst"}, "fast"),
         ("metaworld/reach", {"max_episode_steps": 0}, "max_episode_steps"),
         ("metaworld/reach", {"reward_type": "dense"}, "progress"),
+        ("metaworld/reach", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole"),
+        ("metaworld/reach", {"settle_steps": None}, "settle_steps must be >= 0 and whole"),
+        ("metaworld/reach", {"reward_type": ["sparse"]}, "unknown reward_type"),
         ("metaworld/reach", {"camera": {"lookat": [0, 0, 0]}}, "distance"),
+        ("metaworld/reach", {"camera": "corner"}, "camera takes lookat"),
+        ("metaworld/reach", {"camera": {"lookat": [0, 0], "distance": 1, "azimuth": 0, "elevation": 0}}, "3 numbers"),
         ("metaworld/reach", {"reset_ranges": {"push-v3": [[0], [1]]}}, "push-v3"),
     ],
 )

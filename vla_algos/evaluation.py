@@ -132,6 +132,7 @@ class EvaluationResult:
         for kind, parts in (("task", self.by_task()), ("group", self.by_group())):
             for name, results in parts.items():
                 metrics[f"{kind}/{name}/success_once"] = _mean(result.success_once for result in results)
+                metrics[f"{kind}/{name}/success_at_end"] = _mean(result.success_at_end for result in results)
         return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
     def table(self) -> str:

@@ -9,9 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from vla_envs.graphics import egl_devices
 from vla_envs.libero import package as libero
 from vla_envs.maniskill import assets as maniskill
 from vla_envs.maniskill import vulkan
+from vla_envs.probe import run_probe
 from vla_envs.registry import BENCHMARKS, list_envs
 
 DISTRIBUTION = "vla-torchrl"
@@ -38,7 +36,6 @@ _IMPORTS = {
     "maniskill": "from vla_envs.maniskill.vulkan import choose_driver; choose_driver(); import mani_skill.envs",
 }
 _ON_MUJOCO = ("metaworld", "libero")
-PROBE_TIMEOUT = 120.0  # seconds; a first import compiles byte code on what may be a slow network disk
 
 # Renders a red ball with MuJoCo and says what drew it. A black frame counts as broken.
 _RENDER_PROBE = """
@@ -71,41 +68,6 @@ class Finding:
     name: str
     detail: str
     remedy: str = ""
-
-
-def run_probe(
-    code: str, environment: Mapping[str, str] | None = None, timeout: float = PROBE_TIMEOUT
-) -> tuple[bool, str]:
-    """Run Python code in a process of its own.
-
-    Args:
-        code: the program; what it prints last is the result.
-        environment: variables added to this process's.
-        timeout: seconds after which it counts as hung.
-
-    Returns:
-        Whether it ended well, and its last line of output, or else the error that came first.
-    """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            env={**os.environ, **(environment or {})},
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"no answer within {timeout:.0f} s"
-    if done.returncode == 0:
-        return True, (done.stdout.strip().splitlines() or [""])[-1]
-    if done.returncode < 0:
-        return False, f"crashed: {signal.Signals(-done.returncode).name}"
-    # What is raised while a failed object is torn down comes last and says nothing.
-    error = re.search(r"^[\w.]*(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
-    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    return False, error.group() if error else lines[-1]
 
 
 def check_packages(requirements: Iterable[str] | None = None, extra: str = "") -> list[Finding]:

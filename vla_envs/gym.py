@@ -147,6 +147,7 @@ class SimulatorEnv(gymnasium.Env):
             self._episode_seed = int(self.np_random.integers(_MAX_SEED))
         self._episode = self._choose_episode(options or {})
         if self._simulator is None:
+            self.simulator_spec.check()
             self._simulator = self.simulator_spec.make()
         self._simulator.reset(self._episode)
         self._elapsed = 0

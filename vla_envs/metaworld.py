@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from vla_envs.errors import unknown_name
+from vla_envs.options import are_numbers, check_name, check_whole_number, image_shape
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec, Task
 
 CAMERA = "corner4"
@@ -56,6 +57,21 @@ def suites() -> dict[str, tuple[str, ...]]:
         found[difficulty] = tuple(task["name"] for task in tasks if task["difficulty"] == difficulty)
     found.update({name: (name,) for name in names})
     return found
+
+
+
+def _check_camera(camera: Any) -> None:
+    angles = ("distance", "azimuth", "elevation")
+    if (
+        not isinstance(camera, Mapping)
+        or set(camera) != {"lookat", *angles}
+        or not are_numbers(camera["lookat"], 3)
+        or not are_numbers([camera[name] for name in angles], 3)
+    ):
+        raise ValueError(
+            "camera takes lookat (3 numbers, metres), distance (metres), azimuth and elevation (degrees), "
+            f"got {camera!r}; leave it out for the benchmark's camera"
+        )
 
 
 def _tasks_of(suite: str) -> tuple[str, ...]:
@@ -105,27 +121,14 @@ def make_spec(
     Raises:
         ValueError: an unknown suite, task or option value.
     """
-    sides = [image_size] * 2 if isinstance(image_size, int) else image_size
-    if not isinstance(sides, Sequence) or len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
-        raise ValueError(
-            f"image_size is a number of pixels or (height, width), each at least 1, got {image_size!r}; "
-            "try image_size=224"
-        )
-    height, width = sides
-    if render_quality not in RENDER_QUALITIES:
-        raise unknown_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
-    if reward_type not in REWARD_TYPES:
-        raise unknown_name("reward_type", reward_type, REWARD_TYPES, example="sparse")
-    if max_episode_steps < 1 or settle_steps < 0:
-        raise ValueError(
-            f"max_episode_steps must be >= 1 and settle_steps >= 0, got {max_episode_steps} and {settle_steps}"
-        )
+    height, width = image_shape(image_size)
+    check_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
+    check_name("reward_type", reward_type, REWARD_TYPES, example="sparse")
+    check_whole_number("max_episode_steps", max_episode_steps, 1)
+    check_whole_number("settle_steps", settle_steps, 0)
     names = _tasks_of(suite)
-    if camera is not None and set(camera) != {"lookat", "distance", "azimuth", "elevation"}:
-        raise ValueError(
-            f"camera takes lookat, distance, azimuth and elevation, got {sorted(camera)}; "
-            "leave it out for the benchmark's camera"
-        )
+    if camera is not None:
+        _check_camera(camera)
     for name in reset_ranges or {}:
         if name not in names:
             raise unknown_name("task in reset_ranges", name, names)

@@ -100,8 +100,8 @@ class SimulatorSpec:
         entry_point: ``"module:class"`` of the :class:`Simulator`; imported only where it runs.
         tasks: the tasks of the suite, ``task_id`` is the index.
         trials: number of evaluation trials per task in the benchmark's protocol.
-        initial_states: number of initial states per task where the benchmark ships them, otherwise ``None``: there are
-            as many as are asked for.
+        initial_states: number of initial states per task where they are few, because the benchmark ships them or the
+            options choose some; training and evaluation then share them. ``None``: as many as are asked for.
         image_shape: ``(H, W)`` of ``images``.
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.

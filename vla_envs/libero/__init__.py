@@ -16,6 +16,7 @@ from importlib import resources
 
 from vla_envs.errors import unknown_name
 from vla_envs.libero.package import describe_assets, wrong_versions
+from vla_envs.options import are_numbers, check_name, check_whole_number, is_whole_number
 from vla_envs.simulator import SimulatorSpec, Task
 
 IMAGE_SIZE = 256
@@ -98,11 +99,9 @@ def make_spec(
     name = suite.removeprefix("libero_")
     if name not in suites():
         raise unknown_name("LIBERO suite", suite, suites(), example="libero/spatial")
-    if protocol not in PROTOCOLS:
-        raise unknown_name("LIBERO protocol", protocol, PROTOCOLS, example="openvla")
-    if render_quality not in RENDER_QUALITIES:
-        raise unknown_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
-    if not isinstance(image_size, int) or image_size < 1:
+    check_name("LIBERO protocol", protocol, PROTOCOLS, example="openvla")
+    check_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
+    if not is_whole_number(image_size) or image_size < 1:
         raise ValueError(f"image_size is a number of pixels, at least 1, got {image_size!r}; try image_size=256")
     tasks = _chosen(name, task_ids)
     published = PROTOCOLS[protocol]
@@ -110,11 +109,10 @@ def make_spec(
     horizon = max(horizons.values())
     steps = horizon if max_episode_steps is None else max_episode_steps
     settle = published.settle_steps if settle_steps is None else settle_steps
-    if steps < 1 or settle < 0 or cache_gigabytes < 0:
-        raise ValueError(
-            "max_episode_steps must be >= 1, settle_steps and cache_gigabytes >= 0, "
-            f"got {steps}, {settle} and {cache_gigabytes}"
-        )
+    check_whole_number("max_episode_steps", steps, 1)
+    check_whole_number("settle_steps", settle, 0)
+    if not are_numbers([cache_gigabytes], 1) or cache_gigabytes < 0:
+        raise ValueError(f"cache_gigabytes must be a number >= 0, got {cache_gigabytes!r}")
     others = wrong_versions()
     departures = [
         text
@@ -161,8 +159,8 @@ def _chosen(suite: str, task_ids: Sequence[int] | None) -> tuple[Task, ...]:
     tasks = suites()[suite]
     if task_ids is None:
         return tasks
-    numbers = list(task_ids)
-    wrong = [number for number in numbers if not isinstance(number, int) or not 0 <= number < len(tasks)]
+    numbers = list(task_ids) if isinstance(task_ids, Sequence) else [task_ids]
+    wrong = [n for n in numbers if not is_whole_number(n) or not 0 <= n < len(tasks)]
     if wrong or not numbers or len(set(numbers)) != len(numbers):
         raise ValueError(
             f"task_ids of libero/{suite} are different numbers from 0 to {len(tasks) - 1}, got {numbers}; "

@@ -16,6 +16,7 @@ from typing import Any
 from vla_envs.errors import unknown_name
 from vla_envs.maniskill.assets import describe_assets
 from vla_envs.maniskill.variants import FACTORS, OBJECT_SETS, TEMPLATES, VARIANTS, Case, make_case
+from vla_envs.options import are_numbers, check_name, check_whole_number, image_shape, is_whole_number
 from vla_envs.simulator import SimulatorSpec, Task
 
 MAX_EPISODE_STEPS = 80  # of plate-25
@@ -99,7 +100,8 @@ def make_spec(
             ``"PickCube-v1"``.
         object_set: of plate-25 variants that do not name theirs: ``"train"``, ``"test"`` or ``"all"``.
         only: keep to some values of plate-25's factors, by number: ``{"object": [0, 4], "table": [0]}``. The factors
-            are ``object``, ``plate``, ``extra``, ``table``, ``position`` and ``yaw``.
+            are ``object``, ``plate``, ``extra``, ``table``, ``position`` and ``yaw``. Training and evaluation draw from
+            the same configurations, so an evaluation is of unseen episodes only where far more are left than are run.
         image_size: pixels of a side, or ``(height, width)``; ``None`` for the benchmark's. Plate-25 is always drawn at
             480 x 640, then resized.
         max_episode_steps: horizon in primitive actions; ``None`` for the benchmark's.
@@ -117,11 +119,11 @@ def make_spec(
     Raises:
         ValueError: an unknown suite or option value.
     """
-    if backend not in BACKENDS:
-        raise unknown_name("backend", backend, BACKENDS)
-    if max_episode_steps is not None and max_episode_steps < 1:
-        raise ValueError(f"max_episode_steps must be >= 1, got {max_episode_steps}; leave it out for the benchmark's")
-    size = None if image_size is None else _image_shape(image_size)
+    check_name("backend", backend, BACKENDS)
+    check_name("object_set", object_set, OBJECT_SETS, example="train")
+    if max_episode_steps is not None:
+        check_whole_number("max_episode_steps", max_episode_steps, 1)
+    size = None if image_size is None else image_shape(image_size)
     common = {"max_episode_steps": max_episode_steps, "size": size, "reward_type": reward_type}
     if suite in BUILT_IN:
         if only is not None or object_set != "train" or assets is not None or backend != "processes":
@@ -145,15 +147,17 @@ def _plate25(
     size: tuple[int, int] | None,
     reward_type: str | None,
 ) -> SimulatorSpec:
-    kept = {factor: tuple(numbers) for factor, numbers in (only or {}).items()}
+    kept = _checked_only(only or {})
     for case in cases:
         check_only(case, kept)
+    states = min(math.prod(len(kept.get(factor, case.values[factor])) for factor in FACTORS) for case in cases)
     horizon = max_episode_steps or MAX_EPISODE_STEPS
     shape = size or IMAGE_SHAPE
     rewards = _reward_mode("plate-25", reward_type or "staged")
     departures = [
         *_departures(horizon, MAX_EPISODE_STEPS, shape, IMAGE_SHAPE),
         *(f"only {factor} {', '.join(map(str, numbers))}" for factor, numbers in kept.items()),
+        *([f"{states} configurations, from which training and evaluation draw alike"] if kept else []),
         *describe_assets(assets),
     ]
     return SimulatorSpec(
@@ -162,7 +166,8 @@ def _plate25(
         tasks=tuple(
             Task(f"{case.variant.id}:{case.object_set}", TEMPLATES[0], case.variant.group) for case in cases
         ),
-        trials=TRIALS,
+        trials=min(TRIALS, states),
+        initial_states=states if kept else None,
         image_shape=shape,
         state_dim=8,
         action_low=tuple(-bound for bound in ACTION_BOUND),
@@ -192,8 +197,7 @@ def _built_in(
     horizon, usual = max_episode_steps or task.horizon, (BUILT_IN_SIZE,) * 2
     shape = size or usual
     departures = _departures(horizon, task.horizon, shape, usual)
-    if control_mode not in CONTROL_MODES:
-        raise unknown_name("control_mode", control_mode, CONTROL_MODES)
+    check_name("control_mode", control_mode, CONTROL_MODES)
     if control_mode != CONTROL_MODE:
         departures = (*departures, f"control mode {control_mode} instead of {CONTROL_MODE}")
     if camera is not None:
@@ -220,20 +224,33 @@ def _built_in(
 
 
 def _cases_of(suite: str, object_set: str) -> tuple[Case, ...]:
-    if object_set not in OBJECT_SETS:
-        raise unknown_name("object_set", object_set, OBJECT_SETS, example="train")
     if suite == OOD_SUITE:
+        if object_set != "train":
+            raise ValueError(f"{OOD_SUITE} has an object set for each of its tasks; leave out object_set={object_set}")
         in_test = [make_case(name, "train" if place == 0 else "test") for place, name in enumerate(VARIANTS)]
         return (*in_test, *(make_case(name, "train") for name in _ALSO_IN_TRAIN))
     cases = []
     for part in suite.split("+"):
         name, _, own = part.partition(":")
+        if name in (OOD_SUITE, *BUILT_IN):
+            raise ValueError(
+                f"{suite!r}: only variants of plate-25 are joined by + or take an object set after a colon, {name} is "
+                f"none; type maniskill/{name}"
+            )
         if name not in VARIANTS:
             raise unknown_name("ManiSkill suite or task", name, suites(), example="maniskill/PickCube-v1")
         cases.append(make_case(name, own or object_set))
     if len(set(cases)) != len(cases):
         raise ValueError(f"ManiSkill suite {suite!r} names a variant twice; name each once")
     return tuple(cases)
+
+
+def _checked_only(only: Any) -> dict[str, tuple[int, ...]]:
+    if not isinstance(only, Mapping) or not all(
+        isinstance(numbers, Sequence) and all(map(is_whole_number, numbers)) for numbers in only.values()
+    ):
+        raise ValueError(f"only takes lists of numbers by factor, got {only!r}; try only={{object: [0, 4]}}")
+    return {factor: tuple(numbers) for factor, numbers in only.items()}
 
 
 def check_only(case: Case, only: Mapping[str, Sequence[int]]) -> None:
@@ -255,8 +272,7 @@ def check_only(case: Case, only: Mapping[str, Sequence[int]]) -> None:
 
 
 def _reward_mode(kind: str, reward_type: str) -> str:
-    if reward_type not in REWARD_TYPES[kind]:
-        raise unknown_name("reward_type", reward_type, REWARD_TYPES[kind])
+    check_name("reward_type", reward_type, REWARD_TYPES[kind])
     return REWARD_TYPES[kind][reward_type]
 
 
@@ -267,28 +283,19 @@ def _checked_camera(camera: Mapping[str, Any]) -> dict[str, Any]:
             "try camera={eye: [0.3, 0, 0.6], target: [-0.1, 0, 0.1], fov: 1.57}, or leave it out for ManiSkill's"
         )
 
-    if not isinstance(camera, Mapping) or set(camera) != {"eye", "target", "fov"}:
+    if (
+        not isinstance(camera, Mapping)
+        or set(camera) != {"eye", "target", "fov"}
+        or not are_numbers(camera["eye"], 3)
+        or not are_numbers(camera["target"], 3)
+        or not are_numbers([camera["fov"]], 1)
+        or not 0 < camera["fov"] < math.pi
+    ):
         raise refuse(f"got {camera!r}")
-    try:
-        eye, target = ([float(number) for number in camera[name]] for name in ("eye", "target"))
-        fov = float(camera["fov"])
-    except (TypeError, ValueError):
-        raise refuse(f"got {dict(camera)}") from None
-    if len(eye) != 3 or len(target) != 3 or not 0 < fov < math.pi:
-        raise refuse(f"got {dict(camera)}")
+    eye, target = ([float(number) for number in camera[name]] for name in ("eye", "target"))
     if eye == target:
         raise refuse("eye and target are the same place")
-    return {"eye": eye, "target": target, "fov": fov}
-
-
-def _image_shape(image_size: int | Sequence[int]) -> tuple[int, int]:
-    sides = [image_size] * 2 if isinstance(image_size, int) else image_size
-    if not isinstance(sides, Sequence) or len(sides) != 2 or not all(isinstance(n, int) and n > 0 for n in sides):
-        raise ValueError(
-            f"image_size is a number of pixels or (height, width), each at least 1, got {image_size!r}; "
-            "try image_size=224"
-        )
-    return tuple(sides)
+    return {"eye": eye, "target": target, "fov": float(camera["fov"])}
 
 
 def _departures(horizon: int, usual: int, shape: tuple[int, int], usual_shape: tuple[int, int]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ class BatchedWorlds:
     """``num_envs`` worlds that are stepped together.
 
     A world whose episode ended in the middle of a chunk is held still until the chunk's end: the simulation cannot
-    leave one out. What it does then is not recorded.
+    leave one out. What it does then is not recorded, but its last frame and state are those of the chunk's end.
 
     Args:
         spec: a plate-25 suite.
@@ -86,11 +86,14 @@ class BatchedWorlds:
         arrays, n = self.arrays, len(self.texts)
         arrays.rewards[:], arrays.successes[:], arrays.executed[:] = 0, False, False
         running = np.isin(np.arange(n), slots)
+        gripper = arrays.actions[:, 0, -1].copy()
         for place in range(arrays.actions.shape[1]):
             if not running.any():
                 break
             actions = arrays.actions[:, place].copy()
+            gripper[running] = actions[running, -1]
             actions[~running, :-1] = 0  # the target stays where it is, and the gripper as it was
+            actions[~running, -1] = gripper[~running]
             _, reward, _, _, info = self._world.step(torch.from_numpy(actions))
             success = info["success"].cpu().numpy()
             arrays.rewards[running, place] = reward.cpu().numpy()[running]

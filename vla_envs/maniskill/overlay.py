@@ -1,6 +1,7 @@
 """What is seen behind robot and objects: a photograph of a table, by segmentation, and textures mixed in.
 
-Everything is torch on batches, on the device that the frames were drawn on.
+Everything is torch on batches, on the device that the frames were drawn on. Pictures are resized in double precision:
+torch's last digits depend on its number of threads, and in single precision a few pixels of a frame would too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from vla_envs.maniskill.assets import model_table
 
 HEIGHT, WIDTH = 480, 640  # of the benchmark's camera and photographs
+_ROUNDING = 1e-6  # far above the errors of double precision
 
 
 class Overlay:
@@ -73,7 +75,7 @@ class Overlay:
         """
         share = self._mix[texture] * strength
         left, top, right, bottom = _rectangle(foreground)
-        picture, image = frame.float(), self._textures[texture].float()
+        picture, image = frame.double(), self._textures[texture].double()
         if everywhere:
             down = min(max((top + bottom) // 2, 1), HEIGHT - 1)
             along = min(max((left + right) // 2, 1), WIDTH - 1)
@@ -85,16 +87,17 @@ class Overlay:
             mixed = picture.clone()
             blended = picture[inside] * (1 - share) + part * share
             mixed[inside] = torch.where(foreground[inside][..., None], blended, picture[inside])
-        return mixed.clamp(0, 255).to(torch.uint8)
+        return _pixels(mixed)  # cut off, as the benchmark does
 
 
 def resize(frames: Tensor, height: int, width: int) -> Tensor:
     """uint8 ``[N, h, w, 3]`` to ``[N, height, width, 3]``, bilinear with antialiasing."""
     if tuple(frames.shape[1:3]) == (height, width):
         return frames
-    floats = frames.permute(0, 3, 1, 2).float()
-    smaller = F.interpolate(floats, (height, width), mode="bilinear", antialias=True, align_corners=False)
-    return smaller.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+    smaller = F.interpolate(
+        frames.permute(0, 3, 1, 2).double(), (height, width), mode="bilinear", antialias=True, align_corners=False
+    )
+    return _pixels(smaller + 0.5).permute(0, 2, 3, 1).contiguous()
 
 
 def _stack(paths: list[Path]) -> Tensor:
@@ -115,6 +118,11 @@ def _rectangle(mask: Tensor) -> tuple[int, int, int, int]:
     if not len(rows):
         return 0, 0, 0, 0
     return int(columns[0]), int(rows[0]), int(columns[-1]), int(rows[-1])
+
+
+def _pixels(values: Tensor) -> Tensor:
+    """The whole parts as uint8; what lacks only a rounding error to the next number is that number."""
+    return (values + _ROUNDING).clamp(0, 255).to(torch.uint8)
 
 
 def _resized(image: Tensor, height: int, width: int) -> Tensor:

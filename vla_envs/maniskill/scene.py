@@ -152,7 +152,7 @@ class PutOnPlate(BaseEnv):
         things = [actor._objs[0].per_scene_id for actor in (*self._objects.values(), *self._plates.values())]
         links = [link._objs[0].entity.per_scene_id for link in self.agent.robot.get_links()]
         if self.overlay is None:
-            device = torch.device("cuda" if self._render_device.is_cuda() else "cpu")
+            device = torch.device(f"cuda:{self._render_device.cuda_id}" if self._render_device.is_cuda() else "cpu")
             textures = any(case.variant.texture_strength for case in self.cases)
             self.overlay = Overlay(self._folder, device, textures)
         self.overlay.set_foreground([*things, *links])
@@ -271,7 +271,7 @@ class PutOnPlate(BaseEnv):
         fresh = self._evaluated_at != self._elapsed_steps
         self._evaluated_at = self._elapsed_steps.clone()
         self._move(fresh & self._moves & (self._elapsed_steps == MOVE_STEP))
-        held = self._is_held()
+        held = self._is_held() & (self._elapsed_steps > 0)  # on CUDA a reset leaves the contacts of the step before it
         self._held_for = torch.where(fresh, (self._held_for + 1) * held, self._held_for)
         self._was_held = self._was_held | held
         self._was_held_long = self._was_held_long | (self._held_for >= _GRASP_STEPS)

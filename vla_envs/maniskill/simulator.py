@@ -226,4 +226,9 @@ def _check_installed() -> None:
 
 
 def _render_backend() -> str:
-    return "gpu" if has_gpu() else "cpu"
+    """Workers take turns on the GPUs that CUDA shows to them."""
+    if not has_gpu():
+        return "cpu"
+    import torch
+
+    return f"cuda:{int(os.environ.get(WORKER, 0)) % max(1, torch.cuda.device_count())}"

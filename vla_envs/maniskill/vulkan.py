@@ -19,6 +19,8 @@ import warnings
 from functools import cache
 from pathlib import Path
 
+from vla_envs.probe import run_probe
+
 FOLDER = Path.home() / ".cache" / "vla-torchrl" / "vulkan"
 INSTALL = "python -m vla_envs.maniskill.vulkan"
 _CHOICES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")  # by which a user says which driver to take
@@ -37,7 +39,6 @@ choose_driver()
 import sapien
 print(sapien.render.RenderSystem({device}).device.name)
 """
-_PROBE_TIMEOUT = 120.0  # seconds
 
 
 class VulkanError(RuntimeError):
@@ -76,6 +77,11 @@ def check_driver() -> str:
     if works:
         return detail
     install = f"Type: {INSTALL}   (Debian 12; otherwise install Mesa 24 or later, package mesa-vulkan-drivers)"
+    if has_gpu():  # whose driver is taken, whatever else is installed
+        install = (
+            "This machine has an NVIDIA GPU: give Vulkan the file that names its driver, VK_ICD_FILENAMES="
+            f"/usr/share/vulkan/icd.d/nvidia_icd.json, or draw on the CPU: {INSTALL}, then VK_ICD_FILENAMES={_MANIFEST}"
+        )
     if "rendering device" in detail or "supported physical device" in detail:
         raise VulkanError(f"the Vulkan driver is too old for SAPIEN ({detail}). {install}")
     if "IncompatibleDriver" in detail or "not support Vulkan" in detail:
@@ -86,21 +92,7 @@ def check_driver() -> str:
 @cache
 def _probe() -> tuple[bool, str]:
     """Whether a process of its own can open a device, with its name or what went wrong; a crash stays there."""
-    code = _PROBE.format(device="" if has_gpu() else "sapien.Device('cpu')")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PROBE_TIMEOUT,
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"no answer within {_PROBE_TIMEOUT:.0f} s"
-    if done.returncode == 0:
-        return True, (done.stdout.strip().splitlines() or ["unnamed device"])[-1]
-    return False, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return run_probe(_PROBE.format(device="" if has_gpu() else "sapien.Device('cpu')"))
 
 
 def install_driver() -> Path:
