@@ -124,7 +124,7 @@ def test_episodes_stay_within_the_shipped_initial_states():
         ("libero/10", {"max_episode_steps": 0}, "max_episode_steps must be >= 1"),
         ("libero/10", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole, got '80'"),
         ("libero/10", {"settle_steps": 1.5}, "settle_steps must be >= 0 and whole"),
-        ("libero/10", {"task_ids": 3}, r"numbers from 0 to 9, got \[3\]; try"),
+        ("libero/10", {"task_ids": 3}, "numbers from 0 to 9, got 3; try"),
         ("libero/10", {"render_quality": ["fast"]}, "unknown render_quality"),
         ("libero/10", {"cache_gigabytes": "2"}, "cache_gigabytes must be a number >= 0"),
         ("libero/10", {"camera": "agentview"}, "camera"),

@@ -159,11 +159,11 @@ def _chosen(suite: str, task_ids: Sequence[int] | None) -> tuple[Task, ...]:
     tasks = suites()[suite]
     if task_ids is None:
         return tasks
-    numbers = list(task_ids) if isinstance(task_ids, Sequence) else [task_ids]
+    numbers = list(task_ids) if isinstance(task_ids, Sequence) else []
     wrong = [n for n in numbers if not is_whole_number(n) or not 0 <= n < len(tasks)]
     if wrong or not numbers or len(set(numbers)) != len(numbers):
         raise ValueError(
-            f"task_ids of libero/{suite} are different numbers from 0 to {len(tasks) - 1}, got {numbers}; "
+            f"task_ids of libero/{suite} are different numbers from 0 to {len(tasks) - 1}, got {task_ids!r}; "
             "try task_ids=[0,3], or leave it out for all"
         )
     return tuple(tasks[number] for number in numbers)
