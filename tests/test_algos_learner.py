@@ -103,6 +103,13 @@ def test_a_part_is_no_larger_than_asked(policy, batch):
     assert [len(part) for part in policy.seen] == [5, 5, 5, 1, 5, 5, 5, 1, 5, 4]
 
 
+@pytest.mark.parametrize(("minibatches", "sizes"), [(1, [41]), (4, [11, 10, 10, 10]), (100, [1] * 41)])
+def test_an_update_in_so_many_steps(policy, batch, minibatches, sizes):
+    """However many decisions there are, of which one was never executed here."""
+    metrics = learner(policy, epochs=2, minibatch_size=None, minibatches=minibatches).update(batch)
+    assert [len(part) for part in policy.seen] == sizes * 2 and metrics["train/steps"] == 2 * len(sizes)
+
+
 def test_each_epoch_shuffles_what_was_executed_afresh(policy, batch):
     executed = sorted(set(range(42)) - {1})
     update = learner(policy, epochs=3, minibatch_size=10).update
@@ -440,7 +447,7 @@ def test_a_strong_reference_holds_the_policy_back(policy, batch):
 
 def test_state_dict_goes_on_identically(policy, tmp_path):
     settings = {"schedule": "cosine", "updates": 4, "warmup_updates": 1, "critic_warmup_steps": 3, "epochs": 2}
-    settings |= {"minibatch_size": 16, "lr": 5e-3, "value_lr": 1e-2, "weight_decay": 0.01}
+    settings |= {"minibatch_size": 16, "lr": 5e-3, "value_lr": 1e-2, "betas": [0.8, 0.95], "weight_decay": 0.01}
     settings |= {"loss": {"reference_kl_coeff": 0.1, "entropy_coeff": 0.01}}
     one = learner(policy, **settings)
     for _ in range(2):
@@ -458,7 +465,7 @@ def test_state_dict_goes_on_identically(policy, tmp_path):
     metrics, parameters = go_on(one)
     other = learner(saved, **settings)
     other.load_state_dict(torch.load(path, weights_only=True))
-    assert other.steps == 2 * 2 * 3
+    assert other.steps == 2 * 2 * 3 and {group["betas"] for group in other.optimizer.param_groups} == {(0.8, 0.95)}
     again, same_parameters = go_on(other)
     assert metrics == again and metrics[0]["train/actor/reference_kl"] > 0
     assert all(torch.equal(parameters[name], same_parameters[name]) for name in parameters)
@@ -498,6 +505,11 @@ def test_learning_goes_on_without_a_critic():
     [
         ({"epochs": 0}, "epochs is 0, must be at least 1"),
         ({"minibatch_size": 0}, "minibatch_size is 0"),
+        ({"minibatch_size": None, "minibatches": 0}, "minibatches is 0"),
+        ({"minibatch_size": 16, "minibatches": 4}, "give one of them, the other is null"),
+        ({"minibatch_size": None}, "give one of them, the other is null"),
+        ({"betas": [0.9]}, "betas is .* such as"),
+        ({"betas": [0.9, 1.0]}, "betas is .* such as"),
         ({"micro_batch_size": -1}, "micro_batch_size is -1"),
         ({"target_kl": 0.0}, "target_kl is 0.0, must be positive"),
         ({"target_kl": -0.1}, "target_kl is -0.1"),

@@ -30,6 +30,7 @@ UPDATES = {
     "every token": {},
     "every trajectory": {"aggregation": "trajectory_mean"},
     "until the KL is too large": {"target_kl": 0.003, "epochs": 20},
+    "so many steps": {"minibatch_size": None, "minibatches": 3},
     "the critic first": {"critic_warmup_steps": 3},
 }
 SPLITS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,13 +32,15 @@ class Learner:
         loss_module: the loss, with the policy in it.
         lr: learning rate of the policy.
         value_lr: that of the value head; ``None`` for the same.
-        weight_decay: of AdamW.
+        betas, weight_decay: of AdamW.
         max_grad_norm: largest norm of a gradient.
         aggregation: what the loss is a mean over: ``"token_mean"``, every valid element counts the same, or
             ``"trajectory_mean"``, every trajectory does (:func:`~vla_algos.advantages.trajectory_weights`).
         epochs: passes over the batch per update.
-        minibatch_size: decisions per optimizer step, of all processes together.
-        micro_batch_size: decisions per backward pass of a process; ``None`` for ``minibatch_size``.
+        minibatch_size: decisions per optimizer step, of all processes together; ``None`` with ``minibatches``.
+        minibatches: instead, so many optimizer steps per pass, of equally many decisions. Where groups are dropped and
+            episodes end early, an update then still has as many steps.
+        micro_batch_size: decisions per backward pass of a process; ``None`` for a whole minibatch.
         target_kl: an update ends before the step of a minibatch whose ``kl_k3`` exceeds it; ``None`` for never.
         critic_warmup_steps: optimizer steps at the start in which only the value head learns.
         max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step of an update. More means that
@@ -61,11 +63,13 @@ class Learner:
         *,
         lr: float,
         value_lr: float | None = None,
+        betas: Sequence[float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         aggregation: Literal["token_mean", "trajectory_mean"] = "token_mean",
         epochs: int = 1,
-        minibatch_size: int = 128,
+        minibatch_size: int | None = 128,
+        minibatches: int | None = None,
         micro_batch_size: int | None = None,
         target_kl: float | None = None,
         critic_warmup_steps: int = 0,
@@ -75,10 +79,16 @@ class Learner:
         final_lr: float = 0.0,
         updates: int | None = None,
     ):
-        counts = {"epochs": epochs, "minibatch_size": minibatch_size, "micro_batch_size": micro_batch_size or 1}
-        for name, value in counts.items():
-            if value < 1:
+        if (minibatch_size is None) == (minibatches is None):
+            raise ValueError(
+                f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"
+            )
+        counts = {"epochs": epochs, "minibatch_size": minibatch_size, "minibatches": minibatches}
+        for name, value in {**counts, "micro_batch_size": micro_batch_size}.items():
+            if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas is {betas}, must be two numbers from 0 to below 1, such as [0.9, 0.999]")
         if target_kl is not None and target_kl <= 0:
             raise ValueError(f"target_kl is {target_kl}, must be positive, or null for no limit")
         if critic_warmup_steps and not loss_module.has_critic:
@@ -91,8 +101,8 @@ class Learner:
             raise ValueError("schedule='cosine' needs to know how many updates there will be")
         self.loss_module, self.policy = loss_module, loss_module.policy
         self.aggregation = aggregation
-        self.epochs, self.minibatch_size = epochs, minibatch_size
-        self.micro_batch_size = micro_batch_size or minibatch_size
+        self.epochs, self.minibatch_size, self.minibatches = epochs, minibatch_size, minibatches
+        self.micro_batch_size = micro_batch_size
         self.max_grad_norm, self.target_kl, self.max_log_ratio = max_grad_norm, target_kl, max_log_ratio
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
@@ -112,7 +122,7 @@ class Learner:
             raise ValueError("critic_warmup_steps needs parameters to warm up, named value_head...; set it to 0")
         rates = [(self._actor, lr), (self._critic, lr if value_lr is None else value_lr)]
         groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
-        self.optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, betas=tuple(betas), weight_decay=weight_decay)
 
         def factor(update: int) -> float:
             if update < warmup_updates:
@@ -208,16 +218,21 @@ class Learner:
         last = first + counts[distributed.rank()]
         for _ in range(self.epochs):
             order = distributed.from_main(torch.randperm(len(whole)))
-            for rows in order.split(self.minibatch_size):
+            for rows in self._parts(order):
                 own = rows[(rows >= first) & (rows < last)] - first
                 yield samples[own] if len(own) else None, whole[rows]
+
+    def _parts(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.minibatch_size is not None:
+            return order.split(self.minibatch_size)
+        return order.tensor_split(min(self.minibatches, len(order)))
 
     def _backward(self, minibatch: TensorDictBase | None, whole: TensorDictBase) -> WeightedMean:
         """Leave the gradient of the whole minibatch in the parameters; returns its diagnostics."""
         critic_only = self.steps < self.critic_warmup_steps
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
-        for part in () if minibatch is None else minibatch.split(self.micro_batch_size):
+        for part in () if minibatch is None else minibatch.split(self.micro_batch_size or len(minibatch)):
             losses = self.loss_module(part.to(self._device), whole=whole)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
@@ -250,7 +265,8 @@ class Learner:
                     "that acted had diverged, or did not write it"
                 )
         if self.loss_module.reference_kl_coeff:
-            add_reference_log_prob(samples, self._reference, self.micro_batch_size, self._device)
+            size = self.micro_batch_size or len(self._parts(torch.arange(len(samples)))[0])
+            add_reference_log_prob(samples, self._reference, size, self._device)
 
     def _checked_mismatch(self, first: WeightedMean) -> float:
         mismatch = first.mean_of("train/actor/log_ratio")
@@ -275,7 +291,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken, with this learner's rates; the policy's own weights are not in it."""
-        names = ("weight_decay", "initial_lr")
+        names = ("betas", "weight_decay", "initial_lr")
         settings = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
         rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])

@@ -25,7 +25,7 @@ from vla_envs import Episode, EpisodeSampler, SimulatorSpec, VLAEnv, evaluation_
 from vla_envs.errors import unknown_name
 from vla_policies import VLAPolicy
 
-OPTIM = ("lr", "value_lr", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")  # of Learner
+OPTIM = ("lr", "value_lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")
 RESUME = ("auto", "force", "never")
 _DEMONSTRATIONS = 1_000_000  # added to the run's seed for the initial states of demonstrations
 _PROCESSES = 1_000_003  # added to it for the random numbers of each further process
