@@ -47,7 +47,7 @@ from vla_algos.settings import group, take
 from vla_keys import NEXT, STEP_MASK
 
 KEYS = ("env", "policy", "sft", "algo", "optim", "eval", "seed", "iterations", "evaluate_every")
-KEYS += ("checkpoint_every", "resume", "launcher")
+KEYS += ("episode_order", "checkpoint_every", "resume", "launcher")
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="grpo")

@@ -45,7 +45,7 @@ from vla_algos.settings import group, take
 from vla_keys import ADVANTAGE, NEXT, STATE_VALUE, STEP_MASK, VALUE_TARGET
 
 KEYS = ("env", "policy", "sft", "algo", "collector", "optim", "eval", "seed", "iterations", "evaluate_every")
-KEYS += ("checkpoint_every", "resume", "launcher")
+KEYS += ("episode_order", "checkpoint_every", "resume", "launcher")
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="ppo")

@@ -302,6 +302,17 @@ def test_inspect_says_what_it_is(folder, name, make, tmp_path):
     assert "norm_stats.json" in str(inspect(tmp_path))
 
 
+def test_statistics_where_rlinfs_checkpoints_have_them(tmp_path):
+    folder = make_checkpoint(tmp_path, "pi0_tiny")
+    expected = Pi0Folder.read(folder).statistics
+    (folder / "physical-intelligence").mkdir()
+    (folder / "assets" / "tiny").rename(folder / "physical-intelligence" / "metaworld")
+    found = Pi0Folder.read(folder)
+    assert list(found.statistics) == ["physical-intelligence/metaworld"]
+    assert list(found.statistics.values()) == list(expected.values())
+    assert found.select_statistics(None, quantiles=False).key == "physical-intelligence/metaworld"
+
+
 # ---- reinforcement learning
 
 

@@ -12,7 +12,7 @@ from running import CONF, Started, composed, main_of, recipe
 from safetensors.torch import load_file
 
 import vla_envs.env
-from vla_algos.runs import env_spec
+from vla_algos.runs import env_spec, training_episodes
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=10", "env.image_size=32", "eval.trials=2"]
@@ -212,6 +212,10 @@ def test_sft_writes_a_policy(tmp_path):
         ("ppo", ["policy.family=openvlaoft"], "did you mean openvla_oft"),
         ("ppo", ["policy=openvla"], "policy.checkpoint=FOLDER"),
         ("ppo", ["eval.seed=0"], "eval.seed=9000000"),
+        ("ppo", ["episode_order=orderd"], "did you mean ordered"),
+        ("grpo", ["episode_order=orderd"], "did you mean ordered"),
+        ("ppo", ["algo.minibatches=4"], "minibatch_size is 128 and minibatches 4: give one of them"),
+        ("ppo", ["optim.betas=[0.9]"], "such as [0.9, 0.999]"),
         ("evaluate", [], "policy.checkpoint=runs/ppo/latest/policy"),
         ("evaluate", ["policy.checkpoint=x", "ablation=blank"], "blank_images"),
     ],
@@ -226,6 +230,17 @@ def test_a_wrong_setting_is_one_clear_error_before_any_work(name, overrides, mes
             main_of(name)(composed(name, overrides, tmp_path / "run"))
     finally:
         GlobalHydra.instance().clear()
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_training_episodes_come_in_the_order_that_is_asked_for(name, tmp_path):
+    try:
+        config = composed(name, ["env=metaworld_faucets", "episode_order=ordered"], tmp_path)
+    finally:
+        GlobalHydra.instance().clear()
+    sampler = training_episodes(config, env_spec(config), 2)
+    drawn = [sampler.next() for _ in range(2 * 2 * 10)]
+    assert drawn[::2] == drawn[1::2] and len({(e.task_id, e.trial_id) for e in drawn}) == 2 * 10
 
 
 def test_an_error_is_what_the_user_reads_last(tmp_path):

@@ -146,9 +146,14 @@ def start_env(config: DictConfig, policy: VLAPolicy) -> VLAEnv:
 
 
 def training_episodes(config: DictConfig, spec: SimulatorSpec, group_size: int) -> EpisodeSampler:
-    """The stream of training episodes of ``config.seed``: this process's share of it."""
+    """This process's share of the training episodes of ``config.seed``, in the order ``config.episode_order``."""
     return EpisodeSampler(
-        spec, config.seed, group_size=group_size, rank=distributed.rank(), world_size=distributed.world_size()
+        spec,
+        config.seed,
+        mode=config.get("episode_order", "random"),
+        group_size=group_size,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
     )
 
 

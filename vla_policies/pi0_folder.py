@@ -1,9 +1,9 @@
 """What is in a checkpoint folder of pi0 or pi0.5, in openpi's PyTorch layout, and the same folder written again.
 
 Layout: ``model.safetensors`` (the token embeddings are stored once, as ``paligemma.lm_head``),
-``assets/<id>/norm_stats.json``, ``config.json`` (optional), PaliGemma's tokenizer as a sentencepiece file. Ours are
-``vla_torchrl.json``, the settings, and ``vla_torchrl_heads.safetensors``, value head and noise network, which the
-official loader must not see.
+``assets/<id>/norm_stats.json`` (``<id>/norm_stats.json`` in RLinf's checkpoints), ``config.json`` (optional),
+PaliGemma's tokenizer as a sentencepiece file. Ours are ``vla_torchrl.json``, the settings, and
+``vla_torchrl_heads.safetensors``, value head and noise network, which the official loader must not see.
 """
 
 from __future__ import annotations
@@ -114,15 +114,11 @@ class Pi0Folder:
                 f"{path} has no model.safetensors: it is a JAX checkpoint, or half of one; convert it first with "
                 "openpi's examples/convert_jax_model_to_pytorch.py and pass the folder that this writes"
             )
-        statistics = {
-            file.parent.relative_to(path / "assets").as_posix(): read_json(file)
-            for file in sorted((path / "assets").rglob(_STATISTICS))
-        }
-        if (path / _STATISTICS).is_file():
-            statistics["norm_stats"] = read_json(path / _STATISTICS)
+        statistics = _statistics(path)
         if not statistics:
             raise FileNotFoundError(
-                f"{path} has no assets/<id>/{_STATISTICS}; copy the assets of the checkpoint that it was trained from"
+                f"{path} has no assets/<id>/{_STATISTICS} (or <id>/{_STATISTICS}, where RLinf has it); copy it from "
+                "the checkpoint that this one was trained from"
             )
         tokenizer = next((path / name for name in TOKENIZERS if (path / name).is_file()), None)
         if tokenizer is None:
@@ -174,6 +170,16 @@ class Pi0Folder:
         stored = {LM_HEAD if key == EMBEDDINGS else key: tensor for key, tensor in weights.items()}
         save_weights(stored, folder, max_shard_size=sys.maxsize)  # the official loader wants one file
         return folder
+
+
+def _statistics(folder: Path) -> dict[str, Any]:
+    """Every ``norm_stats.json`` by its data set: openpi has it in ``assets/<id>``, RLinf's checkpoints in ``<id>``."""
+    found = {}
+    for file in sorted(folder.rglob(_STATISTICS)):
+        place = file.parent.relative_to(folder)
+        place = place.relative_to("assets") if place.is_relative_to("assets") else place
+        found[place.as_posix() if place.parts else "norm_stats"] = read_json(file)
+    return found
 
 
 def is_pi0(folder: Path) -> bool:
