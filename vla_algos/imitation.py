@@ -77,9 +77,13 @@ class BehaviourCloning:
         batch_size: samples per step.
         lr, weight_decay: of AdamW.
         label_sigma: width of the soft labels, see ``imitation_loss`` of the policy.
-        state_noise: standard deviation of noise on ``states`` in their own units. It keeps the policy from
-            reading the phase of the expert's motion off the state instead of looking at the image.
+        state_noise: standard deviation of noise on ``states`` in their own units, one number or one for each of the
+            ``S``. It keeps the policy from reading the phase of the expert's motion off the state instead of looking
+            at the image.
         warmup_steps: of the learning rate.
+
+    Raises:
+        ValueError: ``state_noise`` has another number of numbers.
     """
 
     def __init__(
@@ -92,13 +96,17 @@ class BehaviourCloning:
         lr: float = 1e-3,
         weight_decay: float = 1e-4,
         label_sigma: float = 0.1,
-        state_noise: float = 0.01,
+        state_noise: float | Sequence[float] = 0.01,
         warmup_steps: int = 30,
     ):
-        states = demonstrations[keys.STATES]
+        states, noise = demonstrations[keys.STATES], torch.tensor(state_noise)
+        if noise.shape not in ((), states.shape[-1:]):
+            raise ValueError(
+                f"state_noise is one number or one for each of the {states.shape[-1]} states, got {state_noise}"
+            )
         policy.set_statistics(states.mean(0), states.std(0) + 1e-2)  # a constant entry must not be blown up
         self.policy, self.demonstrations = policy, demonstrations
-        self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, state_noise
+        self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, noise
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=weight_decay)
 
         def factor(step: int) -> float:
