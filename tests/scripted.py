@@ -17,6 +17,7 @@ def scripted_spec(rewards: list[list[float]], solved_after: list[int], action_di
         action_low=(-1.0,) * action_dim,
         action_high=(1.0,) * action_dim,
         max_episode_steps=len(rewards[0]),
+        control_frequency=10,
         options={"rewards": rewards, "solved_after": solved_after},
     )
 

@@ -49,6 +49,15 @@ def test_make_finds_an_id_without_importing_us_first_and_without_torch_or_a_simu
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_recorded_videos_are_in_real_time(reach):
+    """As many frames per second as actions: what the benchmarks' own environments say."""
+    assert reach.metadata["render_fps"] == reach.unwrapped.metadata["render_fps"] == 80
+    names = {"LIBERO-Spatial": 20, "ManiSkill-PutOnPlateInScene25Main": 5, "ManiSkill-PickCube": 20}
+    for name, frequency in names.items():
+        env = gymnasium.make(f"vla/{name}-v0")  # no simulator is started
+        assert env.metadata["render_fps"] == frequency
+
+
 def test_environment_checker_passes():
     env = gymnasium.make("vla/MetaWorld-button-press-topdown-v0", render_mode="rgb_array", **SMALL)
     with warnings.catch_warnings(record=True) as caught:

@@ -102,7 +102,7 @@ class SimulatorEnv(gymnasium.Env):
         ValueError: an unknown name or option.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    metadata = {"render_modes": ["rgb_array"]}
 
     def __init__(self, name: str, render_mode: str | None = None, horizon: int | None = None, **options: Any):
         if render_mode not in (None, *self.metadata["render_modes"]):
@@ -111,6 +111,7 @@ class SimulatorEnv(gymnasium.Env):
             options["max_episode_steps"] = horizon
         self.render_mode = render_mode
         self.simulator_spec = spec = make_spec(name, **options)
+        self.metadata = {**self.metadata, "render_fps": spec.control_frequency}  # a recorded video is in real time
         entries = {
             keys.IMAGES: spaces.Box(0, 255, (*spec.image_shape, 3), np.uint8),
             keys.STATES: spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32),

@@ -28,6 +28,7 @@ CAMERA = "corner4"
 IMAGE_SIZE = 480
 SETTLE_STEPS = 15
 MAX_EPISODE_STEPS = 100
+CONTROL_FREQUENCY = 80  # Hz
 DIFFICULTIES = ("easy", "medium", "hard", "very_hard")
 RENDER_QUALITIES = {  # and what each leaves out
     "benchmark": "",
@@ -161,6 +162,7 @@ def make_spec(
         action_low=(-1.0,) * 4,
         action_high=(1.0,) * 4,
         max_episode_steps=max_episode_steps,
+        control_frequency=CONTROL_FREQUENCY,
         departures=tuple(departures),
         options={
             "render_quality": render_quality,

@@ -106,6 +106,7 @@ class SimulatorSpec:
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
         max_episode_steps: horizon in primitive actions.
+        control_frequency: primitive actions per simulated second.
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
         batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
             processes do.
@@ -122,6 +123,7 @@ class SimulatorSpec:
     action_low: tuple[float, ...]
     action_high: tuple[float, ...]
     max_episode_steps: int
+    control_frequency: int
     wrist_image_shape: tuple[int, int, int] | None = None
     initial_states: int | None = None
     batched: str = ""

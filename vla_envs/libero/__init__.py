@@ -21,6 +21,7 @@ from vla_envs.simulator import SimulatorSpec, Task
 
 IMAGE_SIZE = 256
 TRIALS = 50  # initial states per task
+CONTROL_FREQUENCY = 20  # Hz
 RENDER_QUALITIES = {  # and what each leaves out
     "benchmark": "",
     "fast": "no shadows, no multisampling, no reflections, no sky box",
@@ -143,6 +144,7 @@ def make_spec(
         action_low=(-1.0,) * 7,
         action_high=(1.0,) * 7,
         max_episode_steps=steps,
+        control_frequency=CONTROL_FREQUENCY,
         departures=(*departures, *describe_assets(assets)),
         options={
             "settle_steps": settle,

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from vla_envs.libero import CONTROL_FREQUENCY
 from vla_envs.libero.package import import_libero, task_file
 from vla_envs.mujoco_rendering import Renderer, mujoco, shared_renderer
 from vla_envs.simulator import SimulatorSpec, Task
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 _COLLISION_SHAPES = 0  # geom group that robosuite does not draw
-_CONTROL_FREQUENCY = 20  # Hz
 _PLACEMENT_ATTEMPTS = 20
 # What drawing reads of mujoco's data.
 _POSES = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
@@ -52,7 +52,7 @@ class World:
             use_camera_obs=False,
             has_renderer=False,
             has_offscreen_renderer=False,
-            control_freq=_CONTROL_FREQUENCY,
+            control_freq=CONTROL_FREQUENCY,
             horizon=2**31,  # ours is in the spec; past its own, robosuite raises
             ignore_done=True,
             hard_reset=False,
@@ -78,7 +78,7 @@ class World:
             return 0.0
 
         _release_unused_memory()  # of parsing and compiling: half of what a world would take
-        self._env._observables = {"moment": Observable("moment", moment, sampling_rate=_CONTROL_FREQUENCY)}
+        self._env._observables = {"moment": Observable("moment", moment, sampling_rate=CONTROL_FREQUENCY)}
 
     @property
     def megabytes(self) -> float:

@@ -19,7 +19,7 @@ from vla_envs.maniskill.variants import FACTORS, OBJECT_SETS, TEMPLATES, VARIANT
 from vla_envs.options import are_numbers, check_name, check_whole_number, image_shape, is_whole_number
 from vla_envs.simulator import SimulatorSpec, Task
 
-MAX_EPISODE_STEPS = 80  # of plate-25
+MAX_EPISODE_STEPS, CONTROL_FREQUENCY = 80, 5  # of plate-25; Hz
 TRIALS = 64  # of each task in an evaluation: RL4VLA's number
 IMAGE_SHAPE = (480, 640)  # of plate-25's camera
 BUILT_IN_SIZE = 128  # pixels of a side of ManiSkill's own cameras
@@ -173,6 +173,7 @@ def _plate25(
         action_low=tuple(-bound for bound in ACTION_BOUND),
         action_high=ACTION_BOUND,
         max_episode_steps=horizon,
+        control_frequency=CONTROL_FREQUENCY,
         batched=batched,
         departures=tuple(departures),
         options={
@@ -218,6 +219,7 @@ def _built_in(
         action_low=(-1.0,) * CONTROL_MODES[control_mode],
         action_high=(1.0,) * CONTROL_MODES[control_mode],
         max_episode_steps=horizon,
+        control_frequency=20,
         departures=departures,
         options={"reward_mode": rewards, "control_mode": control_mode, "camera": camera},
     )

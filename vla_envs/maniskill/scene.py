@@ -29,11 +29,11 @@ from mani_skill.utils.structs.types import SimConfig
 from sapien.physx import PhysxMaterial
 from torch import Tensor
 
+from vla_envs.maniskill import CONTROL_FREQUENCY, MAX_EPISODE_STEPS
 from vla_envs.maniskill.assets import ROBOT, SCENE, find_assets, instruction, model_table, visual_file
 from vla_envs.maniskill.overlay import Overlay
 from vla_envs.maniskill.variants import MOVE_STEP, TEMPLATES, VARIANTS, Case, Configuration, make_case
 
-MAX_EPISODE_STEPS = 80
 CAMERA = "3rd_view_camera"
 _ROBOT_POSE = sapien.Pose([0.147, 0.028, 0.870], [0, 0, 0, 1])  # turned by 180 degrees about the vertical
 _STAGE_POSE = sapien.Pose([2.0634, 2.8313, 0.0])
@@ -94,7 +94,7 @@ class PutOnPlate(BaseEnv):
 
     @property
     def _default_sim_config(self) -> SimConfig:
-        return SimConfig(sim_freq=500, control_freq=5, spacing=20)
+        return SimConfig(sim_freq=500, control_freq=CONTROL_FREQUENCY, spacing=20)
 
     @property
     def _default_human_render_camera_configs(self) -> CameraConfig:
