@@ -67,7 +67,6 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     success_bounds = grouping["success_bounds"]
     group_size, patience = algo.pop("group_size"), algo.pop("patience")
     learning |= group(config, "optim", also=OPTIM)
-    recording, cloning = warm_start_settings(config)
     demonstrations = demonstration_seed(config.seed, config.eval.seed)
     if config.iterations < 1 or patience < 1:
         raise ValueError(f"iterations and algo.patience must be at least 1, are {config.iterations} and {patience}")
@@ -78,6 +77,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
 
     # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.
     spec = env_spec(config)
+    recording, cloning = warm_start_settings(config, spec)
     grid, evaluation = evaluation_settings(config, spec, "sampled")
     policy = make_policy(config, spec)
     learner = Learner(ChunkClipPPOLoss(policy, **algo, critic_coeff=None), **learning, updates=config.iterations)

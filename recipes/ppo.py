@@ -62,13 +62,13 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     discount, learning = take(algo, gae), take(algo, Learner)
     learning |= group(config, "optim", also=OPTIM)
     collecting = group(config, "collector", also=["decisions"])
-    recording, cloning = warm_start_settings(config)
     demonstrations = demonstration_seed(config.seed, config.eval.seed)
     if config.iterations < 1:
         raise ValueError(f"iterations is {config.iterations}, must be at least 1")
 
     # Policy: loaded, or a small one that clones the benchmark's scripted expert for a moment.
     spec = env_spec(config)
+    recording, cloning = warm_start_settings(config, spec)
     grid, evaluation = evaluation_settings(config, spec, "sampled")
     policy = make_policy(config, spec)
     loss_module = ChunkClipPPOLoss(policy, **algo)

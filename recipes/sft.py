@@ -42,9 +42,9 @@ def main(config: DictConfig) -> None:
 def run_recipe(config: DictConfig, folder: Path) -> None:
     started = time.perf_counter()
     start_run(config, KEYS, folder)
-    recording, cloning = warm_start_settings(config)
     demonstrations = demonstration_seed(config.seed, config.eval.seed)
     spec = env_spec(config)
+    recording, cloning = warm_start_settings(config, spec)
     grid, evaluation = evaluation_settings(config, spec)
     policy = make_policy(config, spec)
     env = start_env(config, policy)

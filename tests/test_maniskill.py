@@ -131,12 +131,14 @@ def test_suites_and_what_departs_from_the_protocol():
     )
     assert [text for text in own.departures if "stand-ins" not in text] == [
         "horizon 7 instead of 80", "32 x 32 pixels instead of 480 x 640", "only plate 0",
-        "451584 configurations, from which training and evaluation draw alike",
+        "at most 802816 configurations of a task, which training and evaluation share",
     ]  # fmt: skip
     few = make_spec(f"maniskill/{MAIN}", only={"object": [0], "table": [0], "position": [3], "yaw": [0, 2]})
     assert few.trials == few.initial_states == 2
     with pytest.raises(ValueError, match="has 2 initial states per task, got trials=3"):
         evaluation_grid(few, 3)
+    kept = {"object": [0], "table": [0], "position": [3], "yaw": [0]}  # one configuration of Main, 15 of the other
+    assert make_spec(f"maniskill/{MAIN}+PutOnPlateInScene25MultiCarrot-v1", only=kept).initial_states == 15
     wrist = make_spec("maniskill/StackCube-v1")
     seen = make_spec("maniskill/PushCube-v1", camera=CAMERA)
     described = "camera with eye [0.5, 0.0, 0.5], target [0.0, 0.0, 0.0], fov 0.5"
@@ -253,6 +255,20 @@ def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, me
         vulkan.check_driver()
 
 
+def test_whoever_hides_the_gpu_wants_the_cpu_to_draw(monkeypatch):
+    monkeypatch.setattr(vulkan, "_loads", lambda name: True)
+    monkeypatch.setattr(vulkan.Path, "exists", lambda path: True)
+    for name in ("CUDA_VISIBLE_DEVICES", *vulkan._CHOICES):
+        monkeypatch.delenv(name, raising=False)
+    assert vulkan.has_gpu()
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("VK_ICD_FILENAMES", str(vulkan._MANIFEST))):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert not vulkan.has_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert vulkan.has_gpu()
+
+
 def test_workers_take_turns_on_the_gpus(monkeypatch):
     monkeypatch.setattr(simulator_module, "has_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
@@ -261,6 +277,9 @@ def test_workers_take_turns_on_the_gpus(monkeypatch):
         monkeypatch.setenv(WORKER, worker)
         found.append(simulator_module._render_backend())
     assert found == ["cuda:0", "cuda:3", "cuda:1"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES= before the command"):
+        simulator_module._render_backend()
     monkeypatch.setattr(simulator_module, "has_gpu", lambda: False)
     assert simulator_module._render_backend() == "cpu"
 
@@ -547,10 +566,10 @@ def test_the_batched_simulation_with_one_world_is_the_same(simulator):
     worlds.reset({0: Episode(0, 3, 11)})  # what the expert does, with its rewards, to success
     simulator.reset(Episode(0, 3, 11))
     actions, outcomes = [], []
-    while not (outcomes and outcomes[-1].success):
+    while len(actions) < 28 and not (outcomes and outcomes[-1].success):
         actions.append(simulator.expert_action())
         outcomes.append(simulator.step(actions[-1]))
-    assert len(actions) <= 28
+    assert outcomes[-1].success
     done, rewards, successes = 0, [], []
     while done < len(actions):
         worlds.arrays.actions[0] = (actions[done:] + [actions[-1]] * len(ACTIONS))[: len(ACTIONS)]

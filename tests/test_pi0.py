@@ -311,6 +311,11 @@ def test_statistics_where_rlinfs_checkpoints_have_them(tmp_path):
     assert list(found.statistics) == ["physical-intelligence/metaworld"]
     assert list(found.statistics.values()) == list(expected.values())
     assert found.select_statistics(None, quantiles=False).key == "physical-intelligence/metaworld"
+    shutil.copytree(folder / "physical-intelligence", folder / "assets", dirs_exist_ok=True)
+    assert list(Pi0Folder.read(folder).statistics) == ["metaworld"]  # openpi's place counts, and then no other
+    (folder / "assets").rename(folder / "elsewhere")
+    (folder / "assets").symlink_to(folder / "elsewhere")
+    assert list(Pi0Folder.read(folder).statistics) == ["metaworld"]
 
 
 # ---- reinforcement learning

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 import vla_keys as keys
 from vla_envs.env import VLAEnv
+from vla_envs.options import are_numbers
 from vla_envs.simulator import Episode
 from vla_policies import VLAPolicy
 
@@ -67,6 +68,16 @@ def record_demonstrations(
     return TensorDict(data, batch_size=[len(texts)])
 
 
+def check_state_noise(state_noise: Any, state_dim: int) -> None:
+    """Refuse what is neither a number nor one for each state.
+
+    Raises:
+        ValueError: says how many there are.
+    """
+    if not are_numbers([state_noise], 1) and not are_numbers(state_noise, state_dim):
+        raise ValueError(f"state_noise is one number or one for each of the {state_dim} states, got {state_noise}")
+
+
 class BehaviourCloning:
     """Trains ``policy`` to imitate, and sets its normalisation statistics from the demonstrations.
 
@@ -83,7 +94,7 @@ class BehaviourCloning:
         warmup_steps: of the learning rate.
 
     Raises:
-        ValueError: ``state_noise`` has another number of numbers.
+        ValueError: ``state_noise`` is neither.
     """
 
     def __init__(
@@ -99,14 +110,11 @@ class BehaviourCloning:
         state_noise: float | Sequence[float] = 0.01,
         warmup_steps: int = 30,
     ):
-        states, noise = demonstrations[keys.STATES], torch.tensor(state_noise)
-        if noise.shape not in ((), states.shape[-1:]):
-            raise ValueError(
-                f"state_noise is one number or one for each of the {states.shape[-1]} states, got {state_noise}"
-            )
+        states = demonstrations[keys.STATES]
+        check_state_noise(state_noise, states.shape[-1])
         policy.set_statistics(states.mean(0), states.std(0) + 1e-2)  # a constant entry must not be blown up
         self.policy, self.demonstrations = policy, demonstrations
-        self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, noise
+        self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, torch.tensor(state_noise)
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=weight_decay)
 
         def factor(step: int) -> float:

@@ -14,6 +14,7 @@ from vla_algos import distributed
 from vla_algos.advantages import trajectory_weights, valid_decisions
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_update
+from vla_envs.options import are_numbers, is_whole_number
 from vla_keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
 
 
@@ -85,9 +86,9 @@ class Learner:
             )
         counts = {"epochs": epochs, "minibatch_size": minibatch_size, "minibatches": minibatches}
         for name, value in {**counts, "micro_batch_size": micro_batch_size}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, must be at least 1")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            if value is not None and (not is_whole_number(value) or value < 1):
+                raise ValueError(f"{name} is {value}, must be at least 1 and whole")
+        if not are_numbers(betas, 2) or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas is {betas}, must be two numbers from 0 to below 1, such as [0.9, 0.999]")
         if target_kl is not None and target_kl <= 0:
             raise ValueError(f"target_kl is {target_kl}, must be positive, or null for no limit")

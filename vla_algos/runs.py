@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from vla_algos import distributed
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
-from vla_algos.imitation import BehaviourCloning, record_demonstrations
+from vla_algos.imitation import BehaviourCloning, check_state_noise, record_demonstrations
 from vla_algos.loggers import write_video
 from vla_algos.record import record_result, record_start
 from vla_algos.settings import group, parameters_of, take
@@ -208,9 +208,15 @@ def warm_start(env: VLAEnv, policy: VLAPolicy, seed: int, recording: dict, cloni
             bar.update()
 
 
-def warm_start_settings(config: DictConfig) -> tuple[dict, dict]:
-    """The two halves of ``config.sft`` for :func:`warm_start`."""
+def warm_start_settings(config: DictConfig, spec: SimulatorSpec) -> tuple[dict, dict]:
+    """The two halves of ``config.sft`` for :func:`warm_start` on ``spec``.
+
+    Raises:
+        ValueError: a setting that nobody reads, or noise for other states.
+    """
     cloning = group(config, "sft", record_demonstrations, BehaviourCloning)
+    if "state_noise" in cloning:
+        check_state_noise(cloning["state_noise"], spec.state_dim)
     return take(cloning, record_demonstrations), cloning
 
 

@@ -169,4 +169,7 @@ def evaluation_grid(
 
 def _check_trials(spec: SimulatorSpec, trials: int | None) -> None:
     if trials is not None and spec.initial_states is not None and trials > spec.initial_states:
-        raise ValueError(f"{spec.id} has {spec.initial_states} initial states per task, got trials={trials}")
+        raise ValueError(
+            f"{spec.id} has {spec.initial_states} initial states per task, got trials={trials}; take fewer, or the "
+            "benchmark's own number with null (recipes: eval.trials=null)"
+        )

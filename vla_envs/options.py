@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from vla_envs.errors import unknown_name
 
 
@@ -37,9 +39,9 @@ def is_whole_number(value: Any) -> bool:
 
 
 def are_numbers(values: Any, count: int) -> bool:
-    """Whether it is a sequence of so many finite numbers."""
+    """Whether it is a sequence, or an array, of so many finite numbers."""
     return (
-        isinstance(values, Sequence)
+        isinstance(values, (Sequence, np.ndarray))
         and len(values) == count
         and all(isinstance(value, Real) and not isinstance(value, bool) for value in values)
         and all(map(math.isfinite, values))

@@ -174,11 +174,13 @@ class Pi0Folder:
 
 def _statistics(folder: Path) -> dict[str, Any]:
     """Every ``norm_stats.json`` by its data set: openpi has it in ``assets/<id>``, RLinf's checkpoints in ``<id>``."""
-    found = {}
-    for file in sorted(folder.rglob(_STATISTICS)):
-        place = file.parent.relative_to(folder)
-        place = place.relative_to("assets") if place.is_relative_to("assets") else place
-        found[place.as_posix() if place.parts else "norm_stats"] = read_json(file)
+    assets = folder / "assets"
+    found = {file.parent.relative_to(assets).as_posix(): read_json(file) for file in sorted(assets.rglob(_STATISTICS))}
+    if (folder / _STATISTICS).is_file():
+        found["norm_stats"] = read_json(folder / _STATISTICS)
+    if not found:
+        files = sorted([*folder.glob(f"*/{_STATISTICS}"), *folder.glob(f"*/*/{_STATISTICS}")])
+        found = {file.parent.relative_to(folder).as_posix(): read_json(file) for file in files}
     return found
 
 

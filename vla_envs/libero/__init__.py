@@ -9,7 +9,7 @@ publications; :data:`PROTOCOLS` has them by name, and :attr:`SimulatorSpec.depar
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -161,7 +161,7 @@ def _chosen(suite: str, task_ids: Sequence[int] | None) -> tuple[Task, ...]:
     tasks = suites()[suite]
     if task_ids is None:
         return tasks
-    numbers = list(task_ids) if isinstance(task_ids, Sequence) else []
+    numbers = list(task_ids) if isinstance(task_ids, Iterable) else []
     wrong = [n for n in numbers if not is_whole_number(n) or not 0 <= n < len(tasks)]
     if wrong or not numbers or len(set(numbers)) != len(numbers):
         raise ValueError(

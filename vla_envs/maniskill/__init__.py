@@ -8,7 +8,7 @@ hand's target pose at 5 Hz, horizon 80. :mod:`vla_envs.maniskill.variants` has t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -150,14 +150,14 @@ def _plate25(
     kept = _checked_only(only or {})
     for case in cases:
         check_only(case, kept)
-    states = min(math.prod(len(kept.get(factor, case.values[factor])) for factor in FACTORS) for case in cases)
+    states = max(math.prod(len(kept.get(factor, case.values[factor])) for factor in FACTORS) for case in cases)
     horizon = max_episode_steps or MAX_EPISODE_STEPS
     shape = size or IMAGE_SHAPE
     rewards = _reward_mode("plate-25", reward_type or "staged")
     departures = [
         *_departures(horizon, MAX_EPISODE_STEPS, shape, IMAGE_SHAPE),
         *(f"only {factor} {', '.join(map(str, numbers))}" for factor, numbers in kept.items()),
-        *([f"{states} configurations, from which training and evaluation draw alike"] if kept else []),
+        *([f"at most {states} configurations of a task, which training and evaluation share"] if kept else []),
         *describe_assets(assets),
     ]
     return SimulatorSpec(
@@ -249,7 +249,7 @@ def _cases_of(suite: str, object_set: str) -> tuple[Case, ...]:
 
 def _checked_only(only: Any) -> dict[str, tuple[int, ...]]:
     if not isinstance(only, Mapping) or not all(
-        isinstance(numbers, Sequence) and all(map(is_whole_number, numbers)) for numbers in only.values()
+        isinstance(numbers, Iterable) and all(map(is_whole_number, numbers)) for numbers in only.values()
     ):
         raise ValueError(f"only takes lists of numbers by factor, got {only!r}; try only={{object: [0, 4]}}")
     return {factor: tuple(numbers) for factor, numbers in only.items()}

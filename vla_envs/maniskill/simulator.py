@@ -231,4 +231,10 @@ def _render_backend() -> str:
         return "cpu"
     import torch
 
-    return f"cuda:{int(os.environ.get(WORKER, 0)) % max(1, torch.cuda.device_count())}"
+    shown = torch.cuda.device_count()
+    if not shown:
+        raise RuntimeError(
+            "SAPIEN would draw with this machine's GPU, but torch cannot use it: install a torch with CUDA, or draw on "
+            "the CPU by typing CUDA_VISIBLE_DEVICES= before the command"
+        )
+    return f"cuda:{int(os.environ.get(WORKER, 0)) % shown}"

@@ -52,7 +52,8 @@ def choose_driver() -> None:
     """
     os.environ.setdefault("LP_NUM_THREADS", "1")  # several worlds share the cores
     warnings.filterwarnings("ignore", message="Failed to find system libvulkan")  # SAPIEN brings one
-    if any(os.environ.get(name) for name in _CHOICES) or has_gpu() or not _MANIFEST.is_file():
+    asked = {os.environ.get(name) for name in _CHOICES} - {None, "", str(_MANIFEST)}
+    if asked or has_gpu() or not _MANIFEST.is_file():
         return
     for name in _LIBRARIES:
         ctypes.CDLL(str(FOLDER / name), ctypes.RTLD_GLOBAL)
@@ -62,8 +63,12 @@ def choose_driver() -> None:
 def has_gpu() -> bool:
     """Whether this machine shows an NVIDIA GPU and its graphics driver to this process, which are then taken.
 
-    A container may have the device without the driver (``NVIDIA_DRIVER_CAPABILITIES`` without ``graphics``).
+    A container may have the device without the driver (``NVIDIA_DRIVER_CAPABILITIES`` without ``graphics``). Whoever
+    hides the GPU from CUDA, or chooses the driver in our folder, wants the CPU to draw.
     """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or str(_MANIFEST) in (os.environ.get(name) for name in _CHOICES):
+        return False
     return Path("/dev/nvidiactl").exists() and _loads(_NVIDIA_DRIVER)
 
 
