@@ -504,6 +504,7 @@ def test_learning_goes_on_without_a_critic():
     ("settings", "message"),
     [
         ({"epochs": 0}, "epochs is 0, must be at least 1"),
+        ({"epochs": None}, "epochs is None, must be at least 1"),
         ({"minibatch_size": 0}, "minibatch_size is 0"),
         ({"minibatch_size": None, "minibatches": 0}, "minibatches is 0"),
         ({"minibatch_size": 16, "minibatches": 4}, "give one of them, the other is null"),

@@ -84,9 +84,10 @@ class Learner:
             raise ValueError(
                 f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"
             )
-        counts = {"epochs": epochs, "minibatch_size": minibatch_size, "minibatches": minibatches}
-        for name, value in {**counts, "micro_batch_size": micro_batch_size}.items():
-            if value is not None and (not is_whole_number(value) or value < 1):
+        sizes = {"minibatch_size": minibatch_size, "minibatches": minibatches, "micro_batch_size": micro_batch_size}
+        counts = {"epochs": epochs, **{name: size for name, size in sizes.items() if size is not None}}
+        for name, value in counts.items():
+            if not is_whole_number(value) or value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1 and whole")
         if not are_numbers(betas, 2) or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas is {betas}, must be two numbers from 0 to below 1, such as [0.9, 0.999]")
