@@ -17,8 +17,8 @@ import torch
 from omegaconf import OmegaConf
 
 from vla_algos.collectors import EpisodeCollector, StepCollector
+from vla_common.keys import NEXT, SUCCESS
 from vla_envs import EpisodeQueue, VLAEnv, evaluation_grid, make_env
-from vla_keys import NEXT, SUCCESS
 from vla_policies import VLAPolicy, load_policy
 
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -40,9 +40,7 @@ def main() -> None:
         axes.plot(minutes, smooth(training, arguments.smooth), color=color, alpha=0.4, linewidth=1)
         minutes, evaluation = read(run, "eval/success_once")
         axes.plot(minutes, evaluation, color=color, marker="o", label=run.name)
-    axes.set(
-        xlabel="minutes since the start, set-up excluded", ylabel="success", ylim=(0, 1.02), title=arguments.title
-    )
+    axes.set(xlabel="minutes since the start, set-up excluded", ylabel="success", ylim=(0, 1.02), title=arguments.title)
     axes.grid(alpha=0.3)
     axes.legend(title="bold: greedy, held-out grid; thin: sampled, training", loc="lower right")
     figure.savefig(arguments.output, dpi=120)

@@ -33,12 +33,12 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from tqdm import tqdm
 
-from vla_policies.flow import euler, times
-from vla_policies.gemma import GemmaConfig
-from vla_policies.pi0 import Pi0, Pi0Config
-from vla_policies.pi0_folder import Pi0Folder
-from vla_policies.pi0_model import Pi0Model, Pi0ModelConfig
-from vla_policies.siglip import SiglipConfig
+from vla_policies.flow.steps import euler, times
+from vla_policies.nn.gemma import GemmaConfig
+from vla_policies.nn.siglip import SiglipConfig
+from vla_policies.pi0.folder import Pi0Folder
+from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig
+from vla_policies.pi0.policy import Pi0, Pi0Config
 
 
 def _sizes(vision: int, language: int, expert: int, depth: int, head_dim: int) -> Pi0ModelConfig:

@@ -42,9 +42,7 @@ def _prepare() -> Any:
 def _own_env(chosen: Task, size: int) -> Any:
     envs = _prepare()
     file = str(task_file(chosen.group, chosen.name))
-    return envs.OffScreenRenderEnv(
-        bddl_file_name=file, camera_names=CAMERAS, camera_heights=size, camera_widths=size
-    )
+    return envs.OffScreenRenderEnv(bddl_file_name=file, camera_names=CAMERAS, camera_heights=size, camera_widths=size)
 
 
 def _subprocesses(options: argparse.Namespace) -> Contender:

@@ -12,8 +12,8 @@ from timing import Contender
 def frame_per_action(options: argparse.Namespace) -> Contender:
     """ManiSkill's environment of the variant or task: one world in this process takes every world's turn."""
     from vla_envs import make_spec
-    from vla_envs.maniskill import BUILT_IN, CONTROL_MODE
-    from vla_envs.maniskill.vulkan import choose_driver, has_gpu
+    from vla_envs.maniskill.spec import BUILT_IN, CONTROL_MODE
+    from vla_envs.rendering.vulkan import choose_driver, has_gpu
 
     os.environ["LP_NUM_THREADS"] = options.peer_raster_threads
     choose_driver()

@@ -35,9 +35,7 @@ class PeerEnv(gymnasium.Env):
     def __init__(self, task: str, size: int, quality: str, chunk: int | None = None):
         from metaworld.env_dict import ENV_CLS_MAP
 
-        self.world = ENV_CLS_MAP[task](
-            render_mode="rgb_array", camera_name=CAMERA, width=size, height=size
-        )
+        self.world = ENV_CLS_MAP[task](render_mode="rgb_array", camera_name=CAMERA, width=size, height=size)
         if quality == "fast":
             self.world.model.vis.quality.shadowsize = 0
             self.world.model.vis.quality.offsamples = 0

@@ -52,14 +52,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-import vla_keys as keys
-from vla_policies.llama import LlamaConfig
-from vla_policies.lora import add_lora
-from vla_policies.openvla_folder import OpenVLAFolder
-from vla_policies.openvla_oft import OpenVLAOFT, OpenVLAOFTConfig
-from vla_policies.prismatic import Prismatic, PrismaticConfig
-from vla_policies.prompts import BOS, SPACE
-from vla_policies.vision import TransformerConfig, VisionConfig
+from vla_common import keys
+from vla_policies.checkpoint.lora import add_lora
+from vla_policies.nn.dino_siglip import TransformerConfig, VisionConfig
+from vla_policies.nn.llama import LlamaConfig
+from vla_policies.openvla.folder import OpenVLAFolder
+from vla_policies.openvla.model import Prismatic, PrismaticConfig
+from vla_policies.openvla.oft import OpenVLAOFT, OpenVLAOFTConfig
+from vla_policies.openvla.prompts import BOS, SPACE
 
 PROMPT_LENGTH = 24  # tokens, that of a short instruction
 ENTROPY_BONUS = 0.01

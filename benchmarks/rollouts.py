@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from timing import Contender
 
-import vla_keys as keys
+from vla_common import keys
 from vla_envs import Episode, Simulator, SimulatorSpec, WorkerPool, make_env, make_spec
 
 HORIZON = 500  # of every episode; Meta-World's own, past which it raises

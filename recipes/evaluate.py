@@ -12,11 +12,11 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import distributed
+from vla_algos import parallel
 from vla_algos.evaluation import blank_images, swap_instructions
-from vla_algos.launch import launch
-from vla_algos.policy_setup import make_policy
-from vla_algos.runs import (
+from vla_algos.run.launch import launch
+from vla_algos.run.policy import make_policy
+from vla_algos.run.run import (
     describe,
     env_spec,
     evaluate_share,
@@ -28,7 +28,7 @@ from vla_algos.runs import (
     start_run,
     whole_evaluation,
 )
-from vla_envs.errors import unknown_name
+from vla_common.errors import unknown_name
 
 KEYS = ("env", "policy", "eval", "seed", "greedy", "ablation", "mean_of", "launcher")
 ABLATIONS = {  # what the policy is shown instead
@@ -76,7 +76,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     if config.mean_of:
         once, at_end = result.mean_of_groups(config.mean_of)
         metrics |= {"eval/mean/success_once": once, "eval/mean/success_at_end": at_end}
-    if distributed.is_main():
+    if parallel.is_main():
         (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     finish_run(folder, result.metrics(), time.perf_counter() - started)
     print(f"\n{describe(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")

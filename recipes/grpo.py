@@ -12,17 +12,18 @@ import hydra
 import torch
 from omegaconf import DictConfig
 
-from vla_algos import distributed
+from vla_algos import parallel
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.grpo import check_groups, collect_groups, describe_silence, group_metrics, grpo, outcomes_of
-from vla_algos.launch import launch
 from vla_algos.learner import Learner
-from vla_algos.loggers import RunLogger
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import env_metrics, rollout_metrics
-from vla_algos.policy_setup import make_policy
-from vla_algos.resume import ResumableRun
-from vla_algos.runs import (
+from vla_algos.run.config import group, take
+from vla_algos.run.launch import launch
+from vla_algos.run.logging import RunLogger
+from vla_algos.run.policy import make_policy
+from vla_algos.run.resume import ResumableRun
+from vla_algos.run.run import (
     OPTIM,
     begin_together,
     collector_stats,
@@ -43,8 +44,7 @@ from vla_algos.runs import (
     warm_start_settings,
     whole_test,
 )
-from vla_algos.settings import group, take
-from vla_keys import NEXT, STEP_MASK
+from vla_common.keys import NEXT, STEP_MASK
 
 KEYS = ("env", "policy", "sft", "algo", "optim", "eval", "seed", "iterations", "evaluate_every")
 KEYS += ("episode_order", "checkpoint_every", "resume", "launcher")
@@ -71,7 +71,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     if config.iterations < 1 or patience < 1:
         raise ValueError(f"iterations and algo.patience must be at least 1, are {config.iterations} and {patience}")
     check_groups(group_size, **grouping)
-    grouping |= {name: distributed.share(grouping[name], f"algo.{name}") for name in ("groups", "max_groups")}
+    grouping |= {name: parallel.share(grouping[name], f"algo.{name}") for name in ("groups", "max_groups")}
     if "group_size" in config.env:
         raise ValueError("the size of a group is algo.group_size alone; leave env.group_size out")
 
@@ -89,7 +89,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     parts = {"learner": learner, "collector": collector, "episodes": episodes}
 
     def imitate() -> None:
-        if not config.policy.checkpoint and recording["episodes"] and distributed.is_main():
+        if not config.policy.checkpoint and recording["episodes"] and parallel.is_main():
             warm_start(env, policy, demonstrations, recording, cloning)
 
     with ResumableRun(folder, policy, parts, config.checkpoint_every) as run:
@@ -118,7 +118,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     policy.start_iteration(iteration)
                     groups = run.interruptible(lambda: collect_groups(collector, episodes, **grouping))
                     batch = grpo(groups, success_bounds)
-                    groups = [one for some in distributed.gather_objects(outcomes_of(groups)) for one in some]
+                    groups = [one for some in parallel.gather_objects(outcomes_of(groups)) for one in some]
                     everything = torch.cat([episode for group in groups for episode in group.episodes])
                     learnable = grpo(groups, success_bounds)
                     collected = time.perf_counter()
@@ -156,7 +156,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                 if last:
                     break
 
-    if distributed.is_main():
+    if parallel.is_main():
         policy.save_pretrained(folder / "policy")
     seconds = time.perf_counter() - started
     finish_run(folder, tests[-1][1], seconds)

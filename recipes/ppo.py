@@ -11,17 +11,18 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import distributed
+from vla_algos import parallel
 from vla_algos.advantages import check_levels, gae
 from vla_algos.collectors import StepCollector
-from vla_algos.launch import launch
 from vla_algos.learner import Learner
-from vla_algos.loggers import RunLogger
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import env_metrics, rollout_metrics
-from vla_algos.policy_setup import make_policy
-from vla_algos.resume import ResumableRun
-from vla_algos.runs import (
+from vla_algos.run.config import group, take
+from vla_algos.run.launch import launch
+from vla_algos.run.logging import RunLogger
+from vla_algos.run.policy import make_policy
+from vla_algos.run.resume import ResumableRun
+from vla_algos.run.run import (
     OPTIM,
     begin_together,
     collector_stats,
@@ -41,8 +42,7 @@ from vla_algos.runs import (
     warm_start_settings,
     whole_test,
 )
-from vla_algos.settings import group, take
-from vla_keys import ADVANTAGE, NEXT, STATE_VALUE, STEP_MASK, VALUE_TARGET
+from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, STEP_MASK, VALUE_TARGET
 
 KEYS = ("env", "policy", "sft", "algo", "collector", "optim", "eval", "seed", "iterations", "evaluate_every")
 KEYS += ("episode_order", "checkpoint_every", "resume", "launcher")
@@ -86,7 +86,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
     collector = StepCollector(env, policy, **collecting, **reading)
 
     def imitate() -> None:
-        if not config.policy.checkpoint and recording["episodes"] and distributed.is_main():
+        if not config.policy.checkpoint and recording["episodes"] and parallel.is_main():
             warm_start(env, policy, demonstrations, recording, cloning)
 
     with ResumableRun(folder, policy, {"learner": learner, "collector": collector}, config.checkpoint_every) as run:
@@ -120,9 +120,9 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                     batch = run.interruptible(collector.rollout)
                     collected = time.perf_counter()
 
-                    outcomes = distributed.gather(batch.select(NEXT, STATE_VALUE, strict=False))  # of all processes
+                    outcomes = parallel.gather(batch.select(NEXT, STATE_VALUE, strict=False))  # of all processes
                     gae(outcomes, **discount)
-                    batch.update(distributed.own_rows(outcomes, len(batch)).select(ADVANTAGE, VALUE_TARGET))
+                    batch.update(parallel.own_rows(outcomes, len(batch)).select(ADVANTAGE, VALUE_TARGET))
                     policy.train()
                     update = learner.update(batch, run.stop_if_asked)
                     learnt = time.perf_counter()
@@ -144,7 +144,7 @@ def run_recipe(config: DictConfig, folder: Path) -> None:
                 if tested:
                     test(iteration)
 
-    if distributed.is_main():
+    if parallel.is_main():
         policy.save_pretrained(folder / "policy")
     seconds = time.perf_counter() - started
     finish_run(folder, tests[-1][1], seconds)

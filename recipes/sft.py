@@ -12,11 +12,11 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos.imitation import BehaviourCloning
-from vla_algos.launch import launch
-from vla_algos.loggers import RunLogger
-from vla_algos.policy_setup import make_policy
-from vla_algos.resume import ResumableRun
-from vla_algos.runs import (
+from vla_algos.run.launch import launch
+from vla_algos.run.logging import RunLogger
+from vla_algos.run.policy import make_policy
+from vla_algos.run.resume import ResumableRun
+from vla_algos.run.run import (
     demonstrate,
     demonstration_seed,
     describe,

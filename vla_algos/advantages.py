@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from vla_algos.losses import Level
-from vla_keys import (
+from vla_common.keys import (
     ADVANTAGE,
     DONE,
     NEXT,

@@ -16,9 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_algos.advantages import Bootstrap
-from vla_envs.episodes import EpisodeQueue, QueuedEpisode
-from vla_envs.simulator import Episode
-from vla_keys import (
+from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
     DONE,
@@ -38,6 +36,8 @@ from vla_keys import (
     TRIAL_ID,
     TRUNCATED,
 )
+from vla_envs.episodes import EpisodeQueue, QueuedEpisode
+from vla_envs.simulator import Episode
 
 OUTCOME_KEYS = (
     REWARD,
@@ -117,9 +117,7 @@ class _ChunkCollector(BaseCollector):
         torch.manual_seed(seed)
         return self.env.set_seed(seed, static_seed=static_seed)
 
-    def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
-    ) -> None:
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Close the environment (unless told not to); may be called again."""
         if close_env and not self.env.is_closed:
             self.env.close(raise_if_closed=raise_on_error)
@@ -222,9 +220,7 @@ class StepCollector(_ChunkCollector):
             return torch.zeros_like(after[DONE])
         return after[DONE] if self.bootstrap == "any_done" else after[TRUNCATED] & ~after[TERMINATED]
 
-    def _next_values(
-        self, batch: TensorDictBase, cut_short: list[tuple[int, Tensor, TensorDictBase]]
-    ) -> Tensor:
+    def _next_values(self, batch: TensorDictBase, cut_short: list[tuple[int, Tensor, TensorDictBase]]) -> Tensor:
         """Value of the observation after each decision, ``[N, T, 1]`` or ``[N, T, C]``."""
         values = torch.zeros_like(batch[STATE_VALUE])
         values[:, :-1] = batch[STATE_VALUE][:, 1:]

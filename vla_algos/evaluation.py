@@ -14,8 +14,7 @@ from torchrl.envs.utils import ExplorationType
 
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.metrics import wilson_interval
-from vla_envs.simulator import Episode, Task
-from vla_keys import (
+from vla_common.keys import (
     ACTION,
     EPISODE_LEN,
     EPISODE_RETURN,
@@ -27,6 +26,7 @@ from vla_keys import (
     TASK_DESCRIPTIONS,
     WRIST_IMAGES,
 )
+from vla_envs.simulator import Episode, Task
 
 Observe = Callable[[TensorDictBase], TensorDictBase]
 

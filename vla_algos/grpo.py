@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import EpisodeCollector
+from vla_common.keys import ADVANTAGE, DONE, LOST, NEXT, REWARD, SUCCESS
 from vla_envs.episodes import EpisodeSampler
-from vla_keys import ADVANTAGE, DONE, LOST, NEXT, REWARD, SUCCESS
 
 
 def score(episode: TensorDictBase) -> Tensor:
@@ -124,11 +124,7 @@ def collect_groups(
         # One more of both, so that the first groups count as useful until they prove otherwise.
         chance = (useful + 1) / (complete + 1)
         slots = collector.env.batch_size[0]
-        while (
-            collector.queue.waiting < slots
-            and drawn < max_groups
-            and useful + chance * (drawn - complete) < groups
-        ):
+        while collector.queue.waiting < slots and drawn < max_groups and useful + chance * (drawn - complete) < groups:
             collector.extend(episodes.next() for _ in range(size))
             drawn += 1
 
@@ -186,9 +182,7 @@ def describe_silence(groups: Sequence[Group]) -> str:
     return f"none of {len(groups)} groups carries signal ({failed} failed every time, {solved} succeeded every time)"
 
 
-def group_metrics(
-    groups: Sequence[Group], success_bounds: tuple[float, float] | None = None
-) -> dict[str, float]:
+def group_metrics(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> dict[str, float]:
     """What became of the groups of an iteration, under ``rollout/groups...``."""
     silent = [group for group in groups if not group.has_signal]
     return {

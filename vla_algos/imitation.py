@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-import vla_keys as keys
+from vla_common import keys
+from vla_common.validation import are_numbers
 from vla_envs.env import VLAEnv
-from vla_envs.options import are_numbers
 from vla_envs.simulator import Episode
 from vla_policies import VLAPolicy
 

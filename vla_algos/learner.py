@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from vla_algos import distributed
+from vla_algos import parallel
 from vla_algos.advantages import trajectory_weights, valid_decisions
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_update
-from vla_envs.options import are_numbers, is_whole_number
-from vla_keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
+from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
+from vla_common.validation import are_numbers, is_whole_number
 
 
 class Learner:
@@ -136,9 +136,7 @@ class Learner:
 
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
 
-    def update(
-        self, batch: TensorDictBase | None, before_step: Callable[[], None] | None = None
-    ) -> dict[str, float]:
+    def update(self, batch: TensorDictBase | None, before_step: Callable[[], None] | None = None) -> dict[str, float]:
         """Learn from a batch with advantages.
 
         Of several processes each gives its part of the batch; the update is the one that a single process would do with
@@ -161,7 +159,7 @@ class Learner:
         samples = None if batch is None else batch.reshape(-1)
         if samples is not None:
             samples = samples[valid_decisions(samples).squeeze(-1)]
-        masks = distributed.gather_objects(None if samples is None else samples[NEXT, STEP_MASK].cpu())
+        masks = parallel.gather_objects(None if samples is None else samples[NEXT, STEP_MASK].cpu())
         if not sum(len(mask) for mask in masks if mask is not None):
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
         self._follow_reference()
@@ -203,10 +201,10 @@ class Learner:
         }
 
     def _weigh(self, batch: TensorDictBase | None) -> None:
-        whole = distributed.gather(None if batch is None else batch.select((NEXT, STEP_MASK), (NEXT, DONE)))
+        whole = parallel.gather(None if batch is None else batch.select((NEXT, STEP_MASK), (NEXT, DONE)))
         if whole is not None:
             trajectory_weights(whole, self.loss_module.log_prob_level)
-            own = distributed.own_rows(whole, 0 if batch is None else len(batch))
+            own = parallel.own_rows(whole, 0 if batch is None else len(batch))
             if batch is not None:
                 batch[WEIGHT] = own[WEIGHT]
 
@@ -216,10 +214,10 @@ class Learner:
         """This process's part of each minibatch, ``None`` if it has none, and of the whole the ``step_mask``."""
         counts = [0 if mask is None else len(mask) for mask in masks]
         whole = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}}, [sum(counts)])
-        first = sum(counts[: distributed.rank()])
-        last = first + counts[distributed.rank()]
+        first = sum(counts[: parallel.rank()])
+        last = first + counts[parallel.rank()]
         for _ in range(self.epochs):
-            order = distributed.from_main(torch.randperm(len(whole)))
+            order = parallel.from_main(torch.randperm(len(whole)))
             for rows in self._parts(order):
                 own = rows[(rows >= first) & (rows < last)] - first
                 yield samples[own] if len(own) else None, whole[rows]
@@ -244,8 +242,8 @@ class Learner:
         if critic_only:  # the value loss may reach the backbone as well, see critic_detach
             for parameter in self._actor:
                 parameter.grad = None
-        distributed.sum_gradients([*self._actor, *self._critic])
-        processes = distributed.world_size()
+        parallel.sum_gradients([*self._actor, *self._critic])
+        processes = parallel.world_size()
         seen.add({"train/loss": total * processes}, 1 / processes)  # the sum of the shares, not their mean
         return seen.of_all_processes()
 

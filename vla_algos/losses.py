@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
-from vla_keys import (
+from vla_common.keys import (
     ACTION_LOG_PROB,
     ADVANTAGE,
     NEXT,
@@ -191,9 +191,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             bound = torch.where(advantage < 0, self.dual_clip * advantage, -torch.inf)
             bounded = objective < bound
             objective = torch.maximum(objective, bound)
-        entropy, entropy_valid = _to_level(
-            torch.where(mask.unsqueeze(-1), entropy, 0.0), mask, self.entropy_level
-        )
+        entropy, entropy_valid = _to_level(torch.where(mask.unsqueeze(-1), entropy, 0.0), mask, self.entropy_level)
 
         elements = _count(all_of_it, self.log_prob_level, width)
         loss_entropy = _mean(entropy, entropy_valid, weight, _count(all_of_it, self.entropy_level, width))

@@ -13,9 +13,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from vla_algos import distributed
+from vla_algos import parallel
 from vla_algos.advantages import valid_decisions
-from vla_keys import (
+from vla_common.keys import (
     ADVANTAGE,
     DONE,
     EPISODE_LEN,
@@ -121,10 +121,10 @@ class WeightedMean:
 
     def of_all_processes(self) -> WeightedMean:
         """What all processes have counted."""
-        if distributed.world_size() == 1:
+        if parallel.world_size() == 1:
             return self
         together = WeightedMean()
-        for sums, weights in distributed.gather_objects((_numbers(self._sums), _numbers(self._weights))):
+        for sums, weights in parallel.gather_objects((_numbers(self._sums), _numbers(self._weights))):
             part = WeightedMean()
             part._sums, part._weights = sums, weights
             together.merge(part)

@@ -23,8 +23,8 @@ _HOMES = {
     "Simulator": "vla_envs.simulator",
     "SimulatorSpec": "vla_envs.simulator",
     "Task": "vla_envs.simulator",
-    "WorkerPool": "vla_envs.workers",
-    "SimulatorCrash": "vla_envs.workers",
+    "WorkerPool": "vla_envs.workers.pool",
+    "SimulatorCrash": "vla_envs.workers.pool",
 }
 __all__ = sorted(_HOMES)
 

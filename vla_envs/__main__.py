@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from vla_envs.doctor import diagnose
+from vla_envs.doctor.report import diagnose
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-import vla_keys as keys
+from vla_common import keys
 from vla_envs.simulator import Episode, Simulator
 
 

@@ -11,11 +11,11 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-import vla_keys as keys
+from vla_common import keys
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler
 from vla_envs.registry import make_spec
 from vla_envs.simulator import Episode, SimulatorSpec
-from vla_envs.workers import SimulatorCrash, WorkerPool
+from vla_envs.workers.pool import SimulatorCrash, WorkerPool
 
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 
@@ -201,9 +201,7 @@ class VLAEnv(EnvBase):
         high = torch.tensor(spec.action_high).expand(n, c, spec.action_dim)
         self.action_spec = Bounded(low=low, high=high, dtype=torch.float32)
         self.reward_spec = number(1)
-        self.done_spec = Composite(
-            {key: flag(1) for key in (keys.DONE, keys.TERMINATED, keys.TRUNCATED)}, shape=(n,)
-        )
+        self.done_spec = Composite({key: flag(1) for key in (keys.DONE, keys.TERMINATED, keys.TRUNCATED)}, shape=(n,))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_envs.errors import unknown_name
+from vla_common.errors import unknown_name
 from vla_envs.simulator import Episode, SimulatorSpec
 
 MODES = ("random", "ordered", "fixed")
@@ -147,9 +147,7 @@ class EpisodeQueue:
         self._waiting.appendleft(episode)
 
 
-def evaluation_grid(
-    spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1
-) -> list[Episode]:
+def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1) -> list[Episode]:
     """Every (task, trial), tasks interleaved so that a progress bar is representative from the start.
 
     Args:

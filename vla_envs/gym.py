@@ -25,8 +25,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils.shared_memory import read_from_shared_memory
 
-import vla_keys as keys
-from vla_envs.errors import unknown_name
+from vla_common import keys
+from vla_common.errors import unknown_name
 from vla_envs.registry import list_envs, make_spec
 from vla_envs.simulator import Episode, Simulator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from vla_envs.errors import unknown_name
+from vla_common.errors import unknown_name
 from vla_envs.simulator import SimulatorSpec
 
 # A benchmark's module offers make_spec(suite, **options) and suites(), without importing its simulator.

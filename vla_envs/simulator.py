@@ -151,7 +151,7 @@ class SimulatorSpec:
         return _named(self.entry_point)(self)
 
     def make_batched(self, num_envs: int, chunk_size: int, ignore_terminations: bool) -> Any:
-        """Import the benchmark and build all worlds, with the interface of a :class:`~vla_envs.workers.WorkerPool`."""
+        """Import the benchmark and build all worlds: the interface of a :class:`~vla_envs.workers.pool.WorkerPool`."""
         return _named(self.batched)(self, num_envs, chunk_size, ignore_terminations)
 
     def check(self) -> None:

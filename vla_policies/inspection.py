@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from vla_policies import pi0_folder
-from vla_policies.checkpoints import POLICIES, read_config
-from vla_policies.hub import resolve
-from vla_policies.normalization import ACTION, KINDS
-from vla_policies.openvla_folder import FAMILIES, OpenVLAFolder
-from vla_policies.pi0_folder import HEADS, Pi0Folder, is_pi0
-from vla_policies.pretrained import empty_model, unused_by
-from vla_policies.prompts import Prompts
-from vla_policies.weights import Entry, check_layout, list_weights
+from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.weights import Entry, check_layout, list_weights
+from vla_policies.openvla.folder import FAMILIES, OpenVLAFolder
+from vla_policies.openvla.loading import empty_model, unused_by
+from vla_policies.openvla.prompts import Prompts
+from vla_policies.pi0 import folder as pi0_folder
+from vla_policies.pi0.folder import HEADS, Pi0Folder, is_pi0
+from vla_policies.processing.normalization import ACTION, KINDS
+from vla_policies.registry import POLICIES, read_config
 
 _NOT_SAID = "not in the files"
 

@@ -46,9 +46,7 @@ class VLAPolicy(TensorDictModuleBase):
         """Distribution of what was sampled (action tokens), with ``log_prob`` of shape ``[N, C, A]``."""
 
     @abstractmethod
-    def evaluate_actions(
-        self, tensordict: TensorDictBase
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Log-probability ``[N, C, A]``, entropy ``[N, C, A]`` and value of stored actions in one backbone pass."""
 
     @abstractmethod

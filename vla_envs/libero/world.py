@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from vla_envs.libero import CONTROL_FREQUENCY
 from vla_envs.libero.package import import_libero, task_file
-from vla_envs.mujoco_rendering import Renderer, mujoco, shared_renderer
+from vla_envs.libero.spec import CONTROL_FREQUENCY
+from vla_envs.rendering.mujoco import Renderer, mujoco, shared_renderer
 from vla_envs.simulator import SimulatorSpec, Task
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")

@@ -1,4 +1,4 @@
-"""Many plate-25 worlds in one batched simulation, on CUDA: what :class:`~vla_envs.workers.WorkerPool` is on a CPU.
+"""Many plate-25 worlds in one batched simulation, on CUDA: what :class:`~vla_envs.workers.pool.WorkerPool` is on a CPU.
 
 Images are drawn, given their background and resized on the GPU, and stay there.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vla_envs.maniskill.overlay import resize
 from vla_envs.maniskill.simulator import PlateSimulator, episode_id_of
-from vla_envs.shared_memory import SharedArrays
 from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers.shared_memory import SharedArrays
 
 
 class BatchedWorlds:
@@ -46,7 +46,7 @@ class BatchedWorlds:
         if device == "cuda" and not torch.cuda.is_available():
             raise RuntimeError("backend=cuda needs a GPU that torch can use; on a CPU type backend=processes")
         from vla_envs.maniskill.scene import PutOnPlate
-        from vla_envs.maniskill.vulkan import choose_driver, has_gpu
+        from vla_envs.rendering.vulkan import choose_driver, has_gpu
 
         choose_driver()
         self.spec, self._ignore_terminations = spec, ignore_terminations

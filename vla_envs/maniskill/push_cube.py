@@ -19,9 +19,7 @@ def push_cube_action(world: Any) -> np.ndarray:
     It remembers nothing, so it comes back from disturbed actions, and it changes smoothly with the state, which is
     what can be cloned from few demonstrations.
     """
-    fingers, cube, goal = (
-        pose.p[0].numpy() for pose in (world.agent.tcp.pose, world.obj.pose, world.goal_region.pose)
-    )
+    fingers, cube, goal = (pose.p[0].numpy() for pose in (world.agent.tcp.pose, world.obj.pose, world.goal_region.pose))
     way = (goal - cube)[:2] / np.linalg.norm((goal - cube)[:2])
     along = (fingers - cube)[:2] @ way
     beside = (fingers - cube)[:2] - along * way

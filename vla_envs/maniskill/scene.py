@@ -29,9 +29,9 @@ from mani_skill.utils.structs.types import SimConfig
 from sapien.physx import PhysxMaterial
 from torch import Tensor
 
-from vla_envs.maniskill import CONTROL_FREQUENCY, MAX_EPISODE_STEPS
 from vla_envs.maniskill.assets import ROBOT, SCENE, find_assets, instruction, model_table, visual_file
 from vla_envs.maniskill.overlay import Overlay
+from vla_envs.maniskill.spec import CONTROL_FREQUENCY, MAX_EPISODE_STEPS
 from vla_envs.maniskill.variants import MOVE_STEP, TEMPLATES, VARIANTS, Case, Configuration, make_case
 
 CAMERA = "3rd_view_camera"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vla_envs.graphics import WORKER
 from vla_envs.maniskill.assets import find_assets
 from vla_envs.maniskill.push_cube import push_cube_action
 from vla_envs.maniskill.variants import FACTORS, Case, make_case
-from vla_envs.maniskill.vulkan import check_driver, choose_driver, has_gpu
+from vla_envs.rendering.egl import WORKER
+from vla_envs.rendering.vulkan import check_driver, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
 if TYPE_CHECKING:

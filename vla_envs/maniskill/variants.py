@@ -16,7 +16,7 @@ from itertools import product
 
 import numpy as np
 
-from vla_envs.errors import unknown_name
+from vla_common.errors import unknown_name
 
 OBJECT_SETS = ("train", "test", "all")
 FACTORS = ("object", "plate", "extra", "table", "position", "yaw")

@@ -1,0 +1,66 @@
+"""The tiny OpenVLA checkpoint of the golden data as a folder in the published layout, and observations for it."""
+
+import shutil
+
+import numpy as np
+import torch
+from paths import GOLDEN
+from safetensors.torch import load_file, save_file
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torchrl.envs.utils import set_exploration_type
+
+from vla_common import keys
+from vla_policies.openvla.prompts import PAD
+
+OFT = GOLDEN / "openvla_oft_tiny"
+NAMES = ("config.json", "dataset_statistics.json", "generation_config.json", "preprocessor_config.json")
+INSTRUCTIONS = ("pick up the green cup", "put the cup in the box")
+
+
+def golden(name):
+    """Arrays of ``golden_io.npz`` as tensors."""
+    with np.load(GOLDEN / name / "golden_io.npz") as stored:
+        return {key: torch.from_numpy(stored[key]) for key in stored.files}
+
+
+def make_checkpoint(folder, *, heads=False, value_head=False):
+    """Copy the tiny checkpoint into ``folder``, with the files of OpenVLA-OFT and RLinf's value head on request."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (
+        *(GOLDEN / "openvla_tiny" / name for name in (*NAMES, "model.safetensors")),
+        *(GOLDEN / "tokenizer_llama_like").iterdir(),
+    ):
+        shutil.copy(file, folder / file.name)
+    if heads:
+        for file in OFT.glob("*--*.safetensors"):
+            torch.save(load_file(file), folder / file.with_suffix(".pt").name)
+    if value_head:
+        weights = load_file(folder / "model.safetensors") | load_file(OFT / "rlinf_value_head.safetensors")
+        save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def observations(images, states=None, wrist_images=None, instructions=INSTRUCTIONS):
+    """Observations uint8 ``[N, H, W, 3]`` and what goes with them."""
+    entries = {
+        keys.IMAGES: images,
+        keys.STATES: torch.zeros(len(images), 8) if states is None else states,
+        keys.TASK_DESCRIPTIONS: NonTensorStack(*(NonTensorData(text) for text in instructions)),
+    }
+    if wrist_images is not None:
+        entries[keys.WRIST_IMAGES] = wrist_images.unsqueeze(1)
+    return TensorDict(entries, batch_size=[len(images)])
+
+
+def padded(*prompts, length=24):
+    """Prompts int64 ``[N, length]``, padded on the right."""
+    rows = torch.full((len(prompts), length), PAD)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return rows
+
+
+def act(policy, td, kind):
+    """Let the policy act under an exploration type."""
+    with set_exploration_type(kind):
+        return policy(td)

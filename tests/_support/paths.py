@@ -1,0 +1,8 @@
+"""Where things are in the checkout."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+RECIPES = ROOT / "recipes"
+CONF = RECIPES / "conf"

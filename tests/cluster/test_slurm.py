@@ -1,0 +1,227 @@
+"""The recipes on a real SLURM: two nodes on this machine, where this is root (tests/slurm_cluster.sh)."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from running import RECIPES, TOY, TOY_OF, metrics
+
+CLUSTER = Path(__file__).parent / "slurm_cluster.sh"
+pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="a SLURM of its own needs root; nothing else does"),
+    pytest.mark.skipif(shutil.which("apt-get") is None, reason="SLURM is installed by apt-get, which is not here"),
+    pytest.mark.timeout(900),
+]
+SETTINGS = [*TOY, *TOY_OF["ppo"], "sft.episodes=2", "sft.steps=3", "policy.chunk_size=3"]
+SLURM = ["launcher=slurm", "launcher.cpus=1", "launcher.memory_gb=2", "launcher.minutes=10"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", "/var/lib/vla-torchrl-slurm/slurm.conf")
+        started = subprocess.run([CLUSTER, "start"], capture_output=True, text=True)
+        if started.returncode:
+            pytest.skip(f"SLURM does not start here: {(started.stdout + started.stderr)[-300:]}")
+        yield
+        subprocess.run([CLUSTER, "stop"], capture_output=True)
+
+
+def submit(folder, *overrides, check=True):
+    """Submit a toy PPO; returns the numbers of its jobs, and what was printed."""
+    command = [sys.executable, RECIPES / "ppo.py", *SETTINGS, *SLURM, *overrides, f"hydra.run.dir={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not check or done.returncode == 0, done.stderr
+    return re.findall(r"^job (\S+)", done.stdout, re.MULTILINE), done
+
+
+def wait_for(condition, seconds, what):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.5)
+    return found
+
+
+def show(job):
+    return subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
+
+
+def state(job):
+    shown = show(job)
+    return re.search(r"JobState=(\w+)", shown)[1], int(re.search(r"Restarts=(\d+)", shown)[1])
+
+
+def finished(job, folder, seconds=240):
+    def ended():
+        name, restarts = state(job)
+        assert name not in ("FAILED", "CANCELLED", "NODE_FAIL"), log(folder)
+        return (name, restarts) if name == "COMPLETED" else None
+
+    return wait_for(ended, seconds, f"job {job} to finish: {log(folder)}")
+
+
+def log(folder):
+    return "".join(path.read_text()[-2000:] for path in sorted((folder / "slurm").glob("*.err")))
+
+
+def iterations(folder):
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return sum("env/success_once" in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The metrics of uninterrupted runs, by number of iterations, with one core as the jobs have."""
+
+    def run(count):
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        command = [sys.executable, RECIPES / "ppo.py", *SETTINGS, f"iterations={count}", f"hydra.run.dir={folder}"]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=variables)
+        assert done.returncode == 0, done.stderr
+        return metrics(folder)
+
+    return run
+
+
+def test_submit_and_finish(tmp_path):
+    folder = tmp_path / "run"
+    (job,), done = submit(folder, "launcher.wait=true")
+    for line in (f"scancel {job}", f"tail -F {folder}/slurm/{job}_0_log.out", "after PPO"):
+        assert line in done.stdout
+    assert finished(job, folder)[1] == 0 and (folder / "policy" / "model.safetensors").is_file()
+    assert (folder / "config.yaml").read_text().count("name: slurm") == 1
+    record = json.loads((folder / "run.json").read_text())
+    assert record["submitted"]["code"] == record["processes"][0]["code"] and record["processes"][0]["slurm_job"] == job
+
+
+def test_an_array_of_seeds(tmp_path):
+    jobs, _ = submit(tmp_path / "run", "launcher.seeds=[3,4]")
+    assert len(jobs) == 2 and {job.partition("_")[0] for job in jobs} == {jobs[0].partition("_")[0]}
+    for job, seed in zip(jobs, (3, 4), strict=True):
+        finished(job, tmp_path / "run")
+        assert f"seed: {seed}\n" in (tmp_path / "run" / f"seed{seed}" / "config.yaml").read_text()
+    assert metrics(tmp_path / "run" / "seed3") != metrics(tmp_path / "run" / "seed4")
+
+
+def test_a_sweep_submits_a_job_for_each_combination(tmp_path):
+    command = [sys.executable, RECIPES / "ppo.py", "-m", *SETTINGS, *SLURM, "seed=3,4", f"hydra.sweep.dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    jobs = re.findall(r"^job (\S+)", done.stdout, re.MULTILINE)
+    assert len(jobs) == 2, done.stderr
+    for job, number, seed in zip(jobs, (0, 1), (3, 4), strict=True):
+        finished(job, tmp_path / str(number))
+        assert f"seed: {seed}\n" in (tmp_path / str(number) / "config.yaml").read_text()
+
+
+def test_preempted_by_a_higher_partition(tmp_path, whole):
+    folder = tmp_path / "run"
+    (job,), _ = submit(folder, "iterations=40")
+    wait_for(lambda: iterations(folder) >= 3, 120, "the run to begin")
+    urgent = subprocess.run(
+        ["sbatch", "--parsable", "-p", "high", "-N", "2", "-c", "4", "--wrap", "sleep 8", "-o", "/dev/null"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    wait_for(lambda: state(job)[1] == 1, 120, "the run to be requeued")
+    assert 0 < iterations(folder) < 40
+    assert finished(job, folder)[1] == 1 and state(urgent)[0] == "COMPLETED"
+    assert metrics(folder) == whole(40)
+
+
+def test_the_time_limit_hit_twice(tmp_path, whole):
+    """A limit of a minute and 20 seconds to save in; SLURM looks every 30, so a run is warned after 10 to 40."""
+    folder = tmp_path / "run"
+    count = 450
+    (job,), _ = submit(folder, f"iterations={count}", "launcher.minutes=1", "launcher.warning=20")
+    expected = whole(count)  # meanwhile
+    _, restarts = finished(job, folder, 600)
+    assert restarts >= 2
+    assert metrics(folder) == expected
+
+
+def test_processes_on_one_node_and_on_two(tmp_path):
+    """Two processes compute the same on one node and on two, and stop together when they are warned."""
+    settings = ["env.num_envs=4", "iterations=3"]
+    found = []
+    for name, nodes, tasks in (("one", 1, 2), ("two", 2, 1)):
+        folder = tmp_path / name
+        (job,), _ = submit(folder, *settings, f"launcher.nodes={nodes}", f"launcher.tasks_per_node={tasks}")
+        finished(job, folder)
+        assert "NumNodes=2" in show(job) if nodes == 2 else "NumNodes=1" in show(job)
+        found.append(metrics(folder))
+    assert found[0] == found[1]
+
+    folder = tmp_path / "stopped"
+    (job,), _ = submit(folder, "env.num_envs=4", "iterations=60", "launcher.nodes=2")
+    wait_for(lambda: iterations(folder) >= 3, 120, "the run to begin")
+    subprocess.run(["scancel", "--signal=USR2", job], check=True)
+    wait_for(lambda: state(job)[1] == 1, 60, "the job to be requeued")
+    done = iterations(folder)
+    assert 3 <= done < 60
+    wait_for(lambda: iterations(folder) > done, 120, "the run to go on")
+    subprocess.run(["scancel", job], check=True)
+
+
+def test_a_process_that_fails_ends_the_job(tmp_path):
+    folder = tmp_path / "run"
+    (job,), _ = submit(folder, "env.num_envs=4", "iterations=500", "launcher.nodes=2")
+    wait_for(lambda: iterations(folder) >= 2, 120, "the run to begin")
+    os.kill(process_of(job, rank=1), signal.SIGKILL)
+    wait_for(lambda: state(job)[0] == "FAILED", 60, "the job to end")
+
+
+def process_of(job, rank):
+    """The process of this machine that SLURM started as a rank of a job."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={rank}".encode(), b"SLURM_STEP_NUM_TASKS=2"}
+        if wanted <= set(variables) and b"submitit.core._submit" in command:
+            return int(folder.name)
+    raise AssertionError(f"no process of job {job}")
+
+
+def test_cancelling_leaves_a_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    (job,), _ = submit(folder, "iterations=100")
+    wait_for(lambda: iterations(folder) >= 2, 120, "the run to begin")
+    subprocess.run(["scancel", job], check=True)
+    wait_for(lambda: state(job)[0] == "CANCELLED", 60, "the job to end")
+    done = iterations(folder)
+    assert (folder / "checkpoints" / "latest" / "training.pt").is_file()
+    (again,), _ = submit(folder, "iterations=100", "resume=auto")
+    wait_for(lambda: iterations(folder) > done, 120, "the run to go on")
+    subprocess.run(["scancel", again], check=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("launcher.partition=gpus", "SLURM refuses the job: .*partition.*Partitions here: high .*main.*set launcher"),
+        ("launcher.gpus=9", "SLURM refuses the job: .*Partitions here: .*gpu:2 per node.*launcher.gpus"),
+        ("+launcher.partitio=main", "unknown setting 'launcher.partitio'; did you mean launcher.partition"),
+    ],
+)
+def test_wrong_settings(setting, message, tmp_path):
+    _, done = submit(tmp_path / "run", setting, check=False)
+    assert done.returncode and re.search(message, done.stderr, re.DOTALL), done.stderr
+
+
+def test_no_slurm_on_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    _, done = submit(tmp_path / "run", check=False)
+    assert done.returncode and "no SLURM on this machine" in done.stderr and "launcher=local" in done.stderr

@@ -1,0 +1,265 @@
+"""A run that is interrupted, at whatever moment and however rudely, computes what it would have computed."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from running import RECIPES, TOY, TOY_OF, composed, main_of, metrics
+from safetensors.torch import load_file
+
+import vla_algos.run.checkpoints
+from vla_algos.collectors import EpisodeCollector, StepCollector
+from vla_algos.imitation import BehaviourCloning
+from vla_algos.learner import Learner
+from vla_algos.run.checkpoints import CheckpointError, latest_checkpoint, load_training_state
+
+pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
+pytestmark = pytest.mark.timeout(900)  # whole runs, several of them
+ITERATIONS = 4
+# A chunk of 3 in episodes of 8 actions: iterations end in the middle of episodes.
+SETTINGS = [f"iterations={ITERATIONS}", "sft.episodes=2", "sft.steps=3", "policy.chunk_size=3", "evaluate_every=2"]
+
+
+@pytest.fixture(autouse=True)
+def hydra():
+    yield
+    GlobalHydra.instance().clear()
+
+
+def overrides(name, *more):
+    return [*TOY, *TOY_OF[name], *SETTINGS, *more]
+
+
+def run(name, folder, *more):
+    main_of(name)(composed(name, overrides(name, *more), folder))
+
+
+@pytest.fixture(scope="module", params=["ppo", "grpo"])
+def whole(request, tmp_path_factory):
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp(request.param) / "whole"
+    run(request.param, folder)
+    GlobalHydra.instance().clear()
+    return request.param, folder, metrics(folder)
+
+
+def interrupt(monkeypatch, owner, method, iteration, action):
+    """Do something to this process in the given call of a method."""
+    original, calls = getattr(owner, method), []
+
+    def interrupted(*given, **named):
+        calls.append(1)
+        if len(calls) == iteration:
+            action()
+        return original(*given, **named)
+
+    monkeypatch.setattr(owner, method, interrupted)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [("collecting", signal.SIGUSR2), ("learning", signal.SIGTERM), ("evaluating", signal.SIGTERM)],
+)
+def test_a_signal_costs_nothing(whole, where, number, monkeypatch, tmp_path, capsys):
+    name, folder, expected = whole
+    if where == "learning" and name == "grpo":
+        pytest.skip("random policies give GRPO no group to learn from")
+    owner, method, call = {
+        "collecting": (StepCollector, "rollout", 3) if name == "ppo" else (EpisodeCollector, "extend", 5),
+        "learning": (Learner, "_backward", 4),
+        "evaluating": (EpisodeCollector, "_decide", 5),
+    }[where]
+    again = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        interrupt(patch, owner, method, call, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(SystemExit) as stopped:
+            run(name, again)
+    GlobalHydra.instance().clear()
+    assert stopped.value.code == 128 + number
+    said = capsys.readouterr().out
+    assert f"stopped by {signal.Signals(number).name}" in said and f"hydra.run.dir={again}" in said
+    assert signal.getsignal(number) is not None
+    run(name, again)
+    assert metrics(again) == expected
+    first, second = (load_file(f / "policy" / "model.safetensors") for f in (folder, again))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_an_update_is_abandoned_if_nothing_is_lost_by_it(monkeypatch, tmp_path):
+    """Of three minibatches the second is under way; with rarer checkpoints the update is finished and saved."""
+    settings = ["algo.minibatch_size=2", "evaluate_every=0"]
+    run("ppo", tmp_path / "whole", *settings)
+    GlobalHydra.instance().clear()
+    for every, done in ((1, 1), (3, 2)):
+        again = tmp_path / f"every{every}"
+        with monkeypatch.context() as patch:
+            interrupt(patch, Learner, "_backward", 5, terminate)
+            with pytest.raises(SystemExit):
+                run("ppo", again, *settings, f"checkpoint_every={every}")
+        GlobalHydra.instance().clear()
+        assert load_training_state(latest_checkpoint(again / "checkpoints"))["iteration"] == done
+        run("ppo", again, *settings, f"checkpoint_every={every}")
+        GlobalHydra.instance().clear()
+        assert metrics(again) == metrics(tmp_path / "whole")
+
+
+def test_stopping_again_and_again(whole, monkeypatch, tmp_path):
+    """At each iteration, and with checkpoints that are rarer than that."""
+    name, _, expected = whole
+    again = tmp_path / "run"
+    finished = 0
+    for _ in range(ITERATIONS + 2):
+        with monkeypatch.context() as patch:
+            interrupt(patch, StepCollector if name == "ppo" else EpisodeCollector, "state_dict", 2, terminate)
+            try:
+                run(name, again, "checkpoint_every=3")
+                finished += 1
+                break
+            except SystemExit:
+                pass
+            finally:
+                GlobalHydra.instance().clear()
+    assert finished == 1 and metrics(again) == expected
+
+
+def test_killed_at_random_moments(whole, tmp_path):
+    """Twenty times SIGKILL; what ``latest`` points to can always be read."""
+    name, _, expected = whole
+    again, draw = tmp_path / "run", random.Random(0)
+    command = [sys.executable, RECIPES / f"{name}.py", *overrides(name), f"hydra.run.dir={again}"]
+    kills = 0
+    while kills < (20 if name == "ppo" else 3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + draw.uniform(2, 9)
+        while time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.02)
+        finished = process.poll() is not None
+        process.kill()
+        process.wait()
+        if (again / "checkpoints" / "latest").is_symlink():
+            state = load_training_state(again / "checkpoints" / "latest")
+            assert 0 <= state["iteration"] <= ITERATIONS
+        kills += 1
+        if finished:
+            break
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert metrics(again) == expected
+
+
+def test_cloning_goes_on(monkeypatch, tmp_path):
+    sft = [*TOY[:5], "sft.episodes=2", "sft.steps=7", "sft.batch_size=16", "checkpoint_every=2", "eval.videos=0"]
+
+    def clone(folder):
+        main_of("sft")(composed("sft", sft, folder))
+        GlobalHydra.instance().clear()
+        return load_file(folder / "policy" / "model.safetensors"), metrics(folder)
+
+    weights, expected = clone(tmp_path / "whole")
+    again = tmp_path / "again"
+    with monkeypatch.context() as patch:
+        interrupt(patch, BehaviourCloning, "step", 4, terminate)
+        with pytest.raises(SystemExit):
+            clone(again)
+    GlobalHydra.instance().clear()
+    assert load_training_state(latest_checkpoint(again / "checkpoints"))["iteration"] == 4
+    found, measured = clone(again)
+    assert measured == expected and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_full_disk_costs_no_checkpoint(monkeypatch, tmp_path, capsys):
+    saves, save = [], torch.save
+
+    def full(*given, **named):
+        saves.append(1)
+        if len(saves) in (3, 4):
+            save(*given, **named)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(*given, **named)
+
+    monkeypatch.setattr(vla_algos.run.checkpoints.torch, "save", full)
+    run("ppo", tmp_path / "run")
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("No space left on device") == 2
+    assert load_training_state(latest_checkpoint(tmp_path / "run" / "checkpoints"))["iteration"] == ITERATIONS
+    assert not list((tmp_path / "run" / "checkpoints").glob(".unfinished*"))
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run(monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vla_algos.run.checkpoints.torch, "save", refuse)
+        with pytest.raises(OSError, match="3 checkpoints in a row could not be saved.*Read-only"):
+            run("ppo", tmp_path / "run")
+
+
+def test_a_folder_with_another_run(whole, tmp_path):
+    name, folder, _ = whole
+    folder = shutil.copytree(folder, tmp_path / "copy", symlinks=True)
+    message = r"has a run of other settings:\n  optim.lr: 0.001 there, 0.01 now\n.*resume=force"
+    with pytest.raises(ValueError, match=message):
+        run(name, folder, "optim.lr=0.01")
+    GlobalHydra.instance().clear()
+    with pytest.raises(ValueError, match="resume=never; take another folder"):
+        run(name, folder, "resume=never")
+    GlobalHydra.instance().clear()
+    with pytest.raises(ValueError, match="unknown resume 'always'"):
+        run(name, folder, "resume=always")
+    GlobalHydra.instance().clear()
+    with pytest.raises(CheckpointError, match="weights of another policy: .*policy settings of that run"):
+        run(name, folder, "resume=force", "policy.dim=64")
+
+
+def test_a_finished_run_is_not_run_again(whole, capsys):
+    name, folder, expected = whole
+    run(name, folder)
+    assert "env steps/s in training" in capsys.readouterr().out
+    assert metrics(folder) == expected
+
+
+def test_forced_settings_are_used(tmp_path):
+    run("ppo", tmp_path / "run", "policy=small_flow", "optim.lr=1e-3", "iterations=2")
+    GlobalHydra.instance().clear()
+    new = ["policy=small_flow", "optim.lr=5e-5", "policy.noise_level=0.3", "resume=force", "iterations=4"]
+    run("ppo", tmp_path / "run", *new)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["train/actor/lr"] for line in lines if "train/actor/lr" in line]
+    assert rates == [1e-3, 1e-3, 5e-5, 5e-5]
+    weights = load_file(tmp_path / "run" / "policy" / "model.safetensors")
+    assert weights["noise_level"].item() == pytest.approx(0.3)
+
+
+def test_a_start_that_fails_does_not_lock_the_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        run("ppo", tmp_path / "run", "policy.checkpoint=/nowhere")
+    GlobalHydra.instance().clear()
+    run("ppo", tmp_path / "run", "iterations=1", "resume=never")
+
+
+def test_a_second_signal_does_not_break_off_the_save(monkeypatch, tmp_path):
+    save = vla_algos.run.checkpoints.torch.save
+
+    def slow(*given, **named):
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+            terminate()
+        return save(*given, **named)
+
+    monkeypatch.setattr(vla_algos.run.checkpoints.torch, "save", slow)
+    interrupt(monkeypatch, StepCollector, "rollout", 3, terminate)
+    with pytest.raises(SystemExit):
+        run("ppo", tmp_path / "run", "checkpoint_every=10", "evaluate_every=0")
+    assert load_training_state(latest_checkpoint(tmp_path / "run" / "checkpoints"))["iteration"] == 2

@@ -1,0 +1,127 @@
+"""``python -m vla_envs``: what it reports, its exit code, and that nothing it runs can hurt it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vla_envs import list_envs
+from vla_envs.doctor.probe import run_probe
+from vla_envs.doctor.report import (
+    check_assets,
+    check_benchmark_assets,
+    check_packages,
+    check_renderers,
+    check_simulator,
+    check_vulkan,
+)
+from vla_envs.libero import package
+from vla_envs.libero.package import _ARENAS, _FOLDERS
+from vla_envs.rendering import vulkan
+
+
+def report(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "vla_envs", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+def test_report_of_a_working_machine():
+    pytest.importorskip("metaworld", reason="needs Meta-World: pip install 'vla-torchrl[metaworld]'")
+    done = report("--all")
+    can_draw = not any(line.split()[:2] == ["broken", "Vulkan"] for line in done.stdout.splitlines())
+    assert done.returncode == (0 if can_draw else 1), done.stdout
+    assert "Usable now: metaworld" in done.stdout
+    assert set(list_envs()) <= set(done.stdout.split())
+
+
+def test_no_renderer_means_not_usable_and_says_what_to_type():
+    pytest.importorskip("mujoco", reason="needs MuJoCo: pip install 'vla-torchrl[metaworld]'")
+    done = report(MUJOCO_GL="osmesa", PYOPENGL_PLATFORM="egl")  # MuJoCo refuses this pair
+    lines = done.stdout.splitlines()
+    broken = next(index for index, line in enumerate(lines) if "MUJOCO_GL=osmesa" in line)
+    assert lines[broken].split()[0] == "broken" and "in use" in lines[broken]
+    assert "->" in lines[broken + 1] and "libosmesa6" in lines[broken + 1]
+    assert done.returncode == 1 and not {"metaworld,", "metaworld", "libero,"} & set(lines[-1].split())
+
+
+def test_a_vulkan_driver_that_does_not_work_says_what_to_type(monkeypatch):
+    pytest.importorskip("sapien", reason="ManiSkill is not installed: pip install 'vla-torchrl[maniskill]'")
+    monkeypatch.setattr(vulkan, "_probe", lambda: (False, "RuntimeError: vk: ErrorIncompatibleDriver"))
+    found = check_vulkan()
+    assert found.status == "broken" and "no Vulkan driver" in found.detail
+    assert found.remedy.startswith("python -m vla_envs.rendering.vulkan")
+
+
+def test_a_working_renderer_is_really_drawn_with(monkeypatch):
+    pytest.importorskip("mujoco", reason="needs MuJoCo: pip install 'vla-torchrl[metaworld]'")
+    monkeypatch.setenv("MUJOCO_GL", "no-such-renderer")
+    first, *others = check_renderers()
+    assert first.status == "broken" and "no-such-renderer" in first.detail
+    if not any(finding.status == "ok" for finding in others):
+        pytest.skip("neither EGL nor OSMesa works on this machine")
+    assert "export MUJOCO_GL=" in first.remedy
+
+
+def test_simulator_that_is_not_installed():
+    imported = check_simulator("no_such_simulator")[-1]
+    assert imported.status == "missing"
+    assert imported.remedy == "pip install 'vla-torchrl[no_such_simulator]'"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("input('Download? [y/N] ')", "EOFError"),
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("import time; time.sleep(60)", "no answer within 1 s"),
+        ("raise ValueError('first')", "ValueError: first"),
+        ("import sys; sys.exit(3)", "exit status 3"),
+    ],
+)
+def test_probes_contain_what_they_run(code, reason):
+    ok, detail = run_probe(code, timeout=1.0 if "sleep" in code else 60.0)
+    assert not ok and reason in detail
+
+
+def test_versions_are_compared():
+    found = check_packages(
+        [
+            "numpy>=1",
+            "packaging<0.1",
+            "no-such-package==1.0",
+            'other; extra == "metaworld"',
+            'old; python_version < "3.0"',
+        ]
+    )
+    assert [finding.status for finding in found] == ["ok", "broken", "missing"]
+    assert found[1].remedy == "pip install 'packaging<0.1'"
+    only_extra = check_packages(["numpy>=1", 'no-such-simulator==2; extra == "metaworld"'], extra="metaworld")
+    assert [finding.name for finding in only_extra] == ["no-such-simulator"]
+
+
+def test_assets_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path / "nowhere"))
+    assert check_assets().status == "missing" and "export" in check_assets().remedy
+    (tmp_path / "libero").mkdir()
+    monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
+    assert check_assets().status == "ok" and "libero" in check_assets().detail
+
+
+def test_libero_assets(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr("vla_envs.libero.package.find_spec", lambda name: None)
+    found = check_benchmark_assets("LIBERO", package)
+    assert found.status == "missing" and found.remedy.startswith("hf download lerobot/libero-assets")
+    for name in (*_ARENAS, *_FOLDERS):
+        (tmp_path / "libero" / "assets" / name).mkdir(parents=True)
+    assert check_benchmark_assets("LIBERO", package).status == "ok"
+    (tmp_path / "libero" / "assets" / "MANIFEST.md").write_text("stand-ins")
+    assert "stand-ins" in check_benchmark_assets("LIBERO", package).detail

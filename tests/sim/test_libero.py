@@ -1,0 +1,482 @@
+"""LIBERO: the benchmark's own states and pixels, the same in every process, and errors that say what to type."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from simulators import libero_assets
+
+import vla_envs.libero.package as package
+from vla_envs import EpisodeSampler, SimulatorCrash, evaluation_grid, make_env, make_spec
+from vla_envs.libero.spec import PROTOCOLS, suites
+from vla_envs.simulator import Episode
+
+ASSETS = libero_assets()
+pytestmark = pytest.mark.timeout(600)  # the first world of a machine compiles for a while
+FAST = {"image_size": 64, "render_quality": "fast", "settle_steps": 2}
+START = 240.0  # seconds for a first worker, which compiles robosuite's functions
+
+
+def actions(steps, seed=0):
+    """A smooth random walk, so that the arm gets somewhere."""
+    random, action, found = np.random.default_rng(seed), np.zeros(7), []
+    for _ in range(steps):
+        action = np.clip(0.8 * action + 0.5 * random.standard_normal(7), -1, 1)
+        found.append(action.astype(np.float32))
+    return found
+
+
+def trajectory(simulator, episode, steps=40):
+    """States after each action, and the last frames of both cameras."""
+    simulator.reset(episode)
+    states = [simulator.observe().states]
+    for action in actions(steps):
+        simulator.step(action)
+        states.append(simulator._world.states())
+    seen = simulator.observe()
+    physics = np.concatenate([simulator._world._data.qpos, simulator._world._data.qvel])
+    return {"states": np.stack(states), "physics": physics, "images": seen.images, "wrist": seen.wrist_images}
+
+
+def trajectory_after(simulator, others):
+    """What a worker process runs: the same episode after the first steps of others, given as tasks and trials."""
+    for task, trial in others:
+        trajectory(simulator, Episode(task, trial), steps=3)
+    return trajectory(simulator, Episode(7, 5))
+
+
+def same(first, second):
+    return all(np.array_equal(first[key], second[key]) for key in first)
+
+
+# ---- the suites, without a simulator
+
+
+def test_suites_are_those_of_the_benchmark():
+    package.import_libero()
+    from libero.libero.benchmark import get_benchmark
+
+    assert {name: len(tasks) for name, tasks in suites().items()} == {
+        "spatial": 10, "object": 10, "goal": 10, "10": 10, "90": 90, "130": 130
+    }  # fmt: skip
+    for name in ("spatial", "object", "goal", "10", "90"):
+        theirs = get_benchmark(f"libero_{name}")()
+        assert [task.name for task in suites()[name]] == theirs.get_task_names()
+        assert [task.instruction for task in suites()[name]] == [task.language for task in theirs.tasks]
+        for task in suites()[name]:
+            assert package.task_file(name, task.name).is_file()
+            assert package.initial_states(name, task.name).shape[0] == 50
+    assert make_spec("libero/libero_spatial") == make_spec("libero/spatial")
+
+
+def test_protocols_and_what_departs_from_them():
+    for protocol, published in PROTOCOLS.items():
+        for suite, horizon in published.horizons.items():
+            assert make_spec(f"libero/{suite}", protocol=protocol).max_episode_steps == horizon
+    assert make_spec("libero/130").max_episode_steps == 520
+    assert "one horizon for all suites; openvla has 220 for spatial" in make_spec("libero/130").departures[0]
+    own = make_spec("libero/goal", task_ids=[0, 3], max_episode_steps=7, settle_steps=1, image_size=32).departures
+    assert [text for text in own if "stand-ins" not in text] == [
+        "horizon 7 instead of 300",
+        "1 settle steps instead of 10",
+        "2 of the suite's 10 tasks",
+        "32 x 32 pixels instead of 256 x 256",
+    ]
+    stand_ins = [text for text in own if "stand-ins" in text]
+    assert bool(stand_ins) == (ASSETS / "MANIFEST.md").is_file()
+
+
+def test_episodes_stay_within_the_shipped_initial_states():
+    spec = make_spec("libero/object")
+    drawn = [EpisodeSampler(spec, seed=3).next() for _ in range(3)]
+    sampler = EpisodeSampler(spec, seed=3)
+    trials = {sampler.next().trial_id for _ in range(600)}
+    assert len(set(drawn)) == 1 and trials == set(range(50))
+    assert len(evaluation_grid(spec)) == 500 and len(evaluation_grid(make_spec("libero/130"))) == 6500
+    for make in (lambda: evaluation_grid(spec, trials=51), lambda: EpisodeSampler(spec, mode="ordered", trials=51)):
+        with pytest.raises(ValueError, match="has 50 initial states per task, got trials=51"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("id", "options", "message"),
+    [
+        ("libero/spacial", {}, "did you mean spatial"),
+        ("libero/10", {"protocol": "openvlaoft"}, "did you mean openvla"),
+        ("libero/10", {"render_quality": "quick"}, "known are benchmark, fast"),
+        ("libero/10", {"image_size": 0}, "image_size=256"),
+        ("libero/10", {"task_ids": [10]}, "numbers from 0 to 9"),
+        ("libero/10", {"task_ids": []}, "try task_ids"),
+        ("libero/10", {"task_ids": [1, 1]}, "different numbers"),
+        ("libero/10", {"max_episode_steps": 0}, "max_episode_steps must be >= 1"),
+        ("libero/10", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole, got '80'"),
+        ("libero/10", {"settle_steps": 1.5}, "settle_steps must be >= 0 and whole"),
+        ("libero/10", {"task_ids": 3}, "numbers from 0 to 9, got 3; try"),
+        ("libero/10", {"render_quality": ["fast"]}, "unknown render_quality"),
+        ("libero/10", {"cache_gigabytes": "2"}, "cache_gigabytes must be a number >= 0"),
+        ("libero/10", {"camera": "agentview"}, "camera"),
+    ],
+)
+def test_wrong_options_are_one_clear_error(id, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_spec(id, **options)
+
+
+# ---- the benchmark itself
+
+
+@pytest.mark.parametrize(("suite", "task"), [("spatial", 4), ("goal", 7)])
+def test_states_and_pixels_are_those_of_the_benchmarks_own_environment(suite, task):
+    """Against hard resets and rendering at every step; the stove of goal 7 is drawn differently once it is on."""
+    spec, trial = make_spec(f"libero/{suite}", image_size=64), 3
+    walk = actions(7)
+    theirs = benchmark_rollout(suite, spec.tasks[task].name, trial, walk)
+    simulator = spec.make()
+    simulator.reset(Episode(task, trial))
+    for (seen, qpos, reward, done), action in zip(theirs, [None, *walk], strict=True):
+        if action is not None:
+            outcome = simulator.step(action)
+            assert (outcome.reward, outcome.success) == (reward, done)
+        ours = simulator.observe()
+        assert np.array_equal(qpos, simulator._world._data.qpos)
+        assert np.array_equal(seen["agentview_image"][::-1, ::-1], ours.images)
+        assert np.array_equal(seen["robot0_eye_in_hand_image"][::-1, ::-1], ours.wrist_images[0])
+        expected = [*seen["robot0_eef_pos"], *_axis_angle(seen["robot0_eef_quat"]), *seen["robot0_gripper_qpos"]]
+        np.testing.assert_allclose(ours.states, expected, atol=1e-6)
+    simulator.close()
+
+
+def benchmark_rollout(suite, task, trial, walk):
+    """What LIBERO's own environment shows after the reset and after each action, at 64 pixels."""
+    envs = package.import_libero()
+    import libero.libero as libero
+
+    libero._assets_path_cache = str(ASSETS)
+    env = envs.OffScreenRenderEnv(
+        bddl_file_name=str(package.task_file(suite, task)), camera_heights=64, camera_widths=64
+    )
+    # Each hard reset adds the samplers of drawers and doors once more, so that their draws depend on its number.
+    env.env.object_property_initializers.clear()
+    np.random.seed(trial)
+    env.reset()
+    seen = env.set_init_state(package.initial_states(suite, task)[trial])
+    for _ in range(10):
+        seen, *_ = env.step([0, 0, 0, 0, 0, 0, -1])
+    found = [(seen, env.sim.data.qpos.copy(), 0.0, False)]
+    for action in walk:
+        seen, reward, done, _ = env.step(action.astype(np.float64))
+        found.append((seen, env.sim.data.qpos.copy(), reward, done))
+    env.close()
+    return found
+
+
+def _axis_angle(quaternion):
+    from robosuite.utils.transform_utils import quat2axisangle
+
+    return quat2axisangle(np.array(quaternion))
+
+
+def test_the_same_episode_is_the_same_anywhere():
+    """Twice, after other episodes and tasks, in a world built anew, in another suite, and in other processes."""
+    simulator = make_spec("libero/goal", **FAST).make()
+    first = trajectory(simulator, Episode(7, 5))
+    assert np.abs(np.diff(first["states"][:, :3], axis=0)).max() > 0.005, "the arm has not moved"
+    world = simulator._world
+    assert same(first, trajectory(simulator, Episode(7, 5, seed=99)))  # the seed has no influence
+    other = trajectory(simulator, Episode(7, 6), steps=3)
+    trajectory(simulator, Episode(0, 1), steps=3)
+    assert simulator._world is not world
+    assert same(first, trajectory(simulator, Episode(7, 5)))
+    assert simulator._world is world, "the built world was not kept"
+    fresh = make_spec("libero/130", task_ids=[0, 27], **FAST, cache_gigabytes=0).make()
+    assert fresh.spec.tasks[1] == simulator.spec.tasks[7]
+    assert same(first, trajectory(fresh, Episode(1, 5)))
+    simulator.close()
+    fresh.close()
+    assert not np.array_equal(first["images"], other["images"])
+
+    # In two other processes, in one of them after another task, and as an environment's slot.
+    env = make_env("libero/goal", 2, 5, num_workers=2, step_timeout=START, **FAST)
+    assert all(same(first, again) for again in env.pool.map("test_libero:trajectory_after", [(), ((0, 1), (3, 2))]))
+    env.pool.reset({0: Episode(7, 5), 1: Episode(7, 5)})
+    for start in range(0, 40, 5):
+        env.pool.arrays.actions[:] = np.stack(actions(40)[start : start + 5])
+        assert env.pool.step([0, 1]) == []
+    for slot in (0, 1):
+        assert np.array_equal(env.pool.arrays.states[slot], first["states"][-1])
+        assert np.array_equal(env.pool.arrays.images[slot], first["images"])
+        assert np.array_equal(env.pool.arrays.wrist_images[slot], first["wrist"])
+    env.close()
+
+
+def test_trials_differ_in_objects_and_fixtures():
+    simulator = make_spec("libero/goal", **FAST).make()
+    poses = []
+    for trial in (0, 1):
+        simulator.reset(Episode(0, trial))
+        world = simulator._world
+        fixtures = [world._env.obj_body_id[name] for name in world._env.fixtures_dict]
+        poses.append((world._data.qpos.copy(), world._model.body_pos[fixtures].copy()))
+    assert not np.array_equal(poses[0][0], poses[1][0]) and not np.array_equal(poses[0][1], poses[1][1])
+    simulator.close()
+
+
+def test_only_observing_draws():
+    simulator = make_spec("libero/goal", **FAST).make()
+    simulator.reset(Episode(0, 0))
+    renderer, drawn = simulator._world._renderer, []
+    render = renderer.render
+    renderer.render = lambda *given: drawn.append(given[-1]) or render(*given)
+    simulator.reset(Episode(0, 1))
+    for action in actions(3):
+        simulator.step(action)
+    assert drawn == []
+    simulator.observe()
+    assert drawn == [0, 1]
+    del renderer.render
+    other = make_spec("libero/goal", **FAST).make()
+    other.reset(Episode(0, 0))
+    assert other._world is not simulator._world and other._world._renderer is renderer, "meshes were uploaded twice"
+    simulator.close()
+    other.close()
+
+
+def test_built_worlds_are_kept_within_their_budget():
+    from vla_envs.libero.world import world_cache
+
+    simulator = make_spec("libero/spatial", **FAST, cache_gigabytes=0).make()
+    before = len(world_cache)
+    simulator.reset(Episode(0, 0))
+    simulator.reset(Episode(1, 0))
+    simulator.close()
+    assert len(world_cache) == 0 <= before
+    # With room for two of three, the one that has not been used for longest goes.
+    sizes = []
+    roomy = make_spec("libero/spatial", **FAST, cache_gigabytes=100).make()
+    for task in range(3):
+        roomy.reset(Episode(task, 0))
+        sizes.append(roomy._world.megabytes)
+    roomy.close()
+    kept = make_spec("libero/spatial", **FAST, cache_gigabytes=1.1 * sum(sizes[1:]) / 1000).make()
+    assert len(world_cache) == 3
+    kept.reset(Episode(0, 0))
+    kept.close()
+    assert [world.task.name for world in world_cache._idle.values()] == [kept.spec.tasks[n].name for n in (2, 0)]
+    simulator.reset(Episode(0, 0))
+    simulator.close()
+    assert len(world_cache) == 0
+
+
+def test_closing_the_gripper_closes_it():
+    simulator = make_spec("libero/object", **FAST).make()
+    simulator.reset(Episode(0, 0))
+    widths = {}
+    for name, command in {"open": -1.0, "closed": 1.0}.items():
+        for _ in range(15):
+            simulator.step(np.array([0, 0, 0, 0, 0, 0, command], np.float32))
+        fingers = simulator.observe().states[6:]
+        widths[name] = fingers[0] - fingers[1]
+    assert widths["closed"] < 0.01 < 0.06 < widths["open"]
+    simulator.close()
+
+
+def test_the_import_leaves_nothing_behind(tmp_path):
+    """No question, no torch, no file in the home folder but compiled functions, no variable, no random state."""
+    code = """
+import os, sys
+import numpy as np
+from vla_envs import make_spec
+from vla_envs.simulator import Episode
+before, random = dict(os.environ), np.random.get_state()[1].copy()
+simulator = make_spec("libero/object", image_size=32).make()
+simulator.reset(Episode(0, 0))
+changed = {key for key in before.keys() | os.environ.keys() if before.get(key) != os.environ.get(key)}
+assert changed <= {"MUJOCO_GL", "NUMBA_CACHE_DIR", "PYOPENGL_PLATFORM"}, changed
+assert (np.random.get_state()[1] == random).all() and "torch" not in sys.modules
+"""
+    started = time.time()
+    # Compiling takes long: what is compiled already is used.
+    numba = os.environ.get("NUMBA_CACHE_DIR", str(Path.home() / ".cache" / "vla-torchrl" / "numba"))
+    environment = {**os.environ, "HOME": str(tmp_path), "NUMBA_CACHE_DIR": numba}
+    shown = {"VLA_TORCHRL_ASSETS": str(ASSETS.parent.parent)} if ASSETS.parts[-2] == "libero" else {}
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**environment, **shown, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "WARN" not in ran.stderr
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and ".cache" not in path.parts]
+    assert left == [], "written into the home folder"
+    written = {path for path in package.package_folder().rglob("*") if path.stat().st_mtime > started}
+    assert all("__pycache__" in path.parts or path.name == "__pycache__" for path in written), written
+
+
+def test_gymnasium_ids():
+    env = gymnasium.make("vla_envs:vla/LIBERO-Spatial-v0", **FAST)
+    seen, info = env.reset(seed=0, options={"task_id": 2, "trial_id": 7})
+    assert (info["task_id"], info["trial_id"]) == (2, 7)
+    assert seen["wrist_images"].shape == (1, 64, 64, 3) and env.action_space.shape == (7,)
+    assert seen["task_descriptions"] == "pick up the black bowl from table center and place it on the plate"
+    env.step(env.action_space.sample())
+    with pytest.raises(ValueError, match="trial_id 0 to 49"):
+        env.reset(options={"trial_id": 50})
+    env.close()
+    assert {f"vla/LIBERO-{name}-v0" for name in ("Spatial", "Object", "Goal", "10", "90", "130")} <= set(
+        gymnasium.registry
+    )
+
+
+# One task of each kind of scene and suite; all 130 with: VLA_TORCHRL_SLOW=1 make test ARGS="-k every_task"
+SOME = [0, 4, 12, 21, 27, 31, 38, 55, 90, 129]
+
+
+@pytest.mark.timeout(3600)
+def test_every_task_resets_steps_and_renders():
+    spec = make_spec("libero/130", **FAST, cache_gigabytes=0)
+    simulator = spec.make()
+    for task in range(130) if os.environ.get("VLA_TORCHRL_SLOW") else SOME:
+        simulator.reset(Episode(task, 0))
+        outcome = simulator.step(actions(1)[0])
+        seen = simulator.observe()
+        name = spec.tasks[task].name
+        assert not outcome.success and np.isfinite(seen.states).all(), name
+        assert seen.images.std() > 5 and seen.wrist_images.std() > 5, f"{name}: an empty frame"
+        assert seen.task_description == spec.tasks[task].instruction
+    simulator.close()
+
+
+# ---- what goes wrong
+
+
+def test_a_trial_that_does_not_exist():
+    simulator = make_spec("libero/object", **FAST).make()
+    with pytest.raises(ValueError, match="has trials 0 to 49 of .*, got trial_id=50"):
+        simulator.reset(Episode(0, 50))
+
+
+def test_a_download_is_taken_where_it_is_allowed(tmp_path, monkeypatch):
+    """Only the hub is not real: what it would bring is the pack that is here."""
+    import huggingface_hub
+
+    monkeypatch.setattr(package, "asset_places", lambda assets=None: [tmp_path / "nowhere"])
+    monkeypatch.setattr(package, "_download_folder", lambda: tmp_path / "cache" / "assets")
+    asked = []
+
+    def snapshot_download(repository, *, repo_type, local_dir):
+        asked.append((repository, repo_type))
+        local_dir.symlink_to(ASSETS)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(FileNotFoundError, match="download_assets=true"):
+        package.find_assets()
+    assert asked == [] and package.find_assets(download=True) == tmp_path / "cache" / "assets"
+    assert asked == [(package.ASSETS_REPOSITORY, "dataset")]
+
+
+def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="no such folder(.|\n)*hf download"):
+        make_env("libero/spatial", 1, assets=str(tmp_path / "nowhere"))
+    (tmp_path / "half" / "scenes").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="incomplete, lacks .* and 9 more"):
+        make_env("libero/spatial", 1, assets=str(tmp_path / "half"))
+    whole = tmp_path / "whole"
+    for name in (*package._ARENAS, *package._FOLDERS):
+        (whole / name).mkdir(parents=True)
+    assert package.find_assets(str(whole)) == whole
+    (whole / ".cache" / "huggingface" / "download").mkdir(parents=True)
+    (whole / ".cache" / "huggingface" / "download" / "mesh.incomplete").touch()
+    with pytest.raises(FileNotFoundError, match="incomplete, lacks all of mesh.incomplete"):
+        package.find_assets(str(whole))
+    monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path / "half"))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    places = [str(place) for place in package.asset_places()]
+    assert len(places) == 3 and places[0].startswith(str(tmp_path / "half"))
+    assert places[2] == str(tmp_path / ".cache" / "libero" / "assets")
+
+
+def test_an_asset_that_is_missing_ends_the_run_with_its_name(tmp_path):
+    """LIBERO's own reset would try for ever."""
+    broken = tmp_path / "assets"
+    shutil.copytree(ASSETS, broken)
+    shutil.rmtree(broken / "stable_scanned_objects" / "plate")
+    env = make_env("libero/spatial", 1, assets=str(broken), step_timeout=START, **FAST)
+    with pytest.raises(SimulatorCrash, match="plate(.|\n)*libero/spatial task pick_up_the_black_bowl"):
+        env._pool.reset({0: Episode(0, 0)})
+    env.close()
+
+
+def test_objects_that_find_no_place(monkeypatch):
+    package.import_libero()
+    from robosuite.utils.errors import RandomizationError
+
+    simulator = make_spec("libero/object", **FAST).make()
+    simulator.reset(Episode(0, 0))
+
+    def fail():
+        raise RandomizationError
+
+    world = simulator._world
+    monkeypatch.setattr(world._env, "reset", fail)
+    with pytest.raises(RuntimeError, match="no place for the objects of pick_up_the_alphabet_soup"):
+        simulator.reset(Episode(0, 1))
+    simulator.reset(Episode(0, 1))
+    assert simulator._world is not world, "a world that failed was used again"
+
+
+def stored(value, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(value, protocol=2))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(None, "No such file"), (b"", "not a zip file"), (os.getcwd, "only a numpy array"), ([1.0], "2 dimensions")],
+)
+def test_unreadable_initial_states(value, message, tmp_path, monkeypatch):
+    path = tmp_path / "init_files" / "libero_goal" / "task.pruned_init"
+    if isinstance(value, bytes):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(value)
+    elif value is not None:
+        stored(value, path)
+    monkeypatch.setattr(package, "package_folder", lambda: tmp_path)
+    with pytest.raises(RuntimeError, match=f"cannot read LIBERO's initial states(.|\n)*{message}(.|\n)*pip install"):
+        package.initial_states("goal", "task")
+
+
+@pytest.mark.parametrize(("package_name", "needed"), [("mujoco", "3.3.0"), ("robosuite", "1.4.0")])
+def test_other_versions_are_refused_by_name(package_name, needed, monkeypatch):
+    def version(name, real=metadata.version):
+        return "3.4.1" if name == package_name else real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    package.wrong_versions.cache_clear()
+    try:
+        message = f"{package_name} 3.4.1, needs {needed}.*pip install.*allow_other_versions"
+        with pytest.raises(RuntimeError, match=message):
+            make_env("libero/spatial", 1)
+        spec = make_spec("libero/spatial", allow_other_versions=True)
+        assert f"other versions: {package_name} 3.4.1, needs {needed}" in spec.departures
+        package.check_versions(allow_other_versions=True)
+    finally:
+        package.wrong_versions.cache_clear()
+
+
+def test_libero_is_not_installed(monkeypatch):
+    monkeypatch.setattr(package, "find_spec", lambda name: None if name == "libero" else object())
+    with pytest.raises(ModuleNotFoundError, match="needs libero, not installed; type: make setup EXTRAS"):
+        make_env("libero/spatial", 1)

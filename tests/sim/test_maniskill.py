@@ -1,0 +1,652 @@
+"""ManiSkill: plate-25 and its variants, the same in every process, and errors that say what to type."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from simulators import needs_maniskill_driver, needs_plate25
+
+import vla_envs.maniskill.simulator as simulator_module
+from vla_envs import EpisodeSampler, evaluation_grid, make_env, make_spec
+from vla_envs.maniskill import assets
+from vla_envs.maniskill.simulator import episode_id_of, shuffled
+from vla_envs.maniskill.spec import BUILT_IN, suites
+from vla_envs.maniskill.variants import (
+    FACTORS,
+    INITIAL_JOINTS,
+    MOVE_STEP,
+    OBJECT_SETS,
+    TEMPLATES,
+    VARIANTS,
+    make_case,
+    places,
+)
+from vla_envs.rendering import vulkan
+from vla_envs.rendering.egl import WORKER
+from vla_envs.simulator import Episode
+
+pytestmark = pytest.mark.timeout(900)  # the first frame of a process compiles shaders for ten seconds of CPU time
+MAIN = "PutOnPlateInScene25Main-v3"
+COUNTS = {  # configurations in train and test, as published
+    "Main-v3": (802_816, 141_120),
+    "VisionImage-v1": (None, 250_880),
+    "VisionTexture03-v1": (None, 12_845_056),
+    "VisionTexture05-v1": (None, 12_845_056),
+    "VisionWhole03-v1": (None, 12_845_056),
+    "VisionWhole05-v1": (None, 12_845_056),
+    "Carrot-v1": (None, 451_584),
+    "Plate-v1": (None, 12_845_056),
+    "Instruct-v1": (None, 12_845_056),
+    "MultiCarrot-v1": (32_317_440, 9_695_232),
+    "MultiPlate-v1": (45_244_416, 678_666_240),
+    "Position-v1": (None, 643_072),
+    "EEPose-v1": (None, 11_540_480_000),
+    "PositionChangeTo-v1": (2_154_496, 2_154_496),
+}
+
+
+def case_of(name, object_set="test"):
+    return make_case(f"PutOnPlateInScene25{name}", object_set)
+
+
+# ---- the variants, without a simulator
+
+CAMERA = {"eye": [0.5, 0, 0.5], "target": [0, 0, 0], "fov": 0.5}
+
+
+def test_counts_of_configurations_are_those_of_the_benchmark():
+    assert [f"PutOnPlateInScene25{name}" for name in COUNTS] == list(VARIANTS)
+    for name, (train, test) in COUNTS.items():
+        assert len(case_of(name, "test")) == test
+        assert train is None or len(case_of(name, "train")) == train
+    assert {variant.group for variant in VARIANTS.values()} == {"Training", "Vision", "Semantic", "Execution"}
+
+
+@pytest.mark.parametrize("object_set", OBJECT_SETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_episode_ids_cover_every_value_of_every_factor(variant, object_set):
+    case = make_case(variant, object_set)
+    for number in (0, 1, len(case) // 3, len(case) - 1):
+        assert case.episode_id(case.digits(number)) == number
+    for factor in FACTORS:  # an id for each value: whatever the others are, it decodes to that value
+        seen = {
+            case.values[factor][case.digits(case.episode_id({**case.digits(len(case) // 2), factor: digit}))[factor]]
+            for digit in range(len(case.values[factor]))
+        }
+        assert seen == set(case.values[factor])
+    found = [case.decode(int(n)) for n in np.random.default_rng(0).integers(len(case), size=200)]
+    for now in found:
+        assert now.object in case.objects and now.plate in case.plates
+        assert now.other_object != now.object and now.other_plate != now.plate
+        assert np.linalg.norm(now.places[0, :2] - now.places[1, :2]) > 0.07
+        assert now.moves == (variant.endswith("PositionChangeTo-v1") and object_set != "train")
+    assert {now.yaw for now in found} == {
+        case_yaw for number in case.values["yaw"] for case_yaw in [2 * math.pi / 8 * number if number < 4 else
+                                                                   -math.pi / 8 * (2 * number - 7)]
+    }  # fmt: skip
+
+
+def test_what_the_extra_factor_stands_for():
+    case = case_of("EEPose-v1")
+    assert all(not np.array_equal(case.decode(n).joints, INITIAL_JOINTS) for n in (7, 11_000_000_001))
+    texture = case_of("VisionTexture05-v1")
+    number = texture.digits(1_000_000)
+    assert texture.decode(1_000_000).texture == 1 + number["extra"] != texture.decode(1_000_000).table
+    assert case_of("Instruct-v1").decode(12_845_055).template == 16 and len(TEMPLATES) == 17
+    many = case_of("MultiCarrot-v1")
+    pairs = {(c.object, c.other_object) for c in (many.decode(n) for n in range(0, len(many), 2104 * 4))}
+    assert len(pairs) == 9 * 8  # in the benchmark's own code nine of them are an object beside itself
+    assert places("pair").shape == (784, 3, 2) and places("pair and outer pair").shape == (1412, 3, 2)
+
+
+def test_trials_walk_through_all_configurations_in_an_order_of_their_seed():
+    for size in (1, 2, 10, 1000):
+        assert sorted(shuffled(place, size, 3) for place in range(size)) == list(range(size))
+    case = make_case(MAIN, "train")
+    drawn = [case.decode(episode_id_of(case, trial, 0, {})).object for trial in range(320)]
+    assert set(drawn) == set(range(16)) and max(map(drawn.count, range(16))) < 40
+    assert [episode_id_of(case, t, 1, {}) for t in range(5)] != [episode_id_of(case, t, 2, {}) for t in range(5)]
+    only = {"object": (0, 4), "table": (3,), "position": (0,), "yaw": (0, 2)}
+    kept = [case.decode(episode_id_of(case, trial, 0, only)) for trial in range(4)]
+    assert {(c.object, c.table, round(math.degrees(c.yaw))) for c in kept} == {
+        (0, 3, 0), (0, 3, 90), (4, 3, 0), (4, 3, 90)
+    }  # fmt: skip
+    assert episode_id_of(case, 4, 0, only) == episode_id_of(case, 0, 0, only)
+
+
+def test_suites_and_what_departs_from_the_protocol():
+    assert set(suites()) == {*VARIANTS, "plate25-ood", *BUILT_IN}
+    spec = make_spec("maniskill/plate25-ood")
+    assert [task.name for task in spec.tasks[:2]] == [f"{MAIN}:train", "PutOnPlateInScene25VisionImage-v1:test"]
+    assert [task.name for task in spec.tasks[-2:]] == [
+        "PutOnPlateInScene25MultiCarrot-v1:train", "PutOnPlateInScene25MultiPlate-v1:train"
+    ]  # fmt: skip
+    groups = [task.group for task in spec.tasks]
+    assert [groups.count(name) for name in ("Vision", "Semantic", "Execution")] == [5, 7, 3]
+    assert len(spec.tasks) == 16 and spec.trials == 64 and spec.max_episode_steps == 80
+    own = make_spec(
+        f"maniskill/{MAIN}+PutOnPlateInScene25Carrot-v1:test", max_episode_steps=7, image_size=32, only={"plate": [0]}
+    )
+    assert [text for text in own.departures if "stand-ins" not in text] == [
+        "horizon 7 instead of 80", "32 x 32 pixels instead of 480 x 640", "only plate 0",
+        "at most 802816 configurations of a task, which training and evaluation share",
+    ]  # fmt: skip
+    few = make_spec(f"maniskill/{MAIN}", only={"object": [0], "table": [0], "position": [3], "yaw": [0, 2]})
+    assert few.trials == few.initial_states == 2
+    with pytest.raises(ValueError, match="has 2 initial states per task, got trials=3"):
+        evaluation_grid(few, 3)
+    kept = {"object": [0], "table": [0], "position": [3], "yaw": [0]}  # one configuration of Main, 15 of the other
+    assert make_spec(f"maniskill/{MAIN}+PutOnPlateInScene25MultiCarrot-v1", only=kept).initial_states == 15
+    wrist = make_spec("maniskill/StackCube-v1")
+    seen = make_spec("maniskill/PushCube-v1", camera=CAMERA)
+    described = "camera with eye [0.5, 0.0, 0.5], target [0.0, 0.0, 0.0], fov 0.5"
+    assert seen.departures == (f"{described} instead of ManiSkill's",)
+    assert wrist.wrist_image_shape == (1, 128, 128) and wrist.state_dim == 9 and wrist.departures == ()
+
+
+@pytest.mark.parametrize(
+    ("id", "options", "message"),
+    [
+        ("maniskill/PutOnPlateInScene25Mian-v3", {}, "did you mean PutOnPlateInScene25Main-v3"),
+        ("maniskill/PickCub-v1", {}, "did you mean PickCube-v1"),
+        (f"maniskill/{MAIN}", {"object_set": "tset"}, "did you mean test"),
+        (f"maniskill/{MAIN}:tests", {}, "did you mean test"),
+        (f"maniskill/{MAIN}+{MAIN}", {}, "names a variant twice"),
+        (f"maniskill/{MAIN}", {"only": {"objects": [0]}}, "did you mean object"),
+        (f"maniskill/{MAIN}", {"only": {"object": [16]}}, "numbers from 0 to 15"),
+        (f"maniskill/{MAIN}", {"reward_type": "dense"}, "known are staged, success"),
+        (f"maniskill/{MAIN}", {"image_size": 0}, "try image_size=224"),
+        (f"maniskill/{MAIN}", {"max_episode_steps": 0}, "max_episode_steps must be >= 1"),
+        (f"maniskill/{MAIN}", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole, got '80'"),
+        (f"maniskill/{MAIN}", {"max_episode_steps": 2.5}, "max_episode_steps must be >= 1 and whole"),
+        (f"maniskill/{MAIN}", {"image_size": True}, "try image_size=224"),
+        (f"maniskill/{MAIN}", {"only": [0, 4]}, "only takes lists of numbers by factor"),
+        (f"maniskill/{MAIN}", {"only": "object"}, "only takes lists of numbers by factor"),
+        (f"maniskill/{MAIN}", {"only": {"object": 3}}, "only takes lists of numbers by factor"),
+        (f"maniskill/{MAIN}", {"only": {"object": None}}, "only takes lists of numbers by factor"),
+        (f"maniskill/{MAIN}", {"only": {"object": []}}, "numbers from 0 to 15"),
+        (f"maniskill/{MAIN}", {"reward_type": ["staged"]}, "unknown reward_type"),
+        (f"maniskill/{MAIN}", {"backend": ["cuda"]}, "unknown backend"),
+        (f"maniskill/{MAIN}", {"object_set": ["test"]}, "unknown object_set"),
+        ("maniskill/plate25-ood", {"object_set": "test"}, "has an object set for each of its tasks"),
+        ("maniskill/plate25-ood:test", {}, "type maniskill/plate25-ood"),
+        ("maniskill/PushCube-v1+PickCube-v1", {}, "only variants of plate-25 are joined"),
+        ("maniskill/PushCube-v1", {"control_mode": ["pd_ee_delta_pos"]}, "unknown control_mode"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": [0, 1, math.nan]}}, "camera takes eye and target"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": "123"}}, "camera takes eye and target"),
+        (f"maniskill/{MAIN}", {"camera": "side"}, "has the benchmark's camera and control"),
+        (f"maniskill/{MAIN}", {"control_mode": "pd_ee_delta_pos"}, "has the benchmark's camera and control"),
+        ("maniskill/PushCube-v1", {"control_mode": "pd_ee_delta_pse"}, "did you mean pd_ee_delta_pose"),
+        ("maniskill/PushCube-v1", {"camera": "side"}, "camera takes eye and target, .* try"),
+        ("maniskill/PushCube-v1", {"camera": {"eye": [0, 0, 1]}}, "camera takes eye and target, .* got .*eye"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": [0, 1]}}, "camera takes eye and target, 3 numbers"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": 1}}, "camera takes eye and target, 3 numbers"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "fov": "wide"}}, "camera takes eye and target, 3 numbers"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "target": CAMERA["eye"]}}, "eye and target are the same"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "fov": 60}}, "radians between 0 and pi"),
+        ("maniskill/PickCube-v1", {"object_set": "test"}, "belong to plate-25"),
+    ],
+)
+def test_wrong_options_are_one_clear_error(id, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_spec(id, **options)
+
+
+def test_an_episode_id_out_of_range_says_what_there_is():
+    with pytest.raises(ValueError, match="episode ids 0 to 802815, got 802816"):
+        make_case(MAIN, "train").decode(802_816)
+    with pytest.raises(ValueError, match="got -1"):
+        make_case(MAIN, "train").decode(-1)
+
+
+# ---- what may be missing
+
+
+def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLA_TORCHRL_ASSETS", raising=False)
+    monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        assets.find_assets()
+    pack = tmp_path / "data"
+    (pack / "robots" / "widowx").mkdir(parents=True)  # what a failed download leaves
+    with pytest.raises(FileNotFoundError, match=r"incomplete, lacks robots/widowx/wx250s.urdf and .* more"):
+        assets.find_assets()
+    for name in ("robots/widowx/wx250s.urdf", "robots/widowx/meshes_wx250s/WXSA-250-M-10-Finger.stl",
+                 "tasks/bridge_v2_real2sim_dataset/stages/bridge_table_1_v1.glb"):  # fmt: skip
+        (pack / name).parent.mkdir(parents=True, exist_ok=True)
+        (pack / name).write_text("x")
+    models = {"object": ("more_carrot", 25), "plate": ("more_plate", 17), "table": ("more_table", 21)}
+    for kind, (folder, number) in models.items():
+        for k in range(number):
+            files = ("imgs/{}", "textures/{}") if kind == "table" else ("{}/collision.obj", "{}/textured.glb")
+            for file in files:
+                path = pack / "carrot" / folder / file.format(k)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text("x")
+        entries = {str(k): {"texture": str(k)} for k in range(number)}
+        (pack / "carrot" / folder / "model_db.json").write_text(json.dumps(entries))
+    assert assets.find_assets() == pack and assets.describe_assets() == ()
+    (pack / "carrot" / "more_carrot" / "3" / "collision.obj").write_text("")
+    with pytest.raises(FileNotFoundError, match="lacks carrot/more_carrot/3/collision.obj; a download"):
+        assets.find_assets()
+    with pytest.raises(FileNotFoundError, match="hf download"):
+        make_env(f"maniskill/{MAIN}", num_envs=1)  # before any worker is started
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [  # what SAPIEN 3.0.3 says without a driver, and with Mesa 22.3
+        ("RuntimeError: vk::createInstanceUnique: ErrorIncompatibleDriver", "no Vulkan driver"),
+        ('RuntimeError: Failed to find a supported physical device "cpu"', "too old"),
+        ("crashed", "SAPIEN cannot draw: crashed"),
+    ],
+)
+def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, meaning):
+    monkeypatch.setattr(vulkan, "_probe", lambda: (False, said))
+    with pytest.raises(vulkan.VulkanError, match=meaning) as found:
+        vulkan.check_driver()
+    assert "python -m vla_envs.rendering.vulkan" in str(found.value)
+    with pytest.raises(vulkan.VulkanError, match=meaning):
+        gymnasium.make("vla_envs:vla/ManiSkill-PushCube-v0").reset()
+    monkeypatch.setattr(vulkan, "has_gpu", lambda: True)  # installing another driver would not help
+    with pytest.raises(vulkan.VulkanError, match="NVIDIA GPU: .*VK_ICD_FILENAMES=.*nvidia_icd.json"):
+        vulkan.check_driver()
+
+
+def test_whoever_hides_the_gpu_wants_the_cpu_to_draw(monkeypatch):
+    monkeypatch.setattr(vulkan, "_loads", lambda name: True)
+    monkeypatch.setattr(vulkan.Path, "exists", lambda path: True)
+    for name in ("CUDA_VISIBLE_DEVICES", *vulkan._CHOICES):
+        monkeypatch.delenv(name, raising=False)
+    assert vulkan.has_gpu()
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("VK_ICD_FILENAMES", str(vulkan._MANIFEST))):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert not vulkan.has_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert vulkan.has_gpu()
+
+
+def test_workers_take_turns_on_the_gpus(monkeypatch):
+    monkeypatch.setattr(simulator_module, "has_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    found = []
+    for worker in ("0", "3", "5"):
+        monkeypatch.setenv(WORKER, worker)
+        found.append(simulator_module._render_backend())
+    assert found == ["cuda:0", "cuda:3", "cuda:1"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES= before the command"):
+        simulator_module._render_backend()
+    monkeypatch.setattr(simulator_module, "has_gpu", lambda: False)
+    assert simulator_module._render_backend() == "cpu"
+
+
+# ---- the simulator
+
+pytest.importorskip("mani_skill", reason="ManiSkill is not installed: pip install 'vla-torchrl[maniskill]'")
+
+
+ACTIONS = np.random.default_rng(1).uniform(-1, 1, (12, 7)).astype(np.float32) * 0.05
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    """One world for all variants, and for all tests: building it takes a while."""
+    made = make_spec("maniskill/plate25-ood").make()
+    yield made
+    made.close()
+
+
+def trajectory(simulator, episode):
+    simulator.reset(episode)
+    first = simulator.observe()
+    for action in ACTIONS:
+        simulator.step(action)
+    last = simulator.observe()
+    world = simulator._world
+    positions = np.concatenate([world.object_positions().numpy(), world.plate_positions().numpy()])
+    return {"first": first.images, "last": last.images, "states": last.states, "positions": positions}
+
+
+def same(first, second):
+    return all(np.array_equal(first[key], second[key]) for key in first)
+
+
+@needs_plate25
+@pytest.mark.parametrize("task", range(14))
+def test_every_variant_resets_steps_and_is_drawn(simulator, task):
+    simulator.reset(Episode(task, 0, 3))
+    before = simulator.observe()
+    assert before.images.shape == (480, 640, 3) and before.images.dtype == np.uint8 and before.states.shape == (8,)
+    now = simulator._world.configurations[0]
+    assert np.allclose(before.states, now.joints, atol=1e-6)
+    outcomes = [simulator.step(action) for action in ACTIONS]
+    assert not any(outcome.success for outcome in outcomes) and all(outcome.reward == 0 for outcome in outcomes)
+    after = simulator.observe()
+    assert before.images.std() > 5 and (before.images != after.images).any()
+    assert after.task_description.lower().startswith(before.task_description.lower())
+    assert simulator.spec.tasks[task].name.startswith(simulator._world._running[0].variant.id)
+
+
+@needs_plate25
+def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
+    first = trajectory(simulator, Episode(0, 1, 3))
+    other = trajectory(simulator, Episode(3, 0, 3))  # another variant in between, and an interrupted episode
+    simulator.reset(Episode(7, 5, 3))
+    simulator.step(ACTIONS[0])
+    assert same(first, trajectory(simulator, Episode(0, 1, 3))) and not np.array_equal(first["last"], other["last"])
+
+    # Workers have a smaller world, with the objects of Main alone; two runs of a group share the initial state.
+    env = make_env(
+        f"maniskill/{MAIN}", 2, len(ACTIONS), num_workers=1, group_size=2, step_timeout=400.0, relative_reward=True
+    )
+    try:
+        spec = env.simulator_spec
+        env.pool.reset({0: Episode(0, 1, 3), 1: Episode(0, 2, 3)})
+        assert np.array_equal(env.pool.arrays.images[0], first["first"])
+        env.pool.arrays.actions[:] = ACTIONS
+        assert env.pool.step([0, 1]) == []
+        assert np.array_equal(env.pool.arrays.images[0], first["last"])
+        assert np.array_equal(env.pool.arrays.states[0], first["states"])
+        env.episodes = EpisodeSampler(spec, 7, group_size=2)
+        seen = env.reset()["images"]
+        assert np.array_equal(seen[0], seen[1])
+        env.pool.reset({1: Episode(0, 2, 3)})  # the other slot stays as it is
+        now = env.pool.arrays.images
+        assert np.array_equal(now[0], seen[0]) and (now[1] != seen[0].numpy()).any()
+        assert env.rollout(2, break_when_any_done=False)["next", "step_mask"].all()
+        assert env.worker_restarts == 0
+    finally:
+        env.close()
+
+
+@needs_plate25
+def test_every_variant_is_the_same_in_another_process(simulator):
+    env = make_env("maniskill/plate25-ood", 1, len(ACTIONS), step_timeout=400.0)
+    try:
+        for task in reversed(range(14)):
+            here = trajectory(simulator, Episode(task, 2, 3))
+            env.pool.reset({0: Episode(task, 2, 3)})
+            assert np.array_equal(env.pool.arrays.images[0], here["first"]), task
+            env.pool.arrays.actions[:] = ACTIONS
+            assert env.pool.step([0]) == []
+            assert np.array_equal(env.pool.arrays.images[0], here["last"]), task
+            assert np.array_equal(env.pool.arrays.states[0], here["states"]), task
+    finally:
+        env.close()
+
+
+def test_a_resized_frame_does_not_depend_on_the_number_of_threads():
+    import torch
+
+    from vla_envs.maniskill.overlay import resize
+
+    frames = torch.randint(256, (4, 480, 640, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            found.append([resize(frames, *size) for size in ((224, 224), (96, 96), (80, 80), (256, 320))])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
+    assert resize(torch.full((1, 480, 640, 3), 200, dtype=torch.uint8), 96, 96).unique().tolist() == [200]
+
+
+@needs_plate25
+def test_the_background_is_the_photograph(simulator):
+    world = simulator._world
+    for task in (0, 1):
+        simulator.reset(Episode(task, 2, 3))
+        seen = world._get_obs_sensor_data()["3rd_view_camera"]
+        things = world.overlay.foreground(seen["segmentation"])[0]
+        photograph = world.overlay.photograph(world.configurations[0].table)
+        assert 0.01 < things.float().mean() < 0.4
+        assert (seen["rgb"][0] == photograph)[~things].all()
+        assert (seen["rgb"][0] != photograph)[things].any(-1).float().mean() > 0.9
+
+
+@needs_plate25
+def test_textures_follow_the_extra_factor_and_cover_what_they_should(simulator):
+    world, cases = simulator._world, simulator._world.cases
+    by_name = {case.variant.id: place for place, case in enumerate(cases)}
+
+    def frame(place, **digits):
+        case = cases[place]
+        number = case.episode_id({**case.digits(0), **digits})
+        world.reset(options={"case": place, "episode_id": number})
+        seen = world._get_obs_sensor_data()["3rd_view_camera"]
+        return seen["rgb"][0].numpy(), world.overlay.foreground(seen["segmentation"])[0].numpy()
+
+    plain, things = frame(by_name["PutOnPlateInScene25VisionImage-v1"])
+    weak, _ = frame(by_name["PutOnPlateInScene25VisionTexture03-v1"], extra=4)
+    strong, _ = frame(by_name["PutOnPlateInScene25VisionTexture05-v1"], extra=4)
+    other, _ = frame(by_name["PutOnPlateInScene25VisionTexture05-v1"], extra=5)
+    background = world.overlay.photograph(world.configurations[0].table).numpy()
+    assert (strong[~things] == background[~things]).all() and (strong != other).any()
+    untouched, _ = frame(0)  # Main in training, of the same digits
+    mixed, less = strong.astype(float) - untouched, weak.astype(float) - untouched
+    assert (abs(mixed)[things] > 5).mean() > 0.5 and abs(less - 0.6 * mixed)[things].max() <= 2  # 0.3 of it, and 0.5
+    whole, _ = frame(by_name["PutOnPlateInScene25VisionWhole05-v1"], extra=4)
+    assert (whole[~things] != background[~things]).mean() > 0.5
+    assert (plain[things] != strong[things]).any()
+
+
+@needs_plate25
+def test_success_and_the_staged_reward(simulator):
+    """Success by state: the object put on the plate counts, in the air above it or beside it does not."""
+    from mani_skill.utils.structs.pose import Pose
+
+    world, still = simulator._world, np.array([0, 0, 0, 0, 0, 0, 1], np.float32)
+    simulator.reset(Episode(0, 0, 3))
+    for _ in range(3):
+        assert not simulator.step(still).success  # where it starts, beside the plate
+    object_actor = world._objects[world.configurations[0].object]
+    plate = world.plate_positions()[0]
+
+    def put(dx, height):
+        pose = object_actor.pose.raw_pose.clone()
+        pose[0, :3] = plate + pose.new_tensor([dx, 0.0, height])
+        object_actor.set_pose(Pose.create(pose))
+        object_actor.set_linear_velocity(pose.new_zeros(3))
+
+    put(0.0, 0.03)
+    outcomes = [simulator.step(still) for _ in range(6)]
+    assert outcomes[-1].success and outcomes[-1].reward == 0  # it lies there, but was never held
+    world._was_held[:] = True
+    assert simulator.step(still).reward == pytest.approx(1.1)
+    world._was_held_long[:] = True
+    assert simulator.step(still).reward == pytest.approx(1.2)
+    world.get_info(), world.get_info()  # looking twice changes nothing
+    assert simulator.step(still).reward == pytest.approx(1.2)
+    put(0.1, 0.03)
+    assert not [simulator.step(still) for _ in range(4)][-1].success
+    assert simulator.step(still).reward == pytest.approx(0.2)
+
+
+@needs_plate25
+def test_the_expert_earns_every_stage(simulator):
+    simulator.reset(Episode(0, 3, 11))
+    rewards = []
+    while len(rewards) < 80 and not (rewards and rewards[-1] > 1):
+        rewards.append(round(simulator.step(simulator.expert_action()).reward, 3))
+    assert sorted(set(rewards)) in ([0.0, 0.1, 0.2, 1.2], [0.0, 0.1, 1.1, 1.2])
+    assert rewards == sorted(rewards)
+
+
+@needs_plate25
+def test_position_change_moves_the_object_at_its_own_time(simulator):
+    world = simulator._world
+    place = [case.variant.moves for case in world.cases].index(True)
+    simulator.reset(Episode(place, 0, 3))
+    start, target = world.configurations[0].places[0, :2], world.configurations[0].places[2, :2]
+    for step in range(1, 9):
+        simulator.step(np.array([0, 0, 0, 0, 0, 0, 1], np.float32))
+        now = world.object_positions()[0, :2].numpy()
+        wanted = start if step < MOVE_STEP else target
+        assert np.linalg.norm(now - wanted) < 0.06, step
+
+
+@needs_plate25
+def test_the_expert_solves_episodes_it_was_not_made_with(simulator):
+    solved = 0
+    for trial in range(24):
+        simulator.reset(Episode(0, trial, 424242))
+        solved += any(simulator.step(simulator.expert_action()).success for _ in range(80))
+    assert solved >= 20
+
+
+@needs_maniskill_driver
+def test_the_expert_of_push_cube_and_a_camera_of_ones_own():
+    """It comes back from disturbed actions, and the camera changes what is seen and nothing else."""
+    pushing = make_spec("maniskill/PushCube-v1", image_size=32).make()
+    random, solved = np.random.default_rng(0), 0
+    for trial in range(12):
+        pushing.reset(Episode(0, trial, 424242))
+        for _ in range(pushing.spec.max_episode_steps):
+            action = pushing.expert_action()
+            assert action.shape == (7,) and action.dtype == np.float32 and abs(action).max() <= 1
+            disturbed = np.clip(action + 0.1 * random.standard_normal(7), -1, 1)
+            if pushing.step(disturbed).success:
+                solved += 1
+                break
+    assert solved >= 11
+    pushing.reset(Episode(0, 0, 424242))
+    usual = pushing.observe()
+    pushing.close()
+    nearer = make_spec("maniskill/PushCube-v1", image_size=32, camera=CAMERA, control_mode="pd_ee_delta_pos").make()
+    nearer.reset(Episode(0, 0, 424242))
+    own = nearer.observe()
+    assert any(nearer.step(nearer.expert_action()).success for _ in range(20))
+    nearer.close()
+    assert np.array_equal(own.states, usual.states) and not np.array_equal(own.images, usual.images)
+
+
+@needs_plate25
+def test_the_batched_simulation_with_one_world_is_the_same(simulator):
+    """What can be tested of it without CUDA: its rewards, masks, clock and pictures, over the end of an episode."""
+    import torch
+
+    from vla_envs.maniskill.batch import BatchedWorlds
+    from vla_envs.maniskill.overlay import resize
+
+    spec = make_spec(f"maniskill/{MAIN}", max_episode_steps=28, image_size=64, backend="cuda")
+    assert spec.batched.endswith("BatchedWorlds")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="backend=cuda needs a GPU"):
+            make_env(f"maniskill/{MAIN}", num_envs=2, backend="cuda")
+    worlds = BatchedWorlds(spec, 1, len(ACTIONS), ignore_terminations=False, device="cpu")
+    worlds.reset({0: Episode(0, 1, 3)})
+    simulator.reset(Episode(0, 1, 3))
+    assert worlds.texts == [simulator.observe().task_description] and worlds.arrays.images.shape == (1, 64, 64, 3)
+    worlds.arrays.actions[0] = ACTIONS
+    for executed in (12, 12, 4):
+        assert worlds.step([0]) == [] and worlds.arrays.executed.sum() == executed
+        assert not any(simulator.step(action).success for action in ACTIONS[:executed])
+        seen = simulator.observe()
+        assert np.array_equal(worlds.arrays.states[0], seen.states)
+        assert torch.equal(worlds.arrays.images[0], resize(torch.from_numpy(seen.images)[None], 64, 64)[0])
+    assert worlds.step([]) == [] and not worlds.arrays.executed.any()
+
+    worlds.reset({0: Episode(0, 3, 11)})  # what the expert does, with its rewards, to success
+    simulator.reset(Episode(0, 3, 11))
+    actions, outcomes = [], []
+    while len(actions) < 28 and not (outcomes and outcomes[-1].success):
+        actions.append(simulator.expert_action())
+        outcomes.append(simulator.step(actions[-1]))
+    assert outcomes[-1].success
+    done, rewards, successes = 0, [], []
+    while done < len(actions):
+        worlds.arrays.actions[0] = (actions[done:] + [actions[-1]] * len(ACTIONS))[: len(ACTIONS)]
+        worlds.step([0])
+        executed = worlds.arrays.executed[0]
+        rewards.extend(worlds.arrays.rewards[0, executed])
+        successes.extend(worlds.arrays.successes[0, executed])
+        done += len(ACTIONS)
+    assert rewards == [np.float32(outcome.reward) for outcome in outcomes] and max(rewards) > 0
+    assert successes == [outcome.success for outcome in outcomes]
+    with pytest.raises(ValueError, match="backend=processes"):
+        worlds.map("module:function", [])
+    worlds.close()
+
+
+@needs_plate25
+def test_several_worlds_in_one_process_need_cuda():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    from vla_envs.maniskill.scene import PutOnPlate
+
+    with pytest.raises(ValueError, match=r"num_envs=4 in one process needs CUDA.*make_env\("):
+        PutOnPlate(num_envs=4)
+    with pytest.raises(ValueError, match="did you mean test"):
+        PutOnPlate(object_set="tset")
+
+
+@needs_maniskill_driver
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_task_of_maniskill_runs(name):
+    made = make_spec(f"maniskill/{name}", image_size=32).make()
+    made.reset(Episode(0, 0, 3))
+    first = made.observe()
+    assert first.images.shape == (32, 32, 3) and first.images.std() > 5 and first.states.shape == (9,)
+    assert (first.wrist_images is not None) == BUILT_IN[name].wrist_camera
+    outcome = made.step(np.full(7, 0.1, np.float32))
+    assert not outcome.success and outcome.reward == 0
+    made.close()
+
+
+@needs_maniskill_driver
+def test_the_goal_of_pick_cube_is_seen():
+    """ManiSkill hides it from cameras, and a policy is given no coordinates."""
+    made = make_spec("maniskill/PickCube-v1").make()
+    visible = 0
+    for trial in range(4):  # the arm may be in front of it
+        made.reset(Episode(0, trial, 3))
+        seen = made.observe().images
+        made._world.goal_site.hide_visual()
+        visible += (made.observe().images != seen).any()
+    made.close()
+    assert visible >= 2
+
+
+@needs_plate25
+def test_plain_gymnasium_and_a_task_of_maniskill(simulator):
+    """In a process of its own: Gymnasium's registry is shared, and importing the scene is what registers."""
+    program = """
+import gymnasium, numpy, vla_envs.rendering.vulkan
+vla_envs.rendering.vulkan.choose_driver()
+import vla_envs, vla_envs.maniskill.scene
+env = gymnasium.make("PutOnPlateInScene25Carrot-v1", object_set="test", render_backend=BACKEND, max_episode_steps=2)
+seen, _ = env.reset(options={"episode_id": 5})
+assert seen["sensor_data"]["3rd_view_camera"]["rgb"].shape == (1, 480, 640, 3)
+assert env.unwrapped.episode_ids[0] == 5
+drawn = [(env.reset(seed=3), int(env.unwrapped.episode_ids[0]))[1] for _ in range(2)]
+assert drawn[0] == drawn[1] != 5
+for _ in range(2):
+    *_, truncated, info = env.step(env.action_space.sample())
+assert truncated.all() and not info["success"].any()
+env.close()
+env = gymnasium.make("vla/ManiSkill-StackCube-v0", image_size=64, horizon=2)
+first, _ = env.reset(seed=3, options={"task_id": 0, "trial_id": 1})
+again, _ = env.reset(seed=3, options={"task_id": 0, "trial_id": 1})
+assert first["wrist_images"].shape == (1, 64, 64, 3) and first["images"].shape == (64, 64, 3)
+assert first["task_descriptions"] == "stack the red cube on the green cube"
+assert all(numpy.array_equal(first[key], again[key]) for key in first) and env.observation_space.contains(first)
+env.step(env.action_space.sample())
+assert env.step(env.action_space.sample())[3]
+env.close()
+"""
+    backend = repr("gpu" if vulkan.has_gpu() else "cpu")
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace("BACKEND", backend)],
+        capture_output=True, text=True, timeout=800, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,135 @@
+"""Evaluation works off a fixed grid, completely and in its order."""
+
+import math
+
+import pytest
+import torch
+from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv, ToyPolicy
+
+from vla_algos.evaluation import EpisodeResult, EvaluationResult, blank_images, evaluate, swap_instructions
+from vla_common.keys import ACTION, IMAGES, TASK_DESCRIPTIONS
+from vla_envs.simulator import Episode
+
+GRID = [Episode(task_id=i % 2, trial_id=100 + i, seed=1) for i in range(10)]
+
+
+class LookingPolicy(ToyPolicy):
+    """Solves the task that the picture shows."""
+
+    def forward(self, td):
+        super().forward(td)
+        td[ACTION] = (
+            (td[IMAGES].float().mean((1, 2, 3)) > 100).float().mul(2).sub(1).view(-1, 1, 1).expand(-1, CHUNK, DIM)
+        )
+        return td
+
+
+class ListeningPolicy(ToyPolicy):
+    """Solves the task that the instruction names."""
+
+    def forward(self, td):
+        super().forward(td)
+        signs = [1.0 if text == INSTRUCTIONS[1] else -1.0 for text in td[TASK_DESCRIPTIONS]]
+        td[ACTION] = torch.tensor(signs).view(-1, 1, 1).expand(-1, CHUNK, DIM)
+        return td
+
+
+def slow_low(td):
+    """The low task is shown as the high one: it takes to the horizon and fails."""
+    td[IMAGES] = torch.full_like(td[IMAGES], 255)
+    return td
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 16])  # fewer and more slots than episodes
+def test_every_episode_once_in_grid_order(num_envs):
+    seen = []
+    env = ToyEnv(num_envs)
+    own = env.episodes
+    result = evaluate(env, LookingPolicy(), GRID, observe=slow_low, on_episode=seen.append)
+    assert [row.episode for row in result.episodes] == GRID
+    assert [row.success_once for row in result.episodes] == [False, True] * 5
+    assert [row.episode_len for row in result.episodes] == [7, 5] * 5
+    assert sorted(map(id, seen)) == sorted(map(id, result.episodes))
+    assert env.episodes is own
+    if num_envs > 1:  # the successful ones are shorter: they finish before their turn
+        assert [row.episode.trial_id for row in seen] != [episode.trial_id for episode in GRID]
+
+
+def test_numbers_and_table():
+    result = evaluate(ToyEnv(4), LookingPolicy(), GRID, observe=slow_low)
+    metrics = result.metrics()
+    assert metrics["eval/success_once"] == metrics["eval/success_at_end"] == 0.5
+    assert metrics["eval/task/task-0/success_once"] == 0 and metrics["eval/task/task-1/success_once"] == 1
+    assert metrics["eval/task/task-0/success_at_end"] == 0 and metrics["eval/task/task-1/success_at_end"] == 1
+    assert metrics["eval/episode_len"] == 6 and metrics["eval/return"] == 0.5
+    assert metrics["eval/num_episodes"] == 10 and metrics["eval/lost_episodes"] == 0
+    low, high = result.interval
+    assert low == pytest.approx(0.2366, abs=1e-4) and high == pytest.approx(0.7634, abs=1e-4)
+    header, *lines = result.table().splitlines()
+    assert [line.split()[0] for line in lines] == ["task-0", "task-1", "all"]
+    assert "50.0%" in lines[-1] and "23.7 -  76.3" in lines[-1] and "10" in lines[-1]
+    assert len({len(line) for line in [header, *lines]}) == 1
+
+
+def test_ablations_hit_only_the_policy_that_uses_the_input():
+    env = ToyEnv(4)
+    swap = swap_instructions(env.simulator_spec.tasks)
+    success = lambda policy, observe: evaluate(env, policy, GRID, observe=observe).success_once  # noqa: E731
+    assert success(LookingPolicy(), None) == success(ListeningPolicy(), None) == 1.0
+    assert success(LookingPolicy(), blank_images) == 0.5 and success(LookingPolicy(), swap) == 1.0
+    assert success(ListeningPolicy(), blank_images) == 1.0 and success(ListeningPolicy(), swap) == 0.0
+
+
+def test_swapping_needs_two_instructions():
+    with pytest.raises(ValueError, match="at least 2 different"):
+        swap_instructions(ToyEnv(1).simulator_spec.tasks[:1])
+
+
+def test_lost_episodes_run_again_and_are_counted():
+    crashes = {GRID[-1].trial_id: 2, GRID[0].trial_id: 99}  # the last one is lost when the queue is empty
+    result = evaluate(ToyEnv(4, crashes=crashes), LookingPolicy(), GRID)
+    assert [row.lost for row in result.episodes] == [True] + [False] * 9
+    assert [row.attempts for row in result.episodes] == [3] + [1] * 8 + [3]
+    assert result.metrics()["eval/lost_episodes"] == 1 and result.metrics()["eval/num_episodes"] == 9
+    assert result.success_once == 1.0
+    assert result.table().splitlines()[-1].startswith("lost: 1")
+
+
+def test_recorded_frames():
+    result = evaluate(ToyEnv(4), LookingPolicy(), GRID, record=3)
+    assert list(result.videos) == [0, 1, 2]
+    for place, frames in result.videos.items():
+        # 5 actions in chunks of 3: two decisions, and the final frame
+        assert frames.shape == (3, 4, 4, 3) and (frames == 200 * (place % 2)).all()
+
+
+def test_repeated_episodes_each_count():
+    result = evaluate(ToyEnv(3), LookingPolicy(), [GRID[0]] * 5)
+    assert len(result.episodes) == 5 and result.success_once == 1.0
+
+
+def test_greedy_is_repeatable_and_sampling_follows_the_seed():
+    torch.manual_seed(0)
+    policy, env = ToyPolicy(), ToyEnv(4)
+    assert evaluate(env, policy, GRID).episodes == evaluate(env, policy, GRID).episodes
+
+    def sampled(seed):
+        torch.manual_seed(seed)
+        return evaluate(env, policy, GRID, greedy=False).episodes
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+def test_empty_grid():
+    result = evaluate(ToyEnv(2), ToyPolicy(), [])
+    assert result.episodes == [] and math.isnan(result.success_once) and result.interval == (0.0, 1.0)
+
+
+def test_mean_of_groups_of_unequal_size():
+    def result(group, once, at_end=False, lost=False):
+        return EpisodeResult(GRID[0], "task", once, at_end, 0.0, 5, lost=lost, group=group)
+
+    vision = [result("Vision", True, True), result("Vision", True), result("Vision", True, lost=True)]
+    execution = [result("Execution", place == 0) for place in range(4)]
+    whole = EvaluationResult([*vision, *execution, result("in distribution", True, True)])
+    assert whole.mean_of_groups(["Vision", "Execution"]) == (0.625, 0.25)

@@ -1,0 +1,170 @@
+"""Logged numbers: what they average over, and intervals."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from toy import CHUNK, ToyActorCritic, ToyEnv, ToyPolicy
+
+from vla_algos.advantages import gae
+from vla_algos.collectors import StepCollector
+from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
+from vla_algos.metrics import (
+    WeightedMean,
+    add_update,
+    env_metrics,
+    explained_variance,
+    rollout_metrics,
+    wilson_interval,
+)
+from vla_common.keys import (
+    ADVANTAGE,
+    DONE,
+    LOST,
+    NEXT,
+    STATE_VALUE,
+    STEP_MASK,
+    STEP_REWARDS,
+    SUCCESS,
+    VALUE_TARGET,
+    WEIGHT,
+)
+
+
+@pytest.fixture
+def batch() -> TensorDict:
+    torch.manual_seed(0)
+    return gae(StepCollector(ToyEnv(4, crashes={6: 1}), ToyPolicy(), 20).rollout())
+
+
+def test_rollout_metrics_are_over_what_was_executed(batch):
+    before = rollout_metrics(batch)
+    mask = batch[NEXT, STEP_MASK]
+    assert not mask.any(-1).all()
+    assert before["rollout/rewards"] == pytest.approx((batch[NEXT, STEP_REWARDS].sum() / mask.sum()).item())
+    assert abs(before["rollout/advantages_mean"]) < 1e-5
+    for key in (ADVANTAGE, VALUE_TARGET):
+        batch[key][~mask.any(-1)] = 1e6
+    assert rollout_metrics(batch) == before
+
+
+def test_rollout_metrics_per_action_are_over_executed_actions():
+    torch.manual_seed(0)
+    batch = StepCollector(ToyEnv(4, crashes={6: 1}), ToyActorCritic(CHUNK), 20).rollout()
+    gae(batch, reward_level="action")
+    mask = batch[NEXT, STEP_MASK]
+    for key in (ADVANTAGE, VALUE_TARGET):
+        batch[key][~mask] = 1e6
+    metrics = rollout_metrics(batch)
+    advantage, target, value = batch[ADVANTAGE][mask], batch[VALUE_TARGET][mask], batch[STATE_VALUE][mask]
+    assert metrics["rollout/advantages_mean"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics["rollout/advantages_max"] == advantage.max() and metrics["rollout/advantages_min"] == advantage.min()
+    assert metrics["rollout/returns_mean"] == pytest.approx(target.mean().item())
+    assert metrics["train/critic/explained_variance"] == pytest.approx(explained_variance(value, target).item())
+
+
+def test_without_a_critic_there_are_no_returns(batch):
+    metrics = rollout_metrics(batch.exclude(STATE_VALUE, VALUE_TARGET))
+    assert metrics.keys() == {"rollout/rewards", *(f"rollout/advantages_{kind}" for kind in ("mean", "max", "min"))}
+
+
+def test_env_metrics_are_over_finished_episodes(batch):
+    metrics = env_metrics(batch)
+    lost, done = batch[NEXT, LOST], batch[NEXT, DONE]
+    finished = done & ~lost
+    assert metrics["env/lost_episodes"] == lost.sum() == 1
+    assert metrics["env/num_episodes"] == finished.sum()
+    success = batch[NEXT, SUCCESS][finished].float().mean().item()
+    assert 0 < success < 1 and metrics["env/success_once"] == pytest.approx(success)
+    assert metrics["env/return"] == pytest.approx(success) and 5 <= metrics["env/episode_len"] <= 7
+    assert metrics["env/return"] / 7 <= metrics["env/reward"] <= metrics["env/return"] / 5
+
+
+def test_env_metrics_without_finished_episodes(batch):
+    metrics = env_metrics(batch[:, :1][:2])
+    assert metrics == {"env/num_episodes": 0, "env/lost_episodes": 0}
+
+
+def test_explained_variance():
+    target = torch.tensor([1.0, 2.0, 3.0])
+    assert explained_variance(target - 5, target) == 1  # a constant error explains all the variance
+    assert explained_variance(torch.zeros(3), target) == 0
+    assert explained_variance(-target, target) == pytest.approx(-3)
+    assert math.isnan(explained_variance(target, torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662), (0, 0, 0.0, 1.0)],
+)  # 81 of 263 is the worked example of Newcombe 1998
+def test_wilson_interval(successes, trials, low, high):
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+def test_update_metrics_weigh_minibatches_by_their_valid_elements(batch, level):
+    torch.manual_seed(1)
+    loss = ChunkClipPPOLoss(
+        ToyPolicy(),
+        log_prob_level=level,
+        entropy_level=level,
+        entropy_coeff=0.01,
+        dual_clip=1.1,
+        reference_kl_coeff=0.1,
+    )
+    flat = add_reference_log_prob(batch.reshape(-1), ToyPolicy(), 80)
+    flat[WEIGHT] = torch.rand(len(flat), 1)
+    executed = flat[NEXT, STEP_MASK]
+    assert executed[:11].float().mean() != executed[11:].float().mean()
+    mean = WeightedMean()
+    for part in (flat[:11], flat[11:]):
+        add_update(mean, loss(part))
+    whole = WeightedMean()
+    add_update(whole, loss(flat))
+    halves, whole = mean.compute(), whole.compute()
+    actor = "policy_loss approx_kl kl_k3 clip_fraction dual_clip_fraction ratio clipped_ratio log_ratio reference_kl"
+    names = {f"train/actor/{name}" for name in actor.split()}
+    names |= {"train/entropy_loss", "train/critic/value_loss", "train/critic/value_clip_ratio"}
+    assert names == whole.keys() == halves.keys()
+    for name in names:
+        assert halves[name] == pytest.approx(whole[name], abs=1e-5), name
+
+
+def test_update_metrics_say_what_the_loss_said(batch):
+    torch.manual_seed(1)
+    losses = ChunkClipPPOLoss(ToyPolicy(), clip_value=0.05)(batch.reshape(-1))
+    mean = WeightedMean()
+    add_update(mean, losses)
+    logged = mean.compute()
+    pairs = {
+        "policy_loss": "train/actor/policy_loss",
+        "kl_approx": "train/actor/approx_kl",
+        "kl_k3": "train/actor/kl_k3",
+        "clip_fraction": "train/actor/clip_fraction",
+        "ratio": "train/actor/ratio",
+        "clipped_ratio": "train/actor/clipped_ratio",
+        "log_ratio_per_token": "train/actor/log_ratio",
+        "entropy": "train/entropy_loss",
+        "value_loss": "train/critic/value_loss",
+        "value_clip_fraction": "train/critic/value_clip_ratio",
+    }
+    assert set(pairs.values()) == logged.keys()
+    for key, name in pairs.items():
+        assert losses[key] != 0 and logged[name] == pytest.approx(losses[key].item()), name
+
+
+def test_means_can_be_merged():
+    first, second, both = WeightedMean(), WeightedMean(), WeightedMean()
+    first.add({"x": 1.0, "y": 5.0}, 3)
+    second.add({"x": torch.tensor(4.0)}, torch.tensor(1))
+    both.merge(first)
+    both.merge(second)
+    assert both.compute() == {"x": 1.75, "y": 5.0} and both.mean_of("x") == 1.75
+    assert first.compute() == {"x": 1.0, "y": 5.0}
+
+
+def test_weighted_mean_of_nothing_is_nan():
+    mean = WeightedMean()
+    mean.add({"x": torch.tensor(3.0)}, torch.tensor(0))
+    assert math.isnan(mean.compute()["x"])

@@ -1,0 +1,124 @@
+"""Every key of every configuration does something: a key that no code reads is an error before any work."""
+
+import ast
+import functools
+import inspect
+import textwrap
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from openvla_checkpoint import make_checkpoint
+from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
+from running import CONF, RECIPES, Started, composed, main_of
+
+import vla_envs.env
+from vla_algos.advantages import gae
+from vla_algos.collectors import StepCollector
+from vla_algos.grpo import collect_groups
+from vla_algos.imitation import BehaviourCloning, record_demonstrations
+from vla_algos.learner import Learner
+from vla_algos.losses import ChunkClipPPOLoss
+from vla_envs import make_env
+from vla_envs.libero.spec import make_spec as make_libero_spec
+from vla_envs.maniskill.spec import make_spec as make_maniskill_spec
+from vla_envs.metaworld.spec import make_spec
+from vla_policies import SmallVLA, SmallVLAConfig
+
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+
+def recipe_of(experiment):
+    return next(name for name in ("evaluate", "grpo", "ppo") if f"_{name}_" in experiment)
+
+
+RUNS = [(name, []) for name in ("ppo", "grpo", "sft", "evaluate")]
+RUNS += [("ppo", ["policy=small_flow"]), ("ppo", ["policy=pi0", "policy.config_name=pi0_metaworld"])]
+RUNS += [("ppo", ["policy=openvla"]), ("grpo", ["policy=openvla_oft", "policy.layout=official"])]
+RUNS += [(recipe_of(experiment), [f"experiment={experiment}"]) for experiment in EXPERIMENTS]
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path):
+    """Composes a recipe's configuration, lets the caller change it, and runs the recipe up to the simulators."""
+
+    def stop(*_, **__):
+        raise Started
+
+    monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
+    SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4)).save_pretrained(tmp_path / "policy")
+    make_checkpoint(tmp_path / "openvla")
+    make_pi0_checkpoint(tmp_path / "pi0", horizon=50)
+    make_pi0_checkpoint(tmp_path / "pi05", "pi05_tiny", horizon=10)
+    yield functools.partial(run_checks, folder=tmp_path)
+    GlobalHydra.instance().clear()
+
+
+def overrides_of(name, overrides, folder):
+    """What a run needs beside ``overrides``: the folder of a checkpoint, of this family."""
+    chosen = next((o for o in overrides if o.startswith(("policy=", "experiment="))), "policy=small")
+    kinds = {"openvla": "openvla", "pi05": "pi05", "pi0": "pi0", "openpi": "pi0", "": "policy"}
+    kind = next(folder for part, folder in kinds.items() if part in chosen)
+    if name != "evaluate" and kind == "policy":
+        return overrides
+    if chosen.startswith("experiment=") and "_evaluate_" in chosen and chosen.endswith("openpi"):
+        benchmark = chosen.removeprefix("experiment=").partition("_")[0]
+        overrides = [*overrides, f"policy.config_name=pi0_{benchmark}"]  # not said in a published folder
+    if "maniskill" in chosen and kind == "openvla":
+        overrides = [*overrides, "policy.unnorm_key=golden_ds"]  # all that this checkpoint has statistics of
+    return [*overrides, f"policy.checkpoint={folder / kind}"]
+
+
+def run_checks(name, config, folder):
+    main_of(name)(config)
+
+
+def groups(node, path=()):
+    """Paths of all mappings, the outermost too."""
+    yield path
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from groups(value, (*path, key))
+
+
+@pytest.mark.parametrize(("name", "overrides"), RUNS, ids=lambda x: x if isinstance(x, str) else "".join(x) or "-")
+def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides, check, tmp_path):
+    """And with that, a configuration that passes has only keys that somebody takes."""
+    config = composed(name, overrides_of(name, overrides, tmp_path), tmp_path)
+    with pytest.raises(Started):
+        check(name, config)
+    for path in groups(OmegaConf.to_container(config)):
+        changed = OmegaConf.to_container(config)
+        functools.reduce(dict.__getitem__, path, changed)["nobody_reads"] = 1
+        with pytest.raises(ValueError, match="nobody_reads"):
+            check(name, OmegaConf.create(changed))
+
+
+READERS = [gae, ChunkClipPPOLoss, Learner, collect_groups, StepCollector, make_env, make_spec]
+READERS += [record_demonstrations, BehaviourCloning, make_libero_spec, make_maniskill_spec]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_what_takes_a_setting_uses_it(reader):
+    """Each parameter is read in the body, and where it is only put on ``self``, that is read elsewhere."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(reader)))
+    function = next(
+        node for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in ("__init__", reader.__name__)
+    )  # fmt: skip
+    files = RECIPES.parent.glob("vla_*/**/*.py")
+    everywhere = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    attributes = {n.attr for n in everywhere if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    stored = {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    for name in inspect.signature(reader).parameters:
+        if name == "options":  # of the benchmark; make_spec has them
+            continue
+        assert name in read, f"{reader.__name__} never reads {name}"
+        assert name not in stored or name in attributes, f"nobody reads {reader.__name__}.{name}"
+
+
+def test_the_small_policy_uses_each_of_its_settings():
+    tree = ast.parse(inspect.getsource(inspect.getmodule(SmallVLA)))
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert {field for field in SmallVLAConfig.__dataclass_fields__} <= used

@@ -1,0 +1,99 @@
+"""Imports are cheap, load no simulator, and go in one direction; key names are written in one place."""
+
+import ast
+import statistics
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+import vla_keys
+
+PACKAGES = ("vla_envs", "vla_policies", "vla_algos")
+MAY_IMPORT = {  # doors go one way: recipes -> algorithms -> policies and environments
+    "vla_keys": set(),
+    "vla_envs": {"vla_keys"},
+    "vla_policies": {"vla_keys"},
+    "vla_algos": {"vla_keys", "vla_envs", "vla_policies"},
+}
+SIMULATORS = ["metaworld", "mujoco", "libero", "robosuite", "mani_skill", "sapien", "pybullet", "robotwin"]
+KEYS = {value for name, value in vars(vla_keys).items() if name.isupper()}
+MODULES = [str(path.relative_to(ROOT)) for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
+
+
+def run(program: str) -> str:
+    """Output of a program in a fresh interpreter."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_import_costs_less_than_a_third_of_a_second_over_torchrl():
+    program = (
+        "import time, torch; from torchrl.envs import EnvBase; start = time.process_time()\n"
+        "import vla_envs; from vla_envs import make_env; print(time.process_time() - start)"
+    )
+    extra = statistics.median(float(run(program)) for _ in range(3))  # CPU time: others may use the machine
+    assert extra < 0.3, f"{extra:.2f} s of CPU time over importing torch and EnvBase"
+
+
+def test_import_loads_neither_torch_nor_a_simulator():
+    program = f"""
+import sys
+import vla_envs
+print("after vla_envs:", *({{'torch', *{SIMULATORS}}} & set(sys.modules)))
+from torchrl.envs import EnvBase  # TorchRL loads mujoco where it is installed
+theirs = set(sys.modules)
+from vla_envs import list_envs, make_env, make_spec
+make_spec(list_envs()[0])
+print("after make_env:", *(set({SIMULATORS}) & (set(sys.modules) - theirs)))
+"""
+    assert run(program).split("\n")[:2] == ["after vla_envs:", "after make_env:"]
+
+
+def imported_names(tree: ast.AST) -> set[str]:
+    """Top-level names of every import statement, those inside functions included."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("module", ["vla_keys.py", *MODULES])
+def test_doors_go_one_way(module):
+    home = module.partition("/")[0].removesuffix(".py")
+    ours = imported_names(ast.parse((ROOT / module).read_text())) & {*MAY_IMPORT, "recipes"}
+    assert ours <= MAY_IMPORT[home] | {home}
+
+
+def key_literals(tree: ast.AST) -> list[str]:
+    """Keys of the data contract that are written as literals where a tensordict is read or written.
+
+    Looks at ``x[...]``, ``x.get(...)`` and ``x.set(...)``; a simulator's ``info`` has names of its own.
+    """
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) not in ("info", "Literal"):
+            name = node.slice
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("get", "set") and node.args:
+            name = node.args[0]
+        else:
+            continue
+        for part in name.elts if isinstance(name, ast.Tuple) else [name]:
+            if isinstance(part, ast.Constant) and part.value in KEYS:
+                found.append(f"line {part.lineno}: {part.value!r}")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_keys_are_written_in_one_place(module):
+    assert not key_literals(ast.parse((ROOT / module).read_text())), "use the names of vla_keys"
+
+
+def test_the_check_of_key_literals_finds_them():
+    code = "td['images']; td.get('reward'); td['next', 'done']; td.set(('next', 'x'), 1)"
+    assert len(key_literals(ast.parse(code))) == 5
+    assert not key_literals(ast.parse("td[keys.IMAGES]; f(images=1); info['success']; td['pixels']"))

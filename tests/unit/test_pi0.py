@@ -1,0 +1,426 @@
+"""pi0 and pi0.5: recorded outputs of openpi, its checkpoint layout, and what reinforcement learning needs."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from openvla_checkpoint import act
+from pi0_checkpoint import GOLDEN, TOKENIZER, golden, make_checkpoint, statistics
+from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchrl.envs.utils import ExplorationType
+
+from vla_algos.learner import Learner
+from vla_algos.losses import ChunkClipPPOLoss
+from vla_common import keys
+from vla_policies import Pi0, load_policy, make_metaworld_example
+from vla_policies.checkpoint.lora import add_lora, has_lora, merge_adapter
+from vla_policies.checkpoint.weights import load_weights
+from vla_policies.flow.steps import euler, times
+from vla_policies.inspection import inspect
+from vla_policies.pi0.folder import EMBEDDINGS, LM_HEAD, Pi0Folder, Pi0Statistics, empty_model
+from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig
+from vla_policies.pi0.presets import PRESETS
+from vla_policies.pi0.prompts import PAD, Pi0Prompts
+from vla_policies.processing.adapters import ADAPTERS
+
+NAMES = {"pi0_tiny": "pi0_metaworld", "pi05_tiny": "pi05_metaworld"}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(name, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp(name), name)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    checkpoint = Pi0Folder.read(folder)
+    model, entries = empty_model(checkpoint)
+    load_weights(model, entries, dtype=torch.float32, unused=Pi0.unused)
+    return model
+
+
+@pytest.fixture(scope="module")
+def recorded(name):
+    return golden(name)
+
+
+def inputs(recorded):
+    pixels = recorded["images_u8"].permute(1, 0, 4, 2, 3).float() / 127.5 - 1
+    return pixels, recorded["image_masks"].T, recorded["tokens"], recorded["token_mask"]
+
+
+@pytest.fixture
+def make(name, folder):
+    def make(**settings):
+        torch.manual_seed(0)
+        return Pi0.from_pretrained(folder, benchmark="metaworld", config_name=NAMES[name], **settings)
+
+    return make
+
+
+@pytest.fixture
+def seen():
+    torch.manual_seed(1)
+    td = make_metaworld_example(3)
+    td[keys.STATES] = torch.randn(3, 4)
+    return td
+
+
+# ---- recorded outputs
+
+
+def near(found, expected, tolerance=1e-5):
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+@torch.no_grad()
+def test_prefix(model, recorded):
+    embeddings, valid = model.embed_prefix(*inputs(recorded))
+    near(embeddings[:, ::8], recorded["prefix_embs_strided"])
+    assert torch.equal(valid, recorded["prefix_pad_masks"])
+    prefix = model.prefix(*inputs(recorded), output=True)
+    kept = valid[:, ::8]
+    # 1.1e-5 on numbers up to 5: the reference's attention is written out, ours is fused.
+    found, expected = prefix.output[:, ::8][kept], recorded["prefix_out_strided"][kept]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1.2e-5)
+    for layer, pair in enumerate(prefix.layers):
+        for found, letter in zip(pair, "kv", strict=True):
+            expected = recorded[f"kv_{letter}{layer}_strided"].transpose(1, 2)[kept]
+            torch.testing.assert_close(found[:, :, ::8].transpose(1, 2)[kept], expected, rtol=1e-5, atol=1.2e-5)
+
+
+@torch.no_grad()
+def test_suffix_and_velocity(model, recorded):
+    tokens, condition = model.embed_suffix(recorded["x_t"], recorded["t"], recorded["state"])
+    near(tokens, recorded["suffix_embs"])
+    if "adarms_cond" in recorded:
+        near(condition, recorded["adarms_cond"])
+    prefix = model.prefix(*inputs(recorded))
+    assert prefix.output is None
+    near(model.velocity(prefix, recorded["x_t"], recorded["t"], recorded["state"])[0], recorded["v_t"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [1, 5, 10])
+def test_samples(model, recorded, steps):
+    prefix, schedule, x = model.prefix(*inputs(recorded)), times(steps), recorded["noise"]
+    for number in range(steps):
+        now, then = schedule[number].expand(2), schedule[number + 1].expand(2)
+        x = euler(x, model.velocity(prefix, x, now, recorded["state"])[0], now, then)
+    near(x, recorded[f"sample_{steps}steps"])
+
+
+def test_loss_and_gradients(model, recorded, name):
+    time = recorded["t"].view(-1, 1, 1)
+    noisy = time * recorded["noise"] + (1 - time) * recorded["actions"]
+    model.zero_grad()
+    # The square of errors up to 4 doubles and quadruples rounding: the attention has to be written out as there.
+    with sdpa_kernel(SDPBackend.MATH):
+        speed, _ = model.velocity(model.prefix(*inputs(recorded)), noisy, recorded["t"], recorded["state"])
+    near(speed, recorded["v_at_training_xt"])
+    loss = (recorded["noise"] - recorded["actions"] - speed).square()
+    near(loss, recorded["flow_loss_elementwise"], 2e-5)
+    loss.mean().backward()
+    expected = json.loads((GOLDEN / name / "grad_norms.json").read_text())
+    found = {key: p.grad.norm().item() for key, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    compared = 0
+    for key, norm in expected.items():
+        key = EMBEDDINGS if key == LM_HEAD else key
+        if norm is not None and norm >= 1e-5:
+            assert found[key] == pytest.approx(norm, rel=1e-4, abs=1e-5), key
+            compared += 1
+    assert compared > 70
+
+
+@torch.no_grad()
+def test_a_masked_camera_can_be_left_out(model, recorded):
+    """The second sample's third camera is masked: without it the prefix is shorter and the velocity the same."""
+    pixels, image_valid, tokens, token_valid = (part[1:] for part in inputs(recorded))
+    assert not image_valid[0, 2]
+    short = model.prefix(pixels[:, :2], None, tokens, token_valid)
+    arguments = (recorded["x_t"][1:], recorded["t"][1:], recorded["state"][1:])
+    near(model.velocity(short, *arguments)[0], recorded["v_t"][1:])
+
+
+@pytest.mark.parametrize("variant", ["pi0", "pi05"])
+def test_full_size_layouts_fit(variant):
+    layout = json.loads((GOLDEN / f"{variant}_full_layout.json").read_text())
+    shapes = {key: tuple(shape) for key, shape in layout.items()}
+    with torch.device("meta"):
+        model = Pi0Model(Pi0ModelConfig.from_shapes(shapes))
+    config = model.config
+    assert config.vision.heads == 16 and config.expert.heads == config.language.heads == 8
+    assert config.pi05 == (variant == "pi05")
+    found = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    assert found == {key: shape for key, shape in shapes.items() if key != LM_HEAD and not Pi0.unused(key)}
+
+
+# ---- the checkpoint folder
+
+
+def test_what_is_saved_has_the_published_layout_and_acts_the_same(make, folder, seen, tmp_path):
+    policy = make(method="flow_noise", num_action_chunks=3)
+    policy.save_pretrained(tmp_path)
+    saved, original = load_file(tmp_path / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert saved.keys() == original.keys()
+    for key, tensor in saved.items():
+        assert torch.equal(tensor.float(), original[key].float()), key
+    again = load_policy(tmp_path)
+    assert again.config == policy.config and (again.chunk_size, again.horizon) == (3, 6)
+    torch.manual_seed(3)
+    first = act(policy, seen.clone(), ExplorationType.RANDOM)
+    torch.manual_seed(3)
+    second = act(again, seen.clone(), ExplorationType.RANDOM)
+    for key in (keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE):
+        assert torch.equal(first[key], second[key]), key
+    with pytest.raises(ValueError, match="leave config_name out"):
+        Pi0.from_pretrained(tmp_path, config_name="pi0_libero")
+
+
+def test_an_annealed_noise_level_is_kept_unless_another_is_asked_for(make, tmp_path):
+    policy = make(noise_anneal=(0.8, 0.2, 2))
+    policy.start_iteration(2)
+    policy.save_pretrained(tmp_path)
+    assert load_policy(tmp_path).noise_level.item() == pytest.approx(0.5)
+    assert load_policy(tmp_path, noise_anneal=(0.4, 0.1, 5)).noise_level.item() == pytest.approx(0.4)
+
+
+def test_bfloat16_and_lora(make, seen, tmp_path):
+    policy = make(dtype=torch.bfloat16)
+    assert policy.model.dtype == torch.bfloat16
+    precise = {n for n, p in policy.model.named_parameters() if p.dtype == torch.float32}
+    assert {n.rpartition(".")[0].rpartition(".")[2] for n in precise if "gemma_expert" not in n} >= {
+        *("action_in_proj", "action_out_proj", "patch_embedding", "input_layernorm", "post_attention_layernorm")
+    }
+    assert not any(part in n for n in precise for part in ("self_attn", "mlp.", "embed_tokens", "layer_norm"))
+    with pytest.raises(ValueError, match="bfloat16.*policy.lora_rank=32"):
+        Learner(ChunkClipPPOLoss(policy), lr=1e-5)
+    add_lora(policy, rank=2)
+    Learner(ChunkClipPPOLoss(policy), lr=1e-5)
+    adapted = [n for n, p in policy.named_parameters() if p.requires_grad and not n.startswith("value_head")]
+    assert adapted and all("gemma_expert" in n and ".lora_" in n for n in adapted)
+    assert policy.prefix_is_frozen
+    stored = act(policy, seen, ExplorationType.RANDOM)
+    assert stored[keys.ACTION].dtype == stored[keys.ACTION_LOG_PROB].dtype == torch.float32
+    log_prob, _, _ = policy.evaluate_actions(stored)
+    log_prob.sum().backward()
+    assert any(p.grad is not None and p.grad.any() for n, p in policy.named_parameters() if "lora_B" in n)
+    policy.save_pretrained(tmp_path)
+    again = load_policy(tmp_path)
+    assert has_lora(again) and again.model.dtype == torch.bfloat16
+    assert again.model.action_in_proj.weight.dtype == torch.float32
+    greedy = ExplorationType.DETERMINISTIC
+    near(act(again, seen, greedy)[keys.ACTION], act(policy, seen, greedy)[keys.ACTION])
+    merge_adapter(policy)
+    assert policy.prefix_is_frozen and policy.model.action_in_proj.weight.requires_grad
+    whole = make(train_expert_only=False)
+    add_lora(whole, rank=2)
+    assert not whole.prefix_is_frozen
+
+
+def test_a_bfloat16_model_acts_like_the_float32_one(make, seen):
+    dtypes, greedy = (torch.float32, torch.bfloat16), ExplorationType.DETERMINISTIC
+    exact, rounded = (act(make(dtype=dtype), seen.clone(), greedy)[keys.ACTION] for dtype in dtypes)
+    assert (exact - rounded).norm() < 0.05 * exact.norm()  # eight bits, through five steps
+
+
+def test_statistics():
+    raw = statistics(4)
+    values = torch.tensor([[0.1, 0.6, -0.4, 1.1]])
+    near(Pi0Statistics("x", raw, quantiles=False).normalize("state", values), torch.tensor([[0.0, 1.0, -1.0, 2.0]]))
+    near(Pi0Statistics("x", raw, quantiles=True).normalize("state", values), torch.tensor([[0.0, 0.5, -0.5, 1.0]]))
+    for quantiles in (False, True):
+        found = Pi0Statistics("x", raw, quantiles)
+        near(found.unnormalize("actions", found.normalize("actions", values)), values)
+
+
+def test_prompts():
+    prompts = Pi0Prompts(TOKENIZER.read_bytes(), 40)
+    first, second = prompts(["pick up_the cup\n", "pick up the cup"])
+    assert torch.equal(first, second) and first[0] == 2 and first.shape == (40,)
+    count = int((first != PAD).sum())
+    listed = prompts(["pick up the cup"], torch.tensor([[-2.0, -1.0, 0.0, 0.999, 2.0]]))
+    assert int((listed != PAD).sum()) > count
+    from sentencepiece import SentencePieceProcessor
+
+    text = SentencePieceProcessor(model_proto=TOKENIZER.read_bytes()).decode(listed[0][listed[0] != PAD].tolist())
+    assert "-1 0 128 255 255" in text.replace(" ⁇ ", "")
+    with pytest.raises(ValueError, match="instruction is empty"):
+        prompts([" "])
+    with pytest.raises(ValueError, match="max_prompt_length is 40"):
+        prompts(["word " * 60])
+    with pytest.raises(ValueError, match="no sentencepiece file"):
+        Pi0Prompts(b"nothing", 40)
+
+
+@pytest.mark.parametrize("config_name", PRESETS)
+def test_presets_name_benchmarks_that_have_an_adapter(config_name):
+    preset = PRESETS[config_name]
+    assert config_name.startswith("pi05_" if preset.pi05 else "pi0_")
+    assert preset.benchmark in config_name and preset.benchmark in ADAPTERS
+    assert all(joint < ADAPTERS[preset.benchmark].state_dim for joint in preset.relative)
+
+
+def test_relative_actions_are_relative_to_the_state(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "pi0_tiny")
+    policy = Pi0.from_pretrained(checkpoint, benchmark="libero", config_name="pi0_libero")
+    states = torch.arange(16.0).view(2, 8)
+    actions = torch.randn(2, 5, 7)
+    simulated = policy.to_simulator(actions, states)
+    plain = policy.statistics.unnormalize("actions", actions)
+    near(simulated[..., :6], plain[..., :6] + states[:, None, :6])
+    near(simulated[..., 6], plain[..., 6])
+    near(policy.to_model(simulated, states), actions, 1e-4)
+
+
+@pytest.mark.parametrize("benchmark", ["calvin", "maniskill"])
+def test_a_gripper_that_must_be_open_or_closed(benchmark, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "pi05_tiny")
+    policy = Pi0.from_pretrained(checkpoint, benchmark=benchmark, config_name=f"pi05_{benchmark}")
+    gripper = policy.to_simulator(torch.randn(2, 5, 7), torch.zeros(2, 7))[..., 6]
+    assert set(gripper.unique().tolist()) <= {-1.0, 1.0}
+
+
+def test_inspect_says_what_it_is(folder, name, make, tmp_path):
+    report = inspect(folder)
+    assert not report.missing and "set config_name" in report.facts["variant"]
+    assert report.facts["family"] == ("pi0 (pi0.5)" if name == "pi05_tiny" else "pi0")
+    make().save_pretrained(tmp_path)
+    report = inspect(tmp_path)
+    assert report.facts["variant"] == NAMES[name] and report.facts["heads"].endswith(".safetensors")
+    (tmp_path / "paligemma_tokenizer.model").unlink()
+    assert "tokenizer" in str(inspect(tmp_path))
+    shutil.rmtree(tmp_path / "assets")
+    assert "norm_stats.json" in str(inspect(tmp_path))
+
+
+def test_statistics_where_rlinfs_checkpoints_have_them(tmp_path):
+    folder = make_checkpoint(tmp_path, "pi0_tiny")
+    expected = Pi0Folder.read(folder).statistics
+    (folder / "physical-intelligence").mkdir()
+    (folder / "assets" / "tiny").rename(folder / "physical-intelligence" / "metaworld")
+    found = Pi0Folder.read(folder)
+    assert list(found.statistics) == ["physical-intelligence/metaworld"]
+    assert list(found.statistics.values()) == list(expected.values())
+    assert found.select_statistics(None, quantiles=False).key == "physical-intelligence/metaworld"
+    shutil.copytree(folder / "physical-intelligence", folder / "assets", dirs_exist_ok=True)
+    assert list(Pi0Folder.read(folder).statistics) == ["metaworld"]  # openpi's place counts, and then no other
+    (folder / "assets").rename(folder / "elsewhere")
+    (folder / "assets").symlink_to(folder / "elsewhere")
+    assert list(Pi0Folder.read(folder).statistics) == ["metaworld"]
+
+
+# ---- reinforcement learning
+
+
+@pytest.mark.parametrize("method", ["flow_sde", "flow_noise", "flow_cps"])
+@pytest.mark.parametrize("reads", [None, "mean", "last", "first"])
+def test_the_ratio_is_one_and_a_kept_prefix_changes_nothing(make, seen, method, reads):
+    policy = make(method=method, value_after_vlm=reads)
+    stored = act(policy, seen, ExplorationType.RANDOM)
+    assert stored[keys.ACTION].shape == (3, 5, 4) and stored[keys.DENOISE_CHAIN].shape[2:] == (6, 8)
+    plain = policy.evaluate_actions(stored)
+    near(plain[0], stored[keys.ACTION_LOG_PROB])
+    near(plain[2], stored[keys.STATE_VALUE], 1e-6)
+    prepared = policy.prepare(stored.clone())
+    assert prepared.get(keys.PREFIX_KEYS, None) is not None
+    for first, second in zip(plain, policy.evaluate_actions(prepared[torch.tensor([2, 0])]), strict=True):
+        near(second, first[torch.tensor([2, 0])])
+
+
+def test_the_prefix_is_kept_only_if_it_is_frozen_and_fits(make, seen):
+    small = make(prefix_gigabytes=1e-6)
+    stored = act(small, seen, ExplorationType.RANDOM)
+    assert small.prefix_bytes(3, 12) > 1000
+    with pytest.warns(UserWarning, match="prefix_gigabytes"):
+        assert small.prepare(stored).get("prefix", None) is None
+    whole = make(train_expert_only=False)
+    assert whole.prepare(act(whole, seen.clone(), ExplorationType.RANDOM)).get("prefix", None) is None
+
+
+@pytest.mark.parametrize("only", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_what_the_update_reaches(make, seen, only, checkpointing):
+    policy = make(train_expert_only=only, gradient_checkpointing=checkpointing)
+    stored = act(policy, seen, ExplorationType.RANDOM)
+    log_prob, _, value = policy.evaluate_actions(stored)
+    (log_prob.sum() + value.sum()).backward()
+    reached = {n for n, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
+    assert any("gemma_expert" in n for n in reached) and any(n.startswith("value_head") for n in reached)
+    assert any("paligemma.model.vision" in n for n in reached) == (not only)
+
+
+def test_imitation(make, seen):
+    policy = make(num_action_chunks=4)
+    seen[keys.PROMPT_TOKENS] = policy.prompt_tokens(seen.get(keys.TASK_DESCRIPTIONS).tolist(), seen[keys.STATES])
+    seen[keys.ACTION] = torch.rand(3, 4, 4)
+    loss = policy.imitation_loss(seen, sigma=0.0)
+    assert loss.shape == (3, 4) and math.isfinite(loss.sum().item())
+
+
+# ---- bad input
+
+
+def spoil(folder, what):
+    if what == "statistics":
+        shutil.rmtree(folder / "assets")
+    elif what == "tokenizer":
+        (folder / "paligemma_tokenizer.model").unlink()
+    elif what == "jax":
+        (folder / "model.safetensors").unlink()
+        (folder / "params").mkdir()
+    elif what == "weights":
+        (folder / "model.safetensors").unlink()
+    elif what == "another":
+        save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
+    elif what == "small":
+        file = folder / "assets" / "tiny" / "norm_stats.json"
+        file.write_text(json.dumps({"norm_stats": statistics(3)}))
+    elif what == "two":
+        shutil.copytree(folder / "assets" / "tiny", folder / "assets" / "other")
+
+
+@pytest.mark.parametrize(
+    ("what", "settings", "message"),
+    [
+        ("statistics", {}, "norm_stats.json"),
+        ("tokenizer", {}, "paligemma_tokenizer.model"),
+        ("jax", {}, "JAX checkpoint.*convert"),
+        ("weights", {}, "has no model.safetensors"),
+        ("another", {}, "not a checkpoint of pi0"),
+        ("small", {}, "have 3 numbers of state, the benchmark has 4"),
+        ("two", {}, "norm_stats_id.*other.*tiny"),
+        ("", {"norm_stats_id": "nothing"}, "'tiny'"),
+        ("", {"config_name": "pi0_metawrld"}, "config_name is one of"),
+        ("", {"config_name": "pi05_metaworld"}, "checkpoint is of pi0"),
+        ("", {"benchmark": "libero"}, "pi0_metaworld is for metaworld"),
+        ("", {"benchmark": "robotwin", "config_name": "pi0_aloha_robotwin"}, "room for 8 numbers"),
+        ("", {"num_images_in_input": 4}, "3 slots"),
+        ("", {"num_images_in_input": 2}, "metaworld has 1 cameras"),
+        ("", {"num_action_chunks": 7}, "must be 1 to 6"),
+        ("", {"num_steps": 0}, "num_steps is 0"),
+        ("", {"noise_level": 0.0}, "no log-probability"),
+        ("", {"value_after_vlm": "max"}, "'mean', 'last', 'first'"),
+        ("", {"layout": "official"}, "Pi0 has no settings"),
+    ],
+)
+def test_a_folder_or_setting_that_does_not_fit_is_refused(what, settings, message, tmp_path):
+    folder = make_checkpoint(tmp_path / "checkpoint")
+    spoil(folder, what)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        Pi0.from_pretrained(folder, **{"benchmark": "metaworld", "config_name": "pi0_metaworld", **settings})
+
+
+def test_states_of_another_size_are_refused(make, seen):
+    policy = make()
+    seen[keys.STATES] = torch.zeros(3, 7)
+    with pytest.raises(ValueError, match="states of metaworld have 4 numbers"):
+        policy(seen)

@@ -1,0 +1,271 @@
+"""The vision backbone and the image preprocessing of OpenVLA against the reference's numbers."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from paths import GOLDEN
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from vla_policies.nn.dino_siglip import PREFIX, DualVisionBackbone, TransformerConfig, VisionConfig, heads_of
+from vla_policies.processing.images import (
+    ImagePreprocessor,
+    center_crop,
+    normalize,
+    pixel_values,
+    resize_exact,
+    resize_fast,
+)
+
+TINY = GOLDEN / "openvla_tiny"
+STEP = 7  # the stored pixels are every seventh row and column
+SMALL = VisionConfig(
+    TransformerConfig(8, 3, 2, 16, registers=4, layer_scale=True, num_patches=4),
+    TransformerConfig(8, 3, 2, 16, num_patches=4),
+)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(TINY / "golden_io.npz") as stored:
+        return {name: torch.from_numpy(stored[name]) for name in stored.files}
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return {name: tensor.float() for name, tensor in load_file(TINY / "model.safetensors").items()}
+
+
+@pytest.fixture(scope="module")
+def preprocessor():
+    return ImagePreprocessor.from_config(json.loads((TINY / "preprocessor_config.json").read_text()))
+
+
+@pytest.fixture
+def backbone(weights):
+    config = VisionConfig.from_shapes(shapes_of(weights), heads_of(json.loads((TINY / "config.json").read_text())))
+    backbone = DualVisionBackbone(config)
+    used = {name for name in weights if name.startswith(PREFIX) and not config.unused(name)}
+    backbone.load_state_dict({name.removeprefix(PREFIX): weights[name] for name in used}, strict=True)
+    return backbone
+
+
+def shapes_of(tensors):
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def random_images(*shape):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (*shape, 3), dtype=torch.uint8, generator=generator)
+    images[-1] = (images[-1] > 127) * 255  # full contrast: the cubic overshoots and has to be clipped
+    return images
+
+
+# Pixels.
+
+
+def test_pixel_values_equal_the_reference(golden, preprocessor):
+    pixels = pixel_values(golden["images"].unsqueeze(1), preprocessor)
+    assert pixels.shape == (2, 6, 224, 224) and pixels.dtype == torch.float32
+    assert torch.equal(pixels[:, :, ::STEP, ::STEP], golden["pixel_values_strided"])
+    assert_close(pixels.mean((2, 3)), golden["pixel_values_mean"], atol=1e-6, rtol=0)
+
+
+def test_pixel_values_of_a_resized_image_equal_the_reference(golden, preprocessor):
+    pixels = preprocessor(golden["image_256"][None, None])
+    assert torch.equal(pixels[:, :, ::STEP, ::STEP], golden["pixel_values_256_strided"])
+
+
+def test_each_of_several_images_has_six_channels_of_its_own(golden, preprocessor):
+    images = golden["images"]
+    both = pixel_values(images.unsqueeze(0), preprocessor)
+    each = [pixel_values(image[None, None], preprocessor) for image in images]
+    assert torch.equal(both, torch.cat(each, dim=1))
+
+
+SIZES = [(256, 256), (480, 640), (240, 320), (128, 128), (84, 96), (224, 300), (3, 5)]
+
+
+@pytest.mark.parametrize("height, width", SIZES)
+def test_exact_resize_equals_pillow_in_every_bit(height, width):
+    image_module = pytest.importorskip("PIL.Image")
+    images = random_images(2, height, width)
+    resized = [
+        np.array(image_module.fromarray(image.numpy()).resize((224, 200), image_module.Resampling.BICUBIC))
+        for image in images
+    ]
+    assert torch.equal(resize_exact(images, (200, 224)), torch.from_numpy(np.stack(resized)))
+
+
+@pytest.mark.parametrize("height, width", SIZES)
+def test_fast_resize_is_the_same_filter_with_other_rounding(height, width):
+    images = random_images(2, height, width)
+    exact, fast = resize_exact(images, (224, 224)), resize_fast(images, (224, 224))
+    assert fast.shape == exact.shape and fast.dtype == torch.uint8
+    assert (fast.int() - exact.int()).abs().max() <= 2
+
+
+@pytest.mark.parametrize("resize", [resize_exact, resize_fast])
+def test_an_image_of_the_right_size_is_not_touched(resize):
+    images = random_images(2, 224, 224)
+    assert torch.equal(resize(images, (224, 224)), images)
+
+
+def test_centre_crop_follows_its_formula():
+    images = random_images(1, 40, 50)
+    area, (height, width) = 0.9, (30, 60)
+    side = np.sqrt(area)
+    source = images[0].double().numpy() / 255
+    expected = np.empty((height, width, 3))
+    for i in range(height):
+        for j in range(width):
+            y = 39 * ((1 - side) / 2 + i * side / (height - 1))
+            x = 49 * ((1 - side) / 2 + j * side / (width - 1))
+            top, left = int(y), int(x)
+            box = source[top : top + 2, left : left + 2]
+            rows = box[0] + (box[1] - box[0]) * (y - top)
+            expected[i, j] = rows[0] + (rows[1] - rows[0]) * (x - left)
+    cropped = center_crop(images, area, (height, width))[0].int().numpy()
+    difference = np.abs(cropped - np.floor(expected * 255.5))
+    assert difference.max() <= 1 and (difference > 0).mean() < 1e-3  # float32 just below or above a whole level
+
+
+def test_centre_crop_of_everything_and_of_one_colour_changes_nothing():
+    images = random_images(2, 32, 32)
+    assert torch.equal(center_crop(images, 1.0), images)
+    levels = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 3)
+    assert torch.equal(center_crop(levels), levels)
+
+
+def test_the_options_of_the_preprocessor_do_something(golden):
+    image = golden["image_256"][None, None]
+    plain = ImagePreprocessor()(image)
+    for option in ("fast", "crop"):
+        changed = ImagePreprocessor(**{option: True})(image)
+        assert changed.shape == plain.shape and not torch.equal(changed, plain)
+
+
+def test_unusable_images_and_preprocessors_are_refused(preprocessor):
+    images = random_images(2, 8, 8)
+    with pytest.raises(ValueError, match=r"expected \[N, images, H, W, 3\]"):
+        pixel_values(images, preprocessor)
+    for refuse in (resize_exact, resize_fast):
+        with pytest.raises(ValueError, match=r"torch.float32 .* expected torch.uint8 RGB \[N, H, W, 3\]"):
+            refuse(images.float(), (224, 224))
+    with pytest.raises(ValueError, match="expected torch.uint8 RGB"):
+        normalize(images.permute(0, 3, 1, 2), preprocessor.means[0], preprocessor.stds[0])
+    with pytest.raises(ValueError, match="fraction in"):
+        center_crop(images, area=0.0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"means": None}, "has no .'means'."),
+        ({"image_resize_strategy": "letterbox"}, "'letterbox'"),
+        ({"interpolations": ["bilinear", "bilinear"]}, "bilinear"),
+        ({"input_sizes": [[3, 224, 224], [3, 384, 384]]}, "of one size"),
+        ({"input_sizes": [[3, 224, 224]]}, "1 inputs"),
+    ],
+)
+def test_a_preprocessor_config_of_another_model_is_refused(change, message):
+    config = json.loads((TINY / "preprocessor_config.json").read_text()) | change
+    with pytest.raises(ValueError, match=message):
+        ImagePreprocessor.from_config({name: value for name, value in config.items() if value is not None})
+
+
+# Features.
+
+
+def test_vision_features_equal_the_reference(golden, backbone, preprocessor):
+    with torch.no_grad():
+        features = backbone(pixel_values(golden["images"].unsqueeze(1), preprocessor))
+    assert features.shape == (2, 256, 80)
+    # 1e-6 of the value as well: at the largest features, 147, one bit of float32 is already 1.5e-5.
+    assert_close(features[:, ::8], golden["vision_features_strided"], atol=1e-5, rtol=1e-6)
+
+
+def test_tokens_of_several_images_follow_each_other(golden, backbone, preprocessor):
+    images = golden["images"]
+    with torch.no_grad():
+        both = backbone(pixel_values(images.unsqueeze(0), preprocessor))
+        each = backbone(pixel_values(images.unsqueeze(1), preprocessor))
+    assert_close(both, each.flatten(0, 1).unsqueeze(0), atol=1e-5, rtol=1e-6)
+
+
+def test_gradient_checkpointing_changes_no_number():
+    backbone, pixels = DualVisionBackbone(SMALL), torch.randn(2, 6, 28, 28)
+    gradients = []
+    for backbone.gradient_checkpointing in (False, True):
+        backbone.zero_grad()
+        backbone(pixels).square().mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in backbone.named_parameters()})
+    assert backbone.featurizer.gradient_checkpointing and backbone.fused_featurizer.gradient_checkpointing
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_unused_keys_are_those_without_a_gradient_in_the_reference(weights):
+    norms = json.loads((TINY / "grad_norms.json").read_text())
+    config = VisionConfig.from_shapes(shapes_of(weights), (4, 4))
+    without = {name for name, norm in norms.items() if norm is None}
+    assert {name for name in weights if config.unused(name)} == without
+    assert config.unused("base_model.model." + PREFIX + "featurizer.blocks.2.attn.qkv.lora_A.weight")
+    assert config.unused("base_model.model." + PREFIX + "fused_featurizer.attn_pool.mlp.fc1.lora_B.weight")
+    assert not config.unused("base_model.model." + PREFIX + "featurizer.blocks.1.attn.qkv.lora_A.weight")
+
+
+def test_full_size_checkpoint_has_exactly_the_parameters_that_are_built():
+    shapes = json.loads((GOLDEN / "openvla_7b_full_layout.json").read_text())
+    shapes = {name: tuple(shape) for name, shape in shapes.items()}
+    names = ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"]
+    config = VisionConfig.from_shapes(shapes, heads_of({"timm_model_ids": names}))
+    assert config == VisionConfig()
+    assert (config.dim, config.num_patches, config.image_size) == (2176, 256, 224)
+    with torch.device("meta"):
+        backbone = DualVisionBackbone(config)
+    used = {name: shape for name, shape in shapes.items() if name.startswith(PREFIX) and not config.unused(name)}
+    assert {PREFIX + name: shape for name, shape in shapes_of(backbone.state_dict()).items()} == used
+
+
+def test_film_modulates_by_the_instruction_and_is_read_from_the_shapes():
+    torch.manual_seed(0)
+    config = VisionConfig(replace(SMALL.featurizer, film_dim=6), replace(SMALL.fused_featurizer, film_dim=6))
+    backbone = DualVisionBackbone(config)
+    checkpoint = {**shapes_of(backbone.state_dict())}
+    for name in ("featurizer", "fused_featurizer"):  # the last block, of which only the number counts
+        checkpoint[f"{name}.blocks.2.norm1.weight"] = (8,)
+    assert VisionConfig.from_shapes(checkpoint, (2, 2)) == config
+
+    pixels, language = torch.randn(2, 12, 28, 28), torch.randn(2, 6)
+    features = backbone(pixels, language)
+    assert features.shape == (2, 8, 16)
+    other = backbone(pixels, torch.stack([language[0], -language[1]]))
+    assert torch.equal(features[0], other[0]) and not torch.allclose(features[1], other[1])
+    with pytest.raises(ValueError, match="has FiLM layers"):
+        backbone(pixels)
+    with pytest.raises(ValueError, match="without FiLM"):
+        DualVisionBackbone(SMALL)(pixels, language)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 224, 224), (1, 6, 256, 256), (6, 224, 224)])
+def test_pixels_of_another_shape_are_refused(backbone, shape):
+    with pytest.raises(ValueError, match=r"expected \[B, 6 \* images, 224, 224\]"):
+        backbone(torch.zeros(shape))
+
+
+def test_sizes_that_cannot_be_read_are_refused(weights):
+    with pytest.raises(ValueError, match="0 vision models.*OpenVLA has two"):
+        heads_of({})
+    with pytest.raises(ValueError, match="'resnet50' of config.json.*\"vision_heads\""):
+        heads_of({"timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "resnet50"]})
+    assert heads_of({"timm_model_ids": ["mine", "mine"], "vision_heads": [8, 2]}) == (8, 2)
+    shapes = shapes_of(weights)
+    with pytest.raises(ValueError, match="5 attention heads do not divide the width 32"):
+        VisionConfig.from_shapes(shapes, (5, 4))
+    del shapes["vision_backbone.fused_featurizer.pos_embed"]
+    with pytest.raises(ValueError, match="fused_featurizer.pos_embed.*not the vision backbone"):
+        VisionConfig.from_shapes(shapes, (4, 4))

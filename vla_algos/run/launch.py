@@ -1,0 +1,176 @@
+"""Where a recipe runs: in this process, or as a job on a SLURM cluster through submitit."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import submitit
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from submitit.core.utils import FailedJobError
+
+from vla_algos import parallel
+from vla_algos.parallel import process_group
+from vla_algos.run.provenance import record_submission
+from vla_algos.run.resume import SIGNALS
+from vla_common.errors import unknown_name
+
+Recipe = Callable[[DictConfig, Path], None]
+LAUNCHERS = ("local", "slurm")
+_SLURM = {  # settings under their names in submitit
+    "partition": "slurm_partition",
+    "account": "slurm_account",
+    "qos": "slurm_qos",
+    "constraint": "slurm_constraint",
+    "nodes": "nodes",
+    "tasks_per_node": "tasks_per_node",
+    "cpus": "cpus_per_task",
+    "gpus": "gpus_per_node",
+    "memory_gb": "mem_gb",
+    "minutes": "timeout_min",
+    "warning": "slurm_signal_delay_s",
+    "setup": "slurm_setup",
+}
+
+
+class SlurmRun(submitit.helpers.Checkpointable):
+    """What a job runs, again each time it was requeued: the run itself finds out where it stopped."""
+
+    def __init__(self, recipe: Recipe, config: DictConfig, folder: Path):
+        self.recipe, self.config, self.folder = recipe, config, folder
+
+    def __call__(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
+        with process_group():
+            self.recipe(self.config, self.folder)
+        # Python takes its own handlers away before it ends; a warning of the time limit would then fail a finished run.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def launch(recipe: Recipe, config: DictConfig, *, alone: bool = False) -> None:
+    """Run ``recipe(config, folder)`` where ``config.launcher`` says.
+
+    Args:
+        recipe: what to run.
+        config: the composed configuration.
+        alone: the recipe runs in one process.
+
+    Raises:
+        ValueError: an unknown launcher or setting, or more processes than the recipe can use.
+        RuntimeError: there is no SLURM, or it refuses the job; says why.
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
+    name = config.launcher.get("name")
+    if name not in LAUNCHERS:
+        raise unknown_name("launcher", str(name), LAUNCHERS, example="local")
+    settings = OmegaConf.to_container(config.launcher, resolve=True)
+    known = ["name", *([*_SLURM, "wait", "seeds"] if name == "slurm" else [])]
+    for key in settings:
+        if key not in known:
+            raise unknown_name("setting", f"launcher.{key}", [f"launcher.{other}" for other in known])
+    processes = parallel.processes_started() * settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
+    if processes > 1 and alone:
+        raise ValueError(
+            f"recipes/{HydraConfig.get().job.name}.py runs in one process, not in {processes}: leave out torchrun, or "
+            "set launcher.nodes=1 launcher.tasks_per_node=1"
+        )
+    if parallel.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
+    if name == "local":
+        with process_group():
+            recipe(config, _common_folder(folder))
+        return
+    wait, seeds = settings.pop("wait"), settings.pop("seeds")
+    del settings["name"]
+    if shutil.which("sbatch") is None:
+        raise RuntimeError(
+            "no SLURM on this machine: sbatch is not on the PATH; log in to a node that submits jobs, or run here: "
+            "launcher=local"
+        )
+    runs = [SlurmRun(recipe, config, folder)]
+    if seeds is not None:
+        runs = [SlurmRun(recipe, OmegaConf.merge(config, {"seed": seed}), folder / f"seed{seed}") for seed in seeds]
+    for run in runs:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        record_submission(run.folder)
+    _report(_submit(runs, folder / "slurm", HydraConfig.get().job.name, settings), runs, wait)
+
+
+def _common_folder(folder: Path) -> Path:
+    """The folder of the first process: its name has the time in it, and others may have come a second later."""
+    common = parallel.from_main(folder)
+    if folder != common:
+        with contextlib.suppress(FileNotFoundError):  # several may have the same one
+            if {path.name for path in folder.iterdir()} <= {".hydra", f"{HydraConfig.get().job.name}.log"}:
+                shutil.rmtree(folder, ignore_errors=True)
+    return common
+
+
+def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list[submitit.Job]:
+    # Submitit counts warnings that come before the run listens to them itself, and would end the job at the fourth.
+    executor = submitit.AutoExecutor(
+        folder=logs, cluster="slurm", slurm_python=_python(), slurm_max_num_timeout=1_000_000
+    )
+    given = {_SLURM[key]: value for key, value in settings.items() if value not in (None, [], 0)}
+    executor.update_parameters(name=name, **given)
+    executor.update_parameters(slurm_additional_parameters={"requeue": True})
+    executor.update_parameters(slurm_srun_args=["--kill-on-bad-exit=1"])  # a process that fails ends the others
+    try:
+        if len(runs) == 1:
+            return [executor.submit(runs[0])]
+        with executor.batch():  # one array
+            jobs = [executor.submit(run) for run in runs]
+        return jobs
+    except (FailedJobError, subprocess.CalledProcessError) as error:
+        said = str(getattr(error, "stderr", "") or error).strip().splitlines()
+        listing = ["sinfo", "-h", "-o", "%R (%c CPUs, %m MB and %G per node)"]
+        partitions = sorted(set(subprocess.run(listing, capture_output=True, text=True).stdout.splitlines()))
+        raise RuntimeError(
+            f"SLURM refuses the job: {said[-1] if said else error}. Partitions here: "
+            f"{', '.join(partitions) or 'none'}; set launcher.partition, launcher.gpus, launcher.cpus and "
+            "launcher.memory_gb to what they have"
+        ) from error
+
+
+def _python() -> str:
+    """The interpreter of a job, in which SLURM's warning waits until somebody can understand it.
+
+    Importing takes seconds; in them the signal would end the process, and the job would have failed.
+    """
+    blocking = ["env", "--block-signal=USR2"]
+    known = subprocess.run([*blocking, "true"], capture_output=True).returncode == 0  # coreutils of 2019 and later
+    return shlex.join([*blocking, sys.executable] if known else [sys.executable])
+
+
+def _report(jobs: list[submitit.Job], runs: list[SlurmRun], wait: bool) -> None:
+    for job, run in zip(jobs, runs, strict=True):
+        print(f"job {job.job_id}\n  run     {run.folder}\n  follow  tail -F {job.paths.stdout}")
+        print(f"  errors  {job.paths.stderr}\n  cancel  scancel {job.job_id}")
+    if wait:
+        for job in jobs:
+            _follow(job)
+
+
+def _follow(job: submitit.Job) -> None:
+    """Print the log of a job while it grows, until the job is gone from the queue."""
+    seen = 0
+    while True:
+        queued = subprocess.run(["squeue", "-h", "-j", job.job_id], capture_output=True, text=True).stdout.strip()
+        if job.paths.stdout.exists():
+            with open(job.paths.stdout) as log:
+                log.seek(seen)
+                print(log.read(), end="", flush=True)
+                seen = log.tell()
+        if not queued:
+            return
+        time.sleep(2)

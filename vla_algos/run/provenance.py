@@ -1,0 +1,113 @@
+"""``run.json``: with what code, versions and machine a run was made, and what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = (
+    *("torch", "torchrl", "tensordict", "gymnasium", "numpy"),
+    *("mujoco", "metaworld", "hf-libero", "robosuite", "mani_skill", "sapien"),
+)
+_CODE = Path(__file__).resolve().parent.parent
+
+
+def record_submission(folder: Path) -> None:
+    """Note in ``run.json`` what a job is to run, before it waits in a queue."""
+    record = {**_read(folder), "submitted": {"at": _now(), "command": [sys.executable, *sys.argv], "code": code()}}
+    _write(folder, record)
+
+
+def record_start(folder: Path) -> None:
+    """Add a process to ``run.json``; a run that was resumed has several.
+
+    Warns where the code is no longer that of :func:`record_submission`.
+    """
+    record = _read(folder)
+    now, then = code(), record.get("submitted", {}).get("code", {})
+    if "SLURM_JOB_ID" in os.environ and then and now != then:
+        warnings.warn(
+            f"this job runs other code than was there when it was submitted: {_shown(now)} now, {_shown(then)} then; "
+            "submit from a checkout that stays as it is",
+            stacklevel=2,
+        )
+    record.setdefault("processes", []).append(
+        {
+            "started": _now(),
+            "command": [sys.executable, *sys.argv],
+            "host": platform.node(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+            "slurm_job": os.environ.get("SLURM_JOB_ID"),
+            "python": platform.python_version(),
+            "versions": versions(),
+            "code": now,
+        }
+    )
+    _write(folder, record)
+
+
+def record_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Add what came of the run to ``run.json``."""
+    _write(folder, {**_read(folder), "finished": _now(), **result})
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what decides results."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def code() -> dict[str, Any]:
+    """Commit of this library's checkout, and a fingerprint of the changes to its files; empty outside of one."""
+
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(["git", "-C", _CODE, *arguments], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    try:
+        commit = git("rev-parse", "HEAD")
+    except OSError:  # no git
+        return {}
+    if commit is None:
+        return {}
+    changes = git("diff", "HEAD")
+    return {"commit": commit, "changes": hashlib.sha1(changes.encode()).hexdigest()[:9] if changes else None}
+
+
+def _shown(found: Mapping[str, Any]) -> str:
+    if not found:
+        return "no checkout"
+    return f"commit {found['commit'][:9]}" + (f" with changes {found['changes']}" if found["changes"] else "")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / "run.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _write(folder: Path, record: dict[str, Any]) -> None:
+    unfinished = folder / ".run.json"
+    unfinished.write_text(json.dumps(record, indent=2) + "\n")
+    unfinished.replace(folder / "run.json")

@@ -1,0 +1,280 @@
+"""A run that goes on where it stopped: checkpoints between iterations, and signals that ask it to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from vla_algos import parallel
+from vla_algos.run.checkpoints import (
+    CheckpointError,
+    latest_checkpoint,
+    load_training_state,
+    random_state,
+    save_checkpoint,
+    set_random_state,
+)
+from vla_policies import VLAPolicy
+
+T = TypeVar("T")
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # SLURM's: at a preemption, and before the time limit
+_FAILURES = 3  # saves in a row that may fail
+
+
+class Interrupted(BaseException):
+    """A signal asks the run to stop; not an ``Exception``, so that nothing on the way takes it for a failure."""
+
+
+class Stateful(Protocol):
+    """What a part of a run offers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class ResumableRun:
+    """Saves the state of a run after iterations, and goes on from the last one that was saved.
+
+    The state is that between two iterations: trained weights, all parts, random states and notes. A run that was
+    interrupted at any time and resumed computes bit for bit what it would have computed otherwise: an iteration that
+    was not finished is run again.
+
+    Used as a context manager it handles SIGTERM and SIGUSR2. Inside of :meth:`interruptible` they stop the run at once,
+    at :meth:`stop_if_asked` if nothing is lost by it, elsewhere after the iteration; the state is saved, and after
+    SIGUSR2 a SLURM job is put back into the queue.
+
+    Of several processes the first one writes, with the parts and random states of all. They stop together, at the end
+    of an :meth:`interruptible` or of an iteration, whichever of them was told to.
+
+    Args:
+        folder: of the run; checkpoints are in ``checkpoints``.
+        policy: its trained parameters and buffers are saved.
+        parts: by name, what else changes: learner, collector.
+        every: iterations between two checkpoints.
+
+    Attributes:
+        notes: plain values that a recipe keeps over an interruption.
+        seconds: that earlier processes spent on this run.
+    """
+
+    def __init__(self, folder: Path, policy: VLAPolicy, parts: Mapping[str, Stateful], every: int):
+        if every < 1:
+            raise ValueError(f"checkpoint_every is {every}, must be at least 1")
+        self.folder, self.policy, self.parts, self.every = folder, policy, dict(parts), every
+        self.notes: dict[str, Any] = {}
+        self.seconds = 0.0
+        self._started = time.perf_counter()
+        self._between: dict[str, Any] | None = None  # of this process; weights and learner change in the update only
+        self._iteration = self._saved = -1
+        self._signal: int | None = None
+        self._may_stop = False
+        self._failures = 0
+        self._handlers: dict[int, Any] = {}
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.folder / "checkpoints"
+
+    def resume(self) -> int | None:
+        """Restore the last checkpoint; returns how many iterations were done, ``None`` if there is none.
+
+        Raises:
+            CheckpointError: it is broken, or of another policy.
+        """
+        checkpoint = parallel.from_main(self._latest())
+        if checkpoint is None:
+            return None
+        state = load_training_state(checkpoint)
+        processes = state["processes"]
+        if len(processes) != parallel.world_size():
+            raise CheckpointError(
+                f"{checkpoint} is of {len(processes)} processes, this run has {parallel.world_size()}: go on with "
+                f"as many, or start in a new folder from one of the policies {self.checkpoints}/*/policy"
+            )
+        own = processes[parallel.rank()]
+        load_trained(self.policy, state["weights"], checkpoint)
+        for name, part in self.parts.items():
+            part.load_state_dict(state["learner"] if name == "learner" else own["parts"][name])
+        self.notes, self.seconds = state["notes"], state["seconds"]
+        set_random_state(own["random"])
+        self._iteration = self._saved = state["iteration"]
+        if self._iteration:
+            self.policy.start_iteration(self._iteration)  # what is annealed follows the settings of this process
+        self._remember()
+        return self._iteration
+
+    def finish(self, iteration: int, publish: bool = False) -> None:
+        """Say that an iteration is over: the place to save, and to stop.
+
+        Args:
+            iteration: its number.
+            publish: save now, and the policy as a folder of its own, for evaluation and publishing.
+
+        Raises:
+            Interrupted: a signal came during the iteration.
+        """
+        self._iteration = iteration
+        self._remember()
+        stopping = parallel.largest(self._signal or 0)
+        if publish or iteration % self.every == 0 or stopping:
+            self._save(publish)
+        self._stop(stopping)
+
+    def interruptible(self, work: Callable[[], T]) -> T:
+        """Do work that changes neither weights nor learner, which a signal may break off; returns its result.
+
+        Nothing in it may wait for another process.
+
+        Raises:
+            Interrupted: a signal came, here or to another process.
+        """
+        result = None
+        try:
+            self._may_stop = True
+            if self._signal is not None:
+                raise Interrupted
+            result = work()
+            self._may_stop = False
+        except Interrupted:
+            pass
+        finally:
+            self._may_stop = False
+        self._stop(parallel.largest(self._signal or 0))
+        return result
+
+    def stop_if_asked(self) -> None:
+        """A place within an update where the run may stop: only if the state before the update is on disk already.
+
+        Raises:
+            Interrupted: a signal came, here or to another process.
+        """
+        if self._saved == self._iteration:
+            self._stop(parallel.largest(self._signal or 0))
+
+    def __enter__(self) -> ResumableRun:
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if kind is Interrupted:
+            for number in self._handlers:
+                signal.signal(number, signal.SIG_IGN)  # a second one must not break off the save
+            self._leave()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if kind is Interrupted:
+            raise SystemExit(128 + self._signal)
+
+    def _leave(self) -> None:
+        if self._between is not None and self._saved != self._iteration:
+            self._save()
+        if parallel.is_main():
+            done = f"after {self._iteration} iterations" if self._between is not None else "before its first iteration"
+            print(
+                f"\nstopped by {signal.Signals(self._signal).name} {done}; the same command with "
+                f"hydra.run.dir={self.folder} goes on"
+            )
+            if self._signal == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
+                requeue()
+        parallel.wait_for_all()  # whoever ends first may have the others killed
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._signal = number
+        if self._may_stop:
+            self._may_stop = False
+            raise Interrupted
+
+    def _stop(self, number: int) -> None:
+        """Stop because of a signal that some process got; 0 for none."""
+        if number:
+            self._signal = number
+            raise Interrupted
+
+    def _latest(self) -> Path | None:
+        try:
+            return latest_checkpoint(self.checkpoints)
+        except CheckpointError:
+            return None
+
+    def _remember(self) -> None:
+        parts = {name: part.state_dict() for name, part in self.parts.items() if name != "learner"}
+        self._between = {"parts": parts, "random": random_state()}
+
+    def _save(self, publish: bool = False) -> None:
+        processes = parallel.gather_objects(self._between)
+        if parallel.from_main(parallel.is_main() and self._write(processes, publish)):
+            self._saved = self._iteration
+
+    def _write(self, processes: list[dict[str, Any]], publish: bool) -> bool:
+        state = {
+            "iteration": self._iteration,
+            "notes": self.notes,
+            "seconds": self.seconds + time.perf_counter() - self._started,
+            "weights": trained(self.policy),
+            "learner": self.parts["learner"].state_dict(),
+            "processes": processes,
+        }
+        try:
+            save_checkpoint(self.checkpoints, self._iteration, self.policy if publish else None, state)
+        except OSError as error:  # a full disk: what was saved before is still there
+            self._failures += 1
+            tqdm.write(f"the checkpoint after iteration {self._iteration} could not be saved: {error}")
+            if self._failures == _FAILURES:
+                raise OSError(
+                    f"{_FAILURES} checkpoints in a row could not be saved in {self.checkpoints} ({error}); make room, "
+                    f"then type the same command with hydra.run.dir={self.folder}: it goes on from the last one"
+                ) from error
+            return False
+        self._failures = 0
+        return True
+
+
+def trained(policy: VLAPolicy) -> dict[str, torch.Tensor]:
+    """What training changes: parameters that have a gradient, and all saved buffers."""
+    parameters = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    fixed = {name for name, _ in policy.named_parameters()} - parameters
+    return {name: tensor.detach().cpu() for name, tensor in policy.state_dict().items() if name not in fixed}
+
+
+def load_trained(policy: VLAPolicy, weights: Mapping[str, torch.Tensor], source: Path) -> None:
+    """Restore :func:`trained`.
+
+    Raises:
+        CheckpointError: they are those of another policy.
+    """
+    expected = trained(policy)
+    wrong = [name for name in expected.keys() | weights.keys() if _shape(expected, name) != _shape(weights, name)]
+    if wrong:
+        raise CheckpointError(
+            f"{source} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run with the "
+            "policy settings of that run, or in a new folder"
+        )
+    policy.load_state_dict(weights, strict=False)
+
+
+def _shape(weights: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
+    return weights[name].shape if name in weights else None
+
+
+def requeue() -> None:
+    """Put a SLURM job that is stopping back into the queue; it goes on by itself when it runs again."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+    if done.returncode:
+        print(f"the job could not be requeued ({done.stderr.strip()}); submit it again, it goes on where it stopped")

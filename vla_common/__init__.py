@@ -1,0 +1,1 @@
+"""What environments, policies and algorithms share: key names, errors, checks of values. Imports nothing of ours."""

@@ -1,0 +1,307 @@
+"""ManiSkill3: the plate-25 tasks with their out-of-distribution variants, and tasks of ManiSkill itself, on SAPIEN.
+
+Plate-25 (Liu et al. 2025, arXiv 2505.19789): a WidowX arm in a simulated Bridge scene puts one of 25 objects on a
+plate. Third-person camera with a photograph behind robot and objects, state = joint positions, actions = changes of the
+hand's target pose at 5 Hz, horizon 80. :mod:`vla_envs.maniskill.variants` has the variants as data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from vla_common.errors import unknown_name
+from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape, is_whole_number
+from vla_envs.maniskill.assets import describe_assets
+from vla_envs.maniskill.variants import FACTORS, OBJECT_SETS, TEMPLATES, VARIANTS, Case, make_case
+from vla_envs.simulator import SimulatorSpec, Task
+
+MAX_EPISODE_STEPS, CONTROL_FREQUENCY = 80, 5  # of plate-25; Hz
+TRIALS = 64  # of each task in an evaluation: RL4VLA's number
+IMAGE_SHAPE = (480, 640)  # of plate-25's camera
+BUILT_IN_SIZE = 128  # pixels of a side of ManiSkill's own cameras
+# Metres and radians of one action. The controller takes more; Bridge data, and what is trained on it, hardly do.
+ACTION_BOUND = (0.05, 0.05, 0.05, 0.25, 0.25, 0.25, 1.0)
+REWARD_TYPES = {
+    "plate-25": {"staged": "dense", "success": "sparse"},  # our names, and ManiSkill's
+    "built-in": {"success": "sparse", "dense": "normalized_dense"},
+}
+CONTROL_MODE = "pd_ee_delta_pose"  # of the Panda
+CONTROL_MODES = {CONTROL_MODE: 7, "pd_ee_delta_pos": 4}  # numbers of an action
+BACKENDS = {"processes": "", "cuda": "vla_envs.maniskill.batch:BatchedWorlds"}
+OOD_SUITE = "plate25-ood"
+# The protocol runs these in training's objects and plates too, among which a second one is new.
+_ALSO_IN_TRAIN = ("PutOnPlateInScene25MultiCarrot-v1", "PutOnPlateInScene25MultiPlate-v1")
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A task of ManiSkill itself, which ships no instructions.
+
+    Attributes:
+        instruction: ours.
+        horizon: ManiSkill's.
+        wrist_camera: whether its robot has one.
+        dense: whether it has a dense reward.
+        simulator: class in :mod:`vla_envs.maniskill.simulator`.
+    """
+
+    instruction: str
+    horizon: int = 50
+    wrist_camera: bool = False
+    dense: bool = True
+    simulator: str = "BuiltInSimulator"
+
+
+BUILT_IN = {
+    "PickCube-v1": BuiltIn("pick up the red cube and move it to the green goal"),
+    "PushCube-v1": BuiltIn("push the cube to the goal region", simulator="PushCubeSimulator"),
+    "PullCube-v1": BuiltIn("pull the cube to the goal region"),
+    "StackCube-v1": BuiltIn("stack the red cube on the green cube", wrist_camera=True),
+    "PegInsertionSide-v1": BuiltIn("insert the peg into the hole in the side of the box", 100, wrist_camera=True),
+    "LiftPegUpright-v1": BuiltIn("lift the peg and stand it upright"),
+    "PokeCube-v1": BuiltIn("poke the cube with the peg"),
+    "PullCubeTool-v1": BuiltIn("pull the cube closer with the tool", 100),
+    "PlaceSphere-v1": BuiltIn("place the sphere in the bin"),
+    "RollBall-v1": BuiltIn("roll the ball to the goal region", 80),
+    "PlugCharger-v1": BuiltIn("plug the charger into the receptacle", 200, wrist_camera=True, dense=False),
+    "StackPyramid-v1": BuiltIn("stack the three cubes as a pyramid", 250, wrist_camera=True, dense=False),
+}
+
+
+@cache
+def suites() -> tuple[str, ...]:
+    """Names of the suites: the variants of plate-25, all of them as one evaluation, and ManiSkill's own tasks."""
+    return (*VARIANTS, OOD_SUITE, *BUILT_IN)
+
+
+def make_spec(
+    suite: str,
+    *,
+    object_set: str = "train",
+    only: Mapping[str, Sequence[int]] | None = None,
+    image_size: int | Sequence[int] | None = None,
+    max_episode_steps: int | None = None,
+    reward_type: str | None = None,
+    control_mode: str = CONTROL_MODE,
+    camera: Mapping[str, Any] | None = None,
+    assets: str | None = None,
+    backend: str = "processes",
+) -> SimulatorSpec:
+    """Describe a ManiSkill suite without importing ManiSkill.
+
+    Args:
+        suite: a plate-25 variant such as ``"PutOnPlateInScene25Main-v3"``, several joined by ``+``, each if need be
+            with its object set as in ``"PutOnPlateInScene25Carrot-v1:test"``; ``"plate25-ood"``, which is Main in
+            training, the 13 variants in test, and two of them in training too; or a task of ManiSkill, such as
+            ``"PickCube-v1"``.
+        object_set: of plate-25 variants that do not name theirs: ``"train"``, ``"test"`` or ``"all"``.
+        only: keep to some values of plate-25's factors, by number: ``{"object": [0, 4], "table": [0]}``. The factors
+            are ``object``, ``plate``, ``extra``, ``table``, ``position`` and ``yaw``. Training and evaluation draw from
+            the same configurations, so an evaluation is of unseen episodes only where far more are left than are run.
+        image_size: pixels of a side, or ``(height, width)``; ``None`` for the benchmark's. Plate-25 is always drawn at
+            480 x 640, then resized.
+        max_episode_steps: horizon in primitive actions; ``None`` for the benchmark's.
+        reward_type: of each state; with ``relative_reward`` an environment pays its changes. Plate-25 has ``"staged"``
+            (default: 0.1 once held, 0.1 once held for five steps, 1 on the plate) and ``"success"`` (1 on the plate); a
+            task of ManiSkill has ``"success"`` (default) and ``"dense"`` (ManiSkill's own, at most 1).
+        control_mode: of a task of ManiSkill: ``"pd_ee_delta_pose"`` (moves, turns, gripper) or ``"pd_ee_delta_pos"``
+            (moves, gripper).
+        camera: of a task of ManiSkill: ``None`` for its own, else ``eye`` and ``target`` (3 numbers each, metres) and
+            ``fov`` (vertical, radians).
+        assets: folder of plate-25's assets; ``None`` looks for it, see :func:`vla_envs.maniskill.assets.find_assets`.
+        backend: ``"processes"`` simulates each world on a CPU core, in worker processes; ``"cuda"`` simulates all
+            worlds of plate-25 together on a GPU.
+
+    Raises:
+        ValueError: an unknown suite or option value.
+    """
+    check_name("backend", backend, BACKENDS)
+    check_name("object_set", object_set, OBJECT_SETS, example="train")
+    if max_episode_steps is not None:
+        check_whole_number("max_episode_steps", max_episode_steps, 1)
+    size = None if image_size is None else image_shape(image_size)
+    common = {"max_episode_steps": max_episode_steps, "size": size, "reward_type": reward_type}
+    if suite in BUILT_IN:
+        if only is not None or object_set != "train" or assets is not None or backend != "processes":
+            raise ValueError(
+                f"{suite} is a task of ManiSkill itself; object_set, only, assets and backend=cuda belong to plate-25"
+            )
+        return _built_in(suite, control_mode, camera, **common)
+    if camera is not None or control_mode != CONTROL_MODE:
+        raise ValueError(f"{suite} has the benchmark's camera and control; set both for tasks of ManiSkill only")
+    return _plate25(suite, _cases_of(suite, object_set), only, assets, BACKENDS[backend], **common)
+
+
+def _plate25(
+    suite: str,
+    cases: tuple[Case, ...],
+    only: Mapping[str, Sequence[int]] | None,
+    assets: str | None,
+    batched: str,
+    *,
+    max_episode_steps: int | None,
+    size: tuple[int, int] | None,
+    reward_type: str | None,
+) -> SimulatorSpec:
+    kept = _checked_only(only or {})
+    for case in cases:
+        check_only(case, kept)
+    states = max(math.prod(len(kept.get(factor, case.values[factor])) for factor in FACTORS) for case in cases)
+    horizon = max_episode_steps or MAX_EPISODE_STEPS
+    shape = size or IMAGE_SHAPE
+    rewards = _reward_mode("plate-25", reward_type or "staged")
+    departures = [
+        *_departures(horizon, MAX_EPISODE_STEPS, shape, IMAGE_SHAPE),
+        *(f"only {factor} {', '.join(map(str, numbers))}" for factor, numbers in kept.items()),
+        *([f"at most {states} configurations of a task, which training and evaluation share"] if kept else []),
+        *describe_assets(assets),
+    ]
+    return SimulatorSpec(
+        id=f"maniskill/{suite}",
+        entry_point="vla_envs.maniskill.simulator:PlateSimulator",
+        tasks=tuple(Task(f"{case.variant.id}:{case.object_set}", TEMPLATES[0], case.variant.group) for case in cases),
+        trials=min(TRIALS, states),
+        initial_states=states if kept else None,
+        image_shape=shape,
+        state_dim=8,
+        action_low=tuple(-bound for bound in ACTION_BOUND),
+        action_high=ACTION_BOUND,
+        max_episode_steps=horizon,
+        control_frequency=CONTROL_FREQUENCY,
+        batched=batched,
+        departures=tuple(departures),
+        options={
+            "cases": tuple((case.variant.id, case.object_set) for case in cases),
+            "only": kept,
+            "reward_mode": rewards,
+            "assets": assets,
+        },
+    )
+
+
+def _built_in(
+    suite: str,
+    control_mode: str,
+    camera: Mapping[str, Any] | None,
+    *,
+    max_episode_steps: int | None,
+    size: tuple[int, int] | None,
+    reward_type: str | None,
+) -> SimulatorSpec:
+    task = BUILT_IN[suite]
+    horizon, usual = max_episode_steps or task.horizon, (BUILT_IN_SIZE,) * 2
+    shape = size or usual
+    departures = _departures(horizon, task.horizon, shape, usual)
+    check_name("control_mode", control_mode, CONTROL_MODES)
+    if control_mode != CONTROL_MODE:
+        departures = (*departures, f"control mode {control_mode} instead of {CONTROL_MODE}")
+    if camera is not None:
+        camera = _checked_camera(camera)
+        described = ", ".join(f"{name} {value}" for name, value in camera.items())
+        departures = (*departures, f"camera with {described} instead of ManiSkill's")
+    if reward_type == "dense" and not task.dense:
+        raise ValueError(f"{suite} has no dense reward in ManiSkill; use reward_type=success")
+    rewards = _reward_mode("built-in", reward_type or "success")
+    return SimulatorSpec(
+        id=f"maniskill/{suite}",
+        entry_point=f"vla_envs.maniskill.simulator:{task.simulator}",
+        tasks=(Task(suite, task.instruction),),
+        trials=TRIALS,
+        image_shape=shape,
+        wrist_image_shape=(1, *shape) if task.wrist_camera else None,
+        state_dim=9,
+        action_low=(-1.0,) * CONTROL_MODES[control_mode],
+        action_high=(1.0,) * CONTROL_MODES[control_mode],
+        max_episode_steps=horizon,
+        control_frequency=20,
+        departures=departures,
+        options={"reward_mode": rewards, "control_mode": control_mode, "camera": camera},
+    )
+
+
+def _cases_of(suite: str, object_set: str) -> tuple[Case, ...]:
+    if suite == OOD_SUITE:
+        if object_set != "train":
+            raise ValueError(f"{OOD_SUITE} has an object set for each of its tasks; leave out object_set={object_set}")
+        in_test = [make_case(name, "train" if place == 0 else "test") for place, name in enumerate(VARIANTS)]
+        return (*in_test, *(make_case(name, "train") for name in _ALSO_IN_TRAIN))
+    cases = []
+    for part in suite.split("+"):
+        name, _, own = part.partition(":")
+        if name in (OOD_SUITE, *BUILT_IN):
+            raise ValueError(
+                f"{suite!r}: only variants of plate-25 are joined by + or take an object set after a colon, {name} is "
+                f"none; type maniskill/{name}"
+            )
+        if name not in VARIANTS:
+            raise unknown_name("ManiSkill suite or task", name, suites(), example="maniskill/PickCube-v1")
+        cases.append(make_case(name, own or object_set))
+    if len(set(cases)) != len(cases):
+        raise ValueError(f"ManiSkill suite {suite!r} names a variant twice; name each once")
+    return tuple(cases)
+
+
+def _checked_only(only: Any) -> dict[str, tuple[int, ...]]:
+    if not isinstance(only, Mapping) or not all(
+        isinstance(numbers, Iterable) and all(map(is_whole_number, numbers)) for numbers in only.values()
+    ):
+        raise ValueError(f"only takes lists of numbers by factor, got {only!r}; try only={{object: [0, 4]}}")
+    return {factor: tuple(numbers) for factor, numbers in only.items()}
+
+
+def check_only(case: Case, only: Mapping[str, Sequence[int]]) -> None:
+    """Refuse factors and numbers that a variant does not have.
+
+    Raises:
+        ValueError: says which it has.
+    """
+    for factor, numbers in only.items():
+        if factor not in FACTORS:
+            raise unknown_name("factor in only", factor, FACTORS, example="only={object: [0]}")
+        known = case.values[factor]
+        wrong = [number for number in numbers if number not in known]
+        if wrong or not numbers or len(set(numbers)) != len(numbers):
+            raise ValueError(
+                f"only.{factor} takes different numbers from {known.start} to {known.stop - 1} in {case.variant.id} "
+                f"with object set {case.object_set!r}, got {list(numbers)}"
+            )
+
+
+def _reward_mode(kind: str, reward_type: str) -> str:
+    check_name("reward_type", reward_type, REWARD_TYPES[kind])
+    return REWARD_TYPES[kind][reward_type]
+
+
+def _checked_camera(camera: Mapping[str, Any]) -> dict[str, Any]:
+    def refuse(why: str) -> ValueError:
+        return ValueError(
+            f"camera takes eye and target, 3 numbers each in metres, and fov, radians between 0 and pi; {why}; "
+            "try camera={eye: [0.3, 0, 0.6], target: [-0.1, 0, 0.1], fov: 1.57}, or leave it out for ManiSkill's"
+        )
+
+    if (
+        not isinstance(camera, Mapping)
+        or set(camera) != {"eye", "target", "fov"}
+        or not are_numbers(camera["eye"], 3)
+        or not are_numbers(camera["target"], 3)
+        or not are_numbers([camera["fov"]], 1)
+        or not 0 < camera["fov"] < math.pi
+    ):
+        raise refuse(f"got {camera!r}")
+    eye, target = ([float(number) for number in camera[name]] for name in ("eye", "target"))
+    if eye == target:
+        raise refuse("eye and target are the same place")
+    return {"eye": eye, "target": target, "fov": float(camera["fov"])}
+
+
+def _departures(horizon: int, usual: int, shape: tuple[int, int], usual_shape: tuple[int, int]) -> tuple[str, ...]:
+    found = []
+    if horizon != usual:
+        found.append(f"horizon {horizon} instead of {usual}")
+    if shape != usual_shape:
+        found.append("{} x {} pixels instead of {} x {}".format(*shape, *usual_shape))
+    return tuple(found)

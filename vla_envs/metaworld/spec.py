@@ -1,0 +1,170 @@
+"""Meta-World v3: the 50 Sawyer tasks, MT50, ML45 and the difficulty groups, on MuJoCo.
+
+Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480
+pixels, state = hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the
+instructions and task order of ``tasks.json``. Everything that departs from it is an option, and
+:attr:`SimulatorSpec.departures` names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from vla_common.errors import unknown_name
+from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape
+from vla_envs.simulator import SimulatorSpec, Task
+
+CAMERA = "corner4"
+IMAGE_SIZE = 480
+SETTLE_STEPS = 15
+MAX_EPISODE_STEPS = 100
+CONTROL_FREQUENCY = 80  # Hz
+DIFFICULTIES = ("easy", "medium", "hard", "very_hard")
+RENDER_QUALITIES = {  # and what each leaves out
+    "benchmark": "",
+    "fast": "no shadows, no multisampling",
+    "minimal": "no shadows, no multisampling, no reflections, no sky box",
+}
+REWARD_TYPES = ("sparse", "progress")
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return json.loads(resources.files("vla_envs.metaworld").joinpath("tasks.json").read_text())
+
+
+@cache
+def suites() -> dict[str, tuple[str, ...]]:
+    """Names of the suites and the tasks of each, in the order that fixes ``task_id``."""
+    tasks = _table()["tasks"]
+    names = [task["name"] for task in tasks]
+    found = {
+        "MT50": tuple(names),
+        "ML45-train": tuple(_table()["ML45"]["train"]),
+        "ML45-test": tuple(_table()["ML45"]["test"]),
+    }
+    for difficulty in DIFFICULTIES:
+        found[difficulty] = tuple(task["name"] for task in tasks if task["difficulty"] == difficulty)
+    found.update({name: (name,) for name in names})
+    return found
+
+
+def _check_camera(camera: Any) -> None:
+    angles = ("distance", "azimuth", "elevation")
+    if (
+        not isinstance(camera, Mapping)
+        or set(camera) != {"lookat", *angles}
+        or not are_numbers(camera["lookat"], 3)
+        or not are_numbers([camera[name] for name in angles], 3)
+    ):
+        raise ValueError(
+            "camera takes lookat (3 numbers, metres), distance (metres), azimuth and elevation (degrees), "
+            f"got {camera!r}; leave it out for the benchmark's camera"
+        )
+
+
+def _tasks_of(suite: str) -> tuple[str, ...]:
+    """Tasks of a suite, of a single task (``-v3`` may be left out) or of several joined by ``+``."""
+    names: list[str] = []
+    for part in suite.split("+"):
+        known = suites()
+        match = next((name for name in (part, f"{part}-v3") if name in known), None)
+        if match is None:
+            raise unknown_name("Meta-World suite or task", part, known, example="metaworld/MT50")
+        names.extend(known[match])
+    if len(set(names)) != len(names):
+        raise ValueError(f"Meta-World suite {suite!r} names a task twice; name each task once")
+    return tuple(names)
+
+
+def make_spec(
+    suite: str,
+    *,
+    image_size: int | Sequence[int] = IMAGE_SIZE,
+    max_episode_steps: int = MAX_EPISODE_STEPS,
+    render_quality: str = "benchmark",
+    settle_steps: int = SETTLE_STEPS,
+    camera: Mapping[str, Any] | None = None,
+    reset_ranges: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    hide_goals: bool = False,
+    reward_type: str = "sparse",
+) -> SimulatorSpec:
+    """Describe a Meta-World suite without importing Meta-World.
+
+    Args:
+        suite: ``"MT50"``, ``"ML45-train"``, ``"ML45-test"``, a difficulty (``"easy"``, ``"medium"``,
+            ``"hard"``, ``"very_hard"``), a task such as ``"reach-v3"``, or several of these joined by ``+``.
+        image_size: pixels of a side, or ``(height, width)``.
+        max_episode_steps: horizon in primitive actions, settle steps not counted.
+        render_quality: ``"benchmark"`` (shadows, 4x multisampling), ``"fast"`` (neither) or ``"minimal"`` (no
+            reflections and sky box either); the pixels differ.
+        settle_steps: zero actions after the reset.
+        camera: ``None`` for the benchmark's camera, else the free camera's ``lookat`` (3 numbers, metres),
+            ``distance`` (metres), ``azimuth`` and ``elevation`` (degrees).
+        reset_ranges: per task ``[low, high]`` of the random vector from which the task draws its initial
+            state, in metres; a task that is not named keeps the benchmark's.
+        hide_goals: leave out the marker spheres, which may tell tasks of one scene apart.
+        reward_type: ``"sparse"``, 1 for each action after which the task is solved; or ``"progress"``, which adds the
+            change of Meta-World's own shaped reward, scaled to at most 1 in sum over an episode.
+
+    Raises:
+        ValueError: an unknown suite, task or option value.
+    """
+    height, width = image_shape(image_size)
+    check_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
+    check_name("reward_type", reward_type, REWARD_TYPES, example="sparse")
+    check_whole_number("max_episode_steps", max_episode_steps, 1)
+    check_whole_number("settle_steps", settle_steps, 0)
+    names = _tasks_of(suite)
+    if camera is not None:
+        _check_camera(camera)
+    for name in reset_ranges or {}:
+        if name not in names:
+            raise unknown_name("task in reset_ranges", name, names)
+    ranges = {
+        name: tuple(tuple(float(x) for x in bound) for bound in bounds) for name, bounds in (reset_ranges or {}).items()
+    }
+    by_name = {task["name"]: task for task in _table()["tasks"]}
+    departures = [
+        text
+        for departs, text in [
+            (max_episode_steps != MAX_EPISODE_STEPS, f"horizon {max_episode_steps} instead of {MAX_EPISODE_STEPS}"),
+            (settle_steps != SETTLE_STEPS, f"{settle_steps} settle steps instead of {SETTLE_STEPS}"),
+            (camera is not None, f"free camera {_describe(camera)} instead of {CAMERA}"),
+            (bool(ranges), f"own reset ranges for {', '.join(ranges)}"),
+            (hide_goals, "goal markers hidden"),
+            (reward_type != "sparse", "training reward with Meta-World's shaped progress"),
+            (render_quality != "benchmark", RENDER_QUALITIES[render_quality]),
+            ((height, width) != (IMAGE_SIZE,) * 2, f"{height} x {width} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
+        ]
+        if departs
+    ]
+    return SimulatorSpec(
+        id=f"metaworld/{suite}",
+        entry_point="vla_envs.metaworld.simulator:MetaWorldSimulator",
+        tasks=tuple(Task(name, by_name[name]["prompt"], by_name[name]["difficulty"]) for name in names),
+        trials=20 if suite == "ML45-test" else 10,
+        image_shape=(height, width),
+        state_dim=4,
+        action_low=(-1.0,) * 4,
+        action_high=(1.0,) * 4,
+        max_episode_steps=max_episode_steps,
+        control_frequency=CONTROL_FREQUENCY,
+        departures=tuple(departures),
+        options={
+            "render_quality": render_quality,
+            "settle_steps": settle_steps,
+            "camera": None if camera is None else dict(camera),
+            "reset_ranges": ranges,
+            "hide_goals": hide_goals,
+            "reward_type": reward_type,
+        },
+    )
+
+
+def _describe(camera: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{key} {value}" for key, value in (camera or {}).items())

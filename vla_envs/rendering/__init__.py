@@ -1,0 +1,1 @@
+"""Graphics devices and drivers: chosen and checked here, before a simulator is imported."""

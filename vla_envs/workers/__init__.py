@@ -1,0 +1,1 @@
+"""Worker processes that run simulators, and the memory they share with the environment."""

@@ -1,0 +1,118 @@
+"""The process that runs simulators: ``python -m vla_envs.workers.worker CONNECTION MEMORY``, started by WorkerPool.
+
+It imports numpy and the simulator, never torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vla_envs.simulator import Episode, Simulator, SimulatorSpec
+from vla_envs.workers.shared_memory import SharedArrays
+
+_NO_SLOT = -1  # the simulator of calls
+
+
+class Worker:
+    """Several simulators, stepped one after the other.
+
+    Each method answers one message. It returns ``(texts, errors)``: the instruction and the traceback, if
+    any, of each slot it was asked for.
+    """
+
+    def __init__(self, index: int, spec: SimulatorSpec, arrays: SharedArrays, ignore_terminations: bool):
+        self.index, self.spec, self.arrays = index, spec, arrays
+        self.ignore_terminations = ignore_terminations
+        self.simulators: dict[int, Simulator] = {}
+        self.elapsed: dict[int, int] = {}
+
+    def reset(self, episodes: dict[int, Episode]) -> tuple[dict[int, str], dict[int, str]]:
+        return self._for_each(episodes, self._reset_one)
+
+    def step(self, slots: list[int]) -> tuple[dict[int, str], dict[int, str]]:
+        return self._for_each(dict.fromkeys(slots), self._step_one)
+
+    def call(self, function: str, item: Any, arguments: dict[str, Any]) -> Any:
+        """Run ``function(simulator, item, **arguments)`` in this process, for work off the beaten track."""
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)(self._simulator(_NO_SLOT), item, **arguments)
+
+    def close(self) -> None:
+        for simulator in self.simulators.values():
+            simulator.close()
+
+    def _for_each(self, items: dict[int, Any], action) -> tuple[dict[int, str], dict[int, str]]:
+        texts, errors = {}, {}
+        for slot, item in items.items():
+            self.arrays.busy[self.index] = slot  # so that the parent knows whom to blame if this kills us
+            try:
+                texts[slot] = action(slot, item)
+            except Exception:
+                errors[slot] = traceback.format_exc()
+                broken = self.simulators.pop(slot, None)  # in an unknown state: the next reset builds a new one
+                if broken is not None:
+                    with contextlib.suppress(Exception):
+                        broken.close()
+        self.arrays.busy[self.index] = -1
+        return texts, errors
+
+    def _reset_one(self, slot: int, episode: Episode) -> str:
+        self._simulator(slot).reset(episode)
+        self.elapsed[slot] = 0
+        return self._observe(slot)
+
+    def _step_one(self, slot: int, _: None) -> str:
+        simulator, arrays = self.simulators[slot], self.arrays
+        for position, action in enumerate(arrays.actions[slot]):
+            outcome = simulator.step(action)
+            arrays.rewards[slot, position] = outcome.reward
+            arrays.successes[slot, position] = outcome.success
+            arrays.executed[slot, position] = True
+            self.elapsed[slot] += 1
+            if outcome.success and not self.ignore_terminations:
+                break
+            if self.elapsed[slot] == self.spec.max_episode_steps:
+                break
+        return self._observe(slot)
+
+    def _observe(self, slot: int) -> str:
+        observation = self.simulators[slot].observe()
+        self.arrays.images[slot] = observation.images
+        self.arrays.states[slot] = observation.states
+        if observation.wrist_images is not None:
+            self.arrays.wrist_images[slot] = observation.wrist_images
+        return observation.task_description
+
+    def _simulator(self, slot: int) -> Simulator:
+        if slot not in self.simulators:
+            self.simulators[slot] = self.spec.make()
+        return self.simulators[slot]
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, which then closes us
+    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    try:
+        settings = connection.recv()
+        arrays = SharedArrays.attach(memory, settings["spec"], settings["num_envs"], settings["chunk_size"])
+        worker = Worker(settings["index"], settings["spec"], arrays, settings["ignore_terminations"])
+        while True:
+            command, arguments = connection.recv()
+            try:
+                connection.send((True, getattr(worker, command)(*arguments)))
+            except Exception:
+                connection.send((False, traceback.format_exc()))
+            if command == "close":
+                return
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Folders of weights: finding, reading, writing, adapting."""

@@ -1,0 +1,196 @@
+"""Low-rank adapters on large policies through peft, in peft's own folder layout. Hu et al. 2021, arXiv 2106.09685."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vla_policies.checkpoint.weights import list_weights
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from vla_policies.openvla.base import PrismaticPolicy
+    from vla_policies.pi0.policy import Pi0
+
+ADAPTER = "lora_adapter"  # folder in a checkpoint, and the option that says that its adapter is not merged
+_NAME = "default"
+_PREFIX = "base_model.model."  # of the names in peft's files
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def add_lora(
+    policy: PrismaticPolicy | Pi0, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None
+) -> None:
+    """Freeze the model and put new adapters on it; heads (value, actions, proprioception) stay trainable.
+
+    The new adapters change nothing yet: of each product ``B A``, ``A`` is Gaussian and ``B`` is 0. They are float32.
+
+    Args:
+        policy: changed in place.
+        rank: of the adapters.
+        alpha: they are scaled by ``alpha / rank``; ``None`` for ``rank``.
+        targets: last parts of the names of the layers that get one; ``None`` for ``policy.lora_targets``.
+
+    Raises:
+        ValueError: the policy has adapters already, or nothing is called like one of ``targets``.
+    """
+    from peft import LoraConfig
+
+    if rank < 1:
+        raise ValueError(f"the rank of LoRA is {rank}, must be at least 1 (32 is usual)")
+    targets = policy.lora_targets if targets is None else targets
+    if not targets:
+        raise ValueError(f"LoRA needs layers to adapt; it can have {sorted(policy.lora_targets)}")
+    layers = {name.rpartition(".")[2] for name, _ in policy.model.named_modules()}
+    unknown = sorted(set(targets) - layers)
+    if unknown:
+        raise ValueError(f"no layer is called {unknown}; LoRA can have {sorted(set(policy.lora_targets) & layers)}")
+    _inject(
+        policy,
+        LoraConfig(
+            r=rank,
+            lora_alpha=alpha or rank,
+            lora_dropout=0.0,
+            init_lora_weights="gaussian",
+            target_modules=policy.lora_layers(targets),
+        ),
+    )
+
+
+def load_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path, trainable: bool = True) -> None:
+    """Apply an adapter that peft or :func:`save_adapter` wrote.
+
+    Adapters on parts of the vision backbone that never affect the output are skipped.
+
+    Args:
+        policy: changed in place.
+        folder: has ``adapter_config.json`` and ``adapter_model.safetensors``.
+        trainable: go on training it; otherwise it is frozen like the rest of the model.
+
+    Raises:
+        FileNotFoundError: the folder is no adapter.
+        ValueError: an adapter of another kind or of another model.
+    """
+    from peft import LoraConfig
+
+    folder = Path(folder)
+    for file in (_CONFIG, _WEIGHTS):
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"{folder} is not a LoRA adapter: it has no {file}; pass the folder that has it")
+    config = LoraConfig.from_pretrained(str(folder))
+    if config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
+        raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA, modules_to_save and other kinds are refused")
+    entries = {key.removeprefix(_PREFIX): entry for key, entry in list_weights(folder / _WEIGHTS).items()}
+    entries = {key: entry for key, entry in entries.items() if not policy.unused(key)}
+    layers = {key.partition(".lora_")[0] for key in entries}
+    unknown = sorted(layers - {name for name, _ in policy.model.named_modules()})
+    if unknown or not layers:
+        raise ValueError(f"{folder} adapts layers that this model does not have: {unknown[:5]}; it is of another model")
+    config.target_modules, config.inference_mode = sorted(layers), False
+    _inject(policy, config)
+    parameters = _adapter_parameters(policy.model)
+    wrong = [
+        f"{key} {list(entries[key].shape) if key in entries else 'missing'} instead of {list(tensor.shape)}"
+        for key, tensor in parameters.items()
+        if key not in entries or entries[key].shape != tuple(tensor.shape)
+    ]
+    if wrong:
+        raise ValueError(f"{folder} does not fit the model: {wrong[:5]}")
+    with torch.no_grad():
+        for key, parameter in parameters.items():
+            parameter.copy_(entries[key].read())
+            parameter.requires_grad_(trainable)
+
+
+def restore_adapter(
+    policy: PrismaticPolicy | Pi0, folder: Path, options: Mapping[str, Any], chosen: str | Path | None
+) -> None:
+    """Apply the ``chosen`` adapter, or the one that was saved with a checkpoint and is not merged into it."""
+    if chosen is None and options.get(ADAPTER):
+        chosen = folder / ADAPTER
+    if chosen is not None:
+        load_adapter(policy, chosen)
+
+
+def save_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path) -> None:
+    """Write the adapter alone, in the layout that ``PeftModel.from_pretrained`` reads.
+
+    Raises:
+        ValueError: the policy has none.
+    """
+    config = lora_config(policy)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    parameters = _adapter_parameters(policy.model)
+    tensors = {f"{_PREFIX}{key}": tensor.detach().cpu().contiguous() for key, tensor in parameters.items()}
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+
+
+def merge_adapter(policy: PrismaticPolicy | Pi0) -> None:
+    """Add the adapters to the weights they adapt and remove them; the whole model is trainable again.
+
+    Raises:
+        ValueError: the policy has no adapter.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    _check_lora(policy)
+    for name, module in list(policy.model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(policy.model.get_submodule(parent), child, module.get_base_layer())
+    del policy.model.peft_config
+    policy.model.requires_grad_(True)
+    policy.freeze()
+
+
+def has_lora(policy: PrismaticPolicy | Pi0) -> bool:
+    """Whether there are adapters that were not merged."""
+    return hasattr(policy.model, "peft_config")
+
+
+def lora_config(policy: PrismaticPolicy | Pi0) -> LoraConfig:
+    """Peft's configuration of the adapter.
+
+    Raises:
+        ValueError: the policy has none.
+    """
+    _check_lora(policy)
+    return policy.model.peft_config[_NAME]
+
+
+def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights by the names they have without adapters, which are left out."""
+    return {
+        key.replace(".base_layer.", "."): tensor for key, tensor in model.state_dict().items() if ".lora_" not in key
+    }
+
+
+def _inject(policy: PrismaticPolicy | Pi0, config: LoraConfig) -> None:
+    from peft import inject_adapter_in_model
+
+    if has_lora(policy):
+        raise ValueError("the policy has a LoRA adapter already; merge it first with merge_adapter(policy)")
+    inject_adapter_in_model(config, policy.model, _NAME)
+    for parameter in _adapter_parameters(policy.model).values():
+        parameter.data = parameter.data.float()
+
+
+def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of the adapter by their names in peft's files, without the prefix."""
+    return {
+        name.replace(f".{_NAME}.", "."): parameter for name, parameter in model.named_parameters() if ".lora_" in name
+    }
+
+
+def _check_lora(policy: PrismaticPolicy | Pi0) -> None:
+    if not has_lora(policy):
+        raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")

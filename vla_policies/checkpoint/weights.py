@@ -1,0 +1,253 @@
+"""Weights in the layout of the Hugging Face hub: one safetensors file or shards with an index; nothing is executed.
+
+Tensors are read one by one into a module whose parameters may be on the meta device, so that the peak is the weights
+in the dtype that was asked for, plus one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_SIZE = 5_000_000_000  # bytes
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: ``key`` there, ``shape``, and ``dtype`` (``None`` for one that no weight has)."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    def read(self) -> Tensor:
+        """The tensor, backed by a memory map that lives as long as it does.
+
+        The file is opened for each tensor: pages of a map that stays open count as a second copy of the weights.
+        """
+        with _open(self.file) as file:
+            return file.get_tensor(self.key)
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether ``folder`` has ``model.safetensors`` or the index of its shards."""
+    return any((Path(folder) / name).is_file() for name in (WEIGHTS, INDEX))
+
+
+def list_weights(source: str | Path) -> dict[str, Entry]:
+    """Every tensor of a folder (single file or shards) or of one safetensors file, by name; reads headers only.
+
+    Raises:
+        FileNotFoundError: no weights, or shards that the index names are missing.
+        ValueError: a truncated or foreign file, or a shard without a tensor that the index promises.
+    """
+    source = Path(source)
+    if source.is_file() or (source / WEIGHTS).is_file():
+        return {entry.key: entry for entry in _entries(source if source.is_file() else source / WEIGHTS)}
+    if not (source / INDEX).is_file():
+        raise FileNotFoundError(f"{source} has no weights: neither {WEIGHTS} nor {INDEX}; copy the whole checkpoint")
+    try:
+        shard_of = json.loads((source / INDEX).read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{source / INDEX} is not an index of shards ({error!r}); copy it again") from error
+    shards = sorted(set(shard_of.values()))
+    missing = [shard for shard in shards if not (source / shard).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{source} lacks {len(missing)} of {len(shards)} shards of its weights: {_few(missing)}; copy them as well"
+        )
+    found = {entry.key: entry for shard in shards for entry in _entries(source / shard)}
+    lost = [key for key, shard in shard_of.items() if key not in found or found[key].file.name != shard]
+    if lost:
+        raise ValueError(f"the shards of {source} are not those of {INDEX}: they lack {_few(lost)}; copy them again")
+    return found
+
+
+def load_weights(
+    module: nn.Module,
+    source: str | Path | Mapping[str, Entry],
+    *,
+    prefix: str = "",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    float32: Callable[[str], bool] = lambda key: False,
+    unused: Callable[[str], bool] = lambda key: False,
+) -> dict[str, Tensor]:
+    """Fill a module, which may be on the meta device, tensor by tensor.
+
+    Args:
+        module: its parameters and persistent buffers are replaced; all of them must be in the file.
+        source: folder, safetensors file, or what :func:`list_weights` found.
+        prefix: only tensors whose name begins with it are considered, and it is removed.
+        dtype: of the module afterwards; ``None`` keeps that of the file.
+        device: of the module afterwards.
+        float32: names (without the prefix) of what becomes float32 instead of ``dtype``: it needs the precision.
+        unused: names (without the prefix) that the checkpoint may have and the module does not need.
+
+    Returns:
+        The unused tensors, on the CPU, for :func:`save_weights`: what is saved is as complete as what was loaded.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`list_weights`; tensors that are missing, unknown or of another shape.
+    """
+    entries = source if isinstance(source, Mapping) else list_weights(source)
+    entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+    expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    check_layout(expected, {key: entry.shape for key, entry in entries.items()}, unused=unused, what=_name(source))
+    spare = {}
+    for key, entry in entries.items():
+        tensor = entry.read()
+        if key not in expected:
+            spare[key] = tensor.clone()
+            continue
+        owner, name = module.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2]
+        wanted = torch.float32 if dtype is not None and float32(key) else dtype
+        tensor = tensor.to(device=device, dtype=wanted if tensor.is_floating_point() else None, copy=True)
+        if name in owner._parameters:
+            owner._parameters[name] = nn.Parameter(tensor, requires_grad=owner._parameters[name].requires_grad)
+        else:
+            owner._buffers[name] = tensor
+    return spare
+
+
+def check_layout(
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    *,
+    unused: Callable[[str], bool] = lambda key: False,
+    what: str = "the checkpoint",
+) -> None:
+    """Compare the names and shapes that a module has with those of a checkpoint.
+
+    Raises:
+        ValueError: a tensor is missing, unknown (and not ``unused``) or of another shape; lists a few of each.
+    """
+    missing = sorted(expected.keys() - found.keys())
+    unknown = sorted(key for key in found.keys() - expected.keys() if not unused(key))
+    wrong = [
+        f"{key} {list(found[key])} instead of {list(expected[key])}"
+        for key in sorted(expected.keys() & found.keys())
+        if tuple(found[key]) != tuple(expected[key])
+    ]
+    problems = [
+        f"{kind} {_few(names)}"
+        for kind, names in (("lacks", missing), ("has unknown", unknown), ("has in another shape", wrong))
+        if names
+    ]
+    if problems:
+        raise ValueError(f"{what} does not fit the model: it {', '.join(problems)}")
+
+
+def load_head(module: nn.Module, file: str | Path, *, dtype: torch.dtype | None = None, prefix: str = "") -> None:
+    """Fill a small module from one ``.pt`` or ``.safetensors`` file, as OpenVLA-OFT keeps its heads.
+
+    A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed from the names.
+
+    Raises:
+        ValueError: not a file of tensors, or tensors that are missing, unknown or of another shape.
+    """
+    file = Path(file)
+    if file.suffix == ".safetensors":
+        weights = {key: entry.read() for key, entry in list_weights(file).items()}
+    else:
+        try:
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise ValueError(f"{file} is truncated or not a file of weights ({_first_line(error)})") from error
+    weights = {key.removeprefix("module.").removeprefix(prefix): tensor for key, tensor in weights.items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    check_layout(shapes, {key: tuple(tensor.shape) for key, tensor in weights.items()}, what=str(file))
+    weights = {key: tensor.to(dtype or tensor.dtype, copy=True) for key, tensor in weights.items()}
+    module.load_state_dict(weights, assign=True)
+
+
+def save_weights(
+    weights: Mapping[str, Tensor], folder: str | Path, *, max_shard_size: int = MAX_SHARD_SIZE
+) -> list[str]:
+    """Write ``model.safetensors``, or shards of at most ``max_shard_size`` bytes and their index.
+
+    What an earlier call left in the folder is replaced.
+
+    Returns:
+        Names of the files.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = list(_shards(weights, max_shard_size))
+    names = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    )
+    for name, shard in zip(names, shards, strict=True):
+        tensors = {key: weights[key].detach().contiguous() for key in shard}
+        save_file(tensors, folder / f"{name}.partial", metadata={"format": "pt"})
+    for name in names:
+        (folder / f"{name}.partial").replace(folder / name)
+    for stale in [folder / WEIGHTS, *folder.glob("model-?????-of-?????.safetensors")]:
+        if stale.name not in names:
+            stale.unlink(missing_ok=True)
+    if len(names) == 1:
+        (folder / INDEX).unlink(missing_ok=True)
+        return names
+    index = {
+        "metadata": {"total_size": sum(_bytes(tensor) for tensor in weights.values())},
+        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return [*names, INDEX]
+
+
+def _shards(weights: Mapping[str, Tensor], max_shard_size: int) -> Iterator[list[str]]:
+    shard, size = [], 0
+    for key, tensor in weights.items():
+        if shard and size + _bytes(tensor) > max_shard_size:
+            yield shard
+            shard, size = [], 0
+        shard.append(key)
+        size += _bytes(tensor)
+    yield shard
+
+
+def _entries(file: Path) -> Iterator[Entry]:
+    with _open(file) as header:
+        for key in header.keys():  # noqa: SIM118 - not a mapping
+            part = header.get_slice(key)
+            yield Entry(file, key, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
+
+
+def _open(file: Path):
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or no safetensors file ({error}); copy it again") from error
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _few(names: list[str], count: int = 5) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _name(source: str | Path | Mapping[str, Entry]) -> str:
+    if isinstance(source, Mapping):
+        return str(next(iter(source.values())).file.parent) if source else "the checkpoint"
+    return str(source)

@@ -1,0 +1,306 @@
+"""What policies that denoise their actions share: sampling, the probability of what was sampled, supervised loss."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torchrl.envs.utils import ExplorationType, exploration_type
+
+from vla_common import keys
+from vla_policies.flow import steps as flow
+from vla_policies.policy import VLAPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig:
+    """How a flow policy samples, and what reinforcement learning trains.
+
+    Attributes:
+        method: ``"flow_sde"``, ``"flow_noise"`` or ``"flow_cps"``, see :mod:`vla_policies.flow.steps`; ``"flow_ode"``
+            has no log-probability and is for evaluation. A greedy policy takes the deterministic steps, from zeros, the
+            middle of the noise.
+        num_steps: ``K``, steps from noise to action.
+        noise_level: ``a`` of ``flow_sde`` and ``flow_cps``.
+        noise_anneal: ``(first, last, iterations)``: the noise level falls linearly over that many iterations, instead
+            of being constant.
+        noise_std_range: smallest and largest standard deviation that ``flow_noise`` may learn.
+        joint_log_prob: all ``K`` steps are stochastic and their log-probabilities are summed; otherwise one step per
+            sample is, drawn anew for each decision, and the others are deterministic. ``None``: for ``flow_noise``
+            only.
+        ignore_last: never make the last step the stochastic one; ``flow_cps``, which adds no noise there, never does.
+        value_head: build a value head.
+        detach_critic: the value loss does not reach what the value head reads.
+    """
+
+    method: str = "flow_sde"
+    num_steps: int = 5
+    noise_level: float = 0.5
+    noise_anneal: tuple[float, float, int] | None = None
+    noise_std_range: tuple[float, float] = (0.08, 0.16)
+    joint_log_prob: bool | None = None
+    ignore_last: bool = False
+    value_head: bool = True
+    detach_critic: bool = True
+
+    def __post_init__(self):
+        if self.method not in flow.METHODS:
+            raise ValueError(f"method is {self.method!r}, must be one of {', '.join(flow.METHODS)}")
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps is {self.num_steps}, must be at least 1 (5 is usual)")
+        if self.stochastic_steps < 1:
+            raise ValueError("no step is left to be stochastic (ignore_last, flow_cps); set num_steps to at least 2")
+        if self.ignore_last and self.joint:
+            raise ValueError("ignore_last is for one stochastic step per decision; all steps are (joint_log_prob)")
+        for name, count in (("noise_std_range", 2), ("noise_anneal", 3)):
+            numbers = getattr(self, name)
+            if numbers is not None and (not isinstance(numbers, Sequence) or len(numbers) != count):
+                raise ValueError(f"{name} is {numbers!r}, must be {count} numbers")
+        levels = [self.noise_level] if self.noise_anneal is None else list(self.noise_anneal[:2])
+        if self.method == "flow_cps" and max(levels) > 1:
+            raise ValueError(f"noise_level is {max(levels)}: flow_cps renews a share of the noise, at most 1")
+        if self.method in ("flow_sde", "flow_cps") and min(levels) <= 0:
+            raise ValueError(
+                f"noise_level is {min(levels)}: {self.method} then has no log-probability; set it above 0 (0.5 is "
+                "usual), or method='flow_ode' for evaluation alone"
+            )
+        if self.noise_anneal is not None and self.noise_anneal[2] < 1:
+            raise ValueError(f"noise_anneal is {list(self.noise_anneal)}: the third number, iterations, must be >= 1")
+
+    @property
+    def stochastic_steps(self) -> int:
+        """How many steps, from the first, may be the stochastic one."""
+        return self.num_steps - (self.ignore_last or self.method == "flow_cps")
+
+    @property
+    def joint(self) -> bool:
+        """Whether all steps are stochastic."""
+        return self.method == "flow_noise" if self.joint_log_prob is None else self.joint_log_prob
+
+
+class FlowPolicy(VLAPolicy):
+    """Denoises a chunk of actions in ``K`` steps; RL sees one step of them, or all.
+
+    A subclass says what the observation is (:meth:`observe`) and how fast noisy actions flow (:meth:`velocity`), in
+    normalised actions ``[N, H, A_model]``, of which the first ``C`` and ``A`` reach the environment and have a
+    probability.
+
+    Rollout and update evaluate the same step at the same noise, so that ratios are 1 before the first update and
+    the value before and after an update is that of the same step.
+
+    Args:
+        config: settings.
+        chunk_size: ``C``.
+        horizon: ``H``, actions that are denoised together.
+        model_action_dim: numbers of an action in the network.
+        trained_dims: how many of them mean something.
+        hidden_size: width of what :meth:`velocity` returns beside the velocity.
+    """
+
+    def __init__(
+        self,
+        config: FlowConfig,
+        *,
+        chunk_size: int,
+        horizon: int,
+        model_action_dim: int,
+        trained_dims: int,
+        hidden_size: int,
+    ):
+        super().__init__()
+        if not 1 <= chunk_size <= horizon:
+            raise ValueError(f"num_action_chunks is {chunk_size}, must be 1 to {horizon}, the horizon of the policy")
+        self.flow = config
+        self.chunk_size, self.horizon = chunk_size, horizon
+        self.model_action_dim, self.trained_dims = model_action_dim, trained_dims
+        level = config.noise_level if config.noise_anneal is None else config.noise_anneal[0]
+        self.register_buffer("noise_level", torch.tensor(level))  # saved, because it may be annealed
+        self.noise_network: nn.Module | None = None
+        if config.method == "flow_noise":
+            self.noise_network = flow.NoiseNetwork(hidden_size, model_action_dim, config.noise_std_range)
+        self.out_keys = [keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP, keys.ACTION]
+        self.out_keys += [keys.ACTION_LOG_PROB] if config.method != "flow_ode" else []
+        self.out_keys += [keys.STATE_VALUE] if config.value_head else []
+
+    # ---- what a subclass is
+
+    @abstractmethod
+    def observe(self, tensordict: TensorDictBase) -> Any:
+        """What :meth:`velocity` needs of the observations and ``prompt_tokens`` of a batch."""
+
+    @abstractmethod
+    def repeat(self, observed: Any, count: int) -> Any:
+        """What :meth:`observe` returned, with each row ``count`` times in a row."""
+
+    @abstractmethod
+    def velocity(self, observed: Any, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        """Velocity ``[N, H, A_model]`` of noisy actions at ``time`` ``[N]``, and hidden states ``[N, H, hidden]``."""
+
+    @abstractmethod
+    def value(self, observed: Any, hidden: Tensor | None) -> Tensor | None:
+        """Values ``[N, num_values]`` from :meth:`observe` or from the hidden states of :meth:`velocity`."""
+
+    @abstractmethod
+    def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
+        """Normalised actions ``[N, C, trained_dims]`` in the simulator's units; ``states`` ``[N, S]`` too."""
+
+    @abstractmethod
+    def to_model(self, actions: Tensor, states: Tensor) -> Tensor:
+        """Inverse of :meth:`to_simulator`."""
+
+    @abstractmethod
+    def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``prompt_tokens``; returns the observations, on the policy's device."""
+
+    # ---- acting
+
+    @torch.no_grad()
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        seen = self.write_prompt(tensordict)
+        observed = self.observe(seen)
+        greedy = exploration_type() not in (None, ExplorationType.RANDOM)
+        batch, device = len(seen), seen.get(keys.STATES).device
+        shape = (batch, self.horizon, self.model_action_dim)
+        noise = torch.zeros(shape, device=device) if greedy else torch.randn(shape, device=device)
+        chain, step, log_prob, value = self._denoise(observed, noise, stochastic=not greedy)
+        actions = chain[:, -1, : self.chunk_size, : self.trained_dims]
+        if self.flow.joint:
+            stored = chain
+        else:
+            rows = torch.arange(batch, device=device)
+            stored = torch.stack([chain[rows, step], chain[rows, step + 1]], dim=1)
+        tensordict.set(keys.DENOISE_CHAIN, stored)
+        tensordict.set(keys.DENOISE_STEP, step)
+        tensordict.set(keys.ACTION, self.to_simulator(actions, seen.get(keys.STATES)))
+        if keys.ACTION_LOG_PROB in self.out_keys:
+            tensordict.set(keys.ACTION_LOG_PROB, log_prob)
+        return tensordict if value is None else tensordict.set(keys.STATE_VALUE, value)
+
+    def _denoise(self, observed: Any, noise: Tensor, stochastic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The chain ``[N, K + 1, H, A_model]``, the stochastic step ``[N]``, its log-probability and the value."""
+        settings, batch = self.flow, len(noise)
+        schedule = flow.times(settings.num_steps, noise.device)
+        stochastic = stochastic and settings.method != "flow_ode"
+        step = torch.zeros(batch, dtype=torch.int64, device=noise.device)
+        if stochastic and not settings.joint:
+            step = torch.randint(settings.stochastic_steps, (batch,), device=noise.device)
+        fresh = torch.randn_like(noise) if stochastic and not settings.joint else None
+        # Without a stochastic step the value is the mean over all, that of a step drawn at random.
+        everywhere = settings.joint or not stochastic
+        x, chain = noise, [noise]
+        log_prob = noise.new_zeros(batch, self.chunk_size, self.trained_dims)
+        values = []
+        for number in range(settings.num_steps):
+            now = torch.full_like(step, number)
+            speed, hidden = self.velocity(observed, x, schedule[now])
+            following = flow.euler(x, speed, schedule[now], schedule[now + 1])
+            chosen = torch.ones_like(step, dtype=torch.bool) if everywhere else step == number
+            if bool(chosen.any()):
+                values.append((chosen, self.value(observed, hidden)))
+            if stochastic and bool(chosen.any()):
+                mean, std = self._gaussian(x, speed, hidden, schedule, now)
+                noisy = mean + std * (torch.randn_like(x) if settings.joint else fresh)
+                found = self._trained(flow.log_prob(noisy, mean, std))
+                log_prob = log_prob + torch.where(chosen.view(-1, 1, 1), found, 0.0)
+                following = torch.where(chosen.view(-1, 1, 1), noisy, following)
+            x = following
+            chain.append(x)
+        return torch.stack(chain, dim=1), step, log_prob, self._chosen_value(values)
+
+    def _chosen_value(self, values: list[tuple[Tensor, Tensor | None]]) -> Tensor | None:
+        """Mean over the chosen steps of each row."""
+        if values[0][1] is None:
+            return None
+        chosen = torch.stack([mask for mask, _ in values]).unsqueeze(-1)
+        stacked = torch.stack([value for _, value in values])
+        return (stacked * chosen).sum(0) / chosen.sum(0)
+
+    def _gaussian(
+        self, x: Tensor, speed: Tensor, hidden: Tensor, schedule: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the stochastic step ``[N]`` at ``x``."""
+        if self.flow.method == "flow_noise":
+            return flow.euler(x, speed, schedule[step], schedule[step + 1]), self.noise_network(hidden)
+        mean, std = flow.stochastic_step(self.flow.method, x, speed, schedule, step, float(self.noise_level))
+        return mean, std.expand_as(mean)
+
+    def _trained(self, values: Tensor) -> Tensor:
+        return values[:, : self.chunk_size, : self.trained_dims]
+
+    # ---- learning
+
+    def get_dist(self, tensordict: TensorDictBase) -> Distribution:
+        """Gaussian ``[N, C, A]`` of what the stored stochastic step led to, ``denoise_chain[:, 1]``.
+
+        Raises:
+            ValueError: no step is stochastic, or all are.
+        """
+        self._check_stochastic()
+        if self.flow.joint:
+            raise ValueError("with joint_log_prob the steps have a Gaussian each; use evaluate_actions")
+        mean, std, _ = self._stored_steps(tensordict)
+        return torch.distributions.Normal(self._trained(mean[:, 0]), self._trained(std[:, 0]))
+
+    def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
+        self._check_stochastic()
+        mean, std, value = self._stored_steps(tensordict)
+        reached = tensordict.get(keys.DENOISE_CHAIN)[:, 1:]
+        log_prob = self._trained(flow.log_prob(reached, mean, std).sum(1))
+        return log_prob, self._trained(flow.entropy(std).sum(1)), None if value is None else value.mean(1)
+
+    def _stored_steps(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Mean and deviation ``[N, k, H, A_model]`` and values ``[N, k, num_values]`` of the ``k`` stored steps.
+
+        ``k`` is ``K`` if all steps are stochastic, otherwise 1; they go through the network in one pass.
+        """
+        chain, step = tensordict.get(keys.DENOISE_CHAIN), tensordict.get(keys.DENOISE_STEP)
+        observed, count = self.observe(tensordict), chain.shape[1] - 1
+        schedule, x = flow.times(self.flow.num_steps, chain.device), chain[:, :-1].flatten(0, 1)
+        if self.flow.joint:
+            step = torch.arange(count, device=chain.device).repeat(len(chain))
+            observed = self.repeat(observed, count)
+        speed, hidden = self.velocity(observed, x, schedule[step])
+        mean, std = self._gaussian(x, speed, hidden, schedule, step)
+        value = self.value(observed, hidden)
+        steps = (-1, count)
+        return mean.unflatten(0, steps), std.unflatten(0, steps), None if value is None else value.unflatten(0, steps)
+
+    def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
+        """Flow-matching error ``[N, C]`` of demonstrated ``action`` ``[N, C, A]``, mean over action dimensions.
+
+        Noise and time are drawn anew; time from ``0.001 + 0.999 Beta(1.5, 1)`` as in pi0.
+
+        Args:
+            tensordict: observations, ``prompt_tokens`` and ``action`` in the simulator's units.
+            sigma: for token policies; a flow has no labels to soften.
+        """
+        target = self.to_model(tensordict.get(keys.ACTION), tensordict.get(keys.STATES))
+        actions = target.new_zeros(len(target), self.horizon, self.model_action_dim)
+        actions[:, : self.chunk_size, : self.trained_dims] = target
+        actions[:, self.chunk_size :, : self.trained_dims] = target[:, -1:]  # nobody looks at what comes after
+        noise = torch.randn_like(actions)
+        beta = torch.distributions.Beta(torch.tensor(1.5), torch.tensor(1.0))
+        time = (0.001 + 0.999 * beta.sample((len(actions),))).to(actions.device)
+        moment = time.view(-1, 1, 1)
+        speed, _ = self.velocity(self.observe(tensordict), moment * noise + (1 - moment) * actions, time)
+        return self._trained((noise - actions - speed).square()).mean(-1)
+
+    def start_iteration(self, iteration: int) -> None:
+        first, last, iterations = self.flow.noise_anneal or (self.flow.noise_level, self.flow.noise_level, 1)
+        self.noise_level.fill_(first + (last - first) * min(1.0, (iteration - 1) / iterations))
+
+    def follow(self, policy: FlowPolicy) -> None:
+        self.noise_level.copy_(policy.noise_level)
+
+    def _check_stochastic(self) -> None:
+        if self.flow.method == "flow_ode":
+            raise ValueError(
+                "flow_ode is deterministic, so actions have no log-probability; set method='flow_sde', 'flow_noise' "
+                "or 'flow_cps' to train"
+            )

@@ -1,0 +1,1 @@
+"""Neural networks of the policies, on torch alone."""

@@ -1,0 +1,265 @@
+"""What the policies OpenVLA and OpenVLA-OFT share: everything but how a decision is decoded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.distributions import Categorical
+from torchrl.envs.utils import ExplorationType, exploration_type
+
+from vla_common import keys
+from vla_policies.nn.value_head import ValueHead
+from vla_policies.openvla import loading
+from vla_policies.openvla.film import Adapted
+from vla_policies.openvla.folder import OpenVLAFolder
+from vla_policies.openvla.model import Prismatic
+from vla_policies.openvla.prompts import Prompts
+from vla_policies.policy import VLAPolicy
+from vla_policies.processing.action_tokens import ActionTokens
+from vla_policies.processing.adapters import get_adapter
+from vla_policies.processing.images import ImagePreprocessor
+from vla_policies.processing.normalization import ActionStatistics
+from vla_policies.processing.sampling import action_distribution, check_sampling
+
+_VISION = ("proj", "qkv", "fc1", "fc2")
+_PROJECTOR = ("fc1", "fc2", "fc3")
+_LANGUAGE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+
+
+@dataclass(frozen=True)
+class OpenVLAConfig:
+    """Settings of an :class:`~vla_policies.openvla.openvla.OpenVLA`; ``save_pretrained`` keeps them.
+
+    Attributes:
+        benchmark: whose cameras, gripper and action dimensions are used, see :mod:`vla_policies.processing.adapters`.
+        unnorm_key: data set whose statistics un-normalise the actions; may be left out if the checkpoint has one.
+        statistics: what -1 and 1 mean: ``"q99"``, the percentiles 1 and 99, or ``"min_max"`` (ALOHA, RoboTwin).
+        action_dim: dimensions that the model predicts; ``None`` for those of the statistics, another number is refused.
+        max_prompt_length: tokens of the longest prompt. Padding is cut before it costs anything.
+        center_crop: keep the central 0.9 of each image's area, as for checkpoints trained with random crops.
+        fast_resize: resize images a few times faster, with pixels a little off those of the reference.
+        temperature: of the sampling policy, in the rollout and in the update.
+        top_k: draw from the likeliest ``top_k`` tokens only, in the rollout and in the update; 0 for all.
+        value_head: build a value head; it starts afresh if the checkpoint has none.
+        gradient_checkpointing: recompute activations in the update instead of keeping them.
+    """
+
+    benchmark: str
+    unnorm_key: str | None = None
+    statistics: str = "q99"
+    action_dim: int | None = None
+    max_prompt_length: int = 128
+    center_crop: bool = False
+    fast_resize: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    value_head: bool = True
+    gradient_checkpointing: bool = False
+
+
+class PrismaticPolicy(VLAPolicy):
+    """Prompt, images, statistics, sampling and checkpoints of the two OpenVLA policies.
+
+    Action tokens are relative, 0 to 255, of all dimensions that the model predicts; ``action`` has those of the
+    simulator. Any exploration type but ``RANDOM`` takes the likeliest tokens.
+
+    Args:
+        model: its parameters may still be on the meta device.
+        folder: the checkpoint's configuration, statistics and tokenizer.
+        config: settings.
+        chunk_size, num_images: of a decision.
+        num_values: of the value head, if there is one.
+        reads_states: whether proprioception is an input.
+
+    Raises:
+        ValueError: settings that do not fit the checkpoint or the benchmark.
+    """
+
+    family: ClassVar[str]
+    config_class: ClassVar[type[OpenVLAConfig]] = OpenVLAConfig
+    bound: ClassVar[tuple[str, ...]] = ("statistics",)  # settings that a checkpoint was trained with
+    lora_targets: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(_VISION + _PROJECTOR + _LANGUAGE))
+
+    def __init__(
+        self,
+        model: Prismatic,
+        folder: OpenVLAFolder,
+        config: OpenVLAConfig,
+        *,
+        chunk_size: int = 1,
+        num_values: int = 1,
+        num_images: int = 1,
+        reads_states: bool = False,
+    ):
+        super().__init__()
+        self.tokens = ActionTokens()
+        check_sampling(config.temperature, config.top_k, self.tokens.num_tokens)
+        self.adapter = get_adapter(config.benchmark)
+        self.config, self.folder = config, folder
+        self.spare: dict[str, Tensor] = {}  # tensors of the checkpoint that nothing reads, to be written again
+        self.film: Adapted | None = None  # of a checkpoint with FiLM: how its file is written again
+        self.statistics = ActionStatistics.from_json(folder.statistics, config.unnorm_key, config.statistics)
+        self.token_dim = len(self.statistics.action)
+        if config.action_dim not in (None, self.token_dim):
+            raise ValueError(
+                f"action_dim is {config.action_dim}, but the statistics {self.statistics.key!r} of the checkpoint have "
+                f"{self.token_dim} dimensions; leave action_dim out or choose another unnorm_key"
+            )
+        self.adapter.check_statistics(self.statistics)
+        if num_images > self.adapter.max_images:
+            raise ValueError(
+                f"num_images_in_input is {num_images} and {config.benchmark} has {self.adapter.max_images} cameras; "
+                "set it as the checkpoint was trained, and choose a benchmark that has them"
+            )
+        cameras = (keys.IMAGES, keys.WRIST_IMAGES)[: min(num_images, 2)]
+        self.in_keys = [*cameras, *([keys.STATES] if reads_states else []), keys.TASK_DESCRIPTIONS]
+        self.out_keys = [keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB]
+        self.out_keys += [keys.STATE_VALUE] if config.value_head else []
+        self.loss_keys = (*self.in_keys[:-1], keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
+        self.chunk_size, self.num_images = chunk_size, num_images
+        self.action_dim, self.state_dim = self.adapter.action_dim, self.adapter.state_dim
+        self.preprocessor = ImagePreprocessor.from_config(
+            folder.preprocessor, fast=config.fast_resize, crop=config.center_crop
+        )
+        self.prompts = Prompts(folder.path, config.max_prompt_length)
+        self.model = model
+        model.set_gradient_checkpointing(config.gradient_checkpointing)
+        self.num_values = num_values if config.value_head else 0
+        hidden_size = model.config.language.hidden_size
+        self.value_head = ValueHead(hidden_size, num_values) if config.value_head else None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        lora_adapter: str | Path | None = None,
+        **settings,
+    ):
+        """Load a checkpoint in the published layout; see :func:`vla_policies.openvla.loading.load`.
+
+        Args:
+            folder: local folder, or hub id.
+            dtype: of the model, ``None`` for what it was saved with here, or float32; the heads are float32.
+            device: of the policy.
+            lora_adapter: folder of a peft adapter to apply and go on training.
+            **settings: fields of :attr:`config_class`; what the checkpoint was saved with is the default.
+        """
+        return loading.load(cls, folder, settings, dtype=dtype, device=device, lora_adapter=lora_adapter)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the checkpoint's layout; a LoRA adapter that was not merged goes into ``lora_adapter/``."""
+        loading.save(self, folder)
+
+    @abstractmethod
+    def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor) -> Tensor:
+        """Hidden states ``[N, C * A, hidden]`` that predict ``action_tokens`` ``[N, C, A]``, in one pass."""
+
+    @abstractmethod
+    def decide(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Action tokens ``[N, C, A]``, their log-probability, and the hidden state ``[N, hidden]`` for the value."""
+
+    @torch.no_grad()
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        seen = self.see(tensordict)
+        greedy = exploration_type() not in (None, ExplorationType.RANDOM)
+        tokens, log_prob, state = self.decide(seen, greedy)
+        tensordict.set(keys.ACTION_TOKENS, tokens)
+        tensordict.set(keys.ACTION_LOG_PROB, log_prob)
+        tensordict.set(keys.ACTION, self.to_simulator(self.tokens.decode(tokens)))
+        return self.write_value(tensordict, state)
+
+    def see(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``prompt_tokens``; returns what the model reads, on its device."""
+        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        return tensordict.select(*self.in_keys[:-1], keys.PROMPT_TOKENS, strict=False).to(self.device)
+
+    def get_dist(self, tensordict: TensorDictBase) -> Categorical:
+        tokens = tensordict.get(keys.ACTION_TOKENS)
+        return self.distribution(self._logits(self.action_states(tensordict, tokens)), tokens)
+
+    def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
+        tokens = tensordict.get(keys.ACTION_TOKENS)
+        states = self.action_states(tensordict, tokens)
+        dist = self.distribution(self._logits(states), tokens)
+        return dist.log_prob(tokens), dist.entropy(), self.value(states[:, 0])
+
+    def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
+        """Cross-entropy ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, mean over action dimensions.
+
+        Args:
+            tensordict: observations, ``prompt_tokens`` and ``action`` in the simulator's units.
+            sigma: width of a soft label around the demonstrated token, as a fraction of half the range; 0 for the
+                token alone, as the published models were trained.
+        """
+        tokens = self.tokens.encode(self.to_model(tensordict.get(keys.ACTION)))
+        states = self.action_states(tensordict, tokens)
+        log_prob = self._logits(states).log_softmax(-1)
+        if not sigma:
+            return -log_prob.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).mean(-1)
+        distance = torch.arange(self.tokens.num_tokens, device=tokens.device) - tokens.unsqueeze(-1)
+        label = (-0.5 * (distance / (sigma * (self.tokens.num_tokens - 1) / 2)) ** 2).softmax(-1)
+        return -(label * log_prob).sum(-1).mean(-1)
+
+    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
+        """Nothing: behaviour cloning calls it for a new policy, and the statistics of this one are its checkpoint's."""
+
+    def lora_layers(self, targets: Sequence[str]) -> list[str]:
+        """Names of the layers whose last part is one of ``targets``."""
+        return [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
+
+    def freeze(self) -> None:
+        """Freeze what is never trained: nothing."""
+
+    def unused(self, key: str) -> bool:
+        """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
+        return self.model.config.vision.unused(key)
+
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        """Tokens int64 ``[N, L]`` of ``N`` instructions."""
+        return self.prompts(task_descriptions).to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self.model.language_model.model.norm.weight.device
+
+    def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> Categorical:
+        """Distribution of action tokens ``[...]`` from their logits ``[..., 256]``; ``chosen`` were drawn earlier."""
+        return action_distribution(logits, self.config.temperature, self.config.top_k, chosen)
+
+    def value(self, state: Tensor) -> Tensor | None:
+        """Values ``[N, num_values]`` of hidden states ``[N, hidden]`` of the last prompt token."""
+        return None if self.value_head is None else self.value_head(state)
+
+    def write_value(self, tensordict: TensorDictBase, state: Tensor) -> TensorDictBase:
+        """Write ``state_value`` if there is a value head."""
+        value = self.value(state)
+        return tensordict if value is None else tensordict.set(keys.STATE_VALUE, value)
+
+    def to_simulator(self, actions: Tensor) -> Tensor:
+        """Normalised actions ``[N, C, A]`` of the model as actions of the simulator."""
+        return self.adapter.to_simulator(self.statistics.unnormalize(actions))
+
+    def to_model(self, actions: Tensor) -> Tensor:
+        """Inverse of :meth:`to_simulator`."""
+        return self.statistics.normalize(self.adapter.to_model(actions))
+
+    def _prefix(
+        self, tensordict: TensorDictBase, extra: Tensor | None = None, *, stop: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        pixels = self.preprocessor(self.adapter.images(tensordict, self.num_images))
+        return self.model.prefix(pixels, tensordict.get(keys.PROMPT_TOKENS), extra, stop=stop)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Logits ``[N, C, A, 256]`` of hidden states ``[N, C * A, hidden]``."""
+        return self.model.action_logits(states).unflatten(1, (-1, self.token_dim))

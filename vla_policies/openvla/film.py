@@ -1,0 +1,107 @@
+"""FiLM in OpenVLA-OFT: the file ``vision_backbone--*.pt``, the vision backbone as it was trained.
+
+In it every block is wrapped (``blocks.N.block.*``, beside ``blocks.N.scale`` and ``blocks.N.shift`` of FiLM), and the
+linear layers still have their LoRA adapters, scaled by ``min(rank, 16) / rank``. Reading merges the adapters into the
+layers; writing adds adapters that do nothing, because the official loader wants some of that rank.
+Source: the layout of openvla-oft; FiLM: Perez et al. 2018, arXiv 1709.07871.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vla_policies.checkpoint.weights import Entry
+from vla_policies.nn.dino_siglip import PREFIX
+
+FILE = "vision_backbone--latest_checkpoint.pt"
+_OUR_BLOCK = re.compile(r"\.blocks\.(\d+)\.(?!scale\.|shift\.)")
+_THEIR_BLOCK = re.compile(r"\.blocks\.(\d+)\.block\.")
+_BASE, _LORA_A, _LORA_B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+_LARGEST_ALPHA = 16
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Which layers have adapters in the file, by our names, and of which rank."""
+
+    layers: frozenset[str]
+    rank: int
+
+
+@dataclass(frozen=True)
+class _Merged(Entry):
+    """A tensor of the file with its adapter, if it has one."""
+
+    tensor: Tensor
+    lora: tuple[Tensor, Tensor] | None = None
+
+    def read(self) -> Tensor:
+        if self.lora is None:
+            return self.tensor
+        down, up = (matrix.float() for matrix in self.lora)
+        scale = min(len(down), _LARGEST_ALPHA) / len(down)
+        return self.tensor.float() + scale * up @ down  # whoever loads it rounds it, once
+
+
+def read_film(file: Path) -> tuple[dict[str, Entry], Adapted]:
+    """Tensors of the vision backbone by the names that the main weights use, and the adapters that were merged.
+
+    The file is mapped, so that a tensor takes memory when it is read.
+
+    Raises:
+        ValueError: the file is truncated, or no vision backbone with FiLM.
+    """
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{file} is truncated or not a file of weights ({reason}); copy it again") from error
+    if not any(name.endswith(".scale.weight") for name in stored):
+        raise ValueError(f"{file} has no FiLM layers (blocks.N.scale); it is not the file of an OpenVLA-OFT checkpoint")
+    entries, layers, rank = {}, set(), 0
+    for name, tensor in stored.items():
+        if ".lora_" in name:
+            continue
+        ours, lora = _THEIR_BLOCK.sub(r".blocks.\1.", name).replace(_BASE, "."), None
+        layer = name.partition(_BASE)[0]
+        if name.endswith(f"{_BASE}weight") and f"{layer}{_LORA_A}" in stored:
+            lora = stored[f"{layer}{_LORA_A}"], stored[f"{layer}{_LORA_B}"]
+            layers.add(ours.removesuffix(".weight"))
+            rank = len(lora[0])
+        entries[ours] = _Merged(file, name, tuple(tensor.shape), tensor.dtype, tensor, lora)
+    return entries, Adapted(frozenset(layers), rank)
+
+
+def write_film(folder: Path, weights: Mapping[str, Tensor], adapted: Adapted) -> dict[str, Tensor]:
+    """Write the file from all weights of a model; returns those that belong into the main weights.
+
+    Args:
+        folder: of the checkpoint; older files of this kind in it are removed.
+        weights: by name, of the whole model.
+        adapted: of :func:`read_film`.
+    """
+    stored: dict[str, Tensor] = {}
+    for ours, tensor in weights.items():
+        if not ours.startswith(PREFIX):
+            continue
+        layer, _, kind = ours.rpartition(".")
+        theirs = _OUR_BLOCK.sub(r".blocks.\1.block.", f"{layer}.").removesuffix(".")
+        tensor = tensor.detach().cpu().contiguous()
+        if layer not in adapted.layers:
+            stored[f"{theirs}.{kind}"] = tensor
+            continue
+        stored[f"{theirs}{_BASE}{kind}"] = tensor
+        if kind == "weight":
+            stored[f"{theirs}{_LORA_A}"] = tensor.new_zeros(adapted.rank, tensor.shape[1])
+            stored[f"{theirs}{_LORA_B}"] = tensor.new_zeros(tensor.shape[0], adapted.rank)
+    for stale in folder.glob("vision_backbone--*"):
+        stale.unlink()
+    torch.save(stored, folder / FILE)
+    return {name: tensor for name, tensor in weights.items() if not re.search(r"\.blocks\.\d+\.(scale|shift)\.", name)}

@@ -1,0 +1,152 @@
+"""OpenVLA-OFT: a chunk of actions per decision, all its tokens decoded at once. Kim et al. 2025, arXiv 2502.19645."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.distributions import Categorical
+
+from vla_common import keys
+from vla_policies.openvla.base import OpenVLAConfig, PrismaticPolicy
+from vla_policies.openvla.folder import OpenVLAFolder
+from vla_policies.openvla.heads import L1Head, ProprioProjector
+from vla_policies.openvla.model import STOP, Prismatic
+
+
+@dataclass(frozen=True)
+class OpenVLAOFTConfig(OpenVLAConfig):
+    """Settings of an :class:`OpenVLAOFT`, beside those of :class:`~vla_policies.openvla.base.OpenVLAConfig`.
+
+    Attributes:
+        head: ``"tokens"``, one of 256 bins per action dimension, which reinforcement learning can train; or ``"l1"``,
+            the continuous head of the published checkpoints, which has no log-probability.
+        layout: ``"official"`` ends the sequence with a stop token, as openvla-oft and SimpleVLA-RL do; ``"rlinf"`` does
+            not. Log-probabilities differ by more than 1 nat between the two: it belongs to the checkpoint.
+        num_action_chunks: ``C``, primitive actions per decision.
+        num_images_in_input: cameras, the third-person one first, then wrist cameras.
+        use_proprio: a token of proprioception after the images.
+        proprio_dim: its size; ``None`` for that of the statistics, another number is refused.
+        use_film: images modulated by the instruction (FiLM); the checkpoint says.
+        value_per_action: one value per primitive action (``[N, C]``) instead of one per decision (``[N, 1]``).
+    """
+
+    head: str = "tokens"
+    layout: str = "official"
+    num_action_chunks: int = 8
+    num_images_in_input: int = 1
+    use_proprio: bool = False
+    proprio_dim: int | None = None
+    use_film: bool = False
+    value_per_action: bool = False
+
+    def __post_init__(self):
+        for name, choices in (("head", ("tokens", "l1")), ("layout", ("official", "rlinf"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be {' or '.join(map(repr, choices))}")
+        if self.head == "l1" and self.layout != "official":
+            raise ValueError("the L1 head was trained with layout='official'; leave layout out")
+        if self.num_action_chunks < 1 or self.num_images_in_input < 1:
+            raise ValueError(
+                f"num_action_chunks is {self.num_action_chunks} and num_images_in_input {self.num_images_in_input}, "
+                "both must be at least 1"
+            )
+
+
+class OpenVLAOFT(PrismaticPolicy):
+    """Parallel decoding: as many empty tokens as there are action tokens, attention in both directions, one pass.
+
+    See :class:`~vla_policies.openvla.base.PrismaticPolicy` and, for the contract,
+    :class:`~vla_policies.policy.VLAPolicy`.
+
+    Example:
+        >>> policy = OpenVLAOFT.from_pretrained("checkpoints/oft-libero-10", benchmark="libero", layout="rlinf")
+    """
+
+    family = "openvla_oft"
+    config_class = OpenVLAOFTConfig
+    bound = ("statistics", "head", "layout", "num_action_chunks", "num_images_in_input", "use_proprio")
+
+    def __init__(self, model: Prismatic, folder: OpenVLAFolder, config: OpenVLAOFTConfig):
+        chunk_size = config.num_action_chunks
+        super().__init__(
+            model,
+            folder,
+            config,
+            chunk_size=chunk_size,
+            num_values=chunk_size if config.value_per_action else 1,
+            num_images=config.num_images_in_input,
+            reads_states=config.use_proprio,
+        )
+        if config.head == "l1":
+            self.out_keys = [key for key in self.out_keys if key not in (keys.ACTION_TOKENS, keys.ACTION_LOG_PROB)]
+        hidden_size = model.config.language.hidden_size
+        self.action_head = L1Head(hidden_size, self.token_dim) if config.head == "l1" else None
+        self.proprio_projector = None
+        if config.use_proprio:
+            proprio_dim = len(self.statistics.proprio or ())
+            if config.proprio_dim not in (None, proprio_dim) or not proprio_dim:
+                raise ValueError(
+                    f"proprio_dim is {config.proprio_dim}, the statistics {self.statistics.key!r} have {proprio_dim} "
+                    "numbers of proprioception; leave proprio_dim out, or set use_proprio=False if there are none"
+                )
+            if proprio_dim != self.state_dim:
+                raise ValueError(
+                    f"the checkpoint reads proprioception of {proprio_dim} numbers, states of {config.benchmark} have "
+                    f"{self.state_dim}; set benchmark to the one that it was trained on"
+                )
+            self.proprio_projector = ProprioProjector(proprio_dim, hidden_size)
+
+    def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor | None = None) -> Tensor:
+        """Hidden states ``[N, C * A, hidden]``; parallel decoding does not read ``action_tokens``."""
+        extra = None
+        if self.proprio_projector is not None:
+            extra = self.proprio_projector(self.statistics.normalize_states(self.adapter.states(tensordict)))
+        ends = self.config.layout == "official"
+        prefix = self._prefix(tensordict, extra, stop=ends)
+        embeddings = prefix[0]
+        count = self.chunk_size * self.token_dim
+        suffix = embeddings.new_zeros(len(embeddings), count, embeddings.shape[2])
+        if ends:
+            stop = torch.full((len(embeddings), 1), STOP, device=embeddings.device)
+            suffix = torch.cat([suffix, self.model.language_model.embed(stop)], dim=1)
+        return self.model.action_states(prefix, suffix, count, causal=False)
+
+    def decide(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        states = self.action_states(tensordict)
+        dist = self.distribution(self._logits(states))
+        tokens = dist.logits.argmax(-1) if greedy else dist.sample()
+        return tokens, dist.log_prob(tokens), states[:, 0]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Act, see :class:`~vla_policies.policy.VLAPolicy`; with the L1 head there is nothing to sample."""
+        if self.action_head is None:
+            return super().forward(tensordict)
+        with torch.no_grad():
+            states = self.action_states(self.see(tensordict))
+            tensordict.set(keys.ACTION, self.to_simulator(self.action_head(states)))
+            return self.write_value(tensordict, states[:, 0])
+
+    def get_dist(self, tensordict: TensorDictBase) -> Categorical:
+        self._refuse_l1()
+        return super().get_dist(tensordict)
+
+    def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
+        self._refuse_l1()
+        return super().evaluate_actions(tensordict)
+
+    def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
+        """See :meth:`PrismaticPolicy.imitation_loss`; with the L1 head the absolute error of normalised actions."""
+        if self.action_head is None:
+            return super().imitation_loss(tensordict, sigma)
+        predicted = self.action_head(self.action_states(tensordict))
+        return (predicted - self.to_model(tensordict.get(keys.ACTION))).abs().mean(-1)
+
+    def _refuse_l1(self) -> None:
+        if self.action_head is not None:
+            raise ValueError(
+                "the L1 head predicts actions without a distribution, so they have no log-probability; train it with "
+                "recipes/sft.py, or load a checkpoint with head='tokens' for PPO and GRPO"
+            )

@@ -1,0 +1,226 @@
+"""What is in a checkpoint folder of pi0 or pi0.5, in openpi's PyTorch layout, and the same folder written again.
+
+Layout: ``model.safetensors`` (the token embeddings are stored once, as ``paligemma.lm_head``),
+``assets/<id>/norm_stats.json`` (``<id>/norm_stats.json`` in RLinf's checkpoints), ``config.json`` (optional),
+PaliGemma's tokenizer as a sentencepiece file. Ours are ``vla_torchrl.json``, the settings, and
+``vla_torchrl_heads.safetensors``, value head and noise network, which the official loader must not see.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_policies.checkpoint.hub import read_json, resolve
+from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
+from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
+
+OPTIONS, HEADS = "vla_torchrl.json", "vla_torchrl_heads.safetensors"
+TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
+EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
+UNUSED = f"{EXPERT}lm_head."
+_STATISTICS = "norm_stats.json"
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Pi0Statistics:
+    """How states and actions of a data set are normalised, dimension by dimension.
+
+    Attributes:
+        key: name of the data set (openpi's asset id).
+        raw: the content of ``norm_stats``: ``mean``, ``std``, ``q01`` and ``q99`` of ``state`` and ``actions``.
+        quantiles: pi0.5: percentiles 1 and 99 become -1 and 1; pi0: mean 0 and deviation 1.
+    """
+
+    key: str
+    raw: Mapping[str, Mapping[str, Any]]
+    quantiles: bool
+
+    def normalize(self, what: str, values: Tensor) -> Tensor:
+        """``state`` or ``actions`` ``[..., D]`` in physical units, normalised."""
+        low, span = self._affine(what, values)
+        return (values - low) / span * 2 - 1 if self.quantiles else (values - low) / span
+
+    def unnormalize(self, what: str, values: Tensor) -> Tensor:
+        """Inverse of :meth:`normalize`."""
+        low, span = self._affine(what, values)
+        return (values + 1) / 2 * span + low if self.quantiles else values * span + low
+
+    def _affine(self, what: str, values: Tensor) -> tuple[Tensor, Tensor]:
+        size, names = values.shape[-1], ("q01", "q99") if self.quantiles else ("mean", "std")
+        first, second = (torch.tensor(self.raw[what][name], device=values.device)[:size].float() for name in names)
+        return first, (second - first if self.quantiles else second) + _EPSILON
+
+    def check(self, state_dim: int, action_dim: int) -> None:
+        """Refuse statistics of another robot.
+
+        Raises:
+            ValueError: entries are missing, or have fewer numbers than the benchmark.
+        """
+        names = ("q01", "q99") if self.quantiles else ("mean", "std")
+        for what, size in (("state", state_dim), ("actions", action_dim)):
+            entry = self.raw.get(what, {})
+            if any(not isinstance(entry.get(name), list) for name in names):
+                raise ValueError(f"norm_stats of {self.key!r} have no {' and '.join(names)} of {what}")
+            shortest = min(len(entry[name]) for name in names)
+            if shortest < size:
+                raise ValueError(
+                    f"norm_stats of {self.key!r} have {shortest} numbers of {what}, the benchmark has "
+                    f"{size}; they may have more (padding), not fewer: take a checkpoint of this benchmark"
+                )
+
+
+@dataclass(frozen=True)
+class Pi0Folder:
+    """A checkpoint folder without its weights.
+
+    Attributes:
+        path: the folder; of a hub id, its local copy.
+        config: ``config.json``, empty if there is none.
+        options: what the policy that was saved here was set to.
+        statistics: ``norm_stats`` per data set.
+        tokenizer: content of the sentencepiece file.
+        weights: every tensor by name; headers only.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    options: Mapping[str, Any]
+    statistics: Mapping[str, Mapping[str, Any]]
+    tokenizer: bytes = field(repr=False)
+    weights: Mapping[str, Entry] = field(repr=False)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Pi0Folder:
+        """Read a folder, or download a hub id first.
+
+        Raises:
+            FileNotFoundError: no such folder, or weights, statistics or tokenizer are missing.
+            ValueError: a JAX checkpoint, or files that are not what they should be.
+        """
+        path = resolve(folder)
+        if not is_pi0(path):
+            raise ValueError(f"{path} is not a checkpoint of pi0: it has no tensors {PREFIX}...")
+        if not has_weights(path):
+            raise ValueError(
+                f"{path} has no model.safetensors: it is a JAX checkpoint, or half of one; convert it first with "
+                "openpi's examples/convert_jax_model_to_pytorch.py and pass the folder that this writes"
+            )
+        statistics = _statistics(path)
+        if not statistics:
+            raise FileNotFoundError(
+                f"{path} has no assets/<id>/{_STATISTICS} (or <id>/{_STATISTICS}, where RLinf has it); copy it from "
+                "the checkpoint that this one was trained from"
+            )
+        tokenizer = next((path / name for name in TOKENIZERS if (path / name).is_file()), None)
+        if tokenizer is None:
+            raise FileNotFoundError(
+                f"{path} has no tokenizer; copy PaliGemma's sentencepiece file into it as {TOKENIZERS[0]}"
+            )
+        return cls(
+            path=path,
+            config=read_json(path / "config.json") if (path / "config.json").is_file() else {},
+            options=read_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
+            statistics={key: entry.get("norm_stats", entry) for key, entry in statistics.items()},
+            tokenizer=tokenizer.read_bytes(),
+            weights=list_weights(path),
+        )
+
+    def select_statistics(self, norm_stats_id: str | None, quantiles: bool) -> Pi0Statistics:
+        """The statistics of a data set; ``None`` if there is one only.
+
+        Raises:
+            ValueError: several, or none of that name; lists them.
+        """
+        names = sorted(self.statistics)
+        if norm_stats_id is None and len(names) == 1:
+            norm_stats_id = names[0]
+        if norm_stats_id not in self.statistics:
+            raise ValueError(f"norm_stats_id is {norm_stats_id!r}; set it to one of {names}, those of {self.path}")
+        return Pi0Statistics(norm_stats_id, self.statistics[norm_stats_id], quantiles)
+
+    def write(
+        self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> Path:
+        """Write a folder in this layout.
+
+        Args:
+            folder: where to.
+            weights: by the names of the module, the unused ones included.
+            options: for ``vla_torchrl.json``.
+            config: entries of ``config.json`` to set.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for key, entry in self.statistics.items():
+            place = folder / "assets" / key
+            place.mkdir(parents=True, exist_ok=True)
+            (place / _STATISTICS).write_text(json.dumps({"norm_stats": entry}, indent=2) + "\n")
+        (folder / TOKENIZERS[0]).write_bytes(self.tokenizer)
+        (folder / "config.json").write_text(json.dumps({**self.config, **config}, indent=2) + "\n")
+        (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
+        stored = {LM_HEAD if key == EMBEDDINGS else key: tensor for key, tensor in weights.items()}
+        save_weights(stored, folder, max_shard_size=sys.maxsize)  # the official loader wants one file
+        return folder
+
+
+def _statistics(folder: Path) -> dict[str, Any]:
+    """Every ``norm_stats.json`` by its data set: openpi has it in ``assets/<id>``, RLinf's checkpoints in ``<id>``."""
+    assets = folder / "assets"
+    found = {file.parent.relative_to(assets).as_posix(): read_json(file) for file in sorted(assets.rglob(_STATISTICS))}
+    if (folder / _STATISTICS).is_file():
+        found["norm_stats"] = read_json(folder / _STATISTICS)
+    if not found:
+        files = sorted([*folder.glob(f"*/{_STATISTICS}"), *folder.glob(f"*/*/{_STATISTICS}")])
+        found = {file.parent.relative_to(folder).as_posix(): read_json(file) for file in files}
+    return found
+
+
+def is_pi0(folder: Path) -> bool:
+    """Whether a local folder is a checkpoint of pi0, published or ours, PyTorch or JAX; reads headers only."""
+    if has_weights(folder):
+        try:
+            return any(key.startswith(PREFIX) for key in list_weights(folder))
+        except (FileNotFoundError, ValueError):  # missing or truncated: whoever loads it says which
+            pass
+    return (folder / "params").is_dir() or any((folder / "assets").rglob(_STATISTICS))
+
+
+def empty_model(folder: Pi0Folder) -> tuple[Pi0Model, dict[str, Entry]]:
+    """The model of a checkpoint on the meta device, and the tensors to fill it with.
+
+    Raises:
+        ValueError: the shapes make no such model.
+    """
+    entries = model_weights(folder.weights)
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    with torch.device("meta"):
+        return Pi0Model(Pi0ModelConfig.from_shapes(shapes, folder.config.get("vision_heads"))), entries
+
+
+def unused(key: str) -> bool:
+    """Whether nothing reads a tensor of that name: the expert's ``lm_head``."""
+    return key.startswith(UNUSED)
+
+
+def model_weights(weights: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The weights by the names of the module: the stored ``lm_head`` is its token embeddings.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    weights = dict(weights)
+    head = weights.pop(LM_HEAD, None)
+    if EMBEDDINGS not in weights:
+        if head is None:
+            raise ValueError(f"the checkpoint has neither {EMBEDDINGS} nor {LM_HEAD}: it is not one of pi0 or pi0.5")
+        weights[EMBEDDINGS] = head
+    return weights

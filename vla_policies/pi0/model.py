@@ -1,0 +1,262 @@
+"""The network of pi0 and pi0.5: PaliGemma reads images and prompt once, an action expert denoises the actions.
+
+Black et al. 2024, arXiv 2410.24164 (pi0); Physical Intelligence 2025, arXiv 2504.16054 (pi0.5). Parameter names are
+those of openpi's PyTorch checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vla_policies.flow.steps import embed_time
+from vla_policies.nn.gemma import Gemma, GemmaConfig, KeysValues
+from vla_policies.nn.siglip import Siglip, SiglipConfig
+
+PREFIX, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
+_VISION, _TEXT = f"{PREFIX}model.vision_tower.vision_model.", f"{PREFIX}model.language_model."
+_VISION_HEAD_DIM = 72  # of SigLIP so400m
+
+
+@dataclass(frozen=True)
+class Pi0ModelConfig:
+    """Sizes of a :class:`Pi0Model`.
+
+    Attributes:
+        vision, language, expert: of its parts.
+        vocab_size: of the prompt.
+        action_dim: numbers of a (padded) action and a (padded) state.
+        pi05: state in the prompt and conditioned norms, instead of a state token and an MLP for the time.
+    """
+
+    vision: SiglipConfig
+    language: GemmaConfig
+    expert: GemmaConfig
+    vocab_size: int
+    action_dim: int
+    pi05: bool
+
+    @classmethod
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], vision_heads: int | None = None) -> Pi0ModelConfig:
+        """Read all sizes from the shapes of a checkpoint's tensors.
+
+        Args:
+            shapes: by name.
+            vision_heads: attention heads of SigLIP, which shapes do not tell; ``None`` for 72 numbers per head.
+
+        Raises:
+            ValueError: a tensor that tells a size is missing.
+        """
+
+        def depth(prefix: str) -> int:
+            return len({name[len(prefix) :].partition(".")[0] for name in shapes if name.startswith(prefix)})
+
+        def gemma(prefix: str, conditioned: bool) -> GemmaConfig:
+            layer = f"{prefix}layers.0."
+            keys, width = shapes[f"{layer}self_attn.k_proj.weight"]
+            queries = shapes[f"{layer}self_attn.q_proj.weight"][0]
+            mlp_dim = shapes[f"{layer}mlp.gate_proj.weight"][0]
+            # All published sizes have a single key-value head.
+            return GemmaConfig(width, depth(f"{prefix}layers."), mlp_dim, queries // keys, 1, keys, conditioned)
+
+        try:
+            width, _, patch_size, _ = shapes[f"{_VISION}embeddings.patch_embedding.weight"]
+            vision = SiglipConfig(
+                width=width,
+                depth=depth(f"{_VISION}encoder.layers."),
+                heads=vision_heads or width // _VISION_HEAD_DIM,
+                mlp_dim=shapes[f"{_VISION}encoder.layers.0.mlp.fc1.weight"][0],
+                patch_size=patch_size,
+                num_patches=shapes[f"{_VISION}embeddings.position_embedding.weight"][0],
+            )
+            pi05 = "time_mlp_in.weight" in shapes
+            table = f"{_TEXT}embed_tokens.weight"
+            return cls(
+                vision=vision,
+                language=gemma(_TEXT, conditioned=False),
+                expert=gemma(f"{EXPERT}model.", conditioned=pi05),
+                vocab_size=shapes[table if table in shapes else f"{PREFIX}lm_head.weight"][0],
+                action_dim=shapes["action_in_proj.weight"][1],
+                pi05=pi05,
+            )
+        except KeyError as missing:
+            raise ValueError(
+                f"the checkpoint has no tensor {missing}: it is not a PyTorch checkpoint of pi0 or pi0.5"
+            ) from None
+
+
+@dataclass(frozen=True)
+class PrefixCache:
+    """What the action expert needs of images and prompt.
+
+    Attributes:
+        layers: per layer, keys and values ``[N, kv_heads, P, head_dim]``.
+        valid: bool ``[N, P]``, which of them are no padding.
+        output: hidden states ``[N, P, width]``, if they were asked for.
+    """
+
+    layers: list[KeysValues]
+    valid: Tensor
+    output: Tensor | None = None
+
+    def repeat(self, count: int) -> PrefixCache:
+        """Each row ``count`` times in a row, without ``output``."""
+        layers = [tuple(part.repeat_interleave(count, dim=0) for part in pair) for pair in self.layers]
+        return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
+
+
+def needs_float32(name: str) -> bool:
+    """Whether a tensor stays float32 in a bfloat16 model, as in openpi.
+
+    These are the norms of both Gemmas, SigLIP's embeddings, and all that actions, state and time pass outside the
+    stacks: three digits are too few for noise that K steps take away.
+    """
+    if not name.startswith((PREFIX, EXPERT)):
+        return True
+    return not {"embeddings", "input_layernorm", "post_attention_layernorm", "norm"}.isdisjoint(name.split("."))
+
+
+class Pi0Model(nn.Module):
+    """Prefix once, then velocities of noisy actions."""
+
+    def __init__(self, config: Pi0ModelConfig):
+        super().__init__()
+        self.config = config
+        width, expert_width = config.language.width, config.expert.width
+        self.paligemma_with_expert = nn.Module()
+        paligemma = self.paligemma_with_expert.paligemma = nn.Module()
+        paligemma.model = nn.Module()
+        paligemma.model.vision_tower = nn.Module()
+        paligemma.model.vision_tower.vision_model = Siglip(config.vision)
+        paligemma.model.multi_modal_projector = nn.Module()
+        paligemma.model.multi_modal_projector.linear = nn.Linear(config.vision.width, width)
+        paligemma.model.language_model = Gemma(config.language, config.vocab_size)
+        self.paligemma_with_expert.gemma_expert = nn.Module()
+        self.paligemma_with_expert.gemma_expert.model = Gemma(config.expert)
+        self.action_in_proj = nn.Linear(config.action_dim, expert_width)
+        self.action_out_proj = nn.Linear(expert_width, config.action_dim)
+        if config.pi05:
+            self.time_mlp_in = nn.Linear(expert_width, expert_width)
+            self.time_mlp_out = nn.Linear(expert_width, expert_width)
+        else:
+            self.state_proj = nn.Linear(config.action_dim, expert_width)
+            self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
+            self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stacks; see :func:`needs_float32` for what is more precise."""
+        return self.language.embed_tokens.weight.dtype
+
+    @property
+    def vision(self) -> Siglip:
+        """SigLIP."""
+        return self.paligemma_with_expert.paligemma.model.vision_tower.vision_model
+
+    @property
+    def language(self) -> Gemma:
+        """Gemma of PaliGemma."""
+        return self.paligemma_with_expert.paligemma.model.language_model
+
+    @property
+    def expert(self) -> Gemma:
+        """Gemma of the action expert."""
+        return self.paligemma_with_expert.gemma_expert.model
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        """Trade about a third more time in the update for activations that need not be kept."""
+        self.vision.gradient_checkpointing = enabled
+        self.language.gradient_checkpointing = enabled
+        self.expert.gradient_checkpointing = enabled
+
+    def embed_prefix(
+        self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
+
+        Args:
+            pixels: float ``[N, n, 3, H, W]`` of ``n`` images, from -1 to 1.
+            image_valid: bool ``[N, n]``, ``None`` for all. An image that no row has should not be passed at all.
+            tokens: int64 ``[N, L]``.
+            token_valid: bool ``[N, L]``.
+        """
+        count = pixels.shape[1]
+        projector = self.paligemma_with_expert.paligemma.model.multi_modal_projector.linear
+        images = projector(self.vision(pixels.flatten(0, 1))).unflatten(0, (-1, count))
+        text = self.language.embed_tokens(tokens) * math.sqrt(self.config.language.width)
+        if image_valid is None:
+            image_valid = token_valid.new_ones(len(tokens), count)
+        patches = image_valid.repeat_interleave(self.config.vision.num_patches, dim=1)
+        return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), torch.cat([patches, token_valid], dim=1)
+
+    def prefix(
+        self,
+        pixels: Tensor,
+        image_valid: Tensor | None,
+        tokens: Tensor,
+        token_valid: Tensor,
+        *,
+        output: bool = False,
+    ) -> PrefixCache:
+        """Keys and values of images and prompt; arguments as for :meth:`embed_prefix`.
+
+        ``output`` computes the last hidden states too.
+        """
+        embeddings, valid = self.embed_prefix(pixels, image_valid, tokens, token_valid)
+        mask = None if bool(valid.all()) else valid[:, None, None, :]
+        hidden, layers = self.language(embeddings, _positions(valid), mask, output=output)
+        return PrefixCache(layers, valid, hidden)
+
+    def embed_suffix(self, noisy_actions: Tensor, time: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).
+
+        Args:
+            noisy_actions: ``[N, H, action_dim]``.
+            time: ``[N]``, 1 is noise and 0 the action.
+            state: ``[N, action_dim]``, padded; pi0.5 does not read it.
+        """
+        dtype = self.action_in_proj.weight.dtype  # float32 also in a bfloat16 model
+        actions = self.action_in_proj(noisy_actions.to(dtype))
+        moment = embed_time(time, self.config.expert.width).to(dtype)
+        if self.config.pi05:
+            return actions.to(self.dtype), F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(moment))))
+        both = torch.cat([actions, moment.unsqueeze(1).expand_as(actions)], dim=-1)
+        actions = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
+        tokens = torch.cat([self.state_proj(state.to(dtype)).unsqueeze(1), actions], dim=1)
+        return tokens.to(self.dtype), None
+
+    def velocity(
+        self, prefix: PrefixCache, noisy_actions: Tensor, time: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Velocity (noise minus action) float32 ``[N, H, action_dim]`` and hidden states ``[N, H, width]``.
+
+        Arguments as for :meth:`embed_suffix`.
+        """
+        tokens, condition = self.embed_suffix(noisy_actions, time, state)
+        horizon, new = noisy_actions.shape[1], tokens.shape[1]
+        seen = prefix.valid.sum(1, keepdim=True)
+        positions = seen + torch.arange(new, device=seen.device)
+        hidden, _ = self.expert(
+            tokens, positions, self._mask(prefix.valid, new, horizon), before=prefix.layers, condition=condition
+        )
+        hidden = hidden[:, -horizon:]
+        return self.action_out_proj(hidden.to(self.action_out_proj.weight.dtype)).float(), hidden
+
+    @staticmethod
+    def _mask(valid: Tensor, new: int, horizon: int) -> Tensor | None:
+        """Actions attend to everything; the state token, which pi0 has before them, not to the actions."""
+        if new == horizon and bool(valid.all()):
+            return None
+        own = valid.new_ones(new, new)
+        own[: new - horizon, new - horizon :] = False
+        own = own.expand(len(valid), -1, -1)
+        return torch.cat([valid.unsqueeze(1).expand(-1, new, -1), own], dim=2).unsqueeze(1)
+
+
+def _positions(valid: Tensor) -> Tensor:
+    return (valid.cumsum(1) - 1).clamp_min(0)

@@ -1,0 +1,1 @@
+"""What stands between observations and networks, and between networks and actions."""

@@ -1,0 +1,1 @@
+"""Small policies that train on a CPU in minutes."""

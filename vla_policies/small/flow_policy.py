@@ -1,0 +1,140 @@
+"""SmallFlow: the small policy with a flow instead of action tokens, which trains on a CPU in minutes.
+
+The encoder of :class:`~vla_policies.small.token_policy.SmallVLA` looks once per decision; a small transformer reads its
+three tokens with one token per noisy action, whose time is added to it, and says how fast each flows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from vla_common import keys
+from vla_policies.flow.policy import FlowConfig, FlowPolicy
+from vla_policies.flow.steps import embed_time
+from vla_policies.registry import save_policy
+from vla_policies.small.token_policy import SmallEncoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallFlowConfig(FlowConfig):
+    """Shape of a :class:`SmallFlow`, beside :class:`~vla_policies.flow.policy.FlowConfig`.
+
+    Attributes:
+        action_low, action_high: bounds of a primitive action, in the simulator's units.
+        state_dim: ``S``.
+        chunk_size: ``C``, primitive actions per decision.
+        dim, layers, heads: of the transformer.
+        channels: of the three convolutions.
+        keypoints: number of spatial-softmax maps.
+        text_buckets: rows of the hashed word table.
+    """
+
+    action_low: tuple[float, ...]
+    action_high: tuple[float, ...]
+    state_dim: int
+    chunk_size: int = 5
+    dim: int = 128
+    layers: int = 2
+    heads: int = 4
+    channels: tuple[int, int, int] = (16, 32, 48)
+    keypoints: int = 32
+    text_buckets: int = 2048
+
+
+class SmallFlow(FlowPolicy):
+    """See the module's docstring; :class:`~vla_policies.flow.policy.FlowPolicy` samples and learns.
+
+    Example:
+        >>> policy = SmallFlow(SmallFlowConfig(action_low=(-1,) * 4, action_high=(1,) * 4, state_dim=4))
+    """
+
+    config_class = SmallFlowConfig
+    in_keys = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
+    loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP)
+
+    def __init__(self, config: SmallFlowConfig):
+        action_dim = len(config.action_low)
+        super().__init__(
+            config,
+            chunk_size=config.chunk_size,
+            horizon=config.chunk_size,
+            model_action_dim=action_dim,
+            trained_dims=action_dim,
+            hidden_size=config.dim,
+        )
+        self.action_dim, self.state_dim = action_dim, config.state_dim
+        self.config, dim = config, config.dim
+        low, high = torch.tensor(config.action_low), torch.tensor(config.action_high)
+        self.register_buffer("center", (low + high) / 2, persistent=False)
+        self.register_buffer("half_range", (high - low) / 2, persistent=False)
+        self.encoder = SmallEncoder(config)
+        self.queries = nn.Parameter(0.5 * torch.randn(config.chunk_size, dim))
+        self.action_in = nn.Linear(self.action_dim, dim)
+        self.time_in = nn.Sequential(nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        layer = nn.TransformerEncoderLayer(
+            dim, config.heads, 2 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.trunk = nn.TransformerEncoder(layer, config.layers, nn.LayerNorm(dim), enable_nested_tensor=False)
+        self.action_out = nn.Linear(dim, self.action_dim)
+        nn.init.zeros_(self.action_out.weight)
+        nn.init.zeros_(self.action_out.bias)
+        self.num_values = 1 if config.value_head else 0
+        self.value_head = None
+        if config.value_head:
+            self.value_head = nn.Sequential(
+                nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1)
+            )
+            nn.init.zeros_(self.value_head[-1].weight)
+
+    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
+        """Set the normalisation of ``states``: two tensors ``[S]``; they are saved with the weights."""
+        self.encoder.set_statistics(state_mean, state_std)
+
+    def observe(self, tensordict: TensorDictBase) -> Tensor:
+        """Tokens ``[N, 3, dim]``."""
+        return self.encoder(*(tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS)))
+
+    def repeat(self, observed: Tensor, count: int) -> Tensor:
+        return observed.repeat_interleave(count, dim=0)
+
+    def velocity(self, observed: Tensor, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        moment = self.time_in(embed_time(time, self.config.dim)).unsqueeze(1)
+        actions = self.action_in(noisy) + self.queries + moment
+        hidden = self.trunk(torch.cat([observed, actions], dim=1))[:, observed.shape[1] :]
+        return self.action_out(hidden), hidden
+
+    def value(self, observed: Tensor, hidden: Tensor | None) -> Tensor | None:
+        if self.value_head is None:
+            return None
+        features = observed.flatten(1)
+        return self.value_head(features.detach() if self.flow.detach_critic else features)
+
+    def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
+        low, high = self.center - self.half_range, self.center + self.half_range
+        return (self.center + self.half_range * actions).clamp(low, high)
+
+    def to_model(self, actions: Tensor, states: Tensor) -> Tensor:
+        return (actions - self.center) / self.half_range
+
+    def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        return tensordict.select(keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS).to(self.center.device)
+
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        """Tokens int64 ``[N, L]`` of ``N`` instructions."""
+        return self.encoder.tokenize(task_descriptions)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        save_policy(folder, "small_flow", asdict(self.config), self.state_dict())
+
+    @classmethod
+    def from_config(cls, config: dict) -> SmallFlow:
+        """Build from the dictionary that :meth:`save_pretrained` wrote."""
+        sequences = {name: tuple(value) for name, value in config.items() if isinstance(value, list)}
+        return cls(SmallFlowConfig(**{**config, **sequences}))
