@@ -1,0 +1,95 @@
+"""Names that an installed package brings: benchmarks and policies, ours and anybody's, by entry point or by a call.
+
+A package from outside declares in its ``pyproject.toml``::
+
+    [project.entry-points."vla_torchrl.benchmarks"]
+    toy = "toy_package:BENCHMARK"
+
+    [project.entry-points."vla_torchrl.policies"]
+    toy = "toy_package.policy:ToyPolicy"
+
+Ours are declared in the same way. Nothing is imported before somebody asks for a name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from vla_common.errors import unknown_name
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Objects by name: those of entry points, imported when they are asked for, and those that were registered.
+
+    Args:
+        kind: what they are, for messages: ``"benchmark"``.
+        group: of the entry points: ``"vla_torchrl.benchmarks"``.
+    """
+
+    def __init__(self, kind: str, group: str):
+        self.kind, self.group = kind, group
+        self._registered: dict[str, T] = {}
+        self._entry_points: dict[str, EntryPoint] | None = None
+
+    def register(self, name: str, item: T) -> None:
+        """Add an object for this process.
+
+        Raises:
+            ValueError: the name is taken by something else.
+        """
+        if self._registered.get(name, item) is not item or name in self._found():
+            raise ValueError(f"there is a {self.kind} {name!r} already; register it under another name")
+        self._registered[name] = item
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted({*self._found(), *self._registered})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._registered or name in self._found()
+
+    def get(self, name: str, example: str | None = None) -> T:
+        """The object of a name.
+
+        Raises:
+            ValueError: there is none; offers the nearest names.
+            ImportError: the package that declares it cannot be imported; names the package.
+        """
+        if name in self._registered:
+            return self._registered[name]
+        if name not in self._found():
+            raise unknown_name(self.kind, str(name), self.names(), example)
+        point = self._found()[name]
+        try:
+            item = point.load()
+        except Exception as error:  # whatever the module of a stranger raises
+            package = point.dist.name if point.dist else point.module
+            raise ImportError(
+                f"{self.kind} {name!r} of the package {package!r} cannot be imported from {point.value!r} "
+                f"({type(error).__name__}: {error}); repair it, or type: pip uninstall {package}"
+            ) from error
+        self._registered[name] = item
+        return item
+
+    def load_all(self) -> list[T]:
+        """Every object; one whose package cannot be imported is left out with a warning."""
+        items = []
+        for name in self.names():
+            try:
+                items.append(self.get(name))
+            except ImportError as error:
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        return items
+
+    def _found(self) -> dict[str, EntryPoint]:
+        if self._entry_points is None:
+            self._entry_points = {point.name: point for point in entry_points(group=self.group)}
+        return self._entry_points
+
+
+benchmarks: Registry[Any] = Registry("benchmark", "vla_torchrl.benchmarks")  # of vla_envs.registry.Benchmark
+policies: Registry[Any] = Registry("policy family", "vla_torchrl.policies")  # of vla_policies.VLAPolicy classes

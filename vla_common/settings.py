@@ -1,0 +1,124 @@
+"""Settings as keyword arguments of one callable, whose annotations say what each may be.
+
+A range stands where the parameter stands::
+
+    def gae(batch, gamma: Fraction = 0.99, lmbda: Fraction = 0.95, ...)
+
+and :func:`check_settings` refuses ``gae.gamma=1.5`` by that name before any work begins.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from vla_common.errors import unknown_name
+
+Count = Annotated[int, Ge(1)]  # 1, 2, ...
+Whole = Annotated[int, Ge(0)]  # 0, 1, 2, ...
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]  # 0 to 1, both included
+Numbers = Sequence[float]
+
+
+def setting_types(function: Callable[..., Any], without: Iterable[str] = ()) -> dict[str, Any]:
+    """Names and annotations of the parameters of a function, or of the constructor of a class.
+
+    Args:
+        function: its parameters with a name are the settings; ``**options`` are not.
+        without: parameters that are no settings.
+
+    Returns:
+        The annotation of each; ``Any`` where there is none.
+    """
+    hidden, named = set(without), (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    scope = inspect.unwrap(function.__init__ if inspect.isclass(function) else function).__globals__
+    found = {}
+    for parameter in parameters:
+        if parameter.kind in named and parameter.name not in hidden:
+            annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
+            if isinstance(annotation, str):
+                annotation = eval(annotation, dict(scope))  # noqa: S307, our own annotation, as typing does
+            found[parameter.name] = annotation
+    return found
+
+
+def check_settings(section: str, settings: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Refuse settings that nobody reads, of a wrong type or out of range.
+
+    Args:
+        section: what stands before the dot on the command line; empty for the outermost.
+        settings: plain values, lists and mappings, as a configuration has them.
+        types: annotation of each setting, from :func:`setting_types`.
+
+    Raises:
+        ValueError: names the setting as it is typed, what is wrong and what would be right.
+    """
+    typed = f"{section}." if section else ""
+    for name in settings:
+        if name not in types:
+            raise unknown_name("setting", f"{typed}{name}", [f"{typed}{other}" for other in sorted(types)])
+    for name, value in settings.items():
+        if problem := _problem(types[name], value):
+            raise ValueError(f"{typed}{name}={_shown(value)}: {problem}")
+
+
+def _problem(annotation: Any, value: Any) -> str | None:
+    adapter = _adapter(_Hashed(annotation))
+    if adapter is None:
+        return None
+    try:
+        text = json.dumps(value)
+    except TypeError:
+        return None  # not from a configuration
+    try:
+        adapter.validate_json(text, strict=True)  # JSON's lists are lists and tuples, and 1 is a number with a fraction
+    except ValidationError as error:
+        messages = dict.fromkeys(_message(entry) for entry in error.errors(include_url=False))
+        return " or ".join(messages)
+    return None
+
+
+def _message(entry: Mapping[str, Any]) -> str:
+    where = "".join(f"entry {place}: " for place in entry["loc"] if isinstance(place, int))
+    message = str(entry["msg"]).replace("Input should be", "must be").replace("None", "null")
+    return where + message[:1].lower() + message[1:]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=repr)
+
+
+class _Hashed:
+    """An annotation by identity: lists in ``Annotated`` have no hash."""
+
+    def __init__(self, annotation: Any):
+        self.annotation = annotation
+
+    def __hash__(self) -> int:
+        return hash(repr(self.annotation))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and repr(other.annotation) == repr(self.annotation)
+
+
+@cache
+def _adapter(hashed: _Hashed) -> TypeAdapter[Any] | None:
+    """What checks values of an annotation; ``None`` for one that no configuration can hold, such as a tensor."""
+    try:
+        return TypeAdapter(hashed.annotation, config=ConfigDict(allow_inf_nan=False))
+    except PydanticSchemaGenerationError:
+        return None
+    except Exception:  # a class of ours has a configuration of its own
+        try:
+            return TypeAdapter(hashed.annotation)
+        except PydanticSchemaGenerationError:
+            return None
