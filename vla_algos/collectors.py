@@ -399,6 +399,9 @@ class EpisodeCollector(_ChunkCollector):
             if self.on_episode is not None:
                 self.on_episode(place, decisions)
 
+    def reset(self) -> None:
+        """Do nothing: between two iterations no episode is running."""
+
     def stats(self) -> dict[str, int | float | bool]:
         """As for every collector, and the share of the slots' decisions in this iteration that had no episode."""
         return {**super().stats(), "time/idle_fraction": self._idle_time / max(1, self._slot_time)}

@@ -123,7 +123,9 @@ def get_benchmark(name: str) -> Benchmark:
     benchmark = benchmarks.get(name)
     if not isinstance(benchmark, Benchmark) or benchmark.name != name:
         found = f"one of the name {benchmark.name!r}" if isinstance(benchmark, Benchmark) else repr(benchmark)
-        raise ImportError(f"the entry point {name!r} of {benchmarks.group} must be a Benchmark of that name, not {found}")
+        raise ImportError(
+            f"the entry point {name!r} of {benchmarks.group} must be a Benchmark of that name, not {found}"
+        )
     return benchmark
 
 
@@ -153,7 +155,9 @@ def make_spec(id: str, **options: Any) -> SimulatorSpec:
     try:
         return benchmark.make_spec(suite, **options)
     except TypeError as error:
-        raise ValueError(f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options") from error
+        raise ValueError(
+            f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options"
+        ) from error
 
 
 def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:
@@ -211,7 +215,9 @@ def _register_ids(benchmark: Benchmark) -> None:
     for suite in benchmark.suites():
         id = f"{NAMESPACE}/{benchmark.title}-{benchmark.suite_title(suite)}-v0"
         if id not in gymnasium.registry:
-            gymnasium.register(id, entry_point="vla_envs.gym:SimulatorEnv", kwargs={"name": f"{benchmark.name}/{suite}"})
+            gymnasium.register(
+                id, entry_point="vla_envs.gym:SimulatorEnv", kwargs={"name": f"{benchmark.name}/{suite}"}
+            )
 
 
 def _is_being_imported(name: str) -> bool:

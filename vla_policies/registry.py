@@ -126,7 +126,9 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
     found: list[type[VLAPolicy]] = [each for each in policies.load_all() if each.recognises(folder)]
     if len(found) > 1:
         names = " and ".join(each.family for each in found)
-        raise ValueError(f"{folder} is a checkpoint of {names}; load it with from_pretrained of the class that you mean")
+        raise ValueError(
+            f"{folder} is a checkpoint of {names}; load it with from_pretrained of the class that you mean"
+        )
     if not found:
         family, config = layout.read(folder)
         kind = family or config.get("model_type")

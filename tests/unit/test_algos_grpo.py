@@ -8,7 +8,7 @@ from toy import ToyEnv, ToyPolicy
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.evaluation import evaluate
-from vla_algos.groups import Group, collect_groups, describe_silence, group_metrics, grpo, score
+from vla_algos.groups import Group, collect_groups, describe_groups_without_signal, group_metrics, grpo, score
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common.keys import ADVANTAGE, DONE, LOST, NEXT, REWARD, SUCCESS, TRIAL_ID
@@ -65,7 +65,9 @@ def test_groups_without_signal_are_dropped_and_change_nothing():
     assert torch.equal(alone[ADVANTAGE], among[ADVANTAGE]) and len(among) == 6
     assert among[ADVANTAGE].flatten().tolist() == pytest.approx([1.1547, 1.1547] + [-0.57735] * 4, abs=1e-4)
     assert grpo([failed, solved]) is None
-    assert "2 groups carries signal (1 failed every time, 1 succeeded every time)" in describe_silence([failed, solved])
+    assert "2 groups carries signal (1 failed every time, 1 succeeded every time)" in describe_groups_without_signal(
+        [failed, solved]
+    )
 
 
 def test_bounds_are_success_rates_whatever_the_reward():

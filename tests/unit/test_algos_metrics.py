@@ -12,7 +12,7 @@ from vla_algos.collectors import StepCollector
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_algos.metrics import (
     WeightedMean,
-    add_update,
+    add_loss_metrics,
     env_metrics,
     explained_variance,
     rollout_metrics,
@@ -119,9 +119,9 @@ def test_update_metrics_weigh_minibatches_by_their_valid_elements(batch, level):
     assert executed[:11].float().mean() != executed[11:].float().mean()
     mean = WeightedMean()
     for part in (flat[:11], flat[11:]):
-        add_update(mean, loss(part))
+        add_loss_metrics(mean, loss(part), loss.metric_names, len(part))
     whole = WeightedMean()
-    add_update(whole, loss(flat))
+    add_loss_metrics(whole, loss(flat), loss.metric_names, len(flat))
     halves, whole = mean.compute(), whole.compute()
     actor = "policy_loss approx_kl kl_k3 clip_fraction dual_clip_fraction ratio clipped_ratio log_ratio reference_kl"
     names = {f"train/actor/{name}" for name in actor.split()}
@@ -135,7 +135,7 @@ def test_update_metrics_say_what_the_loss_said(batch):
     torch.manual_seed(1)
     losses = ChunkClipPPOLoss(ToyPolicy(), clip_value=0.05)(batch.reshape(-1))
     mean = WeightedMean()
-    add_update(mean, losses)
+    add_loss_metrics(mean, losses, ChunkClipPPOLoss.metric_names, batch.numel())
     logged = mean.compute()
     pairs = {
         "policy_loss": "train/actor/policy_loss",
