@@ -12,7 +12,7 @@ import pytest
 from simulators import needs_maniskill_driver, needs_plate25
 
 import vla_envs.maniskill.simulator as simulator_module
-from vla_envs import EpisodeSampler, evaluation_grid, make_env, make_spec
+from vla_envs import EpisodeSampler, evaluation_episodes, make_env, make_spec
 from vla_envs.maniskill import assets
 from vla_envs.maniskill.simulator import episode_id_of, shuffled
 from vla_envs.maniskill.spec import BUILT_IN, suites
@@ -132,21 +132,21 @@ def test_suites_and_what_departs_from_the_protocol():
     own = make_spec(
         f"maniskill/{MAIN}+PutOnPlateInScene25Carrot-v1:test", max_episode_steps=7, image_size=32, only={"plate": [0]}
     )
-    assert [text for text in own.departures if "stand-ins" not in text] == [
+    assert [text for text in own.protocol_deviations if "stand-ins" not in text] == [
         "horizon 7 instead of 80", "32 x 32 pixels instead of 480 x 640", "only plate 0",
         "at most 802816 configurations of a task, which training and evaluation share",
     ]  # fmt: skip
     few = make_spec(f"maniskill/{MAIN}", only={"object": [0], "table": [0], "position": [3], "yaw": [0, 2]})
     assert few.trials == few.initial_states == 2
     with pytest.raises(ValueError, match="has 2 initial states per task, got trials=3"):
-        evaluation_grid(few, 3)
+        evaluation_episodes(few, 3)
     kept = {"object": [0], "table": [0], "position": [3], "yaw": [0]}  # one configuration of Main, 15 of the other
     assert make_spec(f"maniskill/{MAIN}+PutOnPlateInScene25MultiCarrot-v1", only=kept).initial_states == 15
     wrist = make_spec("maniskill/StackCube-v1")
     seen = make_spec("maniskill/PushCube-v1", camera=CAMERA)
     described = "camera with eye [0.5, 0.0, 0.5], target [0.0, 0.0, 0.0], fov 0.5"
-    assert seen.departures == (f"{described} instead of ManiSkill's",)
-    assert wrist.wrist_image_shape == (1, 128, 128) and wrist.state_dim == 9 and wrist.departures == ()
+    assert seen.protocol_deviations == (f"{described} instead of ManiSkill's",)
+    assert wrist.wrist_image_shape == (1, 128, 128) and wrist.state_dim == 9 and wrist.protocol_deviations == ()
 
 
 @pytest.mark.parametrize(
@@ -247,10 +247,10 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     ],
 )
 def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, meaning):
-    monkeypatch.setattr(vulkan, "_probe", lambda: (False, said))
+    monkeypatch.setattr(vulkan, "try_driver", lambda: (False, said))
     with pytest.raises(vulkan.VulkanError, match=meaning) as found:
         vulkan.check_driver()
-    assert "python -m vla_envs.rendering.vulkan" in str(found.value)
+    assert "scripts/install_vulkan_driver.py" in str(found.value)
     with pytest.raises(vulkan.VulkanError, match=meaning):
         gymnasium.make("vla_envs:vla/ManiSkill-PushCube-v0").reset()
     monkeypatch.setattr(vulkan, "has_gpu", lambda: True)  # installing another driver would not help
@@ -259,12 +259,12 @@ def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, me
 
 
 def test_whoever_hides_the_gpu_wants_the_cpu_to_draw(monkeypatch):
-    monkeypatch.setattr(vulkan, "_loads", lambda name: True)
+    monkeypatch.setattr(vulkan, "loads", lambda name: True)
     monkeypatch.setattr(vulkan.Path, "exists", lambda path: True)
     for name in ("CUDA_VISIBLE_DEVICES", *vulkan._CHOICES):
         monkeypatch.delenv(name, raising=False)
     assert vulkan.has_gpu()
-    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("VK_ICD_FILENAMES", str(vulkan._MANIFEST))):
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("VK_ICD_FILENAMES", str(vulkan.MANIFEST))):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert not vulkan.has_gpu()

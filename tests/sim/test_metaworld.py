@@ -37,7 +37,7 @@ def test_suites_have_the_tasks_order_and_sentences_of_the_guides():
     assert mt50.tasks[40].instruction == "Reach a goal position"
     assert (mt50.image_shape, mt50.max_episode_steps, mt50.trials) == ((480, 480), 100, 10)
     assert make_spec("metaworld/ML45-test").trials == 20
-    assert mt50.departures == ()
+    assert mt50.protocol_deviations == ()
     assert make_spec("metaworld/reach").tasks == make_spec("metaworld/reach-v3").tasks
     assert "metaworld/MT50" in list_envs() and "metaworld/reach-v3" in list_envs()
 

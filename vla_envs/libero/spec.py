@@ -3,7 +3,8 @@
 Liu et al. 2023, arXiv 2306.03310.
 Third-person and wrist camera, both turned by 180 degrees as every published policy sees them, state = hand position,
 axis-angle and gripper, sparse reward, the initial states that LIBERO ships. Horizons and settle steps differ between
-publications; :data:`PROTOCOLS` has them by name, and :attr:`SimulatorSpec.protocol_deviations` names what departs from them.
+publications; :data:`PROTOCOLS` has them by name, and :attr:`SimulatorSpec.protocol_deviations` says what differs from
+them.
 """
 
 from __future__ import annotations

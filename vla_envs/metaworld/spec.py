@@ -3,7 +3,7 @@
 Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480
 pixels, state = hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the
 instructions and task order of ``tasks.json``. Everything that departs from it is an option, and
-:attr:`SimulatorSpec.protocol_deviations` names it.
+:attr:`SimulatorSpec.protocol_deviations` says so.
 """
 
 from __future__ import annotations
