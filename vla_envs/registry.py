@@ -183,9 +183,7 @@ def find_benchmark(id: str) -> tuple[Benchmark, str]:
         complete = [other for other in known if other.endswith(f"/{id}")]  # what lacks its benchmark
         if complete:
             raise ValueError(f"unknown environment {id!r}; did you mean {' or '.join(complete)}?")
-        raise unknown_name(
-            "environment", id, known, example=f"vla_envs.list_envs(), of {', '.join(benchmarks.names())}"
-        )
+        raise unknown_name("environment", id, known, example=next(reversed(known), None))
     return get_benchmark(name), suite
 
 

@@ -69,10 +69,11 @@ def test_an_episode_is_the_same_in_another_process_suite_and_task_order():
     fingerprint(mt50, Episode(3, 1, seed=5))
     here = fingerprint(mt50, Episode(40, 2, seed=5))
     code = (
-        "from tests.test_metaworld import *\n"
+        "from test_metaworld import *\n"
         "print(fingerprint(make_spec('metaworld/reach-v3', **FAST).make(), Episode(0, 2, seed=5)))"
     )
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert there.stdout.strip() == here
 
 

@@ -18,7 +18,6 @@ from threading import Lock
 from packaging.requirements import Requirement
 
 from vla_envs.probe import ASSETS, RENDERING, Finding, run_probe
-from vla_envs.rendering import vulkan
 from vla_envs.rendering.egl import egl_devices
 
 DISTRIBUTION = "vla-torchrl"
@@ -61,8 +60,8 @@ def check_packages(
         try:
             requirements = metadata.requires(distribution) or []
         except metadata.PackageNotFoundError:
-            remedy = "pip install -e '.[metaworld]'  (in the checkout)" if distribution == DISTRIBUTION else ""
-            remedy = remedy or f"pip install {distribution}"
+            ours = distribution == DISTRIBUTION
+            remedy = "pip install -e .  (in the checkout)" if ours else f"pip install {distribution}"
             unknown = Finding("missing", distribution, "not installed, so versions cannot be checked", remedy)
             return [] if extra else [unknown]
     pip = "pip install --no-deps" if without_dependencies else "pip install"
@@ -165,6 +164,8 @@ def check_vulkan(extra: str) -> Finding:
     Args:
         extra: that brings SAPIEN.
     """
+    from vla_envs.rendering import vulkan  # not before it is needed: it is a program too
+
     status, detail, remedy = "ok", "", ""
     if find_spec("sapien") is None:
         status, detail, remedy = "missing", "sapien is not installed", f"pip install '{DISTRIBUTION}[{extra}]'"
