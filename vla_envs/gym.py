@@ -27,7 +27,7 @@ from gymnasium.vector.utils.shared_memory import read_from_shared_memory
 
 from vla_common import keys
 from vla_common.errors import unknown_name
-from vla_envs.registry import make_spec, refuse_options
+from vla_envs.registry import find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
 
 _CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " ’"
@@ -107,11 +107,13 @@ class SimulatorEnv(gymnasium.Env):
             raise unknown_name("render_mode", render_mode, self.metadata["render_modes"])
         if isinstance(name, SimulatorSpec):
             refuse_options(name, options)
-            spec = name if horizon is None else replace(name, max_episode_steps=horizon)
+            spec = name
         else:
-            if horizon is not None:
-                options["max_episode_steps"] = horizon
+            if horizon is not None and "max_episode_steps" in option_types(find_benchmark(name)[0]):
+                options["max_episode_steps"] = horizon  # so that it is among the deviations from the protocol
             spec = make_spec(name, **options)
+        if horizon is not None:
+            spec = replace(spec, max_episode_steps=horizon)
         self.render_mode, self.simulator_spec = render_mode, spec
         self.metadata = {**self.metadata, "render_fps": spec.control_frequency}  # a recorded video is in real time
         entries = {

@@ -59,6 +59,11 @@ class WorkerPool:
         start_timeout: float = 120.0,
     ):
         self._memory: int | None = None
+        if spec.entry_point.startswith("__main__:"):
+            raise ValueError(
+                f"worker processes cannot import {spec.entry_point.replace(':', '.')}: put the simulator into a module "
+                'of its own and type entry_point="module:Class"'
+            )
         spec.check()
         self.spec = spec
         self.arrays, self._memory = SharedArrays.create(spec, num_envs, chunk_size)
