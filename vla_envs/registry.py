@@ -6,6 +6,7 @@ A benchmark is one :class:`Benchmark`, in a room of its own. An installed packag
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -34,7 +35,6 @@ __all__ = [
     "register_installed",
 ]
 NAMESPACE = "vla"  # of the Gymnasium ids
-EXAMPLE = "metaworld/MT50"
 _unfinished: set[str] = set()  # benchmarks whose module imported us before it had made its Benchmark
 
 
@@ -110,7 +110,7 @@ def register_installed() -> None:
             if _is_being_imported(name):
                 _unfinished.add(name)
             else:
-                warnings.warn(f"benchmark {name!r} is left out: {_line(error)}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"benchmark {name!r} is left out: {one_line(error)}", RuntimeWarning, stacklevel=2)
 
 
 def get_benchmark(name: str) -> Benchmark:
@@ -133,10 +133,8 @@ def list_envs() -> list[str]:
     """All names that :func:`vla_envs.make_env` takes; a benchmark that cannot be imported is left out."""
     names = []
     for name in benchmarks.names():
-        try:
+        with contextlib.suppress(Exception):  # importing vla_envs has said so
             names += [f"{name}/{suite}" for suite in get_benchmark(name).suites()]
-        except ImportError:  # importing vla_envs has said so
-            continue
     return names
 
 
@@ -181,7 +179,11 @@ def find_benchmark(id: str) -> tuple[Benchmark, str]:
     """
     name, _, suite = id.partition("/")
     if name not in benchmarks or not suite:
-        raise unknown_name("environment", id, list_envs(), example=EXAMPLE)
+        known = list_envs()
+        complete = [other for other in known if other.endswith(f"/{id}")]  # what lacks its benchmark
+        if complete:
+            raise ValueError(f"unknown environment {id!r}; did you mean {' or '.join(complete)}?")
+        raise unknown_name("environment", id, known, example=next(reversed(known), None))
     return get_benchmark(name), suite
 
 
@@ -227,5 +229,6 @@ def _is_being_imported(name: str) -> bool:
     return any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules)
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error of somebody's package says."""
     return " ".join(str(error).split()) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
