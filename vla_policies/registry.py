@@ -79,8 +79,9 @@ def make_policy(
     check_settings("policy", chosen, policy_class.setting_types())
     try:
         if checkpoint and not policy_class.needs_checkpoint:
-            found = find_policy_class(resolve(checkpoint))
-            policy = found.from_pretrained(checkpoint, device=found.default_device(), **chosen)
+            path = resolve(checkpoint)
+            found = policy_class if policy_class.recognises(path) else find_policy_class(path)
+            policy = found.from_pretrained(path, device=found.default_device(), **chosen)
         else:
             policy = policy_class.make(shape, checkpoint or None, **chosen)
     except SettingError as error:
