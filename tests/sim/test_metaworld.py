@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,10 +70,12 @@ def test_an_episode_is_the_same_in_another_process_suite_and_task_order():
     fingerprint(mt50, Episode(3, 1, seed=5))
     here = fingerprint(mt50, Episode(40, 2, seed=5))
     code = (
-        "from tests.test_metaworld import *\n"
+        "from test_metaworld import *\n"
         "print(fingerprint(make_spec('metaworld/reach-v3', **FAST).make(), Episode(0, 2, seed=5)))"
     )
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    there = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+    )
     assert there.stdout.strip() == here
 
 
