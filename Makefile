@@ -27,7 +27,7 @@ STAMP := $(VENV)/.set-up
 .PHONY: help setup run test test-e2e test-all test-cluster lint doctor clean
 
 help:  ## show this list
-	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(STAMP)  ## virtual environment, packages and rendering libraries (the other commands do it by themselves)
 

@@ -2,7 +2,7 @@
 
 import os
 
-# Before torch and numpy are imported: as many threads as a worker has cores, here and in the processes that tests start.
+# Before torch and numpy are imported: as many threads as a worker has cores, also in processes that tests start.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _WORKERS > 1:
     _THREADS = str(max(1, len(os.sched_getaffinity(0)) // _WORKERS))
