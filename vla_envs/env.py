@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from vla_common import keys
+from vla_common.settings import Count, Positive, Whole, setting_types
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler
-from vla_envs.registry import make_spec
+from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.pool import SimulatorCrash, WorkerPool
 
@@ -21,25 +23,26 @@ NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 
 
 def make_env(
-    id: str,
-    num_envs: int,
-    chunk_size: int = 5,
+    id: str | SimulatorSpec,
+    num_envs: Count,
+    chunk_size: Count = 5,
     *,
     episodes: EpisodeSampler | EpisodeQueue | None = None,
-    seed: int = 0,
-    group_size: int = 1,
-    num_workers: int | None = None,
+    seed: Whole = 0,
+    group_size: Count = 1,
+    num_workers: Count | None = None,
     ignore_terminations: bool = False,
     reward_coef: float = 1.0,
     relative_reward: bool = False,
     step_penalty: float = 0.0,
-    step_timeout: float = 60.0,
+    step_timeout: Positive = 60.0,
     **options: Any,
 ) -> VLAEnv:
     """Make a batched environment.
 
     Args:
-        id: such as ``"metaworld/MT50"`` or ``"metaworld/reach-v3"``; ``list_envs()`` has them all.
+        id: such as ``"metaworld/MT50"`` or ``"metaworld/reach-v3"``; ``list_envs()`` has them all. Or a
+            ``SimulatorSpec``: of ``make_spec``, or one of your own around a :class:`~vla_envs.simulator.Simulator`.
         num_envs: number of simulators, ``N``.
         chunk_size: primitive actions per step, ``C``.
         episodes: which episodes to run; random ones from ``seed`` in groups of ``group_size`` if ``None``.
@@ -54,15 +57,22 @@ def make_env(
         step_penalty: subtracted for each executed action, after the two above.
         step_timeout: seconds after which a worker that does not get on to its next environment counts as hung and is
             replaced.
-        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World.
+        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
+            ``SimulatorSpec``, which has them.
 
     Raises:
-        ValueError: an unknown name or an impossible number; the message says what would be right.
+        ValueError: an unknown name or option, or an impossible number; the message says what would be right.
 
     Example:
         >>> env = make_env("metaworld/MT50", num_envs=8, image_size=224, render_quality="fast")
         >>> rollout = env.rollout(4)  # doctest: +SKIP
     """
+    if isinstance(id, SimulatorSpec):
+        refuse_options(id, options)
+        spec = id
+    else:
+        check_options(find_benchmark(id)[0], options, _own_types())
+        spec = None
     if num_envs < 1 or chunk_size < 1:
         raise ValueError(f"num_envs and chunk_size must be >= 1, got {num_envs} and {chunk_size}")
     if group_size < 1 or num_envs % group_size:
@@ -70,7 +80,7 @@ def make_env(
             f"num_envs={num_envs} is not a multiple of group_size={group_size}; "
             f"try num_envs={group_size * -(-num_envs // max(group_size, 1))}"
         )
-    spec = make_spec(id, **options)
+    spec = spec or make_spec(id, **options)
     if episodes is None:
         episodes = EpisodeSampler(spec, seed, group_size=group_size)
     if num_workers is None:
@@ -89,6 +99,28 @@ def make_env(
         step_penalty=step_penalty,
         step_timeout=step_timeout,
     )
+
+
+def env_types(id: str) -> dict[str, Any]:
+    """What may be set of an environment: the keywords of :func:`make_env` and the options of its benchmark.
+
+    Without those that say how and when an environment is used rather than what it is: ``episodes``, ``seed`` and
+    ``chunk_size``.
+
+    Args:
+        id: such as ``"metaworld/MT50"``.
+
+    Returns:
+        Annotations by name, for :func:`vla_common.settings.check_settings`.
+
+    Raises:
+        ValueError: there is no such environment.
+    """
+    return {**_own_types(without=("episodes", "seed", "chunk_size")), **option_types(find_benchmark(id)[0])}
+
+
+def _own_types(without: Iterable[str] = ()) -> dict[str, Any]:
+    return {**setting_types(make_env, without=without), "id": str}
 
 
 class VLAEnv(EnvBase):

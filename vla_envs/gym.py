@@ -15,9 +15,9 @@ several times faster with :func:`vla_envs.make_env`, which renders once per chun
 
 from __future__ import annotations
 
-import re
 import string
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -27,11 +27,9 @@ from gymnasium.vector.utils.shared_memory import read_from_shared_memory
 
 from vla_common import keys
 from vla_common.errors import unknown_name
-from vla_envs.registry import list_envs, make_spec
-from vla_envs.simulator import Episode, Simulator
+from vla_envs.registry import make_spec, refuse_options
+from vla_envs.simulator import Episode, Simulator, SimulatorSpec
 
-NAMESPACE = "vla"
-_TITLES = {"metaworld": "MetaWorld", "libero": "LIBERO", "maniskill": "ManiSkill"}  # benchmark -> its name in an id
 _CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " ’"
 _MAX_INSTRUCTION = 256  # characters; an instruction may be longer than its pattern
 _MAX_SEED = 2**31
@@ -69,19 +67,6 @@ def _read_instructions(space: InstructionSpace, shared_memory: Any, n: int = 1) 
     return _SharedTexts(space, shared_memory, n)
 
 
-def register_envs() -> None:
-    """Register an id for every name of :func:`vla_envs.list_envs`; only strings, no simulator is imported."""
-    for name in list_envs():
-        benchmark, _, suite = name.partition("/")
-        suite = re.sub(r"-v\d+$", "", suite)  # "reach-v3": the version in an id is ours, not the benchmark's
-        suite = suite.capitalize() if benchmark == "libero" else suite
-        gymnasium.register(
-            id=f"{NAMESPACE}/{_TITLES[benchmark]}-{suite}-v0",
-            entry_point="vla_envs.gym:SimulatorEnv",
-            kwargs={"name": name},
-        )
-
-
 class SimulatorEnv(gymnasium.Env):
     """One simulator as a Gymnasium environment.
 
@@ -92,25 +77,42 @@ class SimulatorEnv(gymnasium.Env):
     ``task_id``, ``trial_id`` and ``episode_seed``.
 
     Args:
-        name: such as ``"metaworld/reach-v3"``; :func:`vla_envs.list_envs` has them all.
+        name: such as ``"metaworld/reach-v3"``; :func:`vla_envs.list_envs` has them all. Or a
+            :class:`~vla_envs.simulator.SimulatorSpec`, of a simulator that belongs to no registered benchmark.
         render_mode: ``"rgb_array"`` or ``None``. ``render()`` returns the image of the last observation.
         horizon: primitive actions until truncation; the benchmark's own if ``None``. (The
             ``max_episode_steps`` of ``gymnasium.make`` can only shorten an episode.)
-        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World.
+        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
+            ``SimulatorSpec``, which has them.
 
     Raises:
         ValueError: an unknown name or option.
+
+    Example:
+        An id for a simulator of one's own:
+
+        >>> gymnasium.register("my/Toy-v0", "vla_envs.gym:SimulatorEnv", kwargs={"name": spec})  # doctest: +SKIP
     """
 
     metadata = {"render_modes": ["rgb_array"]}
 
-    def __init__(self, name: str, render_mode: str | None = None, horizon: int | None = None, **options: Any):
+    def __init__(
+        self,
+        name: str | SimulatorSpec,
+        render_mode: str | None = None,
+        horizon: int | None = None,
+        **options: Any,
+    ):
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise unknown_name("render_mode", render_mode, self.metadata["render_modes"])
-        if horizon is not None:
-            options["max_episode_steps"] = horizon
-        self.render_mode = render_mode
-        self.simulator_spec = spec = make_spec(name, **options)
+        if isinstance(name, SimulatorSpec):
+            refuse_options(name, options)
+            spec = name if horizon is None else replace(name, max_episode_steps=horizon)
+        else:
+            if horizon is not None:
+                options["max_episode_steps"] = horizon
+            spec = make_spec(name, **options)
+        self.render_mode, self.simulator_spec = render_mode, spec
         self.metadata = {**self.metadata, "render_fps": spec.control_frequency}  # a recorded video is in real time
         entries = {
             keys.IMAGES: spaces.Box(0, 255, (*spec.image_shape, 3), np.uint8),

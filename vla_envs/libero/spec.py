@@ -3,7 +3,7 @@
 Liu et al. 2023, arXiv 2306.03310.
 Third-person and wrist camera, both turned by 180 degrees as every published policy sees them, state = hand position,
 axis-angle and gripper, sparse reward, the initial states that LIBERO ships. Horizons and settle steps differ between
-publications; :data:`PROTOCOLS` has them by name, and :attr:`SimulatorSpec.departures` names what departs from them.
+publications; :data:`PROTOCOLS` has them by name, and :attr:`SimulatorSpec.protocol_deviations` names what departs from them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def make_spec(
     if not are_numbers([cache_gigabytes], 1) or cache_gigabytes < 0:
         raise ValueError(f"cache_gigabytes must be a number >= 0, got {cache_gigabytes!r}")
     others = wrong_versions()
-    departures = [
+    deviations = [
         text
         for departs, text in [
             (
@@ -145,7 +145,7 @@ def make_spec(
         action_high=(1.0,) * 7,
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
-        departures=(*departures, *describe_assets(assets)),
+        protocol_deviations=(*deviations, *describe_assets(assets)),
         options={
             "settle_steps": settle,
             "render_quality": render_quality,

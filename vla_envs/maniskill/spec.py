@@ -154,8 +154,8 @@ def _plate25(
     horizon = max_episode_steps or MAX_EPISODE_STEPS
     shape = size or IMAGE_SHAPE
     rewards = _reward_mode("plate-25", reward_type or "staged")
-    departures = [
-        *_departures(horizon, MAX_EPISODE_STEPS, shape, IMAGE_SHAPE),
+    deviations = [
+        *_deviations(horizon, MAX_EPISODE_STEPS, shape, IMAGE_SHAPE),
         *(f"only {factor} {', '.join(map(str, numbers))}" for factor, numbers in kept.items()),
         *([f"at most {states} configurations of a task, which training and evaluation share"] if kept else []),
         *describe_assets(assets),
@@ -173,7 +173,7 @@ def _plate25(
         max_episode_steps=horizon,
         control_frequency=CONTROL_FREQUENCY,
         batched=batched,
-        departures=tuple(departures),
+        protocol_deviations=tuple(deviations),
         options={
             "cases": tuple((case.variant.id, case.object_set) for case in cases),
             "only": kept,
@@ -195,14 +195,14 @@ def _built_in(
     task = BUILT_IN[suite]
     horizon, usual = max_episode_steps or task.horizon, (BUILT_IN_SIZE,) * 2
     shape = size or usual
-    departures = _departures(horizon, task.horizon, shape, usual)
+    deviations = _deviations(horizon, task.horizon, shape, usual)
     check_name("control_mode", control_mode, CONTROL_MODES)
     if control_mode != CONTROL_MODE:
-        departures = (*departures, f"control mode {control_mode} instead of {CONTROL_MODE}")
+        deviations = (*deviations, f"control mode {control_mode} instead of {CONTROL_MODE}")
     if camera is not None:
         camera = _checked_camera(camera)
         described = ", ".join(f"{name} {value}" for name, value in camera.items())
-        departures = (*departures, f"camera with {described} instead of ManiSkill's")
+        deviations = (*deviations, f"camera with {described} instead of ManiSkill's")
     if reward_type == "dense" and not task.dense:
         raise ValueError(f"{suite} has no dense reward in ManiSkill; use reward_type=success")
     rewards = _reward_mode("built-in", reward_type or "success")
@@ -218,7 +218,7 @@ def _built_in(
         action_high=(1.0,) * CONTROL_MODES[control_mode],
         max_episode_steps=horizon,
         control_frequency=20,
-        departures=departures,
+        protocol_deviations=deviations,
         options={"reward_mode": rewards, "control_mode": control_mode, "camera": camera},
     )
 
@@ -298,7 +298,7 @@ def _checked_camera(camera: Mapping[str, Any]) -> dict[str, Any]:
     return {"eye": eye, "target": target, "fov": float(camera["fov"])}
 
 
-def _departures(horizon: int, usual: int, shape: tuple[int, int], usual_shape: tuple[int, int]) -> tuple[str, ...]:
+def _deviations(horizon: int, usual: int, shape: tuple[int, int], usual_shape: tuple[int, int]) -> tuple[str, ...]:
     found = []
     if horizon != usual:
         found.append(f"horizon {horizon} instead of {usual}")

@@ -3,7 +3,7 @@
 Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480
 pixels, state = hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the
 instructions and task order of ``tasks.json``. Everything that departs from it is an option, and
-:attr:`SimulatorSpec.departures` names it.
+:attr:`SimulatorSpec.protocol_deviations` names it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def make_spec(
         name: tuple(tuple(float(x) for x in bound) for bound in bounds) for name, bounds in (reset_ranges or {}).items()
     }
     by_name = {task["name"]: task for task in _table()["tasks"]}
-    departures = [
+    deviations = [
         text
         for departs, text in [
             (max_episode_steps != MAX_EPISODE_STEPS, f"horizon {max_episode_steps} instead of {MAX_EPISODE_STEPS}"),
@@ -154,7 +154,7 @@ def make_spec(
         action_high=(1.0,) * 4,
         max_episode_steps=max_episode_steps,
         control_frequency=CONTROL_FREQUENCY,
-        departures=tuple(departures),
+        protocol_deviations=tuple(deviations),
         options={
             "render_quality": render_quality,
             "settle_steps": settle_steps,

@@ -19,7 +19,7 @@ import warnings
 from functools import cache
 from pathlib import Path
 
-from vla_envs.doctor.probe import run_probe
+from vla_envs.probe import run_probe
 
 FOLDER = Path.home() / ".cache" / "vla-torchrl" / "vulkan"
 INSTALL = "python -m vla_envs.rendering.vulkan"
