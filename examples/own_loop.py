@@ -17,7 +17,7 @@ from tqdm import trange
 
 from vla_algos.evaluation import evaluate
 from vla_algos.imitation import BehaviourCloning, record_demonstrations
-from vla_envs import Episode, evaluation_grid, make_env
+from vla_envs import Episode, evaluation_episodes, make_env
 from vla_policies import SmallVLA, SmallVLAConfig
 
 TASK = "button-press-topdown-v3"
@@ -109,7 +109,7 @@ def main(arguments=None):
 
     def measure():  # the greedy policy
         policy.eval()
-        result = evaluate(env, policy, evaluation_grid(spec, args.held_out, seed=HELD_OUT))
+        result = evaluate(env, policy, evaluation_episodes(spec, args.held_out, seed=HELD_OUT))
         low, high = result.interval
         print(f"\nheld-out success {result.success_once:.1%} ({low:.1%} to {high:.1%}) of {args.held_out} episodes")
         return result.success_once
