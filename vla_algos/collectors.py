@@ -36,6 +36,7 @@ from vla_common.keys import (
     TRIAL_ID,
     TRUNCATED,
 )
+from vla_common.settings import Count
 from vla_envs.episodes import EpisodeQueue, QueuedEpisode
 from vla_envs.simulator import Episode
 
@@ -149,7 +150,7 @@ class StepCollector(_ChunkCollector):
         self,
         env: EnvBase,
         policy: TensorDictModuleBase,
-        decisions: int,
+        decisions: Count,
         total_frames: int = -1,
         *,
         values: bool = True,

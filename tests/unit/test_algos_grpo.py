@@ -8,7 +8,7 @@ from toy import ToyEnv, ToyPolicy
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.evaluation import evaluate
-from vla_algos.grpo import Group, collect_groups, describe_silence, group_metrics, grpo, score
+from vla_algos.groups import Group, collect_groups, describe_silence, group_metrics, grpo, score
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common.keys import ADVANTAGE, DONE, LOST, NEXT, REWARD, SUCCESS, TRIAL_ID
