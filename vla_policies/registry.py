@@ -79,8 +79,9 @@ def make_policy(
     check_settings("policy", chosen, policy_class.setting_types())
     try:
         if checkpoint and not policy_class.needs_checkpoint:
-            found = find_policy_class(resolve(checkpoint))
-            policy = found.from_pretrained(checkpoint, device=found.default_device(), **chosen)
+            path = resolve(checkpoint)
+            found = policy_class if policy_class.recognises(path) else find_policy_class(path)
+            policy = found.from_pretrained(path, device=found.default_device(), **chosen)
         else:
             policy = policy_class.make(shape, checkpoint or None, **chosen)
     except SettingError as error:
@@ -126,7 +127,9 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
     found: list[type[VLAPolicy]] = [each for each in policies.load_all() if each.recognises(folder)]
     if len(found) > 1:
         names = " and ".join(each.family for each in found)
-        raise ValueError(f"{folder} is a checkpoint of {names}; load it with from_pretrained of the class that you mean")
+        raise ValueError(
+            f"{folder} is a checkpoint of {names}; load it with from_pretrained of the class that you mean"
+        )
     if not found:
         family, config = layout.read(folder)
         kind = family or config.get("model_type")

@@ -14,7 +14,8 @@ from torchrl.envs.utils import ExplorationType
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common import keys
 from vla_policies.checkpoint.lora import add_lora, load_adapter, merge_adapter, save_adapter
-from vla_policies.nn.llama import KeyValueCache, Llama, LlamaConfig, _rotation
+from vla_policies.nn.llama import KeyValueCache, Llama, LlamaConfig
+from vla_policies.nn.rotary import rotation
 from vla_policies.openvla.model import STOP, pack_right
 from vla_policies.openvla.openvla import OpenVLA
 
@@ -264,7 +265,9 @@ def test_bfloat16_agrees_with_float32(make, stored):
 def test_rotary_angles_are_float32_whatever_the_model_is_in():
     config = LlamaConfig(16, 16, 1, 2, 2, 8)
     positions = torch.tensor([[0, 333]])
-    exact, rounded = (_rotation(positions, config, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        rotation(positions, config.head_dim, config.rope_theta, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     assert all((one - other.float()).abs().max() < 0.005 for one, other in zip(exact, rounded, strict=True))
 
 

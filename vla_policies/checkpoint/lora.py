@@ -32,9 +32,7 @@ class Adaptable(Protocol):
     def freeze(self) -> None: ...
 
 
-def adapt(
-    policy: Adaptable, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None
-) -> None:
+def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
     """Train an adapter of this rank instead of the whole model, or continue with the one that the checkpoint has.
 
     Args:
@@ -61,9 +59,7 @@ def adapt(
         )
 
 
-def add_lora(
-    policy: Adaptable, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None
-) -> None:
+def add_lora(policy: Adaptable, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
     """Freeze the model and put new adapters on it; heads (value, actions, proprioception) stay trainable.
 
     The new adapters change nothing yet: of each product ``B A``, ``A`` is Gaussian and ``B`` is 0. They are float32.
@@ -145,9 +141,7 @@ def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) 
             parameter.requires_grad_(trainable)
 
 
-def restore_adapter(
-    policy: Adaptable, folder: Path, options: Mapping[str, Any], chosen: str | Path | None
-) -> None:
+def restore_adapter(policy: Adaptable, folder: Path, options: Mapping[str, Any], chosen: str | Path | None) -> None:
     """Apply the ``chosen`` adapter, or the one that was saved with a checkpoint and is not merged into it."""
     if chosen is None and options.get(ADAPTER):
         chosen = folder / ADAPTER
