@@ -54,7 +54,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	$(if $(findstring libero,$(EXTRAS)),$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps hf-libero)
-	$(if $(findstring maniskill,$(EXTRAS)),@$(RUN) -m vla_envs.rendering.vulkan || true)
+	$(if $(findstring maniskill,$(EXTRAS)),@$(RUN) scripts/install_vulkan_driver.py || true)
 	@if $(RUN) -m vla_envs >/dev/null; then :; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "Some simulator cannot draw yet, installing: $(SYSTEM_PACKAGES)"; \

@@ -49,7 +49,7 @@ def make_env(
         seed: of the default ``episodes``.
         group_size: of the default ``episodes``; must divide ``num_envs``.
         num_workers: processes that share the simulators; one per available core if ``None``. None at all where the
-            benchmark simulates all worlds together (ManiSkill on CUDA).
+            benchmark simulates all worlds together (``spec.batched``).
         ignore_terminations: go on after success until the horizon.
         reward_coef: factor of the benchmark's reward.
         relative_reward: each action is paid the change of the reward since the one before it, from 0 at the start:

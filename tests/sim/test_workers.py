@@ -163,11 +163,11 @@ def where_and_what(simulator, item, fail=False):
 def test_map_gives_results_in_order_and_survives_a_worker_that_dies(env):
     td = env.reset()
     os.kill(process_id(env, 0), signal.SIGKILL)
-    results = env.pool.map("tests.test_workers:where_and_what", list(range(6)))
+    results = env.pool.map("test_workers:where_and_what", list(range(6)))
     assert [item for _, item in results] == list(range(6))
     assert env.worker_restarts == 1
     with pytest.raises(RuntimeError, match="this item cannot be done"):
-        env.pool.map("tests.test_workers:where_and_what", list(range(6)), fail=True)
+        env.pool.map("test_workers:where_and_what", list(range(6)), fail=True)
     outcome, td = act(env, td)  # whatever was lost on the way, the environment goes on
     outcome, _ = act(env, td)
     assert outcome[keys.NEXT, keys.STEP_MASK].all()
