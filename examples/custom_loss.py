@@ -14,11 +14,7 @@ from torch.nn import functional as F
 from torchrl.objectives import LossModule
 from tqdm import trange
 
-from vla_algos.advantages import gae
-from vla_algos.collectors import StepCollector
-from vla_algos.evaluation import evaluate
-from vla_algos.imitation import BehaviourCloning, record_demonstrations
-from vla_algos.learner import Learner
+from vla_algos import BehaviourCloning, Learner, StepCollector, evaluate, gae, record_demonstrations
 from vla_envs import Episode, evaluation_episodes, make_env
 from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy
 

@@ -15,8 +15,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import trange
 
-from vla_algos.evaluation import evaluate
-from vla_algos.imitation import BehaviourCloning, record_demonstrations
+from vla_algos import BehaviourCloning, evaluate, record_demonstrations
 from vla_envs import Episode, evaluation_episodes, make_env
 from vla_policies import SmallVLA, SmallVLAConfig
 

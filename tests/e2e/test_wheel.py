@@ -15,7 +15,7 @@ pytest.importorskip("metaworld", reason="Meta-World is not installed: pip instal
 pytest.importorskip("setuptools", reason="setuptools, which builds the wheel, is not installed")
 SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "vla_keys.py", "recipes"]
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=10", "env.image_size=32", "eval.trials=2"]
-TOY += ["eval.videos=0", "sft.episodes=2", "sft.steps=3", "iterations=1", "collector.decisions=4"]
+TOY += ["eval.videos=0", "demonstrations.episodes=2", "cloning.steps=3", "iterations=1", "collector.decisions=4"]
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
 
 
@@ -99,7 +99,7 @@ def test_a_recipe_runs_from_any_folder(binaries, tmp_path):
     done = run(binaries / "vla-recipe", "run", "sft", *TOY[:-2], "hydra.run.dir=out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "policy" / "model.safetensors").is_file()
-    refused = run(binaries / "vla-recipe", "run", "sft", "sft.stepps=3", cwd=tmp_path)
+    refused = run(binaries / "vla-recipe", "run", "sft", "cloning.stepps=3", cwd=tmp_path)
     assert refused.returncode != 0 and "stepps" in refused.stderr
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "latest"}
 

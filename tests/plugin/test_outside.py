@@ -5,9 +5,9 @@ import textwrap
 
 import pytest
 
-SFT = ["sft.episodes=2", "sft.steps=3"]
-PPO = [*SFT, "policy=toy", "iterations=2", "collector.decisions=3", "algo.epochs=1"]
-GRPO = [*SFT, "policy=toy", "iterations=2", "algo.group_size=2", "algo.groups=2", "algo.max_groups=2"]
+SFT = ["demonstrations.episodes=2", "cloning.steps=3"]
+PPO = [*SFT, "policy=toy", "iterations=2", "collector.decisions=3", "update.epochs=1", "update.critic_warmup_steps=0"]
+GRPO = [*SFT, "policy=toy", "iterations=2", "group_size=2", "collector.groups=2", "collector.max_groups=2"]
 
 
 def run(python, code, folder):
