@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
+from vla_algos.collectors import StepCollector
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
@@ -240,7 +241,7 @@ class Run:
         save_videos(self.folder / "videos" / f"iteration_{iteration:04d}", results["eval"])
         metrics = {name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()}
         self.state["evaluations"].append((results["eval"].table(), metrics))
-        if isinstance(collector := self._parts.get("collector"), BaseCollector):
+        if isinstance(collector := self._parts.get("collector"), StepCollector):
             collector.reset()  # the evaluation used the same simulators
         self._logger.log({**metrics, "time/elapsed": time.perf_counter() - self._started}, iteration)
 
