@@ -302,7 +302,7 @@ class EpisodeCollector(_ChunkCollector):
         deciding: the episode, or ``None``, of each slot in the last decision.
 
     Example:
-        >>> collector = EpisodeCollector(env, policy, evaluation_grid(env.simulator_spec))  # doctest: +SKIP
+        >>> collector = EpisodeCollector(env, policy, evaluation_episodes(env.simulator_spec))  # doctest: +SKIP
         >>> success = [episode["next", "success"][-1].item() for episode in collector]  # doctest: +SKIP
     """
 
@@ -374,7 +374,7 @@ class EpisodeCollector(_ChunkCollector):
         finally:
             # Whoever stops early may go on later: what was running will run again.
             running_now = [episode for episode in self.env.current_episodes if episode is not None]
-            for episode in sorted(running_now, key=lambda episode: -episode.place):
+            for episode in sorted(running_now, key=lambda episode: -episode.queue_index):
                 self.queue.give_back(episode)
             self.env.episodes = own_episodes
         self._iter += 1
@@ -390,7 +390,7 @@ class EpisodeCollector(_ChunkCollector):
             decisions, episode = running.take(slot), self.deciding[slot]
             if episode is None:
                 continue
-            place = episode.place
+            place = episode.queue_index
             self.attempts[place] += 1
             if decisions[NEXT, LOST][-1] and self.attempts[place] < self.max_attempts:
                 self.queue.give_back(episode)

@@ -174,7 +174,7 @@ def evaluate(
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`.
         policy: writes ``action``.
-        episodes: the grid, see :func:`~vla_envs.episodes.evaluation_grid`.
+        episodes: the grid, see :func:`~vla_envs.episodes.evaluation_episodes`.
         greedy: take the policy's greedy action; sample if False.
         observe: changes what the policy sees, see :func:`blank_images`; gets and returns the policy's inputs.
         on_episode: called with each result, in the order of finishing.
@@ -191,10 +191,10 @@ def evaluate(
 
     def film(outcome: TensorDictBase) -> None:
         for slot, episode in enumerate(collector.deciding):
-            if episode is not None and episode.place < record:
+            if episode is not None and episode.queue_index < record:
                 if outcome[EPISODE_LEN][slot] == 0:  # its first decision, perhaps once more after a crash
-                    frames[episode.place] = [outcome[IMAGES][slot].cpu().numpy().copy()]
-                frames[episode.place].append(outcome[NEXT, IMAGES][slot].cpu().numpy().copy())
+                    frames[episode.queue_index] = [outcome[IMAGES][slot].cpu().numpy().copy()]
+                frames[episode.queue_index].append(outcome[NEXT, IMAGES][slot].cpu().numpy().copy())
 
     def note(place: int, decisions: TensorDictBase) -> None:
         outcome = decisions[NEXT][-1]

@@ -72,7 +72,9 @@ def binaries(wheel, tmp_path_factory):
 def test_a_wheel_has_every_module_every_configuration_and_what_types_need(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     packages = [path for path in ROOT.glob("vla_*/**/*") if path.suffix in (".py", ".pyi", ".json", ".typed")]
-    expected = {str(path.relative_to(ROOT)) for path in packages if path.parts[len(ROOT.parts)] != "vla_torchrl.egg-info"}
+    expected = {
+        str(path.relative_to(ROOT)) for path in packages if path.parts[len(ROOT.parts)] != "vla_torchrl.egg-info"
+    }
     expected |= {"vla_keys.py"} | {f"vla_recipes/{path.relative_to(RECIPES)}" for path in RECIPES.glob("*.py")}
     expected |= {f"vla_recipes/{path.relative_to(RECIPES)}" for path in CONF.rglob("*.yaml")}
     assert expected <= names, sorted(expected - names)
