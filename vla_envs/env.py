@@ -129,7 +129,7 @@ class VLAEnv(EnvBase):
     ends, which ``step_mask`` tells. A slot that resets takes the next episode from ``episodes``; when there
     are none left it is idle: ``task_id`` is -1, it is never stepped, and each step reports it as truncated.
 
-    A worker process that dies or hangs is replaced; its episodes are reported with ``lost`` and truncated.
+    A worker process that dies or hangs is replaced; its episodes are reported with ``crashed`` and truncated.
 
     Attributes:
         simulator_spec: the benchmark suite.
@@ -181,7 +181,7 @@ class VLAEnv(EnvBase):
             keys.SUCCESS_AT_END: np.zeros((n, 1), bool),
             keys.EPISODE_RETURN: np.zeros((n, 1), np.float32),
             keys.EPISODE_LEN: np.zeros((n, 1), np.int64),
-            keys.LOST: np.zeros((n, 1), bool),
+            keys.CRASHED: np.zeros((n, 1), bool),
         }
 
     @property
@@ -223,7 +223,7 @@ class VLAEnv(EnvBase):
             keys.SUCCESS_AT_END: flag(1),
             keys.EPISODE_RETURN: number(1),
             keys.EPISODE_LEN: number(1, dtype=torch.int64),
-            keys.LOST: flag(1),
+            keys.CRASHED: flag(1),
         }
         if spec.wrist_image_shape is not None:
             observation[keys.WRIST_IMAGES] = images(*spec.wrist_image_shape)
@@ -263,19 +263,19 @@ class VLAEnv(EnvBase):
         arrays.actions[:] = self._checked(tensordict.get(keys.ACTION), active)
         for slot in np.flatnonzero(active):
             self._executed[slot].append(arrays.actions[slot].copy())
-        lost = np.zeros(self.num_envs, bool)
-        lost[self._pool.step(np.flatnonzero(active).tolist())] = True
+        crashed = np.zeros(self.num_envs, bool)
+        crashed[self._pool.step(np.flatnonzero(active).tolist())] = True
 
         now = self._statistics
         steps = arrays.executed.sum(1, keepdims=True)
         last = np.take_along_axis(arrays.successes, np.maximum(steps - 1, 0), axis=1)
         rewards = self._training_rewards(arrays.rewards, arrays.executed, steps)
-        now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.LOST][:, 0] = rewards, arrays.executed, lost
+        now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.CRASHED][:, 0] = rewards, arrays.executed, crashed
         now[keys.EPISODE_RETURN] += rewards.sum(1, keepdims=True)
         now[keys.EPISODE_LEN] += steps
         now[keys.SUCCESS] |= arrays.successes.any(1, keepdims=True)
         now[keys.SUCCESS_AT_END][:] = np.where(steps > 0, last, now[keys.SUCCESS_AT_END])
-        ended = lost | ~active
+        ended = crashed | ~active
         terminated = now[keys.SUCCESS] & ~ended[:, None] & (not self.ignore_terminations)
         too_long = now[keys.EPISODE_LEN] >= self.simulator_spec.max_episode_steps
         truncated = ~terminated & (too_long | ended[:, None])

@@ -20,8 +20,8 @@ from vla_algos.metrics import (
 )
 from vla_common.keys import (
     ADVANTAGE,
+    CRASHED,
     DONE,
-    LOST,
     NEXT,
     STATE_VALUE,
     STEP_MASK,
@@ -71,9 +71,9 @@ def test_without_a_critic_there_are_no_returns(batch):
 
 def test_env_metrics_are_over_finished_episodes(batch):
     metrics = env_metrics(batch)
-    lost, done = batch[NEXT, LOST], batch[NEXT, DONE]
+    lost, done = batch[NEXT, CRASHED], batch[NEXT, DONE]
     finished = done & ~lost
-    assert metrics["env/lost_episodes"] == lost.sum() == 1
+    assert metrics["env/crashed_episodes"] == lost.sum() == 1
     assert metrics["env/num_episodes"] == finished.sum()
     success = batch[NEXT, SUCCESS][finished].float().mean().item()
     assert 0 < success < 1 and metrics["env/success_once"] == pytest.approx(success)
@@ -83,7 +83,7 @@ def test_env_metrics_are_over_finished_episodes(batch):
 
 def test_env_metrics_without_finished_episodes(batch):
     metrics = env_metrics(batch[:, :1][:2])
-    assert metrics == {"env/num_episodes": 0, "env/lost_episodes": 0}
+    assert metrics == {"env/num_episodes": 0, "env/crashed_episodes": 0}
 
 
 def test_explained_variance():
