@@ -57,6 +57,9 @@ class PrismaticPolicy(PretrainedPolicy):
     checkpoint_settings: ClassVar[tuple[str, ...]] = ("statistics",)
     lora_targets: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(_VISION + _PROJECTOR + _LANGUAGE))
 
+    model: Prismatic
+    config: OpenVLAConfig
+
     def __init__(
         self,
         model: Prismatic,
@@ -99,7 +102,7 @@ class PrismaticPolicy(PretrainedPolicy):
             folder.preprocessor, fast=config.fast_resize, crop=config.center_crop
         )
         self.prompts = Prompts(folder.path, config.max_prompt_length)
-        self.model: Prismatic = model
+        self.model = model
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.num_values = num_values if config.value_head else 0
         hidden_size = model.config.language.hidden_size
@@ -139,6 +142,17 @@ class PrismaticPolicy(PretrainedPolicy):
     def describe(cls, folder: Path) -> Report:
         """Describe a folder and what it lacks; reads its small files and the headers of its weights."""
         return describe(OpenVLAFolder.read(folder))
+
+    @classmethod
+    def infer_settings(cls, checkpoint: OpenVLAFolder, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
+        """Add the settings that can be seen in a checkpoint.
+
+        Args:
+            checkpoint: its folder.
+            settings: what the user asks for over what was stored.
+            stored: whether anything was; only then the class's defaults are what it was trained with.
+        """
+        return settings
 
     @abstractmethod
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor) -> Tensor:

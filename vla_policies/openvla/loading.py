@@ -131,7 +131,7 @@ def save(policy: PrismaticPolicy, folder: str | Path) -> None:
         save_adapter(policy, folder / ADAPTER)
 
 
-def _settings(policy_class: type, checkpoint: OpenVLAFolder, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(policy_class: type[Policy], checkpoint: OpenVLAFolder, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What the user asked for over what the checkpoint was saved with over what can be seen in it."""
     merged, stored = merge_settings(policy_class, checkpoint.path, checkpoint.options, settings)
     if "benchmark" not in merged:
@@ -139,17 +139,4 @@ def _settings(policy_class: type, checkpoint: OpenVLAFolder, settings: Mapping[s
             f"{checkpoint.path} does not say which benchmark it acts in; set benchmark, such as "
             "'libero'; recipes do so with policy=openvla or policy=openvla_oft"
         )
-    if policy_class.family != "openvla_oft":
-        return merged
-    if merged.setdefault("use_film", checkpoint.film is not None) != bool(checkpoint.film):
-        has = "was trained with FiLM" if checkpoint.film else "has no vision_backbone--*.pt, where FiLM's weights are"
-        raise ValueError(f"use_film is {merged['use_film']}, but {checkpoint.path} {has}; leave use_film out")
-    if not stored:
-        merged.setdefault("head", "l1" if checkpoint.action_head else "tokens")
-        merged.setdefault("use_proprio", checkpoint.proprio_projector is not None)
-        if merged["head"] == "tokens" and "layout" not in merged:
-            raise ValueError(
-                f"{checkpoint.path} does not say how its sequences end; set layout='official' for checkpoints of "
-                "openvla-oft and SimpleVLA-RL, layout='rlinf' for those of RLinf"
-            )
-    return merged
+    return policy_class.infer_settings(checkpoint, merged, stored)

@@ -143,7 +143,7 @@ class Pi0Folder:
         names = sorted(self.statistics)
         if norm_stats_id is None and len(names) == 1:
             norm_stats_id = names[0]
-        if norm_stats_id not in self.statistics:
+        if norm_stats_id is None or norm_stats_id not in self.statistics:
             raise ValueError(f"norm_stats_id is {norm_stats_id!r}; set it to one of {names}, those of {self.path}")
         return Pi0Statistics(norm_stats_id, self.statistics[norm_stats_id], quantiles)
 

@@ -58,6 +58,9 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         *("gate_proj", "up_proj", "down_proj", "fc1", "fc2"),
     )
 
+    model: Pi0Model
+    config: Pi0Config
+
     def __init__(self, model: Pi0Model, folder: Pi0Folder, config: Pi0Config):
         preset = get_preset(config.config_name)
         if preset.pi05 != model.config.pi05:
@@ -99,7 +102,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.freeze()
         self.num_values = 1 if config.value_head else 0
-        self.value_head = None
+        self.value_head: nn.Module | None = None
         if config.value_head:
             read = model.config.language.width if config.value_after_vlm else width
             sizes = (1024, 512, 256) if config.config_name in ("pi05_libero", "pi05_maniskill") else (512, 256, 128)
@@ -148,7 +151,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
     def freeze(self) -> None:
         """Freeze what is not trained: PaliGemma with ``train_expert_only``."""
         if self.config.train_expert_only:
-            self.model.paligemma_with_expert.paligemma.requires_grad_(False)
+            self.model.paligemma.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
@@ -204,6 +207,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return images.permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
 
     def _pool(self, prefix: PrefixCache) -> Tensor:
+        assert prefix.output is not None  # asked for by whoever pools
         hidden, valid = prefix.output.float(), prefix.valid
         if self.config.value_after_vlm == "first":
             return hidden[:, 0]
@@ -216,7 +220,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
     @property
     def prefix_is_frozen(self) -> bool:
         """Whether nothing of PaliGemma is trained."""
-        return not any(p.requires_grad for p in self.model.paligemma_with_expert.paligemma.parameters())
+        return not any(p.requires_grad for p in self.model.paligemma.parameters())
 
     def precompute(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add what a frozen PaliGemma makes of each decision, if ``prefix_cache_gb`` suffice."""
@@ -262,6 +266,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
             return None
         features = observed.pooled
         if features is None:
+            assert hidden is not None  # a value head that does not read the prefix reads the expert
             read = hidden[:, : self.chunk_size] if self.config.chunk_critic_input else hidden
             features = read.float().mean(1)
         return self.value_head(features.detach() if self.config.detach_critic else features)
