@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from vla_common import keys
@@ -83,6 +83,9 @@ class OpenVLAOFT(PrismaticPolicy):
                     "openvla-oft and SimpleVLA-RL, layout='rlinf' for those of RLinf"
                 )
         return settings
+
+    def heads(self) -> dict[str, nn.Module | None]:
+        return {"action_head": self.action_head, "proprio_projector": self.proprio_projector}
 
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor | None = None) -> Tensor:
         """Hidden states ``[N, C * A, hidden]``; parallel decoding does not read ``action_tokens``."""
