@@ -111,6 +111,13 @@ def test_the_code_of_its_page_runs(name, python, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_its_experiments_are_listed_and_compose(python):
+    listed = python("-m", "recipes", "list")
+    assert listed.returncode == 0 and "toy_ppo  PPO on the toy benchmark" in listed.stdout, listed.stderr
+    shown = python(ROOT / "recipes" / "ppo.py", "experiment=toy_ppo", "policy=toy", "--cfg", "job")
+    assert shown.returncode == 0 and "id: toy/discs" in shown.stdout and "iterations: 40" in shown.stdout, shown.stderr
+
+
 def test_the_doctor_names_it(python):
     report = python("-m", "vla_envs").stdout
     assert "toy/discs" in report and "toy/red" in report
