@@ -9,6 +9,9 @@ EXTRAS ?= metaworld,libero,maniskill,dev
 # Arguments for what is run: make run ARGS="seed=1", make test ARGS="-k determinism".
 ARGS ?=
 
+# Processes that tests are shared among; a file stays in one of them, so that each simulator is warmed up once.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
+
 SYSTEM_PACKAGES := libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6
 INSTALL_SYSTEM_PACKAGES := apt-get update && apt-get install -y --no-install-recommends $(SYSTEM_PACKAGES)
 
@@ -19,23 +22,55 @@ endif
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
+DOCS_STAMP := $(VENV)/.set-up-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint doctor clean
+.PHONY: help setup run test test-e2e test-all test-cluster lint hooks docs docs-serve doctor clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*  ## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(STAMP)  ## virtual environment, packages and rendering libraries (the other commands do it by themselves)
 
 run: $(STAMP)  ## the main job: PPO fine-tunes a small VLA policy on Meta-World (ARGS="seed=1" to change a setting)
 	$(RUN) recipes/ppo.py $(ARGS)
 
-test: $(STAMP)  ## every test (ARGS="-k gym" for some of them)
-	$(RUN) -m pytest $(ARGS)
+# Some of them: make test ARGS="-k gym". One after the other, as in a debugger: make test WORKERS=0.
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile
 
-lint: $(STAMP)  ## style checks
+test: $(STAMP)  ## units and simulators, below ten minutes on two cores (ARGS="-k gym" for some of them)
+	$(PYTEST) $(ARGS)
+
+test-e2e: $(STAMP)  ## whole runs: recipes, resuming, several processes
+	$(PYTEST) tests/e2e $(ARGS)
+
+test-all: $(STAMP)  ## test and test-e2e
+	$(PYTEST) tests/unit tests/sim tests/e2e $(ARGS)
+
+# SLURM lives in namespaces of its own while the tests run (tests/cluster/slurm_cluster.sh). Only here is it installed.
+test-cluster: $(STAMP)  ## jobs on a SLURM of two nodes of its own (as root; installs slurm-wlm and munge where they lack)
+	@PATH="$$PATH:/usr/sbin"; if command -v slurmctld >/dev/null && command -v munged >/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "Installing SLURM: apt-get install slurm-wlm munge"; \
+	    apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge; \
+	fi
+	$(RUN) -m pytest tests/cluster $(ARGS)
+
+lint: $(STAMP)  ## style, spelling, doors between the rooms, types
+	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
+	$(RUN) -m codespell_lib
+	$(VENV)/bin/lint-imports
+	$(RUN) scripts/check_types.py
+
+hooks: $(STAMP)  ## git runs the checks of `make lint` at every commit, on what changed
+	$(RUN) -m pre_commit install
+
+docs: $(DOCS_STAMP)  ## the documentation as a site in site/; a broken link is an error
+	$(RUN) -m mkdocs build --strict $(ARGS)
+
+docs-serve: $(DOCS_STAMP)  ## the documentation on http://127.0.0.1:8000, built again when a page changes
+	$(RUN) -m mkdocs serve --dev-addr 127.0.0.1:8000 $(ARGS)
 
 doctor: $(STAMP)  ## which environments there are, and what this machine lacks for them
 	$(RUN) -m vla_envs
@@ -64,4 +99,8 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "Offscreen rendering needs system libraries. On Debian or Ubuntu type:"; \
 	    echo "  sudo sh -c '$(INSTALL_SYSTEM_PACKAGES)'"; \
 	fi
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@

@@ -50,7 +50,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     result = run.evaluate(config.ablation or "evaluation", greedy=config.greedy, observe=observe)
 
     setting = {"greedy": config.greedy, "ablation": config.ablation}
-    setting["protocol_deviations"] = run.spec.departures
+    setting["protocol_deviations"] = run.spec.protocol_deviations
     metrics = {**result.metrics(), "eval/interval": result.interval, **setting}
     print(
         f"\n{describe_spec(run.spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import EpisodeCollector
-from vla_common.keys import ADVANTAGE, DONE, LOST, NEXT, REWARD, SUCCESS
+from vla_common.keys import ADVANTAGE, CRASHED, DONE, NEXT, REWARD, SUCCESS
 from vla_common.settings import Count, Fraction
 from vla_envs.episodes import EpisodeSampler
 
@@ -28,18 +28,18 @@ class Group:
     """Runs of one episode (one task, one initial state) by one policy.
 
     Attributes:
-        episodes: each ``[T]``; lost ones are left out.
-        lost: how many have no result because the simulator died in every attempt.
+        episodes: each ``[T]``; crashed ones are left out.
+        crashed: how many have no result because the simulator died in every attempt.
     """
 
     episodes: tuple[TensorDictBase, ...]
-    lost: int = 0
+    crashed: int = 0
 
     @classmethod
     def of(cls, runs: Sequence[TensorDictBase]) -> Group:
         """The group of ``runs``, from an :class:`~vla_algos.collectors.EpisodeCollector`."""
-        kept = tuple(episode for episode in runs if not episode[NEXT, LOST][-1])
-        return cls(kept, lost=len(runs) - len(kept))
+        kept = tuple(episode for episode in runs if not episode[NEXT, CRASHED][-1])
+        return cls(kept, crashed=len(runs) - len(kept))
 
     @property
     def scores(self) -> Tensor:
@@ -174,7 +174,7 @@ def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = N
 
 def outcomes_of(groups: Sequence[Group]) -> list[Group]:
     """The groups without what the policy saw and did: small enough to tell other processes."""
-    return [Group(tuple(episode.select(NEXT) for episode in group.episodes), group.lost) for group in groups]
+    return [Group(tuple(episode.select(NEXT) for episode in group.episodes), group.crashed) for group in groups]
 
 
 def concatenate(groups: Sequence[Group]) -> TensorDictBase:

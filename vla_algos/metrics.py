@@ -17,10 +17,10 @@ from vla_algos import parallel
 from vla_algos.advantages import valid_decisions
 from vla_common.keys import (
     ADVANTAGE,
+    CRASHED,
     DONE,
     EPISODE_LEN,
     EPISODE_RETURN,
-    LOST,
     NEXT,
     STATE_VALUE,
     STEP_MASK,
@@ -53,14 +53,14 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
 
 
 def env_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """Means over the episodes that ended in ``batch``; lost ones are counted and left out.
+    """Means over the episodes that ended in ``batch``; crashed ones are counted and left out.
 
     ``env/reward`` is the return per primitive action. With no finished episode there are only the counts.
     """
     after = batch[NEXT]
-    lost = after[LOST]
-    finished = after[DONE] & ~lost & (after[EPISODE_LEN] > 0)  # an idle slot is "done" after 0 actions
-    metrics = {"env/num_episodes": float(finished.sum()), "env/lost_episodes": float(lost.sum())}
+    crashed = after[CRASHED]
+    finished = after[DONE] & ~crashed & (after[EPISODE_LEN] > 0)  # an idle slot is "done" after 0 actions
+    metrics = {"env/num_episodes": float(finished.sum()), "env/crashed_episodes": float(crashed.sum())}
     if finished.any():
         returns, lengths = after[EPISODE_RETURN][finished], after[EPISODE_LEN][finished].float()
         metrics["env/success_once"] = float(after[SUCCESS][finished].float().mean())

@@ -60,6 +60,17 @@ def test_a_vulkan_driver_that_does_not_work_says_what_to_type(monkeypatch):
     assert installer.name == "install_vulkan_driver.py" and installer.is_file()
 
 
+def test_the_old_command_names_and_runs_the_installer(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(vulkan.runpy, "run_path", lambda path, run_name: ran.append((Path(path).name, run_name)))
+    vulkan.main()
+    assert ran == [("install_vulkan_driver.py", "__main__")]
+    assert "will go in the next version; type: python " in capsys.readouterr().err
+    monkeypatch.setattr(vulkan, "_INSTALLERS", ())
+    with pytest.raises(SystemExit, match="scripts/ of the sources"):
+        vulkan.main()
+
+
 def test_a_working_renderer_is_really_drawn_with(monkeypatch):
     pytest.importorskip("mujoco", reason="needs MuJoCo: pip install 'vla-torchrl[metaworld]'")
     monkeypatch.setenv("MUJOCO_GL", "no-such-renderer")

@@ -1,12 +1,17 @@
 """Each benchmark and the OpenVLA family: cameras, gripper and action dimensions, without a simulator."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import vla_policies
 from vla_common import keys
+from vla_common.registry import benchmarks
+from vla_common.schema import BenchmarkSchema, Gripper
 from vla_policies import make_example
-from vla_policies.processing.adapters import get_adapter
+from vla_policies.processing.adapters import Adapter, get_adapter
 from vla_policies.processing.images import resize_exact
 from vla_policies.processing.normalization import ActionStatistics, Bounds
 
@@ -122,3 +127,26 @@ def test_wrong_sizes_are_refused():
 def test_an_unknown_benchmark_offers_the_nearest_name():
     with pytest.raises(ValueError, match=r"'lbiero'; did you mean libero"):
         get_adapter("lbiero")
+
+
+def test_names_of_the_first_version_still_work():
+    with pytest.warns(DeprecationWarning, match=r"use get_adapter\(benchmark\)"):
+        assert vla_policies.ADAPTERS["libero"] == get_adapter("libero")
+    with pytest.warns(DeprecationWarning, match=r"use make_example\('calvin'\)"):
+        example = vla_policies.make_calvin_example(2)
+    assert (example == make_example("calvin", 2)).all()
+    with pytest.raises(AttributeError, match="make_toy_example"):
+        vla_policies.processing.adapters.make_toy_example  # noqa: B018
+
+
+def test_a_benchmark_that_says_nothing_of_a_family_takes_the_simulators_actions(monkeypatch):
+    actions = ("x", "y", "gripper")
+    toy = SimpleNamespace(schema=BenchmarkSchema((8, 8), states=("x", "y"), actions=actions, instruction="go"))
+    monkeypatch.setitem(benchmarks._registered, "toy", toy)
+    adapter = get_adapter("toy")
+    assert (adapter.model_action_dim, adapter.dimensions, adapter.gripper) == (3, (0, 1, 2), None)
+    assert make_example("toy", 2)[keys.IMAGES].shape == (2, 8, 8, 3)
+    with pytest.raises(ValueError, match="the schema of toy has no gripper to convert"):
+        Adapter.from_schema("toy", gripper=(0.0, 1.0))
+    toy.schema = replace(toy.schema, gripper=Gripper(2, closed=1.0, opened=-1.0))
+    assert Adapter.from_schema("toy", gripper=(0.0, 1.0)).to_simulator(torch.ones(3)).tolist() == [1.0, 1.0, -1.0]

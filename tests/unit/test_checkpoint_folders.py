@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from openvla_checkpoint import GOLDEN, OFT, make_checkpoint
+from openvla_checkpoint import GOLDEN, OFT, act, make_checkpoint, observations
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torchrl.envs.utils import ExplorationType
 
 import vla_policies
 from vla_policies import SmallVLA, SmallVLAConfig, load_policy
@@ -25,6 +27,8 @@ from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.loading import empty_model, unused_by
 from vla_policies.openvla.model import Prismatic, PrismaticConfig
+
+SAVED_BEFORE = GOLDEN / "saved_before"
 
 
 @pytest.fixture
@@ -409,6 +413,27 @@ def test_load_policy_takes_openvla_checkpoints(tmp_path):
     assert type(policy).__name__ == "OpenVLA"
     policy = load_policy(make_checkpoint(tmp_path / "b", heads=True), benchmark="libero", num_images_in_input=2)
     assert type(policy).__name__ == "OpenVLAOFT"
+
+
+@pytest.mark.parametrize("family", ["small", "small_flow"])
+def test_a_folder_that_an_earlier_version_saved_acts_as_it_did(family):
+    """Saved and recorded by the version before the registry (commit a10f296)."""
+    folder = SAVED_BEFORE / family
+    policy = load_policy(folder).eval()
+    assert policy.family == family
+    with np.load(folder / "recorded.npz") as stored:
+        recorded = {name: torch.from_numpy(stored[name]) for name in stored.files}
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (2, 24, 32, 3), dtype=torch.uint8, generator=generator)
+    seen = observations(
+        images, torch.randn(2, 4, generator=generator), instructions=("push the puck", "open the drawer")
+    )
+    for kind in ("deterministic", "random"):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            td = act(policy, seen.clone(), ExplorationType[kind.upper()])
+        expected = {name.partition("/")[2]: tensor for name, tensor in recorded.items() if name.startswith(kind)}
+        assert expected and all(torch.equal(td[key], tensor) for key, tensor in expected.items())
 
 
 def test_importing_vla_policies_imports_no_model_library():

@@ -288,6 +288,16 @@ def test_a_gripper_that_must_be_open_or_closed(benchmark, tmp_path):
     assert set(gripper.unique().tolist()) <= {-1.0, 1.0}
 
 
+def test_a_setting_that_was_renamed_keeps_loading(make, tmp_path):
+    make(prefix_cache_gb=2.5).save_pretrained(tmp_path)
+    options = json.loads((tmp_path / "vla_torchrl.json").read_text())
+    options["prefix_gigabytes"] = options.pop("prefix_cache_gb")  # as versions before wrote it
+    (tmp_path / "vla_torchrl.json").write_text(json.dumps(options))
+    assert load_policy(tmp_path).config.prefix_cache_gb == 2.5
+    with pytest.warns(DeprecationWarning, match="prefix_gigabytes is called prefix_cache_gb now"):
+        assert load_policy(tmp_path, prefix_gigabytes=1.5).config.prefix_cache_gb == 1.5
+
+
 def test_inspect_says_what_it_is(folder, name, make, tmp_path):
     report = inspect_policy(folder)
     assert not report.missing and "set config_name" in report.facts["variant"]

@@ -14,20 +14,11 @@ from vla_algos.run.launcher_settings import launcher_types
 from vla_algos.run.warm_start import record
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Whole, check_settings, setting_types
-from vla_envs.env import make_env
-from vla_envs.registry import find_benchmark, option_types
+from vla_envs.env import env_types
 from vla_policies.registry import policy_types
 
 Types = Mapping[str, Any]  # of settings by name, or of a section's settings
 RESUME = Literal["auto", "force", "never"]
-
-
-def env_types(id: str):
-    return {
-        **setting_types(make_env, without=["episodes", "seed", "chunk_size"]),
-        **option_types(find_benchmark(id)[0]),
-    }
-
 
 EVALUATION: Types = {
     "recipe": str,

@@ -12,7 +12,7 @@ from vla_algos import parallel
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.run.logging import progress_bar, write_video
 from vla_common.settings import Count, Whole
-from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_grid
+from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Evaluator:
         Raises:
             ValueError: the benchmark has fewer initial states.
         """
-        return evaluation_grid(spec, self.trials, self.seed, self.repeats)
+        return evaluation_episodes(spec, self.trials, self.seed, self.repeats)
 
     def run(self, title: str, env: VLAEnv, policy: TensorDictModuleBase, **options: Any) -> EvaluationResult:
         """Evaluate this process's share of the episodes; :func:`gather` puts the shares together.

@@ -26,8 +26,7 @@ from vla_algos.run.warm_start import demonstration_seed, warm_start
 from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
-from vla_policies import VLAPolicy
-from vla_policies.registry import make_policy
+from vla_policies import VLAPolicy, make_policy
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from vla_policies import VLAPolicy
 
 def describe_spec(spec: SimulatorSpec) -> str:
     """Name of a suite and what differs from the benchmark's own protocol, for printing beside a result."""
-    return "\n".join([spec.id, *(f"  not the benchmark's: {deviation}" for deviation in spec.departures)])
+    return "\n".join([spec.id, *(f"  not the benchmark's: {deviation}" for deviation in spec.protocol_deviations)])
 
 
 def describe_policy(policy: VLAPolicy) -> str:

@@ -132,6 +132,13 @@ class _Arrays:
     """The arrays of a pool of workers, in this process's own memory."""
 
     images: Tensor
+    wrist_images: np.ndarray
+    states: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    successes: np.ndarray
+    executed: np.ndarray
+    busy: np.ndarray
 
     def __init__(self, spec: SimulatorSpec, num_envs: int, chunk_size: int):
         for name, (shape, dtype) in SharedArrays.layout(spec, num_envs, chunk_size).items():

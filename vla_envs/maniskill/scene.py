@@ -118,7 +118,10 @@ class PutOnPlate(BaseEnv):
         builder.build_static(name="arena")
         if self._rebuilds:
             self._choose([0], options)
-            loaded = {kind: set(_places_of(kind, self.configurations[0])) - {None} for kind in ("object", "plate")}
+            now = self.configurations[0]
+            loaded = {
+                kind: {number for number in _places_of(kind, now) if number is not None} for kind in ("object", "plate")
+            }
         else:
             loaded = {
                 "object": {number for split in self.splits for number in split.objects},
@@ -234,6 +237,7 @@ class PutOnPlate(BaseEnv):
         places = np.broadcast_to(_numpy(options.get("split", 0)), len(rows))
         for row, place in zip(rows, places, strict=True):
             self._running[row] = self.splits[place]
+        ids: Sequence[int] | np.ndarray
         if "episode_id" in options:
             ids = np.broadcast_to(_numpy(options["episode_id"]), len(rows))
         else:
@@ -356,6 +360,7 @@ class PutOnPlate(BaseEnv):
         return seen
 
     def _with_background(self, frames: Tensor, segmentation: Tensor) -> Tensor:
+        assert self.overlay is not None, "the scene has not been loaded"
         pictures = self.overlay.compose(frames, segmentation, [now.table for now in self.configurations])
         for row, (split, now) in enumerate(zip(self._running, self.configurations, strict=True)):
             if now.texture is not None:

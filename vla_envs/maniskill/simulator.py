@@ -132,7 +132,7 @@ class BuiltInSimulator(ManiSkillSimulator):
         mixed = np.random.SeedSequence([episode.seed, episode.trial_id]).generate_state(1)[0]
         # A new scene: what was simulated in one before would be felt in the last digits.
         self._world.reset(seed=int(mixed >> 1), options={"reconfigure": True})
-        goal = getattr(self._world, "goal_site", None)
+        goal: Any = getattr(self._world, "goal_site", None)
         if goal in self._world._hidden_objects:  # a policy that is given no coordinates has to see where to go
             self._world._hidden_objects.remove(goal)
             goal.show_visual()
@@ -153,7 +153,7 @@ class BuiltInSimulator(ManiSkillSimulator):
         from mani_skill.utils.sapien_utils import look_at
 
         height, width = self.spec.image_shape
-        sensors = {"height": height, "width": width}
+        sensors: dict[str, Any] = {"height": height, "width": width}
         if camera := self.spec.options["camera"]:
             pose = look_at(camera["eye"], camera["target"]).sp
             sensors["base_camera"] = {"pose": pose, "fov": camera["fov"]}

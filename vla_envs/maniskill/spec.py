@@ -125,7 +125,7 @@ def make_spec(
     if max_episode_steps is not None:
         check_whole_number("max_episode_steps", max_episode_steps, 1)
     size = None if image_size is None else image_shape(image_size)
-    common = {"max_episode_steps": max_episode_steps, "size": size, "reward_type": reward_type}
+    common: dict[str, Any] = {"max_episode_steps": max_episode_steps, "size": size, "reward_type": reward_type}
     if suite in BUILT_IN:
         if only is not None or object_set != "train" or assets is not None or backend != "processes":
             raise ValueError(
@@ -140,7 +140,7 @@ def make_spec(
 def _plate25(
     suite: str,
     splits: tuple[VariantSplit, ...],
-    only: Mapping[str, Sequence[int]] | None,
+    only: Mapping[Any, Sequence[int]] | None,
     assets: str | None,
     batched: str,
     *,
@@ -189,7 +189,7 @@ def _plate25(
 def _built_in(
     suite: str,
     control_mode: str,
-    camera: Mapping[str, Any] | None,
+    camera: Mapping[Any, Any] | None,
     *,
     max_episode_steps: int | None,
     size: tuple[int, int] | None,
@@ -279,7 +279,7 @@ def _reward_mode(kind: str, reward_type: str) -> str:
     return REWARD_TYPES[kind][reward_type]
 
 
-def _checked_camera(camera: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_camera(camera: Mapping[Any, Any]) -> dict[str, Any]:
     def refuse(why: str) -> ValueError:
         return ValueError(
             f"camera takes eye and target, 3 numbers each in metres, and fov, radians between 0 and pi; {why}; "

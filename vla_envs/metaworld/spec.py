@@ -167,5 +167,5 @@ def make_spec(
     )
 
 
-def _describe(camera: Mapping[str, Any] | None) -> str:
+def _describe(camera: Mapping[Any, Any] | None) -> str:
     return ", ".join(f"{key} {value}" for key, value in (camera or {}).items())
