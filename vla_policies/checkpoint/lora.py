@@ -195,7 +195,8 @@ def lora_config(policy: Adaptable) -> LoraConfig:
         ValueError: the policy has none.
     """
     _check_lora(policy)
-    return policy.model.peft_config[_NAME]
+    configs: dict[str, LoraConfig] = getattr(policy.model, "peft_config")  # noqa: B009, typed so
+    return configs[_NAME]
 
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -36,6 +36,8 @@ class FlowPolicy(VLAPolicy):
         hidden_size: width of what :meth:`velocity` returns beside the velocity.
     """
 
+    noise_level: Tensor
+
     def __init__(
         self,
         config: FlowConfig,
@@ -123,7 +125,7 @@ class FlowPolicy(VLAPolicy):
         step = torch.zeros(batch, dtype=torch.int64, device=noise.device)
         if stochastic and not settings.joint:
             step = torch.randint(settings.stochastic_steps, (batch,), device=noise.device)
-        fresh = torch.randn_like(noise) if stochastic and not settings.joint else None
+        fresh = torch.randn_like(noise) if stochastic and not settings.joint else torch.zeros_like(noise)
         # Without a stochastic step the value is the mean over all, that of a step drawn at random.
         everywhere = settings.joint or not stochastic
         x, chain = noise, [noise]
@@ -151,14 +153,14 @@ class FlowPolicy(VLAPolicy):
         if values[0][1] is None:
             return None
         chosen = torch.stack([mask for mask, _ in values]).unsqueeze(-1)
-        stacked = torch.stack([value for _, value in values])
+        stacked = torch.stack([value for _, value in values if value is not None])
         return (stacked * chosen).sum(0) / chosen.sum(0)
 
     def _gaussian(
         self, x: Tensor, speed: Tensor, hidden: Tensor, schedule: Tensor, step: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the stochastic step ``[N]`` at ``x``."""
-        if self.flow.method == "flow_noise":
+        if self.noise_network is not None:
             return flow.euler(x, speed, schedule[step], schedule[step + 1]), self.noise_network(hidden)
         mean, std = flow.stochastic_step(self.flow.method, x, speed, schedule, step, float(self.noise_level))
         return mean, std.expand_as(mean)

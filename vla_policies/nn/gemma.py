@@ -6,8 +6,9 @@ arXiv 2410.24164, Physical Intelligence 2025, arXiv 2504.16054. Names are those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class Gemma(nn.Module):
         """
         rotation = rotary.rotation(positions, self.config.head_dim, _THETA, hidden.dtype)
         found: list[KeysValues] = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast(Iterable[GemmaLayer], self.layers)):
             earlier = None if before is None else before[index]
             if not output and index == len(self.layers) - 1:
                 normed, _ = layer.input_layernorm(hidden, condition)

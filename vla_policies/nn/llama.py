@@ -68,9 +68,9 @@ class KeyValueCache:
         if layer not in self.layers:
             shape = (*keys.shape[:2], self.capacity, keys.shape[3])
             self.layers[layer] = (keys.new_empty(shape), values.new_empty(shape))
-        for stored, new in zip(self.layers[layer], (keys, values), strict=True):
-            stored[:, :, self.length : end] = new
-        return tuple(stored[:, :, :end] for stored in self.layers[layer])
+        all_keys, all_values = self.layers[layer]
+        all_keys[:, :, self.length : end], all_values[:, :, self.length : end] = keys, values
+        return all_keys[:, :, :end], all_values[:, :, :end]
 
 
 class Llama(nn.Module):
@@ -84,10 +84,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model = LlamaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -131,7 +128,7 @@ class Llama(nn.Module):
         Knows the low-rank update that peft puts around ``lm_head``: ``x W^T + scaling (x A^T) B^T``.
         """
         hidden = hidden.float()
-        head = self.lm_head
+        head: Any = self.lm_head
         base = getattr(head, "base_layer", head)
         logits = F.linear(hidden, base.weight[window].float())
         if base is head or head.disable_adapters or head.merged:
@@ -140,6 +137,16 @@ class Llama(nn.Module):
             down, up = head.lora_A[name].weight.float(), head.lora_B[name].weight[window].float()
             logits = logits + head.scaling[name] * F.linear(F.linear(hidden, down), up)
         return logits
+
+
+class LlamaModel(nn.Module):
+    """Everything but the vocabulary's logits."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class DecoderLayer(nn.Module):

@@ -161,8 +161,8 @@ class OpenVLAFolder:
             (folder / name).write_bytes(content)
         (dtype, _), *_ = Counter(tensor.dtype for tensor in weights.values()).most_common()
         config = {**self.config, "torch_dtype": str(dtype).removeprefix("torch.")}
-        for name, content in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        for name, entries in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
+            (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
         save_weights(weights, folder, max_shard_size=max_shard_size)
         return folder
 

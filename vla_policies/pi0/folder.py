@@ -22,7 +22,7 @@ from vla_policies.checkpoint.hub import read_json, resolve
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
 from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
 
-OPTIONS, HEADS = "vla_torchrl.json", "vla_torchrl_heads.safetensors"
+OPTIONS = "vla_torchrl.json"
 TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
 EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
 UNUSED = f"{EXPERT}lm_head."
@@ -143,7 +143,7 @@ class Pi0Folder:
         names = sorted(self.statistics)
         if norm_stats_id is None and len(names) == 1:
             norm_stats_id = names[0]
-        if norm_stats_id not in self.statistics:
+        if norm_stats_id is None or norm_stats_id not in self.statistics:
             raise ValueError(f"norm_stats_id is {norm_stats_id!r}; set it to one of {names}, those of {self.path}")
         return Pi0Statistics(norm_stats_id, self.statistics[norm_stats_id], quantiles)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,7 @@ class PrefixCache:
 
     def repeat(self, count: int) -> PrefixCache:
         """Each row ``count`` times in a row, without ``output``."""
-        layers = [tuple(part.repeat_interleave(count, dim=0) for part in pair) for pair in self.layers]
+        layers = [(k.repeat_interleave(count, dim=0), v.repeat_interleave(count, dim=0)) for k, v in self.layers]
         return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
 
 
@@ -156,17 +157,27 @@ class Pi0Model(nn.Module):
     @property
     def vision(self) -> Siglip:
         """SigLIP."""
-        return self.paligemma_with_expert.paligemma.model.vision_tower.vision_model
+        return cast(Siglip, self.get_submodule(_VISION.removesuffix(".")))
 
     @property
     def language(self) -> Gemma:
         """Gemma of PaliGemma."""
-        return self.paligemma_with_expert.paligemma.model.language_model
+        return cast(Gemma, self.get_submodule(_TEXT.removesuffix(".")))
 
     @property
     def expert(self) -> Gemma:
         """Gemma of the action expert."""
-        return self.paligemma_with_expert.gemma_expert.model
+        return cast(Gemma, self.get_submodule(f"{EXPERT}model"))
+
+    @property
+    def paligemma(self) -> nn.Module:
+        """SigLIP and its Gemma: what reads images and prompt."""
+        return self.get_submodule(PREFIX.removesuffix("."))
+
+    @property
+    def projector(self) -> nn.Module:
+        """From tokens of SigLIP to those of its Gemma."""
+        return self.get_submodule(f"{PREFIX}model.multi_modal_projector.linear")
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Trade about a third more time in the update for activations that need not be kept."""
@@ -186,8 +197,7 @@ class Pi0Model(nn.Module):
             token_valid: bool ``[N, L]``.
         """
         count = pixels.shape[1]
-        projector = self.paligemma_with_expert.paligemma.model.multi_modal_projector.linear
-        images = projector(self.vision(pixels.flatten(0, 1))).unflatten(0, (-1, count))
+        images = self.projector(self.vision(pixels.flatten(0, 1))).unflatten(0, (-1, count))
         text = self.language.embed_tokens(tokens) * math.sqrt(self.config.language.width)
         if image_valid is None:
             image_valid = token_valid.new_ones(len(tokens), count)

@@ -28,3 +28,19 @@ def from_entries(tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None
         return None
     stored = (tensordict.get(key).unbind(1) for key in (PREFIX_KEYS, PREFIX_VALUES))
     return PrefixCache(list(zip(*stored, strict=True)), valid), tensordict.get(PREFIX_POOLED, None)
+
+
+def pool(prefix: PrefixCache, how: str) -> Tensor:
+    """What a value head reads of the last hidden states: float32 ``[N, width]``.
+
+    Args:
+        prefix: with ``output``.
+        how: ``"first"``, ``"last"`` or ``"mean"`` of its tokens that are no padding.
+    """
+    assert prefix.output is not None  # asked for by whoever pools
+    hidden, valid = prefix.output.float(), prefix.valid
+    if how == "first":
+        return hidden[:, 0]
+    if how == "last":
+        return hidden[torch.arange(len(hidden), device=hidden.device), valid.sum(1) - 1]
+    return (hidden * valid.unsqueeze(-1)).sum(1) / valid.sum(1, keepdim=True)

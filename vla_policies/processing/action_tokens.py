@@ -17,6 +17,9 @@ class ActionBins(nn.Module):
         num_bins: values per dimension, both bounds included.
     """
 
+    low: Tensor
+    high: Tensor
+
     def __init__(self, low: Sequence[float], high: Sequence[float], num_bins: int):
         super().__init__()
         if num_bins < 2:

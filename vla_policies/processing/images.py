@@ -199,8 +199,8 @@ def center_crop(images: Tensor, area: float = CROP_AREA, size: tuple[int, int] |
 def normalize(images: Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> Tensor:
     """``(images / 255 - means) / stds``: uint8 ``[N, H, W, 3]`` to float32 ``[N, 3, H, W]``."""
     _check(images)
-    means, stds = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (means, stds))
-    return images.permute(0, 3, 1, 2).div(255).contiguous().sub_(means).div_(stds)
+    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (means, stds))
+    return images.permute(0, 3, 1, 2).div(255).contiguous().sub_(mean).div_(std)
 
 
 def _check(images: Tensor) -> None:

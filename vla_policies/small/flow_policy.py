@@ -88,12 +88,11 @@ class SmallFlow(FlowPolicy):
         nn.init.zeros_(self.action_out.weight)
         nn.init.zeros_(self.action_out.bias)
         self.num_values = 1 if config.value_head else 0
-        self.value_head = None
+        self.value_head: nn.Module | None = None
         if config.value_head:
-            self.value_head = nn.Sequential(
-                nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1)
-            )
-            nn.init.zeros_(self.value_head[-1].weight)
+            first, second, last = nn.Linear(3 * dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 1)
+            self.value_head = nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
+            nn.init.zeros_(last.weight)
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Set the normalisation of ``states``: two tensors ``[S]``; they are saved with the weights."""

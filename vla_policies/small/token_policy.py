@@ -93,10 +93,9 @@ class SmallVLA(VLAPolicy):
         nn.init.normal_(self.action_head.weight, std=0.02)  # start from nearly uniform tokens
         nn.init.zeros_(self.action_head.bias)
         self.num_values = config.chunk_size if config.value_per_action else 1
-        self.value_head = nn.Sequential(
-            nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, self.num_values)
-        )
-        nn.init.zeros_(self.value_head[-1].weight)
+        first, second, last = nn.Linear(3 * dim, dim), nn.Linear(dim, dim), nn.Linear(dim, self.num_values)
+        self.value_head = nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
+        nn.init.zeros_(last.weight)
 
     @classmethod
     def make(cls, shape: EnvironmentShape, checkpoint: str | Path | None = None, **settings: Any) -> Self:
