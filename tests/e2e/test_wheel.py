@@ -71,10 +71,8 @@ def binaries(wheel, tmp_path_factory):
 
 def test_a_wheel_has_every_module_every_configuration_and_what_types_need(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    packages = [path for path in ROOT.glob("vla_*/**/*") if path.suffix in (".py", ".pyi", ".json", ".typed")]
-    expected = {
-        str(path.relative_to(ROOT)) for path in packages if path.parts[len(ROOT.parts)] != "vla_torchrl.egg-info"
-    }
+    files = [path for path in ROOT.glob("vla_*/**/*") if path.suffix in (".py", ".pyi", ".json", ".typed")]
+    expected = {str(path.relative_to(ROOT)) for path in files}
     expected |= {"vla_keys.py"} | {f"vla_recipes/{path.relative_to(RECIPES)}" for path in RECIPES.glob("*.py")}
     expected |= {f"vla_recipes/{path.relative_to(RECIPES)}" for path in CONF.rglob("*.yaml")}
     assert expected <= names, sorted(expected - names)
@@ -112,7 +110,8 @@ def test_an_editable_installation_has_the_command_too(source, tmp_path):
     assert listed.returncode == 0 and "metaworld_faucets_ppo_small" in listed.stdout, listed.stderr
     shown = run(binaries / "vla-recipe", "run", "ppo", "--cfg", "job", cwd=tmp_path)
     assert shown.returncode == 0 and "metaworld/button-press-topdown-v3" in shown.stdout, shown.stderr
-    where = "import vla_recipes, vla_common; print(vla_recipes.__file__); print(vla_common.__version__)"
+    where = "import vla_recipes, vla_envs; from importlib.metadata import version; print(vla_recipes.__file__); "
+    where += "print(vla_envs.__version__); print(version('vla-torchrl'))"
     found = run(binaries / "python", "-c", where, cwd=tmp_path).stdout.splitlines()
     assert found[0] == str(source / "recipes" / "__init__.py")
-    assert found[1] == next((source / "vla_common").glob("__init__.py")).read_text().split('__version__ = "')[1][:5]
+    assert found[1] == found[2]
