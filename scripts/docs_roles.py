@@ -3,8 +3,8 @@
 Docstrings say ``:class:`~vla_envs.env.VLAEnv```, which editors and ``help()`` show as it is and Markdown does not know.
 Here each role becomes a link to the object's place in the reference, shown as its last name after a ``~``; where the
 reference has no such place, the name alone is shown. ``text::`` before a block of code becomes ``text:``, and
-``low, high: bounds.`` among arguments becomes an entry for each. The heading ``Example:`` becomes the ``Examples:`` that
-Griffe knows.
+``low, high: bounds.`` among arguments becomes an entry for each. The heading ``Example:`` becomes the
+``Examples:`` that Griffe knows.
 """
 
 from __future__ import annotations
