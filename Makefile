@@ -52,7 +52,7 @@ docs: $(DOCS_STAMP)  ## the documentation as a site in site/; a broken link is a
 	$(MKDOCS) build --strict $(ARGS)
 
 docs-serve: $(DOCS_STAMP)  ## the documentation on http://127.0.0.1:8000, built again when a page changes
-	$(MKDOCS) serve --dev-addr 127.0.0.1:8000 $(ARGS)
+	$(MKDOCS) serve --no-strict --dev-addr 127.0.0.1:8000 $(ARGS)
 
 doctor: $(STAMP)  ## which environments there are, and what this machine lacks for them
 	$(RUN) -m vla_envs
