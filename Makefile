@@ -11,6 +11,9 @@ BASE ?= HEAD
 # Arguments for what is run: make run ARGS="seed=1", make test ARGS="-k determinism".
 ARGS ?=
 
+# Processes that tests are shared among; a file stays in one of them, so that each simulator is warmed up once.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
+
 SYSTEM_PACKAGES := libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6
 INSTALL_SYSTEM_PACKAGES := apt-get update && apt-get install -y --no-install-recommends $(SYSTEM_PACKAGES)
 
@@ -25,18 +28,36 @@ DOCS_STAMP := $(VENV)/.set-up-docs
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint hooks docs docs-serve doctor clean
+.PHONY: help setup run test test-e2e test-all test-cluster lint hooks docs docs-serve doctor clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(STAMP)  ## virtual environment, packages and rendering libraries (the other commands do it by themselves)
 
 run: $(STAMP)  ## the main job: PPO fine-tunes a small VLA policy on Meta-World (ARGS="seed=1" to change a setting)
 	$(RUN) recipes/ppo.py $(ARGS)
 
-test: $(STAMP)  ## every test (ARGS="-k gym" for some of them)
-	$(RUN) -m pytest $(ARGS)
+# Some of them: make test ARGS="-k gym". One after the other, as in a debugger: make test WORKERS=0.
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile
+
+test: $(STAMP)  ## units and simulators, below ten minutes on two cores (ARGS="-k gym" for some of them)
+	$(PYTEST) $(ARGS)
+
+test-e2e: $(STAMP)  ## whole runs: recipes, resuming, several processes
+	$(PYTEST) tests/e2e $(ARGS)
+
+test-all: $(STAMP)  ## test and test-e2e
+	$(PYTEST) tests/unit tests/sim tests/e2e $(ARGS)
+
+# SLURM lives in namespaces of its own while the tests run (tests/cluster/slurm_cluster.sh). Only here is it installed.
+test-cluster: $(STAMP)  ## jobs on a SLURM of two nodes of its own (as root; installs slurm-wlm and munge where they lack)
+	@PATH="$$PATH:/usr/sbin"; if command -v slurmctld >/dev/null && command -v munged >/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "Installing SLURM: apt-get install slurm-wlm munge"; \
+	    apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge; \
+	fi
+	$(RUN) -m pytest tests/cluster $(ARGS)
 
 lint: $(STAMP)  ## style, spelling, doors between the rooms, types
 	$(RUN) -m ruff format --check .
@@ -71,7 +92,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	$(if $(findstring libero,$(EXTRAS)),$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps hf-libero)
-	$(if $(findstring maniskill,$(EXTRAS)),@$(RUN) -m vla_envs.rendering.vulkan || true)
+	$(if $(findstring maniskill,$(EXTRAS)),@$(RUN) scripts/install_vulkan_driver.py || true)
 	@if $(RUN) -m vla_envs >/dev/null; then :; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "Some simulator cannot draw yet, installing: $(SYSTEM_PACKAGES)"; \

@@ -1,7 +1,9 @@
 """Recipes as a user runs them, as programs; and in this process, up to where simulators would start."""
 
+import contextlib
 import functools
 import importlib.util
+import io
 import json
 import re
 import subprocess
@@ -33,6 +35,13 @@ def recipe(name, folder, *overrides):
         capture_output=True,
         text=True,
     )
+
+
+def recipe_here(name, folder, *overrides):
+    """What :func:`recipe` gives, without a process of its own, which costs six seconds; errors are raised."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        main_of(name)(composed(name, overrides, folder))
+    return subprocess.CompletedProcess([name, *overrides], 0, out.getvalue(), err.getvalue())
 
 
 @functools.cache
