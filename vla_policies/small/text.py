@@ -27,7 +27,7 @@ class HashedText(nn.Module):
         self.table = nn.Embedding(num_buckets, dim, padding_idx=_PADDING)
 
     def tokenize(self, texts: Sequence[str]) -> Tensor:
-        """Bucket ids int64 ``[N, 2 * max_words]``, padded with 0."""
+        """Return bucket ids int64 ``[N, 2 * max_words]``, padded with 0."""
         tokens = torch.full((len(texts), 2 * self.max_words), _PADDING)
         for row, text in zip(tokens, texts, strict=True):
             words = re.findall(r"[\w-]+", text.lower())[: self.max_words]
@@ -37,6 +37,6 @@ class HashedText(nn.Module):
         return tokens
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embeddings ``[N, dim]`` of tokens ``[N, L]``."""
+        """Return the embeddings ``[N, dim]`` of tokens ``[N, L]``."""
         count = (tokens != _PADDING).sum(-1, keepdim=True).clamp_min(1)
         return self.table(tokens).sum(-2) / count
