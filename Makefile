@@ -6,8 +6,13 @@ VENV ?= .venv
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; do \
     $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 EXTRAS ?= metaworld,libero,maniskill,dev
+# The commit whose list of modules with type errors must hold all of today's (make lint).
+BASE ?= HEAD
 # Arguments for what is run: make run ARGS="seed=1", make test ARGS="-k determinism".
 ARGS ?=
+
+# Processes that tests are shared among; a file stays in one of them, so that each simulator is warmed up once.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
 
 SYSTEM_PACKAGES := libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6
 INSTALL_SYSTEM_PACKAGES := apt-get update && apt-get install -y --no-install-recommends $(SYSTEM_PACKAGES)
@@ -19,23 +24,56 @@ endif
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
+DOCS_STAMP := $(VENV)/.set-up-docs
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint doctor clean
+.PHONY: help setup run test test-e2e test-all test-cluster lint hooks docs docs-serve doctor clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*  ## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(STAMP)  ## virtual environment, packages and rendering libraries (the other commands do it by themselves)
 
 run: $(STAMP)  ## the main job: PPO fine-tunes a small VLA policy on Meta-World (ARGS="seed=1" to change a setting)
 	$(RUN) recipes/ppo.py $(ARGS)
 
-test: $(STAMP)  ## every test (ARGS="-k gym" for some of them)
-	$(RUN) -m pytest $(ARGS)
+# Some of them: make test ARGS="-k gym". One after the other, as in a debugger: make test WORKERS=0.
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2
 
-lint: $(STAMP)  ## style checks
+test: $(STAMP)  ## units and simulators, below ten minutes on two cores (ARGS="-k gym" for some of them)
+	$(PYTEST) $(ARGS)
+
+test-e2e: $(STAMP)  ## whole runs: recipes, resuming, several processes
+	$(PYTEST) tests/e2e $(ARGS)
+
+test-all: $(STAMP)  ## test and test-e2e
+	$(PYTEST) tests/unit tests/sim tests/e2e $(ARGS)
+
+# SLURM lives in namespaces of its own while the tests run (tests/cluster/slurm_cluster.sh). Only here is it installed.
+test-cluster: $(STAMP)  ## jobs on a SLURM of two nodes of its own (as root; installs slurm-wlm and munge where they lack)
+	@PATH="$$PATH:/usr/sbin"; if command -v slurmctld >/dev/null && command -v munged >/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "Installing SLURM: apt-get install slurm-wlm munge"; \
+	    apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge; \
+	fi
+	$(RUN) -m pytest tests/cluster $(ARGS)
+
+lint: $(STAMP)  ## style, spelling, doors between the rooms, types
+	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
+	$(RUN) -m codespell_lib
+	$(VENV)/bin/lint-imports
+	$(RUN) scripts/check_types.py --base $(BASE)
+
+hooks: $(STAMP)  ## git runs the checks of `make lint` at every commit, on what changed
+	$(RUN) -m pre_commit install
+
+docs: $(DOCS_STAMP)  ## the documentation as a site in site/; a broken link is an error
+	$(MKDOCS) build --strict $(ARGS)
+
+docs-serve: $(DOCS_STAMP)  ## the documentation on http://127.0.0.1:8000, built again when a page changes
+	$(MKDOCS) serve --no-strict --dev-addr 127.0.0.1:8000 $(ARGS)
 
 doctor: $(STAMP)  ## which environments there are, and what this machine lacks for them
 	$(RUN) -m vla_envs
@@ -54,7 +92,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	$(if $(findstring libero,$(EXTRAS)),$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps hf-libero)
-	$(if $(findstring maniskill,$(EXTRAS)),@$(RUN) -m vla_envs.rendering.vulkan || true)
+	$(if $(findstring maniskill,$(EXTRAS)),@$(RUN) scripts/install_vulkan_driver.py || true)
 	@if $(RUN) -m vla_envs >/dev/null; then :; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "Some simulator cannot draw yet, installing: $(SYSTEM_PACKAGES)"; \
@@ -64,4 +102,11 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "Offscreen rendering needs system libraries. On Debian or Ubuntu type:"; \
 	    echo "  sudo sh -c '$(INSTALL_SYSTEM_PACKAGES)'"; \
 	fi
+	@touch $@
+
+# The site is built from the sources without importing them, so it needs neither torch nor this package installed.
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    | $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -r /dev/stdin
 	@touch $@

@@ -98,5 +98,10 @@ class Registry(Generic[T]):
         return self._entry_points
 
 
+def config_packages() -> list[str]:
+    """Importable packages with Hydra configuration groups, such as ``conf/env/toy.yaml``, of installed packages."""
+    return sorted({point.value for point in entry_points(group="vla_torchrl.configs")})
+
+
 benchmarks: Registry[Any] = Registry("benchmark", "vla_torchrl.benchmarks")  # of vla_envs.registry.Benchmark
 policies: Registry[Any] = Registry("policy family", "vla_torchrl.policies")  # of vla_policies.VLAPolicy classes

@@ -13,12 +13,12 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from vla_common.errors import unknown_name
+from vla_common.errors import nearest_names, unknown_name
 
 Count = Annotated[int, Ge(1)]  # 1, 2, ...
 Whole = Annotated[int, Ge(0)]  # 0, 1, 2, ...
@@ -28,22 +28,29 @@ Fraction = Annotated[float, Ge(0), Le(1)]  # 0 to 1, both included
 Numbers = Sequence[float]
 
 
-def setting_types(function: Callable[..., Any], without: Iterable[str] = ()) -> dict[str, Any]:
+def setting_types(
+    function: Callable[..., Any], without: Iterable[str] = (), only: Iterable[str] | None = None
+) -> dict[str, Any]:
     """Names and annotations of the parameters of a function, or of the constructor of a class.
 
     Args:
         function: its parameters with a name are the settings; ``**options`` are not.
         without: parameters that are no settings.
+        only: the parameters that are settings, where these are fewer.
 
     Returns:
         The annotation of each; ``Any`` where there is none.
     """
-    hidden, named = set(without), (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    hidden, chosen, named = (
+        set(without),
+        None if only is None else set(only),
+        (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY),
+    )
     parameters = inspect.signature(function).parameters.values()
     scope = inspect.unwrap(function.__init__ if inspect.isclass(function) else function).__globals__
     found = {}
     for parameter in parameters:
-        if parameter.kind in named and parameter.name not in hidden:
+        if parameter.kind in named and parameter.name not in hidden and (chosen is None or parameter.name in chosen):
             annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
             if isinstance(annotation, str):
                 annotation = eval(annotation, dict(scope))  # noqa: S307, our own annotation, as typing does
@@ -83,12 +90,24 @@ def _problem(annotation: Any, value: Any) -> str | None:
         adapter.validate_json(text, strict=True)  # JSON's lists are lists and tuples, and 1 is a number with a fraction
     except ValidationError as error:
         messages = dict.fromkeys(_message(entry) for entry in error.errors(include_url=False))
-        return " or ".join(messages)
+        return " or ".join(messages) + _nearest(annotation, value)
     return None
+
+
+def _nearest(annotation: Any, value: Any) -> str:
+    """The nearest of the names that a ``Literal`` has."""
+    choices = [annotation, *get_args(annotation)]  # of Literal["a", "b"], also within a union with None
+    names = [name for choice in choices for name in get_args(choice) if isinstance(name, str)]
+    if not isinstance(value, str):
+        return ""
+    near = nearest_names(value, names)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _message(entry: Mapping[str, Any]) -> str:
     where = "".join(f"entry {place}: " for place in entry["loc"] if isinstance(place, int))
+    if entry["type"] == "missing":
+        return where.removesuffix(": ") + " is missing"
     message = str(entry["msg"]).replace("Input should be", "must be").replace("None", "null")
     return where + message[:1].lower() + message[1:]
 

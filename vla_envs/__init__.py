@@ -6,6 +6,7 @@ as a listing needs the latter. ``__init__.pyi`` says where each name lives.
 
 import lazy_loader
 
+from vla_common import __version__ as __version__
 from vla_envs.registry import register_installed
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

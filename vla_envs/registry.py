@@ -6,6 +6,7 @@ A benchmark is one :class:`Benchmark`, in a room of its own. An installed packag
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -34,7 +35,6 @@ __all__ = [
     "register_installed",
 ]
 NAMESPACE = "vla"  # of the Gymnasium ids
-EXAMPLE = "metaworld/MT50"
 _unfinished: set[str] = set()  # benchmarks whose module imported us before it had made its Benchmark
 
 
@@ -110,7 +110,7 @@ def register_installed() -> None:
             if _is_being_imported(name):
                 _unfinished.add(name)
             else:
-                warnings.warn(f"benchmark {name!r} is left out: {_line(error)}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"benchmark {name!r} is left out: {one_line(error)}", RuntimeWarning, stacklevel=2)
 
 
 def get_benchmark(name: str) -> Benchmark:
@@ -123,7 +123,9 @@ def get_benchmark(name: str) -> Benchmark:
     benchmark = benchmarks.get(name)
     if not isinstance(benchmark, Benchmark) or benchmark.name != name:
         found = f"one of the name {benchmark.name!r}" if isinstance(benchmark, Benchmark) else repr(benchmark)
-        raise ImportError(f"the entry point {name!r} of {benchmarks.group} must be a Benchmark of that name, not {found}")
+        raise ImportError(
+            f"the entry point {name!r} of {benchmarks.group} must be a Benchmark of that name, not {found}"
+        )
     return benchmark
 
 
@@ -131,10 +133,8 @@ def list_envs() -> list[str]:
     """All names that :func:`vla_envs.make_env` takes; a benchmark that cannot be imported is left out."""
     names = []
     for name in benchmarks.names():
-        try:
+        with contextlib.suppress(Exception):  # importing vla_envs has said so
             names += [f"{name}/{suite}" for suite in get_benchmark(name).suites()]
-        except ImportError:  # importing vla_envs has said so
-            continue
     return names
 
 
@@ -153,7 +153,9 @@ def make_spec(id: str, **options: Any) -> SimulatorSpec:
     try:
         return benchmark.make_spec(suite, **options)
     except TypeError as error:
-        raise ValueError(f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options") from error
+        raise ValueError(
+            f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options"
+        ) from error
 
 
 def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:
@@ -177,7 +179,11 @@ def find_benchmark(id: str) -> tuple[Benchmark, str]:
     """
     name, _, suite = id.partition("/")
     if name not in benchmarks or not suite:
-        raise unknown_name("environment", id, list_envs(), example=EXAMPLE)
+        known = list_envs()
+        complete = [other for other in known if other.endswith(f"/{id}")]  # what lacks its benchmark
+        if complete:
+            raise ValueError(f"unknown environment {id!r}; did you mean {' or '.join(complete)}?")
+        raise unknown_name("environment", id, known, example=next(reversed(known), None))
     return get_benchmark(name), suite
 
 
@@ -211,7 +217,9 @@ def _register_ids(benchmark: Benchmark) -> None:
     for suite in benchmark.suites():
         id = f"{NAMESPACE}/{benchmark.title}-{benchmark.suite_title(suite)}-v0"
         if id not in gymnasium.registry:
-            gymnasium.register(id, entry_point="vla_envs.gym:SimulatorEnv", kwargs={"name": f"{benchmark.name}/{suite}"})
+            gymnasium.register(
+                id, entry_point="vla_envs.gym:SimulatorEnv", kwargs={"name": f"{benchmark.name}/{suite}"}
+            )
 
 
 def _is_being_imported(name: str) -> bool:
@@ -221,5 +229,6 @@ def _is_being_imported(name: str) -> bool:
     return any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules)
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error of somebody's package says."""
     return " ".join(str(error).split()) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"

@@ -187,7 +187,9 @@ _init = SimulatorSpec.__init__
 
 
 @functools.wraps(_init)
-def _init_with_old_name(self: SimulatorSpec, *args: Any, departures: tuple[str, ...] | None = None, **others: Any) -> None:
+def _init_with_old_name(
+    self: SimulatorSpec, *args: Any, departures: tuple[str, ...] | None = None, **others: Any
+) -> None:
     if departures is not None:
         _warn_of_departures()
         others["protocol_deviations"] = departures

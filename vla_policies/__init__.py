@@ -6,4 +6,6 @@ Importing this package imports neither torch nor a model library; what is used i
 
 import lazy_loader
 
+from vla_common import __version__ as __version__
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -126,7 +126,7 @@ class VLAPolicy(TensorDictModuleBase):
             NotImplementedError: the policy cannot learn from demonstrations.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no imitation_loss, which behaviour cloning needs; set sft.episodes=0, or start "
+            f"{type(self).__name__} has no imitation_loss, which behaviour cloning needs; set demonstrations.episodes=0, or start "
             "from policy.checkpoint"
         )
 

@@ -1,4 +1,4 @@
-"""The recipes on a real SLURM: two nodes on this machine, where this is root (tests/slurm_cluster.sh)."""
+"""The recipes on a real SLURM: two nodes on this machine, which end with the tests (slurm_cluster.sh)."""
 
 import json
 import os
@@ -15,24 +15,32 @@ from running import RECIPES, TOY, TOY_OF, metrics
 
 CLUSTER = Path(__file__).parent / "slurm_cluster.sh"
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="a SLURM of its own needs root; nothing else does"),
-    pytest.mark.skipif(shutil.which("apt-get") is None, reason="SLURM is installed by apt-get, which is not here"),
-    pytest.mark.timeout(900),
-]
-SETTINGS = [*TOY, *TOY_OF["ppo"], "sft.episodes=2", "sft.steps=3", "policy.chunk_size=3"]
+pytestmark = pytest.mark.timeout(900)
+SETTINGS = [*TOY, *TOY_OF["ppo"], "demonstrations.episodes=2", "cloning.steps=3", "policy.chunk_size=3"]
 SLURM = ["launcher=slurm", "launcher.cpus=1", "launcher.memory_gb=2", "launcher.minutes=10"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", "/var/lib/vla-torchrl-slurm/slurm.conf")
-        started = subprocess.run([CLUSTER, "start"], capture_output=True, text=True)
-        if started.returncode:
-            pytest.skip(f"SLURM does not start here: {(started.stdout + started.stderr)[-300:]}")
+def cluster(tmp_path_factory):
+    if os.geteuid() != 0:
+        pytest.skip("a SLURM of its own needs root; nothing else does")
+    missing = [
+        name for name in ("slurmctld", "munged") if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed: make test-cluster (as root) does it")
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    # It ends when its input does: at the end, and also when this process is ended.
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        subprocess.Popen(
+            [CLUSTER, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as started,
+    ):
+        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        said = started.stdout.readline()
+        assert said.startswith("ready"), said + started.stdout.read()
         yield
-        subprocess.run([CLUSTER, "stop"], capture_output=True)
 
 
 def submit(folder, *overrides, check=True):
@@ -143,7 +151,7 @@ def test_the_time_limit_hit_twice(tmp_path, whole):
     """A limit of a minute and 20 seconds to save in; SLURM looks every 30, so a run is warned after 10 to 40."""
     folder = tmp_path / "run"
     count = 450
-    (job,), _ = submit(folder, f"iterations={count}", "launcher.minutes=1", "launcher.warning=20")
+    (job,), _ = submit(folder, f"iterations={count}", "launcher.minutes=1", "launcher.signal_delay_s=20")
     expected = whole(count)  # meanwhile
     _, restarts = finished(job, folder, 600)
     assert restarts >= 2

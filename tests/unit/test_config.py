@@ -15,7 +15,7 @@ from running import CONF, RECIPES, Started, composed, main_of
 import vla_envs.env
 from vla_algos.advantages import gae
 from vla_algos.collectors import StepCollector
-from vla_algos.grpo import collect_groups
+from vla_algos.groups import collect_groups
 from vla_algos.imitation import BehaviourCloning, record_demonstrations
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
@@ -38,6 +38,17 @@ RUNS += [("ppo", ["policy=openvla"]), ("grpo", ["policy=openvla_oft", "policy.la
 RUNS += [(recipe_of(experiment), [f"experiment={experiment}"]) for experiment in EXPERIMENTS]
 
 
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A folder with a small checkpoint of each family."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4)).save_pretrained(folder / "policy")
+    make_checkpoint(folder / "openvla")
+    make_pi0_checkpoint(folder / "pi0", horizon=50)
+    make_pi0_checkpoint(folder / "pi05", "pi05_tiny", horizon=10)
+    return folder
+
+
 @pytest.fixture
 def check(monkeypatch, tmp_path):
     """Composes a recipe's configuration, lets the caller change it, and runs the recipe up to the simulators."""
@@ -46,10 +57,6 @@ def check(monkeypatch, tmp_path):
         raise Started
 
     monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
-    SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4)).save_pretrained(tmp_path / "policy")
-    make_checkpoint(tmp_path / "openvla")
-    make_pi0_checkpoint(tmp_path / "pi0", horizon=50)
-    make_pi0_checkpoint(tmp_path / "pi05", "pi05_tiny", horizon=10)
     yield functools.partial(run_checks, folder=tmp_path)
     GlobalHydra.instance().clear()
 
@@ -82,9 +89,9 @@ def groups(node, path=()):
 
 
 @pytest.mark.parametrize(("name", "overrides"), RUNS, ids=lambda x: x if isinstance(x, str) else "".join(x) or "-")
-def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides, check, tmp_path):
+def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides, check, checkpoints, tmp_path):
     """And with that, a configuration that passes has only keys that somebody takes."""
-    config = composed(name, overrides_of(name, overrides, tmp_path), tmp_path)
+    config = composed(name, overrides_of(name, overrides, checkpoints), tmp_path)
     with pytest.raises(Started):
         check(name, config)
     for path in groups(OmegaConf.to_container(config)):
@@ -98,6 +105,14 @@ READERS = [gae, ChunkClipPPOLoss, Learner, collect_groups, StepCollector, make_e
 READERS += [record_demonstrations, BehaviourCloning, make_libero_spec, make_maniskill_spec]
 
 
+@functools.cache
+def attributes_read():
+    """Names of all attributes that the library reads."""
+    files = RECIPES.parent.glob("vla_*/**/*.py")
+    everywhere = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    return {n.attr for n in everywhere if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+
+
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 def test_what_takes_a_setting_uses_it(reader):
     """Each parameter is read in the body, and where it is only put on ``self``, that is read elsewhere."""
@@ -106,9 +121,7 @@ def test_what_takes_a_setting_uses_it(reader):
         node for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name in ("__init__", reader.__name__)
     )  # fmt: skip
-    files = RECIPES.parent.glob("vla_*/**/*.py")
-    everywhere = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
-    attributes = {n.attr for n in everywhere if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    attributes = attributes_read()
     read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     stored = {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     for name in inspect.signature(reader).parameters:

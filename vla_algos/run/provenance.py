@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -75,6 +76,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache  # a process runs what it has imported, whatever is written to the files meanwhile
 def code() -> dict[str, Any]:
     """Commit of this library's checkout, and a fingerprint of the changes to its files; empty outside of one."""
 

@@ -1,6 +1,7 @@
 """LIBERO: see :func:`make_spec` for its options."""
 
 from vla_common.schema import BenchmarkSchema, Gripper
+from vla_envs.libero.checks import check
 from vla_envs.libero.spec import make_spec, suites
 from vla_envs.registry import Benchmark
 
@@ -39,4 +40,5 @@ BENCHMARK = Benchmark(
     make_spec=make_spec,
     suites=suites,
     suite_title=str.capitalize,
+    checks=check,
 )

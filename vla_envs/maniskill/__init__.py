@@ -1,6 +1,7 @@
 """ManiSkill3 and plate-25: see :func:`make_spec` for its options."""
 
 from vla_common.schema import BenchmarkSchema, Gripper
+from vla_envs.maniskill.checks import check
 from vla_envs.maniskill.spec import make_spec, suites
 from vla_envs.registry import Benchmark
 
@@ -33,4 +34,5 @@ BENCHMARK = Benchmark(
     ),
     make_spec=make_spec,
     suites=suites,
+    checks=check,
 )

@@ -1,6 +1,7 @@
 """Meta-World v3: see :func:`make_spec` for its options."""
 
 from vla_common.schema import BenchmarkSchema, Gripper
+from vla_envs.metaworld.checks import check
 from vla_envs.metaworld.spec import make_spec, suites
 from vla_envs.registry import Benchmark
 
@@ -28,4 +29,5 @@ BENCHMARK = Benchmark(
     ),
     make_spec=make_spec,
     suites=suites,
+    checks=check,
 )

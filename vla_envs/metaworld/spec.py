@@ -3,7 +3,7 @@
 Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480
 pixels, state = hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the
 instructions and task order of ``tasks.json``. Everything that departs from it is an option, and
-:attr:`SimulatorSpec.protocol_deviations` names it.
+:attr:`SimulatorSpec.protocol_deviations` says so.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 from vla_common.errors import unknown_name
+from vla_common.settings import Count, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape
 from vla_envs.simulator import SimulatorSpec, Task
 
@@ -84,14 +85,14 @@ def _tasks_of(suite: str) -> tuple[str, ...]:
 def make_spec(
     suite: str,
     *,
-    image_size: int | Sequence[int] = IMAGE_SIZE,
-    max_episode_steps: int = MAX_EPISODE_STEPS,
-    render_quality: str = "benchmark",
-    settle_steps: int = SETTLE_STEPS,
-    camera: Mapping[str, Any] | None = None,
+    image_size: Count | tuple[Count, Count] = IMAGE_SIZE,
+    max_episode_steps: Count = MAX_EPISODE_STEPS,
+    render_quality: Literal["benchmark", "fast", "minimal"] = "benchmark",
+    settle_steps: Whole = SETTLE_STEPS,
+    camera: Mapping[Literal["lookat", "distance", "azimuth", "elevation"], Any] | None = None,
     reset_ranges: Mapping[str, Sequence[Sequence[float]]] | None = None,
     hide_goals: bool = False,
-    reward_type: str = "sparse",
+    reward_type: Literal["sparse", "progress"] = "sparse",
 ) -> SimulatorSpec:
     """Describe a Meta-World suite without importing Meta-World.
 
@@ -166,5 +167,5 @@ def make_spec(
     )
 
 
-def _describe(camera: Mapping[str, Any] | None) -> str:
+def _describe(camera: Mapping[Any, Any] | None) -> str:
     return ", ".join(f"{key} {value}" for key, value in (camera or {}).items())

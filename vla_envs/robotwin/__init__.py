@@ -15,7 +15,9 @@ def make_spec(suite: str, **options: Any) -> SimulatorSpec:
     Raises:
         ValueError: always.
     """
-    raise ValueError(f"RoboTwin is not built yet, so there is no robotwin/{suite}; vla_envs.list_envs() has what there is")
+    raise ValueError(
+        f"RoboTwin is not built yet, so there is no robotwin/{suite}; vla_envs.list_envs() has what there is"
+    )
 
 
 _JOINTS = (

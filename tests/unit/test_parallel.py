@@ -1,0 +1,163 @@
+"""Several processes that learn together learn what one would learn alone, and hear of one that died."""
+
+import multiprocessing
+import os
+import socket
+import time
+
+import pytest
+import torch
+from toy import ToyActorCritic, ToyEnv
+
+from vla_algos import parallel
+from vla_algos.advantages import gae
+from vla_algos.collectors import StepCollector
+from vla_algos.evaluation import EpisodeResult, EvaluationResult
+from vla_algos.learner import Learner
+from vla_algos.losses import ChunkClipPPOLoss
+from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, VALUE_TARGET
+from vla_envs.simulator import Episode
+
+pytestmark = pytest.mark.timeout(600)
+UPDATES = {
+    "every token": {},
+    "every trajectory": {"aggregation": "trajectory_mean"},
+    "until the KL is too large": {"target_kl": 0.003, "epochs": 20},
+    "so many steps": {"minibatch_size": None, "minibatches": 3},
+    "the critic first": {"critic_warmup_steps": 3},
+}
+SPLITS = {
+    "halves": [slice(0, 3), slice(3, 6)],
+    "a part and the rest": [slice(0, 1), slice(1, 6)],
+    "all and nothing": [slice(0, 6), slice(6, 6)],
+}
+
+
+def together(work, folder, *arguments, processes=2):
+    """The results of ``work(*arguments)`` in processes that know of each other, by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    running = [
+        context.Process(target=_one, args=(rank, processes, port, folder, work, arguments), daemon=True)
+        for rank in range(processes)
+    ]
+    try:
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(240)
+        assert [process.exitcode for process in running] == [0] * processes
+    finally:
+        for process in running:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
+
+
+def _one(rank, processes, port, folder, work, arguments):
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    with parallel.process_group():
+        torch.save(work(*arguments), folder / f"{rank}.pt")
+
+
+def collected():
+    """A policy, and 42 decisions of 6 environments, of which one was never executed."""
+    torch.manual_seed(0)
+    policy = ToyActorCritic()
+    return policy, StepCollector(ToyEnv(6, crashes={1: 1}), policy, 7).rollout()
+
+
+def learn(settings, rows):
+    """Three updates of this process's rows: weights, metrics and advantages."""
+    policy, batch = collected()
+    batch = batch[rows[parallel.rank()]]
+    outcomes = parallel.gather(batch.select(NEXT, STATE_VALUE))
+    gae(outcomes)
+    batch.update(parallel.own_rows(outcomes, len(batch)).select(ADVANTAGE, VALUE_TARGET))
+    loss = ChunkClipPPOLoss(policy, entropy_coeff=0.01, reference_kl_coeff=0.1)
+    settings = {"epochs": 2, "minibatch_size": 16, "max_log_ratio": 10.0, **settings}
+    learner = Learner(loss, lr=3e-3, **settings)
+    torch.manual_seed(1 + parallel.rank())  # the order of decisions is the first process's
+    seen = [learner.update(batch.clone() if len(batch) else None) for _ in range(3)]
+    return dict(policy.state_dict()), seen, outcomes[ADVANTAGE]
+
+
+def exchange():
+    return {
+        "objects": parallel.gather_objects(f"of {parallel.rank()}"),
+        "largest": parallel.largest(parallel.rank() * 7),
+        "main": parallel.from_main(parallel.rank()),
+        "share": parallel.share(6, "env.num_envs"),
+    }
+
+
+def learn_everything():
+    learnt = {(name, split): learn(UPDATES[name], rows) for name in UPDATES for split, rows in SPLITS.items()}
+    return learnt, exchange()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What was learnt and exchanged, by rank; one start of the processes for all cases."""
+    return together(learn_everything, tmp_path_factory.mktemp("learnt"))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", UPDATES)
+def test_two_processes_learn_what_one_learns(name, split, results):
+    alone = learn(UPDATES[name], [slice(0, 6)])
+    found = [learnt[name, split] for learnt, _ in results]
+    for weights, seen, advantages in found:
+        torch.testing.assert_close(advantages, alone[2], rtol=0, atol=0)
+        for key, value in alone[0].items():
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-6)
+        for one, other in zip(seen, alone[1], strict=True):
+            assert one == {key: pytest.approx(value, abs=1e-5, nan_ok=True) for key, value in other.items()}
+    assert all(torch.equal(found[0][0][key], found[1][0][key]) for key in alone[0])
+
+
+def test_what_is_exchanged(results):
+    expected = {"objects": ["of 0", "of 1"], "largest": 7, "main": 0, "share": 3}
+    assert [exchanged for _, exchanged in results] == [expected, expected]
+    alone = {"objects": ["of 0"], "largest": 0, "main": 0, "share": 6}
+    assert exchange() == alone
+
+
+def fail_in_one():
+    if parallel.rank() == 1:
+        os._exit(0)  # without a word
+    try:
+        parallel.wait_for_all()
+    except parallel.ProcessLost as error:
+        return str(error)
+
+
+def test_the_others_hear_of_a_process_that_died(tmp_path):
+    torch.save(None, tmp_path / "1.pt")
+    started = time.monotonic()
+    said, _ = together(fail_in_one, tmp_path)
+    assert "process 0 of 2 can no longer talk to the others" in said and time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(("gpus", "chosen"), [(1, []), (2, [1]), (8, [1])])
+def test_each_process_has_a_gpu(gpus, chosen, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    parallel._choose_gpu(1, gpus)
+    assert seen == chosen
+    with pytest.raises(ValueError, match="process 9 of this machine has no GPU, there are 8: start as many processes"):
+        parallel._choose_gpu(9, 8)
+
+
+def test_results_of_an_evaluation_are_put_together():
+    grid = [EpisodeResult(Episode(0, trial, 1), "reach", bool(trial % 2), False, 0.0, trial) for trial in range(5)]
+    videos = {place: torch.full((1,), place).numpy() for place in range(5)}
+    parts = [
+        EvaluationResult(grid[rank::2], {place // 2: videos[place] for place in range(rank, 3, 2)}) for rank in (0, 1)
+    ]
+    whole = EvaluationResult.interleaved(parts)
+    assert whole.episodes == grid and whole.videos == {place: videos[place] for place in range(3)}
