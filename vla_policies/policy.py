@@ -126,8 +126,8 @@ class VLAPolicy(TensorDictModuleBase):
             NotImplementedError: the policy cannot learn from demonstrations.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no imitation_loss, which behaviour cloning needs; set demonstrations.episodes=0, or start "
-            "from policy.checkpoint"
+            f"{type(self).__name__} has no imitation_loss, which behaviour cloning needs; set "
+            "demonstrations.episodes=0, or start from policy.checkpoint"
         )
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
@@ -354,7 +354,8 @@ class PretrainedPolicy(VLAPolicy):
             device: of the policy, ``None`` for :meth:`default_device`.
             lora_adapter: folder of a published adapter to apply and continue training.
             lora_rank: train a new adapter of this rank instead of the whole model.
-            lora_alpha, lora_targets: see :func:`vla_policies.checkpoint.lora.add_lora`.
+            lora_alpha: it is scaled by ``lora_alpha / lora_rank``; ``None`` for ``lora_rank``.
+            lora_targets: names of layers that get adapters; ``None`` for all that can.
             **settings: fields of ``config_class``; what the checkpoint was saved with is the default.
 
         Raises:

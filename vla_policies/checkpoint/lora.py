@@ -38,7 +38,8 @@ def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets
     Args:
         policy: changed in place.
         rank: ``None`` adds no adapter.
-        alpha, targets: see :func:`add_lora`; ``None`` for its defaults, or those of the checkpoint.
+        alpha: see :func:`add_lora`; ``None`` for its default, or that of the checkpoint.
+        targets: likewise.
 
     Raises:
         ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.

@@ -14,6 +14,7 @@ Formulas and defaults are those of RLinf (Zang et al. 2025, arXiv 2510.25889), c
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -116,7 +117,7 @@ class NoiseNetwork(nn.Module):
             raise ValueError(f"noise_std_range is {list(bounds)}, must be two positive numbers, the smaller one first")
         sizes = (width, *hidden, action_dim)
         layers: list[nn.Module] = []
-        for before, after in zip(sizes, sizes[1:], strict=False):
+        for before, after in itertools.pairwise(sizes):
             layers += [nn.Linear(before, after), nn.Tanh()]
         self.mlp = nn.Sequential(*layers)
         self.bounds = bounds

@@ -5,7 +5,7 @@ Karamcheti et al. 2024, arXiv 2402.07865; OpenVLA: Kim et al. 2024, arXiv 2406.0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class PrismaticConfig:
     """
 
     vision: VisionConfig
-    language: LlamaConfig = LlamaConfig()
+    language: LlamaConfig = field(default_factory=LlamaConfig)
     num_action_tokens: int = 256
     vocabulary_padding: int = 64
     pad_token: int = 32000

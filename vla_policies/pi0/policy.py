@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -55,7 +55,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
     family: ClassVar[str] = FAMILY
     config_class: ClassVar[type[Pi0Config]] = Pi0Config
     checkpoint_settings: ClassVar[tuple[str, ...]] = ("config_name", "num_images_in_input", "action_horizon")
-    renamed_settings = {"prefix_gigabytes": "prefix_cache_gb"}
+    renamed_settings: ClassVar[Mapping[str, str]] = {"prefix_gigabytes": "prefix_cache_gb"}
     lora_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
         *("gate_proj", "up_proj", "down_proj", "fc1", "fc2"),

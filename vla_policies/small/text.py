@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ class HashedText(nn.Module):
         tokens = torch.full((len(texts), 2 * self.max_words), _PADDING)
         for row, text in zip(tokens, texts, strict=True):
             words = re.findall(r"[\w-]+", text.lower())[: self.max_words]
-            grams = words + [f"{a} {b}" for a, b in zip(words, words[1:], strict=False)]
+            grams = words + [f"{a} {b}" for a, b in itertools.pairwise(words)]
             buckets = [1 + zlib.crc32(gram.encode()) % (self.num_buckets - 1) for gram in grams]
             row[: len(buckets)] = torch.tensor(buckets, dtype=torch.int64)
         return tokens

@@ -76,8 +76,14 @@ class SmallVLA(VLAPolicy):
 
     family: ClassVar[str] = "small"
     config_class: ClassVar[type[SmallVLAConfig]] = SmallVLAConfig
-    in_keys = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
-    out_keys = [keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE]
+    in_keys: ClassVar[list[str]] = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
+    out_keys: ClassVar[list[str]] = [
+        keys.PROMPT_TOKENS,
+        keys.ACTION_TOKENS,
+        keys.ACTION,
+        keys.ACTION_LOG_PROB,
+        keys.STATE_VALUE,
+    ]
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
 
     def __init__(self, config: SmallVLAConfig):
