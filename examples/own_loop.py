@@ -32,6 +32,7 @@ DEMONSTRATIONS, HELD_OUT = 1_000_000, 9_000_000  # families of initial states; t
 
 
 def settings(arguments=None):
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=30, help="of collecting and learning")
@@ -91,6 +92,7 @@ def ppo_loss(policy, batch, clip):
 
 
 def main(arguments=None):
+    """Clone, measure, learn and measure again; returns the success before and after."""
     args = settings(arguments)
     torch.manual_seed(args.seed)
     env = make_env(**ENV, num_envs=args.num_envs, seed=args.seed, max_episode_steps=args.max_episode_steps)
