@@ -33,7 +33,7 @@ class Entry:
     dtype: torch.dtype | None
 
     def read(self) -> Tensor:
-        """The tensor, backed by a memory map that lives as long as it does.
+        """Read the tensor, backed by a memory map that lives as long as it does.
 
         The file is opened for each tensor: pages of a map that stays open count as a second copy of the weights.
         """
@@ -42,12 +42,12 @@ class Entry:
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether ``folder`` has ``model.safetensors`` or the index of its shards."""
+    """Tell whether ``folder`` has ``model.safetensors`` or the index of its shards."""
     return any((Path(folder) / name).is_file() for name in (WEIGHTS, INDEX))
 
 
 def list_weights(source: str | Path) -> dict[str, Entry]:
-    """Every tensor of a folder (single file or shards) or of one safetensors file, by name; reads headers only.
+    """List every tensor of a folder (single file or shards) or of one safetensors file; reads headers only.
 
     Raises:
         FileNotFoundError: no weights, or shards that the index names are missing.

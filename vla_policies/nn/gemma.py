@@ -132,7 +132,7 @@ class GemmaAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.width, bias=False)
 
     def keys_values(self, hidden: Tensor, rotation: KeysValues) -> KeysValues:
-        """Keys (already turned by their positions) and values ``[N, kv_heads, S, head_dim]``."""
+        """Return keys (already turned by their positions) and values ``[N, kv_heads, S, head_dim]``."""
         return rotary.rotate(self._heads(self.k_proj(hidden)), rotation), self._heads(self.v_proj(hidden))
 
     def forward(

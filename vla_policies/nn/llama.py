@@ -35,7 +35,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, text_config: Mapping[str, Any]) -> LlamaConfig:
-        """From the ``text_config`` of a ``config.json``; entries that do not shape the model are ignored."""
+        """Read the ``text_config`` of a ``config.json``; entries that do not shape the model are ignored."""
         known = {entry.name: text_config[entry.name] for entry in fields(cls) if entry.name in text_config}
         known.setdefault("num_key_value_heads", known.get("num_attention_heads", cls.num_attention_heads))
         return cls(**known)
@@ -88,7 +88,7 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings ``[..., hidden]`` of token ids ``[...]``."""
+        """Return the embeddings ``[..., hidden]`` of token ids ``[...]``."""
         return self.model.embed_tokens(tokens)
 
     def hidden_states(
@@ -100,7 +100,7 @@ class Llama(nn.Module):
         causal: bool,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Hidden states ``[N, S, hidden]`` after the final norm.
+        """Return the hidden states ``[N, S, hidden]`` after the final norm.
 
         Args:
             embeddings: ``[N, S, hidden]``, the tokens that are new to the cache.
@@ -123,7 +123,7 @@ class Llama(nn.Module):
         return self.model.norm(hidden)
 
     def window_logits(self, hidden: Tensor, window: slice) -> Tensor:
-        """Logits float32 ``[..., W]`` of the ``W`` token ids in ``window``, without those of the other ids.
+        """Return logits float32 ``[..., W]`` of the ``W`` token ids in ``window``, without those of the other ids.
 
         Knows the low-rank update that peft puts around ``lm_head``: ``x W^T + scaling (x A^T) B^T``.
         """
@@ -219,9 +219,9 @@ class GatedMLP(nn.Module):
 
 
 def _attention_mask(valid: Tensor, new: int, causal: bool) -> tuple[Tensor | None, bool]:
-    """What the ``new`` last of ``T`` tokens may attend to: bool ``[N, 1, new or 1, T]``, or ``None`` and "is causal".
+    """Mask what the ``new`` last of ``T`` tokens may attend to: bool ``[N, 1, new or 1, T]``, and "is causal".
 
-    Without padding there is no mask to read, which lets the fastest attention kernels run.
+    Without padding there is no mask to read (``None``), which lets the fastest attention kernels run.
     """
     total, padded = valid.shape[1], not bool(valid.all())
     if not causal or new == 1:

@@ -23,5 +23,5 @@ class ValueHead(nn.Module):
         nn.init.normal_(last.weight, std=0.02)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values float32 ``[N, num_values]`` of hidden states ``[N, hidden]`` at the last token of the prompt."""
+        """Return values float32 ``[N, num_values]`` of hidden states ``[N, hidden]`` at the prompt's last token."""
         return self.mlp(hidden.to(next(self.mlp.parameters()).dtype)).float()

@@ -176,12 +176,12 @@ class PrismaticPolicy(PretrainedPolicy):
             save_adapter(self, folder / ADAPTER)
 
     def heads(self) -> dict[str, nn.Module | None]:
-        """Heads that have files of their own, by the names of these."""
+        """Return heads that have files of their own, by the names of these."""
         return {}
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        """Whether the folder is a checkpoint of this family; published ones without OFT's parts count as OpenVLA's."""
+        """Tell whether a folder is of this family; published ones without OFT's parts count as OpenVLA's."""
         return family_of(folder) == cls.family
 
     @classmethod
@@ -202,11 +202,11 @@ class PrismaticPolicy(PretrainedPolicy):
 
     @abstractmethod
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor) -> Tensor:
-        """Hidden states ``[N, C * A, hidden]`` that predict ``action_tokens`` ``[N, C, A]``, in one pass."""
+        """Return the hidden states ``[N, C * A, hidden]`` that predict ``action_tokens`` ``[N, C, A]``, in one pass."""
 
     @abstractmethod
     def sample_actions(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Action tokens ``[N, C, A]``, their log-probability, and the hidden state ``[N, hidden]`` for the value."""
+        """Return action tokens ``[N, C, A]``, their log-probability, and the state ``[N, hidden]`` for the value."""
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -234,7 +234,7 @@ class PrismaticPolicy(PretrainedPolicy):
         return dist.log_prob(tokens), dist.entropy(), self.value(states[:, 0])
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
-        """Cross-entropy ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, mean over action dimensions.
+        """Return the cross-entropy ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, mean over dimensions.
 
         Args:
             tensordict: observations, ``prompt_tokens`` and ``action`` in the simulator's units.
@@ -251,11 +251,11 @@ class PrismaticPolicy(PretrainedPolicy):
         return -(label * log_prob).sum(-1).mean(-1)
 
     def unused(self, key: str) -> bool:
-        """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
+        """Tell whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
         return self.model.config.vision.unused(key)
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Tokens int64 ``[N, L]`` of ``N`` instructions."""
+        """Return tokens int64 ``[N, L]`` of ``N`` instructions."""
         return self.prompts(task_descriptions).to(self.device)
 
     @property
@@ -264,11 +264,11 @@ class PrismaticPolicy(PretrainedPolicy):
         return self.model.language_model.model.norm.weight.device
 
     def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> Categorical:
-        """Distribution of action tokens ``[...]`` from their logits ``[..., 256]``; ``chosen`` were drawn earlier."""
+        """Return the distribution of tokens of logits ``[..., 256]``; ``chosen`` ``[...]`` were drawn earlier."""
         return action_distribution(logits, self.config.temperature, self.config.top_k, chosen)
 
     def value(self, state: Tensor) -> Tensor | None:
-        """Values ``[N, num_values]`` of hidden states ``[N, hidden]`` of the last prompt token."""
+        """Return values ``[N, num_values]`` of hidden states ``[N, hidden]`` of the last prompt token."""
         return None if self.value_head is None else self.value_head(state)
 
     def write_value(self, tensordict: TensorDictBase, state: Tensor) -> TensorDictBase:
@@ -277,11 +277,11 @@ class PrismaticPolicy(PretrainedPolicy):
         return tensordict if value is None else tensordict.set(keys.STATE_VALUE, value)
 
     def to_simulator(self, actions: Tensor) -> Tensor:
-        """Normalised actions ``[N, C, A]`` of the model as actions of the simulator."""
+        """Convert normalised actions ``[N, C, A]`` of the model to actions of the simulator."""
         return self.adapter.to_simulator(self.statistics.unnormalize(actions))
 
     def to_model(self, actions: Tensor) -> Tensor:
-        """Inverse of :meth:`to_simulator`."""
+        """Invert :meth:`to_simulator`."""
         return self.statistics.normalize(self.adapter.to_model(actions))
 
     def _prefix(
@@ -291,5 +291,5 @@ class PrismaticPolicy(PretrainedPolicy):
         return self.model.prefix(pixels, tensordict.get(keys.PROMPT_TOKENS), extra, stop=stop)
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Logits ``[N, C, A, 256]`` of hidden states ``[N, C * A, hidden]``."""
+        """Return logits ``[N, C, A, 256]`` of hidden states ``[N, C * A, hidden]``."""
         return self.model.action_logits(states).unflatten(1, (-1, self.token_dim))

@@ -51,7 +51,7 @@ class _Merged(Entry):
 
 
 def read_film(file: Path) -> tuple[dict[str, Entry], Adapted]:
-    """Tensors of the vision backbone by the names that the main weights use, and the adapters that were merged.
+    """Read the vision backbone's tensors by the names of the main weights, and which adapters were merged.
 
     The file is mapped, so that a tensor takes memory when it is read.
 

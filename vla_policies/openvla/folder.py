@@ -168,7 +168,7 @@ class OpenVLAFolder:
 
 
 def family_of(folder: Path) -> str | None:
-    """The family of a local folder, ``None`` if it is no OpenVLA checkpoint; see :attr:`OpenVLAFolder.family`."""
+    """Find the family of a local folder, ``None`` if it is no OpenVLA checkpoint; see :attr:`OpenVLAFolder.family`."""
     try:
         kind = read_json(folder / "config.json").get("model_type")
         options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}

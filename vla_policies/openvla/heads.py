@@ -25,7 +25,7 @@ class L1Head(nn.Module):
         self.model = ResidualMLP(hidden_size * action_dim, inner, action_dim, num_blocks)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalised actions float32 ``[N, C, A]`` of hidden states ``[N, C * A, hidden]``, not clamped."""
+        """Return the normalised actions float32 ``[N, C, A]`` of hidden states ``[N, C * A, hidden]``, not clamped."""
         features = hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.action_dim)).flatten(2)
         return self.model(features).float()
 

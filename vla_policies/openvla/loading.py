@@ -17,7 +17,7 @@ from vla_policies.openvla.model import Prismatic, PrismaticConfig
 
 
 def empty_model(checkpoint: OpenVLAFolder) -> tuple[Prismatic, dict[str, Entry], Adapted | None]:
-    """The model of a checkpoint on the meta device, the tensors to fill it with, and how its file of FiLM is written.
+    """Build a checkpoint's model on the meta device; returns it, the tensors to fill it with, and its FiLM's layout.
 
     Raises:
         FileNotFoundError, ValueError: weights that are missing or whose shapes make no such model.
@@ -35,7 +35,7 @@ def empty_model(checkpoint: OpenVLAFolder) -> tuple[Prismatic, dict[str, Entry],
 
 
 def unused_by(model: Prismatic) -> Callable[[str], bool]:
-    """Says of a tensor's name whether a checkpoint may have it although the model does not."""
+    """Return what tells of a tensor's name whether a checkpoint may have it although the model does not."""
     vision = model.config.vision
     return lambda key: vision.unused(key) or key.startswith(VALUE_HEAD) or key.endswith("rotary_emb.inv_freq")
 

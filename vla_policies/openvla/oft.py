@@ -88,7 +88,7 @@ class OpenVLAOFT(PrismaticPolicy):
         return {"action_head": self.action_head, "proprio_projector": self.proprio_projector}
 
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor | None = None) -> Tensor:
-        """Hidden states ``[N, C * A, hidden]``; parallel decoding does not read ``action_tokens``."""
+        """Return the hidden states ``[N, C * A, hidden]``; parallel decoding does not read ``action_tokens``."""
         extra = None
         if self.proprio_projector is not None:
             extra = self.proprio_projector(self.statistics.normalize_states(self.adapter.states(tensordict)))

@@ -16,7 +16,7 @@ _NOISE_LEVEL = "noise_level"
 
 
 def make_value_head(*sizes: int) -> nn.Sequential:
-    """Layers of these sizes with ReLU between, and one value at the end."""
+    """Make layers of these sizes with ReLU between, and one value at the end."""
     layers: list[nn.Module] = []
     for before, after in pairwise((*sizes, 1)):
         layers += [nn.Linear(before, after), nn.ReLU()]

@@ -106,13 +106,13 @@ class PrefixCache:
     output: Tensor | None = None
 
     def repeat(self, count: int) -> PrefixCache:
-        """Each row ``count`` times in a row, without ``output``."""
+        """Return each row ``count`` times in a row, without ``output``."""
         layers = [(k.repeat_interleave(count, dim=0), v.repeat_interleave(count, dim=0)) for k, v in self.layers]
         return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
 
 
 def needs_float32(name: str) -> bool:
-    """Whether a tensor stays float32 in a bfloat16 model, as in openpi.
+    """Tell whether a tensor stays float32 in a bfloat16 model, as in openpi.
 
     These are the norms of both Gemmas, SigLIP's embeddings, and all that actions, state and time pass outside the
     stacks: three digits are too few for noise that K steps take away.
@@ -188,7 +188,7 @@ class Pi0Model(nn.Module):
     def embed_prefix(
         self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
+        """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
 
         Args:
             pixels: float ``[N, n, 3, H, W]`` of ``n`` images, from -1 to 1.
@@ -213,7 +213,7 @@ class Pi0Model(nn.Module):
         *,
         output: bool = False,
     ) -> PrefixCache:
-        """Keys and values of images and prompt; arguments as for :meth:`embed_prefix`.
+        """Compute keys and values of images and prompt; arguments as for :meth:`embed_prefix`.
 
         ``output`` computes the last hidden states too.
         """
@@ -223,7 +223,7 @@ class Pi0Model(nn.Module):
         return PrefixCache(layers, valid, hidden)
 
     def embed_suffix(self, noisy_actions: Tensor, time: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).
+        """Return tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).
 
         Args:
             noisy_actions: ``[N, H, action_dim]``.
@@ -243,7 +243,7 @@ class Pi0Model(nn.Module):
     def velocity(
         self, prefix: PrefixCache, noisy_actions: Tensor, time: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Velocity (noise minus action) float32 ``[N, H, action_dim]`` and hidden states ``[N, H, width]``.
+        """Return the velocity (noise minus action) float32 ``[N, H, action_dim]`` and hidden states ``[N, H, width]``.
 
         Arguments as for :meth:`embed_suffix`.
         """
@@ -259,7 +259,7 @@ class Pi0Model(nn.Module):
 
     @staticmethod
     def _mask(valid: Tensor, new: int, horizon: int) -> Tensor | None:
-        """Actions attend to everything; the state token, which pi0 has before them, not to the actions."""
+        """Let actions attend to everything; the state token, which pi0 has before them, not to the actions."""
         if new == horizon and bool(valid.all()):
             return None
         own = valid.new_ones(new, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -55,7 +55,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
     family: ClassVar[str] = FAMILY
     config_class: ClassVar[type[Pi0Config]] = Pi0Config
     checkpoint_settings: ClassVar[tuple[str, ...]] = ("config_name", "num_images_in_input", "action_horizon")
-    renamed_settings = {"prefix_gigabytes": "prefix_cache_gb"}
+    renamed_settings: ClassVar[Mapping[str, str]] = {"prefix_gigabytes": "prefix_cache_gb"}
     lora_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
         *("gate_proj", "up_proj", "down_proj", "fc1", "fc2"),
@@ -170,12 +170,12 @@ class Pi0(FlowPolicy, PretrainedPolicy):
             save_adapter(self, folder / ADAPTER)
 
     def heads(self) -> dict[str, nn.Module | None]:
-        """What is trained beside the model, by name."""
+        """Return what is trained beside the model, by name."""
         return {"value_head": self.value_head, "noise_network": self.noise_network}
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        """Whether the folder is a checkpoint of pi0 or pi0.5, published or ours, PyTorch or JAX."""
+        """Tell whether the folder is a checkpoint of pi0 or pi0.5, published or ours, PyTorch or JAX."""
         return is_pi0(folder)
 
     @classmethod
@@ -194,19 +194,19 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return self.model.action_in_proj.weight.device
 
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
-        """Names of the layers whose last part is one of ``targets``; with ``train_expert_only`` those of the expert."""
+        """Return the names of layers that end in one of ``targets``; with ``train_expert_only`` those of the expert."""
         names = [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
         return [name for name in names if name.startswith(EXPERT) or not self.config.train_expert_only]
 
     @staticmethod
     def unused(key: str) -> bool:
-        """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
+        """Tell whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
         return unused(key)
 
     # ---- observations
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Tokens int64 ``[N, L]`` of ``N`` instructions; ``states`` ``[N, S]`` for prompts that list them."""
+        """Return tokens int64 ``[N, L]`` of ``N`` instructions; ``states`` ``[N, S]`` for prompts that list them."""
         if not self.preset.state_in_prompt:
             return self.prompts(task_descriptions).to(self.device)
         if states is None:
@@ -272,7 +272,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return tensordict
 
     def prefix_bytes(self, decisions: int, prompt_length: int) -> int:
-        """Bytes of keys and values that :meth:`precompute` keeps."""
+        """Return bytes of keys and values that :meth:`precompute` keeps."""
         language = self.model.config.language
         tokens = self.config.num_images_in_input * self.model.config.vision.num_patches + prompt_length
         numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
@@ -305,7 +305,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return self.statistics.normalize("actions", self.adapter.to_model(actions) - self._offset(states))
 
     def _offset(self, states: Tensor) -> Tensor:
-        """What relative actions are relative to, ``[N, 1, A]``."""
+        """Return what relative actions are relative to, ``[N, 1, A]``."""
         offset = states.new_zeros(len(states), 1, self.action_dim)
         relative = list(self.preset.relative)
         offset[:, 0, relative] = states[:, relative]

@@ -12,7 +12,7 @@ from vla_policies.pi0.model import PrefixCache
 
 
 def to_entries(prefix: PrefixCache, pooled: Tensor | None, length: int) -> dict[tuple[str, str], Tensor]:
-    """A prefix, and what the value head reads of it, filled up to ``length`` tokens."""
+    """Make entries of a prefix and of what the value head reads of it, filled up to ``length`` tokens."""
     missing = length - prefix.valid.shape[1]
     first, second = (
         F.pad(torch.stack([pair[place] for pair in prefix.layers], dim=1), (0, 0, 0, missing)) for place in (0, 1)
@@ -22,7 +22,7 @@ def to_entries(prefix: PrefixCache, pooled: Tensor | None, length: int) -> dict[
 
 
 def from_entries(tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None] | None:
-    """Inverse of :func:`to_entries`; ``None`` if the batch has no such entries."""
+    """Invert :func:`to_entries`; ``None`` if the batch has no such entries."""
     valid = tensordict.get(PREFIX_VALID, None)
     if valid is None:
         return None
@@ -31,7 +31,7 @@ def from_entries(tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None
 
 
 def pool(prefix: PrefixCache, how: str) -> Tensor:
-    """What a value head reads of the last hidden states: float32 ``[N, width]``.
+    """Pool the last hidden states for a value head: float32 ``[N, width]``.
 
     Args:
         prefix: with ``output``.
