@@ -108,7 +108,8 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         self.value_head: nn.Module | None = None
         if config.value_head:
             read = model.config.language.width if config.value_after_vlm else width
-            sizes = (1024, 512, 256) if config.config_name in ("pi05_libero", "pi05_maniskill") else (512, 256, 128)
+            wide = config.config_name in ("pi05_libero", "pi05_maniskill")  # until their schemas say so
+            sizes = preset.value_head or ((1024, 512, 256) if wide else (512, 256, 128))
             self.value_head = make_value_head(read, *sizes)
 
     @classmethod
@@ -121,19 +122,9 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         lora_adapter: str | Path | None = None,
         **settings: Any,
     ) -> Self:
-        """Load a checkpoint in openpi's PyTorch layout. Everything is checked before a tensor is read.
+        """Load a checkpoint in openpi's PyTorch layout; see :meth:`PretrainedPolicy.from_pretrained`.
 
-        Args:
-            folder: local folder, or hub id.
-            dtype: of the model, ``None`` for what it was saved with here, or float32; heads, norms and what actions,
-                state and time are projected with are float32 always.
-            device: of the policy.
-            lora_adapter: folder of a peft adapter to apply and continue training.
-            **settings: fields of :class:`Pi0Config`; what the checkpoint was saved with is the default.
-
-        Raises:
-            FileNotFoundError: no checkpoint, or a part of it is missing.
-            ValueError: settings, statistics, tokenizer or weights that do not fit.
+        Norms and what actions, state and time are projected with are float32 too, whatever ``dtype`` is.
         """
         checkpoint = Pi0Folder.read(folder)
         merged, _ = merge_settings(cls, checkpoint.path, checkpoint.options, settings)

@@ -26,6 +26,7 @@ class Pi0Preset:
         horizon: actions that are denoised together.
         relative: dimensions whose actions are relative to the state.
         state_in_prompt: pi0.5 only: the prompt lists the state; otherwise pi0.5 does not see it at all.
+        value_head: hidden widths of the value head that its published checkpoints have, if they have one.
     """
 
     benchmark: str
@@ -33,6 +34,7 @@ class Pi0Preset:
     horizon: int
     relative: tuple[int, ...] = ()
     state_in_prompt: bool = False
+    value_head: tuple[int, ...] | None = None
 
 
 def list_presets() -> dict[str, Pi0Preset]:
