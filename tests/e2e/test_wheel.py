@@ -83,7 +83,8 @@ def test_a_copied_recipe_runs_in_a_fresh_environment(binaries, tmp_path):
     found = run(binaries / "python", "-c", "import vla_algos, vla_recipes; print(vla_algos.__file__)", cwd=tmp_path)
     assert found.stdout.startswith(str(binaries.parent)), found.stdout + found.stderr
     listed = run(binaries / "vla-recipe", "list", cwd=tmp_path)
-    assert listed.returncode == 0 and "metaworld_faucets_ppo_small" in listed.stdout, listed.stderr
+    assert listed.returncode == 0, listed.stderr
+    assert "metaworld_faucets_ppo_small" in listed.stdout, listed.stderr
     copied = run(binaries / "vla-recipe", "copy", "ppo", cwd=tmp_path)
     assert copied.returncode == 0, copied.stderr
     changed = tmp_path / "conf" / "ppo.yaml"
@@ -92,7 +93,9 @@ def test_a_copied_recipe_runs_in_a_fresh_environment(binaries, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "policy" / "model.safetensors").is_file()
     again = run(binaries / "vla-recipe", "copy", "ppo", cwd=tmp_path)
-    assert again.returncode == 2 and again.stderr.count("\n") == 1 and "--force" in again.stderr
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+    assert "--force" in again.stderr
 
 
 def test_a_recipe_runs_from_any_folder(binaries, tmp_path):
@@ -100,16 +103,19 @@ def test_a_recipe_runs_from_any_folder(binaries, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "policy" / "model.safetensors").is_file()
     refused = run(binaries / "vla-recipe", "run", "sft", "cloning.stepps=3", cwd=tmp_path)
-    assert refused.returncode != 0 and "stepps" in refused.stderr
+    assert refused.returncode != 0
+    assert "stepps" in refused.stderr
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "latest"}
 
 
 def test_an_editable_installation_has_the_command_too(source, tmp_path):
     binaries = fresh(tmp_path / "venv", "--editable", source)
     listed = run(binaries / "vla-recipe", "list", cwd=tmp_path)
-    assert listed.returncode == 0 and "metaworld_faucets_ppo_small" in listed.stdout, listed.stderr
+    assert listed.returncode == 0, listed.stderr
+    assert "metaworld_faucets_ppo_small" in listed.stdout, listed.stderr
     shown = run(binaries / "vla-recipe", "run", "ppo", "--cfg", "job", cwd=tmp_path)
-    assert shown.returncode == 0 and "metaworld/button-press-topdown-v3" in shown.stdout, shown.stderr
+    assert shown.returncode == 0, shown.stderr
+    assert "metaworld/button-press-topdown-v3" in shown.stdout, shown.stderr
     where = "import vla_recipes, vla_envs; from importlib.metadata import version; print(vla_recipes.__file__); "
     where += "print(vla_envs.__version__); print(version('vla-torchrl'))"
     found = run(binaries / "python", "-c", where, cwd=tmp_path).stdout.splitlines()

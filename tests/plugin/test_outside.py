@@ -113,14 +113,18 @@ def test_the_code_of_its_page_runs(name, python, tmp_path):
 
 def test_its_experiments_are_listed_and_compose(python):
     listed = python("-m", "recipes", "list")
-    assert listed.returncode == 0 and "toy_ppo  PPO on the toy benchmark" in listed.stdout, listed.stderr
+    assert listed.returncode == 0, listed.stderr
+    assert "toy_ppo  PPO on the toy benchmark" in listed.stdout, listed.stderr
     shown = python(ROOT / "recipes" / "ppo.py", "experiment=toy_ppo", "policy=toy", "--cfg", "job")
-    assert shown.returncode == 0 and "id: toy/discs" in shown.stdout and "iterations: 40" in shown.stdout, shown.stderr
+    assert shown.returncode == 0, shown.stderr
+    assert "id: toy/discs" in shown.stdout, shown.stderr
+    assert "iterations: 40" in shown.stdout, shown.stderr
 
 
 def test_the_doctor_names_it(python):
     report = python("-m", "vla_envs").stdout
-    assert "toy/discs" in report and "toy/red" in report
+    assert "toy/discs" in report
+    assert "toy/red" in report
     (usable,) = (line for line in report.splitlines() if line.startswith("Usable now:"))
     assert "toy" in usable
 
@@ -135,7 +139,8 @@ def test_sft_clones_its_expert_into_the_policy(cloned):
     done, folder = cloned
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "policy" / "config.json").read_text())["policy"] == "toy"
-    assert "go-red" in done.stdout and "training reward for coming closer" in done.stdout
+    assert "go-red" in done.stdout
+    assert "training reward for coming closer" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +178,8 @@ def test_evaluate_and_load_policy_read_what_ppo_wrote(trained, recipe, python, t
     )
     assert found == ["toy_policy", 3]
     shown = python("-m", "vla_policies", "inspect", policy)
-    assert shown.returncode == 0 and "toy" in shown.stdout, shown.stderr
+    assert shown.returncode == 0, shown.stderr
+    assert "toy" in shown.stdout, shown.stderr
 
 
 def test_our_policy_learns_there_too(recipe, tmp_path):
@@ -186,7 +192,7 @@ def test_its_settings_are_refused_by_the_name_that_is_typed(python, tmp_path):
         "env.image_size=-1": "env.image_size=-1",
         "+env.image_sice=16": "did you mean env.image_size",
         "policy.width=0": "policy.width=0",
-        "+policy.widht=9": "did you mean policy.width",
+        "+policy.widths=9": "did you mean policy.width",
         "policy.initial_std=-1": "policy.initial_std=-1",
     }
     found = run(
@@ -207,10 +213,12 @@ def test_its_settings_are_refused_by_the_name_that_is_typed(python, tmp_path):
     )
     assert found[0] == [""]
     for (setting, message), (said,) in zip(messages.items(), found[1:], strict=True):
-        assert message in said and "\n" not in said, f"{setting}: {said}"
+        assert message in said, f"{setting}: {said}"
+        assert "\n" not in said, f"{setting}: {said}"
 
 
 def test_an_unknown_suite_is_refused_before_any_work(recipe, tmp_path):
     done = recipe("ppo", tmp_path / "run", *PPO, "env.id=toy/disks")
-    assert done.returncode != 0 and "unknown suite 'disks' of toy; known are discs, red, blue" in done.stderr
+    assert done.returncode != 0
+    assert "unknown suite 'disks' of toy; known are discs, red, blue" in done.stderr
     assert "demonstrations:" not in done.stderr
