@@ -22,9 +22,10 @@ endif
 
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
+DOCS_STAMP := $(VENV)/.set-up-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-e2e test-all test-cluster lint doctor clean
+.PHONY: help setup run test test-e2e test-all test-cluster lint hooks docs docs-serve doctor clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
@@ -55,8 +56,21 @@ test-cluster: $(STAMP)  ## jobs on a SLURM of two nodes of its own (as root; ins
 	fi
 	$(RUN) -m pytest tests/cluster $(ARGS)
 
-lint: $(STAMP)  ## style checks
+lint: $(STAMP)  ## style, spelling, doors between the rooms, types
+	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
+	$(RUN) -m codespell_lib
+	$(VENV)/bin/lint-imports
+	$(RUN) scripts/check_types.py
+
+hooks: $(STAMP)  ## git runs the checks of `make lint` at every commit, on what changed
+	$(RUN) -m pre_commit install
+
+docs: $(DOCS_STAMP)  ## the documentation as a site in site/; a broken link is an error
+	$(RUN) -m mkdocs build --strict $(ARGS)
+
+docs-serve: $(DOCS_STAMP)  ## the documentation on http://127.0.0.1:8000, built again when a page changes
+	$(RUN) -m mkdocs serve --dev-addr 127.0.0.1:8000 $(ARGS)
 
 doctor: $(STAMP)  ## which environments there are, and what this machine lacks for them
 	$(RUN) -m vla_envs
@@ -75,7 +89,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	$(if $(findstring libero,$(EXTRAS)),$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps hf-libero)
-	$(if $(findstring maniskill,$(EXTRAS)),@$(RUN) -m vla_envs.rendering.vulkan || true)
+	$(if $(findstring maniskill,$(EXTRAS)),@$(RUN) scripts/install_vulkan_driver.py || true)
 	@if $(RUN) -m vla_envs >/dev/null; then :; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "Some simulator cannot draw yet, installing: $(SYSTEM_PACKAGES)"; \
@@ -85,4 +99,8 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "Offscreen rendering needs system libraries. On Debian or Ubuntu type:"; \
 	    echo "  sudo sh -c '$(INSTALL_SYSTEM_PACKAGES)'"; \
 	fi
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@

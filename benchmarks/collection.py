@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_common.keys import NEXT, SUCCESS
-from vla_envs import EpisodeQueue, VLAEnv, evaluation_grid, make_env
+from vla_envs import EpisodeQueue, VLAEnv, evaluation_episodes, make_env
 from vla_policies import VLAPolicy, load_policy
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -69,7 +69,7 @@ def main() -> None:
     }
     spec = envs[queue].simulator_spec
     number = -(-arguments.episodes // envs[queue].num_envs) * envs[queue].num_envs  # whole rounds of the horizon way
-    episodes = evaluation_grid(spec, -(-number // len(spec.tasks)), seed=9_200_000)[:number]
+    episodes = evaluation_episodes(spec, -(-number // len(spec.tasks)), seed=9_200_000)[:number]
     rows: dict = {way: [] for way in envs}
     for repetition in range(arguments.repetitions + 1):
         for way, env in envs.items():

@@ -34,8 +34,8 @@ def frame_per_action(options: argparse.Namespace) -> Contender:
             render_backend=backend,
         )
     else:
-        cases = make_spec(options.env).options["cases"]
-        world = PutOnPlate(cases=cases, reward_mode="dense", render_backend=backend)
+        cases = make_spec(options.env).options["splits"]
+        world = PutOnPlate(splits=cases, reward_mode="dense", render_backend=backend)
 
     def run(actions: np.ndarray, times: int) -> None:
         for _ in range(times):

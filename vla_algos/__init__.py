@@ -1,1 +1,8 @@
-"""Algorithms on top of TorchRL: advantages, losses, collectors, evaluation, metrics and checkpoints."""
+"""Algorithms on TorchRL parts: advantages, losses, collectors, the update, evaluation.
+
+Importing this package imports no torch; what is used is loaded when it is first named.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

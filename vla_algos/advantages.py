@@ -22,6 +22,7 @@ from vla_common.keys import (
     VALUE_TARGET,
     WEIGHT,
 )
+from vla_common.settings import Fraction
 
 Bootstrap = Literal["truncation", "none", "any_done"]
 RewardLevel = Literal["chunk", "action"]
@@ -66,8 +67,8 @@ def check_levels(
 
 def gae(
     batch: TensorDictBase,
-    gamma: float = 0.99,
-    lmbda: float = 0.95,
+    gamma: Fraction = 0.99,
+    lmbda: Fraction = 0.95,
     normalize: bool = True,
     bootstrap: Bootstrap = "truncation",
     reward_level: RewardLevel = "chunk",

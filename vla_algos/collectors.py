@@ -19,11 +19,11 @@ from vla_algos.advantages import Bootstrap
 from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
+    CRASHED,
     DONE,
     EPISODE_LEN,
     EPISODE_RETURN,
     GROUP_ID,
-    LOST,
     NEXT,
     REWARD,
     STATE_VALUE,
@@ -36,6 +36,7 @@ from vla_common.keys import (
     TRIAL_ID,
     TRUNCATED,
 )
+from vla_common.settings import Count
 from vla_envs.episodes import EpisodeQueue, QueuedEpisode
 from vla_envs.simulator import Episode
 
@@ -48,7 +49,7 @@ OUTCOME_KEYS = (
     DONE,
     SUCCESS,
     SUCCESS_AT_END,
-    LOST,
+    CRASHED,
     EPISODE_RETURN,
     EPISODE_LEN,
 )
@@ -130,7 +131,7 @@ class StepCollector(_ChunkCollector):
     and under ``"next"``) and needs a second pass of the critic over all of them. This one stores only what
     learning reads and gets ``("next", "state_value")`` almost for free: where the episode goes on it is the
     value of the next decision; one further pass covers the final observations of the rollout and of those
-    episodes whose end ``bootstrap`` looks beyond. For the others, and nobody may read it, it is NaN; a lost
+    episodes whose end ``bootstrap`` looks beyond. For the others, and nobody may read it, it is NaN; a crashed
     episode has no future, 0.
 
     Args:
@@ -149,7 +150,7 @@ class StepCollector(_ChunkCollector):
         self,
         env: EnvBase,
         policy: TensorDictModuleBase,
-        decisions: int,
+        decisions: Count,
         total_frames: int = -1,
         *,
         values: bool = True,
@@ -205,7 +206,7 @@ class StepCollector(_ChunkCollector):
                 wanted = self._worth_something(after)
                 if t == self.decisions - 1:
                     wanted = wanted | ~after[DONE]
-                slots = (wanted & ~after[LOST]).squeeze(-1).nonzero().squeeze(-1)
+                slots = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
                 if slots.numel():
                     cut_short.append((t, slots, after.select(*self.policy.in_keys)[slots]))
         if self.has_value:
@@ -225,7 +226,7 @@ class StepCollector(_ChunkCollector):
         values = torch.zeros_like(batch[STATE_VALUE])
         values[:, :-1] = batch[STATE_VALUE][:, 1:]
         values.masked_fill_(batch[NEXT, DONE], torch.nan)
-        values.masked_fill_(batch[NEXT, LOST], 0.0)
+        values.masked_fill_(batch[NEXT, CRASHED], 0.0)
         if not cut_short:
             return values
         rows = torch.cat([slots for _, slots, _ in cut_short])
@@ -279,7 +280,7 @@ class EpisodeCollector(_ChunkCollector):
     its episodes from the queue; it has its own source back afterwards, and whoever else was collecting in it
     has to reset first.
 
-    An episode whose simulator dies runs again, up to ``max_attempts`` times, and is then yielded with ``lost``
+    An episode whose simulator dies runs again, up to ``max_attempts`` times, and is then yielded with ``crashed``
     in its last decision.
 
     Concatenated episodes are TorchRL's flat layout (``traj_format="cat"``): ``done`` ends each.
@@ -290,7 +291,7 @@ class EpisodeCollector(_ChunkCollector):
         episodes: the first content of the queue.
         exploration: ``RANDOM`` samples, ``DETERMINISTIC`` is greedy.
         for_learning: store what the loss reads; else only identities, actions and outcomes.
-        max_attempts: runs of an episode whose simulator dies before it counts as lost.
+        max_attempts: runs of an episode whose simulator dies before it counts as crashed.
         on_episode: called with the place in the queue and each finished episode, in the order of finishing.
         on_decision: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1).
         pre_collect_hook: TorchRL's hook, called before each iteration over the queue.
@@ -301,7 +302,7 @@ class EpisodeCollector(_ChunkCollector):
         deciding: the episode, or ``None``, of each slot in the last decision.
 
     Example:
-        >>> collector = EpisodeCollector(env, policy, evaluation_grid(env.simulator_spec))  # doctest: +SKIP
+        >>> collector = EpisodeCollector(env, policy, evaluation_episodes(env.simulator_spec))  # doctest: +SKIP
         >>> success = [episode["next", "success"][-1].item() for episode in collector]  # doctest: +SKIP
     """
 
@@ -373,7 +374,7 @@ class EpisodeCollector(_ChunkCollector):
         finally:
             # Whoever stops early may go on later: what was running will run again.
             running_now = [episode for episode in self.env.current_episodes if episode is not None]
-            for episode in sorted(running_now, key=lambda episode: -episode.place):
+            for episode in sorted(running_now, key=lambda episode: -episode.queue_index):
                 self.queue.give_back(episode)
             self.env.episodes = own_episodes
         self._iter += 1
@@ -389,14 +390,17 @@ class EpisodeCollector(_ChunkCollector):
             decisions, episode = running.take(slot), self.deciding[slot]
             if episode is None:
                 continue
-            place = episode.place
+            place = episode.queue_index
             self.attempts[place] += 1
-            if decisions[NEXT, LOST][-1] and self.attempts[place] < self.max_attempts:
+            if decisions[NEXT, CRASHED][-1] and self.attempts[place] < self.max_attempts:
                 self.queue.give_back(episode)
                 continue
             self._finished[place] = decisions
             if self.on_episode is not None:
                 self.on_episode(place, decisions)
+
+    def reset(self) -> None:
+        """Do nothing: between two iterations no episode is running."""
 
     def stats(self) -> dict[str, int | float | bool]:
         """As for every collector, and the share of the slots' decisions in this iteration that had no episode."""

@@ -16,10 +16,10 @@ from vla_algos.collectors import EpisodeCollector
 from vla_algos.metrics import wilson_interval
 from vla_common.keys import (
     ACTION,
+    CRASHED,
     EPISODE_LEN,
     EPISODE_RETURN,
     IMAGES,
-    LOST,
     NEXT,
     SUCCESS,
     SUCCESS_AT_END,
@@ -43,8 +43,8 @@ class EpisodeResult:
         success_at_end: solved after the last action.
         episode_return: sum of its rewards.
         episode_len: primitive actions executed.
-        lost: the simulator died in every attempt; the other fields mean nothing.
-        attempts: runs it took, more than 1 after a lost one.
+        crashed: the simulator died in every attempt; the other fields mean nothing.
+        attempts: runs it took, more than 1 after a crashed one.
     """
 
     episode: Episode
@@ -53,7 +53,7 @@ class EpisodeResult:
     success_at_end: bool
     episode_return: float
     episode_len: int
-    lost: bool = False
+    crashed: bool = False
     attempts: int = 1
     group: str = ""
 
@@ -84,8 +84,8 @@ class EvaluationResult:
 
     @property
     def finished(self) -> list[EpisodeResult]:
-        """The episodes that have a result, all but the lost ones."""
-        return [result for result in self.episodes if not result.lost]
+        """The episodes that have a result, all but the crashed ones."""
+        return [result for result in self.episodes if not result.crashed]
 
     @property
     def success_once(self) -> float:
@@ -127,7 +127,7 @@ class EvaluationResult:
             "return": _mean(result.episode_return for result in self.finished),
             "episode_len": _mean(result.episode_len for result in self.finished),
             "num_episodes": len(self.finished),
-            "lost_episodes": len(self.episodes) - len(self.finished),
+            "crashed_episodes": len(self.episodes) - len(self.finished),
         }
         for kind, parts in (("task", self.by_task()), ("group", self.by_group())):
             for name, results in parts.items():
@@ -150,8 +150,8 @@ class EvaluationResult:
                 f"  {100 * low:5.1f} - {100 * high:5.1f}  {_percent(r.success_at_end for r in results)[1:]}"
                 f"  {_mean(r.episode_len for r in results):6.1f}"
             )
-        if lost := len(self.episodes) - len(self.finished):
-            lines.append(f"lost: {lost} (the simulator died in every attempt; no result)")
+        if crashed := len(self.episodes) - len(self.finished):
+            lines.append(f"crashed: {crashed} (the simulator died in every attempt; no result)")
         return "\n".join(lines)
 
 
@@ -174,12 +174,12 @@ def evaluate(
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`.
         policy: writes ``action``.
-        episodes: the grid, see :func:`~vla_envs.episodes.evaluation_grid`.
+        episodes: the grid, see :func:`~vla_envs.episodes.evaluation_episodes`.
         greedy: take the policy's greedy action; sample if False.
         observe: changes what the policy sees, see :func:`blank_images`; gets and returns the policy's inputs.
         on_episode: called with each result, in the order of finishing.
         record: keep the frames of the first so many episodes of the grid.
-        max_attempts: runs of an episode whose simulator dies before it counts as lost.
+        max_attempts: runs of an episode whose simulator dies before it counts as crashed.
 
     Returns:
         Results in the order of the grid.
@@ -191,22 +191,22 @@ def evaluate(
 
     def film(outcome: TensorDictBase) -> None:
         for slot, episode in enumerate(collector.deciding):
-            if episode is not None and episode.place < record:
+            if episode is not None and episode.queue_index < record:
                 if outcome[EPISODE_LEN][slot] == 0:  # its first decision, perhaps once more after a crash
-                    frames[episode.place] = [outcome[IMAGES][slot].cpu().numpy().copy()]
-                frames[episode.place].append(outcome[NEXT, IMAGES][slot].cpu().numpy().copy())
+                    frames[episode.queue_index] = [outcome[IMAGES][slot].cpu().numpy().copy()]
+                frames[episode.queue_index].append(outcome[NEXT, IMAGES][slot].cpu().numpy().copy())
 
     def note(place: int, decisions: TensorDictBase) -> None:
         outcome = decisions[NEXT][-1]
-        lost = bool(outcome[LOST])
+        crashed = bool(outcome[CRASHED])
         results[place] = EpisodeResult(
             grid[place],
             tasks[grid[place].task_id].name,
-            bool(outcome[SUCCESS]) and not lost,
-            bool(outcome[SUCCESS_AT_END]) and not lost,
+            bool(outcome[SUCCESS]) and not crashed,
+            bool(outcome[SUCCESS_AT_END]) and not crashed,
             float(outcome[EPISODE_RETURN]),
             int(outcome[EPISODE_LEN]),
-            lost,
+            crashed,
             attempts=collector.attempts[place],
             group=tasks[grid[place].task_id].group,
         )
@@ -230,7 +230,7 @@ def evaluate(
             pass
     finally:
         policy.train(was_training)
-    videos = {place: np.stack(shots) for place, shots in sorted(frames.items()) if not results[place].lost}
+    videos = {place: np.stack(shots) for place, shots in sorted(frames.items()) if not results[place].crashed}
     return EvaluationResult([results[place] for place in range(len(grid))], videos)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Ge, Lt
 from tensordict import TensorDict
 
 from vla_common import keys
+from vla_common.settings import Count, NonNegative, Positive, Whole
 from vla_common.validation import are_numbers
 from vla_envs.env import VLAEnv
 from vla_envs.simulator import Episode
@@ -22,10 +24,10 @@ def record_demonstrations(
     policy: VLAPolicy,
     episodes: Sequence[Episode],
     *,
-    stride: int = 4,
-    noise: float = 0.25,
-    noise_correlation: float = 0.8,
-    max_steps: int = 150,
+    stride: Count = 4,
+    noise: NonNegative = 0.25,
+    noise_correlation: Annotated[float, Ge(0), Lt(1)] = 0.8,
+    max_steps: Count = 150,
     on_episode: Callable[[bool], None] | None = None,
 ) -> TensorDict:
     """Let the benchmark's scripted expert solve ``episodes`` in the workers of ``env``.
@@ -102,13 +104,13 @@ class BehaviourCloning:
         policy: VLAPolicy,
         demonstrations: TensorDict,
         *,
-        steps: int,
-        batch_size: int = 32,
-        lr: float = 1e-3,
-        weight_decay: float = 1e-4,
-        label_sigma: float = 0.1,
-        state_noise: float | Sequence[float] = 0.01,
-        warmup_steps: int = 30,
+        steps: Whole,
+        batch_size: Count = 32,
+        lr: Positive = 1e-3,
+        weight_decay: NonNegative = 1e-4,
+        label_sigma: NonNegative = 0.1,
+        state_noise: NonNegative | Sequence[NonNegative] = 0.01,
+        warmup_steps: Count = 30,
     ):
         states = demonstrations[keys.STATES]
         check_state_noise(state_noise, states.shape[-1])

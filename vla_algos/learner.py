@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Lt
 from tensordict import TensorDict, TensorDictBase
+from torch.optim import Optimizer
+from torchrl.objectives import LossModule
 
 from vla_algos import parallel
 from vla_algos.advantages import trajectory_weights, valid_decisions
-from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
-from vla_algos.metrics import WeightedMean, add_update
+from vla_algos.losses import add_reference_log_prob
+from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
-from vla_common.validation import are_numbers, is_whole_number
+from vla_common.settings import Count, Fraction, NonNegative, Positive, Whole, check_settings, setting_types
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+_PARTS = ("self", "loss_module", "optimizer", "updates")  # what is no setting
+OPTIM = ("lr", "value_lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")
 
 
 class Learner:
-    """AdamW on a :class:`~vla_algos.losses.ChunkClipPPOLoss`, with everything that goes around a step.
+    """Epochs of minibatches with an optimizer on a loss, with everything that goes around a step.
 
-    * The parameters of the value head (``value_head`` in their name) have a learning rate of their own and their
-      gradient is clipped apart from the others': a value far off must not silence the policy.
+    * The parameters of the critic have a learning rate of their own and their gradient is clipped apart from the
+      others': a value far off must not silence the policy.
     * A minibatch is worked off in parts of ``micro_batch_size`` decisions whose gradients add up to that of the whole;
       of several processes each works off the decisions that it has collected.
     * A step whose gradient is not finite is skipped and counted.
     * Each epoch shuffles afresh, from torch's global generator.
     * The frozen policy of ``reference_kl_coeff`` is the policy as it was at the first update.
 
+    Any TorchRL loss will do whose terms are called ``loss_...``: they are added up, and the other scalars that it
+    returns are logged as ``train/<name>``. What :class:`~vla_algos.losses.ChunkClipPPOLoss` has beyond that is used
+    where a loss has it: weights of its metrics (``"weights"``), names for the log (``metric_names``), shares of a whole
+    minibatch (``forward(..., whole=...)``; otherwise a part counts by its number of decisions), ``has_critic``,
+    ``log_prob_level`` and ``reference_kl_coeff``. Which parameters are the critic's, the policy says
+    (``critic_parameters()``), or they are those of the loss's ``critic_network``.
+
     Args:
         loss_module: the loss, with the policy in it.
         lr: learning rate of the policy.
-        value_lr: that of the value head; ``None`` for the same.
+        value_lr: that of the critic; ``None`` for the same.
         betas, weight_decay: of AdamW.
         max_grad_norm: largest norm of a gradient.
+        schedule: ``"constant"`` or ``"cosine"``, which falls to ``final_lr`` times the rate at the last update.
+        warmup_updates: updates before which the learning rate rises linearly.
+        final_lr: see ``schedule``.
+        optimizer: makes another optimizer of two parameter groups, policy and critic, each with its ``lr``; ``None``
+            for AdamW with ``betas`` and ``weight_decay``.
+        updates: how many there will be, for ``"cosine"``.
         aggregation: what the loss is a mean over: ``"token_mean"``, every valid element counts the same, or
             ``"trajectory_mean"``, every trajectory does (:func:`~vla_algos.advantages.trajectory_weights`).
         epochs: passes over the batch per update.
@@ -43,13 +64,9 @@ class Learner:
             episodes end early, an update then still has as many steps.
         micro_batch_size: decisions per backward pass of a process; ``None`` for a whole minibatch.
         target_kl: an update ends before the step of a minibatch whose ``kl_k3`` exceeds it; ``None`` for never.
-        critic_warmup_steps: optimizer steps at the start in which only the value head learns.
+        critic_warmup_steps: optimizer steps at the start in which only the critic learns.
         max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step of an update. More means that
             the stored log-probabilities are not those of the policy that is trained: stale, or of another precision.
-        schedule: ``"constant"`` or ``"cosine"``, which falls to ``final_lr`` times the rate at the last update.
-        warmup_updates: updates before which the learning rate rises linearly.
-        final_lr: see ``schedule``.
-        updates: how many there will be, for ``"cosine"``.
 
     Attributes:
         steps: optimizer steps taken so far.
@@ -60,48 +77,46 @@ class Learner:
 
     def __init__(
         self,
-        loss_module: ChunkClipPPOLoss,
+        loss_module: LossModule,
         *,
-        lr: float,
-        value_lr: float | None = None,
-        betas: Sequence[float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-        aggregation: Literal["token_mean", "trajectory_mean"] = "token_mean",
-        epochs: int = 1,
-        minibatch_size: int | None = 128,
-        minibatches: int | None = None,
-        micro_batch_size: int | None = None,
-        target_kl: float | None = None,
-        critic_warmup_steps: int = 0,
-        max_log_ratio: float = 0.1,
+        lr: NonNegative,
+        value_lr: NonNegative | None = None,
+        betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999),
+        weight_decay: NonNegative = 0.0,
+        max_grad_norm: Positive = 1.0,
         schedule: Literal["constant", "cosine"] = "constant",
-        warmup_updates: int = 0,
-        final_lr: float = 0.0,
+        warmup_updates: Whole = 0,
+        final_lr: Fraction = 0.0,
+        optimizer: OptimizerFactory | None = None,
         updates: int | None = None,
+        aggregation: Literal["token_mean", "trajectory_mean"] = "token_mean",
+        epochs: Count = 1,
+        minibatch_size: Count | None = 128,
+        minibatches: Count | None = None,
+        micro_batch_size: Count | None = None,
+        target_kl: Positive | None = None,
+        critic_warmup_steps: Whole = 0,
+        max_log_ratio: Positive = 0.1,
     ):
+        given = {name: value for name, value in locals().items() if name not in _PARTS}
+        check_settings("", given, setting_types(Learner, without=_PARTS))
         if (minibatch_size is None) == (minibatches is None):
             raise ValueError(
                 f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"
             )
-        sizes = {"minibatch_size": minibatch_size, "minibatches": minibatches, "micro_batch_size": micro_batch_size}
-        counts = {"epochs": epochs, **{name: size for name, size in sizes.items() if size is not None}}
-        for name, value in counts.items():
-            if not is_whole_number(value) or value < 1:
-                raise ValueError(f"{name} is {value}, must be at least 1 and whole")
-        if not are_numbers(betas, 2) or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas is {betas}, must be two numbers from 0 to below 1, such as [0.9, 0.999]")
-        if target_kl is not None and target_kl <= 0:
-            raise ValueError(f"target_kl is {target_kl}, must be positive, or null for no limit")
-        if critic_warmup_steps and not loss_module.has_critic:
+        if critic_warmup_steps and not getattr(loss_module, "has_critic", True):
             raise ValueError("critic_warmup_steps needs a critic: set critic_warmup_steps=0, or critic_coeff above 0")
-        if aggregation not in ("token_mean", "trajectory_mean"):
-            raise ValueError(f"aggregation is {aggregation!r}, must be 'token_mean' or 'trajectory_mean'")
-        if schedule not in ("constant", "cosine"):
-            raise ValueError(f"schedule is {schedule!r}, must be 'constant' or 'cosine'")
+        if target_kl is not None and "kl_k3" not in loss_module.out_keys:
+            raise ValueError(f"target_kl needs a loss that returns kl_k3, {type(loss_module).__name__} does not; null")
+        if aggregation == "trajectory_mean" and not hasattr(loss_module, "log_prob_level"):
+            raise ValueError(
+                f"aggregation='trajectory_mean' needs a loss that reads {WEIGHT!r} and has a log_prob_level, such as "
+                f"ChunkClipPPOLoss; with {type(loss_module).__name__} set aggregation='token_mean'"
+            )
         if schedule == "cosine" and not updates:
             raise ValueError("schedule='cosine' needs to know how many updates there will be")
-        self.loss_module, self.policy = loss_module, loss_module.policy
+        self.loss_module = loss_module
+        self.policy = loss_module.policy if hasattr(loss_module, "policy") else loss_module.actor_network
         self.aggregation = aggregation
         self.epochs, self.minibatch_size, self.minibatches = epochs, minibatch_size, minibatches
         self.micro_batch_size = micro_batch_size
@@ -109,22 +124,20 @@ class Learner:
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
         self._reference: torch.nn.Module | None = None
-
-        self._device = next(self.policy.parameters()).device
-        trained = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
-        short = {str(p.dtype).removeprefix("torch.") for _, p in trained} - {"float32", "float64"}
-        if short:
-            raise ValueError(
-                f"trained parameters are {', '.join(sorted(short))}, which rounds away steps of a usual learning rate; "
-                "set policy.dtype=float32, or train adapters, which are float32: policy.lora_rank=32"
-            )
-        self._actor = [p for name, p in trained if "value_head" not in name]
-        self._critic = [p for name, p in trained if "value_head" in name]
+        self._takes_whole = "whole" in inspect.signature(loss_module.forward).parameters
+        self._names = getattr(loss_module, "metric_names", {})
+        self._actor, self._critic = trained_parameters(loss_module)
         if critic_warmup_steps and not self._critic:
-            raise ValueError("critic_warmup_steps needs parameters to warm up, named value_head...; set it to 0")
+            raise ValueError(
+                "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); set it to 0"
+            )
+        self._device = next(iter([*self._actor, *self._critic])).device
         rates = [(self._actor, lr), (self._critic, lr if value_lr is None else value_lr)]
         groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
-        self.optimizer = torch.optim.AdamW(groups, betas=tuple(betas), weight_decay=weight_decay)
+        if optimizer is None:
+            self.optimizer: Optimizer = torch.optim.AdamW(groups, betas=tuple(betas), weight_decay=weight_decay)
+        else:
+            self.optimizer = optimizer(groups)
 
         def factor(update: int) -> float:
             if update < warmup_updates:
@@ -159,22 +172,23 @@ class Learner:
         samples = None if batch is None else batch.reshape(-1)
         if samples is not None:
             samples = samples[valid_decisions(samples).squeeze(-1)]
-        masks = parallel.gather_objects(None if samples is None else samples[NEXT, STEP_MASK].cpu())
+        masks = parallel.all_gather_object(None if samples is None else samples[NEXT, STEP_MASK].cpu())
         if not sum(len(mask) for mask in masks if mask is not None):
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
         self._follow_reference()
         if samples is not None and len(samples):
             self._prepare(samples)
-            samples = self.policy.prepare(samples)
+            if hasattr(self.policy, "precompute"):
+                samples = self.policy.precompute(samples)
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
-        mismatch = None
+        mismatch, first = None, True
         for minibatch, whole in self._minibatches(samples, masks):
             if before_step is not None:
                 before_step()
             seen = self._backward(minibatch, whole)
             mean.merge(seen)
-            if mismatch is None:
-                mismatch = self._checked_mismatch(seen)
+            if first:
+                mismatch, first = self._checked_mismatch(seen), False
             if self.target_kl is not None and seen.mean_of("train/actor/kl_k3") > self.target_kl:
                 break
             norms = [torch.nn.utils.clip_grad_norm_(group, self.max_grad_norm) for group in (self._actor, self._critic)]
@@ -201,10 +215,10 @@ class Learner:
         }
 
     def _weigh(self, batch: TensorDictBase | None) -> None:
-        whole = parallel.gather(None if batch is None else batch.select((NEXT, STEP_MASK), (NEXT, DONE)))
+        whole = parallel.all_gather(None if batch is None else batch.select((NEXT, STEP_MASK), (NEXT, DONE)))
         if whole is not None:
             trajectory_weights(whole, self.loss_module.log_prob_level)
-            own = parallel.own_rows(whole, 0 if batch is None else len(batch))
+            own = parallel.local_rows(whole, 0 if batch is None else len(batch))
             if batch is not None:
                 batch[WEIGHT] = own[WEIGHT]
 
@@ -217,7 +231,7 @@ class Learner:
         first = sum(counts[: parallel.rank()])
         last = first + counts[parallel.rank()]
         for _ in range(self.epochs):
-            order = parallel.from_main(torch.randperm(len(whole)))
+            order = parallel.broadcast_object(torch.randperm(len(whole)))
             for rows in self._parts(order):
                 own = rows[(rows >= first) & (rows < last)] - first
                 yield samples[own] if len(own) else None, whole[rows]
@@ -233,26 +247,33 @@ class Learner:
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
         for part in () if minibatch is None else minibatch.split(self.micro_batch_size or len(minibatch)):
-            losses = self.loss_module(part.to(self._device), whole=whole)
+            losses = self._share_of(part.to(self._device), whole)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
             loss.backward()
             total = total + loss.detach()
-            add_update(seen, losses)
+            add_loss_metrics(seen, losses, self._names, len(part))
         if critic_only:  # the value loss may reach the backbone as well, see critic_detach
             for parameter in self._actor:
                 parameter.grad = None
-        parallel.sum_gradients([*self._actor, *self._critic])
+        parallel.all_reduce_gradients([*self._actor, *self._critic])
         processes = parallel.world_size()
         seen.add({"train/loss": total * processes}, 1 / processes)  # the sum of the shares, not their mean
         return seen.of_all_processes()
 
+    def _share_of(self, part: TensorDictBase, whole: TensorDictBase) -> TensorDictBase:
+        """The loss of a part of a minibatch; over the parts its terms add up to those of the whole."""
+        if self._takes_whole:
+            return self.loss_module(part, whole=whole)
+        losses, share = self.loss_module(part), len(part) / len(whole)
+        return losses.update({name: share * loss for name, loss in losses.items() if name.startswith("loss_")})
+
     def _follow_reference(self) -> None:
         """Keep the frozen policy, where one is needed, the one before the first update."""
-        if self.loss_module.reference_kl_coeff:
+        if getattr(self.loss_module, "reference_kl_coeff", 0.0):
             if self._reference is None:
                 self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
-            self._reference.follow(self.policy)
+            self._reference.copy_schedules(self.policy)
 
     def _prepare(self, samples: TensorDictBase) -> None:
         """Check the stored log-probabilities; add those of the frozen policy where they are needed."""
@@ -264,11 +285,13 @@ class Learner:
                     f"{ACTION_LOG_PROB!r} is not finite in {int(broken.sum())} of {len(samples)} decisions: the policy "
                     "that acted had diverged, or did not write it"
                 )
-        if self.loss_module.reference_kl_coeff:
+        if self._reference is not None:
             size = self.micro_batch_size or len(self._parts(torch.arange(len(samples)))[0])
             add_reference_log_prob(samples, self._reference, size, self._device)
 
-    def _checked_mismatch(self, first: WeightedMean) -> float:
+    def _checked_mismatch(self, first: WeightedMean) -> float | None:
+        if "train/actor/log_ratio" not in first:
+            return None
         mismatch = first.mean_of("train/actor/log_ratio")
         if mismatch > self.max_log_ratio:
             raise ValueError(
@@ -305,3 +328,26 @@ class Learner:
         if "reference" in state:
             self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
             self._reference.load_state_dict(state["reference"])
+
+
+def trained_parameters(loss_module: LossModule) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """The parameters of a loss that are trained: those of the policy, and those of the critic.
+
+    Raises:
+        ValueError: they are of a precision that rounds away the steps of a usual learning rate.
+    """
+    policy = getattr(loss_module, "policy", None)
+    of_critic = {id(parameter) for parameter in getattr(policy, "critic_parameters", tuple)()}
+    actor: list[torch.nn.Parameter] = []
+    critic: list[torch.nn.Parameter] = []
+    for name, parameter in loss_module.named_parameters():
+        if parameter.requires_grad:
+            is_critic = id(parameter) in of_critic or name.startswith("critic_network")
+            (critic if is_critic else actor).append(parameter)
+    short = {str(p.dtype).removeprefix("torch.") for p in [*actor, *critic]} - {"float32", "float64"}
+    if short:
+        raise ValueError(
+            f"trained parameters are {', '.join(sorted(short))}, which rounds away steps of a usual learning rate; "
+            "set policy.dtype=float32, or train adapters, which are float32: policy.lora_rank=32"
+        )
+    return actor, critic

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Gt
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -21,6 +23,7 @@ from vla_common.keys import (
     VALUE_TARGET,
     WEIGHT,
 )
+from vla_common.settings import NonNegative, Positive
 
 Level = Literal["token", "action", "chunk"]
 _LARGEST_LOG_RATIO = 20.0  # in the KL to the reference, whose exponential would overflow
@@ -75,23 +78,43 @@ class ChunkClipPPOLoss(ClipPPOLoss):
     * ``entropy``: at ``entropy_level``, in nats; ``reference_kl`` per token, in nats;
     * ``value_loss`` (without ``critic_coeff``) and ``value_clip_fraction``, the share of values that moved by
       more than ``clip_value``;
-    * ``num_elements``, ``num_tokens``, ``num_entropies``, ``num_values``: how many ratios, tokens, entropies and
-      values were valid, the weights for averaging the diagnostics over minibatches.
+
+    Under ``"weights"`` each of them has, by the same name, how many valid elements (ratios, tokens, entropies, values)
+    it is a mean over: the weight with which it is averaged over minibatches. A subclass that adds a diagnostic to both
+    has it logged as ``train/<name>``.
+
+    Attributes:
+        metric_names: what the log calls a diagnostic, after ``train/``, where it is not its own name.
     """
+
+    metric_names: ClassVar[Mapping[str, str]] = {
+        "policy_loss": "actor/policy_loss",
+        "kl_approx": "actor/approx_kl",
+        "kl_k3": "actor/kl_k3",
+        "clip_fraction": "actor/clip_fraction",
+        "dual_clip_fraction": "actor/dual_clip_fraction",
+        "ratio": "actor/ratio",
+        "clipped_ratio": "actor/clipped_ratio",
+        "log_ratio_per_token": "actor/log_ratio",
+        "reference_kl": "actor/reference_kl",
+        "entropy": "entropy_loss",
+        "value_loss": "critic/value_loss",
+        "value_clip_fraction": "critic/value_clip_ratio",
+    }
 
     def __init__(
         self,
         policy: TensorDictModuleBase,
         *,
         log_prob_level: Level = "token",
-        clip_epsilon: float | tuple[float, float] = 0.2,
-        dual_clip: float | None = None,
+        clip_epsilon: Positive | tuple[Positive, Positive] = 0.2,
+        dual_clip: Annotated[float, Gt(1)] | None = None,
         entropy_coeff: float = 0.0,
         entropy_level: Level = "token",
-        critic_coeff: float | None = 1.0,
-        clip_value: float | None = 0.2,
-        huber_delta: float = 10.0,
-        reference_kl_coeff: float = 0.0,
+        critic_coeff: NonNegative | None = 1.0,
+        clip_value: Positive | None = 0.2,
+        huber_delta: Positive = 10.0,
+        reference_kl_coeff: NonNegative = 0.0,
     ):
         for name, level in [("log_prob_level", log_prob_level), ("entropy_level", entropy_level)]:
             if level not in get_args(Level):
@@ -146,13 +169,12 @@ class ChunkClipPPOLoss(ClipPPOLoss):
     def out_keys(self) -> list[str]:
         keys = ["loss_objective", "loss_entropy", "policy_loss", "kl_approx", "kl_k3", "clip_fraction"]
         keys += ["ratio", "clipped_ratio", "log_ratio_per_token", "entropy"]
-        keys += ["num_elements", "num_tokens", "num_entropies", "num_values"]
         keys += ["dual_clip_fraction"] if self.dual_clip is not None else []
         keys += ["loss_reference_kl", "reference_kl"] if self.reference_kl_coeff else []
         if self._has_critic:
             keys += ["loss_critic", "value_loss"]
             keys += ["value_clip_fraction"] if self.clip_value is not None else []
-        return keys
+        return [*keys, *(("weights", key) for key in keys if not key.startswith("loss_"))]
 
     def forward(self, tensordict: TensorDictBase, whole: TensorDictBase | None = None) -> TensorDict:
         """Compute the loss terms of a minibatch or of a part of one.
@@ -199,12 +221,10 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             {
                 "loss_objective": _mean(-objective, valid, weight, elements),
                 "loss_entropy": -self.entropy_coeff * loss_entropy,
-                "num_elements": valid.sum(),
-                "num_tokens": mask.sum() * width,
-                "num_entropies": entropy_valid.sum(),
-                "num_values": mask.any(-1).sum(),
             }
         )
+        num_elements, num_tokens = valid.sum(), mask.sum() * width
+        weights = {"log_ratio_per_token": num_tokens, "entropy": entropy_valid.sum()}
         if self.reference_kl_coeff:
             difference = tensordict[REFERENCE_LOG_PROB] - log_prob
             difference = torch.where(mask.unsqueeze(-1), difference, 0.0).clamp(max=_LARGEST_LOG_RATIO)
@@ -212,6 +232,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             kl_share = _mean(kl, kl_valid, weight, _count(all_of_it, "token", width))
             out["loss_reference_kl"] = self.reference_kl_coeff * kl_share
             out["reference_kl"] = _mean(kl.detach(), kl_valid)
+            weights["reference_kl"] = num_tokens
         with torch.no_grad():
             out["policy_loss"] = _mean(-objective, valid, weight)
             out["entropy"] = _mean(entropy, entropy_valid)
@@ -224,7 +245,11 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             if bounded is not None:
                 out["dual_clip_fraction"] = _mean(bounded.float(), valid)
         if self._has_critic:
-            out.update(self._value_terms(tensordict, value, mask, all_of_it, weight))
+            terms, num_values = self._value_terms(tensordict, value, mask, all_of_it, weight)
+            out.update(terms)
+            weights |= dict.fromkeys(("value_loss", "value_clip_fraction"), num_values)
+        measured = [name for name in out.keys() if not name.startswith("loss_")]
+        out["weights"] = TensorDict({name: weights.get(name, num_elements) for name in measured})
         return out
 
     def _check_entries(self, tensordict: TensorDictBase) -> None:
@@ -260,8 +285,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         mask: Tensor,
         all_of_it: Tensor,
         weight: Tensor | None,
-    ) -> dict[str, Tensor]:
-        """Clipped Huber loss of the value (Schulman et al.'s PPO2 form: the worse of the two errors)."""
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Clipped Huber loss of the value (Schulman et al.'s PPO2 form: the worse of the two errors), and how many."""
         if value is None:
             raise ValueError(
                 f"critic_coeff is {float(self.critic_coeff):g}, but the policy has no value head: "
@@ -278,7 +303,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         count = _count(all_of_it, "action" if per_action else "chunk", 1)
         value, target = torch.where(valid, value, 0.0), torch.where(valid, target, 0.0)  # as above: not even a NaN
         loss = F.huber_loss(value, target, reduction="none", delta=self.huber_delta)
-        terms = {"num_values": valid.sum()}
+        terms = {}
         if self.clip_value is not None:
             old = torch.where(valid, tensordict[self.tensor_keys.value], 0.0)
             change = value - old
@@ -287,7 +312,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             terms["value_clip_fraction"] = _mean((change.detach().abs() > self.clip_value).float(), valid)
         terms["loss_critic"] = self.critic_coeff * _mean(loss, valid, weight, count)
         terms["value_loss"] = _mean(loss.detach(), valid, weight)
-        return terms
+        return terms, valid.sum()
 
 
 @torch.no_grad()

@@ -17,10 +17,10 @@ from vla_algos import parallel
 from vla_algos.advantages import valid_decisions
 from vla_common.keys import (
     ADVANTAGE,
+    CRASHED,
     DONE,
     EPISODE_LEN,
     EPISODE_RETURN,
-    LOST,
     NEXT,
     STATE_VALUE,
     STEP_MASK,
@@ -53,14 +53,14 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
 
 
 def env_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """Means over the episodes that ended in ``batch``; lost ones are counted and left out.
+    """Means over the episodes that ended in ``batch``; crashed ones are counted and left out.
 
     ``env/reward`` is the return per primitive action. With no finished episode there are only the counts.
     """
     after = batch[NEXT]
-    lost = after[LOST]
-    finished = after[DONE] & ~lost & (after[EPISODE_LEN] > 0)  # an idle slot is "done" after 0 actions
-    metrics = {"env/num_episodes": float(finished.sum()), "env/lost_episodes": float(lost.sum())}
+    crashed = after[CRASHED]
+    finished = after[DONE] & ~crashed & (after[EPISODE_LEN] > 0)  # an idle slot is "done" after 0 actions
+    metrics = {"env/num_episodes": float(finished.sum()), "env/crashed_episodes": float(crashed.sum())}
     if finished.any():
         returns, lengths = after[EPISODE_RETURN][finished], after[EPISODE_LEN][finished].float()
         metrics["env/success_once"] = float(after[SUCCESS][finished].float().mean())
@@ -124,11 +124,14 @@ class WeightedMean:
         if parallel.world_size() == 1:
             return self
         together = WeightedMean()
-        for sums, weights in parallel.gather_objects((_numbers(self._sums), _numbers(self._weights))):
+        for sums, weights in parallel.all_gather_object((_numbers(self._sums), _numbers(self._weights))):
             part = WeightedMean()
             part._sums, part._weights = sums, weights
             together.merge(part)
         return together
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sums
 
     def mean_of(self, name: str) -> float:
         """One mean so far; NaN where all weights were 0."""
@@ -144,28 +147,16 @@ def _numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
-# What ChunkClipPPOLoss returns under the names of the log, by the number that each is a mean over.
-_NAMES = {
-    "num_elements": {
-        "policy_loss": "train/actor/policy_loss",
-        "kl_approx": "train/actor/approx_kl",
-        "kl_k3": "train/actor/kl_k3",
-        "clip_fraction": "train/actor/clip_fraction",
-        "dual_clip_fraction": "train/actor/dual_clip_fraction",
-        "ratio": "train/actor/ratio",
-        "clipped_ratio": "train/actor/clipped_ratio",
-    },
-    "num_tokens": {"log_ratio_per_token": "train/actor/log_ratio", "reference_kl": "train/actor/reference_kl"},
-    "num_entropies": {"entropy": "train/entropy_loss"},
-    "num_values": {"value_loss": "train/critic/value_loss", "value_clip_fraction": "train/critic/value_clip_ratio"},
-}
+def add_loss_metrics(mean: WeightedMean, losses: TensorDictBase, names: Mapping[str, str], rows: int) -> None:
+    """Count what a loss returned beside its terms ``loss_...``, under the names of the log.
 
-
-def add_update(mean: WeightedMean, losses: TensorDictBase) -> None:
-    """Book what :class:`~vla_algos.losses.ChunkClipPPOLoss` returned for a minibatch under the logged names.
-
-    ``docs/metrics.md`` says what each is, and what the reference system calls it.
+    Args:
+        mean: counts them.
+        losses: scalars; under ``"weights"``, by the same names, how many elements each is a mean over.
+        names: logged names after ``train/``, where they are not the loss's own.
+        rows: weight of a scalar without one.
     """
-    for number, names in _NAMES.items():
-        values = {logged: losses.get(key, None) for key, logged in names.items()}
-        mean.add({logged: value for logged, value in values.items() if value is not None}, losses[number])
+    weights = losses.get("weights", {})
+    for name, value in losses.items():
+        if name != "weights" and not name.startswith("loss_") and value.numel() == 1:
+            mean.add({f"train/{names.get(name, name)}": value.detach()}, weights.get(name, rows))

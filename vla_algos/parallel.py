@@ -107,7 +107,7 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def share(total: int, what: str) -> int:
+def per_rank(total: int, what: str) -> int:
     """This process's part of a number that the configuration gives for the whole run.
 
     Raises:
@@ -120,7 +120,7 @@ def share(total: int, what: str) -> int:
     return total // processes
 
 
-def gather_objects(mine: T) -> list[T]:
+def all_gather_object(mine: T) -> list[T]:
     """What each process has, in the order of their numbers; on the CPU, and small."""
     if world_size() == 1:
         return [mine]
@@ -129,21 +129,21 @@ def gather_objects(mine: T) -> list[T]:
     return everybodys
 
 
-def gather(mine: TensorDictBase | None) -> TensorDictBase | None:
+def all_gather(mine: TensorDictBase | None) -> TensorDictBase | None:
     """The rows of all processes, one process after the other, on the CPU; ``None`` has none."""
     if world_size() == 1:
         return mine
-    parts = [part for part in gather_objects(None if mine is None else mine.cpu()) if part is not None]
+    parts = [part for part in all_gather_object(None if mine is None else mine.cpu()) if part is not None]
     return torch.cat(parts) if parts else None
 
 
-def own_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
-    """The ``count`` rows that this process had given to :func:`gather`."""
-    start = sum(gather_objects(count)[: rank()])
+def local_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
+    """The ``count`` rows that this process had given to :func:`all_gather`."""
+    start = sum(all_gather_object(count)[: rank()])
     return everybodys[start : start + count]
 
 
-def from_main(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """The value of the first process."""
     if world_size() == 1:
         return value
@@ -152,14 +152,14 @@ def from_main(value: T) -> T:
     return box[0]
 
 
-def largest(number: int) -> int:
+def all_reduce_max(number: int) -> int:
     """The largest of the numbers that the processes give."""
-    return max(gather_objects(number))
+    return max(all_gather_object(number))
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Go on when all processes are here."""
-    gather_objects(None)
+    all_gather_object(None)
 
 
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:
@@ -168,7 +168,15 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
         _wait([lambda tensor=tensor: dist.broadcast(tensor, src=0, async_op=True) for tensor in tensors])
 
 
-def sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+def sync_initial_weights(policy: torch.nn.Module) -> None:
+    """Give all processes the trained weights and the buffers of the first one."""
+    broadcast(parameter.data for parameter in policy.parameters() if parameter.requires_grad)
+    values = broadcast_object([buffer.cpu() for buffer in policy.buffers()])
+    for buffer, value in zip(policy.buffers(), values, strict=True):
+        buffer.copy_(value)
+
+
+def all_reduce_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Add up the gradients of all processes, in place. A parameter without gradient in any of them keeps none.
 
     Each process has its share of a loss over all data, so that the sum is the gradient. (DistributedDataParallel
@@ -176,7 +184,7 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     """
     if world_size() == 1:
         return
-    there = gather_objects([parameter.grad is not None for parameter in parameters])
+    there = all_gather_object([parameter.grad is not None for parameter in parameters])
     used = [parameter for parameter, *anywhere in zip(parameters, *there, strict=True) if any(anywhere)]
     for parameter in used:
         if parameter.grad is None:

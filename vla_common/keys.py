@@ -5,6 +5,8 @@ Environments and policies never import each other; this module is what both may 
 ``S`` state dimensions, ``V`` wrist cameras and ``H x W`` pixels.
 """
 
+import warnings
+
 NEXT = "next"
 
 # Observation, written by the environment.
@@ -38,7 +40,7 @@ SUCCESS = "success"  # bool [N, 1], success so far in this episode
 SUCCESS_AT_END = "success_at_end"  # bool [N, 1], success after the last executed action
 EPISODE_RETURN = "episode_return"  # float32 [N, 1]
 EPISODE_LEN = "episode_len"  # int64 [N, 1], in primitive actions
-LOST = "lost"  # bool [N, 1], the simulator died: this episode has no result
+CRASHED = "crashed"  # bool [N, 1], the simulator died: this episode has no result
 
 # Written by the learner, one row per decision. Per decision [N, 1], or per primitive action [N, C].
 ADVANTAGE = "advantage"  # float32 [N, 1] or [N, C]
@@ -51,3 +53,10 @@ PREFIX_KEYS = ("prefix", "keys")  # [N, layers, heads, P, head_dim]
 PREFIX_VALUES = ("prefix", "values")  # the same shape
 PREFIX_VALID = ("prefix", "valid")  # bool [N, P]
 PREFIX_POOLED = ("prefix", "pooled")  # [N, width], what the value head reads of it
+
+
+def __getattr__(name: str) -> str:
+    if name == "LOST":
+        warnings.warn("the key LOST is called CRASHED now, and 'lost' 'crashed'", DeprecationWarning, stacklevel=2)
+        return CRASHED
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

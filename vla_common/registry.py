@@ -49,6 +49,11 @@ class Registry(Generic[T]):
         """All names, sorted."""
         return sorted({*self._found(), *self._registered})
 
+    def module(self, name: str) -> str | None:
+        """The module that declares an entry point; ``None`` for a name that is none."""
+        point = self._found().get(name)
+        return None if point is None else point.module
+
     def __contains__(self, name: object) -> bool:
         return name in self._registered or name in self._found()
 
@@ -61,6 +66,8 @@ class Registry(Generic[T]):
         """
         if name in self._registered:
             return self._registered[name]
+        if not self.names():  # not even ours
+            raise ValueError(f"no {self.kind} is installed, not even ours; type: pip install -e .  (in the checkout)")
         if name not in self._found():
             raise unknown_name(self.kind, str(name), self.names(), example)
         point = self._found()[name]
@@ -89,6 +96,11 @@ class Registry(Generic[T]):
         if self._entry_points is None:
             self._entry_points = {point.name: point for point in entry_points(group=self.group)}
         return self._entry_points
+
+
+def config_packages() -> list[str]:
+    """Importable packages with Hydra configuration groups, such as ``conf/env/toy.yaml``, of installed packages."""
+    return sorted({point.value for point in entry_points(group="vla_torchrl.configs")})
 
 
 benchmarks: Registry[Any] = Registry("benchmark", "vla_torchrl.benchmarks")  # of vla_envs.registry.Benchmark

@@ -28,22 +28,29 @@ Fraction = Annotated[float, Ge(0), Le(1)]  # 0 to 1, both included
 Numbers = Sequence[float]
 
 
-def setting_types(function: Callable[..., Any], without: Iterable[str] = ()) -> dict[str, Any]:
+def setting_types(
+    function: Callable[..., Any], without: Iterable[str] = (), only: Iterable[str] | None = None
+) -> dict[str, Any]:
     """Names and annotations of the parameters of a function, or of the constructor of a class.
 
     Args:
         function: its parameters with a name are the settings; ``**options`` are not.
         without: parameters that are no settings.
+        only: the parameters that are settings, where these are fewer.
 
     Returns:
         The annotation of each; ``Any`` where there is none.
     """
-    hidden, named = set(without), (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    hidden, chosen, named = (
+        set(without),
+        None if only is None else set(only),
+        (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY),
+    )
     parameters = inspect.signature(function).parameters.values()
     scope = inspect.unwrap(function.__init__ if inspect.isclass(function) else function).__globals__
     found = {}
     for parameter in parameters:
-        if parameter.kind in named and parameter.name not in hidden:
+        if parameter.kind in named and parameter.name not in hidden and (chosen is None or parameter.name in chosen):
             annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
             if isinstance(annotation, str):
                 annotation = eval(annotation, dict(scope))  # noqa: S307, our own annotation, as typing does

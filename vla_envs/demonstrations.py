@@ -45,7 +45,9 @@ def demonstrate(
     random = np.random.default_rng([episode.seed, episode.task_id, episode.trial_id])
     disturbance = np.zeros_like(low)
     simulator.reset(episode)
-    observations, wanted, solved = [], [], False
+    observations: list[tuple[np.ndarray, np.ndarray]] = []
+    wanted: list[np.ndarray] = []
+    solved = False
     while not solved and len(wanted) < max_steps:
         if len(wanted) % stride == 0:
             observation = simulator.observe()

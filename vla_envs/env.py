@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 from vla_common import keys
+from vla_common.settings import Count, Positive, Whole, setting_types
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler
-from vla_envs.registry import make_spec
+from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.pool import SimulatorCrash, WorkerPool
 
@@ -21,32 +23,33 @@ NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 
 
 def make_env(
-    id: str,
-    num_envs: int,
-    chunk_size: int = 5,
+    id: str | SimulatorSpec,
+    num_envs: Count,
+    chunk_size: Count = 5,
     *,
     episodes: EpisodeSampler | EpisodeQueue | None = None,
-    seed: int = 0,
-    group_size: int = 1,
-    num_workers: int | None = None,
+    seed: Whole = 0,
+    group_size: Count = 1,
+    num_workers: Count | None = None,
     ignore_terminations: bool = False,
     reward_coef: float = 1.0,
     relative_reward: bool = False,
     step_penalty: float = 0.0,
-    step_timeout: float = 60.0,
+    step_timeout: Positive = 60.0,
     **options: Any,
 ) -> VLAEnv:
     """Make a batched environment.
 
     Args:
-        id: such as ``"metaworld/MT50"`` or ``"metaworld/reach-v3"``; ``list_envs()`` has them all.
+        id: such as ``"metaworld/MT50"`` or ``"metaworld/reach-v3"``; ``list_envs()`` has them all. Or a
+            ``SimulatorSpec``: of ``make_spec``, or one of your own around a :class:`~vla_envs.simulator.Simulator`.
         num_envs: number of simulators, ``N``.
         chunk_size: primitive actions per step, ``C``.
         episodes: which episodes to run; random ones from ``seed`` in groups of ``group_size`` if ``None``.
         seed: of the default ``episodes``.
         group_size: of the default ``episodes``; must divide ``num_envs``.
         num_workers: processes that share the simulators; one per available core if ``None``. None at all where the
-            benchmark simulates all worlds together (ManiSkill on CUDA).
+            benchmark simulates all worlds together (``spec.batched``).
         ignore_terminations: go on after success until the horizon.
         reward_coef: factor of the benchmark's reward.
         relative_reward: each action is paid the change of the reward since the one before it, from 0 at the start:
@@ -54,15 +57,22 @@ def make_env(
         step_penalty: subtracted for each executed action, after the two above.
         step_timeout: seconds after which a worker that does not get on to its next environment counts as hung and is
             replaced.
-        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World.
+        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
+            ``SimulatorSpec``, which has them.
 
     Raises:
-        ValueError: an unknown name or an impossible number; the message says what would be right.
+        ValueError: an unknown name or option, or an impossible number; the message says what would be right.
 
     Example:
         >>> env = make_env("metaworld/MT50", num_envs=8, image_size=224, render_quality="fast")
         >>> rollout = env.rollout(4)  # doctest: +SKIP
     """
+    if isinstance(id, SimulatorSpec):
+        refuse_options(id, options)
+        spec = id
+    else:
+        check_options(find_benchmark(id)[0], options, _own_types())
+        spec = make_spec(id, **options)
     if num_envs < 1 or chunk_size < 1:
         raise ValueError(f"num_envs and chunk_size must be >= 1, got {num_envs} and {chunk_size}")
     if group_size < 1 or num_envs % group_size:
@@ -70,7 +80,6 @@ def make_env(
             f"num_envs={num_envs} is not a multiple of group_size={group_size}; "
             f"try num_envs={group_size * -(-num_envs // max(group_size, 1))}"
         )
-    spec = make_spec(id, **options)
     if episodes is None:
         episodes = EpisodeSampler(spec, seed, group_size=group_size)
     if num_workers is None:
@@ -91,6 +100,28 @@ def make_env(
     )
 
 
+def env_types(id: str) -> dict[str, Any]:
+    """What may be set of an environment: the keywords of :func:`make_env` and the options of its benchmark.
+
+    Without those that say how and when an environment is used rather than what it is: ``episodes``, ``seed`` and
+    ``chunk_size``.
+
+    Args:
+        id: such as ``"metaworld/MT50"``.
+
+    Returns:
+        Annotations by name, for :func:`vla_common.settings.check_settings`.
+
+    Raises:
+        ValueError: there is no such environment.
+    """
+    return {**_own_types(without=("episodes", "seed", "chunk_size")), **option_types(find_benchmark(id)[0])}
+
+
+def _own_types(without: Iterable[str] = ()) -> dict[str, Any]:
+    return {**setting_types(make_env, without=without), "id": str}
+
+
 class VLAEnv(EnvBase):
     """``N`` simulators; one step is one decision, a chunk of ``C`` primitive actions and one rendered frame.
 
@@ -98,7 +129,7 @@ class VLAEnv(EnvBase):
     ends, which ``step_mask`` tells. A slot that resets takes the next episode from ``episodes``; when there
     are none left it is idle: ``task_id`` is -1, it is never stepped, and each step reports it as truncated.
 
-    A worker process that dies or hangs is replaced; its episodes are reported with ``lost`` and truncated.
+    A worker process that dies or hangs is replaced; its episodes are reported with ``crashed`` and truncated.
 
     Attributes:
         simulator_spec: the benchmark suite.
@@ -150,7 +181,7 @@ class VLAEnv(EnvBase):
             keys.SUCCESS_AT_END: np.zeros((n, 1), bool),
             keys.EPISODE_RETURN: np.zeros((n, 1), np.float32),
             keys.EPISODE_LEN: np.zeros((n, 1), np.int64),
-            keys.LOST: np.zeros((n, 1), bool),
+            keys.CRASHED: np.zeros((n, 1), bool),
         }
 
     @property
@@ -192,7 +223,7 @@ class VLAEnv(EnvBase):
             keys.SUCCESS_AT_END: flag(1),
             keys.EPISODE_RETURN: number(1),
             keys.EPISODE_LEN: number(1, dtype=torch.int64),
-            keys.LOST: flag(1),
+            keys.CRASHED: flag(1),
         }
         if spec.wrist_image_shape is not None:
             observation[keys.WRIST_IMAGES] = images(*spec.wrist_image_shape)
@@ -232,19 +263,19 @@ class VLAEnv(EnvBase):
         arrays.actions[:] = self._checked(tensordict.get(keys.ACTION), active)
         for slot in np.flatnonzero(active):
             self._executed[slot].append(arrays.actions[slot].copy())
-        lost = np.zeros(self.num_envs, bool)
-        lost[self._pool.step(np.flatnonzero(active).tolist())] = True
+        crashed = np.zeros(self.num_envs, bool)
+        crashed[self._pool.step(np.flatnonzero(active).tolist())] = True
 
         now = self._statistics
         steps = arrays.executed.sum(1, keepdims=True)
         last = np.take_along_axis(arrays.successes, np.maximum(steps - 1, 0), axis=1)
         rewards = self._training_rewards(arrays.rewards, arrays.executed, steps)
-        now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.LOST][:, 0] = rewards, arrays.executed, lost
+        now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.CRASHED][:, 0] = rewards, arrays.executed, crashed
         now[keys.EPISODE_RETURN] += rewards.sum(1, keepdims=True)
         now[keys.EPISODE_LEN] += steps
         now[keys.SUCCESS] |= arrays.successes.any(1, keepdims=True)
         now[keys.SUCCESS_AT_END][:] = np.where(steps > 0, last, now[keys.SUCCESS_AT_END])
-        ended = lost | ~active
+        ended = crashed | ~active
         terminated = now[keys.SUCCESS] & ~ended[:, None] & (not self.ignore_terminations)
         too_long = now[keys.EPISODE_LEN] >= self.simulator_spec.max_episode_steps
         truncated = ~terminated & (too_long | ended[:, None])
@@ -267,7 +298,7 @@ class VLAEnv(EnvBase):
         """
         identities = [(e.task_id, e.trial_id, e.seed, e.group_id) if e else None for e in self.current_episodes]
         return {
-            "sampler": self.episodes.state_dict(),
+            "sampler": self.episodes.state_dict(),  # type: ignore[union-attr]  # a queue is not resumed
             "episodes": identities,
             "actions": [torch.from_numpy(np.stack(chunks)) if chunks else None for chunks in self._executed],
             "statistics": {key: torch.from_numpy(array.copy()) for key, array in self._statistics.items()},
@@ -283,8 +314,8 @@ class VLAEnv(EnvBase):
         """
         if len(state["episodes"]) != self.num_envs:
             raise ValueError(f"the saved run had {len(state['episodes'])} environments, this one has {self.num_envs}")
-        self.episodes.load_state_dict(state["sampler"])
-        self.current_episodes = [None if e is None else Episode(*e[:3], group_id=e[3]) for e in state["episodes"]]
+        self.episodes.load_state_dict(state["sampler"])  # type: ignore[union-attr]
+        self.current_episodes = [None if e is None else Episode(*e) for e in state["episodes"]]
         self._executed = [[] if chunks is None else list(chunks.numpy()) for chunks in state["actions"]]
         running = {slot: episode for slot, episode in enumerate(self.current_episodes) if episode is not None}
         # All end together: worlds that are simulated together move on whether they are asked to or not.

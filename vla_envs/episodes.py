@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -106,9 +107,16 @@ class EpisodeSampler:
 
 @dataclass(frozen=True)
 class QueuedEpisode(Episode):
-    """An episode with its ``place`` in the queue: the same episode may be waiting several times."""
+    """An episode with its ``queue_index``: the same episode may be waiting several times."""
 
-    place: int = field(default=0, compare=False, kw_only=True)
+    queue_index: int = field(default=0, compare=False, kw_only=True)
+
+    @property
+    def place(self) -> int:
+        """The old name of ``queue_index``."""
+        message = "QueuedEpisode.place is called queue_index now; the old name will go in the next version"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.queue_index
 
 
 class EpisodeQueue:
@@ -129,11 +137,11 @@ class EpisodeQueue:
         return len(self._waiting)
 
     def extend(self, episodes: Iterable[Episode]) -> None:
-        """Append episodes; their places go on counting."""
+        """Append episodes; their indices go on counting."""
         for episode in episodes:
             self._waiting.append(
                 QueuedEpisode(
-                    episode.task_id, episode.trial_id, episode.seed, group_id=episode.group_id, place=self._length
+                    episode.task_id, episode.trial_id, episode.seed, group_id=episode.group_id, queue_index=self._length
                 )
             )
             self._length += 1
@@ -147,7 +155,9 @@ class EpisodeQueue:
         self._waiting.appendleft(episode)
 
 
-def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1) -> list[Episode]:
+def evaluation_episodes(
+    spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1
+) -> list[Episode]:
     """Every (task, trial), tasks interleaved so that a progress bar is representative from the start.
 
     Args:
@@ -163,6 +173,13 @@ def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 
     tasks = range(len(spec.tasks))
     grid = [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
     return grid * repeats
+
+
+def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1) -> list[Episode]:
+    """The old name of :func:`evaluation_episodes`."""
+    message = "evaluation_grid is called evaluation_episodes now; the old name will go in the next version"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return evaluation_episodes(spec, trials, seed, repeats)
 
 
 def _check_trials(spec: SimulatorSpec, trials: int | None) -> None:

@@ -15,9 +15,9 @@ several times faster with :func:`vla_envs.make_env`, which renders once per chun
 
 from __future__ import annotations
 
-import re
 import string
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -27,11 +27,9 @@ from gymnasium.vector.utils.shared_memory import read_from_shared_memory
 
 from vla_common import keys
 from vla_common.errors import unknown_name
-from vla_envs.registry import list_envs, make_spec
-from vla_envs.simulator import Episode, Simulator
+from vla_envs.registry import find_benchmark, make_spec, option_types, refuse_options
+from vla_envs.simulator import Episode, Simulator, SimulatorSpec
 
-NAMESPACE = "vla"
-_TITLES = {"metaworld": "MetaWorld", "libero": "LIBERO", "maniskill": "ManiSkill"}  # benchmark -> its name in an id
 _CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " ’"
 _MAX_INSTRUCTION = 256  # characters; an instruction may be longer than its pattern
 _MAX_SEED = 2**31
@@ -52,7 +50,8 @@ class _SharedTexts(Sequence):
         self._arguments = space, memory, n
 
     def _decode(self) -> tuple[str, ...]:
-        return read_from_shared_memory.dispatch(spaces.Text)(*self._arguments)
+        texts: Any = read_from_shared_memory.dispatch(spaces.Text)(*self._arguments)
+        return texts
 
     def __getitem__(self, index: Any) -> Any:
         return self._decode()[index]
@@ -69,19 +68,6 @@ def _read_instructions(space: InstructionSpace, shared_memory: Any, n: int = 1) 
     return _SharedTexts(space, shared_memory, n)
 
 
-def register_envs() -> None:
-    """Register an id for every name of :func:`vla_envs.list_envs`; only strings, no simulator is imported."""
-    for name in list_envs():
-        benchmark, _, suite = name.partition("/")
-        suite = re.sub(r"-v\d+$", "", suite)  # "reach-v3": the version in an id is ours, not the benchmark's
-        suite = suite.capitalize() if benchmark == "libero" else suite
-        gymnasium.register(
-            id=f"{NAMESPACE}/{_TITLES[benchmark]}-{suite}-v0",
-            entry_point="vla_envs.gym:SimulatorEnv",
-            kwargs={"name": name},
-        )
-
-
 class SimulatorEnv(gymnasium.Env):
     """One simulator as a Gymnasium environment.
 
@@ -92,27 +78,46 @@ class SimulatorEnv(gymnasium.Env):
     ``task_id``, ``trial_id`` and ``episode_seed``.
 
     Args:
-        name: such as ``"metaworld/reach-v3"``; :func:`vla_envs.list_envs` has them all.
+        name: such as ``"metaworld/reach-v3"``; :func:`vla_envs.list_envs` has them all. Or a
+            :class:`~vla_envs.simulator.SimulatorSpec`, of a simulator that belongs to no registered benchmark.
         render_mode: ``"rgb_array"`` or ``None``. ``render()`` returns the image of the last observation.
         horizon: primitive actions until truncation; the benchmark's own if ``None``. (The
             ``max_episode_steps`` of ``gymnasium.make`` can only shorten an episode.)
-        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World.
+        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
+            ``SimulatorSpec``, which has them.
 
     Raises:
         ValueError: an unknown name or option.
+
+    Example:
+        An id for a simulator of one's own:
+
+        >>> gymnasium.register("my/Toy-v0", "vla_envs.gym:SimulatorEnv", kwargs={"name": spec})  # doctest: +SKIP
     """
 
     metadata = {"render_modes": ["rgb_array"]}
 
-    def __init__(self, name: str, render_mode: str | None = None, horizon: int | None = None, **options: Any):
-        if render_mode not in (None, *self.metadata["render_modes"]):
+    def __init__(
+        self,
+        name: str | SimulatorSpec,
+        render_mode: str | None = None,
+        horizon: int | None = None,
+        **options: Any,
+    ):
+        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise unknown_name("render_mode", render_mode, self.metadata["render_modes"])
+        if isinstance(name, SimulatorSpec):
+            refuse_options(name, options)
+            spec = name
+        else:
+            if horizon is not None and "max_episode_steps" in option_types(find_benchmark(name)[0]):
+                options["max_episode_steps"] = horizon  # so that it is among the deviations from the protocol
+            spec = make_spec(name, **options)
         if horizon is not None:
-            options["max_episode_steps"] = horizon
-        self.render_mode = render_mode
-        self.simulator_spec = spec = make_spec(name, **options)
+            spec = replace(spec, max_episode_steps=horizon)
+        self.render_mode, self.simulator_spec = render_mode, spec
         self.metadata = {**self.metadata, "render_fps": spec.control_frequency}  # a recorded video is in real time
-        entries = {
+        entries: dict[str, spaces.Space[Any]] = {
             keys.IMAGES: spaces.Box(0, 255, (*spec.image_shape, 3), np.uint8),
             keys.STATES: spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32),
             keys.TASK_DESCRIPTIONS: InstructionSpace(_MAX_INSTRUCTION, charset=_CHARACTERS),
@@ -120,7 +125,7 @@ class SimulatorEnv(gymnasium.Env):
         if spec.wrist_image_shape is not None:
             entries[keys.WRIST_IMAGES] = spaces.Box(0, 255, (*spec.wrist_image_shape, 3), np.uint8)
         self.observation_space = spaces.Dict(entries)
-        self.action_space = spaces.Box(np.float32(spec.action_low), np.float32(spec.action_high))
+        self.action_space = spaces.Box(np.array(spec.action_low, np.float32), np.array(spec.action_high, np.float32))
         self._simulator: Simulator | None = None
         self._episode: Episode | None = None  # the running one
         self._episode_seed: int | None = None
@@ -146,13 +151,13 @@ class SimulatorEnv(gymnasium.Env):
             self._episode_seed = seed
         elif self._episode_seed is None:
             self._episode_seed = int(self.np_random.integers(_MAX_SEED))
-        self._episode = self._choose_episode(options or {})
+        self._episode = self._choose_episode(options or {}, self._episode_seed)
         if self._simulator is None:
             self.simulator_spec.check()
             self._simulator = self.simulator_spec.make()
         self._simulator.reset(self._episode)
         self._elapsed = 0
-        return self._observe(), self._info(self._episode, success=False)
+        return self._observe(self._simulator), self._info(self._episode, success=False)
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute one primitive action and render.
@@ -161,7 +166,7 @@ class SimulatorEnv(gymnasium.Env):
             ValueError: an action of the wrong shape or type, or one that is not finite.
             gymnasium.error.ResetNeeded: no episode is running.
         """
-        if self._episode is None:
+        if self._episode is None or self._simulator is None:
             raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
         episode, outcome = self._episode, self._simulator.step(self._checked(action))
         self._elapsed += 1
@@ -169,7 +174,13 @@ class SimulatorEnv(gymnasium.Env):
         truncated = not terminated and self._elapsed >= self.simulator_spec.max_episode_steps
         if terminated or truncated:
             self._episode = None
-        return self._observe(), outcome.reward, terminated, truncated, self._info(episode, outcome.success)
+        return (
+            self._observe(self._simulator),
+            outcome.reward,
+            terminated,
+            truncated,
+            self._info(episode, outcome.success),
+        )
 
     def render(self) -> np.ndarray | None:
         """The image of the last observation, uint8 ``[H, W, 3]``."""
@@ -181,7 +192,7 @@ class SimulatorEnv(gymnasium.Env):
             self._simulator.close()
         self._simulator = self._episode = None
 
-    def _choose_episode(self, options: dict[str, Any]) -> Episode:
+    def _choose_episode(self, options: dict[str, Any], seed: int) -> Episode:
         for name in options:
             if name not in (keys.TASK_ID, keys.TRIAL_ID):
                 raise unknown_name("reset option", name, (keys.TASK_ID, keys.TRIAL_ID))
@@ -195,10 +206,10 @@ class SimulatorEnv(gymnasium.Env):
                 f"{self.simulator_spec.id} has task_id 0 to {tasks - 1} and trial_id 0 to {trials - 1}, "
                 f"got task_id={task_id!r} and trial_id={trial_id!r}"
             )
-        return Episode(int(task_id), int(trial_id), self._episode_seed)
+        return Episode(int(task_id), int(trial_id), seed)
 
     def _checked(self, action: np.ndarray) -> np.ndarray:
-        action, expected = np.asarray(action), self.action_space.shape
+        action, expected = np.asarray(action), (self.simulator_spec.action_dim,)
         if action.shape != expected or not np.issubdtype(action.dtype, np.floating):
             raise ValueError(
                 f"{self.simulator_spec.id} takes one action of float32 {list(expected)}, "
@@ -208,8 +219,8 @@ class SimulatorEnv(gymnasium.Env):
             raise ValueError(f"the action is not finite: {action.tolist()}")
         return action.astype(np.float32)
 
-    def _observe(self) -> dict[str, Any]:
-        seen = self._simulator.observe()
+    def _observe(self, simulator: Simulator) -> dict[str, Any]:
+        seen = simulator.observe()
         self._image = np.array(seen.images)  # a copy: the next frame may be drawn into the same memory
         observation = {
             keys.IMAGES: self._image,

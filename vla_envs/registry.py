@@ -1,24 +1,141 @@
-"""Names of environments: ``"<benchmark>/<suite or task>"``."""
+"""Benchmarks and the names of their environments: ``"<benchmark>/<suite or task>"``.
+
+A benchmark is one :class:`Benchmark`, in a room of its own. An installed package declares it as an entry point
+(:mod:`vla_common.registry`), a program with :func:`register_benchmark`; nothing else has to know its name.
+"""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import gymnasium
+
 from vla_common.errors import unknown_name
+from vla_common.registry import benchmarks
+from vla_common.schema import BenchmarkSchema, Gripper
+from vla_common.settings import setting_types
+from vla_envs.probe import Finding
 from vla_envs.simulator import SimulatorSpec
 
-# A benchmark's module offers make_spec(suite, **options) and suites(), without importing its simulator.
-BENCHMARKS = {"metaworld": "vla_envs.metaworld", "libero": "vla_envs.libero", "maniskill": "vla_envs.maniskill"}
+__all__ = [
+    "Benchmark",
+    "BenchmarkSchema",
+    "Gripper",
+    "get_benchmark",
+    "list_envs",
+    "make_spec",
+    "register_benchmark",
+    "register_installed",
+]
+NAMESPACE = "vla"  # of the Gymnasium ids
+_unfinished: set[str] = set()  # benchmarks whose module imported us before it had made its Benchmark
+
+
+def without_version(suite: str) -> str:
+    """``"reach-v3"`` -> ``"reach"``: the version in a Gymnasium id is ours, not the benchmark's."""
+    return re.sub(r"-v\d+$", "", suite)
+
+
+def no_checks() -> Sequence[Finding]:
+    """Nothing that a machine could lack."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What there is to know about a benchmark; everything else asks it here.
+
+    Making one imports no simulator.
+
+    Attributes:
+        name: what stands before the slash, such as ``"metaworld"``; of letters, digits, ``_`` and ``-``.
+        title: its name in Gymnasium ids and for people, such as ``"MetaWorld"``.
+        schema: cameras, states, actions and gripper, and what policy families need to know to act in it.
+        make_spec: ``make_spec(suite, **options)`` describes a suite or a task; its keyword-only parameters are the
+            benchmark's options and their annotations say what each may be (:mod:`vla_common.settings`).
+        suites: names that ``make_spec`` takes; none as long as the benchmark is not built.
+        suite_title: how a suite is written in a Gymnasium id.
+        checks: what this machine has and lacks for it (:mod:`vla_envs.doctor.checks` has the usual ones). It may take
+            seconds and may run beside the checks of others.
+
+    Example:
+        >>> from vla_envs import Benchmark, BenchmarkSchema, register_benchmark
+        >>> schema = BenchmarkSchema((64, 64), states=("x (m)",), actions=("dx (m)",), instruction="go right")
+        >>> toy = Benchmark("toy", "Toy", schema, make_spec=make_toy_spec, suites=lambda: ["easy"])  # doctest: +SKIP
+        >>> register_benchmark(toy)  # doctest: +SKIP
+    """
+
+    name: str
+    title: str
+    schema: BenchmarkSchema
+    make_spec: Callable[..., SimulatorSpec]
+    suites: Callable[[], Iterable[str]]
+    suite_title: Callable[[str], str] = without_version
+    checks: Callable[[], Sequence[Finding]] = no_checks
+
+    def __post_init__(self) -> None:
+        for what, value in (("name", self.name), ("title", self.title)):
+            if not re.fullmatch(r"[\w-]+", value):
+                raise ValueError(f"the {what} of a benchmark is letters, digits, _ and -, got {value!r}")
+        if self.name in _unfinished:
+            _unfinished.remove(self.name)
+            _register_ids(self)
+
+
+def register_benchmark(benchmark: Benchmark) -> None:
+    """Add a benchmark for this process, and its Gymnasium ids.
+
+    Worker processes do not need it: they get the :class:`~vla_envs.simulator.SimulatorSpec`.
+
+    Raises:
+        ValueError: there is another benchmark of that name.
+    """
+    benchmarks.register(benchmark.name, benchmark)
+    _register_ids(benchmark)
+
+
+def register_installed() -> None:
+    """Register the Gymnasium ids of all installed benchmarks; a package that is broken costs a warning, no more."""
+    for name in benchmarks.names():
+        try:
+            _register_ids(get_benchmark(name))
+        except Exception as error:  # whatever the package of a stranger raises
+            if _is_being_imported(name):
+                _unfinished.add(name)
+            else:
+                warnings.warn(f"benchmark {name!r} is left out: {one_line(error)}", RuntimeWarning, stacklevel=2)
+
+
+def get_benchmark(name: str) -> Benchmark:
+    """A benchmark by name.
+
+    Raises:
+        ValueError: there is none; offers the nearest names.
+        ImportError: its package cannot be imported, or declares something else.
+    """
+    benchmark = benchmarks.get(name)
+    if not isinstance(benchmark, Benchmark) or benchmark.name != name:
+        found = f"one of the name {benchmark.name!r}" if isinstance(benchmark, Benchmark) else repr(benchmark)
+        raise ImportError(
+            f"the entry point {name!r} of {benchmarks.group} must be a Benchmark of that name, not {found}"
+        )
+    return benchmark
 
 
 def list_envs() -> list[str]:
-    """All names that :func:`vla_envs.make_env` takes."""
-    return [
-        f"{benchmark}/{suite}"
-        for benchmark, module in BENCHMARKS.items()
-        for suite in importlib.import_module(module).suites()
-    ]
+    """All names that :func:`vla_envs.make_env` takes; a benchmark that cannot be imported is left out."""
+    names = []
+    for name in benchmarks.names():
+        with contextlib.suppress(Exception):  # importing vla_envs has said so
+            names += [f"{name}/{suite}" for suite in get_benchmark(name).suites()]
+    return names
 
 
 def make_spec(id: str, **options: Any) -> SimulatorSpec:
@@ -31,10 +148,87 @@ def make_spec(id: str, **options: Any) -> SimulatorSpec:
     Raises:
         ValueError: an unknown benchmark, suite, task or option; the message offers the nearest names.
     """
-    benchmark, _, suite = id.partition("/")
-    if benchmark not in BENCHMARKS or not suite:
-        raise unknown_name("environment", id, list_envs(), example="metaworld/MT50")
+    benchmark, suite = find_benchmark(id)
+    check_options(benchmark, options)
     try:
-        return importlib.import_module(BENCHMARKS[benchmark]).make_spec(suite, **options)
+        return benchmark.make_spec(suite, **options)
     except TypeError as error:
-        raise ValueError(f"{id}: {error}; see help({BENCHMARKS[benchmark]}.make_spec) for its options") from error
+        raise ValueError(
+            f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options"
+        ) from error
+
+
+def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:
+    """Refuse options beside a finished description.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if names := ", ".join(options):
+        raise ValueError(
+            f"{names} cannot be set beside the SimulatorSpec of {spec.id}, which is complete; change it with "
+            "dataclasses.replace, or name the environment"
+        )
+
+
+def find_benchmark(id: str) -> tuple[Benchmark, str]:
+    """The benchmark and the suite of an environment's name.
+
+    Raises:
+        ValueError: there is no such benchmark; offers the nearest names of environments.
+    """
+    name, _, suite = id.partition("/")
+    if name not in benchmarks or not suite:
+        known = list_envs()
+        complete = [other for other in known if other.endswith(f"/{id}")]  # what lacks its benchmark
+        if complete:
+            raise ValueError(f"unknown environment {id!r}; did you mean {' or '.join(complete)}?")
+        raise unknown_name("environment", id, known, example=next(reversed(known), None))
+    return get_benchmark(name), suite
+
+
+def option_types(benchmark: Benchmark) -> dict[str, Any]:
+    """The annotations of a benchmark's options by name."""
+    return setting_types(benchmark.make_spec, without=("suite",))
+
+
+def check_options(benchmark: Benchmark, options: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Refuse options that nobody reads.
+
+    Args:
+        benchmark: whose options.
+        options: their names.
+        others: names that are known to the caller, to be offered too.
+
+    Raises:
+        ValueError: offers the nearest ones.
+    """
+    parameters = inspect.signature(benchmark.make_spec).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return  # the benchmark reads them itself
+    known = [*option_types(benchmark), *others]
+    for name in options:
+        if name not in known:
+            raise unknown_name(f"option of {benchmark.name}", name, known)
+
+
+def _register_ids(benchmark: Benchmark) -> None:
+    """Register an id for each suite; only strings, no simulator is imported."""
+    for suite in benchmark.suites():
+        id = f"{NAMESPACE}/{benchmark.title}-{benchmark.suite_title(suite)}-v0"
+        if id not in gymnasium.registry:
+            gymnasium.register(
+                id, entry_point="vla_envs.gym:SimulatorEnv", kwargs={"name": f"{benchmark.name}/{suite}"}
+            )
+
+
+def _is_being_imported(name: str) -> bool:
+    """Whether a benchmark's own module is what imports us."""
+    parts = (benchmarks.module(name) or "").split(".")
+    modules = [sys.modules.get(".".join(parts[:end])) for end in range(1, len(parts) + 1)]
+    return any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules)
+
+
+def one_line(error: Exception) -> str:
+    """What an error of somebody's package says."""
+    return " ".join(str(error).split()) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"

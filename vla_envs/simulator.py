@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -110,7 +112,7 @@ class SimulatorSpec:
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
         batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
             processes do.
-        departures: what differs from the benchmark's own protocol, to be shown wherever a result is shown.
+        protocol_deviations: what differs from the benchmark's own protocol, to be shown wherever a result is shown.
         options: further keyword arguments of the entry point (camera, render quality, ...).
     """
 
@@ -127,12 +129,24 @@ class SimulatorSpec:
     wrist_image_shape: tuple[int, int, int] | None = None
     initial_states: int | None = None
     batched: str = ""
-    departures: tuple[str, ...] = ()
+    protocol_deviations: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def benchmark(self) -> str:
+        """What stands before the slash of the ``id``."""
+        return self.id.partition("/")[0]
+
+    @property
     def action_dim(self) -> int:
+        """``A``."""
         return len(self.action_low)
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """The old name of ``protocol_deviations``."""
+        _warn_of_departures()
+        return self.protocol_deviations
 
     def task_of(self, episode: Episode) -> Task:
         """The task of an episode.
@@ -162,6 +176,27 @@ class SimulatorSpec:
         check = getattr(_named(self.entry_point), "check", None)
         if check is not None:
             check(self)
+
+
+def _warn_of_departures() -> None:
+    message = "SimulatorSpec.departures is called protocol_deviations now; the old name will go in the next version"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+
+
+_init = SimulatorSpec.__init__
+
+
+@functools.wraps(_init)
+def _init_with_old_name(
+    self: SimulatorSpec, *args: Any, departures: tuple[str, ...] | None = None, **others: Any
+) -> None:
+    if departures is not None:
+        _warn_of_departures()
+        others["protocol_deviations"] = departures
+    _init(self, *args, **others)
+
+
+SimulatorSpec.__init__ = _init_with_old_name  # type: ignore[method-assign]  # no field: it is not copied nor pickled
 
 
 def _named(path: str) -> Any:

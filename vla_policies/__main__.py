@@ -14,10 +14,10 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("folder", help="checkpoint folder or hub id, such as openvla/openvla-7b")
     folder = parser.parse_args(arguments).folder
 
-    from vla_policies.inspection import inspect
+    from vla_policies.registry import inspect_policy
 
     try:
-        report = inspect(folder)
+        report = inspect_policy(folder)
     except (FileNotFoundError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

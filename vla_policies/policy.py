@@ -1,36 +1,87 @@
-"""The contract that every policy fulfils, whatever its architecture."""
+"""What a policy offers: the one page to read before writing one.
+
+Recipes, LoRA, loading and ``python -m vla_policies inspect`` know nothing of a policy but what stands here.
+
+* A policy that is made new for an environment derives from :class:`VLAPolicy`. With a dataclass of settings as its
+  ``config_class`` and a constructor ``__init__(self, config)`` it can be made, saved, loaded and inspected already; it
+  adds what it is: :meth:`~VLAPolicy.forward`, :meth:`~VLAPolicy.get_dist`, :meth:`~VLAPolicy.evaluate_actions`,
+  :meth:`~VLAPolicy.prompt_tokens`, and :meth:`~VLAPolicy.imitation_loss` to learn from demonstrations.
+  :class:`vla_policies.small.SmallVLA` is one.
+* A policy that starts from a published checkpoint derives from :class:`PretrainedPolicy` and adds how that checkpoint
+  is recognised, read, written and described. :class:`vla_policies.openvla.OpenVLA` is one.
+
+Either is known to recipes by its ``family`` once its package declares an entry point::
+
+    [project.entry-points."vla_torchrl.policies"]
+    toy = "toy_package.policy:ToyPolicy"
+
+or after :func:`vla_policies.register_policy`.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
 from torch.distributions import Distribution
+
+from vla_common.keys import WRIST_IMAGES
+from vla_common.schema import EnvironmentShape
+from vla_common.settings import Count, setting_types
+from vla_policies.checkpoint import layout
+from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.lora import adapt
+from vla_policies.checkpoint.report import Report, describe_weights
+from vla_policies.checkpoint.settings import as_tuples, check_unchanged
+from vla_policies.checkpoint.weights import list_weights
 
 
 class VLAPolicy(TensorDictModuleBase):
     """A policy that turns camera images, proprioception and an instruction into a chunk of actions.
 
-    It owns everything that belongs to its checkpoint: prompt, image preprocessing, normalisation
-    statistics and action layout. ``N`` is the batch, ``C`` the chunk length, ``A`` the action dimension.
+    It owns everything that belongs to its checkpoint: prompt, image preprocessing, normalisation statistics and action
+    layout. ``N`` is the batch, ``C`` the chunk length, ``A`` the action dimension.
+
+    A class says:
+
+    * ``family``: its name in recipes, in the registry and in ``config.json`` of what it saves.
+    * ``config_class``: dataclass of its settings, plain numbers, texts, tuples and ``None``. The annotations say what
+      each may be (:mod:`vla_common.settings`), and ``policy.<setting>=...`` is checked by them.
+    * ``shape_settings``: which of those the environment gives, by the names that they have in
+      :class:`~vla_common.schema.EnvironmentShape`; nobody types them.
+    * ``needs_checkpoint``: that it cannot be made without one.
 
     Attributes:
+        config: its settings, an instance of ``config_class``.
         chunk_size: ``C``.
         action_dim: ``A``.
         state_dim: length of ``states``.
         num_values: values per decision in ``state_value``: 1, ``C`` for one per primitive action, or 0 without a head.
+        in_keys: the observations that it looks at.
+        out_keys: what :meth:`forward` writes.
         loss_keys: the entries of a rollout that :meth:`evaluate_actions` reads, which a collector must keep.
     """
 
+    family: ClassVar[str]
+    config_class: ClassVar[type[Any]]
+    shape_settings: ClassVar[tuple[str, ...]] = ("action_low", "action_high", "state_dim")
+    needs_checkpoint: ClassVar[bool] = False
+
+    config: Any
     chunk_size: int
     action_dim: int
     state_dim: int
     num_values: int
-    loss_keys: tuple[str, ...]
+    loss_keys: Sequence[str]
+
+    # ---- acting
 
     @abstractmethod
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -42,34 +93,296 @@ class VLAPolicy(TensorDictModuleBase):
         """
 
     @abstractmethod
-    def get_dist(self, tensordict: TensorDictBase) -> Distribution:
-        """Distribution of what was sampled (action tokens), with ``log_prob`` of shape ``[N, C, A]``."""
-
-    @abstractmethod
-    def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Log-probability ``[N, C, A]``, entropy ``[N, C, A]`` and value of stored actions in one backbone pass."""
-
-    @abstractmethod
-    def prompt_tokens(self, task_descriptions: Sequence[str], states: torch.Tensor | None = None) -> torch.Tensor:
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         """Tokens int64 ``[N, L]`` of ``N`` instructions; some policies' prompts list the ``states`` ``[N, S]`` too.
 
         Raises:
             ValueError: an instruction that the policy cannot take.
         """
 
-    def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Called by the learner with all decisions ``[D]`` of an update, before its first epoch.
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(self.parameters()).device
 
-        A policy may add what does not change during the update, such as the output of a frozen part.
+    # ---- learning
+
+    @abstractmethod
+    def get_dist(self, tensordict: TensorDictBase) -> Distribution:
+        """Distribution of what was sampled (action tokens), with ``log_prob`` of shape ``[N, C, A]``."""
+
+    @abstractmethod
+    def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probability ``[N, C, A]``, entropy ``[N, C, A]`` and value of stored actions in one backbone pass."""
+
+    def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
+        """Loss ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, for behaviour cloning.
+
+        Args:
+            tensordict: observations, ``prompt_tokens`` and ``action`` in the simulator's units.
+            sigma: width of soft labels, for policies that have them, as a fraction of half the range.
+
+        Raises:
+            NotImplementedError: the policy cannot learn from demonstrations.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no imitation_loss, which behaviour cloning needs; set sft.episodes=0, or start "
+            "from policy.checkpoint"
+        )
+
+    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
+        """Set the normalisation of ``states``, two tensors ``[S]``, before a new policy learns from demonstrations.
+
+        Nothing is done where the statistics are the checkpoint's.
+        """
+
+    def critic_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the critic, which have a learning rate and a warm-up of their own: those of ``value_head``."""
+        return (parameter for name, parameter in self.named_parameters() if "value_head" in name)
+
+    def precompute(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add what does not change during an update, such as the output of a frozen part.
+
+        Called by the learner with all decisions ``[D]`` of an update, before its first epoch.
         """
         return tensordict
 
     def start_iteration(self, iteration: int) -> None:
-        """Called by the recipes before each collection, counted from 1, for whatever a policy schedules."""
+        """Set what the policy schedules; called by the recipes before each collection, counted from 1."""
 
-    def follow(self, policy: VLAPolicy) -> None:
-        """Called on a frozen copy before it is compared with ``policy``: take over what that one schedules."""
+    def copy_schedules(self, policy: VLAPolicy) -> None:
+        """Take over what ``policy`` schedules; called on a frozen copy before it is compared with that one."""
+
+    # ---- making, saving and loading
+
+    @classmethod
+    def make(cls, shape: EnvironmentShape, checkpoint: str | Path | None = None, **settings: Any) -> Self:
+        """Make a policy for an environment: a new one, or that of a checkpoint.
+
+        Args:
+            shape: of the environment, such as a :class:`vla_envs.SimulatorSpec`.
+            checkpoint: folder or hub id.
+            **settings: fields of ``config_class``, but for ``shape_settings``; what is left out has its default.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            ValueError: settings that do not fit it, or each other.
+        """
+        if checkpoint is not None:
+            return cls.from_pretrained(checkpoint, device=cls.default_device(), **settings)
+        given = {name: getattr(shape, name) for name in cls.shape_settings}
+        return cls(cls.config_class(**given, **as_tuples(settings)))
+
+    @classmethod
+    def default_device(cls) -> str:
+        """Return where recipes put the policy if nobody says; a small one is as fast on the CPU, beside simulators."""
+        return "cpu"
+
+    @classmethod
+    def setting_types(cls) -> dict[str, Any]:
+        """Annotation of every setting that :meth:`make` takes."""
+        hints = get_type_hints(cls.config_class, include_extras=True)
+        found = {field.name: hints[field.name] for field in fields(cls.config_class)}
+        own = setting_types(cls.make, without=("shape", "checkpoint"))
+        return {**own, **{name: hint for name, hint in found.items() if name not in cls.shape_settings}}
+
+    def check_environment(self, shape: EnvironmentShape) -> None:
+        """Refuse an environment that the policy cannot act in.
+
+        Raises:
+            ValueError: it has other actions, states or cameras, or an instruction that the policy cannot take.
+        """
+        name = getattr(shape, "id", shape.benchmark)
+        action_dim = len(shape.action_low)
+        if (self.action_dim, self.state_dim) != (action_dim, shape.state_dim):
+            raise ValueError(
+                f"the policy has {self.action_dim} action and {self.state_dim} state dimensions, {name} has "
+                f"{action_dim} and {shape.state_dim}; use it where it was trained: env=..."
+            )
+        if WRIST_IMAGES in self.in_keys and shape.wrist_image_shape is None:
+            raise ValueError(
+                f"the policy looks at wrist cameras and {name} has none; use a checkpoint that was trained with one "
+                "image"
+            )
+        if instructions := [task.instruction for task in getattr(shape, "tasks", ())]:
+            # Large states have the longest numbers, for prompts that list them.
+            self.prompt_tokens(instructions, torch.full((len(instructions), shape.state_dim), 1e6))
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write weights, normalisation statistics and configuration, so that :meth:`from_pretrained` reads them."""
+        layout.save(folder, self.family, asdict(self.config), self.state_dict())
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu", **settings: Any) -> Self:
+        """Load what :meth:`save_pretrained` wrote.
+
+        Args:
+            folder: local folder or hub id.
+            device: of the policy.
+            **settings: fields of ``config_class`` that the checkpoint must have, to be sure of them.
+
+        Raises:
+            FileNotFoundError: the folder is not a policy.
+            ValueError: another family, other settings, a truncated file, or weights that do not fit the configuration.
+        """
+        path = resolve(folder)
+        family, stored = layout.read(path)
+        if family != cls.family:
+            raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")
+        check_unchanged(settings, stored, [field.name for field in fields(cls.config_class)], cls.__name__, path)
+        try:
+            policy = cls(cls.config_class(**as_tuples(stored)))
+        except TypeError as error:
+            raise ValueError(f"{path / layout.CONFIG} does not fit the policy {family!r}: {error}") from error
+        layout.load(policy, path)
+        return policy.to(device)
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        """Whether :func:`vla_policies.load_policy` loads a local folder with this class. Raises nothing."""
+        return layout.family_of(folder) == cls.family
+
+    @classmethod
+    def describe(cls, folder: Path) -> Report:
+        """Describe a folder that the class recognises, and list what it lacks, without reading a tensor."""
+        family, stored = layout.read(folder)
+        facts = {"family": str(family), "chunk": str(stored.get("chunk_size")), "statistics": "part of the weights"}
+        return Report({**facts, "weights": describe_weights(list_weights(folder))})
+
+
+class PretrainedPolicy(VLAPolicy):
+    """A policy that starts from a published checkpoint, whose layout it reads and writes.
+
+    A class has to say, beside what :class:`VLAPolicy` wants, how a checkpoint is read and written:
+    :meth:`from_pretrained`, :meth:`save_pretrained`, :meth:`recognises` and :meth:`describe`. Its ``config_class`` has
+    a field ``benchmark``, in whose cameras, states and actions the policy acts; :func:`vla_common.schema.get_schema`
+    knows these. Further:
+
+    * ``checkpoint_settings``: settings that a checkpoint was trained with: another value is refused.
+    * ``renamed_settings``: new names by old ones; checkpoints that were saved before keep loading.
+    * ``lora_targets``: last parts of the names of the layers that get adapters.
+
+    Attributes:
+        model: the network that adapters go on; heads beside it are always trained.
+        unused_tensors: tensors of the checkpoint that nothing reads, to be written again.
+    """
+
+    shape_settings = ("benchmark",)
+    needs_checkpoint = True
+    checkpoint_settings: ClassVar[tuple[str, ...]] = ()
+    renamed_settings: ClassVar[Mapping[str, str]] = {}
+    lora_targets: ClassVar[tuple[str, ...]]
+
+    model: nn.Module
+    unused_tensors: dict[str, Tensor]
+
+    @classmethod
+    @abstractmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        lora_adapter: str | Path | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Load a checkpoint. Everything is checked before a tensor is read.
+
+        Args:
+            folder: local folder, or hub id.
+            dtype: of the model, ``None`` for what it was saved with here, or float32; heads are float32.
+            device: of the policy.
+            lora_adapter: folder of a peft adapter to apply and go on training.
+            **settings: fields of ``config_class``; what the checkpoint was saved with is the default.
+
+        Raises:
+            FileNotFoundError: no checkpoint, or a part of it is missing.
+            ValueError: settings, statistics, tokenizer or weights that do not fit.
+        """
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write weights, normalisation statistics and configuration to ``folder``."""
+        """Write the checkpoint's layout; a LoRA adapter that was not merged goes into ``lora_adapter/``."""
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, folder: Path) -> bool:
+        """Whether :func:`vla_policies.load_policy` loads a local folder with this class. Raises nothing."""
+
+    @classmethod
+    @abstractmethod
+    def describe(cls, folder: Path) -> Report:
+        """Describe a folder that the class recognises, and list what it lacks, without reading a tensor."""
+
+    def unused(self, key: str) -> bool:
+        """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
+        return False
+
+    def freeze(self) -> None:
+        """Freeze what is never trained."""
+
+    def lora_layers(self, targets: Sequence[str]) -> list[str]:
+        """Names of the layers of :attr:`model` whose last part is one of ``targets``."""
+        return [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
+
+    @classmethod
+    def default_device(cls) -> str:
+        """Return the GPU if there is one."""
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    @classmethod
+    def make(
+        cls,
+        shape: EnvironmentShape,
+        checkpoint: str | Path | None = None,
+        *,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+        device: str | None = None,
+        lora_adapter: str | None = None,
+        lora_rank: Count | None = None,
+        lora_alpha: Count | None = None,
+        lora_targets: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Load a checkpoint for an environment, with adapters if asked for.
+
+        Args:
+            shape: of the environment; its benchmark is what the policy is loaded for.
+            checkpoint: folder or hub id.
+            dtype: of the model, ``None`` for what it was saved with here, or float32.
+            device: of the policy, ``None`` for :meth:`default_device`.
+            lora_adapter: folder of a published adapter to apply and go on training.
+            lora_rank: train a new adapter of this rank instead of the whole model.
+            lora_alpha, lora_targets: see :func:`vla_policies.checkpoint.lora.add_lora`.
+            **settings: fields of ``config_class``; what the checkpoint was saved with is the default.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            ValueError: no checkpoint was named, or the settings do not fit it.
+        """
+        if not checkpoint:
+            raise ValueError(
+                f"policy={cls.family} starts from a checkpoint; type policy.checkpoint=FOLDER: a folder in the "
+                "published layout, or a hub id"
+            )
+        policy = cls.from_pretrained(
+            checkpoint,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            device=device or cls.default_device(),
+            lora_adapter=lora_adapter,
+            **{name: getattr(shape, name) for name in cls.shape_settings},
+            **settings,
+        )
+        adapt(policy, lora_rank, lora_alpha, lora_targets)
+        return policy
+
+    def check_environment(self, shape: EnvironmentShape) -> None:
+        """Refuse an environment of another benchmark; see :meth:`VLAPolicy.check_environment`."""
+        if self.config.benchmark != shape.benchmark:
+            own, name = self.config.benchmark, getattr(shape, "id", shape.benchmark)
+            raise ValueError(
+                f"the policy acts in {own} and {name} is of {shape.benchmark}; take env=... of {own}, or load the "
+                f"checkpoint for {shape.benchmark}: policy={self.family}"
+            )
+        super().check_environment(shape)

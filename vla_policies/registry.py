@@ -1,118 +1,140 @@
-"""Saving and loading policies: a folder with ``config.json`` and weights in safetensors; nothing is executed.
+"""Policies by the name of their family: ours and those of any installed package, made, loaded and inspected.
 
-:func:`load_policy` reads what any policy of this package saved, and published checkpoints. How an OpenVLA folder is
-laid out is the business of :mod:`vla_policies.openvla.folder`; the rest of this module is the small policy's.
+Nothing here knows a family: what is asked of one is written in :mod:`vla_policies.policy`.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Optional
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
+from vla_common.errors import unknown_name
+from vla_common.registry import policies
+from vla_common.schema import EnvironmentShape
+from vla_common.settings import check_settings
+from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.hub import resolve
-from vla_policies.openvla.folder import FAMILIES, OpenVLAFolder
-from vla_policies.pi0.folder import is_pi0
-
-if TYPE_CHECKING:
-    from vla_policies.policy import VLAPolicy
-
-POLICIES = {  # by the "policy" entry of config.json, or by the family of an OpenVLA checkpoint
-    "small": "vla_policies.small.token_policy:SmallVLA",
-    "small_flow": "vla_policies.small.flow_policy:SmallFlow",
-    "pi0": "vla_policies.pi0.policy:Pi0",
-    "openvla": "vla_policies.openvla.openvla:OpenVLA",
-    "openvla_oft": "vla_policies.openvla.oft:OpenVLAOFT",
-}
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+from vla_policies.checkpoint.report import Report
+from vla_policies.checkpoint.settings import SettingError
+from vla_policies.policy import VLAPolicy
 
 
-def save_policy(folder: str | Path, name: str, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Write a policy that :func:`load_policy` reads."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: tensor.contiguous() for key, tensor in weights.items()}, folder / _WEIGHTS)
-    (folder / _CONFIG).write_text(json.dumps({"policy": name, **config}, indent=2) + "\n")
-
-
-def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
-    """Load a policy that ``save_pretrained`` wrote, or a published checkpoint of OpenVLA or pi0, with its statistics.
+def register_policy(name: str, policy_class: type[VLAPolicy]) -> None:
+    """Add a family for this process; an entry point of the group ``vla_torchrl.policies`` adds one for good.
 
     Args:
-        folder: local folder or hub id.
-        **settings: of ``from_pretrained`` of the large policies. Files of OpenVLA-OFT that have neither its heads nor
-            our options look like OpenVLA's: load those with ``OpenVLAOFT.from_pretrained``.
+        name: of the family.
+        policy_class: whose ``family`` it is.
 
     Raises:
-        FileNotFoundError: the folder is not a policy.
-        ValueError: an unknown architecture, a truncated file, or weights that do not fit the configuration.
+        ValueError: the name is taken, or the class says another one.
     """
-    folder = resolve(folder)
-    if is_pi0(folder):
-        return policy_class("pi0").from_pretrained(folder, **settings)
-    config = read_config(folder)
-    if config.get("model_type") in FAMILIES:
-        return policy_class(OpenVLAFolder.read(folder).family).from_pretrained(folder, **settings)
-    if settings:
-        raise ValueError(f"{folder} is a policy that has no settings; leave out the settings {sorted(settings)}")
-    if not (folder / _WEIGHTS).is_file():
-        raise FileNotFoundError(_not_a_policy(folder, _WEIGHTS))
-    name = config.pop("policy", None)
-    if name not in POLICIES:
-        raise ValueError(f"{folder / _CONFIG} describes the policy {name!r}; this version knows {sorted(POLICIES)}")
-    try:
-        policy = policy_class(name).from_config(config)
-    except TypeError as error:
-        raise ValueError(f"{folder / _CONFIG} does not fit the policy {name!r}: {error}") from error
-    try:
-        weights = load_file(folder / _WEIGHTS)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / _WEIGHTS} is truncated or no safetensors file ({error}); copy it again") from error
-    expected = policy.state_dict()
-    missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    wrong = [
-        f"{key} {list(weights[key].shape)} instead of {list(expected[key].shape)}"
-        for key in expected.keys() & weights.keys()
-        if weights[key].shape != expected[key].shape
-    ]
-    if missing or extra or wrong:
+    if policy_class.family != name:
         raise ValueError(
-            f"{folder / _WEIGHTS} is not of the architecture in {_CONFIG}: missing {missing[:5]}, "
-            f"unknown {extra[:5]}, wrong shape {sorted(wrong)[:5]}"
+            f"{policy_class.__name__}.family is {policy_class.family!r} and it is registered as {name!r}; give it one "
+            "name: it is what its checkpoints say"
         )
-    policy.load_state_dict(weights)
+    policies.register(name, policy_class)
+
+
+def get_policy_class(family: str) -> type[VLAPolicy]:
+    """The class of a family.
+
+    Raises:
+        ValueError: there is none of that name; offers the nearest ones.
+        ImportError: the package that declares it cannot be imported.
+    """
+    if family not in policies:
+        raise unknown_name("policy.family", str(family), policies.names())
+    found: type[VLAPolicy] = policies.get(family)
+    return found
+
+
+def policy_types(family: str) -> dict[str, Any]:
+    """Annotation of every keyword argument of :func:`make_policy` for a family, for the ``policy:`` of a configuration.
+
+    Each may be ``None`` too: the class's default, or what the checkpoint was saved with.
+    """
+    own = get_policy_class(family).setting_types()
+    return {"family": str, **{name: Optional[hint] for name, hint in {"checkpoint": str, **own}.items()}}  # noqa: UP045
+
+
+def make_policy(
+    shape: EnvironmentShape, *, family: str, checkpoint: str | Path | None = None, **settings: Any
+) -> VLAPolicy:
+    """Make a policy that is complete and known to fit an environment, which need not have been started.
+
+    Args:
+        shape: of the environment, such as a :class:`vla_envs.SimulatorSpec`.
+        family: a registered name. One that is made new takes checkpoints of every family.
+        checkpoint: folder or hub id.
+        **settings: see :func:`policy_types`; ``None`` leaves one to the class, or to the checkpoint.
+
+    Raises:
+        FileNotFoundError: no such checkpoint.
+        ValueError: settings or an environment that do not fit it; names a setting as recipes type it.
+    """
+    policy_class = get_policy_class(family)
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    check_settings("policy", chosen, policy_class.setting_types())
+    try:
+        if checkpoint and not policy_class.needs_checkpoint:
+            path = resolve(checkpoint)
+            found = policy_class if policy_class.recognises(path) else find_policy_class(path)
+            policy = found.from_pretrained(path, device=found.default_device(), **chosen)
+        else:
+            policy = policy_class.make(shape, checkpoint or None, **chosen)
+    except SettingError as error:
+        raise ValueError(f"policy.{error}") from error
+    policy.check_environment(shape)
     return policy
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a policy folder.
+def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
+    """Load a policy that ``save_pretrained`` wrote, or a published checkpoint, with its statistics.
+
+    Args:
+        folder: local folder or hub id.
+        **settings: of ``from_pretrained`` of its class. Files of OpenVLA-OFT that have neither its heads nor our
+            options look like OpenVLA's: load those with ``OpenVLAOFT.from_pretrained``.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not a JSON object.
+        FileNotFoundError: the folder is not a policy.
+        ValueError: an unknown architecture, settings that do not fit, a truncated file, or weights that do not fit the
+            configuration.
     """
-    if not (folder / _CONFIG).is_file():
-        raise FileNotFoundError(_not_a_policy(folder, _CONFIG))
-    try:
-        return dict(json.loads((folder / _CONFIG).read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{folder / _CONFIG} is not a policy configuration ({error})") from error
+    path = resolve(folder)
+    return find_policy_class(path).from_pretrained(path, **settings)
 
 
-def policy_class(name: str) -> type[VLAPolicy]:
-    """The class of a name in :data:`POLICIES`."""
-    module, _, attribute = POLICIES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+def inspect_policy(folder: str | Path) -> Report:
+    """Describe a checkpoint folder or hub id without reading a tensor.
+
+    Raises:
+        FileNotFoundError, ValueError: it is no checkpoint of a registered family.
+    """
+    path = resolve(folder)
+    return find_policy_class(path).describe(path)
 
 
-def _not_a_policy(folder: Path, file: str) -> str:
-    return (
-        f"{folder} is not a policy folder: it has no {file}; pass an OpenVLA checkpoint, or the folder that "
-        "save_pretrained or a recipe wrote, such as runs/ppo/latest/policy"
-    )
+def find_policy_class(folder: Path) -> type[VLAPolicy]:
+    """The registered class that recognises a local folder.
+
+    Raises:
+        FileNotFoundError: the folder is not a policy.
+        ValueError: no family knows it, or several do.
+    """
+    found: list[type[VLAPolicy]] = [each for each in policies.load_all() if each.recognises(folder)]
+    if len(found) > 1:
+        names = " and ".join(each.family for each in found)
+        raise ValueError(
+            f"{folder} is a checkpoint of {names}; load it with from_pretrained of the class that you mean"
+        )
+    if not found:
+        family, config = layout.read(folder)
+        kind = family or config.get("model_type")
+        raise ValueError(
+            f"{folder} is a checkpoint of {repr(kind) if kind else 'an unknown model'}; known are "
+            f"{', '.join(policies.names())}: install the package that registers it"
+        )
+    return found[0]

@@ -17,12 +17,12 @@ from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
     ACTION_TOKENS,
+    CRASHED,
     DONE,
     EPISODE_LEN,
     EPISODE_RETURN,
     GROUP_ID,
     IMAGES,
-    LOST,
     REWARD,
     STATE_VALUE,
     STATES,
@@ -91,7 +91,7 @@ class ToyEnv(EnvBase):
                 **{key: Unbounded((n,), dtype=torch.int64) for key in (TASK_ID, TRIAL_ID, GROUP_ID)},
                 STEP_REWARDS: Unbounded((n, CHUNK)),
                 STEP_MASK: Binary(CHUNK, (n, CHUNK), dtype=torch.bool),
-                **{key: flag.clone() for key in (SUCCESS, SUCCESS_AT_END, LOST)},
+                **{key: flag.clone() for key in (SUCCESS, SUCCESS_AT_END, CRASHED)},
                 EPISODE_RETURN: Unbounded((n, 1)),
                 EPISODE_LEN: Unbounded((n, 1), dtype=torch.int64),
             },
@@ -147,7 +147,7 @@ class ToyEnv(EnvBase):
         steps = torch.tensor(self.steps).unsqueeze(-1)
         truncated = ((steps >= self.horizon) & ~success) | lost | idle
         outcome = {
-            STEP_REWARDS: rewards, STEP_MASK: mask, SUCCESS: success, SUCCESS_AT_END: success, LOST: lost,
+            STEP_REWARDS: rewards, STEP_MASK: mask, SUCCESS: success, SUCCESS_AT_END: success, CRASHED: lost,
             EPISODE_RETURN: success.float(), EPISODE_LEN: steps,
             REWARD: rewards.sum(-1, keepdim=True),
             TERMINATED: success, TRUNCATED: truncated, DONE: success | truncated,

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from vla_envs import list_envs
-from vla_envs.doctor.probe import run_probe
-from vla_envs.doctor.report import (
-    check_assets,
-    check_benchmark_assets,
+from vla_envs.doctor.checks import (
+    check_asset_folder,
+    check_assets_variable,
     check_packages,
     check_renderers,
     check_simulator,
@@ -19,6 +18,7 @@ from vla_envs.doctor.report import (
 )
 from vla_envs.libero import package
 from vla_envs.libero.package import _ARENAS, _FOLDERS
+from vla_envs.probe import run_probe
 from vla_envs.rendering import vulkan
 
 
@@ -37,7 +37,7 @@ def test_report_of_a_working_machine():
     done = report("--all")
     can_draw = not any(line.split()[:2] == ["broken", "Vulkan"] for line in done.stdout.splitlines())
     assert done.returncode == (0 if can_draw else 1), done.stdout
-    assert "Usable now: metaworld" in done.stdout
+    assert "metaworld" in done.stdout.splitlines()[-1].removeprefix("Usable now: ").split(", ")
     assert set(list_envs()) <= set(done.stdout.split())
 
 
@@ -53,16 +53,28 @@ def test_no_renderer_means_not_usable_and_says_what_to_type():
 
 def test_a_vulkan_driver_that_does_not_work_says_what_to_type(monkeypatch):
     pytest.importorskip("sapien", reason="ManiSkill is not installed: pip install 'vla-torchrl[maniskill]'")
-    monkeypatch.setattr(vulkan, "_probe", lambda: (False, "RuntimeError: vk: ErrorIncompatibleDriver"))
-    found = check_vulkan()
+    monkeypatch.setattr(vulkan, "try_driver", lambda: (False, "RuntimeError: vk: ErrorIncompatibleDriver"))
+    found = check_vulkan("maniskill")
     assert found.status == "broken" and "no Vulkan driver" in found.detail
-    assert found.remedy.startswith("python -m vla_envs.rendering.vulkan")
+    installer = Path(found.remedy.removeprefix("python ").split()[0])
+    assert installer.name == "install_vulkan_driver.py" and installer.is_file()
+
+
+def test_the_old_command_names_and_runs_the_installer(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(vulkan.runpy, "run_path", lambda path, run_name: ran.append((Path(path).name, run_name)))
+    vulkan.main()
+    assert ran == [("install_vulkan_driver.py", "__main__")]
+    assert "will go in the next version; type: python " in capsys.readouterr().err
+    monkeypatch.setattr(vulkan, "_INSTALLERS", ())
+    with pytest.raises(SystemExit, match="scripts/ of the sources"):
+        vulkan.main()
 
 
 def test_a_working_renderer_is_really_drawn_with(monkeypatch):
     pytest.importorskip("mujoco", reason="needs MuJoCo: pip install 'vla-torchrl[metaworld]'")
     monkeypatch.setenv("MUJOCO_GL", "no-such-renderer")
-    first, *others = check_renderers()
+    first, *others = check_renderers("metaworld")
     assert first.status == "broken" and "no-such-renderer" in first.detail
     if not any(finding.status == "ok" for finding in others):
         pytest.skip("neither EGL nor OSMesa works on this machine")
@@ -108,20 +120,20 @@ def test_versions_are_compared():
 
 def test_assets_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path / "nowhere"))
-    assert check_assets().status == "missing" and "export" in check_assets().remedy
+    assert check_assets_variable().status == "missing" and "export" in check_assets_variable().remedy
     (tmp_path / "libero").mkdir()
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
-    assert check_assets().status == "ok" and "libero" in check_assets().detail
+    assert check_assets_variable().status == "ok" and "libero" in check_assets_variable().detail
 
 
 def test_libero_assets(monkeypatch, tmp_path):
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr("vla_envs.libero.package.find_spec", lambda name: None)
-    found = check_benchmark_assets("LIBERO", package)
+    found = check_asset_folder("LIBERO", package.find_assets, package.describe_assets)
     assert found.status == "missing" and found.remedy.startswith("hf download lerobot/libero-assets")
     for name in (*_ARENAS, *_FOLDERS):
         (tmp_path / "libero" / "assets" / name).mkdir(parents=True)
-    assert check_benchmark_assets("LIBERO", package).status == "ok"
+    assert check_asset_folder("LIBERO", package.find_assets, package.describe_assets).status == "ok"
     (tmp_path / "libero" / "assets" / "MANIFEST.md").write_text("stand-ins")
-    assert "stand-ins" in check_benchmark_assets("LIBERO", package).detail
+    assert "stand-ins" in check_asset_folder("LIBERO", package.find_assets, package.describe_assets).detail

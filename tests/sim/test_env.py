@@ -155,7 +155,7 @@ def test_slots_without_an_episode_are_idle():
     after = env.step(td)[keys.NEXT]
     assert after[keys.DONE].squeeze(-1).tolist() == [False, True]
     assert after[keys.STEP_MASK].any(-1).tolist() == [True, False]
-    assert not after[keys.LOST].any()
+    assert not after[keys.CRASHED].any()
     env.close()
 
 

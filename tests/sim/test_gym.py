@@ -14,6 +14,17 @@ from vla_envs import list_envs, make_spec
 
 pytest.importorskip("metaworld", reason="needs Meta-World: pip install 'vla-torchrl[metaworld]'")
 SMALL = {"image_size": 32, "render_quality": "fast"}
+SPELLED = {
+    "metaworld/reach-v3": "vla/MetaWorld-reach-v0",
+    "metaworld/ML45-train": "vla/MetaWorld-ML45-train-v0",
+    "metaworld/very_hard": "vla/MetaWorld-very_hard-v0",
+    "libero/spatial": "vla/LIBERO-Spatial-v0",
+    "libero/10": "vla/LIBERO-10-v0",
+    "maniskill/PutOnPlateInScene25Main-v3": "vla/ManiSkill-PutOnPlateInScene25Main-v0",
+    "maniskill/PutOnPlateInScene25VisionTexture03-v1": "vla/ManiSkill-PutOnPlateInScene25VisionTexture03-v0",
+    "maniskill/plate25-ood": "vla/ManiSkill-plate25-ood-v0",
+    "maniskill/PickCube-v1": "vla/ManiSkill-PickCube-v0",
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +43,7 @@ def assert_equal_observations(first, second):
 def test_every_environment_has_an_id():
     ids = {spec.kwargs["name"]: id for id, spec in gymnasium.registry.items() if id.startswith("vla/")}
     assert set(ids) == set(list_envs())
-    assert ids["metaworld/reach-v3"] == "vla/MetaWorld-reach-v0"
+    assert {name: ids[name] for name in SPELLED} == SPELLED
     suites = {"MT50", "ML45-train", "ML45-test"}
     assert {f"vla/MetaWorld-{suite}-v0" for suite in suites} <= set(ids.values())
     single = [name for name in ids if name.startswith("metaworld/") and len(make_spec(name).tasks) == 1]

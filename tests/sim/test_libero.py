@@ -16,7 +16,7 @@ import pytest
 from simulators import libero_assets
 
 import vla_envs.libero.package as package
-from vla_envs import EpisodeSampler, SimulatorCrash, evaluation_grid, make_env, make_spec
+from vla_envs import EpisodeSampler, SimulatorCrash, evaluation_episodes, make_env, make_spec
 from vla_envs.libero.spec import PROTOCOLS, suites
 from vla_envs.simulator import Episode
 
@@ -83,8 +83,10 @@ def test_protocols_and_what_departs_from_them():
         for suite, horizon in published.horizons.items():
             assert make_spec(f"libero/{suite}", protocol=protocol).max_episode_steps == horizon
     assert make_spec("libero/130").max_episode_steps == 520
-    assert "one horizon for all suites; openvla has 220 for spatial" in make_spec("libero/130").departures[0]
-    own = make_spec("libero/goal", task_ids=[0, 3], max_episode_steps=7, settle_steps=1, image_size=32).departures
+    assert "one horizon for all suites; openvla has 220 for spatial" in make_spec("libero/130").protocol_deviations[0]
+    own = make_spec(
+        "libero/goal", task_ids=[0, 3], max_episode_steps=7, settle_steps=1, image_size=32
+    ).protocol_deviations
     assert [text for text in own if "stand-ins" not in text] == [
         "horizon 7 instead of 300",
         "1 settle steps instead of 10",
@@ -101,8 +103,8 @@ def test_episodes_stay_within_the_shipped_initial_states():
     sampler = EpisodeSampler(spec, seed=3)
     trials = {sampler.next().trial_id for _ in range(600)}
     assert len(set(drawn)) == 1 and trials == set(range(50))
-    assert len(evaluation_grid(spec)) == 500 and len(evaluation_grid(make_spec("libero/130"))) == 6500
-    for make in (lambda: evaluation_grid(spec, trials=51), lambda: EpisodeSampler(spec, mode="ordered", trials=51)):
+    assert len(evaluation_episodes(spec)) == 500 and len(evaluation_episodes(make_spec("libero/130"))) == 6500
+    for make in (lambda: evaluation_episodes(spec, trials=51), lambda: EpisodeSampler(spec, mode="ordered", trials=51)):
         with pytest.raises(ValueError, match="has 50 initial states per task, got trials=51"):
             make()
 
@@ -470,7 +472,7 @@ def test_other_versions_are_refused_by_name(package_name, needed, monkeypatch):
         with pytest.raises(RuntimeError, match=message):
             make_env("libero/spatial", 1)
         spec = make_spec("libero/spatial", allow_other_versions=True)
-        assert f"other versions: {package_name} 3.4.1, needs {needed}" in spec.departures
+        assert f"other versions: {package_name} 3.4.1, needs {needed}" in spec.protocol_deviations
         package.check_versions(allow_other_versions=True)
     finally:
         package.wrong_versions.cache_clear()

@@ -12,7 +12,7 @@ import pytest
 from simulators import needs_maniskill_driver, needs_plate25
 
 import vla_envs.maniskill.simulator as simulator_module
-from vla_envs import EpisodeSampler, evaluation_grid, make_env, make_spec
+from vla_envs import EpisodeSampler, evaluation_episodes, make_env, make_spec
 from vla_envs.maniskill import assets
 from vla_envs.maniskill.simulator import episode_id_of, shuffled
 from vla_envs.maniskill.spec import BUILT_IN, suites
@@ -23,7 +23,7 @@ from vla_envs.maniskill.variants import (
     OBJECT_SETS,
     TEMPLATES,
     VARIANTS,
-    make_case,
+    make_split,
     places,
 )
 from vla_envs.rendering import vulkan
@@ -51,7 +51,7 @@ COUNTS = {  # configurations in train and test, as published
 
 
 def case_of(name, object_set="test"):
-    return make_case(f"PutOnPlateInScene25{name}", object_set)
+    return make_split(f"PutOnPlateInScene25{name}", object_set)
 
 
 # ---- the variants, without a simulator
@@ -70,32 +70,34 @@ def test_counts_of_configurations_are_those_of_the_benchmark():
 @pytest.mark.parametrize("object_set", OBJECT_SETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_episode_ids_cover_every_value_of_every_factor(variant, object_set):
-    case = make_case(variant, object_set)
-    for number in (0, 1, len(case) // 3, len(case) - 1):
-        assert case.episode_id(case.digits(number)) == number
+    split = make_split(variant, object_set)
+    for number in (0, 1, len(split) // 3, len(split) - 1):
+        assert split.episode_id(split.factor_indices(number)) == number
     for factor in FACTORS:  # an id for each value: whatever the others are, it decodes to that value
         seen = {
-            case.values[factor][case.digits(case.episode_id({**case.digits(len(case) // 2), factor: digit}))[factor]]
-            for digit in range(len(case.values[factor]))
+            split.values[factor][
+                split.factor_indices(split.episode_id({**split.factor_indices(len(split) // 2), factor: digit}))[factor]
+            ]
+            for digit in range(len(split.values[factor]))
         }
-        assert seen == set(case.values[factor])
-    found = [case.decode(int(n)) for n in np.random.default_rng(0).integers(len(case), size=200)]
+        assert seen == set(split.values[factor])
+    found = [split.decode(int(n)) for n in np.random.default_rng(0).integers(len(split), size=200)]
     for now in found:
-        assert now.object in case.objects and now.plate in case.plates
+        assert now.object in split.objects and now.plate in split.plates
         assert now.other_object != now.object and now.other_plate != now.plate
         assert np.linalg.norm(now.places[0, :2] - now.places[1, :2]) > 0.07
         assert now.moves == (variant.endswith("PositionChangeTo-v1") and object_set != "train")
     assert {now.yaw for now in found} == {
-        case_yaw for number in case.values["yaw"] for case_yaw in [2 * math.pi / 8 * number if number < 4 else
+        case_yaw for number in split.values["yaw"] for case_yaw in [2 * math.pi / 8 * number if number < 4 else
                                                                    -math.pi / 8 * (2 * number - 7)]
     }  # fmt: skip
 
 
 def test_what_the_extra_factor_stands_for():
-    case = case_of("EEPose-v1")
-    assert all(not np.array_equal(case.decode(n).joints, INITIAL_JOINTS) for n in (7, 11_000_000_001))
+    split = case_of("EEPose-v1")
+    assert all(not np.array_equal(split.decode(n).joints, INITIAL_JOINTS) for n in (7, 11_000_000_001))
     texture = case_of("VisionTexture05-v1")
-    number = texture.digits(1_000_000)
+    number = texture.factor_indices(1_000_000)
     assert texture.decode(1_000_000).texture == 1 + number["extra"] != texture.decode(1_000_000).table
     assert case_of("Instruct-v1").decode(12_845_055).template == 16 and len(TEMPLATES) == 17
     many = case_of("MultiCarrot-v1")
@@ -107,16 +109,16 @@ def test_what_the_extra_factor_stands_for():
 def test_trials_walk_through_all_configurations_in_an_order_of_their_seed():
     for size in (1, 2, 10, 1000):
         assert sorted(shuffled(place, size, 3) for place in range(size)) == list(range(size))
-    case = make_case(MAIN, "train")
-    drawn = [case.decode(episode_id_of(case, trial, 0, {})).object for trial in range(320)]
+    split = make_split(MAIN, "train")
+    drawn = [split.decode(episode_id_of(split, trial, 0, {})).object for trial in range(320)]
     assert set(drawn) == set(range(16)) and max(map(drawn.count, range(16))) < 40
-    assert [episode_id_of(case, t, 1, {}) for t in range(5)] != [episode_id_of(case, t, 2, {}) for t in range(5)]
+    assert [episode_id_of(split, t, 1, {}) for t in range(5)] != [episode_id_of(split, t, 2, {}) for t in range(5)]
     only = {"object": (0, 4), "table": (3,), "position": (0,), "yaw": (0, 2)}
-    kept = [case.decode(episode_id_of(case, trial, 0, only)) for trial in range(4)]
+    kept = [split.decode(episode_id_of(split, trial, 0, only)) for trial in range(4)]
     assert {(c.object, c.table, round(math.degrees(c.yaw))) for c in kept} == {
         (0, 3, 0), (0, 3, 90), (4, 3, 0), (4, 3, 90)
     }  # fmt: skip
-    assert episode_id_of(case, 4, 0, only) == episode_id_of(case, 0, 0, only)
+    assert episode_id_of(split, 4, 0, only) == episode_id_of(split, 0, 0, only)
 
 
 def test_suites_and_what_departs_from_the_protocol():
@@ -132,21 +134,21 @@ def test_suites_and_what_departs_from_the_protocol():
     own = make_spec(
         f"maniskill/{MAIN}+PutOnPlateInScene25Carrot-v1:test", max_episode_steps=7, image_size=32, only={"plate": [0]}
     )
-    assert [text for text in own.departures if "stand-ins" not in text] == [
+    assert [text for text in own.protocol_deviations if "stand-ins" not in text] == [
         "horizon 7 instead of 80", "32 x 32 pixels instead of 480 x 640", "only plate 0",
         "at most 802816 configurations of a task, which training and evaluation share",
     ]  # fmt: skip
     few = make_spec(f"maniskill/{MAIN}", only={"object": [0], "table": [0], "position": [3], "yaw": [0, 2]})
     assert few.trials == few.initial_states == 2
     with pytest.raises(ValueError, match="has 2 initial states per task, got trials=3"):
-        evaluation_grid(few, 3)
+        evaluation_episodes(few, 3)
     kept = {"object": [0], "table": [0], "position": [3], "yaw": [0]}  # one configuration of Main, 15 of the other
     assert make_spec(f"maniskill/{MAIN}+PutOnPlateInScene25MultiCarrot-v1", only=kept).initial_states == 15
     wrist = make_spec("maniskill/StackCube-v1")
     seen = make_spec("maniskill/PushCube-v1", camera=CAMERA)
     described = "camera with eye [0.5, 0.0, 0.5], target [0.0, 0.0, 0.0], fov 0.5"
-    assert seen.departures == (f"{described} instead of ManiSkill's",)
-    assert wrist.wrist_image_shape == (1, 128, 128) and wrist.state_dim == 9 and wrist.departures == ()
+    assert seen.protocol_deviations == (f"{described} instead of ManiSkill's",)
+    assert wrist.wrist_image_shape == (1, 128, 128) and wrist.state_dim == 9 and wrist.protocol_deviations == ()
 
 
 @pytest.mark.parametrize(
@@ -199,9 +201,9 @@ def test_wrong_options_are_one_clear_error(id, options, message):
 
 def test_an_episode_id_out_of_range_says_what_there_is():
     with pytest.raises(ValueError, match="episode ids 0 to 802815, got 802816"):
-        make_case(MAIN, "train").decode(802_816)
+        make_split(MAIN, "train").decode(802_816)
     with pytest.raises(ValueError, match="got -1"):
-        make_case(MAIN, "train").decode(-1)
+        make_split(MAIN, "train").decode(-1)
 
 
 # ---- what may be missing
@@ -247,10 +249,10 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     ],
 )
 def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, meaning):
-    monkeypatch.setattr(vulkan, "_probe", lambda: (False, said))
+    monkeypatch.setattr(vulkan, "try_driver", lambda: (False, said))
     with pytest.raises(vulkan.VulkanError, match=meaning) as found:
         vulkan.check_driver()
-    assert "python -m vla_envs.rendering.vulkan" in str(found.value)
+    assert "scripts/install_vulkan_driver.py" in str(found.value)
     with pytest.raises(vulkan.VulkanError, match=meaning):
         gymnasium.make("vla_envs:vla/ManiSkill-PushCube-v0").reset()
     monkeypatch.setattr(vulkan, "has_gpu", lambda: True)  # installing another driver would not help
@@ -259,12 +261,12 @@ def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, me
 
 
 def test_whoever_hides_the_gpu_wants_the_cpu_to_draw(monkeypatch):
-    monkeypatch.setattr(vulkan, "_loads", lambda name: True)
+    monkeypatch.setattr(vulkan, "loads", lambda name: True)
     monkeypatch.setattr(vulkan.Path, "exists", lambda path: True)
     for name in ("CUDA_VISIBLE_DEVICES", *vulkan._CHOICES):
         monkeypatch.delenv(name, raising=False)
     assert vulkan.has_gpu()
-    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("VK_ICD_FILENAMES", str(vulkan._MANIFEST))):
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("VK_ICD_FILENAMES", str(vulkan.MANIFEST))):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert not vulkan.has_gpu()
@@ -414,13 +416,13 @@ def test_the_background_is_the_photograph(simulator):
 
 @needs_plate25
 def test_textures_follow_the_extra_factor_and_cover_what_they_should(simulator):
-    world, cases = simulator._world, simulator._world.cases
-    by_name = {case.variant.id: place for place, case in enumerate(cases)}
+    world, splits = simulator._world, simulator._world.splits
+    by_name = {split.variant.id: place for place, split in enumerate(splits)}
 
     def frame(place, **digits):
-        case = cases[place]
-        number = case.episode_id({**case.digits(0), **digits})
-        world.reset(options={"case": place, "episode_id": number})
+        split = splits[place]
+        number = split.episode_id({**split.factor_indices(0), **digits})
+        world.reset(options={"split": place, "episode_id": number})
         seen = world._get_obs_sensor_data()["3rd_view_camera"]
         return seen["rgb"][0].numpy(), world.overlay.foreground(seen["segmentation"])[0].numpy()
 
@@ -483,7 +485,7 @@ def test_the_expert_earns_every_stage(simulator):
 @needs_plate25
 def test_position_change_moves_the_object_at_its_own_time(simulator):
     world = simulator._world
-    place = [case.variant.moves for case in world.cases].index(True)
+    place = [split.variant.moves for split in world.splits].index(True)
     simulator.reset(Episode(place, 0, 3))
     start, target = world.configurations[0].places[0, :2], world.configurations[0].places[2, :2]
     for step in range(1, 9):

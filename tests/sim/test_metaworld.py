@@ -38,7 +38,7 @@ def test_suites_have_the_tasks_order_and_sentences_of_the_guides():
     assert mt50.tasks[40].instruction == "Reach a goal position"
     assert (mt50.image_shape, mt50.max_episode_steps, mt50.trials) == ((480, 480), 100, 10)
     assert make_spec("metaworld/ML45-test").trials == 20
-    assert mt50.departures == ()
+    assert mt50.protocol_deviations == ()
     assert make_spec("metaworld/reach").tasks == make_spec("metaworld/reach-v3").tasks
     assert "metaworld/MT50" in list_envs() and "metaworld/reach-v3" in list_envs()
 
@@ -73,9 +73,8 @@ def test_an_episode_is_the_same_in_another_process_suite_and_task_order():
         "from test_metaworld import *\n"
         "print(fingerprint(make_spec('metaworld/reach-v3', **FAST).make(), Episode(0, 2, seed=5)))"
     )
-    there = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert there.stdout.strip() == here
 
 

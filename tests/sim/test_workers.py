@@ -50,7 +50,7 @@ def test_a_killed_or_stopped_worker_loses_its_own_episodes_only(env, kill):
     started = time.monotonic()
     outcome, td = act(env, td)
     after = outcome[keys.NEXT]
-    lost = after[keys.LOST].squeeze(-1)
+    lost = after[keys.CRASHED].squeeze(-1)
     assert lost.tolist() == [False, True, False, True]  # slots are dealt out in turn: worker 1 has 1 and 3
     assert after[keys.TRUNCATED].squeeze(-1).tolist() == lost.tolist()
     assert not after[keys.STEP_MASK][lost].any() and after[keys.STEP_MASK][~lost].all()
@@ -61,7 +61,7 @@ def test_a_killed_or_stopped_worker_loses_its_own_episodes_only(env, kill):
     for slot in range(4):
         assert (env.current_episodes[slot] == before[slot]) == (not lost[slot])
     outcome, _ = act(env, td)
-    assert outcome[keys.NEXT, keys.STEP_MASK].all() and not outcome[keys.NEXT, keys.LOST].any()
+    assert outcome[keys.NEXT, keys.STEP_MASK].all() and not outcome[keys.NEXT, keys.CRASHED].any()
     assert outcome[keys.NEXT, keys.EPISODE_LEN].squeeze(-1).tolist() == [25, 5, 25, 5]
 
 
@@ -71,7 +71,7 @@ def test_a_worker_that_hangs_in_reset_is_started_again(env):
     td = env.reset()
     assert env.worker_restarts == 1
     outcome, _ = act(env, td)  # the new worker has reset its slots
-    assert outcome[keys.NEXT, keys.STEP_MASK].all() and not outcome[keys.NEXT, keys.LOST].any()
+    assert outcome[keys.NEXT, keys.STEP_MASK].all() and not outcome[keys.NEXT, keys.CRASHED].any()
 
 
 def test_a_worker_with_many_slots_may_take_longer_than_the_time_out_as_long_as_it_gets_on():

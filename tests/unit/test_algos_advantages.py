@@ -12,8 +12,8 @@ from vla_algos.advantages import check_levels, gae, normalize_advantages, trajec
 from vla_algos.collectors import StepCollector
 from vla_common.keys import (
     ADVANTAGE,
+    CRASHED,
     DONE,
-    LOST,
     NEXT,
     REWARD,
     STATE_VALUE,
@@ -124,8 +124,8 @@ def test_a_bootstrap_needs_the_values_it_was_collected_for(bootstrap, collected,
     torch.manual_seed(0)
     policy = ToyActorCritic(CHUNK if reward_level == "action" else 1)
     batch = StepCollector(ToyEnv(4, crashes={6: 1}), policy, 12, bootstrap=collected).rollout()
-    truncated = batch[NEXT, DONE] & ~batch[NEXT, TERMINATED] & ~batch[NEXT, LOST]
-    assert truncated.any() and batch[NEXT, TERMINATED].any() and batch[NEXT, LOST].any()
+    truncated = batch[NEXT, DONE] & ~batch[NEXT, TERMINATED] & ~batch[NEXT, CRASHED]
+    assert truncated.any() and batch[NEXT, TERMINATED].any() and batch[NEXT, CRASHED].any()
     options = {"bootstrap": bootstrap, "reward_level": reward_level}
     looks_beyond = {"none": 0, "truncation": 1, "any_done": 2}
     if looks_beyond[bootstrap] <= looks_beyond[collected]:

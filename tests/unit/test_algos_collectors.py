@@ -9,11 +9,11 @@ from vla_algos.collectors import StepCollector
 from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
+    CRASHED,
     DONE,
     EPISODE_LEN,
     EPISODE_RETURN,
     IMAGES,
-    LOST,
     NEXT,
     REWARD,
     STATE_VALUE,
@@ -105,10 +105,10 @@ def test_next_value_is_the_value_of_the_true_next_observation(bootstrap, goal, v
     env = ToyEnv(N, goal=goal, crashes={6: 1})
     batch = StepCollector(env, StateValuePolicy(values), 12, bootstrap=bootstrap).rollout()
     after = batch[NEXT]
-    assert after[TRUNCATED].any() and after[LOST].any() and (goal > 5 or after[TERMINATED].any())
+    assert after[TRUNCATED].any() and after[CRASHED].any() and (goal > 5 or after[TERMINATED].any())
     expected = 100 * batch[TRIAL_ID].unsqueeze(-1) + after[EPISODE_LEN] + 0.25 * torch.arange(values)
     unwanted = {"truncation": after[TERMINATED], "none": after[DONE], "any_done": torch.zeros_like(after[DONE])}
-    expected = expected.masked_fill(unwanted[bootstrap], torch.nan).masked_fill(after[LOST], 0.0)
+    expected = expected.masked_fill(unwanted[bootstrap], torch.nan).masked_fill(after[CRASHED], 0.0)
     torch.testing.assert_close(after[STATE_VALUE], expected, rtol=0, atol=0, equal_nan=True)
     assert batch[STATE_VALUE].isfinite().all()
 
@@ -120,9 +120,9 @@ def test_passes_of_the_policy(policy):
     for bootstrap in BOOTSTRAPS:
         policy.passes.clear()
         after = StepCollector(ToyEnv(N, crashes={2: 1}), policy, T, bootstrap=bootstrap).rollout()[NEXT]
-        assert after[TERMINATED].any() and after[LOST].any()
+        assert after[TERMINATED].any() and after[CRASHED].any()
         ends = {"truncation": after[TRUNCATED], "none": torch.zeros_like(after[DONE]), "any_done": after[DONE]}
-        ended = (ends[bootstrap] & ~after[LOST]).sum() + (~after[DONE][:, -1]).sum()
+        ended = (ends[bootstrap] & ~after[CRASHED]).sum() + (~after[DONE][:, -1]).sum()
         assert list(policy.passes)[:T] == [N] * T
         assert sum(list(policy.passes)[T:]) == ended and max(policy.passes) == N
 

@@ -8,11 +8,11 @@ from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
+    CRASHED,
     DONE,
     EPISODE_LEN,
     GROUP_ID,
     IMAGES,
-    LOST,
     NEXT,
     REWARD,
     STATES,
@@ -129,11 +129,11 @@ def test_the_environment_gets_its_own_episodes_back(policy):
     assert (steps.rollout()[TRIAL_ID] < 100).all()
 
 
-def test_lost_episodes_run_again_and_are_marked_in_the_end(policy):
+def test_crashed_episodes_run_again_and_are_marked_in_the_end(policy):
     env = ToyEnv(2, crashes={100: 2, 103: 99})
     collector = EpisodeCollector(env, policy, queue(6), max_attempts=3)
     episodes = list(collector)
-    assert [bool(episode[NEXT, LOST].any()) for episode in episodes] == [False] * 3 + [True] + [False] * 2
+    assert [bool(episode[NEXT, CRASHED].any()) for episode in episodes] == [False] * 3 + [True] + [False] * 2
     assert [collector.attempts[place] for place in range(6)] == [3, 1, 1, 3, 1, 1]
     assert episodes[3][NEXT, STEP_MASK][-1].sum() == 0
 

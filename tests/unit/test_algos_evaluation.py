@@ -62,7 +62,7 @@ def test_numbers_and_table():
     assert metrics["eval/task/task-0/success_once"] == 0 and metrics["eval/task/task-1/success_once"] == 1
     assert metrics["eval/task/task-0/success_at_end"] == 0 and metrics["eval/task/task-1/success_at_end"] == 1
     assert metrics["eval/episode_len"] == 6 and metrics["eval/return"] == 0.5
-    assert metrics["eval/num_episodes"] == 10 and metrics["eval/lost_episodes"] == 0
+    assert metrics["eval/num_episodes"] == 10 and metrics["eval/crashed_episodes"] == 0
     low, high = result.interval
     assert low == pytest.approx(0.2366, abs=1e-4) and high == pytest.approx(0.7634, abs=1e-4)
     header, *lines = result.table().splitlines()
@@ -85,14 +85,14 @@ def test_swapping_needs_two_instructions():
         swap_instructions(ToyEnv(1).simulator_spec.tasks[:1])
 
 
-def test_lost_episodes_run_again_and_are_counted():
+def test_crashed_episodes_run_again_and_are_counted():
     crashes = {GRID[-1].trial_id: 2, GRID[0].trial_id: 99}  # the last one is lost when the queue is empty
     result = evaluate(ToyEnv(4, crashes=crashes), LookingPolicy(), GRID)
-    assert [row.lost for row in result.episodes] == [True] + [False] * 9
+    assert [row.crashed for row in result.episodes] == [True] + [False] * 9
     assert [row.attempts for row in result.episodes] == [3] + [1] * 8 + [3]
-    assert result.metrics()["eval/lost_episodes"] == 1 and result.metrics()["eval/num_episodes"] == 9
+    assert result.metrics()["eval/crashed_episodes"] == 1 and result.metrics()["eval/num_episodes"] == 9
     assert result.success_once == 1.0
-    assert result.table().splitlines()[-1].startswith("lost: 1")
+    assert result.table().splitlines()[-1].startswith("crashed: 1")
 
 
 def test_recorded_frames():
@@ -126,10 +126,10 @@ def test_empty_grid():
 
 
 def test_mean_of_groups_of_unequal_size():
-    def result(group, once, at_end=False, lost=False):
-        return EpisodeResult(GRID[0], "task", once, at_end, 0.0, 5, lost=lost, group=group)
+    def result(group, once, at_end=False, crashed=False):
+        return EpisodeResult(GRID[0], "task", once, at_end, 0.0, 5, crashed=lost, group=group)
 
-    vision = [result("Vision", True, True), result("Vision", True), result("Vision", True, lost=True)]
+    vision = [result("Vision", True, True), result("Vision", True), result("Vision", True, crashed=True)]
     execution = [result("Execution", place == 0) for place in range(4)]
     whole = EvaluationResult([*vision, *execution, result("in distribution", True, True)])
     assert whole.mean_of_groups(["Vision", "Execution"]) == (0.625, 0.25)

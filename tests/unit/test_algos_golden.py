@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from vla_algos.advantages import gae, group_advantages, trajectory_weights, valid_decisions
 from vla_algos.collectors import EpisodeCollector
-from vla_algos.grpo import Group, grpo
+from vla_algos.groups import Group, grpo
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import explained_variance
 from vla_envs import Episode, EpisodeQueue

@@ -8,10 +8,10 @@ from toy import ToyEnv, ToyPolicy
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.evaluation import evaluate
-from vla_algos.grpo import Group, collect_groups, describe_silence, group_metrics, grpo, score
+from vla_algos.groups import Group, collect_groups, describe_groups_without_signal, group_metrics, grpo, score
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
-from vla_common.keys import ADVANTAGE, DONE, LOST, NEXT, REWARD, SUCCESS, TRIAL_ID
+from vla_common.keys import ADVANTAGE, CRASHED, DONE, NEXT, REWARD, SUCCESS, TRIAL_ID
 from vla_envs.simulator import Episode
 
 
@@ -27,14 +27,14 @@ class Groups:
         return Episode(task_id=number % 2, trial_id=number, group_id=number)
 
 
-def episode(rewards, success=None, lost=False, done=None):
+def episode(rewards, success=None, crashed=False, done=None):
     done = done or [False] * (len(rewards) - 1) + [True]
     column = lambda x: torch.tensor(x).unsqueeze(-1)  # noqa: E731
     after = {
         REWARD: column([float(r) for r in rewards]),
         DONE: column(done),
         SUCCESS: column([bool(sum(rewards) > 0 if success is None else success)] * len(rewards)),
-        LOST: column([False] * (len(rewards) - 1) + [lost]),
+        CRASHED: column([False] * (len(rewards) - 1) + [lost]),
     }
     return TensorDict({NEXT: after}, batch_size=[len(rewards)])
 
@@ -65,7 +65,9 @@ def test_groups_without_signal_are_dropped_and_change_nothing():
     assert torch.equal(alone[ADVANTAGE], among[ADVANTAGE]) and len(among) == 6
     assert among[ADVANTAGE].flatten().tolist() == pytest.approx([1.1547, 1.1547] + [-0.57735] * 4, abs=1e-4)
     assert grpo([failed, solved]) is None
-    assert "2 groups carries signal (1 failed every time, 1 succeeded every time)" in describe_silence([failed, solved])
+    assert "2 groups carries signal (1 failed every time, 1 succeeded every time)" in describe_groups_without_signal(
+        [failed, solved]
+    )
 
 
 def test_bounds_are_success_rates_whatever_the_reward():
@@ -79,11 +81,11 @@ def test_bounds_are_success_rates_whatever_the_reward():
 
 
 def test_lost_runs_are_left_out_of_their_group():
-    runs = [episode([0, 1]), episode([0, 0]), episode([0, 0], lost=True)]
+    runs = [episode([0, 1]), episode([0, 0]), episode([0, 0], crashed=True)]
     with_loss, without = Group.of(runs), Group.of(runs[:2])
-    assert with_loss.lost == 1 and torch.equal(grpo([with_loss])[ADVANTAGE], grpo([without])[ADVANTAGE])
-    assert not Group.of([episode([0, 1]), episode([0, 0], lost=True)]).has_signal  # alone, nobody to compare with
-    assert not Group.of([episode([0], lost=True)]).has_signal
+    assert with_loss.crashed == 1 and torch.equal(grpo([with_loss])[ADVANTAGE], grpo([without])[ADVANTAGE])
+    assert not Group.of([episode([0, 1]), episode([0, 0], crashed=True)]).has_signal  # alone, nobody to compare with
+    assert not Group.of([episode([0], crashed=True)]).has_signal
 
 
 def test_all_kinds_of_groups_are_counted():

@@ -154,8 +154,9 @@ def test_unexecuted_actions_change_nothing(policy, batch, level):
     assert torch.equal(grad_before, gradients(policy, after))
 
     expected = {"token": mask.sum() * DIM, "action": mask.sum(), "chunk": mask.any(-1).sum()}[level]
-    assert after["num_elements"] == expected and after["num_values"] == mask.any(-1).sum()
-    assert after["num_tokens"] == after["num_entropies"] == mask.sum() * DIM
+    weights = after["weights"]
+    assert weights["ratio"] == expected and weights["value_loss"] == mask.any(-1).sum()
+    assert weights["log_ratio_per_token"] == weights["entropy"] == mask.sum() * DIM
 
 
 def test_masked_batch_is_the_mean_over_what_is_left(policy, batch):
@@ -208,7 +209,7 @@ def test_asymmetric_clip(policy, batch):
 def test_without_critic_no_value_is_needed(policy, batch):
     out = ChunkClipPPOLoss(policy, critic_coeff=None)(batch.exclude(STATE_VALUE, VALUE_TARGET))
     assert "loss_critic" not in out
-    assert set(out.keys()) == set(ChunkClipPPOLoss(policy, critic_coeff=None).out_keys)
+    assert set(out.keys(True, True)) == set(ChunkClipPPOLoss(policy, critic_coeff=None).out_keys)
 
 
 @pytest.mark.parametrize(
@@ -247,12 +248,12 @@ def test_entropy_levels(level, expected):
     out = ChunkClipPPOLoss(Given(), entropy_coeff=0.1, entropy_level=level, critic_coeff=None)(td)
     assert out["entropy"].item() == pytest.approx(expected)
     assert out["loss_entropy"].item() == pytest.approx(-0.1 * expected)
-    assert out["num_entropies"] == {"token": 6, "action": 3, "chunk": 2}[level]
+    assert out["weights", "entropy"] == {"token": 6, "action": 3, "chunk": 2}[level]
     total(out).backward()
     gradient = td["given", "entropy"].grad
     assert (gradient[1, 1] == 0).all()
     executed = gradient[td[NEXT, STEP_MASK]]
-    assert torch.allclose(executed, torch.full((3, 2), -0.1 / out["num_entropies"].item()))
+    assert torch.allclose(executed, torch.full((3, 2), -0.1 / out["weights", "entropy"].item()))
 
 
 def test_weights_scale_each_decision_in_every_term():
@@ -309,7 +310,7 @@ def test_per_action_advantages_and_values_are_those_of_chunks_of_one(level):
     for name in ("log_prob", "value", "entropy"):
         gradient = td["given", name].grad
         assert torch.allclose(gradient, single["given", name].grad.reshape(gradient.shape), atol=1e-7), name
-    assert whole["num_values"] == mask.sum()
+    assert whole["weights", "value_loss"] == mask.sum()
 
 
 def test_value_loss_by_hand():
@@ -384,7 +385,7 @@ def test_diagnostics_by_hand():
     assert out["kl_k3"].item() == pytest.approx((ratio - 1 - elements).mean().item(), abs=1e-6)
     assert out["log_ratio_per_token"].item() == pytest.approx((0.5 + 0.25 + 0.1 + 0.1 + 0.5) / 6)
     assert out["clip_fraction"].item() == pytest.approx(2 / 3)  # with a good advantage the lower bound does not matter
-    assert [int(out[key]) for key in ("num_elements", "num_tokens", "num_values")] == [3, 6, 2]
+    assert [int(out["weights", key]) for key in ("ratio", "log_ratio_per_token")] == [3, 6]
     assert not any(out[key].requires_grad for key in set(out.keys()) if not key.startswith("loss_"))
 
 
@@ -394,7 +395,7 @@ def test_out_keys_are_what_comes_out(policy, batch, options, critic_coeff):
     batch[REFERENCE_LOG_PROB] = batch[ACTION_LOG_PROB]
     loss = ChunkClipPPOLoss(policy, critic_coeff=critic_coeff, **options)
     assert loss.has_critic == bool(critic_coeff) and loss.policy is policy
-    assert set(loss(batch).keys()) == set(loss.out_keys)
+    assert set(loss(batch).keys(True, True)) == set(loss.out_keys)
 
 
 def test_coefficients_can_be_scheduled(policy, batch):

@@ -12,7 +12,7 @@ from vla_algos.collectors import StepCollector
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_algos.metrics import (
     WeightedMean,
-    add_update,
+    add_loss_metrics,
     env_metrics,
     explained_variance,
     rollout_metrics,
@@ -20,8 +20,8 @@ from vla_algos.metrics import (
 )
 from vla_common.keys import (
     ADVANTAGE,
+    CRASHED,
     DONE,
-    LOST,
     NEXT,
     STATE_VALUE,
     STEP_MASK,
@@ -71,9 +71,9 @@ def test_without_a_critic_there_are_no_returns(batch):
 
 def test_env_metrics_are_over_finished_episodes(batch):
     metrics = env_metrics(batch)
-    lost, done = batch[NEXT, LOST], batch[NEXT, DONE]
+    lost, done = batch[NEXT, CRASHED], batch[NEXT, DONE]
     finished = done & ~lost
-    assert metrics["env/lost_episodes"] == lost.sum() == 1
+    assert metrics["env/crashed_episodes"] == lost.sum() == 1
     assert metrics["env/num_episodes"] == finished.sum()
     success = batch[NEXT, SUCCESS][finished].float().mean().item()
     assert 0 < success < 1 and metrics["env/success_once"] == pytest.approx(success)
@@ -83,7 +83,7 @@ def test_env_metrics_are_over_finished_episodes(batch):
 
 def test_env_metrics_without_finished_episodes(batch):
     metrics = env_metrics(batch[:, :1][:2])
-    assert metrics == {"env/num_episodes": 0, "env/lost_episodes": 0}
+    assert metrics == {"env/num_episodes": 0, "env/crashed_episodes": 0}
 
 
 def test_explained_variance():
@@ -119,9 +119,9 @@ def test_update_metrics_weigh_minibatches_by_their_valid_elements(batch, level):
     assert executed[:11].float().mean() != executed[11:].float().mean()
     mean = WeightedMean()
     for part in (flat[:11], flat[11:]):
-        add_update(mean, loss(part))
+        add_loss_metrics(mean, loss(part), loss.metric_names, len(part))
     whole = WeightedMean()
-    add_update(whole, loss(flat))
+    add_loss_metrics(whole, loss(flat), loss.metric_names, len(flat))
     halves, whole = mean.compute(), whole.compute()
     actor = "policy_loss approx_kl kl_k3 clip_fraction dual_clip_fraction ratio clipped_ratio log_ratio reference_kl"
     names = {f"train/actor/{name}" for name in actor.split()}
@@ -135,7 +135,7 @@ def test_update_metrics_say_what_the_loss_said(batch):
     torch.manual_seed(1)
     losses = ChunkClipPPOLoss(ToyPolicy(), clip_value=0.05)(batch.reshape(-1))
     mean = WeightedMean()
-    add_update(mean, losses)
+    add_loss_metrics(mean, losses, ChunkClipPPOLoss.metric_names, batch.numel())
     logged = mean.compute()
     pairs = {
         "policy_loss": "train/actor/policy_loss",

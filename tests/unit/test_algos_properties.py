@@ -96,7 +96,7 @@ def learn(loss, batch, parts=None):
     for name in OUTPUTS:
         batch["given", name].requires_grad_()
     outs = [loss(batch)] if parts is None else [loss(batch[part], whole=batch) for part in parts]
-    terms = {key: sum(out[key] for out in outs) for key in loss.out_keys if key.startswith("loss_")}
+    terms = {key: sum(out[key] for out in outs) for key in outs[0].keys() if key.startswith("loss_")}
     sum(terms.values()).backward()
     # What a loss does not depend on has no gradient.
     gradients = {name: batch["given", name].grad for name in OUTPUTS}
@@ -332,7 +332,7 @@ def test_without_a_step_the_ratio_is_exactly_one(level, batch):
     plain = batch.exclude(WEIGHT)
     _, _, gradients = learn(make_loss(level, entropy_coeff=0.0, reference_kl_coeff=0.0, critic_coeff=None), plain)
     mask = batch[NEXT, STEP_MASK]  # the plain policy gradient: each executed token is pushed by its advantage
-    push = (-batch[ADVANTAGE] / out["num_elements"]).expand(mask.shape) * mask
+    push = (-batch[ADVANTAGE] / out["weights", "ratio"]).expand(mask.shape) * mask
     assert_close(gradients["log_prob"], push.unsqueeze(-1).expand_as(gradients["log_prob"]))
 
 

@@ -7,24 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from openvla_checkpoint import GOLDEN, OFT, make_checkpoint
+from openvla_checkpoint import GOLDEN, OFT, act, make_checkpoint, observations
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torchrl.envs.utils import ExplorationType
 
 import vla_policies
 from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 from vla_policies.__main__ import main
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.weights import INDEX, check_layout, list_weights, load_head, load_weights, save_weights
-from vla_policies.nn.dino_siglip import VisionConfig, heads_of
+from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
 from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.loading import empty_model, unused_by
 from vla_policies.openvla.model import Prismatic, PrismaticConfig
+
+SAVED_BEFORE = GOLDEN / "saved_before"
 
 
 @pytest.fixture
@@ -400,7 +404,7 @@ def test_inspect_describes_the_small_policy(tmp_path, capsys):
     SmallVLA(SmallVLAConfig(action_low=(-1.0,) * 4, action_high=(1.0,) * 4, state_dim=4)).save_pretrained(tmp_path)
     code, out, _ = inspect(tmp_path, capsys)
     assert code == 0 and "small" in out and "float32" in out
-    with pytest.raises(ValueError, match=r"a policy that has no settings; leave out the settings \['benchmark'\]"):
+    with pytest.raises(ValueError, match=r"SmallVLA has no settings \['benchmark'\]"):
         load_policy(tmp_path, benchmark="libero")
 
 
@@ -409,6 +413,27 @@ def test_load_policy_takes_openvla_checkpoints(tmp_path):
     assert type(policy).__name__ == "OpenVLA"
     policy = load_policy(make_checkpoint(tmp_path / "b", heads=True), benchmark="libero", num_images_in_input=2)
     assert type(policy).__name__ == "OpenVLAOFT"
+
+
+@pytest.mark.parametrize("family", ["small", "small_flow"])
+def test_a_folder_that_an_earlier_version_saved_acts_as_it_did(family):
+    """Saved and recorded by the version before the registry (commit a10f296)."""
+    folder = SAVED_BEFORE / family
+    policy = load_policy(folder).eval()
+    assert policy.family == family
+    with np.load(folder / "recorded.npz") as stored:
+        recorded = {name: torch.from_numpy(stored[name]) for name in stored.files}
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (2, 24, 32, 3), dtype=torch.uint8, generator=generator)
+    seen = observations(
+        images, torch.randn(2, 4, generator=generator), instructions=("push the puck", "open the drawer")
+    )
+    for kind in ("deterministic", "random"):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            td = act(policy, seen.clone(), ExplorationType[kind.upper()])
+        expected = {name.partition("/")[2]: tensor for name, tensor in recorded.items() if name.startswith(kind)}
+        assert expected and all(torch.equal(td[key], tensor) for key, tensor in expected.items())
 
 
 def test_importing_vla_policies_imports_no_model_library():
@@ -420,5 +445,5 @@ def test_importing_vla_policies_imports_no_model_library():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170, cwd=ROOT)
     assert done.stdout.split("\n")[:2] == ["set()", "set()"], done.stderr
     assert set(vla_policies.__all__) == set(dir(vla_policies))
-    with pytest.raises(AttributeError, match="it has .*OpenVLAOFT"):
+    with pytest.raises(AttributeError, match="No vla_policies attribute OpenVLB"):
         vla_policies.OpenVLB  # noqa: B018

@@ -15,7 +15,7 @@ from running import CONF, RECIPES, Started, composed, main_of
 import vla_envs.env
 from vla_algos.advantages import gae
 from vla_algos.collectors import StepCollector
-from vla_algos.grpo import collect_groups
+from vla_algos.groups import collect_groups
 from vla_algos.imitation import BehaviourCloning, record_demonstrations
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vla_envs import EpisodeQueue, EpisodeSampler, evaluation_grid, make_spec
+from vla_envs import EpisodeQueue, EpisodeSampler, evaluation_episodes, make_spec
 
 SPEC = make_spec("metaworld/ML45-test")  # 5 tasks
 
@@ -55,23 +55,23 @@ def test_fixed_repeats_and_random_does_not():
 
 
 def test_a_queue_is_worked_off_once():
-    grid = evaluation_grid(SPEC, trials=2, seed=8)
+    grid = evaluation_episodes(SPEC, trials=2, seed=8)
     assert len(grid) == len(set(grid)) == 10 and {episode.seed for episode in grid} == {8}
     queue = EpisodeQueue(grid)
     run = [queue.next() for _ in range(10)]
     assert [(e.task_id, e.trial_id, e.seed, e.group_id) for e in run] == [
         (e.task_id, e.trial_id, e.seed, e.group_id) for e in grid
     ]
-    assert [episode.place for episode in run] == list(range(10))
+    assert [episode.queue_index for episode in run] == list(range(10))
     assert queue.next() is None
     queue.extend(grid[:2])
     queue.give_back(run[3])
-    assert [queue.next().place for _ in range(3)] == [3, 10, 11] and queue.next() is None and len(queue) == 12
-    assert len(evaluation_grid(SPEC)) == 5 * 20  # the benchmark's own number of trials
+    assert [queue.next().queue_index for _ in range(3)] == [3, 10, 11] and queue.next() is None and len(queue) == 12
+    assert len(evaluation_episodes(SPEC)) == 5 * 20  # the benchmark's own number of trials
 
 
-def test_training_never_meets_the_evaluation_grid():
-    grid = set(evaluation_grid(SPEC, trials=100, seed=9_000_000))
+def test_training_never_meets_the_evaluation_episodes():
+    grid = set(evaluation_episodes(SPEC, trials=100, seed=9_000_000))
     assert not grid & set(take(EpisodeSampler(SPEC, seed=0), 5000))
 
 

@@ -10,9 +10,9 @@ from torchrl.envs.utils import ExplorationType
 
 from vla_common import keys
 from vla_policies import OpenVLAOFT
-from vla_policies.inspection import inspect
 from vla_policies.openvla.model import BOS, STOP
 from vla_policies.openvla.prompts import PAD
+from vla_policies.registry import inspect_policy
 
 RANK, FILE = 32, "vision_backbone--150000_checkpoint.pt"
 SETTINGS = {"benchmark": "libero", "layout": "official", "num_action_chunks": 2}
@@ -131,7 +131,7 @@ def test_what_is_saved_has_the_official_names_and_loads_again(folder, policy, se
 
 
 def test_inspect_names_the_file(folder):
-    report = inspect(folder)
+    report = inspect_policy(folder)
     assert report.facts["FiLM"] == FILE and not report.missing
 
 

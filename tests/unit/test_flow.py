@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType
 
 from vla_common import keys
-from vla_policies import SmallFlow, SmallFlowConfig, flow
+from vla_policies import SmallFlow, SmallFlowConfig
 from vla_policies.flow.steps import NoiseNetwork, euler, log_prob, stochastic_step, times
-from vla_policies.processing.adapters import ADAPTERS
+from vla_policies.processing.adapters import make_example
 from vla_policies.registry import load_policy
 
 METHODS = ("flow_sde", "flow_cps", "flow_noise")
@@ -123,7 +123,7 @@ def make(**settings):
 @pytest.fixture
 def seen():
     torch.manual_seed(1)
-    td = ADAPTERS["metaworld"].example(6)
+    td = make_example("metaworld", 6)
     return td.set(keys.IMAGES, torch.randint(0, 256, (6, 64, 64, 3), dtype=torch.uint8))
 
 
@@ -222,7 +222,7 @@ def test_the_noise_level_is_annealed_between_iterations(tmp_path):
         policy.start_iteration(iteration)
         levels.append(policy.noise_level.item())
     assert levels == pytest.approx([0.8, 0.6, 0.2, 0.2])
-    frozen.follow(policy)
+    frozen.copy_schedules(policy)
     assert frozen.noise_level.item() == pytest.approx(0.2)
     policy.save_pretrained(tmp_path)
     assert load_policy(tmp_path).noise_level.item() == pytest.approx(0.2)
@@ -264,4 +264,4 @@ def test_a_deterministic_flow_has_no_log_probability(seen):
     with pytest.raises(ValueError, match="flow_sde"):
         policy.evaluate_actions(stored)
     with pytest.raises(ValueError, match="num_steps"):
-        flow.times(0)
+        times(0)

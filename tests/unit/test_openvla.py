@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from torchrl.envs.utils import ExplorationType
 
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common import keys
-from vla_policies.checkpoint.lora import add_lora, load_adapter, merge_adapter, save_adapter
-from vla_policies.nn.llama import KeyValueCache, Llama, LlamaConfig, _rotation
+from vla_policies.checkpoint.lora import add_lora, load_adapter, lora_config, merge_adapter, save_adapter
+from vla_policies.nn.llama import KeyValueCache, Llama, LlamaConfig
+from vla_policies.nn.rotary import rotation
 from vla_policies.openvla.model import STOP, pack_right
 from vla_policies.openvla.openvla import OpenVLA
+from vla_policies.registry import make_policy
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 STRIDE = 8  # the stored sequences are every eighth token
@@ -264,7 +267,9 @@ def test_bfloat16_agrees_with_float32(make, stored):
 def test_rotary_angles_are_float32_whatever_the_model_is_in():
     config = LlamaConfig(16, 16, 1, 2, 2, 8)
     positions = torch.tensor([[0, 333]])
-    exact, rounded = (_rotation(positions, config, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        rotation(positions, config.head_dim, config.rope_theta, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     assert all((one - other.float()).abs().max() < 0.005 for one, other in zip(exact, rounded, strict=True))
 
 
@@ -309,3 +314,40 @@ def test_empty_and_over_long_instructions_are_refused(folder):
     for text, message in (("", "empty"), ("push " * 30, "max_prompt_length")):
         with pytest.raises(ValueError, match=message):
             policy(observations(torch.zeros(1, 64, 64, 3, dtype=torch.uint8), instructions=[text]))
+
+
+def libero(benchmark="libero", tasks=("put the bowl on the stove",)):
+    """An environment that has not been started."""
+    return SimpleNamespace(
+        benchmark=benchmark, id=f"{benchmark}/toy", action_low=(-1.0,) * 7, action_high=(1.0,) * 7, state_dim=8,
+        image_shape=(256, 256), wrist_image_shape=(1, 256, 256), tasks=[SimpleNamespace(instruction=t) for t in tasks],
+    )  # fmt: skip
+
+
+def test_recipes_load_a_checkpoint_for_the_environment_they_have(folder, tmp_path):
+    policy = make_policy(libero(), family="openvla", checkpoint=folder, lora_rank=4, dtype="bfloat16", top_k=None)
+    assert lora_config(policy).r == 4 and policy.model.projector.fc1.weight.dtype == torch.bfloat16
+    assert policy.config.benchmark == "libero" and policy.config.top_k == 0
+    policy.save_pretrained(tmp_path)
+    for family in ("openvla", "small"):  # the family of the recipes' default takes any checkpoint
+        again = make_policy(libero(), family=family, checkpoint=tmp_path)
+        assert isinstance(again, OpenVLA) and lora_config(again).r == 4
+    with pytest.raises(ValueError, match="has a LoRA adapter already, of rank 4"):
+        make_policy(libero(), family="openvla", checkpoint=tmp_path, lora_rank=8)
+    with pytest.raises(ValueError, match="policy.lora_alpha and policy.lora_targets need policy.lora_rank"):
+        make_policy(libero(), family="openvla", checkpoint=folder, lora_alpha=8)
+
+
+def test_recipes_refuse_what_does_not_fit_a_checkpoint(folder, tmp_path):
+    OpenVLA.from_pretrained(folder, benchmark="libero").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="^policy.statistics=min_max: .* was trained with statistics=q99"):
+        make_policy(libero(), family="openvla", checkpoint=tmp_path, statistics="min_max")
+    with pytest.raises(ValueError, match="acts in libero and maniskill/toy is of maniskill; .*policy=openvla"):
+        make_policy(libero("maniskill"), family="small", checkpoint=tmp_path)
+    assert make_policy(libero("maniskill"), family="openvla", checkpoint=tmp_path).config.benchmark == "maniskill"
+    with pytest.raises(ValueError, match="^policy.dim: OpenVLA has no settings"):
+        make_policy(libero(), family="small", checkpoint=tmp_path, dim=64)
+    with pytest.raises(ValueError, match="instruction is empty"):
+        make_policy(libero(tasks=[" "]), family="openvla", checkpoint=folder)
+    with pytest.raises(ValueError, match="a checkpoint of openvla, not of openvla_oft"):
+        make_policy(libero(), family="openvla_oft", checkpoint=tmp_path, layout="rlinf")

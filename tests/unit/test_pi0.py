@@ -15,16 +15,15 @@ from torchrl.envs.utils import ExplorationType
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common import keys
-from vla_policies import Pi0, load_policy, make_metaworld_example
+from vla_policies import Pi0, load_policy, make_example
 from vla_policies.checkpoint.lora import add_lora, has_lora, merge_adapter
 from vla_policies.checkpoint.weights import load_weights
 from vla_policies.flow.steps import euler, times
-from vla_policies.inspection import inspect
 from vla_policies.pi0.folder import EMBEDDINGS, LM_HEAD, Pi0Folder, Pi0Statistics, empty_model
 from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig
-from vla_policies.pi0.presets import PRESETS
+from vla_policies.pi0.presets import get_adapter, get_preset, list_presets
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
-from vla_policies.processing.adapters import ADAPTERS
+from vla_policies.registry import inspect_policy
 
 NAMES = {"pi0_tiny": "pi0_metaworld", "pi05_tiny": "pi05_metaworld"}
 
@@ -69,7 +68,7 @@ def make(name, folder):
 @pytest.fixture
 def seen():
     torch.manual_seed(1)
-    td = make_metaworld_example(3)
+    td = make_example("metaworld", 3)
     td[keys.STATES] = torch.randn(3, 4)
     return td
 
@@ -261,12 +260,12 @@ def test_prompts():
         Pi0Prompts(b"nothing", 40)
 
 
-@pytest.mark.parametrize("config_name", PRESETS)
+@pytest.mark.parametrize("config_name", list_presets())
 def test_presets_name_benchmarks_that_have_an_adapter(config_name):
-    preset = PRESETS[config_name]
+    preset = get_preset(config_name)
     assert config_name.startswith("pi05_" if preset.pi05 else "pi0_")
-    assert preset.benchmark in config_name and preset.benchmark in ADAPTERS
-    assert all(joint < ADAPTERS[preset.benchmark].state_dim for joint in preset.relative)
+    assert preset.benchmark in config_name
+    assert all(joint < get_adapter(preset.benchmark).state_dim for joint in preset.relative)
 
 
 def test_relative_actions_are_relative_to_the_state(tmp_path):
@@ -289,17 +288,27 @@ def test_a_gripper_that_must_be_open_or_closed(benchmark, tmp_path):
     assert set(gripper.unique().tolist()) <= {-1.0, 1.0}
 
 
+def test_a_setting_that_was_renamed_keeps_loading(make, tmp_path):
+    make(prefix_cache_gb=2.5).save_pretrained(tmp_path)
+    options = json.loads((tmp_path / "vla_torchrl.json").read_text())
+    options["prefix_gigabytes"] = options.pop("prefix_cache_gb")  # as versions before wrote it
+    (tmp_path / "vla_torchrl.json").write_text(json.dumps(options))
+    assert load_policy(tmp_path).config.prefix_cache_gb == 2.5
+    with pytest.warns(DeprecationWarning, match="prefix_gigabytes is called prefix_cache_gb now"):
+        assert load_policy(tmp_path, prefix_gigabytes=1.5).config.prefix_cache_gb == 1.5
+
+
 def test_inspect_says_what_it_is(folder, name, make, tmp_path):
-    report = inspect(folder)
+    report = inspect_policy(folder)
     assert not report.missing and "set config_name" in report.facts["variant"]
     assert report.facts["family"] == ("pi0 (pi0.5)" if name == "pi05_tiny" else "pi0")
     make().save_pretrained(tmp_path)
-    report = inspect(tmp_path)
+    report = inspect_policy(tmp_path)
     assert report.facts["variant"] == NAMES[name] and report.facts["heads"].endswith(".safetensors")
     (tmp_path / "paligemma_tokenizer.model").unlink()
-    assert "tokenizer" in str(inspect(tmp_path))
+    assert "tokenizer" in str(inspect_policy(tmp_path))
     shutil.rmtree(tmp_path / "assets")
-    assert "norm_stats.json" in str(inspect(tmp_path))
+    assert "norm_stats.json" in str(inspect_policy(tmp_path))
 
 
 def test_statistics_where_rlinfs_checkpoints_have_them(tmp_path):
@@ -330,20 +339,20 @@ def test_the_ratio_is_one_and_a_kept_prefix_changes_nothing(make, seen, method, 
     plain = policy.evaluate_actions(stored)
     near(plain[0], stored[keys.ACTION_LOG_PROB])
     near(plain[2], stored[keys.STATE_VALUE], 1e-6)
-    prepared = policy.prepare(stored.clone())
+    prepared = policy.precompute(stored.clone())
     assert prepared.get(keys.PREFIX_KEYS, None) is not None
     for first, second in zip(plain, policy.evaluate_actions(prepared[torch.tensor([2, 0])]), strict=True):
         near(second, first[torch.tensor([2, 0])])
 
 
 def test_the_prefix_is_kept_only_if_it_is_frozen_and_fits(make, seen):
-    small = make(prefix_gigabytes=1e-6)
+    small = make(prefix_cache_gb=1e-6)
     stored = act(small, seen, ExplorationType.RANDOM)
     assert small.prefix_bytes(3, 12) > 1000
-    with pytest.warns(UserWarning, match="prefix_gigabytes"):
-        assert small.prepare(stored).get("prefix", None) is None
+    with pytest.warns(UserWarning, match="prefix_cache_gb"):
+        assert small.precompute(stored).get("prefix", None) is None
     whole = make(train_expert_only=False)
-    assert whole.prepare(act(whole, seen.clone(), ExplorationType.RANDOM)).get("prefix", None) is None
+    assert whole.precompute(act(whole, seen.clone(), ExplorationType.RANDOM)).get("prefix", None) is None
 
 
 @pytest.mark.parametrize("only", [True, False])

@@ -1,16 +1,21 @@
-"""SmallVLA keeps the policy contract, and its checkpoints are whole or refused."""
+"""SmallVLA keeps the policy contract; checkpoints and settings fit or are refused; policies from outside are equals."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from paths import ROOT
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_common import keys
-from vla_policies import SmallVLA, SmallVLAConfig, load_policy
+from vla_common.registry import policies
+from vla_common.settings import Count, Fraction, check_settings
+from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy, load_policy, make_policy, policy_types, register_policy
 from vla_policies.processing.action_tokens import ActionBins
+from vla_policies.registry import inspect_policy
 from vla_policies.small.text import HashedText
 
 CONFIG = SmallVLAConfig(action_low=(-1.0, -1.0, 0.0), action_high=(1.0, 1.0, 0.5), state_dim=4, chunk_size=3)
@@ -175,3 +180,166 @@ def test_broken_checkpoints_are_refused_with_a_reason(policy, tmp_path):
         load_policy(tmp_path)
     config.write_text(good_config)
     load_policy(tmp_path)
+
+
+# Made for an environment
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An environment that has not been started; see :class:`vla_common.schema.EnvironmentShape`."""
+
+    benchmark: str = "metaworld"
+    id: str = "metaworld/toy"
+    action_low: tuple[float, ...] = (-1.0, -1.0, -1.0, -1.0)
+    action_high: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
+    state_dim: int = 4
+    image_shape: tuple[int, int] = (48, 64)
+    wrist_image_shape: tuple[int, int, int] | None = None
+
+
+SMALL = {"chunk_size": 3, "dim": 16, "layers": 1, "heads": 2, "channels": [4, 8, 8], "keypoints": 4, "text_buckets": 64}
+
+
+@pytest.mark.parametrize("family", ["small", "small_flow"])
+def test_what_nobody_sets_is_the_classs_default(family):
+    unset = dict.fromkeys(policy_types(family).keys() - {"family", "checkpoint"})
+    policy = make_policy(Shape(), family=family, **unset)
+    assert policy.family == family and policy.config.dim == 128 and policy.config.channels == (16, 32, 48)
+    assert (policy.action_dim, policy.state_dim) == (4, 4)
+    if family == "small":
+        assert policy.config.num_bins == 41 and policy.config.critic_detach
+    assert make_policy(Shape(), family=family, **SMALL).config.channels == (4, 8, 8)
+
+
+@pytest.mark.parametrize("family", ["small", "small_flow"])
+def test_settings_beside_a_checkpoint_are_its_own_or_refused(family, tmp_path):
+    saved = make_policy(Shape(), family=family, **SMALL)
+    saved.save_pretrained(tmp_path)
+    for kind in ("small", "small_flow"):  # any family that is made new takes it
+        loaded = make_policy(Shape(), family=kind, checkpoint=tmp_path)
+        assert type(loaded) is type(saved) and loaded.config == saved.config
+    assert make_policy(Shape(), family=family, checkpoint=tmp_path, **SMALL).config == saved.config
+    for name, value, own in [("dim", 999, 16), ("channels", [4, 8, 12], [4, 8, 8])]:
+        with pytest.raises(ValueError) as error:
+            make_policy(Shape(), family=family, checkpoint=tmp_path, **{name: value})
+        message = str(error.value)
+        assert message.startswith(f"policy.{name}={value}: {tmp_path} was trained with {name}={own}")
+        assert message.endswith(f"leave {name} out") and "\n" not in message
+        with pytest.raises(ValueError, match=rf"^{name}=.* was trained with {name}="):
+            load_policy(tmp_path, **{name: value})
+
+
+def test_a_setting_that_a_checkpoint_has_left_open_is_fixed_too(tmp_path):
+    make_policy(Shape(), family="small_flow", **SMALL).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"policy.noise_anneal=\[0.5, 0.1, 9\]: .* with noise_anneal=None"):
+        make_policy(Shape(), family="small_flow", checkpoint=tmp_path, noise_anneal=[0.5, 0.1, 9])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"family": "smal"}, "unknown policy.family 'smal'; did you mean small"),
+        ({"family": "small", "num_bin": 9}, "unknown setting 'policy.num_bin'; did you mean policy.num_bins"),
+        ({"family": "small", "num_bins": 1}, "policy.num_bins=1: must be greater than or equal to 2"),
+        ({"family": "small", "dim": 0.5}, "policy.dim=0.5: must be a valid integer"),
+        ({"family": "small", "state_dim": 9}, "unknown setting 'policy.state_dim'"),
+        ({"family": "small_flow", "method": "sde"}, "policy.method=sde: must be 'flow_sde', 'flow_noise', 'flow_cps'"),
+        ({"family": "small_flow", "noise_level": -1.0}, "policy.noise_level=-1.0: must be greater than or equal to 0"),
+        ({"family": "pi0"}, "policy=pi0 starts from a checkpoint; type policy.checkpoint=FOLDER"),
+        ({"family": "pi0", "dtype": "float16"}, "policy.dtype=float16: must be 'float32' or 'bfloat16'"),
+        ({"family": "openvla", "lora_rank": 0}, "policy.lora_rank=0: must be greater than or equal to 1"),
+        ({"family": "openvla_oft", "layout": "theirs"}, "policy.layout=theirs: must be 'official' or 'rlinf'"),
+        ({"family": "openvla", "benchmark": "libero"}, "unknown setting 'policy.benchmark'"),
+    ],
+)
+def test_settings_are_refused_as_they_are_typed(settings, message):
+    with pytest.raises(ValueError) as error:
+        make_policy(Shape(), **settings)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["small", "small_flow", "openvla", "openvla_oft", "pi0"])
+def test_a_configuration_is_the_keyword_arguments_of_make_policy(family):
+    types = policy_types(family)
+    written = OmegaConf.to_container(OmegaConf.load(ROOT / "recipes" / "conf" / "policy" / f"{family}.yaml"))
+    assert written.pop("family") == family and set(written) == types.keys() - {"family"}
+    assert set(written.values()) == {None}, "what is written there would count as typed"
+    check_settings("policy", {**written, "family": family}, types)
+
+
+def test_an_environment_that_does_not_fit_is_refused(tmp_path):
+    make_policy(Shape(), family="small", **SMALL).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="4 action and 4 state dimensions, metaworld/toy has 4 and 9; .*env=..."):
+        make_policy(Shape(state_dim=9), family="small", checkpoint=tmp_path)
+
+
+# Policies from outside
+
+
+@dataclass(frozen=True)
+class ConstantConfig:
+    action_low: tuple[float, ...]
+    action_high: tuple[float, ...]
+    state_dim: int
+    chunk_size: Count = 2
+    strength: Fraction = 0.5
+
+
+class Constant(VLAPolicy):
+    """The least that recipes, saving, loading and inspecting need."""
+
+    family = "constant"
+    config_class = ConstantConfig
+    in_keys = [keys.STATES]
+    out_keys = [keys.ACTION]
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.chunk_size, self.num_values = config, config.chunk_size, 1
+        self.action_dim, self.state_dim = len(config.action_low), config.state_dim
+        self.actor, self.value_head = torch.nn.Linear(config.state_dim, self.action_dim), torch.nn.Linear(4, 1)
+
+    def forward(self, tensordict):
+        action = self.actor(tensordict[keys.STATES]).unsqueeze(1).expand(-1, self.chunk_size, -1)
+        return tensordict.set(keys.ACTION, self.config.strength * action)
+
+
+@pytest.fixture
+def constant(monkeypatch):
+    monkeypatch.setattr(policies, "_registered", dict(policies._registered))
+    register_policy("constant", Constant)
+
+
+@pytest.mark.usefixtures("constant")
+def test_a_policy_of_a_few_lines_is_made_saved_loaded_and_inspected(tmp_path):
+    policy = make_policy(Shape(), family="constant", strength=0.25)
+    policy.save_pretrained(tmp_path)
+    loaded = load_policy(tmp_path)
+    assert type(loaded) is Constant and loaded.config == policy.config
+    assert torch.equal(policy(observations())[keys.ACTION], loaded(observations())[keys.ACTION])
+    facts = inspect_policy(tmp_path).facts
+    assert facts["family"] == "constant" and facts["weights"].startswith("25 parameters")
+    assert policy_types("constant").keys() == {"family", "checkpoint", "chunk_size", "strength"}
+    with pytest.raises(ValueError, match="policy.strength=1.5: must be less than or equal to 1"):
+        make_policy(Shape(), family="constant", strength=1.5)
+    assert {*policy.critic_parameters()} == {*policy.value_head.parameters()}
+    assert policy.device == torch.device("cpu") and policy.precompute(policy) is policy
+    with pytest.raises(NotImplementedError, match="Constant has no imitation_loss.*sft.episodes=0"):
+        policy.imitation_loss(observations(), sigma=0.1)
+
+
+@pytest.mark.usefixtures("constant")
+def test_names_are_given_once():
+    with pytest.raises(ValueError, match="there is a policy family 'small' already"):
+        register_policy("small", type("Other", (Constant,), {"family": "small"}))
+    with pytest.raises(ValueError, match="Constant.family is 'constant' and it is registered as 'other'"):
+        register_policy("other", Constant)
+
+
+def test_a_checkpoint_of_a_package_that_is_not_installed_says_so(tmp_path, request):
+    request.getfixturevalue("constant")
+    make_policy(Shape(), family="constant").save_pretrained(tmp_path)
+    del policies._registered["constant"]
+    with pytest.raises(ValueError, match="a checkpoint of 'constant'; known are openvla, .*: install the package"):
+        load_policy(tmp_path)

@@ -1,43 +1,84 @@
-"""Groups of a configuration as keyword arguments, where a key that nobody reads is an error."""
+"""The configuration of a run: each section is the keyword arguments of one callable, and is checked before any work."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from vla_algos.imitation import BehaviourCloning
+from vla_algos.run.evaluator import Evaluator
+from vla_algos.run.launcher_settings import launcher_types
+from vla_algos.run.warm_start import record
 from vla_common.errors import unknown_name
+from vla_common.settings import Count, Whole, check_settings, setting_types
+from vla_envs.env import env_types
+from vla_policies.registry import policy_types
+
+Types = Mapping[str, Any]  # of settings by name, or of a section's settings
+RESUME = Literal["auto", "force", "never"]
+
+EVALUATION: Types = {
+    "recipe": str,
+    "seed": Whole,
+    "env": env_types,  # of its id
+    "policy": policy_types,  # of its family
+    "eval": setting_types(Evaluator),
+    "launcher": launcher_types,  # of its name
+}
+CLONING: Types = {
+    **EVALUATION,
+    "demonstrations": setting_types(record, without=["env", "policy", "seed"]),
+    "cloning": setting_types(BehaviourCloning, without=["policy", "demonstrations"]),
+    "checkpoint_every": Count,
+    "resume": RESUME,
+}
+TRAINING: Types = {
+    **CLONING,
+    "iterations": Count,
+    "evaluate_every": Whole,
+    "episode_order": Literal["random", "ordered", "fixed"],
+}
+_CHOSEN_BY = {"env": "id", "policy": "family", "launcher": "name"}  # the setting that says which others there are
 
 
-def group(
-    config: DictConfig, name: str, *readers: Callable, also: Iterable[str] = (), without: Iterable[str] = ()
-) -> dict:
-    """A group of the configuration as keyword arguments, every one of which somebody reads.
+def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
+    """The settings of a recipe, every one of which somebody reads.
 
     Args:
-        config: the whole configuration.
-        name: of the group.
-        readers: the functions whose keyword arguments the settings are.
-        also: settings that the recipe reads itself.
-        without: arguments of the readers that are set elsewhere.
+        config: the composed configuration.
+        types: of each setting outside of a section, and of the settings of each section.
+
+    Returns:
+        Settings and sections (dictionaries) as attributes.
 
     Raises:
-        ValueError: a setting that nobody reads; the message offers the nearest ones.
+        ValueError: a setting that nobody reads, that is missing, of a wrong type or out of range; the message names it
+            as it is typed, and the nearest name.
     """
-    known = {parameter for reader in readers for parameter in parameters_of(reader)} - set(without) | set(also)
-    settings = OmegaConf.to_container(config[name], resolve=True)
-    for key in settings:
-        if key not in known:
-            raise unknown_name("setting", f"{name}.{key}", [f"{name}.{other}" for other in sorted(known)])
-    return settings
+    settings = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(settings, dict)
+    for name in settings:
+        if name not in types:
+            raise unknown_name("setting", str(name), types)
+    for name, expected in types.items():
+        if name not in settings:
+            continue
+        if callable(expected) and name in _CHOSEN_BY:
+            expected = _chosen(settings[name], name, expected)
+        if isinstance(expected, Mapping):
+            if not isinstance(settings[name], dict):
+                raise ValueError(f"{name}={settings[name]}: is a section; type one of its settings: {name}.NAME=VALUE")
+            check_settings(name, settings[name], expected)
+        else:
+            check_settings("", {name: settings[name]}, {name: expected})
+    return SimpleNamespace(**settings)
 
 
-def take(settings: dict, reader: Callable) -> dict:
-    """Remove from ``settings`` what ``reader`` takes as keyword arguments, and return it."""
-    return {name: settings.pop(name) for name in list(settings) if name in parameters_of(reader)}
-
-
-def parameters_of(function: Callable) -> Iterable[str]:
-    """Names of what a function can be called with."""
-    return inspect.signature(function).parameters
+def _chosen(section: Any, name: str, types_of: Any) -> Types:
+    choice = _CHOSEN_BY[name]
+    if not isinstance(section, dict) or not isinstance(section.get(choice), str):
+        raise ValueError(f"{name}.{choice} is missing; type {name}.{choice}=NAME, or choose a file: {name}=NAME")
+    return {choice: str, **types_of(section[choice])}

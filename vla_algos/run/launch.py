@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import submitit
 from hydra.core.hydra_config import HydraConfig
@@ -20,26 +22,25 @@ from submitit.core.utils import FailedJobError
 
 from vla_algos import parallel
 from vla_algos.parallel import process_group
+from vla_algos.run.config import Types, read_config
+from vla_algos.run.launcher_settings import SUBMITIT_NAMES
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.resume import SIGNALS
-from vla_common.errors import unknown_name
+from vla_algos.run.run import Run
 
 Recipe = Callable[[DictConfig, Path], None]
-LAUNCHERS = ("local", "slurm")
-_SLURM = {  # settings under their names in submitit
-    "partition": "slurm_partition",
-    "account": "slurm_account",
-    "qos": "slurm_qos",
-    "constraint": "slurm_constraint",
-    "nodes": "nodes",
-    "tasks_per_node": "tasks_per_node",
-    "cpus": "cpus_per_task",
-    "gpus": "gpus_per_node",
-    "memory_gb": "mem_gb",
-    "minutes": "timeout_min",
-    "warning": "slurm_signal_delay_s",
-    "setup": "slurm_setup",
-}
+
+
+def run_recipe(train: Callable[[SimpleNamespace, Run], None], types: Types, config: DictConfig, folder: Path) -> None:
+    """Run a recipe in this process.
+
+    Args:
+        train, types: see :func:`launch`.
+        config: the composed configuration.
+        folder: where everything goes.
+    """
+    settings = read_config(config, types)
+    train(settings, Run(settings, folder))
 
 
 class SlurmRun(submitit.helpers.Checkpointable):
@@ -57,27 +58,26 @@ class SlurmRun(submitit.helpers.Checkpointable):
             signal.signal(number, signal.SIG_IGN)
 
 
-def launch(recipe: Recipe, config: DictConfig, *, alone: bool = False) -> None:
-    """Run ``recipe(config, folder)`` where ``config.launcher`` says.
+def launch(
+    train: Callable[[SimpleNamespace, Run], None], config: DictConfig, types: Types, *, alone: bool = False
+) -> None:
+    """Run ``train(config, run)`` of a recipe where ``config.launcher`` says.
 
     Args:
-        recipe: what to run.
+        train: what to run; see :class:`~vla_algos.run.run.Run`.
         config: the composed configuration.
+        types: of the settings that the recipe reads, see :func:`~vla_algos.run.config.read_config`.
         alone: the recipe runs in one process.
 
     Raises:
-        ValueError: an unknown launcher or setting, or more processes than the recipe can use.
+        ValueError: a setting that nobody reads or that cannot be, or more processes than the recipe can use.
         RuntimeError: there is no SLURM, or it refuses the job; says why.
     """
+    read_config(config, types)  # a job that waits in a queue is checked before it does
+    recipe = functools.partial(run_recipe, train, types)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
-    name = config.launcher.get("name")
-    if name not in LAUNCHERS:
-        raise unknown_name("launcher", str(name), LAUNCHERS, example="local")
     settings = OmegaConf.to_container(config.launcher, resolve=True)
-    known = ["name", *([*_SLURM, "wait", "seeds"] if name == "slurm" else [])]
-    for key in settings:
-        if key not in known:
-            raise unknown_name("setting", f"launcher.{key}", [f"launcher.{other}" for other in known])
+    launcher = settings["name"]
     processes = parallel.processes_started() * settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
     if processes > 1 and alone:
         raise ValueError(
@@ -86,7 +86,7 @@ def launch(recipe: Recipe, config: DictConfig, *, alone: bool = False) -> None:
         )
     if parallel.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
-    if name == "local":
+    if launcher == "local":
         with process_group():
             recipe(config, _common_folder(folder))
         return
@@ -108,7 +108,7 @@ def launch(recipe: Recipe, config: DictConfig, *, alone: bool = False) -> None:
 
 def _common_folder(folder: Path) -> Path:
     """The folder of the first process: its name has the time in it, and others may have come a second later."""
-    common = parallel.from_main(folder)
+    common = parallel.broadcast_object(folder)
     if folder != common:
         with contextlib.suppress(FileNotFoundError):  # several may have the same one
             if {path.name for path in folder.iterdir()} <= {".hydra", f"{HydraConfig.get().job.name}.log"}:
@@ -121,7 +121,7 @@ def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list
     executor = submitit.AutoExecutor(
         folder=logs, cluster="slurm", slurm_python=_python(), slurm_max_num_timeout=1_000_000
     )
-    given = {_SLURM[key]: value for key, value in settings.items() if value not in (None, [], 0)}
+    given = {SUBMITIT_NAMES[key]: value for key, value in settings.items() if value not in (None, [], 0)}
     executor.update_parameters(name=name, **given)
     executor.update_parameters(slurm_additional_parameters={"requeue": True})
     executor.update_parameters(slurm_srun_args=["--kill-on-bad-exit=1"])  # a process that fails ends the others

@@ -18,6 +18,11 @@ from tqdm import tqdm
 from vla_algos import parallel
 
 
+def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
+    """A progress bar, shown by the first process."""
+    return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not parallel.is_main())
+
+
 class RunLogger:
     """Writes ``metrics.jsonl`` (one line per call, flushed at once) and ``tensorboard/`` into a folder.
 

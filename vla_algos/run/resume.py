@@ -45,7 +45,7 @@ class Stateful(Protocol):
 class ResumableRun:
     """Saves the state of a run after iterations, and goes on from the last one that was saved.
 
-    The state is that between two iterations: trained weights, all parts, random states and notes. A run that was
+    The state is that between two iterations: trained weights, all parts, random states and :attr:`run_state`. A run that was
     interrupted at any time and resumed computes bit for bit what it would have computed otherwise: an iteration that
     was not finished is run again.
 
@@ -63,7 +63,7 @@ class ResumableRun:
         every: iterations between two checkpoints.
 
     Attributes:
-        notes: plain values that a recipe keeps over an interruption.
+        run_state: plain values that a run keeps over an interruption.
         seconds: that earlier processes spent on this run.
     """
 
@@ -71,7 +71,7 @@ class ResumableRun:
         if every < 1:
             raise ValueError(f"checkpoint_every is {every}, must be at least 1")
         self.folder, self.policy, self.parts, self.every = folder, policy, dict(parts), every
-        self.notes: dict[str, Any] = {}
+        self.run_state: dict[str, Any] = {}
         self.seconds = 0.0
         self._started = time.perf_counter()
         self._between: dict[str, Any] | None = None  # of this process; weights and learner change in the update only
@@ -92,7 +92,7 @@ class ResumableRun:
         Raises:
             CheckpointError: it is broken, or of another policy.
         """
-        checkpoint = parallel.from_main(self._latest())
+        checkpoint = parallel.broadcast_object(self._latest())
         if checkpoint is None:
             return None
         state = load_training_state(checkpoint)
@@ -106,7 +106,7 @@ class ResumableRun:
         load_trained(self.policy, state["weights"], checkpoint)
         for name, part in self.parts.items():
             part.load_state_dict(state["learner"] if name == "learner" else own["parts"][name])
-        self.notes, self.seconds = state["notes"], state["seconds"]
+        self.run_state, self.seconds = state["notes"], state["seconds"]
         set_random_state(own["random"])
         self._iteration = self._saved = state["iteration"]
         if self._iteration:
@@ -126,7 +126,7 @@ class ResumableRun:
         """
         self._iteration = iteration
         self._remember()
-        stopping = parallel.largest(self._signal or 0)
+        stopping = parallel.all_reduce_max(self._signal or 0)
         if publish or iteration % self.every == 0 or stopping:
             self._save(publish)
         self._stop(stopping)
@@ -150,7 +150,7 @@ class ResumableRun:
             pass
         finally:
             self._may_stop = False
-        self._stop(parallel.largest(self._signal or 0))
+        self._stop(parallel.all_reduce_max(self._signal or 0))
         return result
 
     def stop_if_asked(self) -> None:
@@ -160,7 +160,7 @@ class ResumableRun:
             Interrupted: a signal came, here or to another process.
         """
         if self._saved == self._iteration:
-            self._stop(parallel.largest(self._signal or 0))
+            self._stop(parallel.all_reduce_max(self._signal or 0))
 
     def __enter__(self) -> ResumableRun:
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -187,7 +187,7 @@ class ResumableRun:
             )
             if self._signal == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
                 requeue()
-        parallel.wait_for_all()  # whoever ends first may have the others killed
+        parallel.barrier()  # whoever ends first may have the others killed
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._signal = number
@@ -212,14 +212,14 @@ class ResumableRun:
         self._between = {"parts": parts, "random": random_state()}
 
     def _save(self, publish: bool = False) -> None:
-        processes = parallel.gather_objects(self._between)
-        if parallel.from_main(parallel.is_main() and self._write(processes, publish)):
+        processes = parallel.all_gather_object(self._between)
+        if parallel.broadcast_object(parallel.is_main() and self._write(processes, publish)):
             self._saved = self._iteration
 
     def _write(self, processes: list[dict[str, Any]], publish: bool) -> bool:
         state = {
             "iteration": self._iteration,
-            "notes": self.notes,
+            "notes": self.run_state,
             "seconds": self.seconds + time.perf_counter() - self._started,
             "weights": trained(self.policy),
             "learner": self.parts["learner"].state_dict(),

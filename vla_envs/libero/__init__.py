@@ -1,5 +1,44 @@
 """LIBERO: see :func:`make_spec` for its options."""
 
+from vla_common.schema import BenchmarkSchema, Gripper
+from vla_envs.libero.checks import check
 from vla_envs.libero.spec import make_spec, suites
+from vla_envs.registry import Benchmark
 
-__all__ = ["make_spec", "suites"]
+__all__ = ["BENCHMARK", "make_spec", "suites"]
+
+_ARM = (0, 1, 2, 3, 4, 5)
+BENCHMARK = Benchmark(
+    name="libero",
+    title="LIBERO",
+    schema=BenchmarkSchema(
+        image_size=(256, 256),
+        wrist_images=(1, 256, 256),
+        states=(
+            *(f"hand {axis} (m)" for axis in "xyz"),
+            *(f"hand axis-angle {axis} (rad)" for axis in "xyz"),
+            "left finger (m)",
+            "right finger (m)",
+        ),
+        actions=(
+            *(f"move {axis} (-1 to 1)" for axis in "xyz"),
+            *(f"turn {axis} (-1 to 1)" for axis in "xyz"),
+            "gripper (-1 to 1)",
+        ),
+        gripper=Gripper(dimension=6, closed=1.0, opened=-1.0),
+        instruction="put the bowl on the stove",
+        families={
+            "openvla": {"model_action_dim": 7, "dimensions": (0, 1, 2, 3, 4, 5, 6), "gripper": (0.0, 1.0)},
+            "pi0": {
+                "presets": {
+                    "pi0_libero": {"pi05": False, "horizon": 50, "relative": _ARM, "state_in_prompt": False},
+                    "pi05_libero": {"pi05": True, "horizon": 10, "relative": (), "state_in_prompt": False},
+                }
+            },
+        },
+    ),
+    make_spec=make_spec,
+    suites=suites,
+    suite_title=str.capitalize,
+    checks=check,
+)

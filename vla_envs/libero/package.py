@@ -75,7 +75,7 @@ def check_versions(allow_other_versions: bool = False) -> None:
 def package_folder() -> Path:
     """Folder ``libero/libero`` of the installed package, without importing it."""
     spec = find_spec("libero")
-    if spec is None:
+    if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"LIBERO is not installed; type: {INSTALL}")
     return Path(next(iter(spec.submodule_search_locations))) / "libero"
 
@@ -133,8 +133,9 @@ def missing_assets(folder: Path) -> list[str]:
 def describe_assets(assets: str | None = None) -> tuple[str, ...]:
     """What departs from the benchmark in the assets that would be used: pixels of stand-ins."""
     found = _first_complete(asset_places(assets))
-    stand_ins = found is not None and (found / _STAND_INS).is_file()
-    return (f"stand-ins for meshes and textures, see {found / _STAND_INS}",) if stand_ins else ()
+    if found is None or not (found / _STAND_INS).is_file():
+        return ()
+    return (f"stand-ins for meshes and textures, see {found / _STAND_INS}",)
 
 
 def _first_complete(places: list[Path]) -> Path | None:
@@ -202,7 +203,7 @@ def import_libero() -> Any:
     """
     os.environ.setdefault("NUMBA_CACHE_DIR", str(Path.home() / ".cache" / "vla-torchrl" / "numba"))
     # robosuite's own way to change its settings: no warnings about themselves, no log file in /tmp.
-    settings = types.ModuleType("robosuite.macros_private")
+    settings: Any = types.ModuleType("robosuite.macros_private")
     settings.CONSOLE_LOGGING_LEVEL, settings.FILE_LOGGING_LEVEL = "ERROR", None
     sys.modules.setdefault(settings.__name__, settings)
     # For robosuite's window, which is never opened; the real one needs a desktop's libraries.

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from vla_envs.libero.package import check_versions, find_assets, initial_states
-from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec, Task
-
-if TYPE_CHECKING:
-    from vla_envs.libero.world import World
+from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
 _OPEN_GRIPPER = np.array([0, 0, 0, 0, 0, 0, -1.0])
 
@@ -28,8 +25,8 @@ class LiberoSimulator:
         from vla_envs.libero.world import world_cache  # only now: it imports MuJoCo
 
         self._worlds = world_cache
-        self._world: World | None = None
-        self._task: Task | None = None
+        self._world: Any = None  # a World, of the running episode
+        self._task: Any = None
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:

@@ -3,7 +3,8 @@
 Liu et al. 2023, arXiv 2306.03310.
 Third-person and wrist camera, both turned by 180 degrees as every published policy sees them, state = hand position,
 axis-angle and gripper, sparse reward, the initial states that LIBERO ships. Horizons and settle steps differ between
-publications; :data:`PROTOCOLS` has them by name, and :attr:`SimulatorSpec.departures` names what departs from them.
+publications; :data:`PROTOCOLS` has them by name, and :attr:`SimulatorSpec.protocol_deviations` says what differs from
+them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Literal
 
 from vla_common.errors import unknown_name
+from vla_common.settings import Count, NonNegative, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, is_whole_number
 from vla_envs.libero.package import describe_assets, wrong_versions
 from vla_envs.simulator import SimulatorSpec, Task
@@ -68,15 +71,15 @@ def _instruction(name: str) -> str:
 def make_spec(
     suite: str,
     *,
-    task_ids: Sequence[int] | None = None,
-    protocol: str = "openvla",
-    max_episode_steps: int | None = None,
-    settle_steps: int | None = None,
-    image_size: int = IMAGE_SIZE,
-    render_quality: str = "benchmark",
+    task_ids: Sequence[Whole] | None = None,
+    protocol: Literal["openvla", "rlinf", "lerobot"] = "openvla",
+    max_episode_steps: Count | None = None,
+    settle_steps: Whole | None = None,
+    image_size: Count = IMAGE_SIZE,
+    render_quality: Literal["benchmark", "fast"] = "benchmark",
     assets: str | None = None,
     download_assets: bool = False,
-    cache_gigabytes: float = 2.0,
+    cache_gigabytes: NonNegative = 2.0,
     allow_other_versions: bool = False,
 ) -> SimulatorSpec:
     """Describe a LIBERO suite without importing LIBERO.
@@ -115,7 +118,7 @@ def make_spec(
     if not are_numbers([cache_gigabytes], 1) or cache_gigabytes < 0:
         raise ValueError(f"cache_gigabytes must be a number >= 0, got {cache_gigabytes!r}")
     others = wrong_versions()
-    departures = [
+    deviations = [
         text
         for departs, text in [
             (
@@ -145,7 +148,7 @@ def make_spec(
         action_high=(1.0,) * 7,
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
-        departures=(*departures, *describe_assets(assets)),
+        protocol_deviations=(*deviations, *describe_assets(assets)),
         options={
             "settle_steps": settle,
             "render_quality": render_quality,

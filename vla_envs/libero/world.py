@@ -185,7 +185,11 @@ def _release_unused_memory() -> None:
 
 
 def _axis_angle(x: float, y: float, z: float, w: float) -> np.ndarray:
-    """Axis times angle (rad) of a unit quaternion; the angle is that of ``w`` as it stands, 0 to 2 pi."""
+    """Axis times angle (rad) of a unit quaternion; the angle is that of ``w`` as it stands, 0 to 2 pi.
+
+    robosuite's ``quat2axisangle`` multiplies in another order, which changes the last digit of most results and clips
+    its argument in place: ours stays, because seeded episodes stay what they are bit by bit.
+    """
     w = min(max(w, -1.0), 1.0)
     length = math.sqrt(1.0 - w * w)
     if math.isclose(length, 0.0):

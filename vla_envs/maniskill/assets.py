@@ -100,8 +100,9 @@ def visual_file(model: Path) -> Path:
 def describe_assets(assets: str | None = None) -> tuple[str, ...]:
     """What departs from the benchmark in the assets that would be used: pixels of stand-ins."""
     found = next((place for place in asset_places(assets) if not missing_assets(place)), None)
-    stand_ins = found is not None and (found / _STAND_INS).is_file()
-    return (f"stand-ins for meshes and textures, see {found / _STAND_INS}",) if stand_ins else ()
+    if found is None or not (found / _STAND_INS).is_file():
+        return ()
+    return (f"stand-ins for meshes and textures, see {found / _STAND_INS}",)
 
 
 @cache

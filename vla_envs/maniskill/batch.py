@@ -53,7 +53,7 @@ class BatchedWorlds:
         if device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"  # one of several where processes have one each
         self._world = PutOnPlate(
-            cases=spec.options["cases"],
+            splits=spec.options["splits"],
             assets=spec.options["assets"],
             num_envs=num_envs,
             obs_mode="rgb+segmentation",
@@ -70,13 +70,13 @@ class BatchedWorlds:
         """Start ``episodes`` in the given slots, leave the others alone, and draw all."""
         if not episodes:
             return
-        slots, cases = list(episodes), self._world.cases
+        slots, splits = list(episodes), self._world.splits
         ids = [
-            episode_id_of(cases[e.task_id], e.trial_id, e.seed, self.spec.options["only"]) for e in episodes.values()
+            episode_id_of(splits[e.task_id], e.trial_id, e.seed, self.spec.options["only"]) for e in episodes.values()
         ]
         rows = torch.tensor(slots, device=self._world.device)
         chosen = [episode.task_id for episode in episodes.values()]
-        self._world.reset(options={"env_idx": rows, "case": chosen, "episode_id": ids})
+        self._world.reset(options={"env_idx": rows, "split": chosen, "episode_id": ids})
         self._elapsed[slots] = 0
         self.texts = self._world.get_language_instruction()
         self._observe()
@@ -132,6 +132,13 @@ class _Arrays:
     """The arrays of a pool of workers, in this process's own memory."""
 
     images: Tensor
+    wrist_images: np.ndarray
+    states: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    successes: np.ndarray
+    executed: np.ndarray
+    busy: np.ndarray
 
     def __init__(self, spec: SimulatorSpec, num_envs: int, chunk_size: int):
         for name, (shape, dtype) in SharedArrays.layout(spec, num_envs, chunk_size).items():

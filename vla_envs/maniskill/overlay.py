@@ -73,6 +73,7 @@ class Overlay:
             strength: share of the texture, for an entry whose ``mix`` is 1.
             everywhere: into the whole picture.
         """
+        assert self._textures is not None, "textures were not loaded"
         share = self._mix[texture] * strength
         left, top, right, bottom = _rectangle(foreground)
         picture, image = frame.double(), self._textures[texture].double()

@@ -30,9 +30,10 @@ def push_cube_action(world: Any) -> np.ndarray:
     sideways = pushing * (_STEP * way - 2 * beside) + (1 - pushing) * to_start
     height = behind * _LOW + (1 - behind) * _HIGH
     move = np.array([*sideways, height - fingers[2]]) / _STEP
-    move = move / max(1.0, np.linalg.norm(move) / _SPEED)
+    times_too_fast: Any = np.linalg.norm(move) / _SPEED
+    move = move / max(1.0, times_too_fast)
     return np.array([*move, 0.0, 0.0, 0.0, _CLOSED], np.float32)
 
 
-def _ramp(value: float, width: float) -> float:
+def _ramp(value: float | np.floating[Any], width: float) -> float:
     return float(np.clip(value / width, 0, 1))

@@ -32,7 +32,7 @@ from torch import Tensor
 from vla_envs.maniskill.assets import ROBOT, SCENE, find_assets, instruction, model_table, visual_file
 from vla_envs.maniskill.overlay import Overlay
 from vla_envs.maniskill.spec import CONTROL_FREQUENCY, MAX_EPISODE_STEPS
-from vla_envs.maniskill.variants import MOVE_STEP, TEMPLATES, VARIANTS, Case, Configuration, make_case
+from vla_envs.maniskill.variants import MOVE_STEP, TEMPLATES, VARIANTS, Configuration, VariantSplit, make_split
 
 CAMERA = "3rd_view_camera"
 _ROBOT_POSE = sapien.Pose([0.147, 0.028, 0.870], [0, 0, 0, 1])  # turned by 180 degrees about the vertical
@@ -47,7 +47,7 @@ class PutOnPlate(BaseEnv):
     """Robot, table, objects and plates of one or more variants.
 
     Observations are ManiSkill's, with the photograph of the episode's table behind robot and objects. ``reset`` takes
-    in ``options`` the ``episode_id`` (and ``case``, where there are several) of each world that is reset, a number or
+    in ``options`` the ``episode_id`` (and ``split``, where there are several) of each world that is reset, a number or
     one for each; without it one is drawn from the seed. ``reward_mode="dense"`` is the staged reward, in every state:
     0.1 once the object was held, 0.1 once it was held for five steps in a row, 1 if it is on the plate and was held.
     ``"sparse"`` is 1 in every state in which it is on the plate.
@@ -55,7 +55,7 @@ class PutOnPlate(BaseEnv):
     Args:
         variant: such as ``"PutOnPlateInScene25Main-v3"``.
         object_set: ``"train"``, ``"test"`` or ``"all"``: which of the variant's values are drawn from.
-        cases: several of such pairs instead; a batch may mix them.
+        splits: several of such pairs instead; a batch may mix them.
         assets: folder of the assets; looked for if ``None``.
         **arguments: of ManiSkill's ``BaseEnv``.
 
@@ -72,23 +72,23 @@ class PutOnPlate(BaseEnv):
         *arguments: Any,
         variant: str = "PutOnPlateInScene25Main-v3",
         object_set: str = "train",
-        cases: Sequence[tuple[str, str]] = (),
+        splits: Sequence[tuple[str, str]] = (),
         assets: str | None = None,
         num_envs: int = 1,
         sim_backend: str = "auto",
         **others: Any,
     ):
-        self.cases: tuple[Case, ...] = tuple(make_case(*pair) for pair in cases or [(variant, object_set)])
+        self.splits: tuple[VariantSplit, ...] = tuple(make_split(*pair) for pair in splits or [(variant, object_set)])
         if num_envs > 1 and (sim_backend in ("cpu", "physx_cpu") or not torch.cuda.is_available()):
             raise ValueError(
                 f"num_envs={num_envs} in one process needs CUDA: on a CPU ManiSkill simulates one world per process. "
-                f'Type make_env("maniskill/{self.cases[0].variant.id}", num_envs={num_envs}), which starts processes'
+                f'Type make_env("maniskill/{self.splits[0].variant.id}", num_envs={num_envs}), which starts processes'
             )
         self._folder = find_assets(assets)
         self.overlay: Overlay | None = None
-        self.configurations = [self.cases[0].decode(0)] * num_envs  # of the running episodes
+        self.configurations = [self.splits[0].decode(0)] * num_envs  # of the running episodes
         self.episode_ids = np.full(num_envs, -1, np.int64)
-        self._running: list[Case] = [self.cases[0]] * num_envs
+        self._running: list[VariantSplit] = [self.splits[0]] * num_envs
         robot = _robot(self._folder)
         super().__init__(*arguments, robot_uids=robot, num_envs=num_envs, sim_backend=sim_backend, **others)
 
@@ -118,11 +118,14 @@ class PutOnPlate(BaseEnv):
         builder.build_static(name="arena")
         if self._rebuilds:
             self._choose([0], options)
-            loaded = {kind: set(_places_of(kind, self.configurations[0])) - {None} for kind in ("object", "plate")}
+            now = self.configurations[0]
+            loaded = {
+                kind: {number for number in _places_of(kind, now) if number is not None} for kind in ("object", "plate")
+            }
         else:
             loaded = {
-                "object": {number for case in self.cases for number in case.objects},
-                "plate": {number for case in self.cases for number in case.plates},
+                "object": {number for split in self.splits for number in split.objects},
+                "plate": {number for split in self.splits for number in split.plates},
             }
         self._objects = self._load_models("object", loaded["object"])
         self._plates = self._load_models("plate", loaded["plate"])
@@ -153,7 +156,7 @@ class PutOnPlate(BaseEnv):
         links = [link._objs[0].entity.per_scene_id for link in self.agent.robot.get_links()]
         if self.overlay is None:
             device = torch.device(f"cuda:{self._render_device.cuda_id}" if self._render_device.is_cuda() else "cpu")
-            textures = any(case.variant.texture_strength for case in self.cases)
+            textures = any(split.variant.texture_strength for split in self.splits)
             self.overlay = Overlay(self._folder, device, textures)
         self.overlay.set_foreground([*things, *links])
         self._sizes = {kind: self._model_sizes(kind) for kind in ("object", "plate")}
@@ -195,7 +198,7 @@ class PutOnPlate(BaseEnv):
         # ManiSkill works off the worlds in ascending order, and sets the arms' targets of all worlds, also of those
         # that go on, to where the arms are. (Written from ManiSkill's source; never run, for want of a GPU.)
         order = np.argsort(_numpy(options["env_idx"]))
-        for name in ("env_idx", "case", "episode_id"):
+        for name in ("env_idx", "split", "episode_id"):
             if name in options and np.ndim(_numpy(options[name])):
                 options[name] = torch.as_tensor(_numpy(options[name])[order], device=self.device)
         arm = self.agent.controller.controllers["arm"]
@@ -230,10 +233,11 @@ class PutOnPlate(BaseEnv):
         self._was_held_long[env_idx] = False
 
     def _choose(self, rows: list[int], options: dict) -> None:
-        """Write down cases, episode ids and configurations of the rows that are reset."""
-        places = np.broadcast_to(_numpy(options.get("case", 0)), len(rows))
+        """Write down splits, episode ids and configurations of the rows that are reset."""
+        places = np.broadcast_to(_numpy(options.get("split", 0)), len(rows))
         for row, place in zip(rows, places, strict=True):
-            self._running[row] = self.cases[place]
+            self._running[row] = self.splits[place]
+        ids: Sequence[int] | np.ndarray
         if "episode_id" in options:
             ids = np.broadcast_to(_numpy(options["episode_id"]), len(rows))
         else:
@@ -356,10 +360,11 @@ class PutOnPlate(BaseEnv):
         return seen
 
     def _with_background(self, frames: Tensor, segmentation: Tensor) -> Tensor:
+        assert self.overlay is not None, "the scene has not been loaded"
         pictures = self.overlay.compose(frames, segmentation, [now.table for now in self.configurations])
-        for row, (case, now) in enumerate(zip(self._running, self.configurations, strict=True)):
+        for row, (split, now) in enumerate(zip(self._running, self.configurations, strict=True)):
             if now.texture is not None:
-                variant, foreground = case.variant, self.overlay.foreground(segmentation[row : row + 1])[0]
+                variant, foreground = split.variant, self.overlay.foreground(segmentation[row : row + 1])[0]
                 pictures[row] = self.overlay.perturb(
                     pictures[row], foreground, now.texture, variant.texture_strength, variant.texture_everywhere
                 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from vla_envs.maniskill.assets import find_assets
 from vla_envs.maniskill.push_cube import push_cube_action
-from vla_envs.maniskill.variants import FACTORS, Case, make_case
+from vla_envs.maniskill.variants import FACTORS, VariantSplit, make_split
 from vla_envs.rendering.egl import WORKER
 from vla_envs.rendering.vulkan import check_driver, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
@@ -80,14 +80,14 @@ class PlateSimulator(ManiSkillSimulator):
 
     def reset(self, episode: Episode) -> None:
         """Start the configuration that :func:`episode_id_of` finds for the episode."""
-        case = self._world.cases[episode.task_id]
-        self._world.reset(options={"case": episode.task_id, "episode_id": self.episode_id(episode, case)})
+        split = self._world.splits[episode.task_id]
+        self._world.reset(options={"split": episode.task_id, "episode_id": self.episode_id(episode, split)})
         self._expert = None
 
-    def episode_id(self, episode: Episode, case: Case | None = None) -> int:
+    def episode_id(self, episode: Episode, split: VariantSplit | None = None) -> int:
         """The benchmark's number of an episode."""
-        case = case or make_case(*self.spec.options["cases"][episode.task_id])
-        return episode_id_of(case, episode.trial_id, episode.seed, self.spec.options["only"])
+        split = split or make_split(*self.spec.options["splits"][episode.task_id])
+        return episode_id_of(split, episode.trial_id, episode.seed, self.spec.options["only"])
 
     def observe(self) -> Observation:
         from vla_envs.maniskill.overlay import resize
@@ -115,7 +115,7 @@ class PlateSimulator(ManiSkillSimulator):
         from vla_envs.maniskill.scene import PutOnPlate
 
         return PutOnPlate(
-            cases=self.spec.options["cases"],
+            splits=self.spec.options["splits"],
             assets=self.spec.options["assets"],
             obs_mode="rgb+segmentation",
             reward_mode=self.spec.options["reward_mode"],
@@ -132,7 +132,7 @@ class BuiltInSimulator(ManiSkillSimulator):
         mixed = np.random.SeedSequence([episode.seed, episode.trial_id]).generate_state(1)[0]
         # A new scene: what was simulated in one before would be felt in the last digits.
         self._world.reset(seed=int(mixed >> 1), options={"reconfigure": True})
-        goal = getattr(self._world, "goal_site", None)
+        goal: Any = getattr(self._world, "goal_site", None)
         if goal in self._world._hidden_objects:  # a policy that is given no coordinates has to see where to go
             self._world._hidden_objects.remove(goal)
             goal.show_visual()
@@ -153,7 +153,7 @@ class BuiltInSimulator(ManiSkillSimulator):
         from mani_skill.utils.sapien_utils import look_at
 
         height, width = self.spec.image_shape
-        sensors = {"height": height, "width": width}
+        sensors: dict[str, Any] = {"height": height, "width": width}
         if camera := self.spec.options["camera"]:
             pose = look_at(camera["eye"], camera["target"]).sp
             sensors["base_camera"] = {"pose": pose, "fov": camera["fov"]}
@@ -180,7 +180,7 @@ class PushCubeSimulator(BuiltInSimulator):
         return np.concatenate([move, turn, gripper] if len(self.spec.action_low) == 7 else [move, gripper])
 
 
-def episode_id_of(case: Case, trial_id: int, seed: int, only: Mapping[str, Sequence[int]]) -> int:
+def episode_id_of(split: VariantSplit, trial_id: int, seed: int, only: Mapping[str, Sequence[int]]) -> int:
     """The benchmark's number of a trial.
 
     The trials of a family, ``seed``, walk through all configurations in an order that looks random: each comes once,
@@ -188,18 +188,18 @@ def episode_id_of(case: Case, trial_id: int, seed: int, only: Mapping[str, Seque
     fair sample.
 
     Args:
-        case: the variant and its object set.
+        split: the variant and its object set.
         trial_id: place in the walk.
         seed: of the order.
         only: values that are kept, by factor; the walk is through the rest.
     """
-    kept = {factor: only.get(factor, case.values[factor]) for factor in FACTORS}
+    kept = {factor: only.get(factor, split.values[factor]) for factor in FACTORS}
     number = shuffled(trial_id, math.prod(map(len, kept.values())), seed)
-    digits = {}
+    indices = {}
     for factor in reversed(FACTORS):
         number, place = divmod(number, len(kept[factor]))
-        digits[factor] = case.values[factor].index(kept[factor][place])
-    return case.episode_id(digits)
+        indices[factor] = split.values[factor].index(kept[factor][place])
+    return split.episode_id(indices)
 
 
 def shuffled(place: int, size: int, seed: int) -> int:

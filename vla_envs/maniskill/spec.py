@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final, Literal
 
 from vla_common.errors import unknown_name
+from vla_common.settings import Count, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape, is_whole_number
 from vla_envs.maniskill.assets import describe_assets
-from vla_envs.maniskill.variants import FACTORS, OBJECT_SETS, TEMPLATES, VARIANTS, Case, make_case
+from vla_envs.maniskill.variants import FACTORS, OBJECT_SETS, TEMPLATES, VARIANTS, VariantSplit, make_split
 from vla_envs.simulator import SimulatorSpec, Task
 
 MAX_EPISODE_STEPS, CONTROL_FREQUENCY = 80, 5  # of plate-25; Hz
@@ -29,7 +30,7 @@ REWARD_TYPES = {
     "plate-25": {"staged": "dense", "success": "sparse"},  # our names, and ManiSkill's
     "built-in": {"success": "sparse", "dense": "normalized_dense"},
 }
-CONTROL_MODE = "pd_ee_delta_pose"  # of the Panda
+CONTROL_MODE: Final = "pd_ee_delta_pose"  # of the Panda
 CONTROL_MODES = {CONTROL_MODE: 7, "pd_ee_delta_pos": 4}  # numbers of an action
 BACKENDS = {"processes": "", "cuda": "vla_envs.maniskill.batch:BatchedWorlds"}
 OOD_SUITE = "plate25-ood"
@@ -81,15 +82,15 @@ def suites() -> tuple[str, ...]:
 def make_spec(
     suite: str,
     *,
-    object_set: str = "train",
-    only: Mapping[str, Sequence[int]] | None = None,
-    image_size: int | Sequence[int] | None = None,
-    max_episode_steps: int | None = None,
-    reward_type: str | None = None,
-    control_mode: str = CONTROL_MODE,
-    camera: Mapping[str, Any] | None = None,
+    object_set: Literal["train", "test", "all"] = "train",
+    only: Mapping[Literal["object", "plate", "extra", "table", "position", "yaw"], Sequence[Whole]] | None = None,
+    image_size: Count | tuple[Count, Count] | None = None,
+    max_episode_steps: Count | None = None,
+    reward_type: Literal["staged", "success", "dense"] | None = None,
+    control_mode: Literal["pd_ee_delta_pose", "pd_ee_delta_pos"] = CONTROL_MODE,
+    camera: Mapping[Literal["eye", "target", "fov"], Any] | None = None,
     assets: str | None = None,
-    backend: str = "processes",
+    backend: Literal["processes", "cuda"] = "processes",
 ) -> SimulatorSpec:
     """Describe a ManiSkill suite without importing ManiSkill.
 
@@ -124,7 +125,7 @@ def make_spec(
     if max_episode_steps is not None:
         check_whole_number("max_episode_steps", max_episode_steps, 1)
     size = None if image_size is None else image_shape(image_size)
-    common = {"max_episode_steps": max_episode_steps, "size": size, "reward_type": reward_type}
+    common: dict[str, Any] = {"max_episode_steps": max_episode_steps, "size": size, "reward_type": reward_type}
     if suite in BUILT_IN:
         if only is not None or object_set != "train" or assets is not None or backend != "processes":
             raise ValueError(
@@ -133,13 +134,13 @@ def make_spec(
         return _built_in(suite, control_mode, camera, **common)
     if camera is not None or control_mode != CONTROL_MODE:
         raise ValueError(f"{suite} has the benchmark's camera and control; set both for tasks of ManiSkill only")
-    return _plate25(suite, _cases_of(suite, object_set), only, assets, BACKENDS[backend], **common)
+    return _plate25(suite, _splits_of(suite, object_set), only, assets, BACKENDS[backend], **common)
 
 
 def _plate25(
     suite: str,
-    cases: tuple[Case, ...],
-    only: Mapping[str, Sequence[int]] | None,
+    splits: tuple[VariantSplit, ...],
+    only: Mapping[Any, Sequence[int]] | None,
     assets: str | None,
     batched: str,
     *,
@@ -148,14 +149,14 @@ def _plate25(
     reward_type: str | None,
 ) -> SimulatorSpec:
     kept = _checked_only(only or {})
-    for case in cases:
-        check_only(case, kept)
-    states = max(math.prod(len(kept.get(factor, case.values[factor])) for factor in FACTORS) for case in cases)
+    for split in splits:
+        check_only(split, kept)
+    states = max(math.prod(len(kept.get(factor, split.values[factor])) for factor in FACTORS) for split in splits)
     horizon = max_episode_steps or MAX_EPISODE_STEPS
     shape = size or IMAGE_SHAPE
     rewards = _reward_mode("plate-25", reward_type or "staged")
-    departures = [
-        *_departures(horizon, MAX_EPISODE_STEPS, shape, IMAGE_SHAPE),
+    deviations = [
+        *_deviations(horizon, MAX_EPISODE_STEPS, shape, IMAGE_SHAPE),
         *(f"only {factor} {', '.join(map(str, numbers))}" for factor, numbers in kept.items()),
         *([f"at most {states} configurations of a task, which training and evaluation share"] if kept else []),
         *describe_assets(assets),
@@ -163,7 +164,9 @@ def _plate25(
     return SimulatorSpec(
         id=f"maniskill/{suite}",
         entry_point="vla_envs.maniskill.simulator:PlateSimulator",
-        tasks=tuple(Task(f"{case.variant.id}:{case.object_set}", TEMPLATES[0], case.variant.group) for case in cases),
+        tasks=tuple(
+            Task(f"{split.variant.id}:{split.object_set}", TEMPLATES[0], split.variant.group) for split in splits
+        ),
         trials=min(TRIALS, states),
         initial_states=states if kept else None,
         image_shape=shape,
@@ -173,9 +176,9 @@ def _plate25(
         max_episode_steps=horizon,
         control_frequency=CONTROL_FREQUENCY,
         batched=batched,
-        departures=tuple(departures),
+        protocol_deviations=tuple(deviations),
         options={
-            "cases": tuple((case.variant.id, case.object_set) for case in cases),
+            "splits": tuple((split.variant.id, split.object_set) for split in splits),
             "only": kept,
             "reward_mode": rewards,
             "assets": assets,
@@ -186,7 +189,7 @@ def _plate25(
 def _built_in(
     suite: str,
     control_mode: str,
-    camera: Mapping[str, Any] | None,
+    camera: Mapping[Any, Any] | None,
     *,
     max_episode_steps: int | None,
     size: tuple[int, int] | None,
@@ -195,14 +198,14 @@ def _built_in(
     task = BUILT_IN[suite]
     horizon, usual = max_episode_steps or task.horizon, (BUILT_IN_SIZE,) * 2
     shape = size or usual
-    departures = _departures(horizon, task.horizon, shape, usual)
+    deviations = _deviations(horizon, task.horizon, shape, usual)
     check_name("control_mode", control_mode, CONTROL_MODES)
     if control_mode != CONTROL_MODE:
-        departures = (*departures, f"control mode {control_mode} instead of {CONTROL_MODE}")
+        deviations = (*deviations, f"control mode {control_mode} instead of {CONTROL_MODE}")
     if camera is not None:
         camera = _checked_camera(camera)
         described = ", ".join(f"{name} {value}" for name, value in camera.items())
-        departures = (*departures, f"camera with {described} instead of ManiSkill's")
+        deviations = (*deviations, f"camera with {described} instead of ManiSkill's")
     if reward_type == "dense" and not task.dense:
         raise ValueError(f"{suite} has no dense reward in ManiSkill; use reward_type=success")
     rewards = _reward_mode("built-in", reward_type or "success")
@@ -218,18 +221,18 @@ def _built_in(
         action_high=(1.0,) * CONTROL_MODES[control_mode],
         max_episode_steps=horizon,
         control_frequency=20,
-        departures=departures,
+        protocol_deviations=deviations,
         options={"reward_mode": rewards, "control_mode": control_mode, "camera": camera},
     )
 
 
-def _cases_of(suite: str, object_set: str) -> tuple[Case, ...]:
+def _splits_of(suite: str, object_set: str) -> tuple[VariantSplit, ...]:
     if suite == OOD_SUITE:
         if object_set != "train":
             raise ValueError(f"{OOD_SUITE} has an object set for each of its tasks; leave out object_set={object_set}")
-        in_test = [make_case(name, "train" if place == 0 else "test") for place, name in enumerate(VARIANTS)]
-        return (*in_test, *(make_case(name, "train") for name in _ALSO_IN_TRAIN))
-    cases = []
+        in_test = [make_split(name, "train" if place == 0 else "test") for place, name in enumerate(VARIANTS)]
+        return (*in_test, *(make_split(name, "train") for name in _ALSO_IN_TRAIN))
+    splits = []
     for part in suite.split("+"):
         name, _, own = part.partition(":")
         if name in (OOD_SUITE, *BUILT_IN):
@@ -239,10 +242,10 @@ def _cases_of(suite: str, object_set: str) -> tuple[Case, ...]:
             )
         if name not in VARIANTS:
             raise unknown_name("ManiSkill suite or task", name, suites(), example="maniskill/PickCube-v1")
-        cases.append(make_case(name, own or object_set))
-    if len(set(cases)) != len(cases):
+        splits.append(make_split(name, own or object_set))
+    if len(set(splits)) != len(splits):
         raise ValueError(f"ManiSkill suite {suite!r} names a variant twice; name each once")
-    return tuple(cases)
+    return tuple(splits)
 
 
 def _checked_only(only: Any) -> dict[str, tuple[int, ...]]:
@@ -253,7 +256,7 @@ def _checked_only(only: Any) -> dict[str, tuple[int, ...]]:
     return {factor: tuple(numbers) for factor, numbers in only.items()}
 
 
-def check_only(case: Case, only: Mapping[str, Sequence[int]]) -> None:
+def check_only(split: VariantSplit, only: Mapping[str, Sequence[int]]) -> None:
     """Refuse factors and numbers that a variant does not have.
 
     Raises:
@@ -262,12 +265,12 @@ def check_only(case: Case, only: Mapping[str, Sequence[int]]) -> None:
     for factor, numbers in only.items():
         if factor not in FACTORS:
             raise unknown_name("factor in only", factor, FACTORS, example="only={object: [0]}")
-        known = case.values[factor]
+        known = split.values[factor]
         wrong = [number for number in numbers if number not in known]
         if wrong or not numbers or len(set(numbers)) != len(numbers):
             raise ValueError(
-                f"only.{factor} takes different numbers from {known.start} to {known.stop - 1} in {case.variant.id} "
-                f"with object set {case.object_set!r}, got {list(numbers)}"
+                f"only.{factor} takes different numbers from {known.start} to {known.stop - 1} in {split.variant.id} "
+                f"with object set {split.object_set!r}, got {list(numbers)}"
             )
 
 
@@ -276,7 +279,7 @@ def _reward_mode(kind: str, reward_type: str) -> str:
     return REWARD_TYPES[kind][reward_type]
 
 
-def _checked_camera(camera: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_camera(camera: Mapping[Any, Any]) -> dict[str, Any]:
     def refuse(why: str) -> ValueError:
         return ValueError(
             f"camera takes eye and target, 3 numbers each in metres, and fov, radians between 0 and pi; {why}; "
@@ -298,7 +301,7 @@ def _checked_camera(camera: Mapping[str, Any]) -> dict[str, Any]:
     return {"eye": eye, "target": target, "fov": float(camera["fov"])}
 
 
-def _departures(horizon: int, usual: int, shape: tuple[int, int], usual_shape: tuple[int, int]) -> tuple[str, ...]:
+def _deviations(horizon: int, usual: int, shape: tuple[int, int], usual_shape: tuple[int, int]) -> tuple[str, ...]:
     found = []
     if horizon != usual:
         found.append(f"horizon {horizon} instead of {usual}")

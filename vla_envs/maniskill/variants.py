@@ -1,9 +1,9 @@
 """The plate-25 tasks as data: which objects, plates, tables, places and turns each variant combines.
 
 An *episode id* counts through all combinations of a variant and an object set, the last factor fastest: object, plate,
-extra, table, position, yaw. What the extra stands for (a texture, a template, a robot pose, a second object) is the
-variant's. Numbering, constants and instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789, RL4VLA;
-and RLinf), so that an episode id means the same there.
+extra, table, position, yaw. What the extra factor stands for (a texture, a template, a robot pose, a second object) is
+the variant's. Numbering, constants and instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789,
+RL4VLA; and RLinf), so that an episode id means the same there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Variant:
         id: under which ManiSkill and Gymnasium know it.
         group: of the out-of-distribution protocol.
         values: per factor and object set, the numbers that it takes.
-        extra: what the extra factor is: ``"texture"``, ``"template"``, ``"robot pose"``, ``"object"`` or ``"plate"``.
+        extra_factor: what it is: ``"texture"``, ``"template"``, ``"robot pose"``, ``"object"`` or ``"plate"``.
         layout: which places there are, see :func:`places`.
         heights: of object, plate and third place at the start, m above the world's origin.
         texture_strength: how much of the texture is mixed into the picture.
@@ -77,7 +77,7 @@ class Variant:
     id: str
     group: str
     values: Mapping[str, Mapping[str, range]]
-    extra: str = ""
+    extra_factor: str = ""
     layout: str = "pair"
     heights: tuple[float, float, float] = (0.90, 0.90, 0.0)
     texture_strength: float = 0.0
@@ -102,7 +102,7 @@ VARIANTS = {
                 f"Vision{kind}{strength:02d}-v1",
                 "Vision",
                 {"extra": _EXTRAS},
-                extra="texture",
+                extra_factor="texture",
                 texture_strength=strength / 10,
                 texture_everywhere=kind == "Whole",
             )
@@ -111,7 +111,7 @@ VARIANTS = {
         ),
         _variant("Carrot-v1", "Semantic", {"object": _OBJECTS}),
         _variant("Plate-v1", "Semantic", {"plate": _PLATES}),
-        _variant("Instruct-v1", "Semantic", {"extra": _EXTRAS}, extra="template"),
+        _variant("Instruct-v1", "Semantic", {"extra": _EXTRAS}, extra_factor="template"),
         _variant(
             "MultiCarrot-v1",
             "Semantic",
@@ -120,7 +120,7 @@ VARIANTS = {
                 "extra": {"train": range(15), "test": range(8), "all": range(24)},
                 "position": _TRIPLES,
             },
-            extra="object",
+            extra_factor="object",
             layout="far object",
             heights=_THIRD,
         ),
@@ -133,7 +133,7 @@ VARIANTS = {
                 "table": _same(range(21)),
                 "position": _TRIPLES,
             },
-            extra="plate",
+            extra_factor="plate",
             layout="far plate",
             heights=(1.0, 0.92, 0.96),
         ),
@@ -144,7 +144,7 @@ VARIANTS = {
             layout="pair and outer pair",
             heights=(0.95, 0.95, 0.0),
         ),
-        _variant("EEPose-v1", "Execution", {"extra": _split(1, 14376)}, extra="robot pose"),
+        _variant("EEPose-v1", "Execution", {"extra": _split(1, 14376)}, extra_factor="robot pose"),
         _variant(
             "PositionChangeTo-v1",
             "Execution",
@@ -187,7 +187,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Case:
+class VariantSplit:
     """A variant with an object set: what an environment runs, and what numbers its episodes."""
 
     variant: Variant
@@ -209,10 +209,10 @@ class Case:
     @property
     def plates(self) -> range:
         """Plates that may lie on the table."""
-        unseen_beside_seen = self.variant.extra == "plate" and self.object_set == "train"
+        unseen_beside_seen = self.variant.extra_factor == "plate" and self.object_set == "train"
         return _PLATES["all"] if unseen_beside_seen else self.values["plate"]
 
-    def digits(self, episode_id: int) -> dict[str, int]:
+    def factor_indices(self, episode_id: int) -> dict[str, int]:
         """The number of each factor's value, from 0.
 
         Raises:
@@ -223,16 +223,16 @@ class Case:
                 f"{self.variant.id} with object set {self.object_set!r} has episode ids 0 to {len(self) - 1}, "
                 f"got {episode_id}"
             )
-        digits = {}
+        indices = {}
         for factor in reversed(FACTORS):
-            episode_id, digits[factor] = divmod(episode_id, len(self.values[factor]))
-        return digits
+            episode_id, indices[factor] = divmod(episode_id, len(self.values[factor]))
+        return indices
 
-    def episode_id(self, digits: Mapping[str, int]) -> int:
-        """The inverse of :meth:`digits`."""
+    def episode_id(self, indices: Mapping[str, int]) -> int:
+        """The inverse of :meth:`factor_indices`."""
         number = 0
         for factor in FACTORS:
-            number = number * len(self.values[factor]) + digits[factor]
+            number = number * len(self.values[factor]) + indices[factor]
         return number
 
     def decode(self, episode_id: int) -> Configuration:
@@ -241,8 +241,8 @@ class Case:
         Raises:
             ValueError: there is no such episode.
         """
-        digits, kind = self.digits(episode_id), self.variant.extra
-        chosen = {factor: self.values[factor][digit] for factor, digit in digits.items()}
+        indices, kind = self.factor_indices(episode_id), self.variant.extra_factor
+        chosen = {factor: self.values[factor][index] for factor, index in indices.items()}
         joints, extra = np.array(INITIAL_JOINTS), chosen["extra"]
         return Configuration(
             object=chosen["object"],
@@ -259,7 +259,7 @@ class Case:
         )
 
 
-def make_case(variant: str, object_set: str) -> Case:
+def make_split(variant: str, object_set: str) -> VariantSplit:
     """A variant by its id, with an object set.
 
     Raises:
@@ -269,7 +269,7 @@ def make_case(variant: str, object_set: str) -> Case:
         raise unknown_name("plate-25 variant", variant, VARIANTS, example="PutOnPlateInScene25Main-v3")
     if object_set not in OBJECT_SETS:
         raise unknown_name("object_set", object_set, OBJECT_SETS, example="train")
-    return Case(VARIANTS[variant], object_set)
+    return VariantSplit(VARIANTS[variant], object_set)
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vla_envs.metaworld.spec import CAMERA
-from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec, Task
+from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
 _WORLDS_PER_SIMULATOR = 2  # built worlds kept for task switching, about 35 MB each and 90 MB for their renderer
 
@@ -25,7 +25,7 @@ class MetaWorldSimulator:
         self._worlds: OrderedDict[str, tuple[Any, Any]] = OrderedDict()  # by task, each with its renderer
         self._world: Any = None
         self._renderer: Any = None
-        self._task: Task | None = None
+        self._task: Any = None  # of the running episode
         self._shaped = 0.0  # Meta-World's shaped reward of the current state, 0 to 10
 
     def reset(self, episode: Episode) -> None:
@@ -111,12 +111,13 @@ class MetaWorldSimulator:
         world.seeded_rand_vec = True
         if name in self.spec.options["reset_ranges"]:
             low, high = (np.array(bound) for bound in self.spec.options["reset_ranges"][name])
-            expected = world._random_reset_space.shape
+            usual: Any = world._random_reset_space
+            expected = usual.shape
             if low.shape != expected or high.shape != expected:
                 raise ValueError(
                     f"reset_ranges of {name} needs {expected[0]} numbers per bound, got {low.size} and {high.size}; "
-                    f"the benchmark's are {world._random_reset_space.low.tolist()} "
-                    f"and {world._random_reset_space.high.tolist()}"
+                    f"the benchmark's are {usual.low.tolist()} "
+                    f"and {usual.high.tolist()}"
                 )
             world._random_reset_space = Box(low, high, dtype=np.float64)
         return world

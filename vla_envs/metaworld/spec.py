@@ -3,7 +3,7 @@
 Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480
 pixels, state = hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the
 instructions and task order of ``tasks.json``. Everything that departs from it is an option, and
-:attr:`SimulatorSpec.departures` names it.
+:attr:`SimulatorSpec.protocol_deviations` says so.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 from vla_common.errors import unknown_name
+from vla_common.settings import Count, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape
 from vla_envs.simulator import SimulatorSpec, Task
 
@@ -84,14 +85,14 @@ def _tasks_of(suite: str) -> tuple[str, ...]:
 def make_spec(
     suite: str,
     *,
-    image_size: int | Sequence[int] = IMAGE_SIZE,
-    max_episode_steps: int = MAX_EPISODE_STEPS,
-    render_quality: str = "benchmark",
-    settle_steps: int = SETTLE_STEPS,
-    camera: Mapping[str, Any] | None = None,
+    image_size: Count | tuple[Count, Count] = IMAGE_SIZE,
+    max_episode_steps: Count = MAX_EPISODE_STEPS,
+    render_quality: Literal["benchmark", "fast", "minimal"] = "benchmark",
+    settle_steps: Whole = SETTLE_STEPS,
+    camera: Mapping[Literal["lookat", "distance", "azimuth", "elevation"], Any] | None = None,
     reset_ranges: Mapping[str, Sequence[Sequence[float]]] | None = None,
     hide_goals: bool = False,
-    reward_type: str = "sparse",
+    reward_type: Literal["sparse", "progress"] = "sparse",
 ) -> SimulatorSpec:
     """Describe a Meta-World suite without importing Meta-World.
 
@@ -129,7 +130,7 @@ def make_spec(
         name: tuple(tuple(float(x) for x in bound) for bound in bounds) for name, bounds in (reset_ranges or {}).items()
     }
     by_name = {task["name"]: task for task in _table()["tasks"]}
-    departures = [
+    deviations = [
         text
         for departs, text in [
             (max_episode_steps != MAX_EPISODE_STEPS, f"horizon {max_episode_steps} instead of {MAX_EPISODE_STEPS}"),
@@ -154,7 +155,7 @@ def make_spec(
         action_high=(1.0,) * 4,
         max_episode_steps=max_episode_steps,
         control_frequency=CONTROL_FREQUENCY,
-        departures=tuple(departures),
+        protocol_deviations=tuple(deviations),
         options={
             "render_quality": render_quality,
             "settle_steps": settle_steps,
@@ -166,5 +167,5 @@ def make_spec(
     )
 
 
-def _describe(camera: Mapping[str, Any] | None) -> str:
+def _describe(camera: Mapping[Any, Any] | None) -> str:
     return ", ".join(f"{key} {value}" for key, value in (camera or {}).items())

@@ -59,6 +59,11 @@ class WorkerPool:
         start_timeout: float = 120.0,
     ):
         self._memory: int | None = None
+        if spec.entry_point.startswith("__main__:"):
+            raise ValueError(
+                f"worker processes cannot import {spec.entry_point.replace(':', '.')}: put the simulator into a module "
+                'of its own and type entry_point="module:Class"'
+            )
         spec.check()
         self.spec = spec
         self.arrays, self._memory = SharedArrays.create(spec, num_envs, chunk_size)
@@ -137,7 +142,7 @@ class WorkerPool:
             SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again.
         """
         results: list[Any] = [None] * len(items)
-        waiting, running = deque(range(len(items))), {}
+        waiting, running = deque(range(len(items))), dict[int, int]()
         try:
             while waiting or running:
                 for worker in range(len(self._slots)):
@@ -273,6 +278,7 @@ class WorkerPool:
         return process
 
     def _start(self, worker: int) -> None:
+        assert self._memory is not None
         self._processes[worker] = _Process(self._memory, {**self._settings, "index": worker}, self.start_timeout)
 
 

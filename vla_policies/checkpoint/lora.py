@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -15,18 +15,51 @@ from vla_policies.checkpoint.weights import list_weights
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from vla_policies.openvla.base import PrismaticPolicy
-    from vla_policies.pi0.policy import Pi0
-
 ADAPTER = "lora_adapter"  # folder in a checkpoint, and the option that says that its adapter is not merged
 _NAME = "default"
 _PREFIX = "base_model.model."  # of the names in peft's files
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def add_lora(
-    policy: PrismaticPolicy | Pi0, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None
-) -> None:
+class Adaptable(Protocol):
+    """What adapters need of a policy; a :class:`~vla_policies.policy.PretrainedPolicy` has it."""
+
+    model: nn.Module
+    lora_targets: Any  # names
+
+    def lora_layers(self, targets: Sequence[str]) -> list[str]: ...
+    def unused(self, key: str) -> bool: ...
+    def freeze(self) -> None: ...
+
+
+def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
+    """Train an adapter of this rank instead of the whole model, or continue with the one that the checkpoint has.
+
+    Args:
+        policy: changed in place.
+        rank: ``None`` adds no adapter.
+        alpha, targets: see :func:`add_lora`; ``None`` for its defaults, or those of the checkpoint.
+
+    Raises:
+        ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.
+    """
+    if rank is None:
+        if alpha is not None or targets is not None:
+            raise ValueError("policy.lora_alpha and policy.lora_targets need policy.lora_rank; 32 is usual")
+        return
+    if not has_lora(policy):
+        add_lora(policy, rank, alpha, targets)
+        return
+    found = lora_config(policy)
+    layers = {name.rpartition(".")[2] for name in found.target_modules or ()}
+    if rank != found.r or alpha not in (None, found.lora_alpha) or (targets is not None and set(targets) != layers):
+        raise ValueError(
+            f"the checkpoint has a LoRA adapter already, of rank {found.r} and alpha {found.lora_alpha} on "
+            f"{sorted(layers)}; leave policy.lora_* out to go on with it"
+        )
+
+
+def add_lora(policy: Adaptable, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
     """Freeze the model and put new adapters on it; heads (value, actions, proprioception) stay trainable.
 
     The new adapters change nothing yet: of each product ``B A``, ``A`` is Gaussian and ``B`` is 0. They are float32.
@@ -63,7 +96,7 @@ def add_lora(
     )
 
 
-def load_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path, trainable: bool = True) -> None:
+def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) -> None:
     """Apply an adapter that peft or :func:`save_adapter` wrote.
 
     Adapters on parts of the vision backbone that never affect the output are skipped.
@@ -71,7 +104,7 @@ def load_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path, trainable: b
     Args:
         policy: changed in place.
         folder: has ``adapter_config.json`` and ``adapter_model.safetensors``.
-        trainable: go on training it; otherwise it is frozen like the rest of the model.
+        trainable: continue training it; otherwise it is frozen like the rest of the model.
 
     Raises:
         FileNotFoundError: the folder is no adapter.
@@ -108,9 +141,7 @@ def load_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path, trainable: b
             parameter.requires_grad_(trainable)
 
 
-def restore_adapter(
-    policy: PrismaticPolicy | Pi0, folder: Path, options: Mapping[str, Any], chosen: str | Path | None
-) -> None:
+def restore_adapter(policy: Adaptable, folder: Path, options: Mapping[str, Any], chosen: str | Path | None) -> None:
     """Apply the ``chosen`` adapter, or the one that was saved with a checkpoint and is not merged into it."""
     if chosen is None and options.get(ADAPTER):
         chosen = folder / ADAPTER
@@ -118,7 +149,7 @@ def restore_adapter(
         load_adapter(policy, chosen)
 
 
-def save_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path) -> None:
+def save_adapter(policy: Adaptable, folder: str | Path) -> None:
     """Write the adapter alone, in the layout that ``PeftModel.from_pretrained`` reads.
 
     Raises:
@@ -133,7 +164,7 @@ def save_adapter(policy: PrismaticPolicy | Pi0, folder: str | Path) -> None:
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
-def merge_adapter(policy: PrismaticPolicy | Pi0) -> None:
+def merge_adapter(policy: Adaptable) -> None:
     """Add the adapters to the weights they adapt and remove them; the whole model is trainable again.
 
     Raises:
@@ -152,12 +183,12 @@ def merge_adapter(policy: PrismaticPolicy | Pi0) -> None:
     policy.freeze()
 
 
-def has_lora(policy: PrismaticPolicy | Pi0) -> bool:
+def has_lora(policy: Adaptable) -> bool:
     """Whether there are adapters that were not merged."""
     return hasattr(policy.model, "peft_config")
 
 
-def lora_config(policy: PrismaticPolicy | Pi0) -> LoraConfig:
+def lora_config(policy: Adaptable) -> LoraConfig:
     """Peft's configuration of the adapter.
 
     Raises:
@@ -174,7 +205,7 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _inject(policy: PrismaticPolicy | Pi0, config: LoraConfig) -> None:
+def _inject(policy: Adaptable, config: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     if has_lora(policy):
@@ -191,6 +222,6 @@ def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _check_lora(policy: PrismaticPolicy | Pi0) -> None:
+def _check_lora(policy: Adaptable) -> None:
     if not has_lora(policy):
         raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")

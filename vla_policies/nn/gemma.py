@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from vla_policies.nn import rotary
+
 KeysValues = tuple[Tensor, Tensor]
 _EPSILON, _THETA = 1e-6, 10_000.0
 
@@ -75,7 +77,7 @@ class Gemma(nn.Module):
             Hidden states ``[N, S, width]`` after the final norm (``None`` without ``output``), and per layer the keys
             and values of these tokens.
         """
-        rotation = _rotation(positions, self.config.head_dim, hidden.dtype)
+        rotation = rotary.rotation(positions, self.config.head_dim, _THETA, hidden.dtype)
         found: list[KeysValues] = []
         for index, layer in enumerate(self.layers):
             earlier = None if before is None else before[index]
@@ -130,12 +132,12 @@ class GemmaAttention(nn.Module):
 
     def keys_values(self, hidden: Tensor, rotation: KeysValues) -> KeysValues:
         """Keys (already turned by their positions) and values ``[N, kv_heads, S, head_dim]``."""
-        return _rotate(self._heads(self.k_proj(hidden)), rotation), self._heads(self.v_proj(hidden))
+        return rotary.rotate(self._heads(self.k_proj(hidden)), rotation), self._heads(self.v_proj(hidden))
 
     def forward(
         self, hidden: Tensor, rotation: KeysValues, mask: Tensor | None, before: KeysValues | None
     ) -> tuple[Tensor, KeysValues]:
-        queries = _rotate(self._heads(self.q_proj(hidden)), rotation)
+        queries = rotary.rotate(self._heads(self.q_proj(hidden)), rotation)
         own = keys, values = self.keys_values(hidden, rotation)
         if before is not None:
             keys, values = (torch.cat(both, dim=2) for both in zip(before, own, strict=True))
@@ -191,17 +193,3 @@ def _norm(config: GemmaConfig) -> Norm | ConditionedNorm:
 def _normalised(hidden: Tensor) -> Tensor:
     hidden = hidden.float()
     return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + _EPSILON)
-
-
-def _rotation(positions: Tensor, head_dim: int, dtype: torch.dtype) -> KeysValues:
-    """Cosine and sine ``[N, 1, S, head_dim]`` of the rotary angles, computed in float32."""
-    exponents = torch.arange(head_dim // 2, dtype=torch.float32, device=positions.device) / (head_dim // 2)
-    angles = positions[:, None, :, None].float() * _THETA**-exponents
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def _rotate(vectors: Tensor, rotation: KeysValues) -> Tensor:
-    cosine, sine = rotation
-    first, second = vectors.chunk(2, dim=-1)
-    return vectors * cosine + torch.cat([-second, first], dim=-1) * sine

@@ -1,6 +1,6 @@
 """Llama-2, the language model of OpenVLA: causal or bidirectional, with a key-value cache, on checkpoint names.
 
-Touvron et al. 2023, arXiv 2307.09288; rotary positions: Su et al. 2021, arXiv 2104.09864.
+Touvron et al. 2023, arXiv 2307.09288.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from vla_policies.nn import rotary
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class LlamaConfig:
         known = {entry.name: text_config[entry.name] for entry in fields(cls) if entry.name in text_config}
         known.setdefault("num_key_value_heads", known.get("num_attention_heads", cls.num_attention_heads))
         return cls(**known)
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a query or key."""
+        return self.hidden_size // self.num_attention_heads
 
 
 @dataclass
@@ -107,7 +114,7 @@ class Llama(nn.Module):
             cache: is extended by the new tokens.
         """
         attention = _attention_mask(valid, embeddings.shape[1], causal)
-        rotation = _rotation(positions, self.config, embeddings.dtype)
+        rotation = rotary.rotation(positions, self.config.head_dim, self.config.rope_theta, embeddings.dtype)
         hidden = embeddings
         for index, layer in enumerate(self.model.layers):
             if self.gradient_checkpointing and cache is None and torch.is_grad_enabled():
@@ -163,7 +170,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.head_dim = config.head_dim
         queries, keys = config.hidden_size, config.num_key_value_heads * self.head_dim
         self.shared = config.num_key_value_heads != config.num_attention_heads
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
@@ -183,7 +190,7 @@ class Attention(nn.Module):
             project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        q, k = rotary.rotate(q, rotation), rotary.rotate(k, rotation)
         if cache is not None:
             k, v = cache.append(index, k, v)
         mask, is_causal = attention
@@ -216,22 +223,3 @@ def _attention_mask(valid: Tensor, new: int, causal: bool) -> tuple[Tensor | Non
         return None, True
     order = torch.ones(new, total, dtype=torch.bool, device=valid.device).tril(total - new)
     return valid[:, None, None, :] & order, False
-
-
-def _rotation(positions: Tensor, config: LlamaConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[N, 1, S, head_dim]`` of the rotary angles ``position * theta ** (-2 i / head_dim)``.
-
-    The angles are float32 whatever the dtype of the model: bfloat16 frequencies are off by 0.4 rad at position 333.
-    """
-    half = config.hidden_size // config.num_attention_heads // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=positions.device) / half
-    angles = positions[:, None, :, None].float() * config.rope_theta**-exponents
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def _rotate(vectors: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair ``(i, i + head_dim / 2)`` of ``[N, heads, S, head_dim]`` by its angle."""
-    cosine, sine = rotation
-    first, second = vectors.chunk(2, dim=-1)
-    return vectors * cosine + torch.cat([-second, first], dim=-1) * sine

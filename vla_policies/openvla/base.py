@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -15,13 +14,16 @@ from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
+from vla_policies.checkpoint.report import Report
 from vla_policies.nn.value_head import ValueHead
 from vla_policies.openvla import loading
+from vla_policies.openvla.config import OpenVLAConfig
+from vla_policies.openvla.describe import describe
 from vla_policies.openvla.film import Adapted
-from vla_policies.openvla.folder import OpenVLAFolder
+from vla_policies.openvla.folder import OpenVLAFolder, family_of
 from vla_policies.openvla.model import Prismatic
 from vla_policies.openvla.prompts import Prompts
-from vla_policies.policy import VLAPolicy
+from vla_policies.policy import PretrainedPolicy
 from vla_policies.processing.action_tokens import ActionTokens
 from vla_policies.processing.adapters import get_adapter
 from vla_policies.processing.images import ImagePreprocessor
@@ -33,38 +35,7 @@ _PROJECTOR = ("fc1", "fc2", "fc3")
 _LANGUAGE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
 
-@dataclass(frozen=True)
-class OpenVLAConfig:
-    """Settings of an :class:`~vla_policies.openvla.openvla.OpenVLA`; ``save_pretrained`` keeps them.
-
-    Attributes:
-        benchmark: whose cameras, gripper and action dimensions are used, see :mod:`vla_policies.processing.adapters`.
-        unnorm_key: data set whose statistics un-normalise the actions; may be left out if the checkpoint has one.
-        statistics: what -1 and 1 mean: ``"q99"``, the percentiles 1 and 99, or ``"min_max"`` (ALOHA, RoboTwin).
-        action_dim: dimensions that the model predicts; ``None`` for those of the statistics, another number is refused.
-        max_prompt_length: tokens of the longest prompt. Padding is cut before it costs anything.
-        center_crop: keep the central 0.9 of each image's area, as for checkpoints trained with random crops.
-        fast_resize: resize images a few times faster, with pixels a little off those of the reference.
-        temperature: of the sampling policy, in the rollout and in the update.
-        top_k: draw from the likeliest ``top_k`` tokens only, in the rollout and in the update; 0 for all.
-        value_head: build a value head; it starts afresh if the checkpoint has none.
-        gradient_checkpointing: recompute activations in the update instead of keeping them.
-    """
-
-    benchmark: str
-    unnorm_key: str | None = None
-    statistics: str = "q99"
-    action_dim: int | None = None
-    max_prompt_length: int = 128
-    center_crop: bool = False
-    fast_resize: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    value_head: bool = True
-    gradient_checkpointing: bool = False
-
-
-class PrismaticPolicy(VLAPolicy):
+class PrismaticPolicy(PretrainedPolicy):
     """Prompt, images, statistics, sampling and checkpoints of the two OpenVLA policies.
 
     Action tokens are relative, 0 to 255, of all dimensions that the model predicts; ``action`` has those of the
@@ -82,9 +53,8 @@ class PrismaticPolicy(VLAPolicy):
         ValueError: settings that do not fit the checkpoint or the benchmark.
     """
 
-    family: ClassVar[str]
     config_class: ClassVar[type[OpenVLAConfig]] = OpenVLAConfig
-    bound: ClassVar[tuple[str, ...]] = ("statistics",)  # settings that a checkpoint was trained with
+    checkpoint_settings: ClassVar[tuple[str, ...]] = ("statistics",)
     lora_targets: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(_VISION + _PROJECTOR + _LANGUAGE))
 
     def __init__(
@@ -101,9 +71,9 @@ class PrismaticPolicy(VLAPolicy):
         super().__init__()
         self.tokens = ActionTokens()
         check_sampling(config.temperature, config.top_k, self.tokens.num_tokens)
-        self.adapter = get_adapter(config.benchmark)
+        self.adapter = get_adapter(config.benchmark, "openvla")
         self.config, self.folder = config, folder
-        self.spare: dict[str, Tensor] = {}  # tensors of the checkpoint that nothing reads, to be written again
+        self.unused_tensors: dict[str, Tensor] = {}
         self.film: Adapted | None = None  # of a checkpoint with FiLM: how its file is written again
         self.statistics = ActionStatistics.from_json(folder.statistics, config.unnorm_key, config.statistics)
         self.token_dim = len(self.statistics.action)
@@ -129,7 +99,7 @@ class PrismaticPolicy(VLAPolicy):
             folder.preprocessor, fast=config.fast_resize, crop=config.center_crop
         )
         self.prompts = Prompts(folder.path, config.max_prompt_length)
-        self.model = model
+        self.model: Prismatic = model
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.num_values = num_values if config.value_head else 0
         hidden_size = model.config.language.hidden_size
@@ -143,15 +113,15 @@ class PrismaticPolicy(VLAPolicy):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         lora_adapter: str | Path | None = None,
-        **settings,
-    ):
+        **settings: Any,
+    ) -> Self:
         """Load a checkpoint in the published layout; see :func:`vla_policies.openvla.loading.load`.
 
         Args:
             folder: local folder, or hub id.
             dtype: of the model, ``None`` for what it was saved with here, or float32; the heads are float32.
             device: of the policy.
-            lora_adapter: folder of a peft adapter to apply and go on training.
+            lora_adapter: folder of a peft adapter to apply and continue training.
             **settings: fields of :attr:`config_class`; what the checkpoint was saved with is the default.
         """
         return loading.load(cls, folder, settings, dtype=dtype, device=device, lora_adapter=lora_adapter)
@@ -160,25 +130,35 @@ class PrismaticPolicy(VLAPolicy):
         """Write the checkpoint's layout; a LoRA adapter that was not merged goes into ``lora_adapter/``."""
         loading.save(self, folder)
 
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        """Whether the folder is a checkpoint of this family; published ones without OFT's parts count as OpenVLA's."""
+        return family_of(folder) == cls.family
+
+    @classmethod
+    def describe(cls, folder: Path) -> Report:
+        """Describe a folder and what it lacks; reads its small files and the headers of its weights."""
+        return describe(OpenVLAFolder.read(folder))
+
     @abstractmethod
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor) -> Tensor:
         """Hidden states ``[N, C * A, hidden]`` that predict ``action_tokens`` ``[N, C, A]``, in one pass."""
 
     @abstractmethod
-    def decide(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def sample_actions(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Action tokens ``[N, C, A]``, their log-probability, and the hidden state ``[N, hidden]`` for the value."""
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        seen = self.see(tensordict)
+        inputs = self.prepare_inputs(tensordict)
         greedy = exploration_type() not in (None, ExplorationType.RANDOM)
-        tokens, log_prob, state = self.decide(seen, greedy)
+        tokens, log_prob, state = self.sample_actions(inputs, greedy)
         tensordict.set(keys.ACTION_TOKENS, tokens)
         tensordict.set(keys.ACTION_LOG_PROB, log_prob)
         tensordict.set(keys.ACTION, self.to_simulator(self.tokens.decode(tokens)))
         return self.write_value(tensordict, state)
 
-    def see(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def prepare_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``prompt_tokens``; returns what the model reads, on its device."""
         tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
         return tensordict.select(*self.in_keys[:-1], keys.PROMPT_TOKENS, strict=False).to(self.device)
@@ -209,16 +189,6 @@ class PrismaticPolicy(VLAPolicy):
         distance = torch.arange(self.tokens.num_tokens, device=tokens.device) - tokens.unsqueeze(-1)
         label = (-0.5 * (distance / (sigma * (self.tokens.num_tokens - 1) / 2)) ** 2).softmax(-1)
         return -(label * log_prob).sum(-1).mean(-1)
-
-    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
-        """Nothing: behaviour cloning calls it for a new policy, and the statistics of this one are its checkpoint's."""
-
-    def lora_layers(self, targets: Sequence[str]) -> list[str]:
-        """Names of the layers whose last part is one of ``targets``."""
-        return [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
-
-    def freeze(self) -> None:
-        """Freeze what is never trained: nothing."""
 
     def unused(self, key: str) -> bool:
         """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""

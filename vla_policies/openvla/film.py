@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vla_policies.checkpoint.weights import Entry
-from vla_policies.nn.dino_siglip import PREFIX
+from vla_policies.nn.dino_siglip_config import PREFIX
 
 FILE = "vision_backbone--latest_checkpoint.pt"
 _OUR_BLOCK = re.compile(r"\.blocks\.(\d+)\.(?!scale\.|shift\.)")

@@ -26,6 +26,7 @@ FAMILIES = ("openvla", "openvla_oft")
 OPTIONS = "vla_torchrl.json"
 VALUE_HEAD = "value_head."  # prefix of its names
 _STATISTICS = "dataset_statistics.json"
+_FILM = "vision_backbone--*"
 _CARRIED = (
     "preprocessor_config.json",
     "generation_config.json",
@@ -99,7 +100,7 @@ class OpenVLAFolder:
             files={name: (path / name).read_bytes() for name in _CARRIED if (path / name).is_file()},
             action_head=_part(path, "action_head--*"),
             proprio_projector=_part(path, "proprio_projector--*"),
-            film=_part(path, "vision_backbone--*"),
+            film=_part(path, _FILM),
             value_head=_part(path, "*value_head.*"),
             lora_adapter=path / ADAPTER if (path / ADAPTER / "adapter_config.json").is_file() else None,
         )
@@ -164,6 +165,20 @@ class OpenVLAFolder:
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         save_weights(weights, folder, max_shard_size=max_shard_size)
         return folder
+
+
+def family_of(folder: Path) -> str | None:
+    """The family of a local folder, ``None`` if it is no OpenVLA checkpoint; see :attr:`OpenVLAFolder.family`."""
+    try:
+        kind = read_json(folder / "config.json").get("model_type")
+        options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+    except (OSError, ValueError):
+        return None
+    if kind not in FAMILIES:
+        return None
+    has_parts = any(any(folder.glob(pattern)) for pattern in ("action_head--*", "proprio_projector--*", _FILM))
+    family: str = options.get("family", "openvla_oft" if has_parts else kind)
+    return family
 
 
 def _part(folder: Path, pattern: str) -> Path | None:

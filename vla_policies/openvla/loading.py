@@ -13,7 +13,7 @@ from torch import Tensor
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
 from vla_policies.checkpoint.weights import Entry, load_head, load_weights
-from vla_policies.nn.dino_siglip import VisionConfig, heads_of
+from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
 from vla_policies.openvla.film import Adapted, read_film, write_film
 from vla_policies.openvla.folder import VALUE_HEAD, OpenVLAFolder
@@ -57,9 +57,9 @@ def load(
     policy = policy_class(model, checkpoint, config)
 
     dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
-    spare = load_weights(model, entries, dtype=dtype, device=device, unused=unused_by(model))
+    unused = load_weights(model, entries, dtype=dtype, device=device, unused=unused_by(model))
     policy.film = adapted
-    policy.spare = {key: tensor for key, tensor in spare.items() if not key.startswith(VALUE_HEAD)}
+    policy.unused_tensors = {key: tensor for key, tensor in unused.items() if not key.startswith(VALUE_HEAD)}
     for name in _HEADS:
         if getattr(policy, name, None) is not None:
             file = getattr(checkpoint, name)
@@ -109,7 +109,7 @@ def save(policy: PrismaticPolicy, folder: str | Path) -> None:
     (:func:`vla_policies.checkpoint.lora.merge_adapter`) for weights that any OpenVLA code can load.
     """
     folder = Path(folder)
-    weights = {**plain_weights(policy.model), **policy.spare}
+    weights = {**plain_weights(policy.model), **policy.unused_tensors}
     if policy.value_head is not None:
         weights |= {f"{VALUE_HEAD}{key}": tensor for key, tensor in policy.value_head.state_dict().items()}
     lora = has_lora(policy)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.nn.dino_siglip import DualVisionBackbone, VisionConfig
+from vla_policies.nn.dino_siglip import DualVisionBackbone
+from vla_policies.nn.dino_siglip_config import VisionConfig
 from vla_policies.nn.llama import Llama, LlamaConfig
 
 BOS, STOP = 1, 2  # token ids of Llama-2

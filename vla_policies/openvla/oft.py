@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -10,49 +10,11 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from vla_common import keys
-from vla_policies.openvla.base import OpenVLAConfig, PrismaticPolicy
+from vla_policies.openvla.base import PrismaticPolicy
+from vla_policies.openvla.config import OpenVLAOFTConfig
 from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.model import STOP, Prismatic
-
-
-@dataclass(frozen=True)
-class OpenVLAOFTConfig(OpenVLAConfig):
-    """Settings of an :class:`OpenVLAOFT`, beside those of :class:`~vla_policies.openvla.base.OpenVLAConfig`.
-
-    Attributes:
-        head: ``"tokens"``, one of 256 bins per action dimension, which reinforcement learning can train; or ``"l1"``,
-            the continuous head of the published checkpoints, which has no log-probability.
-        layout: ``"official"`` ends the sequence with a stop token, as openvla-oft and SimpleVLA-RL do; ``"rlinf"`` does
-            not. Log-probabilities differ by more than 1 nat between the two: it belongs to the checkpoint.
-        num_action_chunks: ``C``, primitive actions per decision.
-        num_images_in_input: cameras, the third-person one first, then wrist cameras.
-        use_proprio: a token of proprioception after the images.
-        proprio_dim: its size; ``None`` for that of the statistics, another number is refused.
-        use_film: images modulated by the instruction (FiLM); the checkpoint says.
-        value_per_action: one value per primitive action (``[N, C]``) instead of one per decision (``[N, 1]``).
-    """
-
-    head: str = "tokens"
-    layout: str = "official"
-    num_action_chunks: int = 8
-    num_images_in_input: int = 1
-    use_proprio: bool = False
-    proprio_dim: int | None = None
-    use_film: bool = False
-    value_per_action: bool = False
-
-    def __post_init__(self):
-        for name, choices in (("head", ("tokens", "l1")), ("layout", ("official", "rlinf"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, must be {' or '.join(map(repr, choices))}")
-        if self.head == "l1" and self.layout != "official":
-            raise ValueError("the L1 head was trained with layout='official'; leave layout out")
-        if self.num_action_chunks < 1 or self.num_images_in_input < 1:
-            raise ValueError(
-                f"num_action_chunks is {self.num_action_chunks} and num_images_in_input {self.num_images_in_input}, "
-                "both must be at least 1"
-            )
 
 
 class OpenVLAOFT(PrismaticPolicy):
@@ -65,9 +27,9 @@ class OpenVLAOFT(PrismaticPolicy):
         >>> policy = OpenVLAOFT.from_pretrained("checkpoints/oft-libero-10", benchmark="libero", layout="rlinf")
     """
 
-    family = "openvla_oft"
-    config_class = OpenVLAOFTConfig
-    bound = ("statistics", "head", "layout", "num_action_chunks", "num_images_in_input", "use_proprio")
+    family: ClassVar[str] = "openvla_oft"
+    config_class: ClassVar[type[OpenVLAOFTConfig]] = OpenVLAOFTConfig
+    checkpoint_settings = ("statistics", "head", "layout", "num_action_chunks", "num_images_in_input", "use_proprio")
 
     def __init__(self, model: Prismatic, folder: OpenVLAFolder, config: OpenVLAOFTConfig):
         chunk_size = config.num_action_chunks
@@ -114,7 +76,7 @@ class OpenVLAOFT(PrismaticPolicy):
             suffix = torch.cat([suffix, self.model.language_model.embed(stop)], dim=1)
         return self.model.action_states(prefix, suffix, count, causal=False)
 
-    def decide(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def sample_actions(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
         states = self.action_states(tensordict)
         dist = self.distribution(self._logits(states))
         tokens = dist.logits.argmax(-1) if greedy else dist.sample()
@@ -125,7 +87,7 @@ class OpenVLAOFT(PrismaticPolicy):
         if self.action_head is None:
             return super().forward(tensordict)
         with torch.no_grad():
-            states = self.action_states(self.see(tensordict))
+            states = self.action_states(self.prepare_inputs(tensordict))
             tensordict.set(keys.ACTION, self.to_simulator(self.action_head(states)))
             return self.write_value(tensordict, states[:, 0])
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn import functional as F
 
 from vla_policies.nn.llama import KeyValueCache
-from vla_policies.openvla.base import OpenVLAConfig, PrismaticPolicy
+from vla_policies.openvla.base import PrismaticPolicy
+from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.model import Prismatic, positions_of
 
@@ -23,7 +26,7 @@ class OpenVLA(PrismaticPolicy):
         >>> policy = OpenVLA.from_pretrained("openvla/openvla-7b", benchmark="maniskill", unnorm_key="bridge_orig")
     """
 
-    family = "openvla"
+    family: ClassVar[str] = "openvla"
 
     def __init__(self, model: Prismatic, folder: OpenVLAFolder, config: OpenVLAConfig):
         super().__init__(model, folder, config)
@@ -33,7 +36,7 @@ class OpenVLA(PrismaticPolicy):
         suffix = self._embed(action_tokens.flatten(1)[:, :-1])
         return self.model.action_states(self._prefix(tensordict), suffix, self.token_dim, causal=True)
 
-    def decide(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def sample_actions(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
         language = self.model.language_model
         embeddings, valid = self._prefix(tensordict)
         seen = embeddings.shape[1]

@@ -4,74 +4,30 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
-from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
-from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
-from vla_policies.checkpoint.weights import list_weights, load_weights
-from vla_policies.flow.policy import FlowConfig, FlowPolicy
-from vla_policies.pi0.folder import HEADS, Pi0Folder, empty_model, unused
-from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache, needs_float32
+from vla_policies.checkpoint.report import Report
+from vla_policies.flow.policy import FlowPolicy
+from vla_policies.pi0 import loading
+from vla_policies.pi0.config import Pi0Config
+from vla_policies.pi0.describe import describe
+from vla_policies.pi0.folder import Pi0Folder, is_pi0, unused
+from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache
 from vla_policies.pi0.prefix import from_entries, to_entries
-from vla_policies.pi0.presets import PI0_ADAPTERS, get_preset
+from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
+from vla_policies.policy import PretrainedPolicy
 from vla_policies.processing.images import resize_with_pad
 
-FAMILY = "pi0"
-_SLOTS = 3  # base, left wrist, right wrist
 _ROWS = 32  # decisions per pass of a frozen PaliGemma
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pi0Config(FlowConfig):
-    """Settings of a :class:`Pi0`, beside those of :class:`~vla_policies.flow.policy.FlowConfig`.
-
-    Attributes:
-        benchmark: whose cameras, states and actions are used.
-        config_name: the published variant, see :data:`vla_policies.pi0.presets.PRESETS`.
-        norm_stats_id: data set whose statistics are used; may be left out if the checkpoint has one.
-        action_horizon: actions that are denoised together; ``None`` for the checkpoint's or the preset's.
-        num_action_chunks: ``C``, how many of them are executed.
-        num_images_in_input: cameras, the third-person one first, then wrist cameras; 3 at most.
-        max_prompt_length: tokens; ``None`` for 48, and 200 for pi0.5.
-        train_expert_only: freeze PaliGemma. What it makes of a decision is then computed once per update.
-        prefix_gigabytes: memory for that; if it does not suffice it is computed anew for each minibatch.
-        value_after_vlm: the value head reads PaliGemma (``"mean"``, ``"last"`` or ``"first"`` of its tokens); ``None``:
-            it reads the mean of the action expert's tokens.
-        chunk_critic_input: only of the first ``C`` of those.
-        gradient_checkpointing: recompute activations in the update instead of keeping them.
-    """
-
-    benchmark: str
-    config_name: str
-    norm_stats_id: str | None = None
-    action_horizon: int | None = None
-    num_action_chunks: int = 5
-    num_images_in_input: int = 1
-    max_prompt_length: int | None = None
-    train_expert_only: bool = True
-    prefix_gigabytes: float = 4.0
-    value_after_vlm: str | None = None
-    chunk_critic_input: bool = False
-    gradient_checkpointing: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 1 <= self.num_images_in_input <= _SLOTS:
-            raise ValueError(f"num_images_in_input is {self.num_images_in_input}, the model has {_SLOTS} slots: 1 to 3")
-        if self.value_after_vlm not in (None, "mean", "last", "first"):
-            raise ValueError(f"value_after_vlm is {self.value_after_vlm!r}, must be 'mean', 'last', 'first' or null")
-        if self.chunk_critic_input and self.value_after_vlm is not None:
-            raise ValueError("chunk_critic_input is for a value head on the action expert; value_after_vlm is set")
 
 
 @dataclass(frozen=True)
@@ -83,7 +39,7 @@ class _Observed:
     pooled: Tensor | None
 
 
-class Pi0(FlowPolicy):
+class Pi0(FlowPolicy, PretrainedPolicy):
     """Both variants; the checkpoint tells which one it is.
 
     Actions and states are padded with zeros to the network's size; probabilities are of the executed actions' real
@@ -93,10 +49,11 @@ class Pi0(FlowPolicy):
         >>> policy = Pi0.from_pretrained("checkpoints/pi05-libero", benchmark="libero", config_name="pi05_libero")
     """
 
-    family = FAMILY
-    config_class = Pi0Config
-    bound = ("config_name", "num_images_in_input", "action_horizon")  # settings that a checkpoint was trained with
-    lora_targets = (
+    family: ClassVar[str] = FAMILY
+    config_class: ClassVar[type[Pi0Config]] = Pi0Config
+    checkpoint_settings: ClassVar[tuple[str, ...]] = ("config_name", "num_images_in_input", "action_horizon")
+    renamed_settings = {"prefix_gigabytes": "prefix_cache_gb"}
+    lora_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
         *("gate_proj", "up_proj", "down_proj", "fc1", "fc2"),
     )
@@ -106,9 +63,9 @@ class Pi0(FlowPolicy):
         if preset.pi05 != model.config.pi05:
             kind = "pi0.5" if model.config.pi05 else "pi0"
             raise ValueError(f"the checkpoint is of {kind}, config_name is {config.config_name!r}; set its own")
-        if config.benchmark not in PI0_ADAPTERS or preset.benchmark != config.benchmark:
+        if preset.benchmark != config.benchmark:
             raise ValueError(f"{config.config_name} is for {preset.benchmark}, not for {config.benchmark!r}")
-        adapter, size = PI0_ADAPTERS[config.benchmark], model.config.action_dim
+        adapter, size = get_adapter(config.benchmark), model.config.action_dim
         if config.num_images_in_input > adapter.max_images:
             raise ValueError(
                 f"num_images_in_input is {config.num_images_in_input} and {config.benchmark} has "
@@ -130,7 +87,7 @@ class Pi0(FlowPolicy):
         )
         self.preset, self.adapter = preset, adapter
         self.action_dim, self.state_dim = adapter.action_dim, adapter.state_dim
-        self.config, self.folder, self.spare = config, folder, {}
+        self.config, self.folder, self.unused_tensors = config, folder, {}
         self.statistics = folder.select_statistics(config.norm_stats_id, quantiles=preset.pi05)
         self.statistics.check(self.state_dim, self.action_dim)
         longest = (200 if preset.pi05 else 48) if config.max_prompt_length is None else config.max_prompt_length
@@ -165,62 +122,28 @@ class Pi0(FlowPolicy):
             dtype: of the model, ``None`` for what it was saved with here, or float32; heads, norms and what actions,
                 state and time are projected with are float32 always.
             device: of the policy.
-            lora_adapter: folder of a peft adapter to apply and go on training.
+            lora_adapter: folder of a peft adapter to apply and continue training.
             **settings: fields of :class:`Pi0Config`; what the checkpoint was saved with is the default.
 
         Raises:
             FileNotFoundError: no checkpoint, or a part of it is missing.
             ValueError: settings, statistics, tokenizer or weights that do not fit.
         """
-        checkpoint = Pi0Folder.read(folder)
-        config = Pi0Config(**_settings(checkpoint, settings))
-        model, entries = empty_model(checkpoint)
-        policy = cls(model, checkpoint, config)
-        dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
-        policy.spare = load_weights(
-            model, entries, dtype=dtype, device=device, float32=needs_float32, unused=cls.unused
-        )
-        if (checkpoint.path / HEADS).is_file():
-            stored = {key: entry.read() for key, entry in list_weights(checkpoint.path / HEADS).items()}
-            policy.load_heads(stored)
-            if not settings.keys() & {"noise_level", "noise_anneal"}:
-                policy.noise_level.copy_(stored["noise_level"])
-        policy.to(device)
-        restore_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
-        return policy
+        return loading.load(cls, folder, settings, dtype=dtype, device=device, lora_adapter=lora_adapter)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the checkpoint's layout; heads go into a file of their own, an adapter into ``lora_adapter/``."""
-        folder, lora = Path(folder), has_lora(self)
-        dtype = dtype_name(self.model.dtype)
-        options = {"family": FAMILY, **asdict(self.config), "dtype": dtype, ADAPTER: lora}
-        weights = {**plain_weights(self.model), **self.spare}
-        config = {"action_horizon": self.horizon, "vision_heads": self.model.config.vision.heads}
-        self.folder.write(folder, weights, options, {**config, "model_type": FAMILY})
-        heads = {name: tensor.detach().cpu().contiguous() for name, tensor in self._heads().items()}
-        save_file(heads, folder / HEADS)
-        if lora:
-            save_adapter(self, folder / ADAPTER)
+        loading.save(self, folder)
 
-    def load_heads(self, weights: dict[str, Tensor]) -> None:
-        """Value head and noise network of ``weights``, as far as the policy has them.
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        """Whether the folder is a checkpoint of pi0 or pi0.5, published or ours, PyTorch or JAX."""
+        return is_pi0(folder)
 
-        Raises:
-            ValueError: a tensor is missing or of another shape.
-        """
-        for name in ("value_head", "noise_network"):
-            module = getattr(self, name)
-            prefix = f"{name}."
-            found = {key.removeprefix(prefix): tensor for key, tensor in weights.items() if key.startswith(prefix)}
-            if module is None or not found:
-                continue
-            try:
-                module.load_state_dict(found)
-            except RuntimeError as error:
-                raise ValueError(
-                    f"{self.folder.path / HEADS} has another {name} than these settings make: "
-                    f"{str(error).splitlines()[1].strip()}"
-                ) from error
+    @classmethod
+    def describe(cls, folder: Path) -> Report:
+        """Describe a folder and what it lacks; reads its small files and the headers of its weights."""
+        return describe(folder)
 
     def freeze(self) -> None:
         """Freeze what is not trained: PaliGemma with ``train_expert_only``."""
@@ -295,16 +218,16 @@ class Pi0(FlowPolicy):
         """Whether nothing of PaliGemma is trained."""
         return not any(p.requires_grad for p in self.model.paligemma_with_expert.paligemma.parameters())
 
-    def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Add what a frozen PaliGemma makes of each decision, if ``prefix_gigabytes`` suffice."""
+    def precompute(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add what a frozen PaliGemma makes of each decision, if ``prefix_cache_gb`` suffice."""
         if not self.prefix_is_frozen:
             return tensordict
         longest = int((tensordict.get(keys.PROMPT_TOKENS) != PAD).sum(1).max())
         needed = self.prefix_bytes(len(tensordict), longest)
-        if needed > self.config.prefix_gigabytes * 1e9:
+        if needed > self.config.prefix_cache_gb * 1e9:
             warnings.warn(
                 f"what PaliGemma makes of {len(tensordict)} decisions takes {needed / 1e9:.1f} GB, more than "
-                f"prefix_gigabytes={self.config.prefix_gigabytes}: it is computed anew for each minibatch",
+                f"prefix_cache_gb={self.config.prefix_cache_gb}: it is computed anew for each minibatch",
                 stacklevel=2,
             )
             return tensordict
@@ -319,7 +242,7 @@ class Pi0(FlowPolicy):
         return tensordict
 
     def prefix_bytes(self, decisions: int, prompt_length: int) -> int:
-        """Bytes of keys and values that :meth:`prepare` keeps."""
+        """Bytes of keys and values that :meth:`precompute` keeps."""
         language = self.model.config.language
         tokens = self.config.num_images_in_input * self.model.config.vision.num_patches + prompt_length
         numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
@@ -357,33 +280,9 @@ class Pi0(FlowPolicy):
         offset[:, 0, relative] = states[:, relative]
         return offset
 
-    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
-        """Nothing: behaviour cloning calls it for a new policy, and the statistics of this one are its checkpoint's."""
-
-    def _heads(self) -> dict[str, Tensor]:
-        modules = {"value_head": self.value_head, "noise_network": self.noise_network}
-        stored = {
-            f"{name}.{key}": tensor
-            for name, module in modules.items()
-            if module is not None
-            for key, tensor in module.state_dict().items()
-        }
-        return {"noise_level": self.noise_level, **stored}
-
 
 def _mlp(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for before, after in zip(sizes, sizes[1:], strict=False):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
-
-
-def _settings(checkpoint: Pi0Folder, settings: dict[str, Any]) -> dict[str, Any]:
-    """What the user asked for over what the checkpoint was saved with."""
-    merged, _ = merge_settings(Pi0, checkpoint.path, checkpoint.options, settings)
-    for name, example in (("benchmark", "libero"), ("config_name", "pi05_libero")):
-        if name not in merged:
-            raise ValueError(
-                f"{checkpoint.path} does not say its {name}; set {name}, such as {example!r} (recipes: policy=pi0)"
-            )
-    return merged

@@ -1,24 +1,27 @@
 """The published variants of pi0 and pi0.5 by the names of openpi and RLinf, and how they meet each benchmark.
 
 Horizons, relative actions and prompts are facts of the checkpoints' training configurations (openpi; RLinf's data
-configurations). Actions and states are the benchmark's own numbers, padded by the network to 32.
+configurations); each benchmark's schema has those of its variants. Actions and states are the benchmark's own numbers,
+padded by the network to 32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from vla_policies.processing.adapters import ADAPTERS, Adapter
+from vla_common.registry import benchmarks
+from vla_common.schema import get_schema
+from vla_policies.processing.adapters import Adapter
 
-_ARM = tuple(range(6))
+FAMILY = "pi0"
 
 
 @dataclass(frozen=True)
 class Pi0Preset:
-    """What a family of checkpoints was trained with.
+    """What a variant was trained with.
 
     Attributes:
-        benchmark: see :data:`PI0_ADAPTERS`.
+        benchmark: where it acts.
         pi05: pi0.5 rather than pi0.
         horizon: actions that are denoised together.
         relative: dimensions whose actions are relative to the state.
@@ -32,29 +35,13 @@ class Pi0Preset:
     state_in_prompt: bool = False
 
 
-_BOTH_ARMS = (*_ARM, *(7 + joint for joint in _ARM))
-PRESETS = {
-    "pi0_libero": Pi0Preset("libero", False, 50, relative=_ARM),
-    "pi05_libero": Pi0Preset("libero", True, 10),
-    "pi0_maniskill": Pi0Preset("maniskill", False, 50),
-    "pi05_maniskill": Pi0Preset("maniskill", True, 10),
-    "pi0_metaworld": Pi0Preset("metaworld", False, 5),
-    "pi05_metaworld": Pi0Preset("metaworld", True, 5),
-    "pi0_calvin": Pi0Preset("calvin", False, 5),
-    "pi05_calvin": Pi0Preset("calvin", True, 5),
-    "pi0_aloha_robotwin": Pi0Preset("robotwin", False, 50, relative=_BOTH_ARMS),
-    "pi05_aloha_robotwin": Pi0Preset("robotwin", True, 50, relative=_BOTH_ARMS, state_in_prompt=True),
-}
-
-
-def _direct(adapter: Adapter) -> Adapter:
-    """Actions as the simulator takes them; only the gripper of CALVIN and of plate-25's arm is rounded to 1 or -1."""
-    gripper = adapter.gripper if adapter.benchmark in ("calvin", "maniskill") else None
-    size = adapter.action_dim
-    return replace(adapter, model_action_dim=size, dimensions=tuple(range(size)), gripper=gripper)
-
-
-PI0_ADAPTERS = {name: _direct(adapter) for name, adapter in ADAPTERS.items()}
+def list_presets() -> dict[str, Pi0Preset]:
+    """Every preset of the registered benchmarks by its name; a benchmark that cannot be imported is left out."""
+    found = {}
+    for benchmark in benchmarks.load_all():
+        for name, preset in benchmark.schema.families.get(FAMILY, {}).get("presets", {}).items():
+            found[name] = Pi0Preset(benchmark.name, **preset)
+    return found
 
 
 def get_preset(config_name: str) -> Pi0Preset:
@@ -63,6 +50,16 @@ def get_preset(config_name: str) -> Pi0Preset:
     Raises:
         ValueError: there is none of that name; lists those there are.
     """
-    if config_name not in PRESETS:
-        raise ValueError(f"no preset {config_name!r}; config_name is one of {', '.join(PRESETS)}")
-    return PRESETS[config_name]
+    presets = list_presets()
+    if config_name not in presets:
+        raise ValueError(f"no preset {config_name!r}; config_name is one of {', '.join(sorted(presets))}")
+    return presets[config_name]
+
+
+def get_adapter(benchmark: str) -> Adapter:
+    """Actions as the simulator takes them; the gripper is rounded to closed or opened where the schema says so.
+
+    Raises:
+        ValueError: there is no such benchmark; offers the nearest names.
+    """
+    return Adapter.from_schema(benchmark, gripper=get_schema(benchmark).families.get(FAMILY, {}).get("gripper"))

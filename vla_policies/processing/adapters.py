@@ -1,22 +1,25 @@
-"""Where a benchmark and the OpenVLA family meet: cameras, gripper, action dimensions.
+"""Where a benchmark and a family of policies meet: cameras, gripper, action dimensions.
 
-A model of this family predicts actions in the units of its training data, with the gripper as that data had it; a
-simulator wants its own order, number and signs. An :class:`Adapter` holds the difference for one benchmark, and is the
-same for OpenVLA and OpenVLA-OFT. Statistics are not its business: they belong to the checkpoint
-(:mod:`vla_policies.processing.normalization`).
-
-Sources: the action spaces of the simulators, and the conversions that the published checkpoints were evaluated with.
+A model predicts actions in the units of its training data, with the gripper as that data had it; a simulator wants its
+own order, number and signs. An :class:`Adapter` converts between the two. What the benchmark is, and what a family has
+to know to act in it, is declared in the benchmark's :class:`~vla_common.schema.BenchmarkSchema`. Statistics belong to
+the checkpoint (:mod:`vla_policies.processing.normalization`).
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from vla_common import keys
+from vla_common.registry import benchmarks
+from vla_common.schema import get_schema
 from vla_policies.processing.images import resize_exact
 from vla_policies.processing.normalization import ActionStatistics
 
@@ -24,7 +27,7 @@ _MODEL_IMAGE = (224, 224)
 
 
 @dataclass(frozen=True)
-class Gripper:
+class GripperConversion:
     """A gripper that is either closed or open, whatever number the model predicts.
 
     Attributes:
@@ -40,10 +43,10 @@ class Gripper:
 
 @dataclass(frozen=True)
 class Adapter:
-    """How policies of the OpenVLA family act in one benchmark.
+    """How policies of a family act in one benchmark.
 
     Attributes:
-        benchmark: its name in :data:`ADAPTERS`.
+        benchmark: its name.
         model_action_dim: ``A`` of the model.
         dimensions: those of the model's action that the simulator takes, in its order.
         gripper: its conversion, or ``None`` where model and simulator mean the same.
@@ -56,11 +59,51 @@ class Adapter:
     benchmark: str
     model_action_dim: int
     dimensions: tuple[int, ...]
-    gripper: Gripper | None
+    gripper: GripperConversion | None
     state_dim: int
     image_size: tuple[int, int]
     wrist_images: tuple[int, int, int]
     instruction: str
+
+    @classmethod
+    def from_schema(
+        cls,
+        benchmark: str,
+        *,
+        model_action_dim: int | None = None,
+        dimensions: tuple[int, ...] | None = None,
+        gripper: tuple[float, float] | None = None,
+    ) -> Adapter:
+        """Build the adapter of a registered benchmark.
+
+        Args:
+            benchmark: its name.
+            model_action_dim: ``A`` of the model; ``None`` for the simulator's.
+            dimensions: those of the model's action that the simulator takes, in its order; ``None`` for all.
+            gripper: what means closed and open to the model; ``None`` where the number passes through.
+
+        Raises:
+            ValueError: there is no such benchmark, or its gripper is to be converted and it has none.
+        """
+        schema = get_schema(benchmark)
+        dimensions = tuple(range(schema.action_dim)) if dimensions is None else tuple(dimensions)
+        conversion = None
+        if gripper is not None:
+            if schema.gripper is None:
+                raise ValueError(f"the schema of {benchmark} has no gripper to convert to {gripper}; leave gripper out")
+            closed, opened = gripper
+            simulator = (schema.gripper.closed, schema.gripper.opened)
+            conversion = GripperConversion(dimensions[schema.gripper.dimension], (closed, opened), simulator)
+        return cls(
+            benchmark=benchmark,
+            model_action_dim=schema.action_dim if model_action_dim is None else model_action_dim,
+            dimensions=dimensions,
+            gripper=conversion,
+            state_dim=schema.state_dim,
+            image_size=schema.image_size,
+            wrist_images=schema.wrist_images,
+            instruction=schema.instruction,
+        )
 
     @property
     def action_dim(self) -> int:
@@ -180,96 +223,35 @@ def _switch(actions: Tensor, dimension: int, source: tuple[float, float], target
     return actions
 
 
-_SEVEN = tuple(range(7))  # end-effector position 3, rotation 3, gripper 1
-
-ADAPTERS = {
-    adapter.benchmark: adapter
-    for adapter in (
-        Adapter(
-            benchmark="metaworld",  # position and gripper effort, nothing turns the hand
-            model_action_dim=7,
-            dimensions=(0, 1, 2, 6),
-            gripper=None,
-            state_dim=4,
-            image_size=(480, 480),
-            wrist_images=(0, 0, 0),
-            instruction="push the puck to the goal",
-        ),
-        Adapter(
-            benchmark="libero",
-            model_action_dim=7,
-            dimensions=_SEVEN,
-            gripper=Gripper(dimension=6, model=(0.0, 1.0), simulator=(1.0, -1.0)),
-            state_dim=8,
-            image_size=(256, 256),
-            wrist_images=(1, 256, 256),
-            instruction="put the bowl on the stove",
-        ),
-        Adapter(
-            benchmark="maniskill",  # Bridge data, WidowX
-            model_action_dim=7,
-            dimensions=_SEVEN,
-            gripper=Gripper(dimension=6, model=(0.0, 1.0), simulator=(-1.0, 1.0)),
-            state_dim=8,
-            image_size=(480, 640),
-            wrist_images=(0, 0, 0),
-            instruction="put carrot on plate",
-        ),
-        Adapter(
-            benchmark="calvin",  # the gripper must be exactly 1 or -1
-            model_action_dim=7,
-            dimensions=_SEVEN,
-            gripper=Gripper(dimension=6, model=(-1.0, 1.0), simulator=(-1.0, 1.0)),
-            state_dim=7,
-            image_size=(200, 200),
-            wrist_images=(1, 84, 84),
-            instruction="push the handle to open the drawer",
-        ),
-        Adapter(
-            benchmark="robotwin",  # per arm six joint positions and the gripper's opening 0..1
-            model_action_dim=14,
-            dimensions=tuple(range(14)),
-            gripper=None,
-            state_dim=14,
-            image_size=(240, 320),
-            wrist_images=(2, 240, 320),
-            instruction="place the empty cup on the coaster",
-        ),
-    )
-}
-
-
-def get_adapter(benchmark: str) -> Adapter:
-    """The adapter of a benchmark.
+def get_adapter(benchmark: str, family: str = "openvla") -> Adapter:
+    """Build the adapter of a family whose entry in the schema is keyword arguments of :meth:`Adapter.from_schema`.
 
     Raises:
-        ValueError: there is none of that name; lists those there are.
+        ValueError: there is no such benchmark; offers the nearest names.
     """
-    if benchmark not in ADAPTERS:
-        raise ValueError(f"no adapter for the benchmark {benchmark!r}; there are {sorted(ADAPTERS)}")
-    return ADAPTERS[benchmark]
+    return Adapter.from_schema(benchmark, **get_schema(benchmark).families.get(family, {}))
 
 
-def make_metaworld_example(batch_size: int = 1) -> TensorDict:
-    """Observations of Meta-World, see :meth:`Adapter.example`."""
-    return ADAPTERS["metaworld"].example(batch_size)
+def make_example(benchmark: str, batch_size: int = 1) -> TensorDict:
+    """Observations of a registered benchmark, made up, to call a policy without a simulator: :meth:`Adapter.example`.
+
+    Raises:
+        ValueError: there is no such benchmark; offers the nearest names.
+    """
+    return Adapter.from_schema(benchmark).example(batch_size)
 
 
-def make_libero_example(batch_size: int = 1) -> TensorDict:
-    """Observations of LIBERO, see :meth:`Adapter.example`."""
-    return ADAPTERS["libero"].example(batch_size)
-
-
-def make_maniskill_example(batch_size: int = 1) -> TensorDict:
-    """Observations of ManiSkill, see :meth:`Adapter.example`."""
-    return ADAPTERS["maniskill"].example(batch_size)
-
-
-def make_calvin_example(batch_size: int = 1) -> TensorDict:
-    """Observations of CALVIN, see :meth:`Adapter.example`."""
-    return ADAPTERS["calvin"].example(batch_size)
-
-
-def make_robotwin_example(batch_size: int = 1) -> TensorDict:
-    """Observations of RoboTwin, see :meth:`Adapter.example`."""
-    return ADAPTERS["robotwin"].example(batch_size)
+def __getattr__(name: str) -> Any:
+    """Names of version 0.1."""
+    benchmark = name.removeprefix("make_").removesuffix("_example")
+    if name == "ADAPTERS":
+        warnings.warn(
+            "ADAPTERS is deprecated; use get_adapter(benchmark)", DeprecationWarning, stacklevel=3
+        )  # the caller of vla_policies
+        return {known: get_adapter(known) for known in benchmarks.names()}
+    if name == f"make_{benchmark}_example" and benchmark in benchmarks:
+        warnings.warn(
+            f"{name} is deprecated; use make_example({benchmark!r})", DeprecationWarning, stacklevel=3
+        )  # the caller of vla_policies
+        return partial(make_example, benchmark)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

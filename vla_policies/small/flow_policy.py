@@ -1,24 +1,26 @@
 """SmallFlow: the small policy with a flow instead of action tokens, which trains on a CPU in minutes.
 
-The encoder of :class:`~vla_policies.small.token_policy.SmallVLA` looks once per decision; a small transformer reads its
-three tokens with one token per noisy action, whose time is added to it, and says how fast each flows.
+The :class:`~vla_policies.small.encoder.SmallEncoder` looks once per decision; a small transformer reads its three
+tokens with one token per noisy action, whose time is added to it, and says how fast each flows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from vla_common import keys
-from vla_policies.flow.policy import FlowConfig, FlowPolicy
+from vla_common.settings import Count
+from vla_policies.flow.config import FlowConfig
+from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import embed_time
-from vla_policies.registry import save_policy
-from vla_policies.small.token_policy import SmallEncoder
+from vla_policies.small.encoder import SmallEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +40,13 @@ class SmallFlowConfig(FlowConfig):
     action_low: tuple[float, ...]
     action_high: tuple[float, ...]
     state_dim: int
-    chunk_size: int = 5
-    dim: int = 128
-    layers: int = 2
-    heads: int = 4
-    channels: tuple[int, int, int] = (16, 32, 48)
-    keypoints: int = 32
-    text_buckets: int = 2048
+    chunk_size: Count = 5
+    dim: Count = 128
+    layers: Count = 2
+    heads: Count = 4
+    channels: tuple[Count, Count, Count] = (16, 32, 48)
+    keypoints: Count = 32
+    text_buckets: Annotated[int, Ge(2)] = 2048
 
 
 class SmallFlow(FlowPolicy):
@@ -54,7 +56,8 @@ class SmallFlow(FlowPolicy):
         >>> policy = SmallFlow(SmallFlowConfig(action_low=(-1,) * 4, action_high=(1,) * 4, state_dim=4))
     """
 
-    config_class = SmallFlowConfig
+    family: ClassVar[str] = "small_flow"
+    config_class: ClassVar[type[SmallFlowConfig]] = SmallFlowConfig
     in_keys = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP)
 
@@ -129,12 +132,3 @@ class SmallFlow(FlowPolicy):
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         """Tokens int64 ``[N, L]`` of ``N`` instructions."""
         return self.encoder.tokenize(task_descriptions)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        save_policy(folder, "small_flow", asdict(self.config), self.state_dict())
-
-    @classmethod
-    def from_config(cls, config: dict) -> SmallFlow:
-        """Build from the dictionary that :meth:`save_pretrained` wrote."""
-        sequences = {name: tuple(value) for name, value in config.items() if isinstance(value, list)}
-        return cls(SmallFlowConfig(**{**config, **sequences}))

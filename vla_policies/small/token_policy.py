@@ -1,33 +1,32 @@
 """SmallVLA: a Vision-Language-Action policy of about one million parameters that trains on a CPU in minutes.
 
-Image -> convolutions -> spatial-softmax keypoints -> one token; instruction and state -> one token each; a small
-transformer reads them with one query per action of the chunk; a linear head gives the logits of the action
-tokens of all dimensions in parallel. Spatial softmax: Levine et al. 2016, "End-to-End Training of Deep
-Visuomotor Policies". On few demonstrations it makes the policy look at the image, which patch tokens did not.
+A small transformer reads the three tokens of :class:`~vla_policies.small.encoder.SmallEncoder` (image, instruction and
+state) with one query per action of the chunk; a linear head gives the logits of the action tokens of all dimensions in
+parallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
+from annotated_types import Ge
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributions import Categorical
-from torch.nn import functional as F
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
+from vla_common.schema import EnvironmentShape
+from vla_common.settings import Count
 from vla_policies.policy import VLAPolicy
 from vla_policies.processing.action_tokens import ActionBins
-from vla_policies.registry import save_policy
-from vla_policies.small.text import HashedText
+from vla_policies.small.encoder import SmallEncoder
 
-if TYPE_CHECKING:
-    from vla_policies.small.flow_policy import SmallFlowConfig
+NUM_BINS = 41  # of policies that are made for an environment: fewer than published models have learn faster
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class SmallVLAConfig:
         action_low, action_high: bounds of a primitive action, in the simulator's units.
         state_dim: ``S``.
         chunk_size: ``C``, primitive actions per decision.
-        num_bins: tokens per action dimension.
+        num_bins: tokens per action dimension; :meth:`SmallVLA.make` takes 41 if nobody says.
         dim, layers, heads: of the transformer.
         channels: of the three convolutions.
         keypoints: number of spatial-softmax maps.
@@ -50,14 +49,14 @@ class SmallVLAConfig:
     action_low: tuple[float, ...]
     action_high: tuple[float, ...]
     state_dim: int
-    chunk_size: int = 5
-    num_bins: int = 256
-    dim: int = 128
-    layers: int = 2
-    heads: int = 4
-    channels: tuple[int, int, int] = (16, 32, 48)
-    keypoints: int = 32
-    text_buckets: int = 2048
+    chunk_size: Count = 5
+    num_bins: Annotated[int, Ge(2)] = 256
+    dim: Count = 128
+    layers: Count = 2
+    heads: Count = 4
+    channels: tuple[Count, Count, Count] = (16, 32, 48)
+    keypoints: Count = 32
+    text_buckets: Annotated[int, Ge(2)] = 2048
     critic_detach: bool = True
     value_per_action: bool = False
 
@@ -72,7 +71,8 @@ class SmallVLA(VLAPolicy):
         >>> policy = SmallVLA(SmallVLAConfig(action_low=(-1,) * 4, action_high=(1,) * 4, state_dim=4))
     """
 
-    config_class = SmallVLAConfig
+    family: ClassVar[str] = "small"
+    config_class: ClassVar[type[SmallVLAConfig]] = SmallVLAConfig
     in_keys = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
     out_keys = [keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE]
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
@@ -97,6 +97,11 @@ class SmallVLA(VLAPolicy):
             nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, self.num_values)
         )
         nn.init.zeros_(self.value_head[-1].weight)
+
+    @classmethod
+    def make(cls, shape: EnvironmentShape, checkpoint: str | Path | None = None, **settings: Any) -> Self:
+        """Make a policy for an environment, see :meth:`VLAPolicy.make`; a new one has 41 tokens per dimension."""
+        return super().make(shape, checkpoint, **(settings if checkpoint else {"num_bins": NUM_BINS, **settings}))
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Set the normalisation of ``states``: two tensors ``[S]``; they are saved with the weights."""
@@ -165,81 +170,3 @@ class SmallVLA(VLAPolicy):
 
     def _stored(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         return self.logits_and_value(*(tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS)))
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        save_policy(folder, "small", asdict(self.config), self.state_dict())
-
-    @classmethod
-    def from_config(cls, config: dict) -> SmallVLA:
-        """Build from the dictionary that :meth:`save_pretrained` wrote."""
-        sequences = {name: tuple(value) for name, value in config.items() if isinstance(value, list)}
-        return cls(SmallVLAConfig(**{**config, **sequences}))
-
-
-class SmallEncoder(nn.Module):
-    """Image, instruction and state as one token each: ``[N, 3, dim]``. Shared by the small policies.
-
-    Args:
-        config: has ``dim``, ``channels``, ``keypoints``, ``text_buckets`` and ``state_dim``.
-    """
-
-    def __init__(self, config: SmallVLAConfig | SmallFlowConfig):
-        super().__init__()
-        dim = config.dim
-        self.register_buffer("state_mean", torch.zeros(config.state_dim))
-        self.register_buffer("state_std", torch.ones(config.state_dim))
-        self.vision = KeypointEncoder(config.channels, config.keypoints, dim)
-        self.text = HashedText(config.text_buckets, dim)
-        self.text_projection = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim))
-        self.state = nn.Sequential(nn.Linear(config.state_dim, dim), nn.GELU(), nn.Linear(dim, dim))
-        self.modality = nn.Parameter(0.02 * torch.randn(3, dim))
-
-    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
-        """Set the normalisation of ``states``: two tensors ``[S]``."""
-        self.state_mean.copy_(state_mean)
-        self.state_std.copy_(state_std)
-
-    def forward(self, images: Tensor, states: Tensor, prompt_tokens: Tensor) -> Tensor:
-        tokens = (
-            self.vision(images),
-            self.text_projection(self.text(prompt_tokens)),
-            self.state((states - self.state_mean) / self.state_std),
-        )
-        return torch.stack(tokens, dim=1) + self.modality
-
-    def tokenize(self, task_descriptions: Sequence[str]) -> Tensor:
-        """Tokens int64 ``[N, L]`` of ``N`` instructions, on the device of the module."""
-        return self.text.tokenize(task_descriptions).to(self.state_mean.device)
-
-
-class KeypointEncoder(nn.Module):
-    """Where in the image each of a number of learned features is: one token ``[N, dim]``."""
-
-    def __init__(self, channels: tuple[int, int, int], keypoints: int, dim: int):
-        super().__init__()
-        first, second, third = channels
-        self.first = nn.Conv2d(5, first, kernel_size=5, stride=2, padding=2)
-        self.second = nn.Conv2d(first, second, kernel_size=3, stride=2, padding=1)
-        self.second_norm = nn.GroupNorm(4, second)
-        self.third = nn.Conv2d(second, third, kernel_size=3, padding=1)
-        self.third_norm = nn.GroupNorm(4, third)
-        self.maps = nn.Conv2d(third, keypoints, kernel_size=1)
-        nn.init.normal_(self.maps.weight, std=0.02)
-        self.log_sharpness = nn.Parameter(torch.tensor(10.0).log())
-        self.project = nn.Sequential(nn.Linear(2 * keypoints, dim), nn.GELU(), nn.Linear(dim, dim))
-
-    def forward(self, images: Tensor) -> Tensor:
-        pixels = images.permute(0, 3, 1, 2).to(self.maps.weight.dtype) / 127.5 - 1.0
-        rows, columns = (torch.linspace(-1, 1, size, device=images.device) for size in pixels.shape[-2:])
-        grid = torch.stack(torch.meshgrid(columns, rows, indexing="xy")).expand(len(pixels), -1, -1, -1)
-        features = F.relu(self.first(torch.cat([pixels, grid], dim=1)))
-        features = F.relu(self.second_norm(self.second(features)))
-        maps = self.maps(F.relu(self.third_norm(self.third(features))))
-        return self.project(spatial_softmax(maps, self.log_sharpness.exp()))
-
-
-def spatial_softmax(maps: Tensor, sharpness: Tensor) -> Tensor:
-    """Expected position of each map: ``[N, K, H, W]`` -> ``[N, 2 K]``, coordinates from -1 to 1."""
-    weights = (maps.flatten(2) * sharpness).softmax(-1).view_as(maps)
-    rows, columns = (torch.linspace(-1, 1, size, device=maps.device) for size in maps.shape[-2:])
-    return torch.cat([weights.sum(2) @ columns, weights.sum(3) @ rows], dim=-1)

@@ -1,4 +1,4 @@
-"""Try out in a process of its own what may crash, prompt or hang: importing a simulator, opening a graphics context."""
+"""What a look at this machine finds, and trying out in a process of its own what may crash, prompt or hang."""
 
 from __future__ import annotations
 
@@ -8,8 +8,33 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+SIMULATOR, RENDERING, ASSETS = "Simulator", "Rendering", "Assets"  # parts of the report
 PROBE_TIMEOUT = 120.0  # seconds; a first import compiles byte code on what may be a slow network disk
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        status: ``"ok"``, ``"missing"`` (nothing there) or ``"broken"`` (there, but it does not work).
+        name: what was looked at.
+        detail: what was found.
+        remedy: what to type; empty where nothing is wrong.
+        part: of the report: :data:`SIMULATOR`, :data:`RENDERING` or :data:`ASSETS`.
+        required: the benchmark cannot be used unless this is ok.
+        without: what is left of the benchmark where this is not ok and not required, such as ``"its own tasks only"``.
+    """
+
+    status: str
+    name: str
+    detail: str
+    remedy: str = ""
+    part: str = SIMULATOR
+    required: bool = False
+    without: str = ""
 
 
 def run_probe(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import EpisodeCollector
-from vla_common.keys import ADVANTAGE, DONE, LOST, NEXT, REWARD, SUCCESS
+from vla_common.keys import ADVANTAGE, CRASHED, DONE, NEXT, REWARD, SUCCESS
+from vla_common.settings import Count, Fraction
 from vla_envs.episodes import EpisodeSampler
 
 
@@ -27,18 +28,18 @@ class Group:
     """Runs of one episode (one task, one initial state) by one policy.
 
     Attributes:
-        episodes: each ``[T]``; lost ones are left out.
-        lost: how many have no result because the simulator died in every attempt.
+        episodes: each ``[T]``; crashed ones are left out.
+        crashed: how many have no result because the simulator died in every attempt.
     """
 
     episodes: tuple[TensorDictBase, ...]
-    lost: int = 0
+    crashed: int = 0
 
     @classmethod
     def of(cls, runs: Sequence[TensorDictBase]) -> Group:
         """The group of ``runs``, from an :class:`~vla_algos.collectors.EpisodeCollector`."""
-        kept = tuple(episode for episode in runs if not episode[NEXT, LOST][-1])
-        return cls(kept, lost=len(runs) - len(kept))
+        kept = tuple(episode for episode in runs if not episode[NEXT, CRASHED][-1])
+        return cls(kept, crashed=len(runs) - len(kept))
 
     @property
     def scores(self) -> Tensor:
@@ -90,9 +91,9 @@ def check_groups(
 def collect_groups(
     collector: EpisodeCollector,
     episodes: EpisodeSampler,
-    groups: int,
-    max_groups: int,
-    success_bounds: tuple[float, float] | None = None,
+    groups: Count,
+    max_groups: Count,
+    success_bounds: tuple[Fraction, Fraction] | None = None,
 ) -> list[Group]:
     """Run groups until enough of them carry signal (dynamic sampling: Yu et al. 2025, DAPO, arXiv 2503.14476).
 
@@ -173,11 +174,16 @@ def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = N
 
 def outcomes_of(groups: Sequence[Group]) -> list[Group]:
     """The groups without what the policy saw and did: small enough to tell other processes."""
-    return [Group(tuple(episode.select(NEXT) for episode in group.episodes), group.lost) for group in groups]
+    return [Group(tuple(episode.select(NEXT) for episode in group.episodes), group.crashed) for group in groups]
 
 
-def describe_silence(groups: Sequence[Group]) -> str:
-    """Why a number of groups has nothing to teach, in words."""
+def concatenate(groups: Sequence[Group]) -> TensorDictBase:
+    """The decisions ``[D]`` of all episodes of all groups, one after the other."""
+    return torch.cat([episode for group in groups for episode in group.episodes])
+
+
+def describe_groups_without_signal(groups: Sequence[Group]) -> str:
+    """Say why a number of groups has nothing to teach."""
     failed, solved = sum(group.failed for group in groups), sum(group.solved for group in groups)
     return f"none of {len(groups)} groups carries signal ({failed} failed every time, {solved} succeeded every time)"
 

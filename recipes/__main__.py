@@ -1,0 +1,146 @@
+"""Run and copy recipes from any folder: ``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import filecmp
+import itertools
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from vla_common.errors import unknown_name
+
+HOME = Path(__file__).resolve().parent
+CONF = HOME / "conf"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="vla-recipe",
+        description="Run recipes from any folder, or copy one out to change it.",
+        epilog="Settings of a recipe: vla-recipe run ppo --help",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | copy")
+    commands.add_parser("list", help="what there is: recipes, and experiments with what each of them trains")
+    run = commands.add_parser("run", help="the same as python recipes/NAME.py SETTINGS in a checkout")
+    run.add_argument("recipe", help=", ".join(recipes()))
+    run.add_argument("settings", nargs=argparse.REMAINDER, help="such as seed=1, -m seed=1,2,3 or --help")
+    copy = commands.add_parser("copy", help="copy a recipe and its configuration into a folder")
+    copy.add_argument("recipe", help=", ".join(recipes()))
+    copy.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="this one unless given")
+    copy.add_argument("--force", action="store_true", help="overwrite files that are there")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "list":
+            print("\n".join(describe()))
+        elif chosen.command == "run":
+            run_recipe(chosen.recipe, chosen.settings)
+        else:
+            print("\n".join(copy_recipe(chosen.recipe, chosen.to, force=chosen.force)))
+        sys.stdout.flush()
+    except BrokenPipeError:  # vla-recipe list | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
+        print(f"vla-recipe: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def recipes() -> dict[str, Path]:
+    """Names and files of the recipes: those that have a configuration of their name."""
+    files = {path.stem: path for path in sorted(HOME.glob("*.py"))}
+    return {name: path for name, path in files.items() if (CONF / f"{name}.yaml").is_file()}
+
+
+def run_recipe(name: str, settings: Sequence[str]) -> NoReturn:
+    """Become ``python .../NAME.py SETTINGS``: the same process, as a cluster, torchrun and signals see it.
+
+    Raises:
+        ValueError: there is no such recipe; offers the nearest names.
+    """
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(_file_of(name)), *settings])
+
+
+def copy_recipe(name: str, folder: Path, *, force: bool = False) -> list[str]:
+    """Copy a recipe and ``conf/`` into a folder, where ``python NAME.py`` then runs it.
+
+    Args:
+        name: of the recipe.
+        folder: made if it is not there.
+        force: overwrite files that are there and differ.
+
+    Returns:
+        Lines that say what was copied and what to type now.
+
+    Raises:
+        ValueError: there is no such recipe.
+        FileExistsError: a file is there and differs; nothing is copied then.
+    """
+    files = [_file_of(name), *sorted(CONF.rglob("*.yaml"))]
+    targets = {path: folder / path.relative_to(HOME) for path in files}
+    differing = [target for path, target in targets.items() if target.exists() and not _same(path, target)]
+    if differing and not force:
+        others = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise FileExistsError(
+            f"{differing[0]}{others} would be overwritten; type vla-recipe copy {name} --to FOLDER for another folder, "
+            "or add --force"
+        )
+    for path, target in targets.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    where = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
+    return [
+        f"copied {folder / files[0].name} and {folder / 'conf'} ({len(files) - 1} configuration files)",
+        f"now type: {where}python {files[0].name}",
+    ]
+
+
+def describe() -> list[str]:
+    """A line for each recipe and each experiment."""
+    lines = ["Recipes: vla-recipe run NAME"]
+    lines += _table({name: _first_line_of_docstring(path) for name, path in recipes().items()})
+    experiments = sorted((CONF / "experiment").glob("*.yaml"))
+    if experiments:
+        lines += ["", "Experiments: vla-recipe run NAME experiment=EXPERIMENT"]
+        lines += _table({path.stem: _first_sentence(path) for path in experiments})
+    return lines
+
+
+def _file_of(name: str) -> Path:
+    known = recipes()
+    if name not in known:
+        raise unknown_name("recipe", name, known, example="ppo")
+    return known[name]
+
+
+def _same(first: Path, second: Path) -> bool:
+    return second.is_file() and filecmp.cmp(first, second, shallow=False)
+
+
+def _table(rows: dict[str, str]) -> list[str]:
+    width = max(map(len, rows), default=0)
+    return [f"  {name:<{width}}  {text}".rstrip() for name, text in rows.items()]
+
+
+def _first_line_of_docstring(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return text.partition("\n")[0].partition(": ``")[0]
+
+
+def _first_sentence(path: Path) -> str:
+    """Of the comment at the head of a configuration file."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    text = " ".join(line.lstrip("# ") for line in lines if not line.startswith("# @package"))
+    return re.split(r"(?<=[.;])\s", text, maxsplit=1)[0].rstrip(".;")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The scripts in examples/ run as they are, two tiny iterations each; the packages beside them are in tests/plugin/."""
+
+import importlib.util
+import math
+
+import pytest
+from paths import ROOT
+
+from vla_policies import load_policy
+
+pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
+EXAMPLES = ROOT / "examples"
+TINY = ["--iterations=2", "--num-envs=2", "--decisions=4", "--max-episode-steps=10", "--demonstrations=2"]
+TINY += ["--cloning-steps=3", "--held-out=2"]
+
+
+def main_of(name):
+    """The ``main`` of an example."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def test_own_loop_has_everything_in_sight_and_leaves_a_policy(tmp_path):
+    assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) <= 150
+    before, after = main_of("own_loop")([*TINY, "--epochs=1", f"--save={tmp_path / 'policy'}"])
+    assert 0 <= before <= 1 and 0 <= after <= 1
+    assert load_policy(tmp_path / "policy").chunk_size == 5
+
+
+def test_a_loss_of_ones_own_is_trained_and_what_it_returns_is_logged():
+    metrics = main_of("custom_loss")(TINY)
+    assert 0 < metrics["train/ratio_distance"] < 1
+    assert math.isfinite(metrics["train/loss"]) and metrics["train/steps"] > 0

@@ -1,0 +1,26 @@
+from . import parallel as parallel
+from .advantages import (
+    check_levels as check_levels,
+)
+from .advantages import (
+    gae as gae,
+)
+from .advantages import (
+    group_advantages as group_advantages,
+)
+from .advantages import (
+    normalize_advantages as normalize_advantages,
+)
+from .collectors import EpisodeCollector as EpisodeCollector
+from .collectors import StepCollector as StepCollector
+from .evaluation import EpisodeResult as EpisodeResult
+from .evaluation import EvaluationResult as EvaluationResult
+from .evaluation import evaluate as evaluate
+from .groups import Group as Group
+from .groups import collect_groups as collect_groups
+from .groups import grpo as grpo
+from .imitation import BehaviourCloning as BehaviourCloning
+from .imitation import record_demonstrations as record_demonstrations
+from .learner import Learner as Learner
+from .losses import ChunkClipPPOLoss as ChunkClipPPOLoss
+from .losses import add_reference_log_prob as add_reference_log_prob

@@ -1,0 +1,72 @@
+"""What a run says: beside its progress bar, and when it is over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from vla_envs import SimulatorSpec
+from vla_policies import VLAPolicy
+
+
+def describe_spec(spec: SimulatorSpec) -> str:
+    """Name of a suite and what differs from the benchmark's own protocol, for printing beside a result."""
+    return "\n".join([spec.id, *(f"  not the benchmark's: {deviation}" for deviation in spec.protocol_deviations)])
+
+
+def describe_policy(policy: VLAPolicy) -> str:
+    """How large a policy is and how much of it learns, for printing."""
+    total = sum(parameter.numel() for parameter in policy.parameters())
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    return f"policy of {total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
+
+
+def show_iteration(bar: tqdm, iteration: int, metrics: Mapping[str, float]) -> None:
+    """Show success and speed beside the progress bar, and as a line in the log of a SLURM job."""
+    success = 100 * metrics.get("env/success_once", float("nan"))
+    text = f"success {success:.0f}%, {metrics['env_steps_per_s']:.0f} env steps/s"
+    bar.set_postfix_str(text)
+    if "SLURM_JOB_ID" in os.environ:
+        print(f"iteration {iteration} of {bar.total}: {text}", flush=True)
+
+
+def summarise(
+    title: str,
+    folder: Path,
+    setting: str,
+    evaluations: Sequence[tuple[str, Mapping[str, float]]],
+    speed: float | None,
+    seconds: float,
+) -> None:
+    """Print what a training run did and where everything is.
+
+    Args:
+        title: of what was trained with.
+        folder: of the run.
+        setting: see :func:`describe_spec`.
+        evaluations: tables and metrics; the first and the last are shown, as before and after.
+        speed: environment steps per second in training; ``None`` where there were none.
+        seconds: the run took.
+    """
+    print(f"\n{setting}")
+    shown = {f"after {title}": evaluations[-1]}
+    if len(evaluations) > 1:
+        shown = {f"before {title}": evaluations[0], **shown}
+    for when, (table, metrics) in shown.items():
+        print(f"\n{when}\n{table}")
+        if "eval_sampled/success_once" in metrics:
+            print(f"sampled: {100 * metrics['eval_sampled/success_once']:.1f}%")
+    median = "" if speed is None else f", {speed:.0f} env steps/s in training (median)"
+    rows = {
+        "time": f"{seconds / 60:.1f} minutes{median}",
+        "policy": folder / "policy",
+        "checkpoints": folder / "checkpoints",
+        "curves": f"tensorboard --logdir {folder}   (and {folder / 'metrics.jsonl'})",
+        "videos": folder / "videos",
+    }
+    print()
+    for name, value in rows.items():
+        print(f"{name:<12} {value}")

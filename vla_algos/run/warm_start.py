@@ -1,0 +1,87 @@
+"""Demonstrations of a benchmark's scripted expert, and cloning them before reinforcement learning begins."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from annotated_types import Ge, Lt
+from tensordict import TensorDict
+
+from vla_algos.imitation import BehaviourCloning, record_demonstrations
+from vla_algos.run.logging import progress_bar
+from vla_common.settings import Count, NonNegative, Whole
+from vla_envs import Episode, VLAEnv
+from vla_policies import VLAPolicy
+
+_FAMILY = 1_000_000  # added to a run's seed for the initial states of demonstrations
+
+
+def demonstration_seed(seed: int, evaluation_seed: int) -> int:
+    """Seed of the demonstrations' initial states: neither the training episodes' (``seed``) nor the evaluation's.
+
+    Raises:
+        ValueError: the evaluation would repeat episodes that were trained on.
+    """
+    demonstrations = seed + _FAMILY
+    if evaluation_seed in (seed, demonstrations):
+        raise ValueError(
+            f"eval.seed={evaluation_seed} is the family of initial states that this run trains on; "
+            "take another one, such as eval.seed=9000000"
+        )
+    return demonstrations
+
+
+def record(
+    env: VLAEnv,
+    policy: VLAPolicy,
+    seed: int,
+    *,
+    episodes: Whole,
+    stride: Count = 4,
+    noise: NonNegative = 0.25,
+    noise_correlation: Annotated[float, Ge(0), Lt(1)] = 0.8,
+    max_steps: Count = 150,
+) -> TensorDict:
+    """Record demonstrations of ``env``'s tasks in turn, with a progress bar.
+
+    Args:
+        env: whoever was collecting in it has to reset first.
+        policy: whose instructions and chunks they are for.
+        seed: family of the demonstrations' initial states.
+        episodes: how many.
+        stride, noise, noise_correlation, max_steps: see :func:`~vla_algos.imitation.record_demonstrations`.
+
+    Returns:
+        What that returns.
+    """
+    tasks = len(env.simulator_spec.tasks)
+    wanted = [Episode(n % tasks, n // tasks, seed) for n in range(episodes)]
+    with progress_bar("demonstrations", len(wanted), "episode") as bar:
+        return record_demonstrations(
+            env,
+            policy,
+            wanted,
+            stride=stride,
+            noise=noise,
+            noise_correlation=noise_correlation,
+            max_steps=max_steps,
+            on_episode=lambda solved: bar.update(),
+        )
+
+
+def warm_start(
+    env: VLAEnv, policy: VLAPolicy, seed: int, demonstrations: dict[str, Any], cloning: dict[str, Any]
+) -> None:
+    """Record demonstrations and clone them into ``policy``: ``recipes/sft.py`` within another recipe.
+
+    Args:
+        env, seed: see :func:`record`.
+        policy: trained in place.
+        demonstrations: settings of :func:`record`.
+        cloning: settings of :class:`~vla_algos.imitation.BehaviourCloning`.
+    """
+    learner = BehaviourCloning(policy, record(env, policy, seed, **demonstrations), **cloning)
+    with progress_bar("behaviour cloning", cloning["steps"], "step") as bar:
+        for _ in range(cloning["steps"]):
+            bar.set_postfix(loss=f"{learner.step():.3f}", refresh=False)
+            bar.update()

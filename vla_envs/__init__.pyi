@@ -1,0 +1,29 @@
+from .env import VLAEnv, env_types, make_env
+from .episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes, evaluation_grid
+from .registry import Benchmark, BenchmarkSchema, Gripper, list_envs, make_spec, register_benchmark
+from .simulator import Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
+from .workers.pool import SimulatorCrash, WorkerPool
+
+__all__ = [
+    "Benchmark",
+    "BenchmarkSchema",
+    "Episode",
+    "EpisodeQueue",
+    "EpisodeSampler",
+    "Gripper",
+    "Observation",
+    "Outcome",
+    "Simulator",
+    "SimulatorCrash",
+    "SimulatorSpec",
+    "Task",
+    "VLAEnv",
+    "WorkerPool",
+    "env_types",
+    "evaluation_episodes",
+    "evaluation_grid",
+    "list_envs",
+    "make_env",
+    "make_spec",
+    "register_benchmark",
+]

@@ -1,0 +1,45 @@
+from .openvla import OpenVLA as OpenVLA
+from .openvla import OpenVLAOFT as OpenVLAOFT
+from .pi0 import Pi0 as Pi0
+from .policy import PretrainedPolicy as PretrainedPolicy
+from .policy import VLAPolicy as VLAPolicy
+from .processing.adapters import ADAPTERS as ADAPTERS
+from .processing.adapters import Adapter as Adapter
+from .processing.adapters import make_calvin_example as make_calvin_example
+from .processing.adapters import make_example as make_example
+from .processing.adapters import make_libero_example as make_libero_example
+from .processing.adapters import make_maniskill_example as make_maniskill_example
+from .processing.adapters import make_metaworld_example as make_metaworld_example
+from .processing.adapters import make_robotwin_example as make_robotwin_example
+from .registry import load_policy as load_policy
+from .registry import make_policy as make_policy
+from .registry import policy_types as policy_types
+from .registry import register_policy as register_policy
+from .small import SmallFlow as SmallFlow
+from .small import SmallFlowConfig as SmallFlowConfig
+from .small import SmallVLA as SmallVLA
+from .small import SmallVLAConfig as SmallVLAConfig
+
+__all__ = [
+    "ADAPTERS",
+    "Adapter",
+    "OpenVLA",
+    "OpenVLAOFT",
+    "Pi0",
+    "PretrainedPolicy",
+    "SmallFlow",
+    "SmallFlowConfig",
+    "SmallVLA",
+    "SmallVLAConfig",
+    "VLAPolicy",
+    "load_policy",
+    "make_calvin_example",
+    "make_example",
+    "make_libero_example",
+    "make_maniskill_example",
+    "make_metaworld_example",
+    "make_policy",
+    "make_robotwin_example",
+    "policy_types",
+    "register_policy",
+]

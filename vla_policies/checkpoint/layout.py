@@ -1,0 +1,82 @@
+"""The plain layout of a policy: ``config.json`` and ``model.safetensors``; nothing is executed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+_FAMILY = "policy"  # entry of config.json
+
+
+def save(folder: str | Path, family: str, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Write a policy of a family: its settings, plain values by name, and its weights."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: tensor.contiguous() for key, tensor in weights.items()}, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps({_FAMILY: family, **config}, indent=2) + "\n")
+
+
+def read(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """Read family and settings of a folder; of one in another layout, ``None`` and the content of ``config.json``.
+
+    Raises:
+        FileNotFoundError: there is no ``config.json``, or one of ours without weights.
+        ValueError: it is not a JSON object.
+    """
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(_not_a_policy(folder, CONFIG))
+    try:
+        config = dict(json.loads((folder / CONFIG).read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG} is not a policy configuration ({error})") from error
+    family = config.pop(_FAMILY, None)
+    if family is not None and not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(_not_a_policy(folder, WEIGHTS))
+    return family, config
+
+
+def family_of(folder: Path) -> str | None:
+    """The family that a folder says it is of; ``None`` if it says nothing, or cannot be read."""
+    try:
+        return json.loads((folder / CONFIG).read_text()).get(_FAMILY)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def load(module: nn.Module, folder: Path) -> None:
+    """Fill a module with the weights of a folder.
+
+    Raises:
+        ValueError: a truncated file, or tensors that are missing, unknown or of another shape.
+    """
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS} is truncated or no safetensors file ({error}); copy it again") from error
+    expected = module.state_dict()
+    missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    wrong = [
+        f"{key} {list(weights[key].shape)} instead of {list(expected[key].shape)}"
+        for key in expected.keys() & weights.keys()
+        if weights[key].shape != expected[key].shape
+    ]
+    if missing or extra or wrong:
+        raise ValueError(
+            f"{folder / WEIGHTS} is not of the architecture in {CONFIG}: missing {missing[:5]}, "
+            f"unknown {extra[:5]}, wrong shape {sorted(wrong)[:5]}"
+        )
+    module.load_state_dict(weights)
+
+
+def _not_a_policy(folder: Path, file: str) -> str:
+    return (
+        f"{folder} is not a policy folder: it has no {file}; pass an OpenVLA checkpoint, or the folder that "
+        "save_pretrained or a recipe wrote, such as runs/ppo/latest/policy"
+    )

@@ -1,0 +1,31 @@
+"""Rotary positions. Su et al. 2021, arXiv 2104.09864."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[N, 1, S, head_dim]`` of the angles ``position * theta ** (-2 i / head_dim)``.
+
+    The angles are float32 whatever the dtype of the model: bfloat16 frequencies are off by 0.4 rad at position 333.
+
+    Args:
+        positions: int64 ``[N, S]``.
+        head_dim: numbers of a query or key.
+        theta: base of the frequencies.
+        dtype: of the result.
+    """
+    half = head_dim // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=positions.device) / half
+    angles = positions[:, None, :, None].float() * theta**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(vectors: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair ``(i, i + head_dim / 2)`` of ``[N, heads, S, head_dim]`` by its angle, of :func:`rotation`."""
+    cosine, sine = rotation
+    first, second = vectors.chunk(2, dim=-1)
+    return vectors * cosine + torch.cat([-second, first], dim=-1) * sine

@@ -1,0 +1,79 @@
+"""Settings of the OpenVLA policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vla_common.settings import Count, Positive, Whole
+
+
+@dataclass(frozen=True)
+class OpenVLAConfig:
+    """Settings of an :class:`~vla_policies.openvla.openvla.OpenVLA`; ``save_pretrained`` keeps them.
+
+    Attributes:
+        benchmark: whose cameras, gripper and action dimensions are used, see
+            :mod:`vla_policies.processing.adapters`.
+        unnorm_key: data set whose statistics un-normalise the actions; may be left out if the checkpoint has one.
+        statistics: what -1 and 1 mean: ``"q99"``, the percentiles 1 and 99, or ``"min_max"`` (ALOHA, RoboTwin).
+        action_dim: dimensions that the model predicts; ``None`` for those of the statistics, another number is refused.
+        max_prompt_length: tokens of the longest prompt. Padding is cut before it costs anything.
+        center_crop: keep the central 0.9 of each image's area, as for checkpoints trained with random crops.
+        fast_resize: resize images a few times faster, with pixels a little off those of the reference.
+        temperature: of the sampling policy, in the rollout and in the update.
+        top_k: draw from the likeliest ``top_k`` tokens only, in the rollout and in the update; 0 for all.
+        value_head: build a value head; it starts afresh if the checkpoint has none.
+        gradient_checkpointing: recompute activations in the update instead of keeping them.
+    """
+
+    benchmark: str
+    unnorm_key: str | None = None
+    statistics: Literal["q99", "min_max"] = "q99"
+    action_dim: Count | None = None
+    max_prompt_length: Count = 128
+    center_crop: bool = False
+    fast_resize: bool = False
+    temperature: Positive = 1.0
+    top_k: Whole = 0
+    value_head: bool = True
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class OpenVLAOFTConfig(OpenVLAConfig):
+    """Settings of an :class:`~vla_policies.openvla.oft.OpenVLAOFT`, beside those of :class:`OpenVLAConfig`.
+
+    Attributes:
+        head: ``"tokens"``, one of 256 bins per action dimension, which reinforcement learning can train; or ``"l1"``,
+            the continuous head of the published checkpoints, which has no log-probability.
+        layout: ``"official"`` ends the sequence with a stop token, as openvla-oft and SimpleVLA-RL do; ``"rlinf"`` does
+            not. Log-probabilities differ by more than 1 nat between the two: it belongs to the checkpoint.
+        num_action_chunks: ``C``, primitive actions per decision.
+        num_images_in_input: cameras, the third-person one first, then wrist cameras.
+        use_proprio: a token of proprioception after the images.
+        proprio_dim: its size; ``None`` for that of the statistics, another number is refused.
+        use_film: images modulated by the instruction (FiLM); the checkpoint says.
+        value_per_action: one value per primitive action (``[N, C]``) instead of one per decision (``[N, 1]``).
+    """
+
+    head: Literal["tokens", "l1"] = "tokens"
+    layout: Literal["official", "rlinf"] = "official"
+    num_action_chunks: Count = 8
+    num_images_in_input: Count = 1
+    use_proprio: bool = False
+    proprio_dim: Count | None = None
+    use_film: bool = False
+    value_per_action: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (("head", ("tokens", "l1")), ("layout", ("official", "rlinf"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be {' or '.join(map(repr, choices))}")
+        if self.head == "l1" and self.layout != "official":
+            raise ValueError("the L1 head was trained with layout='official'; leave layout out")
+        if self.num_action_chunks < 1 or self.num_images_in_input < 1:
+            raise ValueError(
+                f"num_action_chunks is {self.num_action_chunks} and num_images_in_input {self.num_images_in_input}, "
+                "both must be at least 1"
+            )

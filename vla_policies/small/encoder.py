@@ -1,0 +1,100 @@
+"""What the small policies see: image, instruction and state as one token each.
+
+Image -> convolutions -> spatial-softmax keypoints -> one token; instruction and state -> one token each. Spatial
+softmax: Levine et al. 2016, "End-to-End Training of Deep Visuomotor Policies". On few demonstrations it makes the
+policy look at the image, which patch tokens did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vla_policies.small.text import HashedText
+
+
+class EncoderConfig(Protocol):
+    """Sizes of a :class:`SmallEncoder`."""
+
+    @property
+    def state_dim(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def channels(self) -> tuple[int, int, int]: ...
+    @property
+    def keypoints(self) -> int: ...
+    @property
+    def text_buckets(self) -> int: ...
+
+
+class SmallEncoder(nn.Module):
+    """Image, instruction and state as one token each: ``[N, 3, dim]``. Shared by the small policies."""
+
+    state_mean: Tensor
+    state_std: Tensor
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        dim = config.dim
+        self.register_buffer("state_mean", torch.zeros(config.state_dim))
+        self.register_buffer("state_std", torch.ones(config.state_dim))
+        self.vision = KeypointEncoder(config.channels, config.keypoints, dim)
+        self.text = HashedText(config.text_buckets, dim)
+        self.text_projection = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim))
+        self.state = nn.Sequential(nn.Linear(config.state_dim, dim), nn.GELU(), nn.Linear(dim, dim))
+        self.modality = nn.Parameter(0.02 * torch.randn(3, dim))
+
+    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
+        """Set the normalisation of ``states``: two tensors ``[S]``."""
+        self.state_mean.copy_(state_mean)
+        self.state_std.copy_(state_std)
+
+    def forward(self, images: Tensor, states: Tensor, prompt_tokens: Tensor) -> Tensor:
+        tokens = (
+            self.vision(images),
+            self.text_projection(self.text(prompt_tokens)),
+            self.state((states - self.state_mean) / self.state_std),
+        )
+        return torch.stack(tokens, dim=1) + self.modality
+
+    def tokenize(self, task_descriptions: Sequence[str]) -> Tensor:
+        """Tokens int64 ``[N, L]`` of ``N`` instructions, on the device of the module."""
+        return self.text.tokenize(task_descriptions).to(self.state_mean.device)
+
+
+class KeypointEncoder(nn.Module):
+    """Where in the image each of a number of learned features is: one token ``[N, dim]``."""
+
+    def __init__(self, channels: tuple[int, int, int], keypoints: int, dim: int):
+        super().__init__()
+        first, second, third = channels
+        self.first = nn.Conv2d(5, first, kernel_size=5, stride=2, padding=2)
+        self.second = nn.Conv2d(first, second, kernel_size=3, stride=2, padding=1)
+        self.second_norm = nn.GroupNorm(4, second)
+        self.third = nn.Conv2d(second, third, kernel_size=3, padding=1)
+        self.third_norm = nn.GroupNorm(4, third)
+        self.maps = nn.Conv2d(third, keypoints, kernel_size=1)
+        nn.init.normal_(self.maps.weight, std=0.02)
+        self.log_sharpness = nn.Parameter(torch.tensor(10.0).log())
+        self.project = nn.Sequential(nn.Linear(2 * keypoints, dim), nn.GELU(), nn.Linear(dim, dim))
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.permute(0, 3, 1, 2).to(self.maps.weight.dtype) / 127.5 - 1.0
+        rows, columns = (torch.linspace(-1, 1, size, device=images.device) for size in pixels.shape[-2:])
+        grid = torch.stack(torch.meshgrid(columns, rows, indexing="xy")).expand(len(pixels), -1, -1, -1)
+        features = F.relu(self.first(torch.cat([pixels, grid], dim=1)))
+        features = F.relu(self.second_norm(self.second(features)))
+        maps = self.maps(F.relu(self.third_norm(self.third(features))))
+        return self.project(spatial_softmax(maps, self.log_sharpness.exp()))
+
+
+def spatial_softmax(maps: Tensor, sharpness: Tensor) -> Tensor:
+    """Expected position of each map: ``[N, K, H, W]`` -> ``[N, 2 K]``, coordinates from -1 to 1."""
+    weights = (maps.flatten(2) * sharpness).softmax(-1).view_as(maps)
+    rows, columns = (torch.linspace(-1, 1, size, device=maps.device) for size in maps.shape[-2:])
+    return torch.cat([weights.sum(2) @ columns, weights.sum(3) @ rows], dim=-1)
