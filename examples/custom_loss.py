@@ -38,8 +38,8 @@ class SimplePolicyLoss(LossModule):
         critic_coeff: weight of the value loss.
     """
 
-    in_keys = ["action_log_prob", "advantage", "value_target", ("next", "step_mask")]
-    out_keys = ["loss_objective", "loss_critic", "ratio_distance"]
+    in_keys = ("action_log_prob", "advantage", "value_target", ("next", "step_mask"))
+    out_keys = ("loss_objective", "loss_critic", "ratio_distance")
 
     def __init__(self, policy: VLAPolicy, epsilon: float = 0.2, critic_coeff: float = 0.5):
         super().__init__()
@@ -63,6 +63,7 @@ class SimplePolicyLoss(LossModule):
 
 
 def main(arguments=None):
+    """Clone, measure, learn with the loss, and measure again; returns the metrics of the last update."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epsilon", type=float, default=0.2)

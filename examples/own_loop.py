@@ -3,6 +3,8 @@
 A policy of 0.7 M parameters clones twelve scripted demonstrations of Meta-World's button-press-topdown, seen by a
 camera at 64 pixels, then learns by PPO. Environment and policy are the library's; rollout, advantages, loss and update
 stand here to be changed. ``recipes/ppo.py`` does the same with resuming, several processes, logs and videos.
+Seed 0, 64 held-out episodes: 45.3 % after cloning, 95.3 % (87.1 - 98.4) after PPO, which took 8.9 minutes on 2 cores
+that were shared with other work (6 minutes of processor time).
 """
 
 import argparse
@@ -32,6 +34,7 @@ DEMONSTRATIONS, HELD_OUT = 1_000_000, 9_000_000  # families of initial states; t
 
 
 def settings(arguments=None):
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=30, help="of collecting and learning")
@@ -91,6 +94,7 @@ def ppo_loss(policy, batch, clip):
 
 
 def main(arguments=None):
+    """Clone, measure, learn and measure again; returns the success before and after."""
     args = settings(arguments)
     torch.manual_seed(args.seed)
     env = make_env(**ENV, num_envs=args.num_envs, seed=args.seed, max_episode_steps=args.max_episode_steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import filecmp
+import importlib
 import itertools
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vla_common.errors import unknown_name
+from vla_common.registry import config_packages
 
 HOME = Path(__file__).resolve().parent
 CONF = HOME / "conf"
@@ -107,11 +109,22 @@ def describe() -> list[str]:
     """A line for each recipe and each experiment."""
     lines = ["Recipes: vla-recipe run NAME"]
     lines += _table({name: _first_line_of_docstring(path) for name, path in recipes().items()})
-    experiments = sorted((CONF / "experiment").glob("*.yaml"))
-    if experiments:
-        lines += ["", "Experiments: vla-recipe run NAME experiment=EXPERIMENT"]
-        lines += _table({path.stem: _first_sentence(path) for path in experiments})
+    lines += ["", "Experiments: vla-recipe run NAME experiment=EXPERIMENT"]
+    lines += _table({path.stem: _first_sentence(path) for path in sorted((CONF / "experiment").glob("*.yaml"))})
+    for package in config_packages():
+        if found := _experiments_of(package):
+            lines += ["", f"Experiments of the package {package}", *_table(found)]
     return lines
+
+
+def _experiments_of(package: str) -> dict[str, str]:
+    try:
+        folders = map(Path, importlib.import_module(package).__path__)
+    except Exception as error:  # whatever the module of a stranger raises
+        print(f"vla-recipe: {package} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+        return {}
+    files = sorted(path for folder in folders for path in (folder / "experiment").glob("*.yaml"))
+    return {path.stem: _first_sentence(path) for path in files}
 
 
 def _file_of(name: str) -> Path:

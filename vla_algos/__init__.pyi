@@ -24,3 +24,5 @@ from .imitation import record_demonstrations as record_demonstrations
 from .learner import Learner as Learner
 from .losses import ChunkClipPPOLoss as ChunkClipPPOLoss
 from .losses import add_reference_log_prob as add_reference_log_prob
+
+__version__: str

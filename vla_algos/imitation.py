@@ -46,7 +46,7 @@ def record_demonstrations(
         RuntimeError: the expert solved none.
     """
     if not episodes:
-        raise ValueError("behaviour cloning needs at least 1 demonstration; raise sft.episodes")
+        raise ValueError("behaviour cloning needs at least 1 demonstration; raise demonstrations.episodes")
     recordings = env.pool.map(
         "vla_envs.demonstrations:demonstrate",
         episodes,

@@ -116,7 +116,7 @@ class Learner:
         if schedule == "cosine" and not updates:
             raise ValueError("schedule='cosine' needs to know how many updates there will be")
         self.loss_module = loss_module
-        self.policy = loss_module.policy if hasattr(loss_module, "policy") else loss_module.actor_network
+        self.policy = policy_of(loss_module)
         self.aggregation = aggregation
         self.epochs, self.minibatch_size, self.minibatches = epochs, minibatch_size, minibatches
         self.micro_batch_size = micro_batch_size
@@ -330,13 +330,18 @@ class Learner:
             self._reference.load_state_dict(state["reference"])
 
 
+def policy_of(loss_module: LossModule) -> torch.nn.Module:
+    """The policy in a loss: its ``policy``, or what TorchRL's losses call ``actor_network``."""
+    return loss_module.policy if hasattr(loss_module, "policy") else loss_module.actor_network
+
+
 def trained_parameters(loss_module: LossModule) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """The parameters of a loss that are trained: those of the policy, and those of the critic.
 
     Raises:
         ValueError: they are of a precision that rounds away the steps of a usual learning rate.
     """
-    policy = getattr(loss_module, "policy", None)
+    policy = policy_of(loss_module)
     of_critic = {id(parameter) for parameter in getattr(policy, "critic_parameters", tuple)()}
     actor: list[torch.nn.Parameter] = []
     critic: list[torch.nn.Parameter] = []

@@ -6,11 +6,16 @@ import difflib
 from collections.abc import Iterable
 
 
+def nearest_names(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three of the ``known`` names that are spelt like ``name``, the nearest first."""
+    lowered = {candidate.lower(): candidate for candidate in known}
+    return [lowered[match] for match in difflib.get_close_matches(str(name).lower(), lowered, n=3, cutoff=0.5)]
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str], example: str | None = None) -> ValueError:
     """A ``ValueError`` for a misspelt name that offers the nearest known ones."""
     known = list(known)
-    lowered = {candidate.lower(): candidate for candidate in known}
-    near = [lowered[match] for match in difflib.get_close_matches(str(name).lower(), lowered, n=3, cutoff=0.5)]
+    near = nearest_names(name, known)
     message = f"unknown {kind} {name!r}"
     if near:
         message += f"; did you mean {' or '.join(near)}?"

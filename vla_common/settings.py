@@ -13,12 +13,12 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from vla_common.errors import unknown_name
+from vla_common.errors import nearest_names, unknown_name
 
 Count = Annotated[int, Ge(1)]  # 1, 2, ...
 Whole = Annotated[int, Ge(0)]  # 0, 1, 2, ...
@@ -90,12 +90,24 @@ def _problem(annotation: Any, value: Any) -> str | None:
         adapter.validate_json(text, strict=True)  # JSON's lists are lists and tuples, and 1 is a number with a fraction
     except ValidationError as error:
         messages = dict.fromkeys(_message(entry) for entry in error.errors(include_url=False))
-        return " or ".join(messages)
+        return " or ".join(messages) + _nearest(annotation, value)
     return None
+
+
+def _nearest(annotation: Any, value: Any) -> str:
+    """The nearest of the names that a ``Literal`` has."""
+    choices = [annotation, *get_args(annotation)]  # of Literal["a", "b"], also within a union with None
+    names = [name for choice in choices for name in get_args(choice) if isinstance(name, str)]
+    if not isinstance(value, str):
+        return ""
+    near = nearest_names(value, names)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _message(entry: Mapping[str, Any]) -> str:
     where = "".join(f"entry {place}: " for place in entry["loc"] if isinstance(place, int))
+    if entry["type"] == "missing":
+        return where.removesuffix(": ") + " is missing"
     message = str(entry["msg"]).replace("Input should be", "must be").replace("None", "null")
     return where + message[:1].lower() + message[1:]
 

@@ -6,8 +6,11 @@ as a listing needs the latter. ``__init__.pyi`` says where each name lives.
 
 import lazy_loader
 
+from vla_common import __version__ as __version__
+from vla_common.moved import find_moved_modules
 from vla_envs.registry import register_installed
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 register_installed()
+find_moved_modules()

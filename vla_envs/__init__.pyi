@@ -4,6 +4,7 @@ from .registry import Benchmark, BenchmarkSchema, Gripper, list_envs, make_spec,
 from .simulator import Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
 from .workers.pool import SimulatorCrash, WorkerPool
 
+__version__: str
 __all__ = [
     "Benchmark",
     "BenchmarkSchema",

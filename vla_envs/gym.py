@@ -174,13 +174,8 @@ class SimulatorEnv(gymnasium.Env):
         truncated = not terminated and self._elapsed >= self.simulator_spec.max_episode_steps
         if terminated or truncated:
             self._episode = None
-        return (
-            self._observe(self._simulator),
-            outcome.reward,
-            terminated,
-            truncated,
-            self._info(episode, outcome.success),
-        )
+        observation, info = self._observe(self._simulator), self._info(episode, outcome.success)
+        return observation, outcome.reward, terminated, truncated, info
 
     def render(self) -> np.ndarray | None:
         """The image of the last observation, uint8 ``[H, W, 3]``."""

@@ -20,6 +20,7 @@ from .small import SmallFlowConfig as SmallFlowConfig
 from .small import SmallVLA as SmallVLA
 from .small import SmallVLAConfig as SmallVLAConfig
 
+__version__: str
 __all__ = [
     "ADAPTERS",
     "Adapter",

@@ -94,7 +94,7 @@ class VLAPolicy(TensorDictModuleBase):
 
     @abstractmethod
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Tokens int64 ``[N, L]`` of ``N`` instructions; some policies' prompts list the ``states`` ``[N, S]`` too.
+        """Return tokens int64 ``[N, L]`` of ``N`` instructions; some prompts list the ``states`` ``[N, S]`` too.
 
         Raises:
             ValueError: an instruction that the policy cannot take.
@@ -109,14 +109,14 @@ class VLAPolicy(TensorDictModuleBase):
 
     @abstractmethod
     def get_dist(self, tensordict: TensorDictBase) -> Distribution:
-        """Distribution of what was sampled (action tokens), with ``log_prob`` of shape ``[N, C, A]``."""
+        """Return the distribution of what was sampled (action tokens), with ``log_prob`` of shape ``[N, C, A]``."""
 
     @abstractmethod
     def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probability ``[N, C, A]``, entropy ``[N, C, A]`` and value of stored actions in one backbone pass."""
+        """Return log-probability and entropy ``[N, C, A]`` and value of stored actions, in one backbone pass."""
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
-        """Loss ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, for behaviour cloning.
+        """Return the loss ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, for behaviour cloning.
 
         Args:
             tensordict: observations, ``prompt_tokens`` and ``action`` in the simulator's units.
@@ -126,8 +126,8 @@ class VLAPolicy(TensorDictModuleBase):
             NotImplementedError: the policy cannot learn from demonstrations.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no imitation_loss, which behaviour cloning needs; set sft.episodes=0, or start "
-            "from policy.checkpoint"
+            f"{type(self).__name__} has no imitation_loss, which behaviour cloning needs; set "
+            "demonstrations.episodes=0, or start from policy.checkpoint"
         )
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
@@ -137,7 +137,7 @@ class VLAPolicy(TensorDictModuleBase):
         """
 
     def critic_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the critic, which have a learning rate and a warm-up of their own: those of ``value_head``."""
+        """Return the critic's parameters, which have a learning rate and a warm-up of their own: ``value_head``'s."""
         return (parameter for name, parameter in self.named_parameters() if "value_head" in name)
 
     def precompute(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -180,7 +180,7 @@ class VLAPolicy(TensorDictModuleBase):
 
     @classmethod
     def setting_types(cls) -> dict[str, Any]:
-        """Annotation of every setting that :meth:`make` takes."""
+        """Annotate every setting that :meth:`make` takes."""
         hints = get_type_hints(cls.config_class, include_extras=True)
         found = {field.name: hints[field.name] for field in fields(cls.config_class)}
         own = setting_types(cls.make, without=("shape", "checkpoint"))
@@ -239,7 +239,7 @@ class VLAPolicy(TensorDictModuleBase):
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        """Whether :func:`vla_policies.load_policy` loads a local folder with this class. Raises nothing."""
+        """Tell whether :func:`vla_policies.load_policy` loads a local folder with this class. Raises nothing."""
         return layout.family_of(folder) == cls.family
 
     @classmethod
@@ -293,7 +293,7 @@ class PretrainedPolicy(VLAPolicy):
             folder: local folder, or hub id.
             dtype: of the model, ``None`` for what it was saved with here, or float32; heads are float32.
             device: of the policy.
-            lora_adapter: folder of a peft adapter to apply and go on training.
+            lora_adapter: folder of a peft adapter to apply and continue training.
             **settings: fields of ``config_class``; what the checkpoint was saved with is the default.
 
         Raises:
@@ -308,7 +308,7 @@ class PretrainedPolicy(VLAPolicy):
     @classmethod
     @abstractmethod
     def recognises(cls, folder: Path) -> bool:
-        """Whether :func:`vla_policies.load_policy` loads a local folder with this class. Raises nothing."""
+        """Tell whether :func:`vla_policies.load_policy` loads a local folder with this class. Raises nothing."""
 
     @classmethod
     @abstractmethod
@@ -316,14 +316,14 @@ class PretrainedPolicy(VLAPolicy):
         """Describe a folder that the class recognises, and list what it lacks, without reading a tensor."""
 
     def unused(self, key: str) -> bool:
-        """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
+        """Tell whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
         return False
 
     def freeze(self) -> None:
         """Freeze what is never trained."""
 
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
-        """Names of the layers of :attr:`model` whose last part is one of ``targets``."""
+        """Return names of the layers of :attr:`model` whose last part is one of ``targets``."""
         return [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
 
     @classmethod
@@ -352,9 +352,10 @@ class PretrainedPolicy(VLAPolicy):
             checkpoint: folder or hub id.
             dtype: of the model, ``None`` for what it was saved with here, or float32.
             device: of the policy, ``None`` for :meth:`default_device`.
-            lora_adapter: folder of a published adapter to apply and go on training.
+            lora_adapter: folder of a published adapter to apply and continue training.
             lora_rank: train a new adapter of this rank instead of the whole model.
-            lora_alpha, lora_targets: see :func:`vla_policies.checkpoint.lora.add_lora`.
+            lora_alpha: it is scaled by ``lora_alpha / lora_rank``; ``None`` for ``lora_rank``.
+            lora_targets: names of layers that get adapters; ``None`` for all that can.
             **settings: fields of ``config_class``; what the checkpoint was saved with is the default.
 
         Raises:
@@ -368,7 +369,7 @@ class PretrainedPolicy(VLAPolicy):
             )
         policy = cls.from_pretrained(
             checkpoint,
-            dtype=None if dtype is None else getattr(torch, dtype),
+            dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
             device=device or cls.default_device(),
             lora_adapter=lora_adapter,
             **{name: getattr(shape, name) for name in cls.shape_settings},

@@ -38,7 +38,7 @@ def register_policy(name: str, policy_class: type[VLAPolicy]) -> None:
 
 
 def get_policy_class(family: str) -> type[VLAPolicy]:
-    """The class of a family.
+    """Find the class of a family.
 
     Raises:
         ValueError: there is none of that name; offers the nearest ones.
@@ -51,7 +51,7 @@ def get_policy_class(family: str) -> type[VLAPolicy]:
 
 
 def policy_types(family: str) -> dict[str, Any]:
-    """Annotation of every keyword argument of :func:`make_policy` for a family, for the ``policy:`` of a configuration.
+    """Annotate every keyword argument of :func:`make_policy` for a family: the ``policy:`` of a configuration.
 
     Each may be ``None`` too: the class's default, or what the checkpoint was saved with.
     """
@@ -118,7 +118,7 @@ def inspect_policy(folder: str | Path) -> Report:
 
 
 def find_policy_class(folder: Path) -> type[VLAPolicy]:
-    """The registered class that recognises a local folder.
+    """Find the registered class that recognises a local folder.
 
     Raises:
         FileNotFoundError: the folder is not a policy.

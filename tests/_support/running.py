@@ -17,10 +17,10 @@ from paths import CONF, RECIPES
 from safetensors.torch import load_file
 
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=8", "env.image_size=32", "eval.trials=2"]
-TOY += ["eval.videos=0", "iterations=1", "algo.epochs=1", "optim.lr=1e-3"]
+TOY += ["eval.videos=0", "iterations=1", "update.epochs=1", "optim.lr=1e-3"]
 TOY_OF = {
-    "ppo": ["collector.decisions=3", "evaluate_every=0", "algo.critic_warmup_steps=0"],
-    "grpo": ["algo.group_size=2", "algo.groups=2", "algo.max_groups=2", "eval.sampled=false"],
+    "ppo": ["collector.decisions=3", "evaluate_every=0", "update.critic_warmup_steps=0"],
+    "grpo": ["group_size=2", "collector.groups=2", "collector.max_groups=2", "eval.sampled=false"],
 }
 
 

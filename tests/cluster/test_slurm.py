@@ -16,7 +16,7 @@ from running import RECIPES, TOY, TOY_OF, metrics
 CLUSTER = Path(__file__).parent / "slurm_cluster.sh"
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
 pytestmark = pytest.mark.timeout(900)
-SETTINGS = [*TOY, *TOY_OF["ppo"], "sft.episodes=2", "sft.steps=3", "policy.chunk_size=3"]
+SETTINGS = [*TOY, *TOY_OF["ppo"], "demonstrations.episodes=2", "cloning.steps=3", "policy.chunk_size=3"]
 SLURM = ["launcher=slurm", "launcher.cpus=1", "launcher.memory_gb=2", "launcher.minutes=10"]
 
 
@@ -151,7 +151,7 @@ def test_the_time_limit_hit_twice(tmp_path, whole):
     """A limit of a minute and 20 seconds to save in; SLURM looks every 30, so a run is warned after 10 to 40."""
     folder = tmp_path / "run"
     count = 450
-    (job,), _ = submit(folder, f"iterations={count}", "launcher.minutes=1", "launcher.warning=20")
+    (job,), _ = submit(folder, f"iterations={count}", "launcher.minutes=1", "launcher.signal_delay_s=20")
     expected = whole(count)  # meanwhile
     _, restarts = finished(job, folder, 600)
     assert restarts >= 2

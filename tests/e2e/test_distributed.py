@@ -15,7 +15,14 @@ pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = [
     *TOY,
-    *["env.num_envs=4", "sft.episodes=2", "sft.steps=3", "policy.chunk_size=3", "eval.trials=3", "iterations=12"],
+    *[
+        "env.num_envs=4",
+        "demonstrations.episodes=2",
+        "cloning.steps=3",
+        "policy.chunk_size=3",
+        "eval.trials=3",
+        "iterations=12",
+    ],
 ]
 SHAPED = {"ppo": [], "grpo": ["env=metaworld_button"]}  # a reward in which runs of a random policy differ
 

@@ -25,11 +25,13 @@ def main_of(name):
 def test_own_loop_has_everything_in_sight_and_leaves_a_policy(tmp_path):
     assert len((EXAMPLES / "own_loop.py").read_text().splitlines()) <= 150
     before, after = main_of("own_loop")([*TINY, "--epochs=1", f"--save={tmp_path / 'policy'}"])
-    assert 0 <= before <= 1 and 0 <= after <= 1
+    assert 0 <= before <= 1
+    assert 0 <= after <= 1
     assert load_policy(tmp_path / "policy").chunk_size == 5
 
 
 def test_a_loss_of_ones_own_is_trained_and_what_it_returns_is_logged():
     metrics = main_of("custom_loss")(TINY)
     assert 0 < metrics["train/ratio_distance"] < 1
-    assert math.isfinite(metrics["train/loss"]) and metrics["train/steps"] > 0
+    assert math.isfinite(metrics["train/loss"])
+    assert metrics["train/steps"] > 0

@@ -8,9 +8,17 @@ from safetensors.torch import load_file
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=10", "env.image_size=32", "eval.trials=2"]
-TOY_SFT = ["sft.episodes=2", "sft.steps=5", "sft.max_steps=150"]
-TOY_GRPO = [*TOY, *TOY_SFT, "iterations=2", "algo.group_size=3", "algo.groups=2", "algo.max_groups=3", "eval.videos=1"]
-TOY_PPO = [*TOY, *TOY_SFT, "iterations=2", "collector.decisions=4", "algo.epochs=1", "eval.videos=1"]
+TOY_SFT = ["demonstrations.episodes=2", "cloning.steps=5", "demonstrations.max_steps=150"]
+TOY_GRPO = [
+    *TOY,
+    *TOY_SFT,
+    "iterations=2",
+    "group_size=3",
+    "collector.groups=2",
+    "collector.max_groups=3",
+    "eval.videos=1",
+]
+TOY_PPO = [*TOY, *TOY_SFT, "iterations=2", "collector.decisions=4", "update.epochs=1", "eval.videos=1"]
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +98,10 @@ def test_grpo_leaves_policy_checkpoints_curves_videos_and_a_table(grpo_run):
 
 
 def test_grpo_says_so_and_stops_when_nothing_can_be_learnt(tmp_path):
-    settings = ["iterations=9", "algo.patience=2", "env.reward_type=sparse"]  # 10 steps are too few to succeed
+    settings = ["iterations=9", "patience=2", "env.reward_type=sparse"]  # 10 steps are too few to succeed
     run = recipe_here("grpo", tmp_path / "run", *TOY_GRPO, *settings)
     assert "iteration 2: none of 3 groups carries signal (3 failed every time" in run.stdout + run.stderr
-    assert "stopped: 2 iterations in a row" in run.stdout and "algo.patience=2" in run.stdout
+    assert "stopped: 2 iterations in a row" in run.stdout and "patience=2" in run.stdout
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("rollout/groups" in line for line in lines) == 2
     assert not any("train/loss" in line for line in lines)
@@ -108,31 +116,31 @@ def test_the_same_seed_is_the_same_run(name, settings, request, tmp_path):
 
 
 EVERYTHING = [  # settings that the default leaves off
-    "algo.reward_level=action",
+    "gae.reward_level=action",
     "policy.value_per_action=true",
-    "algo.log_prob_level=action",
-    "algo.dual_clip=3",
-    "algo.entropy_coeff=0.001",
-    "algo.entropy_level=chunk",
-    "algo.clip_value=0.2",
-    "algo.reference_kl_coeff=0.01",
-    "algo.aggregation=trajectory_mean",
-    "algo.bootstrap=any_done",
-    "algo.micro_batch_size=3",
-    "algo.target_kl=0.5",
-    "algo.critic_warmup_steps=1",
+    "loss.log_prob_level=action",
+    "loss.dual_clip=3",
+    "loss.entropy_coeff=0.001",
+    "loss.entropy_level=chunk",
+    "loss.clip_value=0.2",
+    "loss.reference_kl_coeff=0.01",
+    "update.aggregation=trajectory_mean",
+    "gae.bootstrap=any_done",
+    "update.micro_batch_size=3",
+    "update.target_kl=0.5",
+    "update.critic_warmup_steps=1",
     "policy.critic_detach=false",
     "optim.schedule=cosine",
     "optim.warmup_updates=1",
-    "+env.relative_reward=true",
-    "+env.reward_coef=5.0",
-    "+env.step_penalty=0.01",
-    "+env.ignore_terminations=true",
+    "env.relative_reward=true",
+    "env.reward_coef=5.0",
+    "env.step_penalty=0.01",
+    "env.ignore_terminations=true",
 ]
 
 
 def test_ppo_without_a_critic(tmp_path):
-    recipe_here("ppo", tmp_path / "run", *TOY_PPO, "algo.critic_coeff=null", "algo.critic_warmup_steps=0")
+    recipe_here("ppo", tmp_path / "run", *TOY_PPO, "loss.critic_coeff=null", "update.critic_warmup_steps=0")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any("train/actor/policy_loss" in line for line in lines)
     assert not any("train/critic/value_loss" in line or "train/critic/explained_variance" in line for line in lines)

@@ -13,7 +13,7 @@ from vla_policies import load_policy
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 CONFIGS = {"pi0_tiny": "pi0_metaworld", "pi05_tiny": "pi05_metaworld"}
-TOY_SFT = ["sft.episodes=2", "sft.steps=5", "sft.max_steps=150"]
+TOY_SFT = ["demonstrations.episodes=2", "cloning.steps=5", "demonstrations.max_steps=150"]
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,13 @@ def hydra():
     [("maniskill_small", "small"), ("maniskill_small", "openvla"), ("maniskill_push_cube", "small")],
 )
 def test_two_iterations(chosen_env, family, tmp_path):
-    chosen = [f"policy={family}", "env.max_episode_steps=10", "sft.episodes=1", "sft.steps=2", "sft.max_steps=80"]
+    chosen = [
+        f"policy={family}",
+        "env.max_episode_steps=10",
+        "demonstrations.episodes=1",
+        "cloning.steps=2",
+        "demonstrations.max_steps=80",
+    ]
     if family == "openvla":
         checkpoint = make_checkpoint(tmp_path / "openvla")
         chosen = ["policy=openvla", f"policy.checkpoint={checkpoint}", "policy.value_head=true", "sft=none"]

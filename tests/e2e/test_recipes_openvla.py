@@ -68,9 +68,9 @@ def checkpoint_with_head(trained, checkpoint):
 def test_supervised_training_on_demonstrations(head, tmp_path):
     folder = make_checkpoint(tmp_path / "checkpoint", heads=True)
     chosen = ["policy=openvla_oft", f"policy.checkpoint={folder}", "policy.layout=official", f"policy.head={head}"]
-    chosen += ["policy.use_proprio=false", "policy.num_action_chunks=2", "sft.episodes=2", "sft.steps=2"]
+    chosen += ["policy.use_proprio=false", "policy.num_action_chunks=2", "demonstrations.episodes=2", "cloning.steps=2"]
     toy = [setting for setting in TOY if setting.startswith(("env.", "eval."))]
-    main_of("sft")(composed("sft", [*toy, *chosen, "sft.batch_size=2", "sft.lr=1e-2"], tmp_path / "run"))
+    main_of("sft")(composed("sft", [*toy, *chosen, "cloning.batch_size=2", "cloning.lr=1e-2"], tmp_path / "run"))
     changed = differing(tmp_path / "run" / "policy", checkpoint_with_head(tmp_path / "run" / "policy", folder))
     assert any(name.startswith("language_model") for name in changed)
 

@@ -26,7 +26,13 @@ pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup
 pytestmark = pytest.mark.timeout(900)  # whole runs, several of them
 ITERATIONS = 4
 # A chunk of 3 in episodes of 8 actions: iterations end in the middle of episodes.
-SETTINGS = [f"iterations={ITERATIONS}", "sft.episodes=2", "sft.steps=3", "policy.chunk_size=3", "evaluate_every=2"]
+SETTINGS = [
+    f"iterations={ITERATIONS}",
+    "demonstrations.episodes=2",
+    "cloning.steps=3",
+    "policy.chunk_size=3",
+    "evaluate_every=2",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +106,7 @@ def test_a_signal_costs_nothing(whole, where, number, monkeypatch, tmp_path, cap
 
 def test_an_update_is_abandoned_if_nothing_is_lost_by_it(monkeypatch, tmp_path):
     """Of three minibatches the second is under way; with rarer checkpoints the update is finished and saved."""
-    settings = ["algo.minibatch_size=2", "evaluate_every=0"]
+    settings = ["update.minibatch_size=2", "evaluate_every=0"]
     run("ppo", tmp_path / "whole", *settings)
     GlobalHydra.instance().clear()
     for every, done in ((1, 1), (3, 2)):
@@ -160,7 +166,14 @@ def test_killed_at_random_moments(whole, tmp_path):
 
 
 def test_cloning_goes_on(monkeypatch, tmp_path):
-    sft = [*TOY[:5], "sft.episodes=2", "sft.steps=7", "sft.batch_size=16", "checkpoint_every=2", "eval.videos=0"]
+    sft = [
+        *TOY[:5],
+        "demonstrations.episodes=2",
+        "cloning.steps=7",
+        "cloning.batch_size=16",
+        "checkpoint_every=2",
+        "eval.videos=0",
+    ]
 
     def clone(folder):
         main_of("sft")(composed("sft", sft, folder))

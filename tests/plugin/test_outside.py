@@ -1,9 +1,11 @@
 """A benchmark and a policy that are installed beside the library work everywhere, with no edit of ours."""
 
 import json
+import re
 import textwrap
 
 import pytest
+from paths import CONF, ROOT
 
 SFT = ["demonstrations.episodes=2", "cloning.steps=3"]
 PPO = [*SFT, "policy=toy", "iterations=2", "collector.decisions=3", "update.epochs=1", "update.critic_warmup_steps=0"]
@@ -99,9 +101,30 @@ def test_an_episode_is_the_same_state_and_pixels_in_any_world(python, tmp_path):
     assert same == [True, True]
 
 
+@pytest.mark.parametrize("name", ["add_benchmark", "add_policy"])
+def test_the_code_of_its_page_runs(name, python, tmp_path):
+    if name == "add_policy":
+        pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
+    page = (ROOT / "examples" / name / "README.md").read_text()
+    (tmp_path / "page.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    done = python(tmp_path / "page.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_its_experiments_are_listed_and_compose(python):
+    listed = python("-m", "recipes", "list")
+    assert listed.returncode == 0, listed.stderr
+    assert "toy_ppo  PPO on the toy benchmark" in listed.stdout, listed.stderr
+    shown = python(ROOT / "recipes" / "ppo.py", "experiment=toy_ppo", "policy=toy", "--cfg", "job")
+    assert shown.returncode == 0, shown.stderr
+    assert "id: toy/discs" in shown.stdout, shown.stderr
+    assert "iterations: 40" in shown.stdout, shown.stderr
+
+
 def test_the_doctor_names_it(python):
     report = python("-m", "vla_envs").stdout
-    assert "toy/discs" in report and "toy/red" in report
+    assert "toy/discs" in report
+    assert "toy/red" in report
     (usable,) = (line for line in report.splitlines() if line.startswith("Usable now:"))
     assert "toy" in usable
 
@@ -116,7 +139,8 @@ def test_sft_clones_its_expert_into_the_policy(cloned):
     done, folder = cloned
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "policy" / "config.json").read_text())["policy"] == "toy"
-    assert "go-red" in done.stdout and "training reward for coming closer" in done.stdout
+    assert "go-red" in done.stdout
+    assert "training reward for coming closer" in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +178,8 @@ def test_evaluate_and_load_policy_read_what_ppo_wrote(trained, recipe, python, t
     )
     assert found == ["toy_policy", 3]
     shown = python("-m", "vla_policies", "inspect", policy)
-    assert shown.returncode == 0 and "toy" in shown.stdout, shown.stderr
+    assert shown.returncode == 0, shown.stderr
+    assert "toy" in shown.stdout, shown.stderr
 
 
 def test_our_policy_learns_there_too(recipe, tmp_path):
@@ -162,17 +187,38 @@ def test_our_policy_learns_there_too(recipe, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("env.image_size=-1", "env.image_size=-1"),
-        ("+env.image_sice=16", "did you mean env.image_size"),
-        ("policy.width=0", "policy.width=0"),
-        ("+policy.widht=9", "did you mean policy.width"),
-        ("env.id=toy/disks", "unknown suite 'disks'"),
-    ],
-)
-def test_its_settings_are_refused_by_the_name_that_was_typed(setting, message, recipe, tmp_path):
-    done = recipe("ppo", tmp_path / "run", *PPO, setting)
-    assert done.returncode != 0 and message in done.stderr
+def test_its_settings_are_refused_by_the_name_that_is_typed(python, tmp_path):
+    messages = {
+        "env.image_size=-1": "env.image_size=-1",
+        "+env.image_sice=16": "did you mean env.image_size",
+        "policy.width=0": "policy.width=0",
+        "+policy.widths=9": "did you mean policy.width",
+        "policy.initial_std=-1": "policy.initial_std=-1",
+    }
+    found = run(
+        python,
+        f"""
+        from hydra import compose, initialize_config_dir
+        from recipes.ppo import SETTINGS
+        from vla_algos.run.config import read_config
+        with initialize_config_dir({str(CONF)!r}, version_base=None):
+            for setting in [[], *([one] for one in {list(messages)})]:
+                try:
+                    read_config(compose("ppo", ["env=toy", "policy=toy", *setting]), SETTINGS)
+                    print(json.dumps([""]))
+                except ValueError as error:
+                    print(json.dumps([str(error)]))
+        """,
+        tmp_path,
+    )
+    assert found[0] == [""]
+    for (setting, message), (said,) in zip(messages.items(), found[1:], strict=True):
+        assert message in said, f"{setting}: {said}"
+        assert "\n" not in said, f"{setting}: {said}"
+
+
+def test_an_unknown_suite_is_refused_before_any_work(recipe, tmp_path):
+    done = recipe("ppo", tmp_path / "run", *PPO, "env.id=toy/disks")
+    assert done.returncode != 0
+    assert "unknown suite 'disks' of toy; known are discs, red, blue" in done.stderr
     assert "demonstrations:" not in done.stderr

@@ -34,11 +34,14 @@ def test_examples_have_the_shapes_of_the_benchmark(benchmark):
     adapter = get_adapter(benchmark)
     assert adapter.max_images == cameras
     example = make_example(benchmark, batch_size=3)
-    assert example.batch_size == (3,) and example[keys.STATES].dtype == torch.float32
+    assert example.batch_size == (3,)
+    assert example[keys.STATES].dtype == torch.float32
     assert (example.get(keys.WRIST_IMAGES, None) is not None) == (cameras > 1)
     assert all(example.get(keys.TASK_DESCRIPTIONS).tolist())
     images = adapter.images(example, cameras)
-    assert images.dtype == torch.uint8 and images.shape[:2] == (3, cameras) and images.shape[-1] == 3
+    assert images.dtype == torch.uint8
+    assert images.shape[:2] == (3, cameras)
+    assert images.shape[-1] == 3
     assert adapter.states(example).shape == (3, state_dim)
     assert adapter.to_simulator(random_actions(3, 8, model_action_dim)).shape == (3, 8, action_dim)
 
@@ -64,7 +67,8 @@ def test_a_gripper_is_open_or_closed_and_nothing_between(benchmark, model, simul
     before = actions.clone()
     converted = get_adapter(benchmark).to_simulator(actions)
     assert converted[:, 6].tolist() == simulator
-    assert torch.equal(converted[:, :6], actions[:, :6]) and torch.equal(actions, before)
+    assert torch.equal(converted[:, :6], actions[:, :6])
+    assert torch.equal(actions, before)
 
 
 def test_robotwin_actions_are_joint_positions_as_they_are():

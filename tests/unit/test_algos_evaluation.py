@@ -86,7 +86,7 @@ def test_swapping_needs_two_instructions():
 
 
 def test_crashed_episodes_run_again_and_are_counted():
-    crashes = {GRID[-1].trial_id: 2, GRID[0].trial_id: 99}  # the last one is lost when the queue is empty
+    crashes = {GRID[-1].trial_id: 2, GRID[0].trial_id: 99}  # the last one is crashed when the queue is empty
     result = evaluate(ToyEnv(4, crashes=crashes), LookingPolicy(), GRID)
     assert [row.crashed for row in result.episodes] == [True] + [False] * 9
     assert [row.attempts for row in result.episodes] == [3] + [1] * 8 + [3]
@@ -127,7 +127,7 @@ def test_empty_grid():
 
 def test_mean_of_groups_of_unequal_size():
     def result(group, once, at_end=False, crashed=False):
-        return EpisodeResult(GRID[0], "task", once, at_end, 0.0, 5, crashed=lost, group=group)
+        return EpisodeResult(GRID[0], "task", once, at_end, 0.0, 5, crashed=crashed, group=group)
 
     vision = [result("Vision", True, True), result("Vision", True), result("Vision", True, crashed=True)]
     execution = [result("Execution", place == 0) for place in range(4)]

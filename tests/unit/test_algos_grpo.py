@@ -34,7 +34,7 @@ def episode(rewards, success=None, crashed=False, done=None):
         REWARD: column([float(r) for r in rewards]),
         DONE: column(done),
         SUCCESS: column([bool(sum(rewards) > 0 if success is None else success)] * len(rewards)),
-        CRASHED: column([False] * (len(rewards) - 1) + [lost]),
+        CRASHED: column([False] * (len(rewards) - 1) + [crashed]),
     }
     return TensorDict({NEXT: after}, batch_size=[len(rewards)])
 

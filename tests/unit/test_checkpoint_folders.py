@@ -63,7 +63,8 @@ def inspect(folder, capsys):
 
 def test_a_local_folder_needs_no_network(checkpoint, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("network"))
-    assert resolve(checkpoint) == checkpoint and resolve(str(checkpoint)) == checkpoint
+    assert resolve(checkpoint) == checkpoint
+    assert resolve(str(checkpoint)) == checkpoint
 
 
 def test_a_hub_id_is_downloaded_without_code(checkpoint, monkeypatch):
@@ -81,23 +82,26 @@ def test_a_hub_id_is_downloaded_without_code(checkpoint, monkeypatch):
 
 
 def test_what_is_neither_folder_nor_repository_is_one_clear_error(checkpoint, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no folder .*missing; pass a checkpoint folder"):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*missing; pass a checkpoint folder"):
         resolve(checkpoint / "missing")
-    with pytest.raises(FileNotFoundError, match="config.json is a file; pass the checkpoint folder"):
+    with pytest.raises(FileNotFoundError, match=r"config.json is a file; pass the checkpoint folder"):
         resolve(checkpoint / "config.json")
 
     def offline(name, **options):
         raise OSError("no route to the hub")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(FileNotFoundError, match="no route to the hub.*hf download openvla/openvla-7b --local-dir"):
+    with pytest.raises(FileNotFoundError, match=r"no route to the hub.*hf download openvla/openvla-7b --local-dir"):
         resolve("openvla/openvla-7b")
 
 
 def test_a_folder_is_read_and_its_statistics_file_wins(checkpoint):
     folder = OpenVLAFolder.read(checkpoint)
-    assert folder.family == "openvla" and not folder.family_is_known and folder.has_weights
-    assert folder.config["text_config"]["hidden_size"] == 32 and folder.preprocessor["means"]
+    assert folder.family == "openvla"
+    assert not folder.family_is_known
+    assert folder.has_weights
+    assert folder.config["text_config"]["hidden_size"] == 32
+    assert folder.preprocessor["means"]
     assert {"tokenizer.json", "preprocessor_config.json"} <= folder.files.keys()
     (checkpoint / "dataset_statistics.json").write_text('{"other": {}}')
     assert list(OpenVLAFolder.read(checkpoint).statistics) == ["other"]
@@ -107,24 +111,27 @@ def test_a_folder_is_read_and_its_statistics_file_wins(checkpoint):
 
 def test_the_parts_of_openvla_oft_are_found(tmp_path):
     folder = OpenVLAFolder.read(make_checkpoint(tmp_path, heads=True, value_head=True))
-    assert folder.family == "openvla_oft" and folder.family_is_known
+    assert folder.family == "openvla_oft"
+    assert folder.family_is_known
     assert folder.action_head.name == "action_head--golden_checkpoint.pt"
     assert folder.proprio_projector.name == "proprio_projector--golden_checkpoint.pt"
-    assert folder.value_head_in_weights and folder.value_head is None and folder.lora_adapter is None
+    assert folder.value_head_in_weights
+    assert folder.value_head is None
+    assert folder.lora_adapter is None
     shutil.copy(folder.action_head, tmp_path / "action_head--150000_checkpoint.pt")
-    with pytest.raises(ValueError, match="2 files for the same part: action_head--150000_checkpoint.pt, action_"):
+    with pytest.raises(ValueError, match=r"2 files for the same part: action_head--150000_checkpoint.pt, action_"):
         OpenVLAFolder.read(tmp_path)
 
 
 def test_what_is_no_openvla_checkpoint_is_refused(checkpoint, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"no config.json"):
         OpenVLAFolder.read(tmp_path)
     (checkpoint / "vla_torchrl.json").write_text('{"family": "openvla"}')
     with pytest.raises(ValueError, match="a checkpoint of openvla, not of openvla_oft"):
         OpenVLAFolder.read(checkpoint, "openvla_oft")
     assert OpenVLAFolder.read(checkpoint, "openvla").family_is_known
     (checkpoint / "preprocessor_config.json").rename(checkpoint / "away")
-    with pytest.raises(FileNotFoundError, match="no preprocessor_config.json"):
+    with pytest.raises(FileNotFoundError, match=r"no preprocessor_config.json"):
         OpenVLAFolder.read(checkpoint)
     (checkpoint / "preprocessor_config.json").write_text("[1]")
     with pytest.raises(ValueError, match="must be a JSON object"):
@@ -133,7 +140,7 @@ def test_what_is_no_openvla_checkpoint_is_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="a checkpoint of 'llama', not of openvla or openvla_oft"):
         OpenVLAFolder.read(checkpoint)
     (checkpoint / "config.json").write_text('{"model_type":')
-    with pytest.raises(ValueError, match="config.json is not JSON"):
+    with pytest.raises(ValueError, match=r"config.json is not JSON"):
         OpenVLAFolder.read(checkpoint)
 
 
@@ -152,9 +159,11 @@ def test_weights_fill_a_module_on_the_meta_device(checkpoint, dtype):
     spare = load_weights(model, folder.weights, dtype=dtype, unused=unused)
     weights = load_file(checkpoint / "model.safetensors")
     state = model.state_dict()
-    assert {*state, *spare} == weights.keys() and not state.keys() & spare.keys()
+    assert {*state, *spare} == weights.keys()
+    assert not state.keys() & spare.keys()
     for key, tensor in state.items():
-        assert tensor.dtype == (dtype or torch.bfloat16) and torch.equal(tensor, weights[key].to(tensor.dtype))
+        assert tensor.dtype == (dtype or torch.bfloat16)
+        assert torch.equal(tensor, weights[key].to(tensor.dtype))
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable == {name for name, _ in model.named_parameters() if not name.startswith("projector.")}
 
@@ -163,7 +172,8 @@ def test_shards_hold_the_same_weights_as_one_file(sharded):
     assert not (sharded / "model.safetensors").exists()
     index = json.loads((sharded / INDEX).read_text())
     files = set(index["weight_map"].values())
-    assert len(files) > 2 and all((sharded / file).stat().st_size < 2_200_000 for file in files)  # one tensor is 2 MB
+    assert len(files) > 2
+    assert all((sharded / file).stat().st_size < 2_200_000 for file in files)
     original = load_file(GOLDEN / "openvla_tiny" / "model.safetensors")
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in original.values())
     entries = list_weights(sharded)
@@ -196,7 +206,7 @@ def test_a_missing_or_foreign_shard_is_named(sharded):
     with pytest.raises(FileNotFoundError, match=f"lacks 1 of {len(shards)} shards of its weights: {shards[1].name}"):
         list_weights(sharded)
     shutil.copy(shards[0], shards[1])
-    with pytest.raises(ValueError, match="the shards of .* they lack .* copy them again"):
+    with pytest.raises(ValueError, match=r"the shards of .* they lack .* copy them again"):
         list_weights(sharded)
     (sharded / INDEX).write_text("{}")
     with pytest.raises(ValueError, match="not an index of shards"):
@@ -210,7 +220,7 @@ def test_a_missing_or_foreign_shard_is_named(sharded):
 def test_a_corrupt_file_is_named(checkpoint, keep):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
-    with pytest.raises(ValueError, match="model.safetensors is truncated or no safetensors file"):
+    with pytest.raises(ValueError, match=r"model.safetensors is truncated or no safetensors file"):
         list_weights(checkpoint)
 
 
@@ -222,7 +232,7 @@ def test_keys_and_shapes_that_do_not_fit_are_listed(checkpoint):
     save_file(weights, checkpoint / "model.safetensors")
     folder = OpenVLAFolder.read(checkpoint)
     model, unused = model_of(folder)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="does not fit the model") as error:
         load_weights(model, checkpoint, unused=unused)
     for part in (
         str(checkpoint),
@@ -245,7 +255,8 @@ def test_the_full_size_layout_fits_but_for_the_documented_unused_keys():
     check_layout(expected, shapes, unused=vision.unused)
     unused = shapes.keys() - expected.keys()
     documented = ("featurizer.blocks.23.", "featurizer.blocks.26.", "featurizer.norm.", "featurizer.attn_pool.")
-    assert unused and all(any(part in key for part in documented) for key in unused)
+    assert unused
+    assert all(any(part in key for part in documented) for key in unused)
     assert {part for part in documented if any(part in key for key in unused)} == set(documented)
 
 
@@ -256,7 +267,8 @@ def test_buffers_are_loaded_and_integers_keep_their_type(tmp_path):
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     load_weights(empty, tmp_path, dtype=torch.float64)
-    assert empty[1].running_mean.dtype == torch.float64 and empty[1].num_batches_tracked.dtype == torch.int64
+    assert empty[1].running_mean.dtype == torch.float64
+    assert empty[1].num_batches_tracked.dtype == torch.int64
     assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in empty.state_dict().items())
 
 
@@ -301,7 +313,7 @@ def test_heads_are_read_from_pickles_of_tensors_only(tmp_path):
     stored = load_file(OFT / "action_head--golden_checkpoint.safetensors")
     assert all(torch.equal(tensor, stored[f"module.{key}"]) for key, tensor in head.state_dict().items())
     assert projector.fc1.weight.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="proprio_projector--golden_checkpoint.pt does not fit .*fc1.weight"):
+    with pytest.raises(ValueError, match=r"proprio_projector--golden_checkpoint.pt does not fit .*fc1.weight"):
         load_head(ProprioProjector(14, 32), folder.proprio_projector)
 
 
@@ -320,7 +332,7 @@ def test_a_truncated_head_is_refused(tmp_path):
     file = tmp_path / "head.pt"
     torch.save(ProprioProjector(8, 32).state_dict(), file)
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(ValueError, match="head.pt is truncated"):
+    with pytest.raises(ValueError, match=r"head.pt is truncated"):
         load_head(ProprioProjector(8, 32), file)
 
 
@@ -333,7 +345,8 @@ def test_a_folder_that_is_written_has_everything_that_was_read(checkpoint, tmp_p
     weights["projector.fc1.bias"] = weights["projector.fc1.bias"].bfloat16()
     folder.write(tmp_path / "copy", weights=weights, options={"family": "openvla", "benchmark": "libero"})
     again = OpenVLAFolder.read(tmp_path / "copy")
-    assert again.files == folder.files and again.statistics == folder.statistics
+    assert again.files == folder.files
+    assert again.statistics == folder.statistics
     assert again.config == {**folder.config, "torch_dtype": "float32"}
     assert again.options == {"family": "openvla", "benchmark": "libero"}
     assert again.weights.keys() == folder.weights.keys()
@@ -344,7 +357,8 @@ def test_a_folder_that_is_written_has_everything_that_was_read(checkpoint, tmp_p
 
 def test_inspect_describes_a_published_checkpoint(checkpoint, capsys):
     code, out, _ = inspect(checkpoint, capsys)
-    assert code == 0 and "MISSING" not in out
+    assert code == 0
+    assert "MISSING" not in out
     for part in (
         "openvla, or openvla_oft",
         "golden_ds (7 action dimensions, q99 or min_max)",
@@ -359,7 +373,9 @@ def test_inspect_describes_openvla_oft(tmp_path, capsys):
     code, out, _ = inspect(make_checkpoint(tmp_path, heads=True, value_head=True), capsys)
     assert code == 0
     lines = dict(line.split(maxsplit=1) for line in out.splitlines() if not line.startswith(("LoRA", "value")))
-    assert lines["family"] == "openvla_oft" and lines["head"] == "l1" and lines["layout"] == "official"
+    assert lines["family"] == "openvla_oft"
+    assert lines["head"] == "l1"
+    assert lines["layout"] == "official"
     assert lines["chunk"] == "not in the files; set num_action_chunks"
     assert lines["proprioception"] == "proprio_projector--golden_checkpoint.pt"
     assert "in the weights" in out
@@ -380,7 +396,8 @@ def test_inspect_says_what_our_own_options_say(tmp_path, capsys):
     code, out, _ = inspect(tmp_path, capsys)
     facts = {line[:15].strip(): line[16:] for line in out.splitlines()}
     assert (facts["layout"], facts["chunk"], facts["images"], facts["benchmark"]) == ("rlinf", "8", "2", "libero")
-    assert code == 1 and facts["MISSING"].startswith("proprioception: copy proprio_projector--*.pt")
+    assert code == 1
+    assert facts["MISSING"].startswith("proprioception: copy proprio_projector--*.pt")
 
 
 def test_inspect_lists_what_is_missing(sharded, capsys):
@@ -389,21 +406,29 @@ def test_inspect_lists_what_is_missing(sharded, capsys):
     next(sharded.glob("model-00002-*")).unlink()
     code, out, _ = inspect(sharded, capsys)
     missing = [line[16:] for line in out.splitlines() if line.startswith("MISSING")]
-    assert code == 1 and [line.partition(":")[0] for line in missing] == ["statistics", "tokenizer", "weights"]
+    assert code == 1
+    assert [line.partition(":")[0] for line in missing] == ["statistics", "tokenizer", "weights"]
 
 
 def test_inspect_of_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     code, out, err = inspect(tmp_path, capsys)
-    assert code == 1 and out == "" and err.count("\n") == 1 and "no config.json" in err
+    assert code == 1
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "no config.json" in err
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     code, out, err = inspect(tmp_path, capsys)
-    assert code == 1 and err.count("\n") == 1 and "'gpt2'" in err
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "'gpt2'" in err
 
 
 def test_inspect_describes_the_small_policy(tmp_path, capsys):
     SmallVLA(SmallVLAConfig(action_low=(-1.0,) * 4, action_high=(1.0,) * 4, state_dim=4)).save_pretrained(tmp_path)
     code, out, _ = inspect(tmp_path, capsys)
-    assert code == 0 and "small" in out and "float32" in out
+    assert code == 0
+    assert "small" in out
+    assert "float32" in out
     with pytest.raises(ValueError, match=r"SmallVLA has no settings \['benchmark'\]"):
         load_policy(tmp_path, benchmark="libero")
 
@@ -433,7 +458,8 @@ def test_a_folder_that_an_earlier_version_saved_acts_as_it_did(family):
         with torch.no_grad():
             td = act(policy, seen.clone(), ExplorationType[kind.upper()])
         expected = {name.partition("/")[2]: tensor for name, tensor in recorded.items() if name.startswith(kind)}
-        assert expected and all(torch.equal(td[key], tensor) for key, tensor in expected.items())
+        assert expected
+        assert all(torch.equal(td[key], tensor) for key, tensor in expected.items())
 
 
 def test_importing_vla_policies_imports_no_model_library():

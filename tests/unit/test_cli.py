@@ -17,7 +17,8 @@ def test_list_names_each_recipe_and_what_each_experiment_is(capsys):
         assert any(line.split()[:1] == [name] and len(line.split()) > 3 for line in lines), name
     for path in (CONF / "experiment").glob("*.yaml"):
         (line,) = (line for line in lines if line.split()[:1] == [path.stem])
-        assert len(line.split()) > 4 and "@package" not in line
+        assert len(line.split()) > 4
+        assert "@package" not in line
     assert not any(line.split()[:1] == ["__main__"] for line in lines)
 
 
@@ -39,7 +40,9 @@ def test_what_was_changed_is_not_overwritten_unless_asked(tmp_path, monkeypatch,
     capsys.readouterr()
     assert main(["copy", "sft"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "sft.py and 1 more would be overwritten" in line and "--force" in line and "--to FOLDER" in line
+    assert "sft.py and 1 more would be overwritten" in line
+    assert "--force" in line
+    assert "--to FOLDER" in line
     assert changed.read_text() == "lr: 1\n"
     assert main(["copy", "sft", "--force"]) == 0
     assert changed.read_bytes() == (CONF / "optim" / "adamw.yaml").read_bytes()
@@ -71,4 +74,5 @@ def test_help_of_a_recipe_is_hydras_from_any_folder(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "experiment: " in done.stdout and "metaworld_button" in done.stdout
+    assert "experiment: " in done.stdout
+    assert "metaworld_button" in done.stdout

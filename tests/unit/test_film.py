@@ -132,7 +132,8 @@ def test_what_is_saved_has_the_official_names_and_loads_again(folder, policy, se
 
 def test_inspect_names_the_file(folder):
     report = inspect_policy(folder)
-    assert report.facts["FiLM"] == FILE and not report.missing
+    assert report.facts["FiLM"] == FILE
+    assert not report.missing
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def test_a_dimension_that_never_moved_is_the_middle_and_comes_back():
     statistics["golden_ds"]["action"]["q01"][2] = statistics["golden_ds"]["action"]["q99"][2] = 0.25
     statistics = ActionStatistics.from_json(statistics, None)
     normalized = statistics.normalize(torch.full((7,), 0.25))
-    assert normalized[2] == 0 and torch.isfinite(normalized).all()
+    assert normalized[2] == 0
+    assert torch.isfinite(normalized).all()
     torch.testing.assert_close(statistics.unnormalize(normalized)[2], torch.tensor(0.25))
 
 
@@ -93,7 +94,7 @@ def test_the_key_is_found_or_the_keys_are_listed():
     for key in ("libero_90", None):
         with pytest.raises(ValueError, match=r"unnorm_key to one of \['libero_10_no_noops', 'libero_goal_no_noops'\]"):
             select_statistics(suites, key)
-    with pytest.raises(ValueError, match="dataset_statistics.json"):
+    with pytest.raises(ValueError, match=r"dataset_statistics.json"):
         select_statistics({}, "bridge_orig")
 
 
@@ -115,10 +116,14 @@ def test_broken_statistics_are_refused(entry, kind, message):
 def test_prompts_begin_with_bos_end_with_a_space_and_are_padded():
     prompts = Prompts(TOKENIZER, max_length=40)
     tokens = prompts(["Push the PUCK", "open the drawer"])
-    assert tokens.shape == (2, 40) and tokens.dtype == torch.int64
+    assert tokens.shape == (2, 40)
+    assert tokens.dtype == torch.int64
     assert torch.equal(prompts(["push the puck"]), tokens[:1])
     for row, length in zip(tokens, prompt_lengths(tokens), strict=True):
-        assert row[0] == BOS and row[length - 1] == SPACE and (row[length:] == PAD).all() and PAD not in row[:length]
+        assert row[0] == BOS
+        assert row[length - 1] == SPACE
+        assert (row[length:] == PAD).all()
+        assert PAD not in row[:length]
 
 
 def test_prompts_equal_those_of_transformers():
@@ -146,7 +151,7 @@ def test_empty_and_long_instructions_are_refused():
 
 
 def test_a_folder_without_the_right_tokenizer_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no tokenizer.json"):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json"):
         Prompts(tmp_path, 40)
     text = (TOKENIZER / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text[: len(text) // 2])

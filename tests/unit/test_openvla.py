@@ -123,7 +123,8 @@ def test_the_update_sees_the_probabilities_that_were_sampled_from(make, data, te
     torch.manual_seed(0)
     policy = make(temperature=temperature, top_k=top_k)
     td = act(policy, observations(data["images"]), kind)
-    assert td[keys.ACTION_LOG_PROB].shape == (2, 1, 7) and td[keys.ACTION_LOG_PROB].dtype == torch.float32
+    assert td[keys.ACTION_LOG_PROB].shape == (2, 1, 7)
+    assert td[keys.ACTION_LOG_PROB].dtype == torch.float32
     rollout = td.select(*policy.loss_keys)
     log_prob, entropy, value = policy.evaluate_actions(rollout)
     assert_close(log_prob, td[keys.ACTION_LOG_PROB], atol=1e-5, rtol=0)
@@ -137,7 +138,8 @@ def test_the_update_sees_the_probabilities_that_were_sampled_from(make, data, te
 def test_a_token_that_fell_out_of_the_top_k_stays_finite_and_keeps_its_gradient(make, stored):
     policy = make(top_k=2)
     log_prob, entropy, _ = policy.evaluate_actions(stored)  # the golden tokens are unlikely ones
-    assert torch.isfinite(log_prob).all() and torch.isfinite(entropy).all()
+    assert torch.isfinite(log_prob).all()
+    assert torch.isfinite(entropy).all()
     log_prob.sum().backward()
     assert policy.model.language_model.lm_head.weight.grad.abs().sum() > 0
 
@@ -150,7 +152,8 @@ def test_padding_of_the_prompt_does_not_matter(make, stored):
     alone = torch.cat([policy.evaluate_actions(stored[[row]])[0] for row in range(2)])
     assert_close(alone, expected, **CLOSE)
     text, valid = pack_right(stored[keys.PROMPT_TOKENS], 32000)
-    assert text.shape == (2, 20) and valid.sum(1).tolist() == [19, 20]
+    assert text.shape == (2, 20)
+    assert valid.sum(1).tolist() == [19, 20]
 
 
 def test_the_ppo_loss_trains_it(make, data):
@@ -179,7 +182,8 @@ def test_imitation_learns_a_demonstration(make, data):
     assert_close(learnt, action, atol=0.02, rtol=0)
     with torch.no_grad():
         hard, narrow, wide = (policy.imitation_loss(td, sigma=sigma) for sigma in (0.0, 1e-3, 0.1))
-    assert hard.shape == (2, 1) and (hard < wide).all()
+    assert hard.shape == (2, 1)
+    assert (hard < wide).all()
     assert_close(narrow, hard, **CLOSE)
 
 
@@ -190,7 +194,8 @@ def test_lora_starts_from_the_same_policy_and_trains_only_adapters_and_heads(mak
     assert_close(policy.evaluate_actions(stored)[0], before, atol=0, rtol=0)
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert all(".lora_" in name or name.startswith("value_head.") for name in trained)
-    assert any("lm_head.lora_B" in name for name in trained) and any("qkv.lora_A" in name for name in trained)
+    assert any("lm_head.lora_B" in name for name in trained)
+    assert any("qkv.lora_A" in name for name in trained)
     with pytest.raises(ValueError, match="merge it first"):
         add_lora(policy)
     with pytest.raises(ValueError, match="query"):
@@ -326,26 +331,29 @@ def libero(benchmark="libero", tasks=("put the bowl on the stove",)):
 
 def test_recipes_load_a_checkpoint_for_the_environment_they_have(folder, tmp_path):
     policy = make_policy(libero(), family="openvla", checkpoint=folder, lora_rank=4, dtype="bfloat16", top_k=None)
-    assert lora_config(policy).r == 4 and policy.model.projector.fc1.weight.dtype == torch.bfloat16
-    assert policy.config.benchmark == "libero" and policy.config.top_k == 0
+    assert lora_config(policy).r == 4
+    assert policy.model.projector.fc1.weight.dtype == torch.bfloat16
+    assert policy.config.benchmark == "libero"
+    assert policy.config.top_k == 0
     policy.save_pretrained(tmp_path)
     for family in ("openvla", "small"):  # the family of the recipes' default takes any checkpoint
         again = make_policy(libero(), family=family, checkpoint=tmp_path)
-        assert isinstance(again, OpenVLA) and lora_config(again).r == 4
+        assert isinstance(again, OpenVLA)
+        assert lora_config(again).r == 4
     with pytest.raises(ValueError, match="has a LoRA adapter already, of rank 4"):
         make_policy(libero(), family="openvla", checkpoint=tmp_path, lora_rank=8)
-    with pytest.raises(ValueError, match="policy.lora_alpha and policy.lora_targets need policy.lora_rank"):
+    with pytest.raises(ValueError, match=r"policy.lora_alpha and policy.lora_targets need policy.lora_rank"):
         make_policy(libero(), family="openvla", checkpoint=folder, lora_alpha=8)
 
 
 def test_recipes_refuse_what_does_not_fit_a_checkpoint(folder, tmp_path):
     OpenVLA.from_pretrained(folder, benchmark="libero").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="^policy.statistics=min_max: .* was trained with statistics=q99"):
+    with pytest.raises(ValueError, match=r"^policy.statistics=min_max: .* was trained with statistics=q99"):
         make_policy(libero(), family="openvla", checkpoint=tmp_path, statistics="min_max")
-    with pytest.raises(ValueError, match="acts in libero and maniskill/toy is of maniskill; .*policy=openvla"):
+    with pytest.raises(ValueError, match=r"acts in libero and maniskill/toy is of maniskill; .*policy=openvla"):
         make_policy(libero("maniskill"), family="small", checkpoint=tmp_path)
     assert make_policy(libero("maniskill"), family="openvla", checkpoint=tmp_path).config.benchmark == "maniskill"
-    with pytest.raises(ValueError, match="^policy.dim: OpenVLA has no settings"):
+    with pytest.raises(ValueError, match=r"^policy.dim: OpenVLA has no settings"):
         make_policy(libero(), family="small", checkpoint=tmp_path, dim=64)
     with pytest.raises(ValueError, match="instruction is empty"):
         make_policy(libero(tasks=[" "]), family="openvla", checkpoint=folder)

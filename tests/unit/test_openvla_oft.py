@@ -138,7 +138,8 @@ def test_l1_head_acts_learns_and_has_no_log_probability(make, data, stored):
     td = act(policy, stored, ExplorationType.RANDOM)
     expected = policy.adapter.to_simulator(data["l1_actions_unnorm"].float())
     assert_close(td[keys.ACTION], expected, **CLOSE)
-    assert keys.STATE_VALUE not in td and policy.num_values == 0
+    assert keys.STATE_VALUE not in td
+    assert policy.num_values == 0
     for ask in (policy.get_dist, policy.evaluate_actions):
         with pytest.raises(ValueError, match="L1 head"):
             ask(td)
@@ -169,7 +170,8 @@ def test_one_value_per_primitive_action_and_the_ppo_loss(make, stored, tmp_path)
     policy = make(source, value_per_action=True, layout="rlinf")  # the checkpoint has no value head: a new one
     assert policy.num_values == 8
     td = act(policy, stored, ExplorationType.RANDOM)
-    assert td[keys.STATE_VALUE].shape == (2, 8) and td[keys.STATE_VALUE].abs().max() > 0
+    assert td[keys.STATE_VALUE].shape == (2, 8)
+    assert td[keys.STATE_VALUE].abs().max() > 0
     td[keys.NEXT, keys.STEP_MASK] = torch.ones(2, 8, dtype=torch.bool)
     td[keys.ADVANTAGE], td[keys.VALUE_TARGET] = torch.randn(2, 8), torch.ones(2, 8)
     out = ChunkClipPPOLoss(policy, log_prob_level="action")(td)
@@ -182,7 +184,9 @@ def test_what_a_policy_reads_is_what_a_collector_keeps(make):
     assert make().loss_keys == (keys.IMAGES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
     policy = make(num_images_in_input=2, use_proprio=True)
     assert set(policy.loss_keys[:3]) == {keys.IMAGES, keys.WRIST_IMAGES, keys.STATES}
-    assert policy.state_dim == 8 and policy.chunk_size == 8 and policy.action_dim == 7
+    assert policy.state_dim == 8
+    assert policy.chunk_size == 8
+    assert policy.action_dim == 7
 
 
 def test_a_saved_policy_comes_back_whole(make, stored, tmp_path):
@@ -207,7 +211,8 @@ def test_lora_with_the_l1_head_trains_the_heads_too(make):
 
 def test_a_published_folder_tells_its_head_but_not_its_layout(folder, tmp_path):
     published = OpenVLAOFT.from_pretrained(folder, benchmark="libero")
-    assert published.config.head == "l1" and published.config.use_proprio
+    assert published.config.head == "l1"
+    assert published.config.use_proprio
     bare = make_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="layout='rlinf'"):
         OpenVLAOFT.from_pretrained(bare, benchmark="libero")

@@ -156,7 +156,8 @@ def test_full_size_layouts_fit(variant):
     with torch.device("meta"):
         model = Pi0Model(Pi0ModelConfig.from_shapes(shapes))
     config = model.config
-    assert config.vision.heads == 16 and config.expert.heads == config.language.heads == 8
+    assert config.vision.heads == 16
+    assert config.expert.heads == config.language.heads == 8
     assert config.pi05 == (variant == "pi05")
     found = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     assert found == {key: shape for key, shape in shapes.items() if key != LM_HEAD and not Pi0.unused(key)}
@@ -173,7 +174,8 @@ def test_what_is_saved_has_the_published_layout_and_acts_the_same(make, folder, 
     for key, tensor in saved.items():
         assert torch.equal(tensor.float(), original[key].float()), key
     again = load_policy(tmp_path)
-    assert again.config == policy.config and (again.chunk_size, again.horizon) == (3, 6)
+    assert again.config == policy.config
+    assert (again.chunk_size, again.horizon) == (3, 6)
     torch.manual_seed(3)
     first = act(policy, seen.clone(), ExplorationType.RANDOM)
     torch.manual_seed(3)
@@ -200,12 +202,13 @@ def test_bfloat16_and_lora(make, seen, tmp_path):
         *("action_in_proj", "action_out_proj", "patch_embedding", "input_layernorm", "post_attention_layernorm")
     }
     assert not any(part in n for n in precise for part in ("self_attn", "mlp.", "embed_tokens", "layer_norm"))
-    with pytest.raises(ValueError, match="bfloat16.*policy.lora_rank=32"):
+    with pytest.raises(ValueError, match=r"bfloat16.*policy.lora_rank=32"):
         Learner(ChunkClipPPOLoss(policy), lr=1e-5)
     add_lora(policy, rank=2)
     Learner(ChunkClipPPOLoss(policy), lr=1e-5)
     adapted = [n for n, p in policy.named_parameters() if p.requires_grad and not n.startswith("value_head")]
-    assert adapted and all("gemma_expert" in n and ".lora_" in n for n in adapted)
+    assert adapted
+    assert all("gemma_expert" in n and ".lora_" in n for n in adapted)
     assert policy.prefix_is_frozen
     stored = act(policy, seen, ExplorationType.RANDOM)
     assert stored[keys.ACTION].dtype == stored[keys.ACTION_LOG_PROB].dtype == torch.float32
@@ -214,12 +217,14 @@ def test_bfloat16_and_lora(make, seen, tmp_path):
     assert any(p.grad is not None and p.grad.any() for n, p in policy.named_parameters() if "lora_B" in n)
     policy.save_pretrained(tmp_path)
     again = load_policy(tmp_path)
-    assert has_lora(again) and again.model.dtype == torch.bfloat16
+    assert has_lora(again)
+    assert again.model.dtype == torch.bfloat16
     assert again.model.action_in_proj.weight.dtype == torch.float32
     greedy = ExplorationType.DETERMINISTIC
     near(act(again, seen, greedy)[keys.ACTION], act(policy, seen, greedy)[keys.ACTION])
     merge_adapter(policy)
-    assert policy.prefix_is_frozen and policy.model.action_in_proj.weight.requires_grad
+    assert policy.prefix_is_frozen
+    assert policy.model.action_in_proj.weight.requires_grad
     whole = make(train_expert_only=False)
     add_lora(whole, rank=2)
     assert not whole.prefix_is_frozen
@@ -244,7 +249,9 @@ def test_statistics():
 def test_prompts():
     prompts = Pi0Prompts(TOKENIZER.read_bytes(), 40)
     first, second = prompts(["pick up_the cup\n", "pick up the cup"])
-    assert torch.equal(first, second) and first[0] == 2 and first.shape == (40,)
+    assert torch.equal(first, second)
+    assert first[0] == 2
+    assert first.shape == (40,)
     count = int((first != PAD).sum())
     listed = prompts(["pick up the cup"], torch.tensor([[-2.0, -1.0, 0.0, 0.999, 2.0]]))
     assert int((listed != PAD).sum()) > count
@@ -300,11 +307,13 @@ def test_a_setting_that_was_renamed_keeps_loading(make, tmp_path):
 
 def test_inspect_says_what_it_is(folder, name, make, tmp_path):
     report = inspect_policy(folder)
-    assert not report.missing and "set config_name" in report.facts["variant"]
+    assert not report.missing
+    assert "set config_name" in report.facts["variant"]
     assert report.facts["family"] == ("pi0 (pi0.5)" if name == "pi05_tiny" else "pi0")
     make().save_pretrained(tmp_path)
     report = inspect_policy(tmp_path)
-    assert report.facts["variant"] == NAMES[name] and report.facts["heads"].endswith(".safetensors")
+    assert report.facts["variant"] == NAMES[name]
+    assert report.facts["heads"].endswith(".safetensors")
     (tmp_path / "paligemma_tokenizer.model").unlink()
     assert "tokenizer" in str(inspect_policy(tmp_path))
     shutil.rmtree(tmp_path / "assets")
@@ -335,7 +344,8 @@ def test_statistics_where_rlinfs_checkpoints_have_them(tmp_path):
 def test_the_ratio_is_one_and_a_kept_prefix_changes_nothing(make, seen, method, reads):
     policy = make(method=method, value_after_vlm=reads)
     stored = act(policy, seen, ExplorationType.RANDOM)
-    assert stored[keys.ACTION].shape == (3, 5, 4) and stored[keys.DENOISE_CHAIN].shape[2:] == (6, 8)
+    assert stored[keys.ACTION].shape == (3, 5, 4)
+    assert stored[keys.DENOISE_CHAIN].shape[2:] == (6, 8)
     plain = policy.evaluate_actions(stored)
     near(plain[0], stored[keys.ACTION_LOG_PROB])
     near(plain[2], stored[keys.STATE_VALUE], 1e-6)
@@ -363,7 +373,8 @@ def test_what_the_update_reaches(make, seen, only, checkpointing):
     log_prob, _, value = policy.evaluate_actions(stored)
     (log_prob.sum() + value.sum()).backward()
     reached = {n for n, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
-    assert any("gemma_expert" in n for n in reached) and any(n.startswith("value_head") for n in reached)
+    assert any("gemma_expert" in n for n in reached)
+    assert any(n.startswith("value_head") for n in reached)
     assert any("paligemma.model.vision" in n for n in reached) == (not only)
 
 
@@ -372,7 +383,8 @@ def test_imitation(make, seen):
     seen[keys.PROMPT_TOKENS] = policy.prompt_tokens(seen.get(keys.TASK_DESCRIPTIONS).tolist(), seen[keys.STATES])
     seen[keys.ACTION] = torch.rand(3, 4, 4)
     loss = policy.imitation_loss(seen, sigma=0.0)
-    assert loss.shape == (3, 4) and math.isfinite(loss.sum().item())
+    assert loss.shape == (3, 4)
+    assert math.isfinite(loss.sum().item())
 
 
 # ---- bad input

@@ -1,41 +1,80 @@
 """What recipes say of settings before any work: every experiment composes, and a wrong key or value is one error."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from running import CONF, Started, composed, main_of
 
 import vla_envs.env
-from vla_algos.run.run import env_spec, training_episodes
+from vla_algos.run.run import Run, make_env_spec
+from vla_envs import EpisodeSampler
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("ppo", ["algo.gama=0.9"], "gama"),
-        ("ppo", ["+algo.gama=0.9"], "did you mean algo.gamma"),
-        ("ppo", ["algo.critic_coeff=null"], "critic_warmup_steps=0"),
-        ("ppo", ["algo.log_prob_level=tokens"], "must be 'token', 'action' or 'chunk'"),
-        ("ppo", ["algo.reward_level=action"], "value_per_action=true"),
-        ("ppo", ["algo.reward_level=action", "policy.value_per_action=true", "algo.log_prob_level=chunk"], "chunk"),
-        ("ppo", ["algo.dual_clip=0.5"], "larger than 1"),
-        ("ppo", ["algo.bootstrap=always"], "any_done"),
-        ("ppo", ["algo.aggregation=mean"], "trajectory_mean"),
+        ("ppo", ["gae.gama=0.9"], "gama"),
+        ("ppo", ["+gae.gama=0.9"], "did you mean gae.gamma"),
+        ("ppo", ["loss.critic_coeff=null"], "critic_warmup_steps=0"),
+        ("ppo", ["loss.log_prob_level=tokens"], "must be 'token', 'action' or 'chunk'"),
+        ("ppo", ["gae.reward_level=action"], "value_per_action=true"),
+        ("ppo", ["gae.reward_level=action", "policy.value_per_action=true", "loss.log_prob_level=chunk"], "chunk"),
+        ("ppo", ["loss.dual_clip=0.5"], "loss.dual_clip=0.5: must be greater than 1"),
+        ("ppo", ["gae.bootstrap=always"], "gae.bootstrap=always: must be 'truncation', 'none' or 'any_done'"),
+        (
+            "ppo",
+            ["update.aggregation=mean"],
+            "update.aggregation=mean: must be 'token_mean' or 'trajectory_mean'; did you mean token_mean",
+        ),
         ("ppo", ["optim.schedule=linear"], "'constant' or 'cosine'"),
-        ("grpo", ["algo.group_size=1"], "group of one"),
-        ("grpo", ["algo.max_groups=2"], "groups <= max_groups"),
-        ("grpo", ["algo.success_bounds=[0.5,4.5]"], "whatever the reward coefficient"),
-        ("grpo", ["+env.group_size=8"], "algo.group_size"),
-        ("grpo", ["+algo.critic_coeff=1"], "unknown setting 'algo.critic_coeff'"),
-        ("grpo", ["+algo.huber_delta=1"], "unknown setting 'algo.huber_delta'"),
-        ("ppo", ["+algo.lr=1"], "unknown setting 'algo.lr'"),
+        ("grpo", ["group_size=1"], "group of one"),
+        ("grpo", ["collector.max_groups=2"], "groups <= max_groups"),
+        (
+            "grpo",
+            ["collector.success_bounds=[0.5,4.5]"],
+            "collector.success_bounds=[0.5, 4.5]: entry 1: must be less than or equal to 1",
+        ),
+        ("grpo", ["env.group_size=8"], "type group_size=8"),
+        ("grpo", ["+loss.critic_coeff=1"], "unknown setting 'loss.critic_coeff'"),
+        ("grpo", ["+loss.huber_delta=1"], "unknown setting 'loss.huber_delta'"),
+        ("ppo", ["+loss.lr=1"], "unknown setting 'loss.lr'"),
         ("ppo", ["+optim.epochs=1"], "unknown setting 'optim.epochs'"),
-        ("ppo", ["iterations=0"], "iterations"),
-        ("ppo", ["+sft.stepps=9"], "did you mean sft.steps"),
+        ("ppo", ["iterations=0"], "iterations=0: must be greater than or equal to 1"),
+        ("ppo", ["iterations=2.5"], "iterations=2.5: must be a valid integer"),
+        ("ppo", ["iterations=ten"], "iterations=ten: must be a valid integer"),
+        ("ppo", ["seed=abc"], "seed=abc: must be a valid integer"),
+        ("ppo", ["seed=-1"], "seed=-1: must be greater than or equal to 0"),
+        ("ppo", ["optim.lr=-1"], "optim.lr=-1: must be greater than or equal to 0"),
+        ("ppo", ["optim.lr=abc"], "optim.lr=abc: must be a valid number"),
+        ("ppo", ["optim.lr=null"], "optim.lr=null: must be a valid number"),
+        ("ppo", ["optim.max_grad_norm=0"], "optim.max_grad_norm=0: must be greater than 0"),
+        ("ppo", ["gae.gamma=1.5"], "gae.gamma=1.5: must be less than or equal to 1"),
+        ("ppo", ["gae.lmbda=-3"], "gae.lmbda=-3: must be greater than or equal to 0"),
+        ("ppo", ["gae.normalize=no"], "gae.normalize=no: must be a valid boolean"),
+        ("ppo", ["loss.clip_epsilon=-0.2"], "loss.clip_epsilon=-0.2: must be greater than 0"),
+        ("ppo", ["evaluate_every=-5"], "evaluate_every=-5: must be greater than or equal to 0"),
+        ("ppo", ["evaluate_every=ten"], "evaluate_every=ten: must be a valid integer"),
+        ("ppo", ["checkpoint_every=0"], "checkpoint_every=0: must be greater than or equal to 1"),
+        ("ppo", ["collector.decisions=0"], "collector.decisions=0: must be greater than or equal to 1"),
+        ("ppo", ["eval.sampled=yess"], "eval.sampled=yess: must be a valid boolean"),
+        ("ppo", ["eval.videos=-1"], "eval.videos=-1: must be greater than or equal to 0"),
+        ("ppo", ["eval.trials=1.5"], "eval.trials=1.5: must be a valid integer"),
+        ("ppo", ["cloning.steps=-1"], "cloning.steps=-1: must be greater than or equal to 0"),
+        ("ppo", ["demonstrations.stride=0"], "demonstrations.stride=0: must be greater than or equal to 1"),
+        ("ppo", ["cloning.batch_size=0"], "cloning.batch_size=0: must be greater than or equal to 1"),
+        ("ppo", ["env.num_envs=two"], "env.num_envs=two: must be a valid integer"),
+        ("ppo", ["env.num_envs=-3"], "env.num_envs=-3: must be greater than or equal to 1"),
+        ("ppo", ["policy.chunk_size=0"], "policy.chunk_size=0: must be greater than or equal to 1"),
+        ("ppo", ["policy.heads=3"], "policy.heads=3"),
+        ("ppo", ["recipe=grpo"], "recipe=grpo: must be 'ppo'"),
+        ("sft", ["launcher=slurm", "launcher.gpus=-1"], "launcher.gpus=-1: must be greater than or equal to 0"),
+        ("ppo", ["+cloning.stepps=9"], "did you mean cloning.steps"),
         ("ppo", ["+eval.trails=9"], "did you mean eval.trials"),
         ("ppo", ["+policy.num_bin=9"], "did you mean policy.num_bins"),
         ("ppo", ["+itrations=3"], "iterations"),
@@ -48,15 +87,27 @@ from vla_algos.run.run import env_spec, training_episodes
         ("ppo", ["eval.seed=0"], "eval.seed=9000000"),
         ("ppo", ["episode_order=orderd"], "did you mean ordered"),
         ("grpo", ["episode_order=orderd"], "did you mean ordered"),
-        ("ppo", ["algo.minibatches=4"], "minibatch_size is 128 and minibatches 4: give one of them"),
-        ("ppo", ["algo.minibatch_size=null", "algo.minibatches=2.5"], "minibatches is 2.5, must be at least 1 and"),
-        ("ppo", ["optim.betas=[0.9]"], "such as [0.9, 0.999]"),
-        ("ppo", ["optim.betas=0.95"], "such as [0.9, 0.999]"),
-        ("ppo", ["sft.state_noise=[0.1,0.1]"], "one for each of the 4 states, got [0.1, 0.1]"),
-        ("grpo", ["sft.state_noise=null"], "one for each of the 4 states, got None"),
-        ("sft", ["sft.state_noise=a"], "one for each of the 4 states, got a"),
+        ("ppo", ["update.minibatches=4"], "minibatch_size is 128 and minibatches 4: give one of them"),
+        (
+            "ppo",
+            ["update.minibatch_size=null", "update.minibatches=2.5"],
+            "update.minibatches=2.5: must be a valid integer",
+        ),
+        ("ppo", ["optim.betas=[0.9]"], "optim.betas=[0.9]: entry 1 is missing"),
+        ("ppo", ["optim.betas=0.95"], "optim.betas=0.95: must be a valid array"),
+        ("ppo", ["cloning.state_noise=[0.1,0.1]"], "one for each of the 4 states, got [0.1, 0.1]"),
+        (
+            "grpo",
+            ["cloning.state_noise=null"],
+            "cloning.state_noise=null: must be a valid number or must be a valid array",
+        ),
+        ("sft", ["cloning.state_noise=a"], "cloning.state_noise=a: must be a valid number or must be a valid array"),
         ("evaluate", [], "policy.checkpoint=runs/ppo/latest/policy"),
-        ("evaluate", ["policy.checkpoint=x", "ablation=blank"], "blank_images"),
+        (
+            "evaluate",
+            ["policy.checkpoint=x", "ablation=blank"],
+            "ablation=blank: must be 'blank_images' or 'swap_instructions'; did you mean blank_images",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error_before_any_work(name, overrides, message, tmp_path, monkeypatch):
@@ -77,7 +128,9 @@ def test_training_episodes_come_in_the_order_that_is_asked_for(name, tmp_path):
         config = composed(name, ["env=metaworld_faucets", "episode_order=ordered"], tmp_path)
     finally:
         GlobalHydra.instance().clear()
-    sampler = training_episodes(config, env_spec(config), 2)
+    settings = SimpleNamespace(**OmegaConf.to_container(config, resolve=True))
+    sampler = Run(settings, tmp_path).training_episodes(2)
+    assert isinstance(sampler, EpisodeSampler)
     drawn = [sampler.next() for _ in range(2 * 2 * 10)]
     assert drawn[::2] == drawn[1::2] and len({(e.task_id, e.trial_id) for e in drawn}) == 2 * 10
 
@@ -90,7 +143,7 @@ def test_every_experiment_composes_and_explains_itself(experiment):
     name = next(name for name in ("evaluate", "ppo", "grpo") if f"_{name}_" in experiment)
     with initialize_config_dir(str(CONF), version_base=None):
         config = compose(name, overrides=[f"experiment={experiment}"])
-    assert env_spec(config).id == config.env.id
+    assert make_env_spec(OmegaConf.to_container(config.env)).id == config.env.id
 
 
 @pytest.mark.parametrize("group", sorted(path.parent.name + "/" + path.stem for path in CONF.glob("*/*.yaml")))

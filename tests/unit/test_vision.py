@@ -70,7 +70,8 @@ def random_images(*shape):
 
 def test_pixel_values_equal_the_reference(golden, preprocessor):
     pixels = pixel_values(golden["images"].unsqueeze(1), preprocessor)
-    assert pixels.shape == (2, 6, 224, 224) and pixels.dtype == torch.float32
+    assert pixels.shape == (2, 6, 224, 224)
+    assert pixels.dtype == torch.float32
     assert torch.equal(pixels[:, :, ::STEP, ::STEP], golden["pixel_values_strided"])
     assert_close(pixels.mean((2, 3)), golden["pixel_values_mean"], atol=1e-6, rtol=0)
 
@@ -90,7 +91,7 @@ def test_each_of_several_images_has_six_channels_of_its_own(golden, preprocessor
 SIZES = [(256, 256), (480, 640), (240, 320), (128, 128), (84, 96), (224, 300), (3, 5)]
 
 
-@pytest.mark.parametrize("height, width", SIZES)
+@pytest.mark.parametrize(("height", "width"), SIZES)
 def test_exact_resize_equals_pillow_in_every_bit(height, width):
     image_module = pytest.importorskip("PIL.Image")
     images = random_images(2, height, width)
@@ -101,11 +102,12 @@ def test_exact_resize_equals_pillow_in_every_bit(height, width):
     assert torch.equal(resize_exact(images, (200, 224)), torch.from_numpy(np.stack(resized)))
 
 
-@pytest.mark.parametrize("height, width", SIZES)
+@pytest.mark.parametrize(("height", "width"), SIZES)
 def test_fast_resize_is_the_same_filter_with_other_rounding(height, width):
     images = random_images(2, height, width)
     exact, fast = resize_exact(images, (224, 224)), resize_fast(images, (224, 224))
-    assert fast.shape == exact.shape and fast.dtype == torch.uint8
+    assert fast.shape == exact.shape
+    assert fast.dtype == torch.uint8
     assert (fast.int() - exact.int()).abs().max() <= 2
 
 
@@ -131,7 +133,8 @@ def test_centre_crop_follows_its_formula():
             expected[i, j] = rows[0] + (rows[1] - rows[0]) * (x - left)
     cropped = center_crop(images, area, (height, width))[0].int().numpy()
     difference = np.abs(cropped - np.floor(expected * 255.5))
-    assert difference.max() <= 1 and (difference > 0).mean() < 1e-3  # float32 just below or above a whole level
+    assert difference.max() <= 1
+    assert (difference > 0).mean() < 1e-3
 
 
 def test_centre_crop_of_everything_and_of_one_colour_changes_nothing():
@@ -146,7 +149,8 @@ def test_the_options_of_the_preprocessor_do_something(golden):
     plain = ImagePreprocessor()(image)
     for option in ("fast", "crop"):
         changed = ImagePreprocessor(**{option: True})(image)
-        assert changed.shape == plain.shape and not torch.equal(changed, plain)
+        assert changed.shape == plain.shape
+        assert not torch.equal(changed, plain)
 
 
 def test_unusable_images_and_preprocessors_are_refused(preprocessor):
@@ -156,14 +160,14 @@ def test_unusable_images_and_preprocessors_are_refused(preprocessor):
     for refuse in (resize_exact, resize_fast):
         with pytest.raises(ValueError, match=r"torch.float32 .* expected torch.uint8 RGB \[N, H, W, 3\]"):
             refuse(images.float(), (224, 224))
-    with pytest.raises(ValueError, match="expected torch.uint8 RGB"):
+    with pytest.raises(ValueError, match=r"expected torch.uint8 RGB"):
         normalize(images.permute(0, 3, 1, 2), preprocessor.means[0], preprocessor.stds[0])
     with pytest.raises(ValueError, match="fraction in"):
         center_crop(images, area=0.0)
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
         ({"means": None}, "has no .'means'."),
         ({"image_resize_strategy": "letterbox"}, "'letterbox'"),
@@ -204,7 +208,8 @@ def test_gradient_checkpointing_changes_no_number():
         backbone.zero_grad()
         backbone(pixels).square().mean().backward()
         gradients.append({name: parameter.grad for name, parameter in backbone.named_parameters()})
-    assert backbone.featurizer.gradient_checkpointing and backbone.fused_featurizer.gradient_checkpointing
+    assert backbone.featurizer.gradient_checkpointing
+    assert backbone.fused_featurizer.gradient_checkpointing
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
 
@@ -245,7 +250,8 @@ def test_film_modulates_by_the_instruction_and_is_read_from_the_shapes():
     features = backbone(pixels, language)
     assert features.shape == (2, 8, 16)
     other = backbone(pixels, torch.stack([language[0], -language[1]]))
-    assert torch.equal(features[0], other[0]) and not torch.allclose(features[1], other[1])
+    assert torch.equal(features[0], other[0])
+    assert not torch.allclose(features[1], other[1])
     with pytest.raises(ValueError, match="has FiLM layers"):
         backbone(pixels)
     with pytest.raises(ValueError, match="without FiLM"):
@@ -259,14 +265,14 @@ def test_pixels_of_another_shape_are_refused(backbone, shape):
 
 
 def test_sizes_that_cannot_be_read_are_refused(weights):
-    with pytest.raises(ValueError, match="0 vision models.*OpenVLA has two"):
+    with pytest.raises(ValueError, match=r"0 vision models.*OpenVLA has two"):
         heads_of({})
-    with pytest.raises(ValueError, match="'resnet50' of config.json.*\"vision_heads\""):
+    with pytest.raises(ValueError, match=r"'resnet50' of config.json.*\"vision_heads\""):
         heads_of({"timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "resnet50"]})
     assert heads_of({"timm_model_ids": ["mine", "mine"], "vision_heads": [8, 2]}) == (8, 2)
     shapes = shapes_of(weights)
     with pytest.raises(ValueError, match="5 attention heads do not divide the width 32"):
         VisionConfig.from_shapes(shapes, (5, 4))
     del shapes["vision_backbone.fused_featurizer.pos_embed"]
-    with pytest.raises(ValueError, match="fused_featurizer.pos_embed.*not the vision backbone"):
+    with pytest.raises(ValueError, match=r"fused_featurizer.pos_embed.*not the vision backbone"):
         VisionConfig.from_shapes(shapes, (4, 4))

@@ -21,7 +21,7 @@ _PATTERNS = [
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Read a JSON object.
 
     Raises:
         ValueError: the file is something else.
@@ -36,7 +36,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def resolve(folder_or_id: str | Path) -> Path:
-    """A local folder as it is, or the local copy of a hub repository, downloaded if need be.
+    """Find a local folder as it is, or the local copy of a hub repository, downloaded if need be.
 
     Args:
         folder_or_id: a folder, or an id such as ``openvla/openvla-7b``.

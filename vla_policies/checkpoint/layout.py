@@ -43,7 +43,7 @@ def read(folder: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def family_of(folder: Path) -> str | None:
-    """The family that a folder says it is of; ``None`` if it says nothing, or cannot be read."""
+    """Read which family a folder says it is of; ``None`` if it says nothing, or cannot be read."""
     try:
         return json.loads((folder / CONFIG).read_text()).get(_FAMILY)
     except (OSError, ValueError, AttributeError):

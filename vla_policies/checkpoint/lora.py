@@ -38,7 +38,8 @@ def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets
     Args:
         policy: changed in place.
         rank: ``None`` adds no adapter.
-        alpha, targets: see :func:`add_lora`; ``None`` for its defaults, or those of the checkpoint.
+        alpha: see :func:`add_lora`; ``None`` for its default, or that of the checkpoint.
+        targets: likewise.
 
     Raises:
         ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.
@@ -55,7 +56,7 @@ def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets
     if rank != found.r or alpha not in (None, found.lora_alpha) or (targets is not None and set(targets) != layers):
         raise ValueError(
             f"the checkpoint has a LoRA adapter already, of rank {found.r} and alpha {found.lora_alpha} on "
-            f"{sorted(layers)}; leave policy.lora_* out to go on with it"
+            f"{sorted(layers)}; leave policy.lora_* out to continue with it"
         )
 
 
@@ -184,22 +185,23 @@ def merge_adapter(policy: Adaptable) -> None:
 
 
 def has_lora(policy: Adaptable) -> bool:
-    """Whether there are adapters that were not merged."""
+    """Tell whether there are adapters that were not merged."""
     return hasattr(policy.model, "peft_config")
 
 
 def lora_config(policy: Adaptable) -> LoraConfig:
-    """Peft's configuration of the adapter.
+    """Return peft's configuration of the adapter.
 
     Raises:
         ValueError: the policy has none.
     """
     _check_lora(policy)
-    return policy.model.peft_config[_NAME]
+    configs: dict[str, LoraConfig] = getattr(policy.model, "peft_config")  # noqa: B009, typed so
+    return configs[_NAME]
 
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights by the names they have without adapters, which are left out."""
+    """Return weights by the names they have without adapters, which are left out."""
     return {
         key.replace(".base_layer.", "."): tensor for key, tensor in model.state_dict().items() if ".lora_" not in key
     }
@@ -216,7 +218,7 @@ def _inject(policy: Adaptable, config: LoraConfig) -> None:
 
 
 def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of the adapter by their names in peft's files, without the prefix."""
+    """Return parameters of the adapter by their names in peft's files, without the prefix."""
     return {
         name.replace(f".{_NAME}.", "."): parameter for name, parameter in model.named_parameters() if ".lora_" in name
     }

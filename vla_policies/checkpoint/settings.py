@@ -18,7 +18,7 @@ class SettingError(ValueError):
 def merge_settings(
     policy_class: type[Any], path: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], bool]:
-    """Settings for ``policy_class.config_class``; lists become tuples.
+    """Put together the settings for ``policy_class.config_class``; lists become tuples.
 
     Args:
         policy_class: a :class:`~vla_policies.policy.PretrainedPolicy`.
@@ -78,16 +78,16 @@ def check_unchanged(
 
 
 def as_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with tuples for lists, as configurations have them."""
+    """Replace lists, as configurations have them, by tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` of ``torch.float32``, as it is stored."""
+    """Return ``"float32"`` of ``torch.float32``, as it is stored."""
     return str(dtype).removeprefix("torch.")
 
 
 def saved_dtype(options: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of the model that a policy was saved with here, or float32."""
+    """Return the dtype of the model that a policy was saved with here, or float32."""
     dtype: torch.dtype = getattr(torch, options.get("dtype", "float32"))
     return dtype

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +33,7 @@ class Entry:
     dtype: torch.dtype | None
 
     def read(self) -> Tensor:
-        """The tensor, backed by a memory map that lives as long as it does.
+        """Read the tensor, backed by a memory map that lives as long as it does.
 
         The file is opened for each tensor: pages of a map that stays open count as a second copy of the weights.
         """
@@ -41,12 +42,12 @@ class Entry:
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether ``folder`` has ``model.safetensors`` or the index of its shards."""
+    """Tell whether ``folder`` has ``model.safetensors`` or the index of its shards."""
     return any((Path(folder) / name).is_file() for name in (WEIGHTS, INDEX))
 
 
 def list_weights(source: str | Path) -> dict[str, Entry]:
-    """Every tensor of a folder (single file or shards) or of one safetensors file, by name; reads headers only.
+    """List every tensor of a folder (single file or shards) or of one safetensors file; reads headers only.
 
     Raises:
         FileNotFoundError: no weights, or shards that the index names are missing.
@@ -105,20 +106,21 @@ def load_weights(
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
     check_layout(expected, {key: entry.shape for key, entry in entries.items()}, unused=unused, what=_name(source))
-    spare = {}
+    unused_tensors = {}
     for key, entry in entries.items():
         tensor = entry.read()
         if key not in expected:
-            spare[key] = tensor.clone()
+            unused_tensors[key] = tensor.clone()
             continue
         owner, name = module.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2]
         wanted = torch.float32 if dtype is not None and float32(key) else dtype
         tensor = tensor.to(device=device, dtype=wanted if tensor.is_floating_point() else None, copy=True)
-        if name in owner._parameters:
-            owner._parameters[name] = nn.Parameter(tensor, requires_grad=owner._parameters[name].requires_grad)
+        parameter = owner._parameters.get(name)
+        if parameter is not None:
+            owner._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         else:
             owner._buffers[name] = tensor
-    return spare
+    return unused_tensors
 
 
 def check_layout(
@@ -210,7 +212,8 @@ def save_weights(
 
 
 def _shards(weights: Mapping[str, Tensor], max_shard_size: int) -> Iterator[list[str]]:
-    shard, size = [], 0
+    shard: list[str] = []
+    size = 0
     for key, tensor in weights.items():
         if shard and size + _bytes(tensor) > max_shard_size:
             yield shard
@@ -227,7 +230,7 @@ def _entries(file: Path) -> Iterator[Entry]:
             yield Entry(file, key, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
 
 
-def _open(file: Path):
+def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except SafetensorError as error:

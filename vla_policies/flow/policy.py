@@ -36,6 +36,8 @@ class FlowPolicy(VLAPolicy):
         hidden_size: width of what :meth:`velocity` returns beside the velocity.
     """
 
+    noise_level: Tensor
+
     def __init__(
         self,
         config: FlowConfig,
@@ -65,27 +67,27 @@ class FlowPolicy(VLAPolicy):
 
     @abstractmethod
     def observe(self, tensordict: TensorDictBase) -> Any:
-        """What :meth:`velocity` needs of the observations and ``prompt_tokens`` of a batch."""
+        """Compute what :meth:`velocity` needs of the observations and ``prompt_tokens`` of a batch."""
 
     @abstractmethod
     def repeat(self, observed: Any, count: int) -> Any:
-        """What :meth:`observe` returned, with each row ``count`` times in a row."""
+        """Return what :meth:`observe` did, with each row ``count`` times in a row."""
 
     @abstractmethod
     def velocity(self, observed: Any, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        """Velocity ``[N, H, A_model]`` of noisy actions at ``time`` ``[N]``, and hidden states ``[N, H, hidden]``."""
+        """Return the velocity ``[N, H, A_model]`` of noisy actions at ``time`` ``[N]``, and ``[N, H, hidden]``."""
 
     @abstractmethod
     def value(self, observed: Any, hidden: Tensor | None) -> Tensor | None:
-        """Values ``[N, num_values]`` from :meth:`observe` or from the hidden states of :meth:`velocity`."""
+        """Return values ``[N, num_values]`` from :meth:`observe` or from the hidden states of :meth:`velocity`."""
 
     @abstractmethod
     def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
-        """Normalised actions ``[N, C, trained_dims]`` in the simulator's units; ``states`` ``[N, S]`` too."""
+        """Convert normalised actions ``[N, C, trained_dims]`` to the simulator's units; ``states`` are ``[N, S]``."""
 
     @abstractmethod
     def to_model(self, actions: Tensor, states: Tensor) -> Tensor:
-        """Inverse of :meth:`to_simulator`."""
+        """Invert :meth:`to_simulator`."""
 
     @abstractmethod
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -116,14 +118,14 @@ class FlowPolicy(VLAPolicy):
         return tensordict if value is None else tensordict.set(keys.STATE_VALUE, value)
 
     def _denoise(self, observed: Any, noise: Tensor, stochastic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The chain ``[N, K + 1, H, A_model]``, the stochastic step ``[N]``, its log-probability and the value."""
+        """Return the chain ``[N, K + 1, H, A_model]``, stochastic step ``[N]``, its log-probability and the value."""
         settings, batch = self.flow, len(noise)
         schedule = flow.times(settings.num_steps, noise.device)
         stochastic = stochastic and settings.method != "flow_ode"
         step = torch.zeros(batch, dtype=torch.int64, device=noise.device)
         if stochastic and not settings.joint:
             step = torch.randint(settings.stochastic_steps, (batch,), device=noise.device)
-        fresh = torch.randn_like(noise) if stochastic and not settings.joint else None
+        fresh = torch.randn_like(noise) if stochastic and not settings.joint else torch.zeros_like(noise)
         # Without a stochastic step the value is the mean over all, that of a step drawn at random.
         everywhere = settings.joint or not stochastic
         x, chain = noise, [noise]
@@ -147,18 +149,18 @@ class FlowPolicy(VLAPolicy):
         return torch.stack(chain, dim=1), step, log_prob, self._chosen_value(values)
 
     def _chosen_value(self, values: list[tuple[Tensor, Tensor | None]]) -> Tensor | None:
-        """Mean over the chosen steps of each row."""
+        """Return the mean over the chosen steps of each row."""
         if values[0][1] is None:
             return None
         chosen = torch.stack([mask for mask, _ in values]).unsqueeze(-1)
-        stacked = torch.stack([value for _, value in values])
+        stacked = torch.stack([value for _, value in values if value is not None])
         return (stacked * chosen).sum(0) / chosen.sum(0)
 
     def _gaussian(
         self, x: Tensor, speed: Tensor, hidden: Tensor, schedule: Tensor, step: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the stochastic step ``[N]`` at ``x``."""
-        if self.flow.method == "flow_noise":
+        """Return the mean and standard deviation of the stochastic step ``[N]`` at ``x``."""
+        if self.noise_network is not None:
             return flow.euler(x, speed, schedule[step], schedule[step + 1]), self.noise_network(hidden)
         mean, std = flow.stochastic_step(self.flow.method, x, speed, schedule, step, float(self.noise_level))
         return mean, std.expand_as(mean)
@@ -169,7 +171,7 @@ class FlowPolicy(VLAPolicy):
     # ---- learning
 
     def get_dist(self, tensordict: TensorDictBase) -> Distribution:
-        """Gaussian ``[N, C, A]`` of what the stored stochastic step led to, ``denoise_chain[:, 1]``.
+        """Return the Gaussian ``[N, C, A]`` of what the stored stochastic step led to, ``denoise_chain[:, 1]``.
 
         Raises:
             ValueError: no step is stochastic, or all are.
@@ -188,7 +190,7 @@ class FlowPolicy(VLAPolicy):
         return log_prob, self._trained(flow.entropy(std).sum(1)), None if value is None else value.mean(1)
 
     def _stored_steps(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Mean and deviation ``[N, k, H, A_model]`` and values ``[N, k, num_values]`` of the ``k`` stored steps.
+        """Return mean and deviation ``[N, k, H, A_model]`` and values ``[N, k, num_values]`` of ``k`` stored steps.
 
         ``k`` is ``K`` if all steps are stochastic, otherwise 1; they go through the network in one pass.
         """
@@ -205,7 +207,7 @@ class FlowPolicy(VLAPolicy):
         return mean.unflatten(0, steps), std.unflatten(0, steps), None if value is None else value.unflatten(0, steps)
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
-        """Flow-matching error ``[N, C]`` of demonstrated ``action`` ``[N, C, A]``, mean over action dimensions.
+        """Return the flow-matching error ``[N, C]`` of demonstrated ``action`` ``[N, C, A]``, mean over dimensions.
 
         Noise and time are drawn anew; time from ``0.001 + 0.999 Beta(1.5, 1)`` as in pi0.
 

@@ -14,6 +14,7 @@ Formulas and defaults are those of RLinf (Zang et al. 2025, arXiv 2510.25889), c
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -24,7 +25,7 @@ METHODS = ("flow_sde", "flow_noise", "flow_cps", "flow_ode")
 
 
 def times(num_steps: int, device: torch.device | str | None = None) -> Tensor:
-    """Times float32 ``[K + 1]`` from 1 to 0.
+    """Return times float32 ``[K + 1]`` from 1 to 0.
 
     They are summed up in float32 as openpi does it: the network's finest period is 0.004, so that rounding shows.
 
@@ -40,7 +41,7 @@ def times(num_steps: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def embed_time(time: Tensor, width: int) -> Tensor:
-    """Sines and cosines float32 ``[N, width]`` of ``time`` ``[N]``, with periods from 0.004 to 4."""
+    """Return sines and cosines float32 ``[N, width]`` of ``time`` ``[N]``, with periods from 0.004 to 4."""
     fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=time.device)
     periods = _SHORTEST_PERIOD * (_LONGEST_PERIOD / _SHORTEST_PERIOD) ** fraction
     angles = 2 * math.pi * time.double().unsqueeze(1) / periods
@@ -48,14 +49,14 @@ def embed_time(time: Tensor, width: int) -> Tensor:
 
 
 def euler(x: Tensor, velocity: Tensor, now: Tensor, then: Tensor) -> Tensor:
-    """The deterministic step from time ``now`` to ``then``; these are ``[N]`` and ``x`` ``[N, H, A]``."""
+    """Take the deterministic step from time ``now`` to ``then``; these are ``[N]`` and ``x`` ``[N, H, A]``."""
     return x - velocity * _column(now - then)
 
 
 def stochastic_step(
     method: str, x: Tensor, velocity: Tensor, schedule: Tensor, step: Tensor, noise_level: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean ``[N, H, A]`` and standard deviation ``[N, 1, 1]`` of a step of ``flow_sde`` or ``flow_cps``.
+    """Return the mean ``[N, H, A]`` and standard deviation ``[N, 1, 1]`` of a step of ``flow_sde`` or ``flow_cps``.
 
     Args:
         method: one of the two.
@@ -78,7 +79,7 @@ def stochastic_step(
 
 
 def log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Logarithm of the Gaussian density, element by element; 0 where ``std`` is 0."""
+    """Return the logarithm of the Gaussian density, element by element; 0 where ``std`` is 0."""
     certain = std == 0
     std = torch.where(certain, 1.0, std)
     density = -0.5 * ((value - mean) / std).square() - std.log() - 0.5 * math.log(2 * math.pi)
@@ -86,7 +87,7 @@ def log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def entropy(std: Tensor) -> Tensor:
-    """Entropy of the Gaussian in nats, element by element; 0 where ``std`` is 0."""
+    """Return the entropy of the Gaussian in nats, element by element; 0 where ``std`` is 0."""
     certain = std == 0
     return torch.where(certain, 0.0, torch.where(certain, 1.0, std).log() + 0.5 * math.log(2 * math.pi * math.e))
 
@@ -116,7 +117,7 @@ class NoiseNetwork(nn.Module):
             raise ValueError(f"noise_std_range is {list(bounds)}, must be two positive numbers, the smaller one first")
         sizes = (width, *hidden, action_dim)
         layers: list[nn.Module] = []
-        for before, after in zip(sizes, sizes[1:], strict=False):
+        for before, after in itertools.pairwise(sizes):
             layers += [nn.Linear(before, after), nn.Tanh()]
         self.mlp = nn.Sequential(*layers)
         self.bounds = bounds

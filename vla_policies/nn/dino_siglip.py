@@ -36,7 +36,7 @@ class DualVisionBackbone(nn.Module):
         self.featurizer.gradient_checkpointing = self.fused_featurizer.gradient_checkpointing = enabled
 
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
-        """Patch features.
+        """Return patch features.
 
         Args:
             pixels: float ``[B, 6 n, H, W]``: for each of ``n`` images, three channels normalised for DINOv2, then

@@ -14,7 +14,7 @@ HEADS = {"vit_small": 6, "vit_base": 12, "vit_large": 16, "vit_so400m": 16, "vit
 
 
 def heads_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Attention heads of the two transformers.
+    """Return attention heads of the two transformers.
 
     Args:
         config: a checkpoint's ``config.json``. ``vision_heads`` (two integers, ours) wins over what the names in
@@ -159,7 +159,7 @@ class VisionConfig:
         return self.featurizer.film_dim
 
     def unused(self, key: str) -> bool:
-        """Whether a checkpoint's ``key`` never affects the output: last block, final norm, attention pooling.
+        """Tell whether a checkpoint's ``key`` never affects the output: last block, final norm, attention pooling.
 
         Any prefix before ``featurizer`` is accepted, so adapters (``...blocks.23.attn.qkv.lora_A.weight``) are judged
         like the weights that they adapt.

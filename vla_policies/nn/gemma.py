@@ -6,8 +6,9 @@ arXiv 2410.24164, Physical Intelligence 2025, arXiv 2504.16054. Names are those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class Gemma(nn.Module):
         """
         rotation = rotary.rotation(positions, self.config.head_dim, _THETA, hidden.dtype)
         found: list[KeysValues] = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast(Iterable[GemmaLayer], self.layers)):
             earlier = None if before is None else before[index]
             if not output and index == len(self.layers) - 1:
                 normed, _ = layer.input_layernorm(hidden, condition)
@@ -131,7 +132,7 @@ class GemmaAttention(nn.Module):
         self.o_proj = nn.Linear(queries, config.width, bias=False)
 
     def keys_values(self, hidden: Tensor, rotation: KeysValues) -> KeysValues:
-        """Keys (already turned by their positions) and values ``[N, kv_heads, S, head_dim]``."""
+        """Return keys (already turned by their positions) and values ``[N, kv_heads, S, head_dim]``."""
         return rotary.rotate(self._heads(self.k_proj(hidden)), rotation), self._heads(self.v_proj(hidden))
 
     def forward(

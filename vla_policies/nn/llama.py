@@ -35,7 +35,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, text_config: Mapping[str, Any]) -> LlamaConfig:
-        """From the ``text_config`` of a ``config.json``; entries that do not shape the model are ignored."""
+        """Read the ``text_config`` of a ``config.json``; entries that do not shape the model are ignored."""
         known = {entry.name: text_config[entry.name] for entry in fields(cls) if entry.name in text_config}
         known.setdefault("num_key_value_heads", known.get("num_attention_heads", cls.num_attention_heads))
         return cls(**known)
@@ -68,9 +68,9 @@ class KeyValueCache:
         if layer not in self.layers:
             shape = (*keys.shape[:2], self.capacity, keys.shape[3])
             self.layers[layer] = (keys.new_empty(shape), values.new_empty(shape))
-        for stored, new in zip(self.layers[layer], (keys, values), strict=True):
-            stored[:, :, self.length : end] = new
-        return tuple(stored[:, :, :end] for stored in self.layers[layer])
+        all_keys, all_values = self.layers[layer]
+        all_keys[:, :, self.length : end], all_values[:, :, self.length : end] = keys, values
+        return all_keys[:, :, :end], all_values[:, :, :end]
 
 
 class Llama(nn.Module):
@@ -84,14 +84,11 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.model.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model = LlamaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings ``[..., hidden]`` of token ids ``[...]``."""
+        """Return the embeddings ``[..., hidden]`` of token ids ``[...]``."""
         return self.model.embed_tokens(tokens)
 
     def hidden_states(
@@ -103,7 +100,7 @@ class Llama(nn.Module):
         causal: bool,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Hidden states ``[N, S, hidden]`` after the final norm.
+        """Return the hidden states ``[N, S, hidden]`` after the final norm.
 
         Args:
             embeddings: ``[N, S, hidden]``, the tokens that are new to the cache.
@@ -126,12 +123,12 @@ class Llama(nn.Module):
         return self.model.norm(hidden)
 
     def window_logits(self, hidden: Tensor, window: slice) -> Tensor:
-        """Logits float32 ``[..., W]`` of the ``W`` token ids in ``window``, without those of the other ids.
+        """Return logits float32 ``[..., W]`` of the ``W`` token ids in ``window``, without those of the other ids.
 
         Knows the low-rank update that peft puts around ``lm_head``: ``x W^T + scaling (x A^T) B^T``.
         """
         hidden = hidden.float()
-        head = self.lm_head
+        head: Any = self.lm_head
         base = getattr(head, "base_layer", head)
         logits = F.linear(hidden, base.weight[window].float())
         if base is head or head.disable_adapters or head.merged:
@@ -140,6 +137,16 @@ class Llama(nn.Module):
             down, up = head.lora_A[name].weight.float(), head.lora_B[name].weight[window].float()
             logits = logits + head.scaling[name] * F.linear(F.linear(hidden, down), up)
         return logits
+
+
+class LlamaModel(nn.Module):
+    """Everything but the vocabulary's logits."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class DecoderLayer(nn.Module):
@@ -212,9 +219,9 @@ class GatedMLP(nn.Module):
 
 
 def _attention_mask(valid: Tensor, new: int, causal: bool) -> tuple[Tensor | None, bool]:
-    """What the ``new`` last of ``T`` tokens may attend to: bool ``[N, 1, new or 1, T]``, or ``None`` and "is causal".
+    """Mask what the ``new`` last of ``T`` tokens may attend to: bool ``[N, 1, new or 1, T]``, and "is causal".
 
-    Without padding there is no mask to read, which lets the fastest attention kernels run.
+    Without padding there is no mask to read (``None``), which lets the fastest attention kernels run.
     """
     total, padded = valid.shape[1], not bool(valid.all())
     if not causal or new == 1:

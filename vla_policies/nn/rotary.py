@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[N, 1, S, head_dim]`` of the angles ``position * theta ** (-2 i / head_dim)``.
+    """Return cosine and sine ``[N, 1, S, head_dim]`` of the angles ``position * theta ** (-2 i / head_dim)``.
 
     The angles are float32 whatever the dtype of the model: bfloat16 frequencies are off by 0.4 rad at position 333.
 

@@ -42,11 +42,8 @@ class Siglip(nn.Module):
     def __init__(self, config: SiglipConfig):
         super().__init__()
         self.config, self.gradient_checkpointing = config, False
-        self.embeddings = nn.Module()
-        self.embeddings.patch_embedding = nn.Conv2d(3, config.width, config.patch_size, stride=config.patch_size)
-        self.embeddings.position_embedding = nn.Embedding(config.num_patches, config.width)
-        self.encoder = nn.Module()
-        self.encoder.layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.depth))
+        self.embeddings = SiglipEmbeddings(config)
+        self.encoder = SiglipEncoder(config)
         self.post_layernorm = nn.LayerNorm(config.width, eps=1e-6)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -67,6 +64,35 @@ class Siglip(nn.Module):
         return self.post_layernorm(hidden)
 
 
+class SiglipEmbeddings(nn.Module):
+    """Patches and their positions."""
+
+    def __init__(self, config: SiglipConfig):
+        super().__init__()
+        self.patch_embedding = nn.Conv2d(3, config.width, config.patch_size, stride=config.patch_size)
+        self.position_embedding = nn.Embedding(config.num_patches, config.width)
+
+
+class SiglipEncoder(nn.Module):
+    """All layers."""
+
+    def __init__(self, config: SiglipConfig):
+        super().__init__()
+        self.layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.depth))
+
+
+class SiglipMLP(nn.Module):
+    """Two layers with the tanh approximation of GELU between them."""
+
+    def __init__(self, config: SiglipConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.width, config.mlp_dim)
+        self.fc2 = nn.Linear(config.mlp_dim, config.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(hidden), approximate="tanh"))
+
+
 class SiglipLayer(nn.Module):
     """Attention and MLP, each behind a norm and on a residual path."""
 
@@ -75,14 +101,11 @@ class SiglipLayer(nn.Module):
         self.layer_norm1 = nn.LayerNorm(config.width, eps=1e-6)
         self.self_attn = SiglipAttention(config)
         self.layer_norm2 = nn.LayerNorm(config.width, eps=1e-6)
-        self.mlp = nn.Module()
-        self.mlp.fc1 = nn.Linear(config.width, config.mlp_dim)
-        self.mlp.fc2 = nn.Linear(config.mlp_dim, config.width)
+        self.mlp = SiglipMLP(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.self_attn(self.layer_norm1(hidden))
-        inner = F.gelu(self.mlp.fc1(self.layer_norm2(hidden)), approximate="tanh")
-        return hidden + self.mlp.fc2(inner)
+        return hidden + self.mlp(self.layer_norm2(hidden))
 
 
 class SiglipAttention(nn.Module):
@@ -91,8 +114,10 @@ class SiglipAttention(nn.Module):
     def __init__(self, config: SiglipConfig):
         super().__init__()
         self.heads = config.heads
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            setattr(self, name, nn.Linear(config.width, config.width))
+        self.q_proj = nn.Linear(config.width, config.width)
+        self.k_proj = nn.Linear(config.width, config.width)
+        self.v_proj = nn.Linear(config.width, config.width)
+        self.out_proj = nn.Linear(config.width, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         q, k, v = (

@@ -15,18 +15,13 @@ class ValueHead(nn.Module):
 
     def __init__(self, hidden_size: int, num_values: int = 1):
         super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(hidden_size, 512),
-            nn.GELU(),
-            nn.Linear(512, 128),
-            nn.GELU(),
-            nn.Linear(128, num_values, bias=False),
-        )
-        for layer in (self.mlp[0], self.mlp[2]):
+        first, second, last = nn.Linear(hidden_size, 512), nn.Linear(512, 128), nn.Linear(128, num_values, bias=False)
+        self.mlp = nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
+        for layer in (first, second):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
             nn.init.zeros_(layer.bias)
-        nn.init.normal_(self.mlp[4].weight, std=0.02)
+        nn.init.normal_(last.weight, std=0.02)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values float32 ``[N, num_values]`` of hidden states ``[N, hidden]`` at the last token of the prompt."""
-        return self.mlp(hidden.to(self.mlp[0].weight.dtype)).float()
+        """Return values float32 ``[N, num_values]`` of hidden states ``[N, hidden]`` at the prompt's last token."""
+        return self.mlp(hidden.to(next(self.mlp.parameters()).dtype)).float()

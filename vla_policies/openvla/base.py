@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
+from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
+from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
+from vla_policies.checkpoint.weights import load_weights
 from vla_policies.nn.value_head import ValueHead
-from vla_policies.openvla import loading
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.describe import describe
-from vla_policies.openvla.film import Adapted
-from vla_policies.openvla.folder import OpenVLAFolder, family_of
+from vla_policies.openvla.film import Adapted, write_film
+from vla_policies.openvla.folder import VALUE_HEAD, OpenVLAFolder, family_of
+from vla_policies.openvla.loading import empty_model, load_heads, save_heads, unused_by
 from vla_policies.openvla.model import Prismatic
 from vla_policies.openvla.prompts import Prompts
 from vla_policies.policy import PretrainedPolicy
@@ -56,6 +60,9 @@ class PrismaticPolicy(PretrainedPolicy):
     config_class: ClassVar[type[OpenVLAConfig]] = OpenVLAConfig
     checkpoint_settings: ClassVar[tuple[str, ...]] = ("statistics",)
     lora_targets: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(_VISION + _PROJECTOR + _LANGUAGE))
+
+    model: Prismatic
+    config: OpenVLAConfig
 
     def __init__(
         self,
@@ -99,7 +106,7 @@ class PrismaticPolicy(PretrainedPolicy):
             folder.preprocessor, fast=config.fast_resize, crop=config.center_crop
         )
         self.prompts = Prompts(folder.path, config.max_prompt_length)
-        self.model: Prismatic = model
+        self.model = model
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.num_values = num_values if config.value_head else 0
         hidden_size = model.config.language.hidden_size
@@ -115,24 +122,66 @@ class PrismaticPolicy(PretrainedPolicy):
         lora_adapter: str | Path | None = None,
         **settings: Any,
     ) -> Self:
-        """Load a checkpoint in the published layout; see :func:`vla_policies.openvla.loading.load`.
+        """Load a checkpoint in the published layout. Everything is checked before a tensor is read.
 
         Args:
-            folder: local folder, or hub id.
+            folder: local folder, or hub id, in the layout of :mod:`vla_policies.openvla.folder`.
             dtype: of the model, ``None`` for what it was saved with here, or float32; the heads are float32.
             device: of the policy.
-            lora_adapter: folder of a peft adapter to apply and continue training.
+            lora_adapter: folder of a peft adapter to apply and continue training. One that :meth:`save_pretrained`
+                wrote is applied by itself; one that is published beside weights is not: it is merged into them already.
             **settings: fields of :attr:`config_class`; what the checkpoint was saved with is the default.
+
+        Raises:
+            FileNotFoundError: no checkpoint, or a part of it is missing.
+            ValueError: settings, statistics, tokenizer or weights that do not fit.
         """
-        return loading.load(cls, folder, settings, dtype=dtype, device=device, lora_adapter=lora_adapter)
+        checkpoint = OpenVLAFolder.read(folder, cls.family)
+        merged, stored = merge_settings(cls, checkpoint.path, checkpoint.options, settings)
+        if "benchmark" not in merged:
+            raise ValueError(
+                f"{checkpoint.path} does not say which benchmark it acts in; set benchmark, such as 'libero'; recipes "
+                "do so with policy=openvla or policy=openvla_oft"
+            )
+        config = cls.config_class(**cls.infer_settings(checkpoint, merged, stored))
+        model, entries, film = empty_model(checkpoint)
+        policy = cls(model, checkpoint, config)
+        dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
+        unused = load_weights(model, entries, dtype=dtype, device=device, unused=unused_by(model))
+        policy.film = film
+        policy.unused_tensors = {key: tensor for key, tensor in unused.items() if not key.startswith(VALUE_HEAD)}
+        load_heads(checkpoint, policy.heads(), policy.value_head)
+        policy.to(device)
+        restore_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
+        return policy
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the checkpoint's layout; a LoRA adapter that was not merged goes into ``lora_adapter/``."""
-        loading.save(self, folder)
+        """Write the checkpoint's layout, and settings into ``vla_torchrl.json``.
+
+        A LoRA adapter goes into ``lora_adapter/``; merge it first
+        (:func:`vla_policies.checkpoint.lora.merge_adapter`) for weights that any OpenVLA code can load.
+        """
+        folder, lora = Path(folder), has_lora(self)
+        weights = {**plain_weights(self.model), **self.unused_tensors}
+        if self.value_head is not None:
+            weights |= {f"{VALUE_HEAD}{key}": tensor for key, tensor in self.value_head.state_dict().items()}
+        dtype = dtype_name(self.model.language_model.model.norm.weight.dtype)
+        options = {"family": self.family, **asdict(self.config), "dtype": dtype, ADAPTER: lora}
+        if self.film is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            weights = write_film(folder, weights, self.film)
+        self.folder.write(folder, weights=weights, options=options)
+        save_heads(folder, self.heads())
+        if lora:
+            save_adapter(self, folder / ADAPTER)
+
+    def heads(self) -> dict[str, nn.Module | None]:
+        """Return heads that have files of their own, by the names of these."""
+        return {}
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        """Whether the folder is a checkpoint of this family; published ones without OFT's parts count as OpenVLA's."""
+        """Tell whether a folder is of this family; published ones without OFT's parts count as OpenVLA's."""
         return family_of(folder) == cls.family
 
     @classmethod
@@ -140,13 +189,24 @@ class PrismaticPolicy(PretrainedPolicy):
         """Describe a folder and what it lacks; reads its small files and the headers of its weights."""
         return describe(OpenVLAFolder.read(folder))
 
+    @classmethod
+    def infer_settings(cls, checkpoint: OpenVLAFolder, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
+        """Add the settings that can be seen in a checkpoint.
+
+        Args:
+            checkpoint: its folder.
+            settings: what the user asks for over what was stored.
+            stored: whether anything was; only then the class's defaults are what it was trained with.
+        """
+        return settings
+
     @abstractmethod
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor) -> Tensor:
-        """Hidden states ``[N, C * A, hidden]`` that predict ``action_tokens`` ``[N, C, A]``, in one pass."""
+        """Return the hidden states ``[N, C * A, hidden]`` that predict ``action_tokens`` ``[N, C, A]``, in one pass."""
 
     @abstractmethod
     def sample_actions(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Action tokens ``[N, C, A]``, their log-probability, and the hidden state ``[N, hidden]`` for the value."""
+        """Return action tokens ``[N, C, A]``, their log-probability, and the state ``[N, hidden]`` for the value."""
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -174,7 +234,7 @@ class PrismaticPolicy(PretrainedPolicy):
         return dist.log_prob(tokens), dist.entropy(), self.value(states[:, 0])
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
-        """Cross-entropy ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, mean over action dimensions.
+        """Return the cross-entropy ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, mean over dimensions.
 
         Args:
             tensordict: observations, ``prompt_tokens`` and ``action`` in the simulator's units.
@@ -191,11 +251,11 @@ class PrismaticPolicy(PretrainedPolicy):
         return -(label * log_prob).sum(-1).mean(-1)
 
     def unused(self, key: str) -> bool:
-        """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
+        """Tell whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
         return self.model.config.vision.unused(key)
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Tokens int64 ``[N, L]`` of ``N`` instructions."""
+        """Return tokens int64 ``[N, L]`` of ``N`` instructions."""
         return self.prompts(task_descriptions).to(self.device)
 
     @property
@@ -204,11 +264,11 @@ class PrismaticPolicy(PretrainedPolicy):
         return self.model.language_model.model.norm.weight.device
 
     def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> Categorical:
-        """Distribution of action tokens ``[...]`` from their logits ``[..., 256]``; ``chosen`` were drawn earlier."""
+        """Return the distribution of tokens of logits ``[..., 256]``; ``chosen`` ``[...]`` were drawn earlier."""
         return action_distribution(logits, self.config.temperature, self.config.top_k, chosen)
 
     def value(self, state: Tensor) -> Tensor | None:
-        """Values ``[N, num_values]`` of hidden states ``[N, hidden]`` of the last prompt token."""
+        """Return values ``[N, num_values]`` of hidden states ``[N, hidden]`` of the last prompt token."""
         return None if self.value_head is None else self.value_head(state)
 
     def write_value(self, tensordict: TensorDictBase, state: Tensor) -> TensorDictBase:
@@ -217,11 +277,11 @@ class PrismaticPolicy(PretrainedPolicy):
         return tensordict if value is None else tensordict.set(keys.STATE_VALUE, value)
 
     def to_simulator(self, actions: Tensor) -> Tensor:
-        """Normalised actions ``[N, C, A]`` of the model as actions of the simulator."""
+        """Convert normalised actions ``[N, C, A]`` of the model to actions of the simulator."""
         return self.adapter.to_simulator(self.statistics.unnormalize(actions))
 
     def to_model(self, actions: Tensor) -> Tensor:
-        """Inverse of :meth:`to_simulator`."""
+        """Invert :meth:`to_simulator`."""
         return self.statistics.normalize(self.adapter.to_model(actions))
 
     def _prefix(
@@ -231,5 +291,5 @@ class PrismaticPolicy(PretrainedPolicy):
         return self.model.prefix(pixels, tensordict.get(keys.PROMPT_TOKENS), extra, stop=stop)
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Logits ``[N, C, A, 256]`` of hidden states ``[N, C * A, hidden]``."""
+        """Return logits ``[N, C, A, 256]`` of hidden states ``[N, C * A, hidden]``."""
         return self.model.action_logits(states).unflatten(1, (-1, self.token_dim))

@@ -51,7 +51,7 @@ class _Merged(Entry):
 
 
 def read_film(file: Path) -> tuple[dict[str, Entry], Adapted]:
-    """Tensors of the vision backbone by the names that the main weights use, and the adapters that were merged.
+    """Read the vision backbone's tensors by the names of the main weights, and which adapters were merged.
 
     The file is mapped, so that a tensor takes memory when it is read.
 
@@ -65,7 +65,8 @@ def read_film(file: Path) -> tuple[dict[str, Entry], Adapted]:
         raise ValueError(f"{file} is truncated or not a file of weights ({reason}); copy it again") from error
     if not any(name.endswith(".scale.weight") for name in stored):
         raise ValueError(f"{file} has no FiLM layers (blocks.N.scale); it is not the file of an OpenVLA-OFT checkpoint")
-    entries, layers, rank = {}, set(), 0
+    entries: dict[str, Entry] = {}
+    layers, rank = set(), 0
     for name, tensor in stored.items():
         if ".lora_" in name:
             continue

@@ -161,14 +161,14 @@ class OpenVLAFolder:
             (folder / name).write_bytes(content)
         (dtype, _), *_ = Counter(tensor.dtype for tensor in weights.values()).most_common()
         config = {**self.config, "torch_dtype": str(dtype).removeprefix("torch.")}
-        for name, content in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        for name, entries in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
+            (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
         save_weights(weights, folder, max_shard_size=max_shard_size)
         return folder
 
 
 def family_of(folder: Path) -> str | None:
-    """The family of a local folder, ``None`` if it is no OpenVLA checkpoint; see :attr:`OpenVLAFolder.family`."""
+    """Find the family of a local folder, ``None`` if it is no OpenVLA checkpoint; see :attr:`OpenVLAFolder.family`."""
     try:
         kind = read_json(folder / "config.json").get("model_type")
         options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}

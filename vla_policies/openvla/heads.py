@@ -22,21 +22,30 @@ class L1Head(nn.Module):
     def __init__(self, hidden_size: int, action_dim: int, inner_size: int | None = None, num_blocks: int = 2):
         super().__init__()
         self.action_dim, inner = action_dim, inner_size or hidden_size
-        self.model = nn.Module()
-        self.model.layer_norm1 = nn.LayerNorm(hidden_size * action_dim)
-        self.model.fc1 = nn.Linear(hidden_size * action_dim, inner)
-        self.model.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(inner) for _ in range(num_blocks))
-        self.model.layer_norm2 = nn.LayerNorm(inner)
-        self.model.fc2 = nn.Linear(inner, action_dim)
+        self.model = ResidualMLP(hidden_size * action_dim, inner, action_dim, num_blocks)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalised actions float32 ``[N, C, A]`` of hidden states ``[N, C * A, hidden]``, not clamped."""
-        layers = self.model
-        features = hidden.to(layers.fc1.weight.dtype).unflatten(1, (-1, self.action_dim)).flatten(2)
-        features = F.relu(layers.fc1(layers.layer_norm1(features)))
-        for block in layers.mlp_resnet_blocks:
+        """Return the normalised actions float32 ``[N, C, A]`` of hidden states ``[N, C * A, hidden]``, not clamped."""
+        features = hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.action_dim)).flatten(2)
+        return self.model(features).float()
+
+
+class ResidualMLP(nn.Module):
+    """A layer, residual blocks and another layer, with a norm before each of the two."""
+
+    def __init__(self, size: int, inner: int, out: int, num_blocks: int):
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(size)
+        self.fc1 = nn.Linear(size, inner)
+        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(inner) for _ in range(num_blocks))
+        self.layer_norm2 = nn.LayerNorm(inner)
+        self.fc2 = nn.Linear(inner, out)
+
+    def forward(self, features: Tensor) -> Tensor:
+        features = F.relu(self.fc1(self.layer_norm1(features)))
+        for block in self.mlp_resnet_blocks:
             features = block(features)
-        return layers.fc2(layers.layer_norm2(features)).float()
+        return self.fc2(self.layer_norm2(features))
 
 
 class ResidualBlock(nn.Module):

@@ -5,7 +5,7 @@ Karamcheti et al. 2024, arXiv 2402.07865; OpenVLA: Kim et al. 2024, arXiv 2406.0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class PrismaticConfig:
     """
 
     vision: VisionConfig
-    language: LlamaConfig = LlamaConfig()
+    language: LlamaConfig = field(default_factory=LlamaConfig)
     num_action_tokens: int = 256
     vocabulary_padding: int = 64
     pad_token: int = 32000
@@ -63,7 +63,7 @@ class Prismatic(nn.Module):
         self.language_model.gradient_checkpointing = enabled
 
     def image_tokens(self, pixel_values: Tensor, language: Tensor | None = None) -> Tensor:
-        """Projected patches ``[N, 256 n, hidden]`` of ``n`` images (``processing.images.pixel_values``).
+        """Return projected patches ``[N, 256 n, hidden]`` of ``n`` images (``processing.images.pixel_values``).
 
         ``language`` ``[N, hidden]`` is for checkpoints with FiLM.
         """
@@ -75,7 +75,7 @@ class Prismatic(nn.Module):
     def prefix(
         self, pixel_values: Tensor, prompt_tokens: Tensor, extra: Tensor | None = None, *, stop: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Everything before the actions.
+        """Embed everything before the actions.
 
         With FiLM, images are modulated by the mean embedding of all tokens that are neither images nor actions.
 
@@ -105,7 +105,7 @@ class Prismatic(nn.Module):
         return embeddings, torch.cat([before, text_valid], dim=1)
 
     def action_states(self, prefix: tuple[Tensor, Tensor], suffix: Tensor, num_actions: int, *, causal: bool) -> Tensor:
-        """Hidden states ``[N, num_actions, hidden]`` that predict the action tokens, in one pass.
+        """Return the hidden states ``[N, num_actions, hidden]`` that predict the action tokens, in one pass.
 
         The state that predicts action token ``j`` is that of the token before it, counted from the last prompt token.
 
@@ -123,7 +123,7 @@ class Prismatic(nn.Module):
         return hidden[:, first : first + num_actions]
 
     def action_logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32 ``[..., 256]`` of the action tokens, lowest id first, of hidden states ``[..., hidden]``."""
+        """Return logits float32 ``[..., 256]`` of the action tokens, lowest id first, of states ``[..., hidden]``."""
         return self.language_model.window_logits(hidden, self.config.action_window)
 
 
@@ -141,7 +141,7 @@ class Projector(nn.Module):
 
 
 def pack_right(prompt_tokens: Tensor, pad_token: int) -> tuple[Tensor, Tensor]:
-    """The prompts without BOS, aligned to the right and cut to the longest: ``[N, T]`` and which are valid, bool.
+    """Align prompts without BOS to the right and cut them to the longest: ``[N, T]`` and which are valid, bool.
 
     Raises:
         ValueError: a row is empty apart from BOS.
@@ -156,5 +156,5 @@ def pack_right(prompt_tokens: Tensor, pad_token: int) -> tuple[Tensor, Tensor]:
 
 
 def positions_of(valid: Tensor) -> Tensor:
-    """Positions int64 ``[N, S]`` that count the valid tokens from 0."""
+    """Return positions int64 ``[N, S]`` that count the valid tokens from 0."""
     return (valid.cumsum(1) - 1).clamp_min(0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from vla_common import keys
@@ -30,6 +30,8 @@ class OpenVLAOFT(PrismaticPolicy):
     family: ClassVar[str] = "openvla_oft"
     config_class: ClassVar[type[OpenVLAOFTConfig]] = OpenVLAOFTConfig
     checkpoint_settings = ("statistics", "head", "layout", "num_action_chunks", "num_images_in_input", "use_proprio")
+
+    config: OpenVLAOFTConfig
 
     def __init__(self, model: Prismatic, folder: OpenVLAFolder, config: OpenVLAOFTConfig):
         chunk_size = config.num_action_chunks
@@ -61,8 +63,32 @@ class OpenVLAOFT(PrismaticPolicy):
                 )
             self.proprio_projector = ProprioProjector(proprio_dim, hidden_size)
 
+    @classmethod
+    def infer_settings(cls, checkpoint: OpenVLAFolder, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
+        """Add head, proprioception and FiLM as the files have them.
+
+        Raises:
+            ValueError: FiLM that the checkpoint has not, or nobody knows how its sequences end.
+        """
+        film = checkpoint.film is not None
+        if settings.setdefault("use_film", film) != film:
+            has = "was trained with FiLM" if film else "has no vision_backbone--*.pt, where FiLM's weights are"
+            raise ValueError(f"use_film is {settings['use_film']}, but {checkpoint.path} {has}; leave use_film out")
+        if not stored:
+            settings.setdefault("head", "l1" if checkpoint.action_head else "tokens")
+            settings.setdefault("use_proprio", checkpoint.proprio_projector is not None)
+            if settings["head"] == "tokens" and "layout" not in settings:
+                raise ValueError(
+                    f"{checkpoint.path} does not say how its sequences end; set layout='official' for checkpoints of "
+                    "openvla-oft and SimpleVLA-RL, layout='rlinf' for those of RLinf"
+                )
+        return settings
+
+    def heads(self) -> dict[str, nn.Module | None]:
+        return {"action_head": self.action_head, "proprio_projector": self.proprio_projector}
+
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor | None = None) -> Tensor:
-        """Hidden states ``[N, C * A, hidden]``; parallel decoding does not read ``action_tokens``."""
+        """Return the hidden states ``[N, C * A, hidden]``; parallel decoding does not read ``action_tokens``."""
         extra = None
         if self.proprio_projector is not None:
             extra = self.proprio_projector(self.statistics.normalize_states(self.adapter.states(tensordict)))

@@ -32,7 +32,7 @@ class OpenVLA(PrismaticPolicy):
         super().__init__(model, folder, config)
 
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor) -> Tensor:
-        """Hidden states ``[N, A, hidden]``; ``action_tokens`` ``[N, 1, A]`` are what each one follows."""
+        """Return the hidden states ``[N, A, hidden]``; ``action_tokens`` ``[N, 1, A]`` are what each one follows."""
         suffix = self._embed(action_tokens.flatten(1)[:, :-1])
         return self.model.action_states(self._prefix(tensordict), suffix, self.token_dim, causal=True)
 

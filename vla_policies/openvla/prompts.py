@@ -43,7 +43,7 @@ class Prompts:
         self._cache: dict[str, Tensor] = {}
 
     def __call__(self, instructions: Sequence[str]) -> Tensor:
-        """Tokens int64 ``[N, L]``: ``<s>``, the prompt, a final space (29871), then padding (32000).
+        """Return tokens int64 ``[N, L]``: ``<s>``, the prompt, a final space (29871), then padding (32000).
 
         Raises:
             ValueError: an instruction is empty, or its prompt is longer than ``L``.
@@ -74,5 +74,5 @@ class Prompts:
 
 
 def prompt_lengths(tokens: Tensor) -> Tensor:
-    """Tokens int64 ``[N]`` of each prompt in ``[N, L]``, padding not counted."""
+    """Return tokens int64 ``[N]`` of each prompt in ``[N, L]``, padding not counted."""
     return (tokens != PAD).sum(-1)

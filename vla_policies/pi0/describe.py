@@ -6,7 +6,8 @@ from pathlib import Path
 
 from vla_policies.checkpoint.report import NOT_SAID, Report, describe_weights
 from vla_policies.checkpoint.weights import check_layout
-from vla_policies.pi0.folder import HEADS, Pi0Folder, empty_model, unused
+from vla_policies.pi0.folder import Pi0Folder, empty_model, unused
+from vla_policies.pi0.heads import HEADS
 
 
 def describe(path: Path) -> Report:

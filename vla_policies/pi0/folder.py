@@ -22,7 +22,7 @@ from vla_policies.checkpoint.hub import read_json, resolve
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
 from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
 
-OPTIONS, HEADS = "vla_torchrl.json", "vla_torchrl_heads.safetensors"
+OPTIONS = "vla_torchrl.json"
 TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
 EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
 UNUSED = f"{EXPERT}lm_head."
@@ -45,12 +45,12 @@ class Pi0Statistics:
     quantiles: bool
 
     def normalize(self, what: str, values: Tensor) -> Tensor:
-        """``state`` or ``actions`` ``[..., D]`` in physical units, normalised."""
+        """Normalise ``state`` or ``actions`` ``[..., D]`` in physical units."""
         low, span = self._affine(what, values)
         return (values - low) / span * 2 - 1 if self.quantiles else (values - low) / span
 
     def unnormalize(self, what: str, values: Tensor) -> Tensor:
-        """Inverse of :meth:`normalize`."""
+        """Invert :meth:`normalize`."""
         low, span = self._affine(what, values)
         return (values + 1) / 2 * span + low if self.quantiles else values * span + low
 
@@ -135,7 +135,7 @@ class Pi0Folder:
         )
 
     def select_statistics(self, norm_stats_id: str | None, quantiles: bool) -> Pi0Statistics:
-        """The statistics of a data set; ``None`` if there is one only.
+        """Return the statistics of a data set; ``None`` if there is one only.
 
         Raises:
             ValueError: several, or none of that name; lists them.
@@ -143,7 +143,7 @@ class Pi0Folder:
         names = sorted(self.statistics)
         if norm_stats_id is None and len(names) == 1:
             norm_stats_id = names[0]
-        if norm_stats_id not in self.statistics:
+        if norm_stats_id is None or norm_stats_id not in self.statistics:
             raise ValueError(f"norm_stats_id is {norm_stats_id!r}; set it to one of {names}, those of {self.path}")
         return Pi0Statistics(norm_stats_id, self.statistics[norm_stats_id], quantiles)
 
@@ -173,7 +173,7 @@ class Pi0Folder:
 
 
 def _statistics(folder: Path) -> dict[str, Any]:
-    """Every ``norm_stats.json`` by its data set: openpi has it in ``assets/<id>``, RLinf's checkpoints in ``<id>``."""
+    """Read every ``norm_stats.json``: openpi has it in ``assets/<id>``, RLinf's checkpoints in ``<id>``."""
     assets = folder / "assets"
     found = {file.parent.relative_to(assets).as_posix(): read_json(file) for file in sorted(assets.rglob(_STATISTICS))}
     if (folder / _STATISTICS).is_file():
@@ -185,7 +185,7 @@ def _statistics(folder: Path) -> dict[str, Any]:
 
 
 def is_pi0(folder: Path) -> bool:
-    """Whether a local folder is a checkpoint of pi0, published or ours, PyTorch or JAX; reads headers only."""
+    """Tell whether a local folder is a checkpoint of pi0, published or ours, PyTorch or JAX; reads headers only."""
     if has_weights(folder):
         try:
             return any(key.startswith(PREFIX) for key in list_weights(folder))
@@ -195,7 +195,7 @@ def is_pi0(folder: Path) -> bool:
 
 
 def empty_model(folder: Pi0Folder) -> tuple[Pi0Model, dict[str, Entry]]:
-    """The model of a checkpoint on the meta device, and the tensors to fill it with.
+    """Build the model of a checkpoint on the meta device; returns it and the tensors to fill it with.
 
     Raises:
         ValueError: the shapes make no such model.
@@ -207,12 +207,12 @@ def empty_model(folder: Pi0Folder) -> tuple[Pi0Model, dict[str, Entry]]:
 
 
 def unused(key: str) -> bool:
-    """Whether nothing reads a tensor of that name: the expert's ``lm_head``."""
+    """Tell whether nothing reads a tensor of that name: the expert's ``lm_head``."""
     return key.startswith(UNUSED)
 
 
 def model_weights(weights: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The weights by the names of the module: the stored ``lm_head`` is its token embeddings.
+    """Return the weights by the names of the module: the stored ``lm_head`` is its token embeddings.
 
     Raises:
         ValueError: there is neither.

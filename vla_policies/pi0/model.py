@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -105,13 +106,13 @@ class PrefixCache:
     output: Tensor | None = None
 
     def repeat(self, count: int) -> PrefixCache:
-        """Each row ``count`` times in a row, without ``output``."""
-        layers = [tuple(part.repeat_interleave(count, dim=0) for part in pair) for pair in self.layers]
+        """Return each row ``count`` times in a row, without ``output``."""
+        layers = [(k.repeat_interleave(count, dim=0), v.repeat_interleave(count, dim=0)) for k, v in self.layers]
         return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
 
 
 def needs_float32(name: str) -> bool:
-    """Whether a tensor stays float32 in a bfloat16 model, as in openpi.
+    """Tell whether a tensor stays float32 in a bfloat16 model, as in openpi.
 
     These are the norms of both Gemmas, SigLIP's embeddings, and all that actions, state and time pass outside the
     stacks: three digits are too few for noise that K steps take away.
@@ -156,17 +157,27 @@ class Pi0Model(nn.Module):
     @property
     def vision(self) -> Siglip:
         """SigLIP."""
-        return self.paligemma_with_expert.paligemma.model.vision_tower.vision_model
+        return cast(Siglip, self.get_submodule(_VISION.removesuffix(".")))
 
     @property
     def language(self) -> Gemma:
         """Gemma of PaliGemma."""
-        return self.paligemma_with_expert.paligemma.model.language_model
+        return cast(Gemma, self.get_submodule(_TEXT.removesuffix(".")))
 
     @property
     def expert(self) -> Gemma:
         """Gemma of the action expert."""
-        return self.paligemma_with_expert.gemma_expert.model
+        return cast(Gemma, self.get_submodule(f"{EXPERT}model"))
+
+    @property
+    def paligemma(self) -> nn.Module:
+        """SigLIP and its Gemma: what reads images and prompt."""
+        return self.get_submodule(PREFIX.removesuffix("."))
+
+    @property
+    def projector(self) -> nn.Module:
+        """From tokens of SigLIP to those of its Gemma."""
+        return self.get_submodule(f"{PREFIX}model.multi_modal_projector.linear")
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """Trade about a third more time in the update for activations that need not be kept."""
@@ -177,7 +188,7 @@ class Pi0Model(nn.Module):
     def embed_prefix(
         self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
+        """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
 
         Args:
             pixels: float ``[N, n, 3, H, W]`` of ``n`` images, from -1 to 1.
@@ -186,8 +197,7 @@ class Pi0Model(nn.Module):
             token_valid: bool ``[N, L]``.
         """
         count = pixels.shape[1]
-        projector = self.paligemma_with_expert.paligemma.model.multi_modal_projector.linear
-        images = projector(self.vision(pixels.flatten(0, 1))).unflatten(0, (-1, count))
+        images = self.projector(self.vision(pixels.flatten(0, 1))).unflatten(0, (-1, count))
         text = self.language.embed_tokens(tokens) * math.sqrt(self.config.language.width)
         if image_valid is None:
             image_valid = token_valid.new_ones(len(tokens), count)
@@ -203,7 +213,7 @@ class Pi0Model(nn.Module):
         *,
         output: bool = False,
     ) -> PrefixCache:
-        """Keys and values of images and prompt; arguments as for :meth:`embed_prefix`.
+        """Compute keys and values of images and prompt; arguments as for :meth:`embed_prefix`.
 
         ``output`` computes the last hidden states too.
         """
@@ -213,7 +223,7 @@ class Pi0Model(nn.Module):
         return PrefixCache(layers, valid, hidden)
 
     def embed_suffix(self, noisy_actions: Tensor, time: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).
+        """Return tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).
 
         Args:
             noisy_actions: ``[N, H, action_dim]``.
@@ -233,7 +243,7 @@ class Pi0Model(nn.Module):
     def velocity(
         self, prefix: PrefixCache, noisy_actions: Tensor, time: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Velocity (noise minus action) float32 ``[N, H, action_dim]`` and hidden states ``[N, H, width]``.
+        """Return the velocity (noise minus action) float32 ``[N, H, action_dim]`` and hidden states ``[N, H, width]``.
 
         Arguments as for :meth:`embed_suffix`.
         """
@@ -249,7 +259,7 @@ class Pi0Model(nn.Module):
 
     @staticmethod
     def _mask(valid: Tensor, new: int, horizon: int) -> Tensor | None:
-        """Actions attend to everything; the state token, which pi0 has before them, not to the actions."""
+        """Let actions attend to everything; the state token, which pi0 has before them, not to the actions."""
         if new == horizon and bool(valid.all()):
             return None
         own = valid.new_ones(new, new)

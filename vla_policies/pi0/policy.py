@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -14,14 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
+from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
+from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
+from vla_policies.checkpoint.weights import load_weights
 from vla_policies.flow.policy import FlowPolicy
-from vla_policies.pi0 import loading
 from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.describe import describe
-from vla_policies.pi0.folder import Pi0Folder, is_pi0, unused
-from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache
-from vla_policies.pi0.prefix import from_entries, to_entries
+from vla_policies.pi0.folder import Pi0Folder, empty_model, is_pi0, unused
+from vla_policies.pi0.heads import load_heads, make_value_head, save_heads
+from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache, needs_float32
+from vla_policies.pi0.prefix import from_entries, pool, to_entries
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.policy import PretrainedPolicy
@@ -52,11 +55,14 @@ class Pi0(FlowPolicy, PretrainedPolicy):
     family: ClassVar[str] = FAMILY
     config_class: ClassVar[type[Pi0Config]] = Pi0Config
     checkpoint_settings: ClassVar[tuple[str, ...]] = ("config_name", "num_images_in_input", "action_horizon")
-    renamed_settings = {"prefix_gigabytes": "prefix_cache_gb"}
+    renamed_settings: ClassVar[Mapping[str, str]] = {"prefix_gigabytes": "prefix_cache_gb"}
     lora_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
         *("gate_proj", "up_proj", "down_proj", "fc1", "fc2"),
     )
+
+    model: Pi0Model
+    config: Pi0Config
 
     def __init__(self, model: Pi0Model, folder: Pi0Folder, config: Pi0Config):
         preset = get_preset(config.config_name)
@@ -99,11 +105,12 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.freeze()
         self.num_values = 1 if config.value_head else 0
-        self.value_head = None
+        self.value_head: nn.Module | None = None
         if config.value_head:
             read = model.config.language.width if config.value_after_vlm else width
-            sizes = (1024, 512, 256) if config.config_name in ("pi05_libero", "pi05_maniskill") else (512, 256, 128)
-            self.value_head = _mlp(read, *sizes, 1)
+            wide = config.config_name in ("pi05_libero", "pi05_maniskill")  # until their schemas say so
+            sizes = preset.value_head or ((1024, 512, 256) if wide else (512, 256, 128))
+            self.value_head = make_value_head(read, *sizes)
 
     @classmethod
     def from_pretrained(
@@ -114,30 +121,52 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         device: torch.device | str = "cpu",
         lora_adapter: str | Path | None = None,
         **settings: Any,
-    ) -> Pi0:
-        """Load a checkpoint in openpi's PyTorch layout. Everything is checked before a tensor is read.
+    ) -> Self:
+        """Load a checkpoint in openpi's PyTorch layout; see :meth:`PretrainedPolicy.from_pretrained`.
 
-        Args:
-            folder: local folder, or hub id.
-            dtype: of the model, ``None`` for what it was saved with here, or float32; heads, norms and what actions,
-                state and time are projected with are float32 always.
-            device: of the policy.
-            lora_adapter: folder of a peft adapter to apply and continue training.
-            **settings: fields of :class:`Pi0Config`; what the checkpoint was saved with is the default.
-
-        Raises:
-            FileNotFoundError: no checkpoint, or a part of it is missing.
-            ValueError: settings, statistics, tokenizer or weights that do not fit.
+        Norms and what actions, state and time are projected with are float32 too, whatever ``dtype`` is.
         """
-        return loading.load(cls, folder, settings, dtype=dtype, device=device, lora_adapter=lora_adapter)
+        checkpoint = Pi0Folder.read(folder)
+        merged, _ = merge_settings(cls, checkpoint.path, checkpoint.options, settings)
+        for name, example in (("benchmark", "libero"), ("config_name", "pi05_libero")):
+            if name not in merged:
+                raise ValueError(
+                    f"{checkpoint.path} does not say its {name}; set {name}, such as {example!r} (recipes: policy=pi0)"
+                )
+        model, entries = empty_model(checkpoint)
+        policy = cls(model, checkpoint, cls.config_class(**merged))
+        dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
+        policy.unused_tensors = load_weights(
+            model, entries, dtype=dtype, device=device, float32=needs_float32, unused=unused
+        )
+        level = load_heads(checkpoint.path, policy.heads())
+        if level is not None and not settings.keys() & {"noise_level", "noise_anneal"}:
+            policy.noise_level.copy_(level)
+        policy.to(device)
+        restore_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
+        return policy
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the checkpoint's layout; heads go into a file of their own, an adapter into ``lora_adapter/``."""
-        loading.save(self, folder)
+        folder, lora = Path(folder), has_lora(self)
+        options = {"family": self.family, **asdict(self.config), "dtype": dtype_name(self.model.dtype), ADAPTER: lora}
+        config = {
+            "action_horizon": self.horizon,
+            "vision_heads": self.model.config.vision.heads,
+            "model_type": self.family,
+        }
+        self.folder.write(folder, {**plain_weights(self.model), **self.unused_tensors}, options, config)
+        save_heads(folder, self.heads(), self.noise_level)
+        if lora:
+            save_adapter(self, folder / ADAPTER)
+
+    def heads(self) -> dict[str, nn.Module | None]:
+        """Return what is trained beside the model, by name."""
+        return {"value_head": self.value_head, "noise_network": self.noise_network}
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        """Whether the folder is a checkpoint of pi0 or pi0.5, published or ours, PyTorch or JAX."""
+        """Tell whether the folder is a checkpoint of pi0 or pi0.5, published or ours, PyTorch or JAX."""
         return is_pi0(folder)
 
     @classmethod
@@ -148,7 +177,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
     def freeze(self) -> None:
         """Freeze what is not trained: PaliGemma with ``train_expert_only``."""
         if self.config.train_expert_only:
-            self.model.paligemma_with_expert.paligemma.requires_grad_(False)
+            self.model.paligemma.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
@@ -156,19 +185,19 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return self.model.action_in_proj.weight.device
 
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
-        """Names of the layers whose last part is one of ``targets``; with ``train_expert_only`` those of the expert."""
+        """Return the names of layers that end in one of ``targets``; with ``train_expert_only`` those of the expert."""
         names = [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
         return [name for name in names if name.startswith(EXPERT) or not self.config.train_expert_only]
 
     @staticmethod
     def unused(key: str) -> bool:
-        """Whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
+        """Tell whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
         return unused(key)
 
     # ---- observations
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Tokens int64 ``[N, L]`` of ``N`` instructions; ``states`` ``[N, S]`` for prompts that list them."""
+        """Return tokens int64 ``[N, L]`` of ``N`` instructions; ``states`` ``[N, S]`` for prompts that list them."""
         if not self.preset.state_in_prompt:
             return self.prompts(task_descriptions).to(self.device)
         if states is None:
@@ -192,10 +221,10 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         longest = int(valid.sum(1).max())
         tokens, valid = tokens[:, :longest], valid[:, :longest]
         images = self._images(tensordict)
-        read = self.config.value_after_vlm is not None and self.value_head is not None
+        read = self.config.value_after_vlm if self.value_head is not None else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
-            prefix = self.model.prefix(images, None, tokens, valid, output=read)
-        return prefix, self._pool(prefix) if read else None
+            prefix = self.model.prefix(images, None, tokens, valid, output=read is not None)
+        return prefix, None if read is None else pool(prefix, read)
 
     def _images(self, tensordict: TensorDictBase) -> Tensor:
         cameras = self.adapter.cameras(tensordict, self.config.num_images_in_input)
@@ -203,20 +232,12 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         images = torch.stack([resize_with_pad(camera, size) for camera in cameras], dim=1)
         return images.permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
 
-    def _pool(self, prefix: PrefixCache) -> Tensor:
-        hidden, valid = prefix.output.float(), prefix.valid
-        if self.config.value_after_vlm == "first":
-            return hidden[:, 0]
-        if self.config.value_after_vlm == "last":
-            return hidden[torch.arange(len(hidden), device=hidden.device), valid.sum(1) - 1]
-        return (hidden * valid.unsqueeze(-1)).sum(1) / valid.sum(1, keepdim=True)
-
     # ---- the prefix of a frozen PaliGemma, kept during an update
 
     @property
     def prefix_is_frozen(self) -> bool:
         """Whether nothing of PaliGemma is trained."""
-        return not any(p.requires_grad for p in self.model.paligemma_with_expert.paligemma.parameters())
+        return not any(p.requires_grad for p in self.model.paligemma.parameters())
 
     def precompute(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add what a frozen PaliGemma makes of each decision, if ``prefix_cache_gb`` suffice."""
@@ -242,7 +263,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return tensordict
 
     def prefix_bytes(self, decisions: int, prompt_length: int) -> int:
-        """Bytes of keys and values that :meth:`precompute` keeps."""
+        """Return bytes of keys and values that :meth:`precompute` keeps."""
         language = self.model.config.language
         tokens = self.config.num_images_in_input * self.model.config.vision.num_patches + prompt_length
         numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
@@ -262,6 +283,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
             return None
         features = observed.pooled
         if features is None:
+            assert hidden is not None  # a value head that does not read the prefix reads the expert
             read = hidden[:, : self.chunk_size] if self.config.chunk_critic_input else hidden
             features = read.float().mean(1)
         return self.value_head(features.detach() if self.config.detach_critic else features)
@@ -274,15 +296,8 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return self.statistics.normalize("actions", self.adapter.to_model(actions) - self._offset(states))
 
     def _offset(self, states: Tensor) -> Tensor:
-        """What relative actions are relative to, ``[N, 1, A]``."""
+        """Return what relative actions are relative to, ``[N, 1, A]``."""
         offset = states.new_zeros(len(states), 1, self.action_dim)
         relative = list(self.preset.relative)
         offset[:, 0, relative] = states[:, relative]
         return offset
-
-
-def _mlp(*sizes: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])

@@ -12,7 +12,7 @@ from vla_policies.pi0.model import PrefixCache
 
 
 def to_entries(prefix: PrefixCache, pooled: Tensor | None, length: int) -> dict[tuple[str, str], Tensor]:
-    """A prefix, and what the value head reads of it, filled up to ``length`` tokens."""
+    """Make entries of a prefix and of what the value head reads of it, filled up to ``length`` tokens."""
     missing = length - prefix.valid.shape[1]
     first, second = (
         F.pad(torch.stack([pair[place] for pair in prefix.layers], dim=1), (0, 0, 0, missing)) for place in (0, 1)
@@ -22,9 +22,25 @@ def to_entries(prefix: PrefixCache, pooled: Tensor | None, length: int) -> dict[
 
 
 def from_entries(tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None] | None:
-    """Inverse of :func:`to_entries`; ``None`` if the batch has no such entries."""
+    """Invert :func:`to_entries`; ``None`` if the batch has no such entries."""
     valid = tensordict.get(PREFIX_VALID, None)
     if valid is None:
         return None
     stored = (tensordict.get(key).unbind(1) for key in (PREFIX_KEYS, PREFIX_VALUES))
     return PrefixCache(list(zip(*stored, strict=True)), valid), tensordict.get(PREFIX_POOLED, None)
+
+
+def pool(prefix: PrefixCache, how: str) -> Tensor:
+    """Pool the last hidden states for a value head: float32 ``[N, width]``.
+
+    Args:
+        prefix: with ``output``.
+        how: ``"first"``, ``"last"`` or ``"mean"`` of its tokens that are no padding.
+    """
+    assert prefix.output is not None  # asked for by whoever pools
+    hidden, valid = prefix.output.float(), prefix.valid
+    if how == "first":
+        return hidden[:, 0]
+    if how == "last":
+        return hidden[torch.arange(len(hidden), device=hidden.device), valid.sum(1) - 1]
+    return (hidden * valid.unsqueeze(-1)).sum(1) / valid.sum(1, keepdim=True)

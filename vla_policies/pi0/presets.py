@@ -26,6 +26,7 @@ class Pi0Preset:
         horizon: actions that are denoised together.
         relative: dimensions whose actions are relative to the state.
         state_in_prompt: pi0.5 only: the prompt lists the state; otherwise pi0.5 does not see it at all.
+        value_head: hidden widths of the value head that its published checkpoints have, if they have one.
     """
 
     benchmark: str
@@ -33,10 +34,11 @@ class Pi0Preset:
     horizon: int
     relative: tuple[int, ...] = ()
     state_in_prompt: bool = False
+    value_head: tuple[int, ...] | None = None
 
 
 def list_presets() -> dict[str, Pi0Preset]:
-    """Every preset of the registered benchmarks by its name; a benchmark that cannot be imported is left out."""
+    """List the presets of the registered benchmarks by name; a benchmark that cannot be imported is left out."""
     found = {}
     for benchmark in benchmarks.load_all():
         for name, preset in benchmark.schema.families.get(FAMILY, {}).get("presets", {}).items():
@@ -45,7 +47,7 @@ def list_presets() -> dict[str, Pi0Preset]:
 
 
 def get_preset(config_name: str) -> Pi0Preset:
-    """A preset by name.
+    """Find a preset by name.
 
     Raises:
         ValueError: there is none of that name; lists those there are.
@@ -57,7 +59,7 @@ def get_preset(config_name: str) -> Pi0Preset:
 
 
 def get_adapter(benchmark: str) -> Adapter:
-    """Actions as the simulator takes them; the gripper is rounded to closed or opened where the schema says so.
+    """Build the adapter: actions as the simulator takes them, the gripper rounded where the schema says so.
 
     Raises:
         ValueError: there is no such benchmark; offers the nearest names.

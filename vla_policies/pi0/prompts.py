@@ -35,7 +35,7 @@ class Pi0Prompts:
         self._cache: dict[str, Tensor] = {}
 
     def __call__(self, instructions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Tokens int64 ``[N, L]``, padded with 0.
+        """Return tokens int64 ``[N, L]``, padded with 0.
 
         Args:
             instructions: ``N`` texts.

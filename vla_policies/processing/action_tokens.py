@@ -17,6 +17,9 @@ class ActionBins(nn.Module):
         num_bins: values per dimension, both bounds included.
     """
 
+    low: Tensor
+    high: Tensor
+
     def __init__(self, low: Sequence[float], high: Sequence[float], num_bins: int):
         super().__init__()
         if num_bins < 2:
@@ -26,16 +29,16 @@ class ActionBins(nn.Module):
         self.register_buffer("high", torch.tensor(high, dtype=torch.float32))
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Actions ``[..., A]`` of tokens ``[..., A]``; a fractional token lies between two values."""
+        """Return actions ``[..., A]`` of tokens ``[..., A]``; a fractional token lies between two values."""
         return self.low + tokens.to(torch.float32) * (self.high - self.low) / (self.num_bins - 1)
 
     def encode(self, actions: Tensor) -> Tensor:
-        """Fractional tokens ``[..., A]`` of actions ``[..., A]``, clamped to the bounds."""
+        """Return the fractional tokens ``[..., A]`` of actions ``[..., A]``, clamped to the bounds."""
         fraction = (actions - self.low) / (self.high - self.low)
         return fraction.clamp(0.0, 1.0) * (self.num_bins - 1)
 
     def expectation(self, logits: Tensor) -> Tensor:
-        """Fractional token ``[..., A]`` that logits ``[..., A, num_bins]`` mean on average."""
+        """Return the fractional token ``[..., A]`` that logits ``[..., A, num_bins]`` mean on average."""
         return logits.softmax(-1) @ torch.arange(self.num_bins, dtype=logits.dtype, device=logits.device)
 
 
@@ -59,19 +62,19 @@ class ActionTokens:
         self.values = torch.from_numpy(centres[index].astype(np.float32))  # float32 [256], by relative token
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Normalised actions float32 in -1..1 of relative tokens int64 0..255, any shape."""
+        """Return the normalised actions float32 in -1..1 of relative tokens int64 0..255, any shape."""
         return self.values.to(tokens.device)[tokens]
 
     def decode_ids(self, ids: Tensor) -> Tensor:
-        """Normalised actions of vocabulary ids, any shape; an id outside the 256 counts as the nearest of them."""
+        """Return normalised actions of vocabulary ids, any shape; an id outside the 256 counts as the nearest."""
         return self.decode((ids - self.first_id).clamp(0, self.num_tokens - 1))
 
     def encode(self, actions: Tensor) -> Tensor:
-        """Relative tokens int64 of normalised actions, any shape, clamped to -1..1: the bin each one falls into."""
+        """Return relative tokens int64 of normalised actions, any shape, clamped to -1..1: the bin of each."""
         edges = torch.from_numpy(self._edges).to(actions.device)
         bins = torch.bucketize(actions.to(torch.float64).clamp(-1.0, 1.0), edges, right=True)  # 1..256
         return self.num_tokens - bins
 
     def expectation(self, logits: Tensor) -> Tensor:
-        """Normalised action ``[...]`` that logits ``[..., 256]`` mean on average."""
+        """Return the normalised action ``[...]`` that logits ``[..., 256]`` mean on average."""
         return logits.float().softmax(-1) @ self.values.to(logits.device)

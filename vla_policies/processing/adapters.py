@@ -128,7 +128,7 @@ class Adapter:
             )
 
     def images(self, tensordict: TensorDictBase, num_images: int = 1) -> Tensor:
-        """The cameras that the model looks at: uint8 ``[N, num_images, H, W, 3]``, third-person first, then the wrists.
+        """Stack what the model looks at: uint8 ``[N, num_images, H, W, 3]``, third-person first, then the wrists.
 
         Cameras of different sizes are each resized to what the model sees (224), exactly as the checkpoint would.
 
@@ -141,7 +141,7 @@ class Adapter:
         return torch.stack(cameras, dim=1)
 
     def cameras(self, tensordict: TensorDictBase, num_images: int) -> list[Tensor]:
-        """The first ``num_images`` cameras as observed, uint8 ``[N, H, W, 3]`` each: third-person, then the wrists.
+        """Return ``num_images`` cameras as observed, uint8 ``[N, H, W, 3]`` each: third-person, then the wrists.
 
         Raises:
             ValueError: the observation has fewer cameras.
@@ -158,7 +158,7 @@ class Adapter:
         return cameras[:num_images]
 
     def states(self, tensordict: TensorDictBase) -> Tensor:
-        """Proprioception float32 ``[N, S]`` in the simulator's units, which the checkpoint's statistics normalise.
+        """Return proprioception float32 ``[N, S]`` in the simulator's units, for the checkpoint's statistics.
 
         Raises:
             ValueError: the observation has none, or of another size.
@@ -170,14 +170,14 @@ class Adapter:
         return states.to(torch.float32)
 
     def to_simulator(self, actions: Tensor) -> Tensor:
-        """Actions ``[..., A_model]``, un-normalised, to actions ``[..., A]`` of the simulator."""
+        """Convert un-normalised actions ``[..., A_model]`` to actions ``[..., A]`` of the simulator."""
         self._check(actions, self.model_action_dim, "the model")
         if self.gripper is not None:
             actions = _switch(actions, self.gripper.dimension, self.gripper.model, self.gripper.simulator)
         return actions[..., list(self.dimensions)]
 
     def to_model(self, actions: Tensor) -> Tensor:
-        """Inverse of :meth:`to_simulator` for learning from demonstrations; dimensions that it drops become 0."""
+        """Invert :meth:`to_simulator` for learning from demonstrations; dimensions that it drops become 0."""
         self._check(actions, self.action_dim, "the simulator")
         full = actions.new_zeros(*actions.shape[:-1], self.model_action_dim)
         full[..., list(self.dimensions)] = actions
@@ -186,7 +186,7 @@ class Adapter:
         return full
 
     def example(self, batch_size: int = 1) -> TensorDict:
-        """Observations ``[batch_size]`` of the benchmark's shapes, made up, to call a policy without a simulator."""
+        """Make up observations ``[batch_size]`` of the benchmark's shapes, to call a policy without a simulator."""
         generator = torch.Generator().manual_seed(0)
         wrists, *wrist_size = self.wrist_images
         observation = {
@@ -233,7 +233,7 @@ def get_adapter(benchmark: str, family: str = "openvla") -> Adapter:
 
 
 def make_example(benchmark: str, batch_size: int = 1) -> TensorDict:
-    """Observations of a registered benchmark, made up, to call a policy without a simulator: :meth:`Adapter.example`.
+    """Make up observations of a registered benchmark, to call a policy without a simulator.
 
     Raises:
         ValueError: there is no such benchmark; offers the nearest names.
@@ -242,7 +242,7 @@ def make_example(benchmark: str, batch_size: int = 1) -> TensorDict:
 
 
 def __getattr__(name: str) -> Any:
-    """Names of version 0.1."""
+    """Find the names of version 0.1."""
     benchmark = name.removeprefix("make_").removesuffix("_example")
     if name == "ADAPTERS":
         warnings.warn(

@@ -70,7 +70,7 @@ class ImagePreprocessor:
 
 
 def pixel_values(images: Tensor, preprocessor: ImagePreprocessor) -> Tensor:
-    """Input of the vision backbone.
+    """Return the input of the vision backbone.
 
     Args:
         images: uint8 ``[N, n, H, W, 3]``, ``n`` cameras, the third-person one first.
@@ -95,7 +95,7 @@ def pixel_values(images: Tensor, preprocessor: ImagePreprocessor) -> Tensor:
 
 
 def resize_exact(images: Tensor, size: tuple[int, int], kernel: str = "bicubic") -> Tensor:
-    """Resize that equals Pillow's ``Image.resize(..., BICUBIC)`` or ``BILINEAR`` in every bit.
+    """Resize as Pillow's ``Image.resize(..., BICUBIC)`` or ``BILINEAR`` does, equal in every bit.
 
     Pillow resizes columns, then rows, and rounds to 8 bits in between; weights are fixed-point numbers with
     ``PRECISION_BITS`` of fraction. Downscaling widens the filter (antialiasing).
@@ -126,7 +126,7 @@ def resize_exact(images: Tensor, size: tuple[int, int], kernel: str = "bicubic")
 
 
 def resize_with_pad(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bilinear resize that keeps the proportions and fills up with black, as openpi's: uint8 ``[N, h, w, 3]``.
+    """Resize bilinearly, keep the proportions and fill up with black, as openpi does: uint8 ``[N, h, w, 3]``.
 
     Args:
         images: uint8 ``[N, H, W, 3]``.
@@ -146,7 +146,7 @@ def resize_with_pad(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def resize_fast(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bicubic resize with antialiasing by :func:`torch.nn.functional.interpolate`; shapes of :func:`resize_exact`.
+    """Resize bicubically, antialiased, by :func:`torch.nn.functional.interpolate`; shapes of :func:`resize_exact`.
 
     The same filter, other rounding: a pixel may differ from :func:`resize_exact` by a few of 255 levels.
     """
@@ -197,10 +197,10 @@ def center_crop(images: Tensor, area: float = CROP_AREA, size: tuple[int, int] |
 
 
 def normalize(images: Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> Tensor:
-    """``(images / 255 - means) / stds``: uint8 ``[N, H, W, 3]`` to float32 ``[N, 3, H, W]``."""
+    """Compute ``(images / 255 - means) / stds``: uint8 ``[N, H, W, 3]`` to float32 ``[N, 3, H, W]``."""
     _check(images)
-    means, stds = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (means, stds))
-    return images.permute(0, 3, 1, 2).div(255).contiguous().sub_(means).div_(stds)
+    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (means, stds))
+    return images.permute(0, 3, 1, 2).div(255).contiguous().sub_(mean).div_(std)
 
 
 def _check(images: Tensor) -> None:
@@ -211,7 +211,7 @@ def _check(images: Tensor) -> None:
 
 
 def _resize_rows(images: Tensor, length: int, kernel: str) -> Tensor:
-    """Weighted sums of rows: uint8 ``[N, H, W, 3]`` to ``[N, length, W, 3]``. Sums fit into 32 bits as in Pillow."""
+    """Sum weighted rows: uint8 ``[N, H, W, 3]`` to ``[N, length, W, 3]``. Sums fit into 32 bits as in Pillow."""
     if images.shape[1] == length:
         return images
     first, weights = (values.to(images.device) for values in _weights(images.shape[1], length, kernel))
@@ -225,7 +225,7 @@ def _resize_rows(images: Tensor, length: int, kernel: str) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _weights(old: int, new: int, kernel: str) -> tuple[Tensor, Tensor]:
-    """First input of each output int64 ``[new]``, and fixed-point weights int32 ``[taps, new]`` from there on.
+    """Return the first input of each output int64 ``[new]``, and its weights int32 ``[taps, new]``, fixed-point.
 
     Keys' cubic with ``a = -0.5``, or a triangle; as wide as the scale when it shrinks, cut at the border and
     normalised to sum 1.

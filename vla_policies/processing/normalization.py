@@ -36,12 +36,12 @@ class Bounds:
         return len(self.low)
 
     def unnormalize(self, values: Tensor) -> Tensor:
-        """Physical units of ``values`` ``[..., A]``: ``0.5 (x + 1) (high - low + 1e-8) + low`` where masked."""
+        """Convert to physical units ``[..., A]``: ``0.5 (x + 1) (high - low + 1e-8) + low`` where masked."""
         low, high, mask = self._tensors(values)
         return torch.where(mask, 0.5 * (values + 1.0) * (high - low + _EPSILON) + low, values)
 
     def normalize(self, values: Tensor) -> Tensor:
-        """Inverse of :meth:`unnormalize`, clamped to -1..1 where masked; 0 where a dimension never moved."""
+        """Invert :meth:`unnormalize`, clamped to -1..1 where masked; 0 where a dimension never moved."""
         low, high, mask = self._tensors(values)
         scaled = (2.0 * (values - low) / (high - low + _EPSILON) - 1.0).clamp(-1.0, 1.0)
         return torch.where(mask, torch.where(high == low, 0.0, scaled), values)
@@ -92,15 +92,15 @@ class ActionStatistics:
         return cls(key, kind, _bounds(entry, ACTION, kind, key), proprio)
 
     def unnormalize(self, actions: Tensor) -> Tensor:
-        """Actions ``[..., A]`` in -1..1 to physical units."""
+        """Convert actions ``[..., A]`` in -1..1 to physical units."""
         return self.action.unnormalize(actions)
 
     def normalize(self, actions: Tensor) -> Tensor:
-        """Actions ``[..., A]`` in physical units to -1..1."""
+        """Convert actions ``[..., A]`` in physical units to -1..1."""
         return self.action.normalize(actions)
 
     def normalize_states(self, states: Tensor) -> Tensor:
-        """Proprioception ``[..., S]`` to -1..1, clamped.
+        """Convert proprioception ``[..., S]`` to -1..1, clamped.
 
         Raises:
             ValueError: the data set has no statistics of proprioception, or of another size.
@@ -116,7 +116,7 @@ class ActionStatistics:
 
 
 def select_statistics(statistics: Mapping[str, Any], unnorm_key: str | None) -> str:
-    """The key of ``statistics`` that ``unnorm_key`` means; LIBERO checkpoints append ``_no_noops`` to a suite's name.
+    """Find the key that ``unnorm_key`` means; LIBERO checkpoints append ``_no_noops`` to a suite's name.
 
     Raises:
         ValueError: no statistics at all, no such key, or no key given where there are several; lists the keys.

@@ -8,7 +8,7 @@ from torch.distributions import Categorical
 
 
 def action_distribution(logits: Tensor, temperature: float, top_k: int, chosen: Tensor | None = None) -> Categorical:
-    """Tempered and truncated distribution of action tokens.
+    """Build the tempered and truncated distribution of action tokens.
 
     Args:
         logits: float32 ``[..., 256]``.

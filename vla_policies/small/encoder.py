@@ -16,20 +16,39 @@ from torch.nn import functional as F
 
 from vla_policies.small.text import HashedText
 
+_GROUPS = 4  # of channels that are normalised together
+
 
 class EncoderConfig(Protocol):
-    """Sizes of a :class:`SmallEncoder`."""
+    """Sizes of a :class:`SmallEncoder` and of the transformer that reads it."""
 
     @property
     def state_dim(self) -> int: ...
     @property
     def dim(self) -> int: ...
     @property
+    def heads(self) -> int: ...
+    @property
     def channels(self) -> tuple[int, int, int]: ...
     @property
     def keypoints(self) -> int: ...
     @property
     def text_buckets(self) -> int: ...
+
+
+def check_sizes(config: EncoderConfig) -> None:
+    """Refuse sizes that make no network.
+
+    Raises:
+        ValueError: says which setting.
+    """
+    if config.dim % config.heads:
+        raise ValueError(
+            f"dim is {config.dim} and heads {config.heads}: heads must divide dim, such as heads=4, dim=128"
+        )
+    if any(number % _GROUPS for number in config.channels[1:]):
+        channels = list(config.channels)
+        raise ValueError(f"channels is {channels}: the last two must be multiples of {_GROUPS}, such as [16, 32, 48]")
 
 
 class SmallEncoder(nn.Module):
@@ -63,7 +82,7 @@ class SmallEncoder(nn.Module):
         return torch.stack(tokens, dim=1) + self.modality
 
     def tokenize(self, task_descriptions: Sequence[str]) -> Tensor:
-        """Tokens int64 ``[N, L]`` of ``N`` instructions, on the device of the module."""
+        """Return tokens int64 ``[N, L]`` of ``N`` instructions, on the device of the module."""
         return self.text.tokenize(task_descriptions).to(self.state_mean.device)
 
 
@@ -75,9 +94,9 @@ class KeypointEncoder(nn.Module):
         first, second, third = channels
         self.first = nn.Conv2d(5, first, kernel_size=5, stride=2, padding=2)
         self.second = nn.Conv2d(first, second, kernel_size=3, stride=2, padding=1)
-        self.second_norm = nn.GroupNorm(4, second)
+        self.second_norm = nn.GroupNorm(_GROUPS, second)
         self.third = nn.Conv2d(second, third, kernel_size=3, padding=1)
-        self.third_norm = nn.GroupNorm(4, third)
+        self.third_norm = nn.GroupNorm(_GROUPS, third)
         self.maps = nn.Conv2d(third, keypoints, kernel_size=1)
         nn.init.normal_(self.maps.weight, std=0.02)
         self.log_sharpness = nn.Parameter(torch.tensor(10.0).log())
@@ -94,7 +113,7 @@ class KeypointEncoder(nn.Module):
 
 
 def spatial_softmax(maps: Tensor, sharpness: Tensor) -> Tensor:
-    """Expected position of each map: ``[N, K, H, W]`` -> ``[N, 2 K]``, coordinates from -1 to 1."""
+    """Return the expected position of each map: ``[N, K, H, W]`` -> ``[N, 2 K]``, coordinates from -1 to 1."""
     weights = (maps.flatten(2) * sharpness).softmax(-1).view_as(maps)
     rows, columns = (torch.linspace(-1, 1, size, device=maps.device) for size in maps.shape[-2:])
     return torch.cat([weights.sum(2) @ columns, weights.sum(3) @ rows], dim=-1)

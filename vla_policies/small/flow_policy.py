@@ -20,7 +20,7 @@ from vla_common.settings import Count
 from vla_policies.flow.config import FlowConfig
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import embed_time
-from vla_policies.small.encoder import SmallEncoder
+from vla_policies.small.encoder import SmallEncoder, check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,12 @@ class SmallFlowConfig(FlowConfig):
     keypoints: Count = 32
     text_buckets: Annotated[int, Ge(2)] = 2048
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self)
+        if self.dim % 2:
+            raise ValueError(f"dim is {self.dim}, must be even: half of it are sines of the time, half cosines")
+
 
 class SmallFlow(FlowPolicy):
     """See the module's docstring; :class:`~vla_policies.flow.policy.FlowPolicy` samples and learns.
@@ -58,7 +64,7 @@ class SmallFlow(FlowPolicy):
 
     family: ClassVar[str] = "small_flow"
     config_class: ClassVar[type[SmallFlowConfig]] = SmallFlowConfig
-    in_keys = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
+    in_keys: ClassVar[list[str]] = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP)
 
     def __init__(self, config: SmallFlowConfig):
@@ -88,19 +94,18 @@ class SmallFlow(FlowPolicy):
         nn.init.zeros_(self.action_out.weight)
         nn.init.zeros_(self.action_out.bias)
         self.num_values = 1 if config.value_head else 0
-        self.value_head = None
+        self.value_head: nn.Module | None = None
         if config.value_head:
-            self.value_head = nn.Sequential(
-                nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1)
-            )
-            nn.init.zeros_(self.value_head[-1].weight)
+            first, second, last = nn.Linear(3 * dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 1)
+            self.value_head = nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
+            nn.init.zeros_(last.weight)
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Set the normalisation of ``states``: two tensors ``[S]``; they are saved with the weights."""
         self.encoder.set_statistics(state_mean, state_std)
 
     def observe(self, tensordict: TensorDictBase) -> Tensor:
-        """Tokens ``[N, 3, dim]``."""
+        """Return tokens ``[N, 3, dim]``."""
         return self.encoder(*(tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS)))
 
     def repeat(self, observed: Tensor, count: int) -> Tensor:
@@ -130,5 +135,5 @@ class SmallFlow(FlowPolicy):
         return tensordict.select(keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS).to(self.center.device)
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Tokens int64 ``[N, L]`` of ``N`` instructions."""
+        """Return tokens int64 ``[N, L]`` of ``N`` instructions."""
         return self.encoder.tokenize(task_descriptions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Sequence
@@ -27,16 +28,16 @@ class HashedText(nn.Module):
         self.table = nn.Embedding(num_buckets, dim, padding_idx=_PADDING)
 
     def tokenize(self, texts: Sequence[str]) -> Tensor:
-        """Bucket ids int64 ``[N, 2 * max_words]``, padded with 0."""
+        """Return bucket ids int64 ``[N, 2 * max_words]``, padded with 0."""
         tokens = torch.full((len(texts), 2 * self.max_words), _PADDING)
         for row, text in zip(tokens, texts, strict=True):
             words = re.findall(r"[\w-]+", text.lower())[: self.max_words]
-            grams = words + [f"{a} {b}" for a, b in zip(words, words[1:], strict=False)]
+            grams = words + [f"{a} {b}" for a, b in itertools.pairwise(words)]
             buckets = [1 + zlib.crc32(gram.encode()) % (self.num_buckets - 1) for gram in grams]
             row[: len(buckets)] = torch.tensor(buckets, dtype=torch.int64)
         return tokens
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embeddings ``[N, dim]`` of tokens ``[N, L]``."""
+        """Return the embeddings ``[N, dim]`` of tokens ``[N, L]``."""
         count = (tokens != _PADDING).sum(-1, keepdim=True).clamp_min(1)
         return self.table(tokens).sum(-2) / count

@@ -24,7 +24,7 @@ from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count
 from vla_policies.policy import VLAPolicy
 from vla_policies.processing.action_tokens import ActionBins
-from vla_policies.small.encoder import SmallEncoder
+from vla_policies.small.encoder import SmallEncoder, check_sizes
 
 NUM_BINS = 41  # of policies that are made for an environment: fewer than published models have learn faster
 
@@ -60,6 +60,9 @@ class SmallVLAConfig:
     critic_detach: bool = True
     value_per_action: bool = False
 
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
 
 class SmallVLA(VLAPolicy):
     """See the module's docstring; :class:`~vla_policies.policy.VLAPolicy` has the contract.
@@ -73,8 +76,14 @@ class SmallVLA(VLAPolicy):
 
     family: ClassVar[str] = "small"
     config_class: ClassVar[type[SmallVLAConfig]] = SmallVLAConfig
-    in_keys = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
-    out_keys = [keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE]
+    in_keys: ClassVar[list[str]] = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
+    out_keys: ClassVar[list[str]] = [
+        keys.PROMPT_TOKENS,
+        keys.ACTION_TOKENS,
+        keys.ACTION,
+        keys.ACTION_LOG_PROB,
+        keys.STATE_VALUE,
+    ]
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
 
     def __init__(self, config: SmallVLAConfig):
@@ -93,10 +102,9 @@ class SmallVLA(VLAPolicy):
         nn.init.normal_(self.action_head.weight, std=0.02)  # start from nearly uniform tokens
         nn.init.zeros_(self.action_head.bias)
         self.num_values = config.chunk_size if config.value_per_action else 1
-        self.value_head = nn.Sequential(
-            nn.Linear(3 * dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, self.num_values)
-        )
-        nn.init.zeros_(self.value_head[-1].weight)
+        first, second, last = nn.Linear(3 * dim, dim), nn.Linear(dim, dim), nn.Linear(dim, self.num_values)
+        self.value_head = nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
+        nn.init.zeros_(last.weight)
 
     @classmethod
     def make(cls, shape: EnvironmentShape, checkpoint: str | Path | None = None, **settings: Any) -> Self:
@@ -108,7 +116,7 @@ class SmallVLA(VLAPolicy):
         self.encoder.set_statistics(state_mean, state_std)
 
     def logits_and_value(self, images: Tensor, states: Tensor, prompt_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[N, C, A, num_bins]`` and value ``[N, 1]`` or ``[N, C]``, the one backbone pass.
+        """Return logits ``[N, C, A, num_bins]`` and value ``[N, 1]`` or ``[N, C]``, the one backbone pass.
 
         Args:
             images: uint8 ``[N, H, W, 3]``.
@@ -151,7 +159,7 @@ class SmallVLA(VLAPolicy):
         return dist.log_prob(tensordict.get(keys.ACTION_TOKENS)), dist.entropy(), value
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
-        """Cross-entropy ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, mean over action dimensions.
+        """Return the cross-entropy ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, mean over dimensions.
 
         Args:
             tensordict: ``images``, ``states``, ``prompt_tokens`` and ``action``.
@@ -165,7 +173,7 @@ class SmallVLA(VLAPolicy):
         return -(label * logits.log_softmax(-1)).sum(-1).mean(-1)
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Tokens int64 ``[N, L]`` of ``N`` instructions."""
+        """Return tokens int64 ``[N, L]`` of ``N`` instructions."""
         return self.encoder.tokenize(task_descriptions)
 
     def _stored(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:

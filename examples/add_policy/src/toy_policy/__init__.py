@@ -37,8 +37,8 @@ class ToyPolicy(VLAPolicy):
 
     family = "toy"  # the name of the entry point
     config_class = ToyPolicyConfig  # with __init__(self, config) this is all that making, saving and loading need
-    in_keys = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]  # what forward reads
-    out_keys = [keys.PROMPT_TOKENS, SAMPLE, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE]  # and writes
+    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)  # what forward reads
+    out_keys = (keys.PROMPT_TOKENS, SAMPLE, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE)  # and writes
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, SAMPLE)  # what evaluate_actions reads of a rollout
     num_values = 1  # per decision
 

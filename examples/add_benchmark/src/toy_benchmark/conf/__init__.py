@@ -1,0 +1,1 @@
+"""Configuration groups of the toy benchmark, for Hydra's search path."""
