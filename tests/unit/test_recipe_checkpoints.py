@@ -11,8 +11,8 @@ from running import Started, composed, main_of
 from safetensors.torch import load_file
 
 import vla_envs.env
-from vla_algos.run.policy import adapt
 from vla_policies import OpenVLA
+from vla_policies.checkpoint.lora import adapt
 
 
 @pytest.fixture(scope="module")
