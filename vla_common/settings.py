@@ -53,7 +53,7 @@ def setting_types(
         if parameter.kind in named and parameter.name not in hidden and (chosen is None or parameter.name in chosen):
             annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
             if isinstance(annotation, str):
-                annotation = eval(annotation, dict(scope))  # noqa: S307, our own annotation, as typing does
+                annotation = eval(annotation, dict(scope))  # our own annotation, as typing does
             found[parameter.name] = annotation
     return found
 

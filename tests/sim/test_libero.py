@@ -102,8 +102,10 @@ def test_episodes_stay_within_the_shipped_initial_states():
     drawn = [EpisodeSampler(spec, seed=3).next() for _ in range(3)]
     sampler = EpisodeSampler(spec, seed=3)
     trials = {sampler.next().trial_id for _ in range(600)}
-    assert len(set(drawn)) == 1 and trials == set(range(50))
-    assert len(evaluation_episodes(spec)) == 500 and len(evaluation_episodes(make_spec("libero/130"))) == 6500
+    assert len(set(drawn)) == 1
+    assert trials == set(range(50))
+    assert len(evaluation_episodes(spec)) == 500
+    assert len(evaluation_episodes(make_spec("libero/130"))) == 6500
     for make in (lambda: evaluation_episodes(spec, trials=51), lambda: EpisodeSampler(spec, mode="ordered", trials=51)):
         with pytest.raises(ValueError, match="has 50 initial states per task, got trials=51"):
             make()
@@ -228,7 +230,8 @@ def test_trials_differ_in_objects_and_fixtures():
         world = simulator._world
         fixtures = [world._env.obj_body_id[name] for name in world._env.fixtures_dict]
         poses.append((world._data.qpos.copy(), world._model.body_pos[fixtures].copy()))
-    assert not np.array_equal(poses[0][0], poses[1][0]) and not np.array_equal(poses[0][1], poses[1][1])
+    assert not np.array_equal(poses[0][0], poses[1][0])
+    assert not np.array_equal(poses[0][1], poses[1][1])
     simulator.close()
 
 
@@ -330,7 +333,8 @@ def test_gymnasium_ids():
     env = gymnasium.make("vla_envs:vla/LIBERO-Spatial-v0", **FAST)
     seen, info = env.reset(seed=0, options={"task_id": 2, "trial_id": 7})
     assert (info["task_id"], info["trial_id"]) == (2, 7)
-    assert seen["wrist_images"].shape == (1, 64, 64, 3) and env.action_space.shape == (7,)
+    assert seen["wrist_images"].shape == (1, 64, 64, 3)
+    assert env.action_space.shape == (7,)
     assert seen["task_descriptions"] == "pick up the black bowl from table center and place it on the plate"
     env.step(env.action_space.sample())
     with pytest.raises(ValueError, match="trial_id 0 to 49"):
@@ -384,7 +388,8 @@ def test_a_download_is_taken_where_it_is_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(FileNotFoundError, match="download_assets=true"):
         package.find_assets()
-    assert asked == [] and package.find_assets(download=True) == tmp_path / "cache" / "assets"
+    assert asked == []
+    assert package.find_assets(download=True) == tmp_path / "cache" / "assets"
     assert asked == [(package.ASSETS_REPOSITORY, "dataset")]
 
 
@@ -405,7 +410,8 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path / "half"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     places = [str(place) for place in package.asset_places()]
-    assert len(places) == 3 and places[0].startswith(str(tmp_path / "half"))
+    assert len(places) == 3
+    assert places[0].startswith(str(tmp_path / "half"))
     assert places[2] == str(tmp_path / ".cache" / "libero" / "assets")
 
 

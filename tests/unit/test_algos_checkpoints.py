@@ -54,8 +54,10 @@ def test_round_trip(tmp_path):
     }
     folder = save_checkpoint(tmp_path, 7, policy, state)
     loaded = load_training_state(latest_checkpoint(tmp_path))
-    assert folder.name == "step_00000007" and names(tmp_path) == [folder.name]
-    assert loaded["collector"] == state["collector"] and loaded["environment_steps"] == 6
+    assert folder.name == "step_00000007"
+    assert names(tmp_path) == [folder.name]
+    assert loaded["collector"] == state["collector"]
+    assert loaded["environment_steps"] == 6
 
     other = torch.optim.AdamW(SavablePolicy().parameters())
     other.load_state_dict(loaded["optimizer"])
