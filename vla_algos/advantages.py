@@ -42,7 +42,8 @@ def check_levels(
     """Raise a ValueError with what would be right for settings of :func:`gae` that do not fit each other.
 
     Args:
-        reward_level, bootstrap: of :func:`gae`.
+        reward_level: of :func:`gae`.
+        bootstrap: of :func:`gae`.
         num_values: values per decision that the policy gives; ``None`` where no critic is used.
         chunk_size: ``C``.
         log_prob_level: of the loss.

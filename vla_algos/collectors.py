@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -53,6 +53,7 @@ OUTCOME_KEYS = (
     EPISODE_RETURN,
     EPISODE_LEN,
 )
+T = TypeVar("T")
 Hook = Callable[[TensorDictBase], None]
 
 
@@ -99,7 +100,7 @@ class _ChunkCollector(BaseCollector):
         self._observation_keys = list(observation.keys())
         return observation
 
-    def _timed(self, what: str, function: Callable, *args):
+    def _timed(self, what: str, function: Callable[..., T], *args: Any) -> T:
         started = perf_counter()
         result = function(*args)
         self._seconds[what] += perf_counter() - started
@@ -193,7 +194,7 @@ class StepCollector(_ChunkCollector):
         self._seconds = {"env": 0.0, "policy": 0.0}
         if self._observation is None:
             self._observation = self._reset()
-        batch = None
+        batch: TensorDictBase | None = None
         cut_short: list[tuple[int, Tensor, TensorDictBase]] = []  # decision, slots, final observations
         for t in range(self.decisions):
             outcome, self._observation = self._decide(self._observation)
@@ -209,6 +210,7 @@ class StepCollector(_ChunkCollector):
                 slots = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
                 if slots.numel():
                     cut_short.append((t, slots, after.select(*self.policy.in_keys)[slots]))
+        assert batch is not None  # there is at least one decision
         if self.has_value:
             batch[NEXT, STATE_VALUE] = self._next_values(batch, cut_short)
         self._frames += batch.numel()
@@ -434,6 +436,7 @@ class _RunningEpisodes:
 
     def take(self, slot: int) -> TensorDictBase:
         """The decisions ``[T]`` of a slot, which then starts anew."""
+        assert self._buffer is not None  # nothing is taken before something was appended
         decisions = self._buffer[slot, : int(self._cursor[slot])].clone()
         self._cursor[slot] = 0
         return decisions

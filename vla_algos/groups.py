@@ -167,7 +167,7 @@ def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = N
     scores = torch.cat([group.scores for group in kept])
     advantages = group_advantages(scores, labels.to(scores.device))
     lengths = torch.tensor([len(episode) for episode in episodes], device=scores.device)
-    batch = torch.cat(episodes)
+    batch: TensorDictBase = torch.cat(episodes)
     batch[ADVANTAGE] = advantages.repeat_interleave(lengths).unsqueeze(-1)
     return batch
 
@@ -190,11 +190,11 @@ def describe_groups_without_signal(groups: Sequence[Group]) -> str:
 
 def group_metrics(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> dict[str, float]:
     """What became of the groups of an iteration, under ``rollout/groups...``."""
-    silent = [group for group in groups if not group.has_signal]
+    without_signal = [group for group in groups if not group.has_signal]
     return {
         "rollout/groups": float(len(groups)),
-        "rollout/groups_all_failed": float(sum(group.failed for group in silent)),
-        "rollout/groups_all_solved": float(sum(group.solved for group in silent)),
+        "rollout/groups_all_failed": float(sum(group.failed for group in without_signal)),
+        "rollout/groups_all_solved": float(sum(group.solved for group in without_signal)),
         "rollout/groups_out_of_bounds": float(sum(g.has_signal and not g.within(success_bounds) for g in groups)),
         "rollout/groups_trained": float(sum(g.has_signal and g.within(success_bounds) for g in groups)),
     }

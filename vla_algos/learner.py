@@ -116,35 +116,38 @@ class Learner:
         if schedule == "cosine" and not updates:
             raise ValueError("schedule='cosine' needs to know how many updates there will be")
         self.loss_module = loss_module
-        self.policy = policy_of(loss_module)
+        self.policy: Any = policy_of(loss_module)  # a VLAPolicy, or the network of a loss of TorchRL's
         self.aggregation = aggregation
         self.epochs, self.minibatch_size, self.minibatches = epochs, minibatch_size, minibatches
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm, self.target_kl, self.max_log_ratio = max_grad_norm, target_kl, max_log_ratio
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
-        self._reference: torch.nn.Module | None = None
+        self._reference: Any = None  # a frozen VLAPolicy where the loss needs one
         self._takes_whole = "whole" in inspect.signature(loss_module.forward).parameters
         self._names = getattr(loss_module, "metric_names", {})
         self._actor, self._critic = trained_parameters(loss_module)
         if critic_warmup_steps and not self._critic:
             raise ValueError(
-                "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); set it to 0"
+                "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); "
+                "set it to 0"
             )
         self._device = next(iter([*self._actor, *self._critic])).device
         rates = [(self._actor, lr), (self._critic, lr if value_lr is None else value_lr)]
         groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
         if optimizer is None:
-            self.optimizer: Optimizer = torch.optim.AdamW(groups, betas=tuple(betas), weight_decay=weight_decay)
+            self.optimizer: Optimizer = torch.optim.AdamW(groups, betas=(betas[0], betas[1]), weight_decay=weight_decay)
         else:
             self.optimizer = optimizer(groups)
+
+        total = updates or 0
 
         def factor(update: int) -> float:
             if update < warmup_updates:
                 return (update + 1) / (warmup_updates + 1)
             if schedule == "constant":
                 return 1.0
-            progress = min(1.0, (update - warmup_updates) / max(1, updates - 1 - warmup_updates))
+            progress = min(1.0, (update - warmup_updates) / max(1, total - 1 - warmup_updates))
             return final_lr + (1 - final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
@@ -234,11 +237,12 @@ class Learner:
             order = parallel.broadcast_object(torch.randperm(len(whole)))
             for rows in self._parts(order):
                 own = rows[(rows >= first) & (rows < last)] - first
-                yield samples[own] if len(own) else None, whole[rows]
+                yield None if samples is None or not len(own) else samples[own], whole[rows]
 
     def _parts(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.minibatch_size is not None:
             return order.split(self.minibatch_size)
+        assert self.minibatches is not None  # one of the two is given
         return order.tensor_split(min(self.minibatches, len(order)))
 
     def _backward(self, minibatch: TensorDictBase | None, whole: TensorDictBase) -> WeightedMean:

@@ -166,7 +166,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         self._in_keys = [*keys, (NEXT, STEP_MASK)]
 
     @property
-    def out_keys(self) -> list[str]:
+    def out_keys(self) -> list[str | tuple[str, str]]:
+        """Name what :meth:`forward` returns with these settings."""
         keys = ["loss_objective", "loss_entropy", "policy_loss", "kl_approx", "kl_k3", "clip_fraction"]
         keys += ["ratio", "clipped_ratio", "log_ratio_per_token", "entropy"]
         keys += ["dual_clip_fraction"] if self.dual_clip is not None else []
@@ -248,7 +249,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             terms, num_values = self._value_terms(tensordict, value, mask, all_of_it, weight)
             out.update(terms)
             weights |= dict.fromkeys(("value_loss", "value_clip_fraction"), num_values)
-        measured = [name for name in out.keys() if not name.startswith("loss_")]
+        measured = [name for name, _ in out.items() if not name.startswith("loss_")]
         out["weights"] = TensorDict({name: weights.get(name, num_elements) for name in measured})
         return out
 

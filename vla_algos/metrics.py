@@ -143,7 +143,7 @@ class WeightedMean:
         return {name: self.mean_of(name) for name in self._sums}
 
 
-def _numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
+def _numbers(values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
     return {name: float(value) for name, value in values.items()}
 
 

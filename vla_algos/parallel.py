@@ -14,6 +14,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -158,14 +159,14 @@ def all_reduce_max(number: int) -> int:
 
 
 def barrier() -> None:
-    """Go on when all processes are here."""
+    """Wait until all processes are here."""
     all_gather_object(None)
 
 
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:
     """Give all processes the tensors of the first, in place."""
     if world_size() > 1:
-        _wait([lambda tensor=tensor: dist.broadcast(tensor, src=0, async_op=True) for tensor in tensors])
+        _wait([partial(dist.broadcast, tensor, src=0, async_op=True) for tensor in tensors])
 
 
 def sync_initial_weights(policy: torch.nn.Module) -> None:
@@ -189,10 +190,10 @@ def all_reduce_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    _wait([lambda grad=parameter.grad: dist.all_reduce(grad, async_op=True) for parameter in used])
+    _wait([partial(dist.all_reduce, parameter.grad, async_op=True) for parameter in used])
 
 
-def _wait(starts: Sequence[Callable[[], dist.Work]]) -> None:
+def _wait(starts: Sequence[Callable[[], Any]]) -> None:
     works = [_exchange(start) for start in starts]
     for work in works:
         _exchange(work.wait)

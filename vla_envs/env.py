@@ -186,6 +186,7 @@ class VLAEnv(EnvBase):
 
     @property
     def num_envs(self) -> int:
+        """Number ``N`` of environments."""
         return self.batch_size[0]
 
     @property

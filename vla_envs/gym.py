@@ -95,7 +95,7 @@ class SimulatorEnv(gymnasium.Env):
         >>> gymnasium.register("my/Toy-v0", "vla_envs.gym:SimulatorEnv", kwargs={"name": spec})  # doctest: +SKIP
     """
 
-    metadata = {"render_modes": ["rgb_array"]}
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  Gymnasium declares it so
 
     def __init__(
         self,

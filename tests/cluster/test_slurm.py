@@ -230,7 +230,8 @@ def test_cancelling_leaves_a_checkpoint(tmp_path):
 )
 def test_wrong_settings(setting, message, tmp_path):
     _, done = submit(tmp_path / "run", setting, check=False)
-    assert done.returncode and re.search(message, done.stderr, re.DOTALL), done.stderr
+    assert done.returncode, done.stderr
+    assert re.search(message, done.stderr, re.DOTALL), done.stderr
 
 
 def test_no_slurm_on_the_machine(tmp_path, monkeypatch):

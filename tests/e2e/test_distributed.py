@@ -56,11 +56,13 @@ def test_recipes_of_two_processes_stop_and_go_on(name, tmp_path):
     process = torchrun(RECIPES / f"{name}.py", *settings, f"hydra.run.dir={folder}")
     deadline = time.monotonic() + 200
     while not ((folder / "metrics.jsonl").exists() and '"step": 1' in (folder / "metrics.jsonl").read_text()):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1][-3000:]
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)  # torchrun passes it on
     out, err = process.communicate(timeout=60)
-    assert process.returncode and "stopped by SIGTERM after" in out, err[-3000:]
+    assert process.returncode, err[-3000:]
+    assert "stopped by SIGTERM after" in out, err[-3000:]
     assert metrics(folder) != whole
     finished(name, folder, "checkpoint_every=3")
     assert metrics(folder) == whole
@@ -84,7 +86,7 @@ def test_an_evaluation_is_shared(tmp_path):
         folder = tmp_path / f"by{processes}"
         shared = [f"env.num_envs={2 * processes}", f"hydra.run.dir={folder}"]
         process = torchrun(RECIPES / "evaluate.py", *settings, *shared, processes=processes, OMP_NUM_THREADS="1")
-        out, err = process.communicate(timeout=200)
+        _, err = process.communicate(timeout=200)
         assert process.returncode == 0, err[-3000:]
         found.append((json.loads((folder / "metrics.json").read_text()), sorted((folder / "videos").iterdir())))
     (one, videos), (two, others) = found

@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_written_ends_the_run(monkeypatch, tmp_path):
 
     with monkeypatch.context() as patch:
         patch.setattr(vla_algos.run.checkpoints.torch, "save", refuse)
-        with pytest.raises(OSError, match="3 checkpoints in a row could not be saved.*Read-only"):
+        with pytest.raises(OSError, match=r"3 checkpoints in a row could not be saved.*Read-only"):
             run("ppo", tmp_path / "run")
 
 
@@ -236,7 +236,7 @@ def test_a_folder_with_another_run(whole, tmp_path):
     with pytest.raises(ValueError, match="unknown resume 'always'"):
         run(name, folder, "resume=always")
     GlobalHydra.instance().clear()
-    with pytest.raises(CheckpointError, match="weights of another policy: .*policy settings of that run"):
+    with pytest.raises(CheckpointError, match=r"weights of another policy: .*policy settings of that run"):
         run(name, folder, "resume=force", "policy.dim=64")
 
 

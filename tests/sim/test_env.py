@@ -43,7 +43,7 @@ def test_a_rollout_has_the_contracts_keys_shapes_and_types(env):
         (keys.NEXT, keys.EPISODE_LEN): (torch.int64, (1,)),
     }
     for key, (dtype, shape) in expected.items():
-        assert td[key].dtype == dtype and td[key].shape == (4, 3, *shape), key
+        assert (td[key].dtype, td[key].shape) == (dtype, (4, 3, *shape)), key
     instructions = {0: "Reach a goal position", 1: "Rotate the faucet counter-clockwise"}
     for slot in range(4):
         assert td[keys.TASK_DESCRIPTIONS][slot][0] == instructions[int(td[keys.TASK_ID][slot, 0])]

@@ -250,7 +250,8 @@ def test_only_observing_draws():
     del renderer.render
     other = make_spec("libero/goal", **FAST).make()
     other.reset(Episode(0, 0))
-    assert other._world is not simulator._world and other._world._renderer is renderer, "meshes were uploaded twice"
+    assert other._world is not simulator._world
+    assert other._world._renderer is renderer, "meshes were uploaded twice"
     simulator.close()
     other.close()
 
@@ -358,8 +359,9 @@ def test_every_task_resets_steps_and_renders():
         outcome = simulator.step(actions(1)[0])
         seen = simulator.observe()
         name = spec.tasks[task].name
-        assert not outcome.success and np.isfinite(seen.states).all(), name
-        assert seen.images.std() > 5 and seen.wrist_images.std() > 5, f"{name}: an empty frame"
+        assert not outcome.success, name
+        assert np.isfinite(seen.states).all(), name
+        assert min(seen.images.std(), seen.wrist_images.std()) > 5, f"{name}: an empty frame"
         assert seen.task_description == spec.tasks[task].instruction
     simulator.close()
 
@@ -369,7 +371,7 @@ def test_every_task_resets_steps_and_renders():
 
 def test_a_trial_that_does_not_exist():
     simulator = make_spec("libero/object", **FAST).make()
-    with pytest.raises(ValueError, match="has trials 0 to 49 of .*, got trial_id=50"):
+    with pytest.raises(ValueError, match=r"has trials 0 to 49 of .*, got trial_id=50"):
         simulator.reset(Episode(0, 50))
 
 
@@ -394,10 +396,10 @@ def test_a_download_is_taken_where_it_is_allowed(tmp_path, monkeypatch):
 
 
 def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no such folder(.|\n)*hf download"):
+    with pytest.raises(FileNotFoundError, match=r"no such folder(.|\n)*hf download"):
         make_env("libero/spatial", 1, assets=str(tmp_path / "nowhere"))
     (tmp_path / "half" / "scenes").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="incomplete, lacks .* and 9 more"):
+    with pytest.raises(FileNotFoundError, match=r"incomplete, lacks .* and 9 more"):
         make_env("libero/spatial", 1, assets=str(tmp_path / "half"))
     whole = tmp_path / "whole"
     for name in (*package._ARENAS, *package._FOLDERS):
@@ -405,7 +407,7 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     assert package.find_assets(str(whole)) == whole
     (whole / ".cache" / "huggingface" / "download").mkdir(parents=True)
     (whole / ".cache" / "huggingface" / "download" / "mesh.incomplete").touch()
-    with pytest.raises(FileNotFoundError, match="incomplete, lacks all of mesh.incomplete"):
+    with pytest.raises(FileNotFoundError, match=r"incomplete, lacks all of mesh.incomplete"):
         package.find_assets(str(whole))
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path / "half"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
@@ -421,7 +423,7 @@ def test_an_asset_that_is_missing_ends_the_run_with_its_name(tmp_path):
     shutil.copytree(ASSETS, broken)
     shutil.rmtree(broken / "stable_scanned_objects" / "plate")
     env = make_env("libero/spatial", 1, assets=str(broken), step_timeout=START, **FAST)
-    with pytest.raises(SimulatorCrash, match="plate(.|\n)*libero/spatial task pick_up_the_black_bowl"):
+    with pytest.raises(SimulatorCrash, match=r"plate(.|\n)*libero/spatial task pick_up_the_black_bowl"):
         env._pool.reset({0: Episode(0, 0)})
     env.close()
 

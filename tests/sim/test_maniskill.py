@@ -244,7 +244,7 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     assert assets.find_assets() == pack
     assert assets.describe_assets() == ()
     (pack / "carrot" / "more_carrot" / "3" / "collision.obj").write_text("")
-    with pytest.raises(FileNotFoundError, match="lacks carrot/more_carrot/3/collision.obj; a download"):
+    with pytest.raises(FileNotFoundError, match=r"lacks carrot/more_carrot/3/collision.obj; a download"):
         assets.find_assets()
     with pytest.raises(FileNotFoundError, match="hf download"):
         make_env(f"maniskill/{MAIN}", num_envs=1)  # before any worker is started
@@ -266,7 +266,7 @@ def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, me
     with pytest.raises(vulkan.VulkanError, match=meaning):
         gymnasium.make("vla_envs:vla/ManiSkill-PushCube-v0").reset()
     monkeypatch.setattr(vulkan, "has_gpu", lambda: True)  # installing another driver would not help
-    with pytest.raises(vulkan.VulkanError, match="NVIDIA GPU: .*VK_ICD_FILENAMES=.*nvidia_icd.json"):
+    with pytest.raises(vulkan.VulkanError, match=r"NVIDIA GPU: .*VK_ICD_FILENAMES=.*nvidia_icd.json"):
         vulkan.check_driver()
 
 

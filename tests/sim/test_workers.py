@@ -125,10 +125,14 @@ def test_a_restarted_simulator_shows_the_same_episode_bit_by_bit():
 
 def test_a_simulator_that_crashes_again_and_again_stops_the_run_and_names_the_episode(env):
     td = env.reset()
-    with pytest.raises(SimulatorCrash, match=r"metaworld/reach-v3 task reach-v3 trial \d+ seed 0"):
+
+    def kill_and_act(td):
         for _ in range(5):
             os.kill(process_id(env, 0), signal.SIGKILL)
             _, td = act(env, td)
+
+    with pytest.raises(SimulatorCrash, match=r"metaworld/reach-v3 task reach-v3 trial \d+ seed 0"):
+        kill_and_act(td)
 
 
 def test_an_exception_inside_a_simulator_is_reported_with_its_episode(caplog):

@@ -97,7 +97,7 @@ def test_truncated_file(tmp_path):
     folder = save_checkpoint(tmp_path, 1, SavablePolicy(), {"x": torch.zeros(1000)})
     path = folder / "training.pt"
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(CheckpointError, match="truncated.*resume from the checkpoint before"):
+    with pytest.raises(CheckpointError, match=r"truncated.*resume from the checkpoint before"):
         load_training_state(folder)
 
 

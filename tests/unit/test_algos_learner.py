@@ -1,6 +1,7 @@
 """The update: parts, shuffles, limits, schedules, what is skipped, what is refused, and going on after a restart."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -120,7 +121,7 @@ def test_each_epoch_shuffles_what_was_executed_afresh(policy, batch):
         policy.seen.clear()
         update(batch)
         assert [len(part) for part in policy.seen] == [10, 10, 10, 10, 1] * 3
-        passes = [sum(policy.seen[i : i + 5], []) for i in (0, 5, 10)]
+        passes = [list(itertools.chain(*policy.seen[i : i + 5])) for i in (0, 5, 10)]
         assert all(sorted(order) == executed for order in passes)
         orders += passes
     assert len({tuple(order) for order in [executed, *orders]}) == 7

@@ -154,7 +154,8 @@ def test_update_metrics_say_what_the_loss_said(batch):
     }
     assert set(pairs.values()) == logged.keys()
     for key, name in pairs.items():
-        assert losses[key] != 0 and logged[name] == pytest.approx(losses[key].item()), name
+        assert losses[key] != 0, name
+        assert logged[name] == pytest.approx(losses[key].item()), name
 
 
 def test_means_can_be_merged():

@@ -96,7 +96,7 @@ def learn(loss, batch, parts=None):
     for name in OUTPUTS:
         batch["given", name].requires_grad_()
     outs = [loss(batch)] if parts is None else [loss(batch[part], whole=batch) for part in parts]
-    terms = {key: sum(out[key] for out in outs) for key in outs[0].keys() if key.startswith("loss_")}
+    terms = {key: sum(out[key] for out in outs) for key, _ in outs[0].items() if key.startswith("loss_")}
     sum(terms.values()).backward()
     # What a loss does not depend on has no gradient.
     gradients = {name: batch["given", name].grad for name in OUTPUTS}

@@ -174,7 +174,7 @@ def test_a_spec_of_ones_own_runs_in_workers_and_in_gymnasium():
 
 def test_a_spec_is_complete():
     spec = scripted_spec(REWARDS, [3, 0], action_dim=2)
-    with pytest.raises(ValueError, match="^image_size, horizon cannot be set beside the SimulatorSpec of scripted"):
+    with pytest.raises(ValueError, match=r"^image_size, horizon cannot be set beside the SimulatorSpec of scripted"):
         make_env(spec, 1, image_size=64, horizon=2)
     with pytest.raises(ValueError, match="image_size cannot be set beside"):
         gymnasium.make("vla/MetaWorld-reach-v0", name=spec, image_size=64)
@@ -182,7 +182,7 @@ def test_a_spec_is_complete():
 
 def test_a_simulator_in_the_callers_script_says_where_it_has_to_be():
     spec = replace(scripted_spec(REWARDS, [3, 0], action_dim=2), entry_point="__main__:Scripted")
-    with pytest.raises(ValueError, match="worker processes cannot import __main__.Scripted"):
+    with pytest.raises(ValueError, match=r"worker processes cannot import __main__.Scripted"):
         make_env(spec, 1)
 
 

@@ -91,7 +91,7 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
 def checkpoints(root: Path) -> list[Path]:
     """All finished checkpoints of a run, oldest first."""
     found = [path for path in root.glob("step_*") if path.is_dir() and _STEP.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(_STEP.fullmatch(path.name)[1]))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def latest_checkpoint(root: Path) -> Path:
@@ -145,7 +145,8 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 
 def random_state() -> dict[str, Any]:
     """The states of all random number generators, as tensors and numbers."""
-    name, words, *position = np.random.get_state()
+    numpys: Any = np.random.get_state()  # a tuple, which numpy's annotations do not know
+    name, words, *position = numpys
     assert name == "MT19937"  # the only one of numpy's legacy interface
     return {
         "torch": torch.get_rng_state(),

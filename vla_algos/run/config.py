@@ -58,8 +58,7 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
         ValueError: a setting that nobody reads, that is missing, of a wrong type or out of range; the message names it
             as it is typed, and the nearest name.
     """
-    settings = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(settings, dict)
+    settings: Any = OmegaConf.to_container(config, resolve=True)  # a dictionary
     for name in settings:
         if name not in types:
             raise unknown_name("setting", str(name), types)

@@ -83,7 +83,7 @@ def gather(share: EvaluationResult) -> EvaluationResult:
 
 def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> list[Path]:
     """Write the recorded episodes of an evaluation as mp4, named after task, trial and outcome."""
-    paths = []
+    paths: list[Path] = []
     if not parallel.is_main():
         return paths
     for index, frames in result.videos.items():

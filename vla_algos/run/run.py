@@ -42,9 +42,9 @@ class Run:
                 ...  # collect, estimate, learn
                 run.log(batch, metrics)
 
-    :meth:`resumable` goes on from the last checkpoint or gives a new policy its warm start; :meth:`iterations` evaluates
-    before the first, at every ``evaluate_every``-th and after the last iteration, and saves after each; afterwards the
-    policy is saved and the summary printed.
+    :meth:`resumable` resumes from the last checkpoint or gives a new policy its warm start; :meth:`iterations`
+    evaluates before the first, at every ``evaluate_every``-th and after the last iteration, and saves after each;
+    afterwards the policy is saved and the summary printed.
 
     Args:
         config: the settings, see :func:`vla_algos.run.config.read_config`.
@@ -112,11 +112,12 @@ class Run:
         """
         self._parts = parts
         with ResumableRun(self.folder, self.policy, parts, self.config.checkpoint_every) as self._checkpoints:
-            self._first = self._checkpoints.resume()
-            self._logger = RunLogger(self.folder, after=-1 if self._first is None else self._first)
+            resumed = self._checkpoints.resume()
+            self._first = resumed or 0
+            self._logger = RunLogger(self.folder, after=-1 if resumed is None else resumed)
             self._started -= self._checkpoints.seconds
             self.state = self._checkpoints.run_state
-            if self._first is None:
+            if resumed is None:
                 self._begin()
             yield
         if parallel.is_main():
@@ -128,7 +129,8 @@ class Run:
 
         Args:
             total: the last one; ``config.iterations`` if ``None``.
-            unit, title: of the progress bar.
+            unit: of the progress bar.
+            title: of the progress bar; the name of the recipe if ``None``.
         """
         total = self.config.iterations if total is None else total
         self._last = self.state.get("last_iteration", total)
@@ -208,7 +210,6 @@ class Run:
         parallel.sync_initial_weights(self.policy)
         seed_rank(self.config.seed)
         self.state |= {"evaluations": [], "speeds": []}
-        self._first = 0
         self._checkpoints.finish(0)
 
     def _warm_start(self) -> None:

@@ -150,7 +150,7 @@ class World:
 class WorldCache:
     """Worlds of this process that no simulator is using, oldest first."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._idle: OrderedDict[int, World] = OrderedDict()  # by id()
 
     def __len__(self) -> int:

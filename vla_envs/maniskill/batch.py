@@ -118,6 +118,7 @@ class BatchedWorlds:
         )
 
     def close(self) -> None:
+        """Free the world."""
         self._world.close()
 
     def _observe(self) -> None:

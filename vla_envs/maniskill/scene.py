@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import sapien
@@ -64,8 +64,8 @@ class PutOnPlate(BaseEnv):
         ValueError: an unknown variant or object set, an episode id out of range, or several worlds without CUDA.
     """
 
-    SUPPORTED_OBS_MODES = ["rgb+segmentation"]
-    SUPPORTED_REWARD_MODES = ["dense", "sparse", "none"]
+    SUPPORTED_OBS_MODES: ClassVar[list[str]] = ["rgb+segmentation"]
+    SUPPORTED_REWARD_MODES: ClassVar[list[str]] = ["dense", "sparse", "none"]
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,9 @@ class Variant:
     moves: bool = False
 
 
-def _variant(id: str, group: str, values: Mapping[str, Mapping[str, range]] | None = None, **differences) -> Variant:
+def _variant(
+    id: str, group: str, values: Mapping[str, Mapping[str, range]] | None = None, **differences: Any
+) -> Variant:
     usual = {"object": _SEEN, "plate": _ONE, "extra": _ONE, "table": _SEEN, "position": _same(range(784)), "yaw": _YAWS}
     return Variant(f"PutOnPlateInScene25{id}", group, {**usual, **(values or {})}, **differences)
 
@@ -195,6 +198,7 @@ class VariantSplit:
 
     @cached_property
     def values(self) -> dict[str, range]:
+        """Numbers that each factor takes."""
         return {factor: self.variant.values[factor][self.object_set] for factor in FACTORS}
 
     def __len__(self) -> int:

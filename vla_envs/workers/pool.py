@@ -125,7 +125,7 @@ class WorkerPool:
         items: Sequence[Any],
         *,
         timeout: float = 600.0,
-        on_result: Callable[[Any], None] | None = None,
+        on_result: Callable[[Any], object] | None = None,
         **arguments: Any,
     ) -> list[Any]:
         """Run ``function(simulator, item, **arguments)`` for each item in whichever worker is free.
