@@ -29,7 +29,7 @@ RewardLevel = Literal["chunk", "action"]
 
 
 def valid_decisions(batch: TensorDictBase) -> Tensor:
-    """Decisions of which at least one primitive action was executed: bool ``[..., 1]``.
+    """Find decisions of which at least one primitive action was executed: bool ``[..., 1]``.
 
     The others (the simulator died, or the slot was idle) carry no information and enter no statistic.
     """
@@ -172,7 +172,7 @@ def _per_action(
 
 
 def normalize_advantages(advantage: Tensor, valid: Tensor, eps: float = 1e-5) -> Tensor:
-    """``(A - mean) / (std + eps)`` with mean and unbiased std over the valid elements only.
+    """Compute ``(A - mean) / (std + eps)`` with mean and unbiased std over the valid elements only.
 
     Args:
         advantage: float ``[...]``.
@@ -189,7 +189,7 @@ def normalize_advantages(advantage: Tensor, valid: Tensor, eps: float = 1e-5) ->
 
 
 def group_advantages(scores: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantages of GRPO (Shao et al. 2024, arXiv 2402.03300): one number per trajectory.
+    """Compute group-relative advantages of GRPO (Shao et al. 2024, arXiv 2402.03300): one number per trajectory.
 
     Args:
         scores: float ``[E]``, return of each trajectory.

@@ -129,7 +129,7 @@ class BehaviourCloning:
         self._order: list[torch.Tensor] = []  # batches that are left of this epoch, the next one last
 
     def step(self) -> float:
-        """One step of the optimizer on one batch; returns its loss."""
+        """Take one step of the optimizer on one batch; returns its loss."""
         self.policy.train()
         if not self._order:
             self._order = list(torch.randperm(len(self.demonstrations)).split(self.batch_size))
@@ -145,7 +145,7 @@ class BehaviourCloning:
         return loss.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on exactly here, with the same demonstrations."""
+        """Return what :meth:`load_state_dict` needs to resume exactly here, with the same demonstrations."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),

@@ -178,9 +178,9 @@ class Learner:
         masks = parallel.all_gather_object(None if samples is None else samples[NEXT, STEP_MASK].cpu())
         if not sum(len(mask) for mask in masks if mask is not None):
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
-        self._follow_reference()
+        self._refresh_reference()
         if samples is not None and len(samples):
-            self._prepare(samples)
+            self._check_and_complete(samples)
             if hasattr(self.policy, "precompute"):
                 samples = self.policy.precompute(samples)
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
@@ -228,7 +228,7 @@ class Learner:
     def _minibatches(
         self, samples: TensorDictBase | None, masks: list[torch.Tensor | None]
     ) -> Iterator[tuple[TensorDictBase | None, TensorDictBase]]:
-        """This process's part of each minibatch, ``None`` if it has none, and of the whole the ``step_mask``."""
+        """Yield this process's part of each minibatch, ``None`` if it has none, and of the whole the ``step_mask``."""
         counts = [0 if mask is None else len(mask) for mask in masks]
         whole = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}}, [sum(counts)])
         first = sum(counts[: parallel.rank()])
@@ -251,7 +251,7 @@ class Learner:
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
         for part in () if minibatch is None else minibatch.split(self.micro_batch_size or len(minibatch)):
-            losses = self._share_of(part.to(self._device), whole)
+            losses = self._loss_of(part.to(self._device), whole)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
             loss.backward()
@@ -265,21 +265,21 @@ class Learner:
         seen.add({"train/loss": total * processes}, 1 / processes)  # the sum of the shares, not their mean
         return seen.of_all_processes()
 
-    def _share_of(self, part: TensorDictBase, whole: TensorDictBase) -> TensorDictBase:
-        """The loss of a part of a minibatch; over the parts its terms add up to those of the whole."""
+    def _loss_of(self, part: TensorDictBase, whole: TensorDictBase) -> TensorDictBase:
+        """Compute the loss of a part of a minibatch; over the parts its terms add up to those of the whole."""
         if self._takes_whole:
             return self.loss_module(part, whole=whole)
         losses, share = self.loss_module(part), len(part) / len(whole)
         return losses.update({name: share * loss for name, loss in losses.items() if name.startswith("loss_")})
 
-    def _follow_reference(self) -> None:
+    def _refresh_reference(self) -> None:
         """Keep the frozen policy, where one is needed, the one before the first update."""
         if getattr(self.loss_module, "reference_kl_coeff", 0.0):
             if self._reference is None:
                 self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
             self._reference.copy_schedules(self.policy)
 
-    def _prepare(self, samples: TensorDictBase) -> None:
+    def _check_and_complete(self, samples: TensorDictBase) -> None:
         """Check the stored log-probabilities; add those of the frozen policy where they are needed."""
         stored = samples.get(ACTION_LOG_PROB, None)
         if stored is not None:  # else the loss says what is missing
@@ -306,7 +306,7 @@ class Learner:
         return mismatch
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on exactly here: tensors and plain numbers."""
+        """Return what :meth:`load_state_dict` needs to resume exactly here: tensors and plain numbers."""
         state = {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -335,12 +335,12 @@ class Learner:
 
 
 def policy_of(loss_module: LossModule) -> torch.nn.Module:
-    """The policy in a loss: its ``policy``, or what TorchRL's losses call ``actor_network``."""
+    """Return the policy in a loss: its ``policy``, or what TorchRL's losses call ``actor_network``."""
     return loss_module.policy if hasattr(loss_module, "policy") else loss_module.actor_network
 
 
 def trained_parameters(loss_module: LossModule) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """The parameters of a loss that are trained: those of the policy, and those of the critic.
+    """List the parameters of a loss that are trained: those of the policy, and those of the critic.
 
     Raises:
         ValueError: they are of a precision that rounds away the steps of a usual learning rate.

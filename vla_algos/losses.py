@@ -264,7 +264,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             )
 
     def _expand(self, advantage: Tensor, log_weight: Tensor, mask: Tensor) -> Tensor:
-        """``[B, 1]`` or ``[B, C]`` with as many dimensions as ``log_weight``."""
+        """Give ``[B, 1]`` or ``[B, C]`` as many dimensions as ``log_weight`` has."""
         if advantage.shape not in (mask.shape, (len(mask), 1)):
             raise ValueError(
                 f"{ADVANTAGE!r} is {list(advantage.shape)}, must be [B, 1] per decision or [B, C] per primitive "
@@ -349,7 +349,7 @@ def _to_level(values: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tenso
 
 
 def _count(mask: Tensor, level: Level, width: int) -> Tensor:
-    """How many elements of a level are valid: ``mask`` ``[B, C]``, ``width`` is ``A``."""
+    """Count the valid elements of a level: ``mask`` ``[B, C]``, ``width`` is ``A``."""
     if level == "chunk":
         return mask.any(-1).sum()
     return mask.sum() * (width if level == "token" else 1)

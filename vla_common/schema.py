@@ -98,7 +98,7 @@ class EnvironmentShape(Protocol):
 
 
 def get_schema(benchmark: str) -> BenchmarkSchema:
-    """The schema of a registered benchmark.
+    """Return the schema of a registered benchmark.
 
     Raises:
         ValueError: there is no such benchmark; offers the nearest names.

@@ -178,7 +178,7 @@ class SimulatorEnv(gymnasium.Env):
         return observation, outcome.reward, terminated, truncated, info
 
     def render(self) -> np.ndarray | None:
-        """The image of the last observation, uint8 ``[H, W, 3]``."""
+        """Return the image of the last observation, uint8 ``[H, W, 3]``."""
         return self._image if self.render_mode == "rgb_array" else None
 
     def close(self) -> None:

@@ -181,7 +181,7 @@ def test_processes_on_one_node_and_on_two(tmp_path):
     wait_for(lambda: state(job)[1] == 1, 60, "the job to be requeued")
     done = iterations(folder)
     assert 3 <= done < 60
-    wait_for(lambda: iterations(folder) > done, 120, "the run to go on")
+    wait_for(lambda: iterations(folder) > done, 120, "the run to continue")
     subprocess.run(["scancel", job], check=True)
 
 
@@ -216,7 +216,7 @@ def test_cancelling_leaves_a_checkpoint(tmp_path):
     done = iterations(folder)
     assert (folder / "checkpoints" / "latest" / "training.pt").is_file()
     (again,), _ = submit(folder, "iterations=100", "resume=auto")
-    wait_for(lambda: iterations(folder) > done, 120, "the run to go on")
+    wait_for(lambda: iterations(folder) > done, 120, "the run to continue")
     subprocess.run(["scancel", again], check=True)
 
 

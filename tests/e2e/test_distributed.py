@@ -1,4 +1,4 @@
-"""Recipes as torchrun starts them: several processes train, stop and go on together, and fail together."""
+"""Recipes as torchrun starts them: several processes train, stop and resume together, and fail together."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_recipes_of_two_processes_stop_and_go_on(name, tmp_path):
 
     alone = recipe(name, folder, *settings)
     assert alone.returncode
-    assert re.search("is of 2 processes, this run has 1: go on with as many", alone.stderr)
+    assert re.search("is of 2 processes, this run has 1: resume with as many", alone.stderr)
 
 
 def test_an_evaluation_is_shared(tmp_path):

@@ -82,7 +82,7 @@ def test_environment_checker_passes():
 def test_same_seed_gives_the_same_episodes(reach):
     def run():
         seen = []
-        for seed in (7, None):  # the second episode goes on with the stream of the first
+        for seed in (7, None):  # the second episode continues the stream of the first
             observation, info = reach.reset(seed=seed)
             seen.append((observation, info))
             for value in (0.5, -0.5):

@@ -58,7 +58,7 @@ def test_a_killed_or_stopped_worker_loses_its_own_episodes_only(env, kill):
     assert after[keys.REWARD][lost].eq(0).all()
     assert env.worker_restarts == 1
     assert time.monotonic() - started < 60
-    # The survivors go on with their episodes, the others have new ones and run.
+    # The survivors continue their episodes, the others have new ones and run.
     for slot in range(4):
         assert (env.current_episodes[slot] == before[slot]) == (not lost[slot])
     outcome, _ = act(env, td)
@@ -177,7 +177,7 @@ def test_map_gives_results_in_order_and_survives_a_worker_that_dies(env):
     assert env.worker_restarts == 1
     with pytest.raises(RuntimeError, match="this item cannot be done"):
         env.pool.map("test_workers:where_and_what", list(range(6)), fail=True)
-    outcome, td = act(env, td)  # whatever was lost on the way, the environment goes on
+    outcome, td = act(env, td)  # whatever was lost on the way, the environment continues
     outcome, _ = act(env, td)
     assert outcome[keys.NEXT, keys.STEP_MASK].all()
 

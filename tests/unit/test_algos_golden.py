@@ -130,7 +130,7 @@ def test_gae_per_action_masked():
 
 
 def test_gae_per_action_unmasked():
-    """Unmasked, the reference goes on in mid-chunk with the next episode, which ours never does: each action is taken
+    """Unmasked, the reference continues in mid-chunk with the next episode, which ours never does: each action is taken
     as a chunk of one.
     """
     name = "gae/action_level/unmasked"

@@ -123,7 +123,7 @@ def test_dynamic_sampling_goes_on_until_enough_groups_carry_signal(policy):
     assert 6 < len(groups) < 60
     fixed = collect_groups(collector, source, groups=6, max_groups=6)
     assert len(fixed) == 6
-    assert fixed[0].episodes[0][TRIAL_ID][0] == len(groups)  # the source goes on
+    assert fixed[0].episodes[0][TRIAL_ID][0] == len(groups)  # the source continues
 
 
 def test_the_cap_ends_the_search_when_nothing_has_signal():

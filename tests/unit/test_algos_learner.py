@@ -1,4 +1,4 @@
-"""The update: parts, shuffles, limits, schedules, what is skipped, what is refused, and going on after a restart."""
+"""The update: parts, shuffles, limits, schedules, what is skipped, what is refused, and resuming after a restart."""
 
 import copy
 import itertools
@@ -488,7 +488,7 @@ def test_state_dict_goes_on_identically(policy, tmp_path):
 
 
 def test_a_restart_needs_its_state(policy):
-    """The test above can fail: without the moments, or with another reference, learning goes on differently."""
+    """The test above can fail: without the moments, or with another reference, learning continues differently."""
     settings = {"loss": {"reference_kl_coeff": 0.1}, "lr": 5e-3, "minibatch_size": 16}
     one = learner(policy, **settings)
     for _ in range(2):

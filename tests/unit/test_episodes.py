@@ -1,4 +1,4 @@
-"""Which episodes run: groups, ranks, passes, grids, and going on after a restart."""
+"""Which episodes run: groups, ranks, passes, grids, and resuming after a restart."""
 
 import pytest
 

@@ -94,7 +94,7 @@ def translate_arguments(recipe: str) -> None:
 
 
 def translated(arguments: Sequence[str]) -> list[str]:
-    """Arguments with today's names of settings.
+    """Replace earlier names of settings by today's.
 
     Raises:
         ValueError: an argument that is neither a setting nor a flag.

@@ -45,7 +45,7 @@ _CHOSEN_BY = {"env": "id", "policy": "family", "launcher": "name"}  # the settin
 
 
 def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
-    """The settings of a recipe, every one of which somebody reads.
+    """Read the settings of a recipe, every one of which somebody uses.
 
     Args:
         config: the composed configuration.

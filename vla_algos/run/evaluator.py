@@ -34,7 +34,7 @@ class Evaluator:
     sampled: bool = False
 
     def episodes(self, spec: SimulatorSpec) -> list[Episode]:
-        """The episodes of all processes.
+        """List the episodes of all processes.
 
         Raises:
             ValueError: the benchmark has fewer initial states.
@@ -77,7 +77,7 @@ class Evaluator:
 
 
 def gather(share: EvaluationResult) -> EvaluationResult:
-    """The result of an evaluation of which each process has run its share."""
+    """Join the result of an evaluation of which each process has run its share."""
     return EvaluationResult.interleaved(parallel.all_gather_object(share))
 
 

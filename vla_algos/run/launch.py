@@ -113,7 +113,7 @@ def launch(
 
 
 def _common_folder(folder: Path) -> Path:
-    """The folder of the first process: its name has the time in it, and others may have come a second later."""
+    """Take the folder of the first process: its name has the time in it, and others may have come a second later."""
     common = parallel.broadcast_object(folder)
     if folder != common:
         with contextlib.suppress(FileNotFoundError):  # several may have the same one
@@ -148,7 +148,7 @@ def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list
 
 
 def _python() -> str:
-    """The interpreter of a job, in which SLURM's warning waits until somebody can understand it.
+    """Return the interpreter of a job, in which SLURM's warning waits until somebody can understand it.
 
     Importing takes seconds; in them the signal would end the process, and the job would have failed.
     """
@@ -163,10 +163,10 @@ def _report(jobs: list[submitit.Job], runs: list[SlurmRun], wait: bool) -> None:
         print(f"  errors  {job.paths.stderr}\n  cancel  scancel {job.job_id}")
     if wait:
         for job in jobs:
-            _follow(job)
+            _print_log(job)
 
 
-def _follow(job: submitit.Job) -> None:
+def _print_log(job: submitit.Job) -> None:
     """Print the log of a job while it grows, until the job is gone from the queue."""
     seen = 0
     while True:

@@ -19,7 +19,7 @@ from vla_algos import parallel
 
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
-    """A progress bar, shown by the first process."""
+    """Make a progress bar, shown by the first process."""
     return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not parallel.is_main())
 
 

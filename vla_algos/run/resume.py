@@ -101,7 +101,7 @@ class ResumableRun:
         processes = state["processes"]
         if len(processes) != parallel.world_size():
             raise CheckpointError(
-                f"{checkpoint} is of {len(processes)} processes, this run has {parallel.world_size()}: go on with "
+                f"{checkpoint} is of {len(processes)} processes, this run has {parallel.world_size()}: resume with "
                 f"as many, or start in a new folder from one of the policies {self.checkpoints}/*/policy"
             )
         own = processes[parallel.rank()]
@@ -156,7 +156,7 @@ class ResumableRun:
         return cast(T, result)  # whoever has none does not get here
 
     def stop_if_asked(self) -> None:
-        """A place within an update where the run may stop: only if the state before the update is on disk already.
+        """Stop within an update if a signal came and the state before the update is on disk already.
 
         Raises:
             Interrupted: a signal came, here or to another process.
@@ -186,7 +186,7 @@ class ResumableRun:
             done = f"after {self._iteration} iterations" if self._between is not None else "before its first iteration"
             print(
                 f"\nstopped by {signal.Signals(number).name} {done}; the same command with "
-                f"hydra.run.dir={self.folder} goes on"
+                f"hydra.run.dir={self.folder} resumes it"
             )
             if number == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
                 requeue()
@@ -236,7 +236,7 @@ class ResumableRun:
             if self._failures == _FAILURES:
                 raise OSError(
                     f"{_FAILURES} checkpoints in a row could not be saved in {self.checkpoints} ({error}); make room, "
-                    f"then type the same command with hydra.run.dir={self.folder}: it goes on from the last one"
+                    f"then type the same command with hydra.run.dir={self.folder}: it resumes from the last one"
                 ) from error
             return False
         self._failures = 0
@@ -244,7 +244,7 @@ class ResumableRun:
 
 
 def trained(policy: VLAPolicy) -> dict[str, torch.Tensor]:
-    """What training changes: parameters that have a gradient, and all saved buffers."""
+    """Return what training changes: parameters that have a gradient, and all saved buffers."""
     parameters = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     fixed = {name for name, _ in policy.named_parameters()} - parameters
     return {name: tensor.detach().cpu() for name, tensor in policy.state_dict().items() if name not in fixed}
@@ -271,7 +271,7 @@ def _shape(weights: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
 
 
 def requeue() -> None:
-    """Put a SLURM job that is stopping back into the queue; it goes on by itself when it runs again."""
+    """Put a SLURM job that is stopping back into the queue; it resumes by itself when it runs again."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
@@ -280,4 +280,4 @@ def requeue() -> None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
     if done.returncode:
-        print(f"the job could not be requeued ({done.stderr.strip()}); submit it again, it goes on where it stopped")
+        print(f"the job could not be requeued ({done.stderr.strip()}); submit it again, it resumes where it stopped")

@@ -76,7 +76,7 @@ class Run:
     # ---- the parts
 
     def make_policy(self) -> VLAPolicy:
-        """The policy of ``config.policy``, complete and known to fit the environment, which has not been started."""
+        """Make the policy of ``config.policy``, complete and known to fit the environment, which is not started."""
         self.policy = make_policy(self.spec, **self.config.policy)
         return self.policy
 
@@ -91,7 +91,7 @@ class Run:
         return self.env
 
     def training_episodes(self, group_size: int) -> EpisodeSampler:
-        """This process's share of the training episodes of ``config.seed``, each ``group_size`` times in a row."""
+        """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times."""
         return EpisodeSampler(
             self.spec,
             self.config.seed,
@@ -125,7 +125,7 @@ class Run:
         self._finish()
 
     def iterations(self, total: int | None = None, unit: str = "iteration", title: str | None = None) -> Iterator[int]:
-        """Number the iterations that are left, from 1; between them, evaluate and save.
+        """Yield the numbers of the iterations that are left, from 1; between them, evaluate and save.
 
         Args:
             total: the last one; ``config.iterations`` if ``None``.
@@ -274,7 +274,7 @@ class Run:
 
 
 def make_env_spec(settings: Mapping) -> SimulatorSpec:
-    """What the section ``env`` describes; nothing is started.
+    """Make the specification of what the section ``env`` describes; nothing is started.
 
     Raises:
         ValueError: an unknown name or option.
@@ -284,7 +284,7 @@ def make_env_spec(settings: Mapping) -> SimulatorSpec:
 
 
 def collector_stats(collector: BaseCollector) -> dict[str, float]:
-    """The counters of a collector over all processes: frames and restarts add up, of the rest the largest counts."""
+    """Join a collector's counters of all processes: frames and restarts add up, of the rest the largest counts."""
     everybodys = parallel.all_gather_object(collector.stats())
     return {
         name: sum(stats[name] for stats in everybodys)

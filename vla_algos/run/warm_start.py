@@ -17,7 +17,7 @@ _FAMILY = 1_000_000  # added to a run's seed for the initial states of demonstra
 
 
 def demonstration_seed(seed: int, evaluation_seed: int) -> int:
-    """Seed of the demonstrations' initial states: neither the training episodes' (``seed``) nor the evaluation's.
+    """Choose the seed of the demonstrations' initial states: neither the training episodes' nor the evaluation's.
 
     Raises:
         ValueError: the evaluation would repeat episodes that were trained on.

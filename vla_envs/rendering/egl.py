@@ -40,7 +40,7 @@ def choose_device() -> None:
 
 
 def device_of_worker(devices: dict[int, int | None], visible: str | None, worker: int) -> int | None:
-    """Number of the EGL device of a worker, ``None`` to leave it to MuJoCo.
+    """Choose the EGL device of a worker by number, ``None`` to leave it to MuJoCo.
 
     Args:
         devices: of :func:`egl_devices`.

@@ -52,7 +52,7 @@ class SharedArrays:
 
     @classmethod
     def attach(cls, file: int, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> SharedArrays:
-        """The same arrays in another process."""
+        """Map the same arrays in another process."""
         memory = mmap.mmap(file, 0)
         arrays, offset = {}, 0
         for name, (shape, dtype) in cls.layout(spec, num_envs, chunk_size).items():
