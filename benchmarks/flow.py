@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     batch = frozen.adapter.example(options.batch)
     with set_exploration_type(ExplorationType.RANDOM):
         batch = frozen(batch).select(*frozen.loss_keys)
-    kept = frozen.prepare(batch.clone())
+    kept = frozen.precompute(batch.clone())
     noise = torch.randn(options.batch, frozen.horizon, frozen.model_action_dim)
 
     with torch.no_grad():
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "update, frozen prefix kept": lambda: update(frozen, kept),
         "update, frozen prefix recomputed": lambda: update(frozen, batch),
         "update, everything trained": lambda: update(whole, batch),
-        "keeping the prefix, once per update": lambda: frozen.prepare(batch.clone()),
+        "keeping the prefix, once per update": lambda: frozen.precompute(batch.clone()),
     }
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     with tqdm(total=(options.repetitions + 1) * len(ways), desc="measurements", unit="way") as bar:

@@ -6,7 +6,7 @@ acts in it finds the schema by the benchmark's name and makes its conversions of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,7 +65,11 @@ class EnvironmentShape(Protocol):
     """What a new policy is made for; :class:`vla_envs.SimulatorSpec` is one."""
 
     @property
+    def id(self) -> str: ...
+    @property
     def benchmark(self) -> str: ...
+    @property
+    def tasks(self) -> Sequence[Any]: ...  # each with an instruction
     @property
     def action_low(self) -> tuple[float, ...]: ...
     @property

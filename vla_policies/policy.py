@@ -192,7 +192,7 @@ class VLAPolicy(TensorDictModuleBase):
         Raises:
             ValueError: it has other actions, states or cameras, or an instruction that the policy cannot take.
         """
-        name = getattr(shape, "id", shape.benchmark)
+        name = shape.id
         action_dim = len(shape.action_low)
         if (self.action_dim, self.state_dim) != (action_dim, shape.state_dim):
             raise ValueError(
@@ -204,7 +204,7 @@ class VLAPolicy(TensorDictModuleBase):
                 f"the policy looks at wrist cameras and {name} has none; use a checkpoint that was trained with one "
                 "image"
             )
-        if instructions := [task.instruction for task in getattr(shape, "tasks", ())]:
+        if instructions := [task.instruction for task in shape.tasks]:
             # Large states have the longest numbers, for prompts that list them.
             self.prompt_tokens(instructions, torch.full((len(instructions), shape.state_dim), 1e6))
 
@@ -381,7 +381,7 @@ class PretrainedPolicy(VLAPolicy):
     def check_environment(self, shape: EnvironmentShape) -> None:
         """Refuse an environment of another benchmark; see :meth:`VLAPolicy.check_environment`."""
         if self.config.benchmark != shape.benchmark:
-            own, name = self.config.benchmark, getattr(shape, "id", shape.benchmark)
+            own, name = self.config.benchmark, shape.id
             raise ValueError(
                 f"the policy acts in {own} and {name} is of {shape.benchmark}; take env=... of {own}, or load the "
                 f"checkpoint for {shape.benchmark}: policy={self.family}"

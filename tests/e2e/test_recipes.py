@@ -132,10 +132,10 @@ EVERYTHING = [  # settings that the default leaves off
     "policy.critic_detach=false",
     "optim.schedule=cosine",
     "optim.warmup_updates=1",
-    "+env.relative_reward=true",
-    "+env.reward_coef=5.0",
-    "+env.step_penalty=0.01",
-    "+env.ignore_terminations=true",
+    "env.relative_reward=true",
+    "env.reward_coef=5.0",
+    "env.step_penalty=0.01",
+    "env.ignore_terminations=true",
 ]
 
 

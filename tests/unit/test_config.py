@@ -24,6 +24,7 @@ from vla_envs.libero.spec import make_spec as make_libero_spec
 from vla_envs.maniskill.spec import make_spec as make_maniskill_spec
 from vla_envs.metaworld.spec import make_spec
 from vla_policies import SmallVLA, SmallVLAConfig
+from vla_policies.small.encoder import SmallEncoder
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
@@ -132,6 +133,6 @@ def test_what_takes_a_setting_uses_it(reader):
 
 
 def test_the_small_policy_uses_each_of_its_settings():
-    tree = ast.parse(inspect.getsource(inspect.getmodule(SmallVLA)))
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    trees = [ast.parse(inspect.getsource(inspect.getmodule(part))) for part in (SmallVLA, SmallEncoder)]
+    used = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert {field for field in SmallVLAConfig.__dataclass_fields__} <= used

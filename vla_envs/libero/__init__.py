@@ -32,7 +32,7 @@ BENCHMARK = Benchmark(
             "pi0": {
                 "presets": {
                     "pi0_libero": {"pi05": False, "horizon": 50, "relative": _ARM, "state_in_prompt": False},
-                    "pi05_libero": {"pi05": True, "horizon": 10, "relative": (), "state_in_prompt": False},
+                    "pi05_libero": {"pi05": True, "horizon": 10, "value_head": (1024, 512, 256)},
                 }
             },
         },

@@ -27,7 +27,7 @@ BENCHMARK = Benchmark(
                 "gripper": (0.0, 1.0),
                 "presets": {
                     "pi0_maniskill": {"pi05": False, "horizon": 50, "relative": (), "state_in_prompt": False},
-                    "pi05_maniskill": {"pi05": True, "horizon": 10, "relative": (), "state_in_prompt": False},
+                    "pi05_maniskill": {"pi05": True, "horizon": 10, "value_head": (1024, 512, 256)},
                 },
             },
         },

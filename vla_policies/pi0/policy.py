@@ -108,9 +108,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         self.value_head: nn.Module | None = None
         if config.value_head:
             read = model.config.language.width if config.value_after_vlm else width
-            wide = config.config_name in ("pi05_libero", "pi05_maniskill")  # until their schemas say so
-            sizes = preset.value_head or ((1024, 512, 256) if wide else (512, 256, 128))
-            self.value_head = make_value_head(read, *sizes)
+            self.value_head = make_value_head(read, *(preset.value_head or (512, 256, 128)))
 
     @classmethod
     def from_pretrained(
