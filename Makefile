@@ -44,11 +44,11 @@ PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2
 test: $(STAMP)  ## units and simulators, below ten minutes on two cores (ARGS="-k gym" for some of them)
 	$(PYTEST) $(ARGS)
 
-test-e2e: $(STAMP)  ## whole runs: recipes, resuming, several processes
-	$(PYTEST) tests/e2e $(ARGS)
+test-e2e: $(STAMP)  ## whole runs: recipes, resuming, several processes, packages from outside
+	$(PYTEST) tests/e2e tests/plugin $(ARGS)
 
 test-all: $(STAMP)  ## test and test-e2e
-	$(PYTEST) tests/unit tests/sim tests/e2e $(ARGS)
+	$(PYTEST) tests/unit tests/sim tests/e2e tests/plugin $(ARGS)
 
 # SLURM lives in namespaces of its own while the tests run (tests/cluster/slurm_cluster.sh). Only here is it installed.
 test-cluster: $(STAMP)  ## jobs on a SLURM of two nodes of its own (as root; installs slurm-wlm and munge where they lack)

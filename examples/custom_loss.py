@@ -7,6 +7,9 @@ For a recipe with it type ``vla-recipe copy ppo`` and change the line with ``Chu
 """
 
 import argparse
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its idle threads must leave the cores to simulators
 
 import torch
 from tensordict import TensorDict, TensorDictBase

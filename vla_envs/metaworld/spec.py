@@ -40,7 +40,7 @@ def _table() -> dict[str, Any]:
 
 @cache
 def suites() -> dict[str, tuple[str, ...]]:
-    """Names of the suites and the tasks of each, in the order that fixes ``task_id``."""
+    """List the suites and the tasks of each, in the order that fixes ``task_id``."""
     tasks = _table()["tasks"]
     names = [task["name"] for task in tasks]
     found = {
@@ -69,7 +69,7 @@ def _check_camera(camera: Any) -> None:
 
 
 def _tasks_of(suite: str) -> tuple[str, ...]:
-    """Tasks of a suite, of a single task (``-v3`` may be left out) or of several joined by ``+``."""
+    """List the tasks of a suite, of a single task (``-v3`` may be left out) or of several joined by ``+``."""
     names: list[str] = []
     for part in suite.split("+"):
         known = suites()
