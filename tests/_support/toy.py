@@ -127,14 +127,14 @@ class ToyEnv(EnvBase):
     def _step(self, tensordict: TensorDict) -> TensorDict:
         n = self.num_envs
         rewards, mask = torch.zeros(n, CHUNK), torch.zeros(n, CHUNK, dtype=torch.bool)
-        lost, idle = torch.zeros(n, 1, dtype=torch.bool), torch.zeros(n, 1, dtype=torch.bool)
+        crashed, idle = torch.zeros(n, 1, dtype=torch.bool), torch.zeros(n, 1, dtype=torch.bool)
         for slot, episode in enumerate(self.current_episodes):
             if episode is None:
                 idle[slot] = True
             elif self.steps[slot] and self.crashes.get(episode.trial_id, 0) > 0:
                 self.crashes[episode.trial_id] -= 1
                 self.worker_restarts += 1
-                lost[slot] = True
+                crashed[slot] = True
             else:
                 for step, action in enumerate(tensordict[ACTION][slot]):
                     if self.points[slot] >= self.goal or self.steps[slot] >= self.horizon:
@@ -145,9 +145,9 @@ class ToyEnv(EnvBase):
                     rewards[slot, step], mask[slot, step] = float(self.points[slot] == self.goal), True
         success = torch.tensor(self.points).unsqueeze(-1) >= self.goal
         steps = torch.tensor(self.steps).unsqueeze(-1)
-        truncated = ((steps >= self.horizon) & ~success) | lost | idle
+        truncated = ((steps >= self.horizon) & ~success) | crashed | idle
         outcome = {
-            STEP_REWARDS: rewards, STEP_MASK: mask, SUCCESS: success, SUCCESS_AT_END: success, CRASHED: lost,
+            STEP_REWARDS: rewards, STEP_MASK: mask, SUCCESS: success, SUCCESS_AT_END: success, CRASHED: crashed,
             EPISODE_RETURN: success.float(), EPISODE_LEN: steps,
             REWARD: rewards.sum(-1, keepdim=True),
             TERMINATED: success, TRUNCATED: truncated, DONE: success | truncated,

@@ -50,17 +50,17 @@ def test_a_killed_or_stopped_worker_loses_its_own_episodes_only(env, kill):
     started = time.monotonic()
     outcome, td = act(env, td)
     after = outcome[keys.NEXT]
-    lost = after[keys.CRASHED].squeeze(-1)
-    assert lost.tolist() == [False, True, False, True]  # slots are dealt out in turn: worker 1 has 1 and 3
-    assert after[keys.TRUNCATED].squeeze(-1).tolist() == lost.tolist()
-    assert not after[keys.STEP_MASK][lost].any()
-    assert after[keys.STEP_MASK][~lost].all()
-    assert after[keys.REWARD][lost].eq(0).all()
+    crashed = after[keys.CRASHED].squeeze(-1)
+    assert crashed.tolist() == [False, True, False, True]  # slots are dealt out in turn: worker 1 has 1 and 3
+    assert after[keys.TRUNCATED].squeeze(-1).tolist() == crashed.tolist()
+    assert not after[keys.STEP_MASK][crashed].any()
+    assert after[keys.STEP_MASK][~crashed].all()
+    assert after[keys.REWARD][crashed].eq(0).all()
     assert env.worker_restarts == 1
     assert time.monotonic() - started < 60
     # The survivors continue their episodes, the others have new ones and run.
     for slot in range(4):
-        assert (env.current_episodes[slot] == before[slot]) == (not lost[slot])
+        assert (env.current_episodes[slot] == before[slot]) == (not crashed[slot])
     outcome, _ = act(env, td)
     assert outcome[keys.NEXT, keys.STEP_MASK].all()
     assert not outcome[keys.NEXT, keys.CRASHED].any()

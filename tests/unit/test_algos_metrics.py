@@ -72,9 +72,9 @@ def test_without_a_critic_there_are_no_returns(batch):
 
 def test_env_metrics_are_over_finished_episodes(batch):
     metrics = env_metrics(batch)
-    lost, done = batch[NEXT, CRASHED], batch[NEXT, DONE]
-    finished = done & ~lost
-    assert metrics["env/crashed_episodes"] == lost.sum() == 1
+    crashed, done = batch[NEXT, CRASHED], batch[NEXT, DONE]
+    finished = done & ~crashed
+    assert metrics["env/crashed_episodes"] == crashed.sum() == 1
     assert metrics["env/num_episodes"] == finished.sum()
     success = batch[NEXT, SUCCESS][finished].float().mean().item()
     assert 0 < success < 1

@@ -75,17 +75,17 @@ def rollouts(draw, per_action, max_envs=4):
     k = c if per_action else 1
     random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     chance = lambda p: torch.rand(n, t, generator=generator) < p  # noqa: E731
-    done, lost = chance(0.4), chance(0.1)
+    done, crashed = chance(0.4), chance(0.1)
     executed = torch.where(done, torch.randint(1, c + 1, (n, t), generator=generator), c)
-    mask = torch.arange(c) < torch.where(lost, 0, executed).unsqueeze(-1)
+    mask = torch.arange(c) < torch.where(crashed, 0, executed).unsqueeze(-1)
     rewards = random(n, t, c) * mask
     after = {
         STATE_VALUE: random(n, t, k),
         STEP_REWARDS: rewards,
         REWARD: rewards.sum(-1, keepdim=True),
         STEP_MASK: mask,
-        DONE: (done | lost).unsqueeze(-1),
-        TERMINATED: (done & ~lost & chance(0.5)).unsqueeze(-1),
+        DONE: (done | crashed).unsqueeze(-1),
+        TERMINATED: (done & ~crashed & chance(0.5)).unsqueeze(-1),
     }
     return TensorDict({STATE_VALUE: random(n, t, k), NEXT: after}, [n, t])
 

@@ -198,6 +198,7 @@ class Shape:
     action_low: tuple[float, ...] = (-1.0, -1.0, -1.0, -1.0)
     action_high: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
     state_dim: int = 4
+    tasks: tuple = ()
     image_shape: tuple[int, int] = (48, 64)
     wrist_image_shape: tuple[int, int, int] | None = None
 
