@@ -307,7 +307,7 @@ class Learner:
         return mismatch
 
     def _logged(self, diagnostic: str) -> str:
-        """The name in the log of what the loss returns as ``diagnostic``."""
+        """Name what the loss returns as ``diagnostic`` as the log does."""
         return f"train/{self._names.get(diagnostic, diagnostic)}"
 
     def state_dict(self) -> dict[str, Any]:
