@@ -3,7 +3,7 @@
 Simple Policy Optimization (Xie et al. 2024, arXiv 2401.16025) does not clip the ratio of probabilities: a parabola with
 its top at the edge of the trust region brings a ratio back that has left it, where PPO's gradient is 0. It is a plain
 TorchRL ``LossModule``: the learner adds up its terms called ``loss_...`` and logs its other entries as ``train/...``.
-For a recipe with it type ``vla-recipe copy ppo`` and change the line with ``ChunkClipPPOLoss``.
+For a recipe with it type ``vla-recipe copy ppo``; docs/how-to/change-the-loss.md says what to change there.
 """
 
 import argparse

@@ -192,7 +192,7 @@ class Learner:
             mean.merge(seen)
             if first:
                 mismatch, first = self._checked_mismatch(seen), False
-            if self.target_kl is not None and seen.mean_of("train/actor/kl_k3") > self.target_kl:
+            if self.target_kl is not None and seen.mean_of(self._logged("kl_k3")) > self.target_kl:
                 break
             norms = [torch.nn.utils.clip_grad_norm_(group, self.max_grad_norm) for group in (self._actor, self._critic)]
             if not all(bool(norm.isfinite()) for norm in norms):
@@ -294,9 +294,10 @@ class Learner:
             add_reference_log_prob(samples, self._reference, size, self._device)
 
     def _checked_mismatch(self, first: WeightedMean) -> float | None:
-        if "train/actor/log_ratio" not in first:
+        name = self._logged("log_ratio_per_token")
+        if name not in first:
             return None
-        mismatch = first.mean_of("train/actor/log_ratio")
+        mismatch = first.mean_of(name)
         if mismatch > self.max_log_ratio:
             raise ValueError(
                 f"before the first step of this update the policy's log-probabilities are {mismatch:.3g} nats per "
@@ -304,6 +305,10 @@ class Learner:
                 "are stale, or of other actions; collect with the policy that is trained"
             )
         return mismatch
+
+    def _logged(self, diagnostic: str) -> str:
+        """Name what the loss returns as ``diagnostic`` as the log does."""
+        return f"train/{self._names.get(diagnostic, diagnostic)}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs to resume exactly here: tensors and plain numbers."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -209,3 +210,22 @@ def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
             f"process {rank()} of {world_size()} can no longer talk to the others; most likely one of them has failed: "
             "its own error, above or in its log, says why"
         ) from error
+
+
+_RENAMED = {
+    "from_main": "broadcast_object",
+    "gather": "all_gather",
+    "gather_objects": "all_gather_object",
+    "largest": "all_reduce_max",
+    "own_rows": "local_rows",
+    "share": "per_rank",
+    "sum_gradients": "all_reduce_gradients",
+    "wait_for_all": "barrier",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{name} is called {_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -11,6 +11,7 @@ from vla_common.moved import find_moved_modules
 from vla_envs.registry import register_installed
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__.remove("evaluation_grid")  # deprecated
 
 register_installed()
 find_moved_modules()

@@ -1,5 +1,6 @@
 from .env import VLAEnv, env_types, make_env
-from .episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes, evaluation_grid
+from .episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes
+from .episodes import evaluation_grid as evaluation_grid
 from .registry import Benchmark, BenchmarkSchema, Gripper, list_envs, make_spec, register_benchmark
 from .simulator import Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
 from .workers.pool import SimulatorCrash, WorkerPool
@@ -22,7 +23,6 @@ __all__ = [
     "WorkerPool",
     "env_types",
     "evaluation_episodes",
-    "evaluation_grid",
     "list_envs",
     "make_env",
     "make_spec",

@@ -5,12 +5,14 @@ from .policy import PretrainedPolicy as PretrainedPolicy
 from .policy import VLAPolicy as VLAPolicy
 from .processing.adapters import ADAPTERS as ADAPTERS
 from .processing.adapters import Adapter as Adapter
+from .processing.adapters import get_adapter as get_adapter
 from .processing.adapters import make_calvin_example as make_calvin_example
 from .processing.adapters import make_example as make_example
 from .processing.adapters import make_libero_example as make_libero_example
 from .processing.adapters import make_maniskill_example as make_maniskill_example
 from .processing.adapters import make_metaworld_example as make_metaworld_example
 from .processing.adapters import make_robotwin_example as make_robotwin_example
+from .registry import inspect_policy as inspect_policy
 from .registry import load_policy as load_policy
 from .registry import make_policy as make_policy
 from .registry import policy_types as policy_types
@@ -22,7 +24,6 @@ from .small import SmallVLAConfig as SmallVLAConfig
 
 __version__: str
 __all__ = [
-    "ADAPTERS",
     "Adapter",
     "OpenVLA",
     "OpenVLAOFT",
@@ -33,14 +34,11 @@ __all__ = [
     "SmallVLA",
     "SmallVLAConfig",
     "VLAPolicy",
+    "get_adapter",
+    "inspect_policy",
     "load_policy",
-    "make_calvin_example",
     "make_example",
-    "make_libero_example",
-    "make_maniskill_example",
-    "make_metaworld_example",
     "make_policy",
-    "make_robotwin_example",
     "policy_types",
     "register_policy",
 ]

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from vla_algos.run.arguments import RENAMED, translated
+from vla_algos.run.arguments import translated
+from vla_algos.run.renamed import RENAMED
 from vla_common.moved import MOVED
 
 

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
+from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
 
+from vla_algos.run.renamed import RENAMED
 from vla_common.errors import unknown_name
 from vla_common.registry import config_packages
 
-_RENAMED = {
-    **dict.fromkeys(("reward_level", "gamma", "lmbda", "normalize", "bootstrap"), "gae"),
-    **dict.fromkeys(("log_prob_level", "clip_epsilon", "dual_clip", "entropy_coeff", "entropy_level"), "loss"),
-    **dict.fromkeys(("critic_coeff", "clip_value", "huber_delta", "reference_kl_coeff"), "loss"),
-    **dict.fromkeys(("aggregation", "epochs", "minibatch_size", "minibatches", "micro_batch_size"), "update"),
-    **dict.fromkeys(("target_kl", "critic_warmup_steps", "max_log_ratio"), "update"),
-    **dict.fromkeys(("groups", "max_groups", "success_bounds"), "collector"),
-}
-RENAMED = {  # settings of version 0.1's first recipes, and what they are called now
-    **{f"algo.{name}": f"{section}.{name}" for name, section in _RENAMED.items()},
-    "algo.group_size": "group_size",
-    "algo.patience": "patience",
-    **{f"sft.{name}": f"demonstrations.{name}" for name in ("episodes", "stride", "noise", "noise_correlation")},
-    "sft.max_steps": "demonstrations.max_steps",
-    **{f"sft.{name}": f"cloning.{name}" for name in ("steps", "batch_size", "lr", "weight_decay", "label_sigma")},
-    **{f"sft.{name}": f"cloning.{name}" for name in ("state_noise", "warmup_steps")},
-    "launcher.warning": "launcher.signal_delay_s",
-    "policy.prefix_gigabytes": "policy.prefix_cache_gb",
-    "eval=grid": "eval=heldout",
-}
 _OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<name>[\w./@]+)(?P<rest>=.*)?", re.DOTALL)
 _FLAGS: tuple[str, ...] = ("-h", "-r", "-m", "-i", "-sc", "--help", "--hydra-help", "--version", "--resolve")
 _FLAGS += ("--run", "--multirun", "--info", "--shell-completion")
@@ -64,7 +50,9 @@ def translate_arguments(recipe: str) -> None:
     """
     try:
         arguments = translated(sys.argv[1:])
-        check_experiment(recipe, arguments, Path(sys.argv[0]).resolve().parent / "conf" / "experiment")
+        conf = Path(sys.argv[0]).resolve().parent / "conf"
+        check_experiment(recipe, arguments, conf / "experiment")
+        check_composition(recipe, arguments, conf)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -118,3 +106,50 @@ def check_experiment(recipe: str, arguments: Sequence[str], folder: Path) -> Non
             raise ValueError(
                 f"experiment={name} is for {written_for}.py; type: python recipes/{written_for}.py experiment={name}"
             )
+
+
+def check_composition(recipe: str, arguments: Sequence[str], conf: Path) -> None:
+    """Compose the configuration as Hydra is about to, and explain in one line what it would not.
+
+    Sweeps and other folders than ``conf`` are left to Hydra.
+
+    Raises:
+        ValueError: a setting or a file that does not exist; offers the nearest names.
+    """
+    if not conf.is_dir() or any(argument.startswith("-") for argument in arguments):
+        return
+    try:
+        _compose(recipe, arguments, conf)
+    except (ConfigCompositionException, MissingConfigException, OverrideParseException) as error:
+        text = str(error)
+        if missing := re.search(r"Could not find '(?:(.+)/)?(.+?)'", text):
+            group, name = missing[1] or "configuration", missing[2]
+            raise unknown_name(group, name, re.findall(r"^\t(\w+)$", text, re.MULTILINE)) from error
+        if unknown := re.search(r"Could not override '(.+?)'", text):
+            chosen = [argument for argument in arguments if _chooses_a_file(argument, conf)]
+            known = list(_names(OmegaConf.to_container(_compose(recipe, chosen, conf))))
+            raise unknown_name("setting", unknown[1], known) from error
+        if twice := re.search(r"An item is already at '(.+?)'", text):
+            raise ValueError(f"{twice[1]} is a setting already; type it without the +: {twice[1]}=VALUE") from error
+        raise ValueError(f"{' '.join(arguments)}: {text.partition(chr(10))[0]}") from error
+
+
+def _compose(recipe: str, arguments: Sequence[str], conf: Path) -> DictConfig:
+    try:
+        with initialize_config_dir(str(conf), version_base=None):
+            return compose(recipe, overrides=list(arguments))
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _chooses_a_file(argument: str, conf: Path) -> bool:
+    name = argument.lstrip("+").partition("=")[0]
+    return (conf / name).is_dir()
+
+
+def _names(settings: Any, section: str = "") -> Iterator[str]:
+    """Yield the names of all settings as they are typed."""
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield f"{section}{name}"
+            yield from _names(value, f"{section}{name}.")
