@@ -5,4 +5,4 @@ from vla_common.keys import *  # noqa: F403
 
 
 def __getattr__(name: str) -> str:
-    return getattr(keys, name)  # type: ignore[no-any-return]  # names of earlier versions
+    return getattr(keys, name)  # names of earlier versions

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def recipes() -> dict[str, Path]:
-    """Names and files of the recipes: those that have a configuration of their name."""
+    """List names and files of the recipes: those that have a configuration of their name."""
     files = {path.stem: path for path in sorted(HOME.glob("*.py"))}
     return {name: path for name, path in files.items() if (CONF / f"{name}.yaml").is_file()}
 
@@ -106,7 +106,7 @@ def copy_recipe(name: str, folder: Path, *, force: bool = False) -> list[str]:
 
 
 def describe() -> list[str]:
-    """A line for each recipe and each experiment."""
+    """Return a line for each recipe and each experiment."""
     lines = ["Recipes: vla-recipe run NAME"]
     lines += _table({name: _first_line_of_docstring(path) for name, path in recipes().items()})
     lines += ["", "Experiments: vla-recipe run NAME experiment=EXPERIMENT"]
@@ -149,7 +149,7 @@ def _first_line_of_docstring(path: Path) -> str:
 
 
 def _first_sentence(path: Path) -> str:
-    """Of the comment at the head of a configuration file."""
+    """Return that of the comment at the head of a configuration file."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     text = " ".join(line.lstrip("# ") for line in lines if not line.startswith("# @package"))
     return re.split(r"(?<=[.;])\s", text, maxsplit=1)[0].rstrip(".;")

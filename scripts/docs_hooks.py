@@ -55,7 +55,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 
 def _target(written: Path, link: str) -> Path | None:
-    """The file of the repository that a link means; None for an address, or where there is no such file."""
+    """Find the file of the repository that a link means; None for an address, or where there is no such file."""
     target = Path(os.path.normpath(written.parent / link))
     return target if "://" not in link and target.is_relative_to(ROOT) and target.is_file() else None
 
@@ -68,7 +68,7 @@ def _targets(written: Path) -> list[Path]:
 
 
 def _place(target: Path, docs: Path) -> str:
-    """Where a file of the repository is in the site, as MkDocs names sources: relative to docs/."""
+    """Tell where a file of the repository is in the site, as MkDocs names sources: relative to docs/."""
     if target.is_relative_to(docs):
         return target.relative_to(docs).as_posix()
     name = target.relative_to(ROOT).as_posix()

@@ -64,7 +64,7 @@ def install_driver() -> Path:
 
 
 def _download(folder: Path) -> list[Path]:
-    """The packages, without touching apt's own lists: the system stays as it is."""
+    """Download the packages without touching apt's own lists: the system stays as it is."""
     (folder / "lists" / "partial").mkdir(parents=True)
     (folder / "cache" / "archives" / "partial").mkdir(parents=True)
     source = folder / "sources.list"
@@ -89,7 +89,7 @@ def _missing_libraries() -> list[str]:
 
 
 def _install_libraries(missing: list[str]) -> None:
-    """The distribution's own package of the driver brings what both versions are linked against."""
+    """Install the distribution's own package of the driver, which brings what both versions are linked against."""
     command = ("apt-get", "install", "-y", "--no-install-recommends", PACKAGES[0], *LINKED.values())
     if os.geteuid() != 0:
         raise VulkanError(f"the driver lacks {', '.join(missing)}. Type: sudo {' '.join(command)}")

@@ -29,7 +29,7 @@ RewardLevel = Literal["chunk", "action"]
 
 
 def valid_decisions(batch: TensorDictBase) -> Tensor:
-    """Decisions of which at least one primitive action was executed: bool ``[..., 1]``.
+    """Find decisions of which at least one primitive action was executed: bool ``[..., 1]``.
 
     The others (the simulator died, or the slot was idle) carry no information and enter no statistic.
     """
@@ -42,7 +42,8 @@ def check_levels(
     """Raise a ValueError with what would be right for settings of :func:`gae` that do not fit each other.
 
     Args:
-        reward_level, bootstrap: of :func:`gae`.
+        reward_level: of :func:`gae`.
+        bootstrap: of :func:`gae`.
         num_values: values per decision that the policy gives; ``None`` where no critic is used.
         chunk_size: ``C``.
         log_prob_level: of the loss.
@@ -171,7 +172,7 @@ def _per_action(
 
 
 def normalize_advantages(advantage: Tensor, valid: Tensor, eps: float = 1e-5) -> Tensor:
-    """``(A - mean) / (std + eps)`` with mean and unbiased std over the valid elements only.
+    """Compute ``(A - mean) / (std + eps)`` with mean and unbiased std over the valid elements only.
 
     Args:
         advantage: float ``[...]``.
@@ -188,7 +189,7 @@ def normalize_advantages(advantage: Tensor, valid: Tensor, eps: float = 1e-5) ->
 
 
 def group_advantages(scores: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantages of GRPO (Shao et al. 2024, arXiv 2402.03300): one number per trajectory.
+    """Compute group-relative advantages of GRPO (Shao et al. 2024, arXiv 2402.03300): one number per trajectory.
 
     Args:
         scores: float ``[E]``, return of each trajectory.

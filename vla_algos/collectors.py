@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -53,6 +53,7 @@ OUTCOME_KEYS = (
     EPISODE_RETURN,
     EPISODE_LEN,
 )
+T = TypeVar("T")
 Hook = Callable[[TensorDictBase], None]
 
 
@@ -85,13 +86,13 @@ class _ChunkCollector(BaseCollector):
         self._seconds = {"env": 0.0, "policy": 0.0}
 
     def _decide(self, observation: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """One decision in every environment: its outcome, and the observations of the next one."""
+        """Make one decision in every environment; returns its outcome, and the observations of the next one."""
         with torch.no_grad(), set_exploration_type(self.exploration):
             decision = self._timed("policy", self.policy, observation)
         outcome, following = self._timed("env", self.env.step_and_maybe_reset, decision)
         if self.on_decision is not None:
             self.on_decision(outcome)
-        # Only what the environment wrote goes on: nothing of this decision may reach the next one.
+        # Only what the environment wrote is passed on: nothing of this decision may reach the next one.
         return outcome, following.select(*self._observation_keys)
 
     def _reset(self) -> TensorDictBase:
@@ -99,14 +100,14 @@ class _ChunkCollector(BaseCollector):
         self._observation_keys = list(observation.keys())
         return observation
 
-    def _timed(self, what: str, function: Callable, *args):
+    def _timed(self, what: str, function: Callable[..., T], *args: Any) -> T:
         started = perf_counter()
         result = function(*args)
         self._seconds[what] += perf_counter() - started
         return result
 
     def stats(self) -> dict[str, int | float | bool]:
-        """TorchRL's counters, the seconds of the last batch by part, and the restarts so far."""
+        """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far."""
         return {
             **super().stats(),
             **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
@@ -129,7 +130,7 @@ class StepCollector(_ChunkCollector):
 
     TorchRL's own :class:`~torchrl.collectors.Collector` would keep every observation twice (at the root
     and under ``"next"``) and needs a second pass of the critic over all of them. This one stores only what
-    learning reads and gets ``("next", "state_value")`` almost for free: where the episode goes on it is the
+    learning reads and gets ``("next", "state_value")`` almost for free: where the episode continues it is the
     value of the next decision; one further pass covers the final observations of the rollout and of those
     episodes whose end ``bootstrap`` looks beyond. For the others, and nobody may read it, it is NaN; a crashed
     episode has no future, 0.
@@ -189,11 +190,11 @@ class StepCollector(_ChunkCollector):
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
-        """Collect one batch ``[N, T]``, going on where the last one stopped."""
+        """Collect one batch ``[N, T]``, continuing where the last one stopped."""
         self._seconds = {"env": 0.0, "policy": 0.0}
         if self._observation is None:
             self._observation = self._reset()
-        batch = None
+        batch: TensorDictBase | None = None
         cut_short: list[tuple[int, Tensor, TensorDictBase]] = []  # decision, slots, final observations
         for t in range(self.decisions):
             outcome, self._observation = self._decide(self._observation)
@@ -209,6 +210,7 @@ class StepCollector(_ChunkCollector):
                 slots = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
                 if slots.numel():
                     cut_short.append((t, slots, after.select(*self.policy.in_keys)[slots]))
+        assert batch is not None  # there is at least one decision
         if self.has_value:
             batch[NEXT, STATE_VALUE] = self._next_values(batch, cut_short)
         self._frames += batch.numel()
@@ -216,7 +218,7 @@ class StepCollector(_ChunkCollector):
         return batch
 
     def _worth_something(self, after: TensorDictBase) -> Tensor:
-        """Ends of episodes, bool ``[N, 1]``, beyond which :attr:`bootstrap` looks."""
+        """Find the ends of episodes, bool ``[N, 1]``, beyond which :attr:`bootstrap` looks."""
         if self.bootstrap == "none":
             return torch.zeros_like(after[DONE])
         return after[DONE] if self.bootstrap == "any_done" else after[TRUNCATED] & ~after[TERMINATED]
@@ -248,7 +250,7 @@ class StepCollector(_ChunkCollector):
         self._observation = None
 
     def state_dict(self) -> OrderedDict:
-        """Counters, and the environment in the middle of its episodes: tensors and plain numbers.
+        """Return counters, and the environment in the middle of its episodes: tensors and plain numbers.
 
         Right after :meth:`reset` no episode is running, and the state is that of the episode sampler alone.
         """
@@ -260,7 +262,7 @@ class StepCollector(_ChunkCollector):
         return state
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
-        """Restore what :meth:`state_dict` returned; the next batch goes on in the middle of the same episodes."""
+        """Restore what :meth:`state_dict` returned; the next batch continues in the middle of the same episodes."""
         self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
         self.reset()
         if "running" in state_dict:
@@ -292,13 +294,13 @@ class EpisodeCollector(_ChunkCollector):
         exploration: ``RANDOM`` samples, ``DETERMINISTIC`` is greedy.
         for_learning: store what the loss reads; else only identities, actions and outcomes.
         max_attempts: runs of an episode whose simulator dies before it counts as crashed.
-        on_episode: called with the place in the queue and each finished episode, in the order of finishing.
+        on_episode: called with the index in the queue and each finished episode, in the order of finishing.
         on_decision: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1).
         pre_collect_hook: TorchRL's hook, called before each iteration over the queue.
         post_collect_hook: TorchRL's hook, called with each episode that is yielded.
 
     Attributes:
-        attempts: by place in the queue, how often an episode was run.
+        attempts: by index in the queue, how often an episode was run.
         deciding: the episode, or ``None``, of each slot in the last decision.
 
     Example:
@@ -339,13 +341,13 @@ class EpisodeCollector(_ChunkCollector):
         self.queue = EpisodeQueue(episodes)
         self.attempts: Counter[int] = Counter()
         self.deciding: list[QueuedEpisode | None] = []
-        self._next_place = 0  # of the episode that is yielded next
-        self._finished: dict[int, TensorDictBase] = {}  # by place, until it is their turn
+        self._next_index = 0  # of the episode that is yielded next
+        self._finished: dict[int, TensorDictBase] = {}  # by queue index, until it is their turn
         self._slot_time = self._idle_time = 0  # decisions of slots in this iteration, and those without an episode
 
     def __len__(self) -> int:
-        """Episodes that are still to be yielded."""
-        return len(self.queue) - self._next_place
+        """Count the episodes that are still to be yielded."""
+        return len(self.queue) - self._next_index
 
     def extend(self, episodes: Iterable[Episode]) -> None:
         """Append episodes to the queue."""
@@ -362,17 +364,17 @@ class EpisodeCollector(_ChunkCollector):
         try:
             observation = self._reset() if len(self) else None
             while len(self):
-                while self._next_place not in self._finished:
+                while self._next_index not in self._finished:
                     self.deciding = list(self.env.current_episodes)  # the step may replace them
                     outcome, observation = self._decide(observation)
                     self._book(running, outcome)
-                episode = self._finished.pop(self._next_place)
-                self._next_place += 1
+                episode = self._finished.pop(self._next_index)
+                self._next_index += 1
                 if self.post_collect_hook is not None:
                     self.post_collect_hook(episode)
                 yield episode
         finally:
-            # Whoever stops early may go on later: what was running will run again.
+            # Whoever stops early may continue later: what was running will run again.
             running_now = [episode for episode in self.env.current_episodes if episode is not None]
             for episode in sorted(running_now, key=lambda episode: -episode.queue_index):
                 self.queue.give_back(episode)
@@ -390,24 +392,24 @@ class EpisodeCollector(_ChunkCollector):
             decisions, episode = running.take(slot), self.deciding[slot]
             if episode is None:
                 continue
-            place = episode.queue_index
-            self.attempts[place] += 1
-            if decisions[NEXT, CRASHED][-1] and self.attempts[place] < self.max_attempts:
+            index = episode.queue_index
+            self.attempts[index] += 1
+            if decisions[NEXT, CRASHED][-1] and self.attempts[index] < self.max_attempts:
                 self.queue.give_back(episode)
                 continue
-            self._finished[place] = decisions
+            self._finished[index] = decisions
             if self.on_episode is not None:
-                self.on_episode(place, decisions)
+                self.on_episode(index, decisions)
 
     def reset(self) -> None:
         """Do nothing: between two iterations no episode is running."""
 
     def stats(self) -> dict[str, int | float | bool]:
-        """As for every collector, and the share of the slots' decisions in this iteration that had no episode."""
+        """Return every collector's numbers, and the share of this iteration's decisions of slots without an episode."""
         return {**super().stats(), "time/idle_fraction": self._idle_time / max(1, self._slot_time)}
 
     def state_dict(self) -> OrderedDict:
-        """Counters. The queue is not in it: it is empty whenever an iteration is through."""
+        """Return counters. The queue is not in it: it is empty whenever an iteration is through."""
         return OrderedDict(frames=self._frames, batches=self._iter + 1)
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
@@ -433,7 +435,8 @@ class _RunningEpisodes:
         self._cursor += 1
 
     def take(self, slot: int) -> TensorDictBase:
-        """The decisions ``[T]`` of a slot, which then starts anew."""
+        """Take the decisions ``[T]`` of a slot, which then starts anew."""
+        assert self._buffer is not None  # nothing is taken before something was appended
         decisions = self._buffer[slot, : int(self._cursor[slot])].clone()
         self._cursor[slot] = 0
         return decisions

@@ -1,4 +1,4 @@
-"""Evaluation on a fixed grid of episodes: every episode counts, whichever finishes first."""
+"""Evaluation on fixed episodes: every episode counts, whichever finishes first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Observe = Callable[[TensorDictBase], TensorDictBase]
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """How one episode of the grid went.
+    """How one episode went.
 
     Attributes:
         episode: its identity.
@@ -60,11 +60,11 @@ class EpisodeResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The whole grid.
+    """The results of all episodes.
 
     Attributes:
-        episodes: one result per episode, in the order of the grid.
-        videos: frames uint8 ``[decisions + 1, H, W, 3]`` of the recorded episodes by place in the grid.
+        episodes: one result per episode, in their order.
+        videos: frames uint8 ``[decisions + 1, H, W, 3]`` of the recorded episodes by index among the episodes.
     """
 
     episodes: list[EpisodeResult]
@@ -72,13 +72,13 @@ class EvaluationResult:
 
     @classmethod
     def interleaved(cls, parts: Sequence[EvaluationResult]) -> EvaluationResult:
-        """The result of a grid of which part ``p`` of ``P`` has every ``P``-th episode from ``p`` on."""
+        """Join the results of an evaluation of which part ``p`` of ``P`` has every ``P``-th episode from ``p`` on."""
         length = sum(len(part.episodes) for part in parts)
-        episodes = [parts[place % len(parts)].episodes[place // len(parts)] for place in range(length)]
+        episodes = [parts[index % len(parts)].episodes[index // len(parts)] for index in range(length)]
         videos = {
-            place * len(parts) + number: frames
+            index * len(parts) + number: frames
             for number, part in enumerate(parts)
-            for place, frames in part.videos.items()
+            for index, frames in part.videos.items()
         }
         return cls(episodes, dict(sorted(videos.items())))
 
@@ -98,7 +98,7 @@ class EvaluationResult:
         return _interval(self.finished)
 
     def by_task(self) -> dict[str, list[EpisodeResult]]:
-        """Finished episodes by task name, tasks in the order of the grid."""
+        """Finished episodes by task name, tasks in the order of the episodes."""
         tasks: dict[str, list[EpisodeResult]] = {result.task: [] for result in self.episodes}
         for result in self.finished:
             tasks[result.task].append(result)
@@ -112,7 +112,7 @@ class EvaluationResult:
         return groups if len(groups) > 1 else {}
 
     def mean_of_groups(self, names: Sequence[str]) -> tuple[float, float]:
-        """Success once and success at the end, as means over groups that count the same, however many episodes."""
+        """Average success once and success at the end over groups that count the same, however many episodes."""
         groups = [[result for result in self.finished if result.group == name] for name in names]
         return (
             _mean(_mean(result.success_once for result in group) for group in groups),
@@ -120,7 +120,7 @@ class EvaluationResult:
         )
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
-        """Means over the finished episodes, and the success of every task and group, under ``prefix/``."""
+        """Return means over the finished episodes, and the success of every task and group, under ``prefix/``."""
         metrics = {
             "success_once": self.success_once,
             "success_at_end": _mean(result.success_at_end for result in self.finished),
@@ -136,7 +136,7 @@ class EvaluationResult:
         return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
     def table(self) -> str:
-        """Success per task, per group and over all, with 95 % intervals, for the terminal."""
+        """Tabulate success per task, per group and over all, with 95 % intervals, for the terminal."""
         rows = self.by_task()
         if len(rows) > 1:
             rows |= {f"all {name}": results for name, results in self.by_group().items()}
@@ -166,25 +166,25 @@ def evaluate(
     record: int = 0,
     max_attempts: int = 3,
 ) -> EvaluationResult:
-    """Run every episode of a grid once.
+    """Run every episode once.
 
-    An :class:`~vla_algos.collectors.EpisodeCollector` works off the grid; whoever was collecting in the environment
+    An :class:`~vla_algos.collectors.EpisodeCollector` works off the episodes; whoever was collecting in the environment
     has to reset first.
 
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`.
         policy: writes ``action``.
-        episodes: the grid, see :func:`~vla_envs.episodes.evaluation_episodes`.
+        episodes: what to run, see :func:`~vla_envs.episodes.evaluation_episodes`.
         greedy: take the policy's greedy action; sample if False.
         observe: changes what the policy sees, see :func:`blank_images`; gets and returns the policy's inputs.
         on_episode: called with each result, in the order of finishing.
-        record: keep the frames of the first so many episodes of the grid.
+        record: keep the frames of the first so many episodes.
         max_attempts: runs of an episode whose simulator dies before it counts as crashed.
 
     Returns:
-        Results in the order of the grid.
+        Results in the order of ``episodes``.
     """
-    grid = list(episodes)
+    wanted = list(episodes)
     frames: dict[int, list[np.ndarray]] = {}
     results: dict[int, EpisodeResult] = {}
     tasks = env.simulator_spec.tasks
@@ -196,27 +196,27 @@ def evaluate(
                     frames[episode.queue_index] = [outcome[IMAGES][slot].cpu().numpy().copy()]
                 frames[episode.queue_index].append(outcome[NEXT, IMAGES][slot].cpu().numpy().copy())
 
-    def note(place: int, decisions: TensorDictBase) -> None:
+    def note(index: int, decisions: TensorDictBase) -> None:
         outcome = decisions[NEXT][-1]
         crashed = bool(outcome[CRASHED])
-        results[place] = EpisodeResult(
-            grid[place],
-            tasks[grid[place].task_id].name,
+        results[index] = EpisodeResult(
+            wanted[index],
+            tasks[wanted[index].task_id].name,
             bool(outcome[SUCCESS]) and not crashed,
             bool(outcome[SUCCESS_AT_END]) and not crashed,
             float(outcome[EPISODE_RETURN]),
             int(outcome[EPISODE_LEN]),
             crashed,
-            attempts=collector.attempts[place],
-            group=tasks[grid[place].task_id].group,
+            attempts=collector.attempts[index],
+            group=tasks[wanted[index].task_id].group,
         )
         if on_episode is not None:
-            on_episode(results[place])
+            on_episode(results[index])
 
     collector = EpisodeCollector(
         env,
         _Observing(policy, observe) if observe else policy,
-        grid,
+        wanted,
         exploration=ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM,
         for_learning=False,
         max_attempts=max_attempts,
@@ -230,8 +230,8 @@ def evaluate(
             pass
     finally:
         policy.train(was_training)
-    videos = {place: np.stack(shots) for place, shots in sorted(frames.items()) if not results[place].crashed}
-    return EvaluationResult([results[place] for place in range(len(grid))], videos)
+    videos = {index: np.stack(shots) for index, shots in sorted(frames.items()) if not results[index].crashed}
+    return EvaluationResult([results[index] for index in range(len(wanted))], videos)
 
 
 class _Observing(TensorDictModuleBase):

@@ -37,7 +37,7 @@ class Group:
 
     @classmethod
     def of(cls, runs: Sequence[TensorDictBase]) -> Group:
-        """The group of ``runs``, from an :class:`~vla_algos.collectors.EpisodeCollector`."""
+        """Make the group of ``runs``, from an :class:`~vla_algos.collectors.EpisodeCollector`."""
         kept = tuple(episode for episode in runs if not episode[NEXT, CRASHED][-1])
         return cls(kept, crashed=len(runs) - len(kept))
 
@@ -67,7 +67,7 @@ class Group:
         return len(self.episodes) > 1 and bool(self.scores.min() < self.scores.max())
 
     def within(self, bounds: tuple[float, float] | None) -> bool:
-        """Whether :attr:`success` lies within ``bounds``, both included."""
+        """Tell whether :attr:`success` lies within ``bounds``, both included."""
         return bounds is None or bounds[0] <= self.success <= bounds[1]
 
 
@@ -129,9 +129,9 @@ def collect_groups(
             collector.extend(episodes.next() for _ in range(size))
             drawn += 1
 
-    def note(place: int, episode: TensorDictBase) -> None:
+    def note(index: int, episode: TensorDictBase) -> None:
         nonlocal complete, useful
-        members = runs.setdefault((place - first) // size, [])
+        members = runs.setdefault((index - first) // size, [])
         members.append(episode)
         if len(members) == size:
             complete += 1
@@ -147,7 +147,7 @@ def collect_groups(
 
 
 def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> TensorDictBase | None:
-    """Group-relative advantages of all groups that carry signal.
+    """Compute group-relative advantages of all groups that carry signal.
 
     The others, and those with a success rate outside ``success_bounds``, are dropped: they enter no mean.
 
@@ -167,18 +167,18 @@ def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = N
     scores = torch.cat([group.scores for group in kept])
     advantages = group_advantages(scores, labels.to(scores.device))
     lengths = torch.tensor([len(episode) for episode in episodes], device=scores.device)
-    batch = torch.cat(episodes)
+    batch: TensorDictBase = torch.cat(episodes)
     batch[ADVANTAGE] = advantages.repeat_interleave(lengths).unsqueeze(-1)
     return batch
 
 
 def outcomes_of(groups: Sequence[Group]) -> list[Group]:
-    """The groups without what the policy saw and did: small enough to tell other processes."""
+    """Return the groups without what the policy saw and did: small enough to tell other processes."""
     return [Group(tuple(episode.select(NEXT) for episode in group.episodes), group.crashed) for group in groups]
 
 
 def concatenate(groups: Sequence[Group]) -> TensorDictBase:
-    """The decisions ``[D]`` of all episodes of all groups, one after the other."""
+    """Join the decisions ``[D]`` of all episodes of all groups, one after the other."""
     return torch.cat([episode for group in groups for episode in group.episodes])
 
 
@@ -189,12 +189,12 @@ def describe_groups_without_signal(groups: Sequence[Group]) -> str:
 
 
 def group_metrics(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> dict[str, float]:
-    """What became of the groups of an iteration, under ``rollout/groups...``."""
-    silent = [group for group in groups if not group.has_signal]
+    """Count what became of the groups of an iteration, under ``rollout/groups...``."""
+    without_signal = [group for group in groups if not group.has_signal]
     return {
         "rollout/groups": float(len(groups)),
-        "rollout/groups_all_failed": float(sum(group.failed for group in silent)),
-        "rollout/groups_all_solved": float(sum(group.solved for group in silent)),
+        "rollout/groups_all_failed": float(sum(group.failed for group in without_signal)),
+        "rollout/groups_all_solved": float(sum(group.solved for group in without_signal)),
         "rollout/groups_out_of_bounds": float(sum(g.has_signal and not g.within(success_bounds) for g in groups)),
         "rollout/groups_trained": float(sum(g.has_signal and g.within(success_bounds) for g in groups)),
     }

@@ -28,7 +28,7 @@ def record_demonstrations(
     noise: NonNegative = 0.25,
     noise_correlation: Annotated[float, Ge(0), Lt(1)] = 0.8,
     max_steps: Count = 150,
-    on_episode: Callable[[bool], None] | None = None,
+    on_episode: Callable[[bool], object] | None = None,
 ) -> TensorDict:
     """Let the benchmark's scripted expert solve ``episodes`` in the workers of ``env``.
 
@@ -36,7 +36,10 @@ def record_demonstrations(
         env: its workers record, beside the episodes that run in its slots.
         policy: tokenises the instructions and sets the length of the chunks.
         episodes: what to solve; those that the expert fails are left out.
-        stride, noise, noise_correlation, max_steps: see :func:`vla_envs.demonstrations.demonstrate`.
+        stride: record every so many primitive actions.
+        noise: standard deviation of the disturbance, as a fraction of half the action's range.
+        noise_correlation: of the disturbance between successive actions, 0 to below 1.
+        max_steps: give up after that many actions.
         on_episode: called after each with whether it was solved.
 
     Returns:
@@ -126,7 +129,7 @@ class BehaviourCloning:
         self._order: list[torch.Tensor] = []  # batches that are left of this epoch, the next one last
 
     def step(self) -> float:
-        """One step of the optimizer on one batch; returns its loss."""
+        """Take one step of the optimizer on one batch; returns its loss."""
         self.policy.train()
         if not self._order:
             self._order = list(torch.randperm(len(self.demonstrations)).split(self.batch_size))
@@ -142,7 +145,7 @@ class BehaviourCloning:
         return loss.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on exactly here, with the same demonstrations."""
+        """Return what :meth:`load_state_dict` needs to resume exactly here, with the same demonstrations."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),

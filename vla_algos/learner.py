@@ -116,35 +116,38 @@ class Learner:
         if schedule == "cosine" and not updates:
             raise ValueError("schedule='cosine' needs to know how many updates there will be")
         self.loss_module = loss_module
-        self.policy = policy_of(loss_module)
+        self.policy: Any = policy_of(loss_module)  # a VLAPolicy, or the network of a loss of TorchRL's
         self.aggregation = aggregation
         self.epochs, self.minibatch_size, self.minibatches = epochs, minibatch_size, minibatches
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm, self.target_kl, self.max_log_ratio = max_grad_norm, target_kl, max_log_ratio
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
-        self._reference: torch.nn.Module | None = None
+        self._reference: Any = None  # a frozen VLAPolicy where the loss needs one
         self._takes_whole = "whole" in inspect.signature(loss_module.forward).parameters
         self._names = getattr(loss_module, "metric_names", {})
         self._actor, self._critic = trained_parameters(loss_module)
         if critic_warmup_steps and not self._critic:
             raise ValueError(
-                "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); set it to 0"
+                "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); "
+                "set it to 0"
             )
         self._device = next(iter([*self._actor, *self._critic])).device
         rates = [(self._actor, lr), (self._critic, lr if value_lr is None else value_lr)]
         groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
         if optimizer is None:
-            self.optimizer: Optimizer = torch.optim.AdamW(groups, betas=tuple(betas), weight_decay=weight_decay)
+            self.optimizer: Optimizer = torch.optim.AdamW(groups, betas=(betas[0], betas[1]), weight_decay=weight_decay)
         else:
             self.optimizer = optimizer(groups)
+
+        total = updates or 0
 
         def factor(update: int) -> float:
             if update < warmup_updates:
                 return (update + 1) / (warmup_updates + 1)
             if schedule == "constant":
                 return 1.0
-            progress = min(1.0, (update - warmup_updates) / max(1, updates - 1 - warmup_updates))
+            progress = min(1.0, (update - warmup_updates) / max(1, total - 1 - warmup_updates))
             return final_lr + (1 - final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
@@ -175,9 +178,9 @@ class Learner:
         masks = parallel.all_gather_object(None if samples is None else samples[NEXT, STEP_MASK].cpu())
         if not sum(len(mask) for mask in masks if mask is not None):
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
-        self._follow_reference()
+        self._refresh_reference()
         if samples is not None and len(samples):
-            self._prepare(samples)
+            self._check_and_complete(samples)
             if hasattr(self.policy, "precompute"):
                 samples = self.policy.precompute(samples)
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
@@ -225,7 +228,7 @@ class Learner:
     def _minibatches(
         self, samples: TensorDictBase | None, masks: list[torch.Tensor | None]
     ) -> Iterator[tuple[TensorDictBase | None, TensorDictBase]]:
-        """This process's part of each minibatch, ``None`` if it has none, and of the whole the ``step_mask``."""
+        """Yield this process's part of each minibatch, ``None`` if it has none, and of the whole the ``step_mask``."""
         counts = [0 if mask is None else len(mask) for mask in masks]
         whole = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}}, [sum(counts)])
         first = sum(counts[: parallel.rank()])
@@ -234,11 +237,12 @@ class Learner:
             order = parallel.broadcast_object(torch.randperm(len(whole)))
             for rows in self._parts(order):
                 own = rows[(rows >= first) & (rows < last)] - first
-                yield samples[own] if len(own) else None, whole[rows]
+                yield None if samples is None or not len(own) else samples[own], whole[rows]
 
     def _parts(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.minibatch_size is not None:
             return order.split(self.minibatch_size)
+        assert self.minibatches is not None  # one of the two is given
         return order.tensor_split(min(self.minibatches, len(order)))
 
     def _backward(self, minibatch: TensorDictBase | None, whole: TensorDictBase) -> WeightedMean:
@@ -247,7 +251,7 @@ class Learner:
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
         for part in () if minibatch is None else minibatch.split(self.micro_batch_size or len(minibatch)):
-            losses = self._share_of(part.to(self._device), whole)
+            losses = self._loss_of(part.to(self._device), whole)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
             loss.backward()
@@ -261,21 +265,21 @@ class Learner:
         seen.add({"train/loss": total * processes}, 1 / processes)  # the sum of the shares, not their mean
         return seen.of_all_processes()
 
-    def _share_of(self, part: TensorDictBase, whole: TensorDictBase) -> TensorDictBase:
-        """The loss of a part of a minibatch; over the parts its terms add up to those of the whole."""
+    def _loss_of(self, part: TensorDictBase, whole: TensorDictBase) -> TensorDictBase:
+        """Compute the loss of a part of a minibatch; over the parts its terms add up to those of the whole."""
         if self._takes_whole:
             return self.loss_module(part, whole=whole)
         losses, share = self.loss_module(part), len(part) / len(whole)
         return losses.update({name: share * loss for name, loss in losses.items() if name.startswith("loss_")})
 
-    def _follow_reference(self) -> None:
+    def _refresh_reference(self) -> None:
         """Keep the frozen policy, where one is needed, the one before the first update."""
         if getattr(self.loss_module, "reference_kl_coeff", 0.0):
             if self._reference is None:
                 self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
             self._reference.copy_schedules(self.policy)
 
-    def _prepare(self, samples: TensorDictBase) -> None:
+    def _check_and_complete(self, samples: TensorDictBase) -> None:
         """Check the stored log-probabilities; add those of the frozen policy where they are needed."""
         stored = samples.get(ACTION_LOG_PROB, None)
         if stored is not None:  # else the loss says what is missing
@@ -302,7 +306,7 @@ class Learner:
         return mismatch
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on exactly here: tensors and plain numbers."""
+        """Return what :meth:`load_state_dict` needs to resume exactly here: tensors and plain numbers."""
         state = {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -331,12 +335,12 @@ class Learner:
 
 
 def policy_of(loss_module: LossModule) -> torch.nn.Module:
-    """The policy in a loss: its ``policy``, or what TorchRL's losses call ``actor_network``."""
+    """Return the policy in a loss: its ``policy``, or what TorchRL's losses call ``actor_network``."""
     return loss_module.policy if hasattr(loss_module, "policy") else loss_module.actor_network
 
 
 def trained_parameters(loss_module: LossModule) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """The parameters of a loss that are trained: those of the policy, and those of the critic.
+    """List the parameters of a loss that are trained: those of the policy, and those of the critic.
 
     Raises:
         ValueError: they are of a precision that rounds away the steps of a usual learning rate.

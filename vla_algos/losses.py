@@ -166,7 +166,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         self._in_keys = [*keys, (NEXT, STEP_MASK)]
 
     @property
-    def out_keys(self) -> list[str]:
+    def out_keys(self) -> list[str | tuple[str, str]]:
+        """Name what :meth:`forward` returns with these settings."""
         keys = ["loss_objective", "loss_entropy", "policy_loss", "kl_approx", "kl_k3", "clip_fraction"]
         keys += ["ratio", "clipped_ratio", "log_ratio_per_token", "entropy"]
         keys += ["dual_clip_fraction"] if self.dual_clip is not None else []
@@ -248,7 +249,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             terms, num_values = self._value_terms(tensordict, value, mask, all_of_it, weight)
             out.update(terms)
             weights |= dict.fromkeys(("value_loss", "value_clip_fraction"), num_values)
-        measured = [name for name in out.keys() if not name.startswith("loss_")]
+        measured = [name for name, _ in out.items() if not name.startswith("loss_")]
         out["weights"] = TensorDict({name: weights.get(name, num_elements) for name in measured})
         return out
 
@@ -263,7 +264,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             )
 
     def _expand(self, advantage: Tensor, log_weight: Tensor, mask: Tensor) -> Tensor:
-        """``[B, 1]`` or ``[B, C]`` with as many dimensions as ``log_weight``."""
+        """Give ``[B, 1]`` or ``[B, C]`` as many dimensions as ``log_weight`` has."""
         if advantage.shape not in (mask.shape, (len(mask), 1)):
             raise ValueError(
                 f"{ADVANTAGE!r} is {list(advantage.shape)}, must be [B, 1] per decision or [B, C] per primitive "
@@ -348,7 +349,7 @@ def _to_level(values: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tenso
 
 
 def _count(mask: Tensor, level: Level, width: int) -> Tensor:
-    """How many elements of a level are valid: ``mask`` ``[B, C]``, ``width`` is ``A``."""
+    """Count the valid elements of a level: ``mask`` ``[B, C]``, ``width`` is ``A``."""
     if level == "chunk":
         return mask.any(-1).sum()
     return mask.sum() * (width if level == "token" else 1)

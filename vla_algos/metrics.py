@@ -32,7 +32,7 @@ from vla_common.keys import (
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """Rewards per executed action; advantages and returns over valid decisions or actions, where they are there.
+    """Describe rewards per executed action, and advantages and returns, if any, over valid decisions or actions.
 
     ``train/critic/explained_variance`` compares the value targets with the values of the rollout.
     """
@@ -53,7 +53,7 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
 
 
 def env_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """Means over the episodes that ended in ``batch``; crashed ones are counted and left out.
+    """Average over the episodes that ended in ``batch``; crashed ones are counted and left out.
 
     ``env/reward`` is the return per primitive action. With no finished episode there are only the counts.
     """
@@ -72,7 +72,7 @@ def env_metrics(batch: TensorDictBase) -> dict[str, float]:
 
 
 def explained_variance(value: Tensor, target: Tensor) -> Tensor:
-    """``1 - Var(target - value) / Var(target)``: 1 is a perfect critic, 0 one that knows nothing.
+    """Compute ``1 - Var(target - value) / Var(target)``: 1 is a perfect critic, 0 one that knows nothing.
 
     NaN for fewer than two samples or targets that do not vary.
     """
@@ -120,7 +120,7 @@ class WeightedMean:
             self._weights[name] = self._weights.get(name, 0.0) + other._weights[name]
 
     def of_all_processes(self) -> WeightedMean:
-        """What all processes have counted."""
+        """Add up what all processes have counted."""
         if parallel.world_size() == 1:
             return self
         together = WeightedMean()
@@ -134,16 +134,16 @@ class WeightedMean:
         return name in self._sums
 
     def mean_of(self, name: str) -> float:
-        """One mean so far; NaN where all weights were 0."""
+        """Return one mean so far; NaN where all weights were 0."""
         weight = float(self._weights[name])
         return float(self._sums[name]) / weight if weight else float("nan")
 
     def compute(self) -> dict[str, float]:
-        """The means so far; NaN where all weights were 0."""
+        """Return the means so far; NaN where all weights were 0."""
         return {name: self.mean_of(name) for name in self._sums}
 
 
-def _numbers(values: Mapping[str, Tensor | float]) -> dict[str, float]:
+def _numbers(values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
     return {name: float(value) for name, value in values.items()}
 
 

@@ -14,6 +14,7 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -57,7 +58,7 @@ def process_group() -> Iterator[None]:
 
 
 def processes_started() -> int:
-    """How many processes torchrun or SLURM has started together, this one among them."""
+    """Count the processes that torchrun or SLURM has started together, this one among them."""
     return int(os.environ.get("WORLD_SIZE" if _by_torchrun() else "SLURM_STEP_NUM_TASKS", "1"))
 
 
@@ -86,29 +87,29 @@ def _choose_gpu(local_rank: int, gpus: int) -> None:
 
 
 def rank() -> int:
-    """Number of this process, from 0."""
+    """Return the number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes there are."""
+    """Return how many processes there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def cores() -> int:
-    """Cores for this process: what SLURM gives it, or its share of what the processes of torchrun have."""
+    """Count the cores for this process: what SLURM gives it, or its share of what the processes of torchrun have."""
     here = len(os.sched_getaffinity(0))
     here = min(here, int(os.environ.get("SLURM_CPUS_PER_TASK", here)))
     return max(1, here // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if _by_torchrun() else here
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes and prints."""
+    """Tell whether this is the process that writes and prints."""
     return rank() == 0
 
 
 def per_rank(total: int, what: str) -> int:
-    """This process's part of a number that the configuration gives for the whole run.
+    """Return this process's part of a number that the configuration gives for the whole run.
 
     Raises:
         ValueError: it cannot be divided evenly.
@@ -121,7 +122,7 @@ def per_rank(total: int, what: str) -> int:
 
 
 def all_gather_object(mine: T) -> list[T]:
-    """What each process has, in the order of their numbers; on the CPU, and small."""
+    """Return what each process has, in the order of their numbers; on the CPU, and small."""
     if world_size() == 1:
         return [mine]
     everybodys: list[Any] = [None] * world_size()
@@ -130,7 +131,7 @@ def all_gather_object(mine: T) -> list[T]:
 
 
 def all_gather(mine: TensorDictBase | None) -> TensorDictBase | None:
-    """The rows of all processes, one process after the other, on the CPU; ``None`` has none."""
+    """Join the rows of all processes, one process after the other, on the CPU; ``None`` has none."""
     if world_size() == 1:
         return mine
     parts = [part for part in all_gather_object(None if mine is None else mine.cpu()) if part is not None]
@@ -138,13 +139,13 @@ def all_gather(mine: TensorDictBase | None) -> TensorDictBase | None:
 
 
 def local_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
-    """The ``count`` rows that this process had given to :func:`all_gather`."""
+    """Return the ``count`` rows that this process had given to :func:`all_gather`."""
     start = sum(all_gather_object(count)[: rank()])
     return everybodys[start : start + count]
 
 
 def broadcast_object(value: T) -> T:
-    """The value of the first process."""
+    """Return the value of the first process."""
     if world_size() == 1:
         return value
     box = [value]
@@ -153,19 +154,19 @@ def broadcast_object(value: T) -> T:
 
 
 def all_reduce_max(number: int) -> int:
-    """The largest of the numbers that the processes give."""
+    """Return the largest of the numbers that the processes give."""
     return max(all_gather_object(number))
 
 
 def barrier() -> None:
-    """Go on when all processes are here."""
+    """Wait until all processes are here."""
     all_gather_object(None)
 
 
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:
     """Give all processes the tensors of the first, in place."""
     if world_size() > 1:
-        _wait([lambda tensor=tensor: dist.broadcast(tensor, src=0, async_op=True) for tensor in tensors])
+        _wait([partial(dist.broadcast, tensor, src=0, async_op=True) for tensor in tensors])
 
 
 def sync_initial_weights(policy: torch.nn.Module) -> None:
@@ -189,10 +190,10 @@ def all_reduce_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     for parameter in used:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    _wait([lambda grad=parameter.grad: dist.all_reduce(grad, async_op=True) for parameter in used])
+    _wait([partial(dist.all_reduce, parameter.grad, async_op=True) for parameter in used])
 
 
-def _wait(starts: Sequence[Callable[[], dist.Work]]) -> None:
+def _wait(starts: Sequence[Callable[[], Any]]) -> None:
     works = [_exchange(start) for start in starts]
     for work in works:
         _exchange(work.wait)

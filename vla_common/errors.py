@@ -13,7 +13,7 @@ def nearest_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], example: str | None = None) -> ValueError:
-    """A ``ValueError`` for a misspelt name that offers the nearest known ones."""
+    """Make a ``ValueError`` for a misspelt name that offers the nearest known ones."""
     known = list(known)
     near = nearest_names(name, known)
     message = f"unknown {kind} {name!r}"

@@ -64,11 +64,11 @@ class MovedModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A specification for the names in :data:`MOVED`, of nothing else."""
+        """Return a specification for the names in :data:`MOVED`, and for nothing else."""
         return ModuleSpec(fullname, self) if fullname in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module under its present name."""
+        """Import the module under its present name."""
         new = MOVED[spec.name]
         warnings.warn(
             f"{spec.name} is called {new} now; the old name goes with the next version",

@@ -46,11 +46,11 @@ class Registry(Generic[T]):
         self._registered[name] = item
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """List all names, sorted."""
         return sorted({*self._found(), *self._registered})
 
     def module(self, name: str) -> str | None:
-        """The module that declares an entry point; ``None`` for a name that is none."""
+        """Return the module that declares an entry point; ``None`` for a name that is none."""
         point = self._found().get(name)
         return None if point is None else point.module
 
@@ -58,7 +58,7 @@ class Registry(Generic[T]):
         return name in self._registered or name in self._found()
 
     def get(self, name: str, example: str | None = None) -> T:
-        """The object of a name.
+        """Return the object of a name.
 
         Raises:
             ValueError: there is none; offers the nearest names.
@@ -83,7 +83,7 @@ class Registry(Generic[T]):
         return item
 
     def load_all(self) -> list[T]:
-        """Every object; one whose package cannot be imported is left out with a warning."""
+        """Load every object; one whose package cannot be imported is left out with a warning."""
         items = []
         for name in self.names():
             try:
@@ -99,7 +99,7 @@ class Registry(Generic[T]):
 
 
 def config_packages() -> list[str]:
-    """Importable packages with Hydra configuration groups, such as ``conf/env/toy.yaml``, of installed packages."""
+    """List importable packages with Hydra configuration groups, such as ``conf/env/toy.yaml``, of what is installed."""
     return sorted({point.value for point in entry_points(group="vla_torchrl.configs")})
 
 

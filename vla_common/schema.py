@@ -65,25 +65,40 @@ class EnvironmentShape(Protocol):
     """What a new policy is made for; :class:`vla_envs.SimulatorSpec` is one."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """Its name, such as ``"metaworld/MT50"``."""
+
     @property
-    def benchmark(self) -> str: ...
+    def benchmark(self) -> str:
+        """What stands before the slash of :attr:`id`."""
+
     @property
-    def tasks(self) -> Sequence[Any]: ...  # each with an instruction
+    def tasks(self) -> Sequence[Any]:
+        """Its tasks, each with an ``instruction``."""
+
     @property
-    def action_low(self) -> tuple[float, ...]: ...
+    def action_low(self) -> tuple[float, ...]:
+        """Lower bounds of a primitive action, ``A`` numbers."""
+
     @property
-    def action_high(self) -> tuple[float, ...]: ...
+    def action_high(self) -> tuple[float, ...]:
+        """Upper bounds of a primitive action, ``A`` numbers."""
+
     @property
-    def state_dim(self) -> int: ...
+    def state_dim(self) -> int:
+        """Length ``S`` of ``states``."""
+
     @property
-    def image_shape(self) -> tuple[int, int]: ...
+    def image_shape(self) -> tuple[int, int]:
+        """Height and width of ``images``, pixels."""
+
     @property
-    def wrist_image_shape(self) -> tuple[int, int, int] | None: ...
+    def wrist_image_shape(self) -> tuple[int, int, int] | None:
+        """Number, height and width of ``wrist_images``; ``None`` without wrist cameras."""
 
 
 def get_schema(benchmark: str) -> BenchmarkSchema:
-    """The schema of a registered benchmark.
+    """Return the schema of a registered benchmark.
 
     Raises:
         ValueError: there is no such benchmark; offers the nearest names.

@@ -31,7 +31,7 @@ Numbers = Sequence[float]
 def setting_types(
     function: Callable[..., Any], without: Iterable[str] = (), only: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """Names and annotations of the parameters of a function, or of the constructor of a class.
+    """List names and annotations of the parameters of a function, or of the constructor of a class.
 
     Args:
         function: its parameters with a name are the settings; ``**options`` are not.
@@ -53,7 +53,7 @@ def setting_types(
         if parameter.kind in named and parameter.name not in hidden and (chosen is None or parameter.name in chosen):
             annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
             if isinstance(annotation, str):
-                annotation = eval(annotation, dict(scope))  # noqa: S307, our own annotation, as typing does
+                annotation = eval(annotation, dict(scope))  # our own annotation, as typing does
             found[parameter.name] = annotation
     return found
 
@@ -95,7 +95,7 @@ def _problem(annotation: Any, value: Any) -> str | None:
 
 
 def _nearest(annotation: Any, value: Any) -> str:
-    """The nearest of the names that a ``Literal`` has."""
+    """Find the nearest of the names that a ``Literal`` has."""
     choices = [annotation, *get_args(annotation)]  # of Literal["a", "b"], also within a union with None
     names = [name for choice in choices for name in get_args(choice) if isinstance(name, str)]
     if not isinstance(value, str):
@@ -131,7 +131,7 @@ class _Hashed:
 
 @cache
 def _adapter(hashed: _Hashed) -> TypeAdapter[Any] | None:
-    """What checks values of an annotation; ``None`` for one that no configuration can hold, such as a tensor."""
+    """Make what checks values of an annotation; ``None`` for one that no configuration can hold, such as a tensor."""
     try:
         return TypeAdapter(hashed.annotation, config=ConfigDict(allow_inf_nan=False))
     except PydanticSchemaGenerationError:

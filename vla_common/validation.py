@@ -34,12 +34,12 @@ def check_whole_number(option: str, value: Any, least: int) -> None:
 
 
 def is_whole_number(value: Any) -> bool:
-    """Whether it is an integer; ``True`` and ``False`` are none."""
+    """Tell whether it is an integer; ``True`` and ``False`` are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def are_numbers(values: Any, count: int) -> bool:
-    """Whether it is a sequence, or an array, of so many finite numbers."""
+    """Tell whether it is a sequence, or an array, of so many finite numbers."""
     return (
         isinstance(values, (Sequence, np.ndarray))
         and len(values) == count
@@ -49,7 +49,7 @@ def are_numbers(values: Any, count: int) -> bool:
 
 
 def image_shape(image_size: Any) -> tuple[int, int]:
-    """``(height, width)`` from either that or the pixels of a side.
+    """Return ``(height, width)``, given either that or the pixels of a side.
 
     Raises:
         ValueError: it is neither.

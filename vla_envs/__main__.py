@@ -9,6 +9,7 @@ from vla_envs.doctor.report import diagnose
 
 
 def main() -> int:
+    """Run the doctor; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m vla_envs", description=__doc__)
     parser.add_argument("--all", action="store_true", help="print the name of every environment")
     return diagnose(all_names=parser.parse_args().all)

@@ -50,7 +50,7 @@ def make_env(
         group_size: of the default ``episodes``; must divide ``num_envs``.
         num_workers: processes that share the simulators; one per available core if ``None``. None at all where the
             benchmark simulates all worlds together (``spec.batched``).
-        ignore_terminations: go on after success until the horizon.
+        ignore_terminations: continue after success until the horizon.
         reward_coef: factor of the benchmark's reward.
         relative_reward: each action is paid the change of the reward since the one before it, from 0 at the start:
             success pays once however long it lasts, and losing it costs as much.
@@ -101,7 +101,7 @@ def make_env(
 
 
 def env_types(id: str) -> dict[str, Any]:
-    """What may be set of an environment: the keywords of :func:`make_env` and the options of its benchmark.
+    """List what may be set of an environment: the keywords of :func:`make_env` and the options of its benchmark.
 
     Without those that say how and when an environment is used rather than what it is: ``episodes``, ``seed`` and
     ``chunk_size``.
@@ -186,6 +186,7 @@ class VLAEnv(EnvBase):
 
     @property
     def num_envs(self) -> int:
+        """Number ``N`` of environments."""
         return self.batch_size[0]
 
     @property
@@ -250,7 +251,7 @@ class VLAEnv(EnvBase):
         return self._initial()
 
     def _initial(self) -> TensorDictBase:
-        """The observations of now, and that nothing is done."""
+        """Return the observations of now, and that nothing is done."""
         return TensorDict(
             {**self._observe(), **{key: torch.zeros(self.num_envs, 1, dtype=torch.bool) for key in self.done_keys}},
             batch_size=self.batch_size,
@@ -292,7 +293,7 @@ class VLAEnv(EnvBase):
         )
 
     def running_state(self) -> dict[str, Any]:
-        """What :meth:`restore` needs to go on in the middle of the running episodes: tensors and plain numbers.
+        """Return what :meth:`restore` needs to resume in the middle of the running episodes: tensors and plain numbers.
 
         It has no simulator's state, but the actions since the reset: a simulator repeats them exactly.
         """
@@ -327,15 +328,15 @@ class VLAEnv(EnvBase):
             slots = [slot for slot in running if left and len(self._executed[slot]) >= left]
             for slot in slots:
                 self._pool.arrays.actions[slot] = self._executed[slot][len(self._executed[slot]) - left]
-            if lost := self._pool.step(slots):
-                raise SimulatorCrash(f"the simulators of slots {lost} failed while they repeated the saved actions")
+            if crashed := self._pool.step(slots):
+                raise SimulatorCrash(f"the simulators of slots {crashed} failed while they repeated the saved actions")
         for key, array in self._statistics.items():
             array[:] = state["statistics"][key].numpy()
         self._last_reward[:] = state["last_reward"].numpy()
         return self._initial()
 
     def _training_rewards(self, rewards: np.ndarray, executed: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """The benchmark's rewards ``[N, C]`` times the coefficient, as changes if asked, minus the step penalty."""
+        """Scale the benchmark's rewards ``[N, C]`` by the coefficient, as changes if asked, minus the step penalty."""
         rewards = rewards * np.float32(self.reward_coef)
         if self.relative_reward:
             before = np.concatenate([self._last_reward, rewards[:, :-1]], axis=1)
@@ -345,7 +346,7 @@ class VLAEnv(EnvBase):
         return (rewards - np.float32(self.step_penalty)) * executed
 
     def _observe(self) -> dict[str, Any]:
-        """Copies of the shared arrays, which the next step overwrites."""
+        """Copy the shared arrays, which the next step overwrites."""
         arrays, on_device = self._pool.arrays, bool(self.simulator_spec.batched)  # where each frame is a new one
         identities = [(e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in self.current_episodes]
         task_id, trial_id, group_id = torch.tensor(identities, dtype=torch.int64).unbind(1)

@@ -1,4 +1,4 @@
-"""Which episode runs next: random or ordered training episodes in groups, and fixed evaluation grids."""
+"""Which episode runs next: random or ordered training episodes in groups, and fixed evaluation episodes."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class EpisodeSampler:
         self._drawn = 0  # episodes given out by this rank
 
     def next(self) -> Episode:
-        """The next episode of this rank."""
+        """Return the next episode of this rank."""
         group = self._drawn // self.group_size * self.world_size + self.rank
         self._drawn += 1
         if self.mode == "ordered":
-            grid = self.num_tasks * self.trials
-            order = np.random.default_rng([self.seed, _SHUFFLE, group // grid]).permutation(grid)
-            task_id, trial_id = divmod(int(order[group % grid]), self.trials)
+            pairs = self.num_tasks * self.trials
+            order = np.random.default_rng([self.seed, _SHUFFLE, group // pairs]).permutation(pairs)
+            task_id, trial_id = divmod(int(order[group % pairs]), self.trials)
         else:
             key = group % self.groups if self.mode == "fixed" else group
             draw = np.random.default_rng([self.seed, _TRAINING, key])
@@ -80,11 +80,11 @@ class EpisodeSampler:
         return Episode(task_id, trial_id, self.seed, group_id=group)
 
     def reseeded(self, seed: int) -> EpisodeSampler:
-        """A new stream with the same settings and another seed."""
+        """Make a new stream with the same settings and another seed."""
         return EpisodeSampler(self.spec, seed, **{name: getattr(self, name) for name in _SETTINGS})
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to go on exactly here."""
+        """Return what :meth:`load_state_dict` needs to resume exactly here."""
         return {"drawn": self._drawn, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class EpisodeQueue:
         self.extend(episodes)
 
     def __len__(self) -> int:
-        """How many episodes were ever put in."""
+        """Count the episodes that were ever put in."""
         return self._length
 
     @property
@@ -137,7 +137,7 @@ class EpisodeQueue:
         return len(self._waiting)
 
     def extend(self, episodes: Iterable[Episode]) -> None:
-        """Append episodes; their indices go on counting."""
+        """Append episodes; their indices continue those of the others."""
         for episode in episodes:
             self._waiting.append(
                 QueuedEpisode(
@@ -147,7 +147,7 @@ class EpisodeQueue:
             self._length += 1
 
     def next(self) -> QueuedEpisode | None:
-        """The next episode, or ``None`` when there are no more for now."""
+        """Return the next episode, or ``None`` when there are no more for now."""
         return self._waiting.popleft() if self._waiting else None
 
     def give_back(self, episode: QueuedEpisode) -> None:
@@ -158,7 +158,7 @@ class EpisodeQueue:
 def evaluation_episodes(
     spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1
 ) -> list[Episode]:
-    """Every (task, trial), tasks interleaved so that a progress bar is representative from the start.
+    """List every (task, trial), tasks interleaved so that a progress bar is representative from the start.
 
     Args:
         spec: the suite.
@@ -171,12 +171,12 @@ def evaluation_episodes(
         raise ValueError(f"an evaluation needs at least 1 trial per task and 1 run of each, got {trials} and {repeats}")
     _check_trials(spec, trials)
     tasks = range(len(spec.tasks))
-    grid = [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
-    return grid * repeats
+    once = [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
+    return once * repeats
 
 
 def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1) -> list[Episode]:
-    """The old name of :func:`evaluation_episodes`."""
+    """Call :func:`evaluation_episodes`, whose old name this is."""
     message = "evaluation_grid is called evaluation_episodes now; the old name will go in the next version"
     warnings.warn(message, DeprecationWarning, stacklevel=2)
     return evaluation_episodes(spec, trials, seed, repeats)

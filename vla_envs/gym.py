@@ -95,7 +95,7 @@ class SimulatorEnv(gymnasium.Env):
         >>> gymnasium.register("my/Toy-v0", "vla_envs.gym:SimulatorEnv", kwargs={"name": spec})  # doctest: +SKIP
     """
 
-    metadata = {"render_modes": ["rgb_array"]}
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  Gymnasium declares it so
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class SimulatorEnv(gymnasium.Env):
         return observation, outcome.reward, terminated, truncated, info
 
     def render(self) -> np.ndarray | None:
-        """The image of the last observation, uint8 ``[H, W, 3]``."""
+        """Return the image of the last observation, uint8 ``[H, W, 3]``."""
         return self._image if self.render_mode == "rgb_array" else None
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ _unfinished: set[str] = set()  # benchmarks whose module imported us before it h
 
 
 def without_version(suite: str) -> str:
-    """``"reach-v3"`` -> ``"reach"``: the version in a Gymnasium id is ours, not the benchmark's."""
+    """Turn ``"reach-v3"`` into ``"reach"``: the version in a Gymnasium id is ours, not the benchmark's."""
     return re.sub(r"-v\d+$", "", suite)
 
 
@@ -114,7 +114,7 @@ def register_installed() -> None:
 
 
 def get_benchmark(name: str) -> Benchmark:
-    """A benchmark by name.
+    """Return a benchmark by name.
 
     Raises:
         ValueError: there is none; offers the nearest names.
@@ -130,7 +130,7 @@ def get_benchmark(name: str) -> Benchmark:
 
 
 def list_envs() -> list[str]:
-    """All names that :func:`vla_envs.make_env` takes; a benchmark that cannot be imported is left out."""
+    """List all names that :func:`vla_envs.make_env` takes; a benchmark that cannot be imported is left out."""
     names = []
     for name in benchmarks.names():
         with contextlib.suppress(Exception):  # importing vla_envs has said so
@@ -172,7 +172,7 @@ def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:
 
 
 def find_benchmark(id: str) -> tuple[Benchmark, str]:
-    """The benchmark and the suite of an environment's name.
+    """Find the benchmark and the suite of an environment's name.
 
     Raises:
         ValueError: there is no such benchmark; offers the nearest names of environments.
@@ -188,7 +188,7 @@ def find_benchmark(id: str) -> tuple[Benchmark, str]:
 
 
 def option_types(benchmark: Benchmark) -> dict[str, Any]:
-    """The annotations of a benchmark's options by name."""
+    """Annotate a benchmark's options by name."""
     return setting_types(benchmark.make_spec, without=("suite",))
 
 
@@ -223,12 +223,12 @@ def _register_ids(benchmark: Benchmark) -> None:
 
 
 def _is_being_imported(name: str) -> bool:
-    """Whether a benchmark's own module is what imports us."""
+    """Tell whether a benchmark's own module is what imports us."""
     parts = (benchmarks.module(name) or "").split(".")
     modules = [sys.modules.get(".".join(parts[:end])) for end in range(1, len(parts) + 1)]
     return any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules)
 
 
 def one_line(error: Exception) -> str:
-    """What an error of somebody's package says."""
+    """Say what an error of somebody's package says."""
     return " ".join(str(error).split()) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"

@@ -149,7 +149,7 @@ class SimulatorSpec:
         return self.protocol_deviations
 
     def task_of(self, episode: Episode) -> Task:
-        """The task of an episode.
+        """Return the task of an episode.
 
         Raises:
             ValueError: there is no such task, or the trial is negative.

@@ -263,7 +263,7 @@ class PretrainedPolicy(VLAPolicy):
     * ``lora_targets``: last parts of the names of the layers that get adapters.
 
     Attributes:
-        model: the network that adapters go on; heads beside it are always trained.
+        model: the network that gets adapters; heads beside it are always trained.
         unused_tensors: tensors of the checkpoint that nothing reads, to be written again.
     """
 

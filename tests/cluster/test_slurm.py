@@ -107,15 +107,18 @@ def test_submit_and_finish(tmp_path):
     (job,), done = submit(folder, "launcher.wait=true")
     for line in (f"scancel {job}", f"tail -F {folder}/slurm/{job}_0_log.out", "after PPO"):
         assert line in done.stdout
-    assert finished(job, folder)[1] == 0 and (folder / "policy" / "model.safetensors").is_file()
+    assert finished(job, folder)[1] == 0
+    assert (folder / "policy" / "model.safetensors").is_file()
     assert (folder / "config.yaml").read_text().count("name: slurm") == 1
     record = json.loads((folder / "run.json").read_text())
-    assert record["submitted"]["code"] == record["processes"][0]["code"] and record["processes"][0]["slurm_job"] == job
+    assert record["submitted"]["code"] == record["processes"][0]["code"]
+    assert record["processes"][0]["slurm_job"] == job
 
 
 def test_an_array_of_seeds(tmp_path):
     jobs, _ = submit(tmp_path / "run", "launcher.seeds=[3,4]")
-    assert len(jobs) == 2 and {job.partition("_")[0] for job in jobs} == {jobs[0].partition("_")[0]}
+    assert len(jobs) == 2
+    assert {job.partition("_")[0] for job in jobs} == {jobs[0].partition("_")[0]}
     for job, seed in zip(jobs, (3, 4), strict=True):
         finished(job, tmp_path / "run")
         assert f"seed: {seed}\n" in (tmp_path / "run" / f"seed{seed}" / "config.yaml").read_text()
@@ -143,7 +146,8 @@ def test_preempted_by_a_higher_partition(tmp_path, whole):
     ).stdout.strip()
     wait_for(lambda: state(job)[1] == 1, 120, "the run to be requeued")
     assert 0 < iterations(folder) < 40
-    assert finished(job, folder)[1] == 1 and state(urgent)[0] == "COMPLETED"
+    assert finished(job, folder)[1] == 1
+    assert state(urgent)[0] == "COMPLETED"
     assert metrics(folder) == whole(40)
 
 
@@ -177,7 +181,7 @@ def test_processes_on_one_node_and_on_two(tmp_path):
     wait_for(lambda: state(job)[1] == 1, 60, "the job to be requeued")
     done = iterations(folder)
     assert 3 <= done < 60
-    wait_for(lambda: iterations(folder) > done, 120, "the run to go on")
+    wait_for(lambda: iterations(folder) > done, 120, "the run to continue")
     subprocess.run(["scancel", job], check=True)
 
 
@@ -212,7 +216,7 @@ def test_cancelling_leaves_a_checkpoint(tmp_path):
     done = iterations(folder)
     assert (folder / "checkpoints" / "latest" / "training.pt").is_file()
     (again,), _ = submit(folder, "iterations=100", "resume=auto")
-    wait_for(lambda: iterations(folder) > done, 120, "the run to go on")
+    wait_for(lambda: iterations(folder) > done, 120, "the run to continue")
     subprocess.run(["scancel", again], check=True)
 
 
@@ -226,10 +230,13 @@ def test_cancelling_leaves_a_checkpoint(tmp_path):
 )
 def test_wrong_settings(setting, message, tmp_path):
     _, done = submit(tmp_path / "run", setting, check=False)
-    assert done.returncode and re.search(message, done.stderr, re.DOTALL), done.stderr
+    assert done.returncode, done.stderr
+    assert re.search(message, done.stderr, re.DOTALL), done.stderr
 
 
 def test_no_slurm_on_the_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     _, done = submit(tmp_path / "run", check=False)
-    assert done.returncode and "no SLURM on this machine" in done.stderr and "launcher=local" in done.stderr
+    assert done.returncode
+    assert "no SLURM on this machine" in done.stderr
+    assert "launcher=local" in done.stderr

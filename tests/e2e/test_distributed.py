@@ -1,4 +1,4 @@
-"""Recipes as torchrun starts them: several processes train, stop and go on together, and fail together."""
+"""Recipes as torchrun starts them: several processes train, stop and resume together, and fail together."""
 
 import json
 import os
@@ -56,20 +56,24 @@ def test_recipes_of_two_processes_stop_and_go_on(name, tmp_path):
     process = torchrun(RECIPES / f"{name}.py", *settings, f"hydra.run.dir={folder}")
     deadline = time.monotonic() + 200
     while not ((folder / "metrics.jsonl").exists() and '"step": 1' in (folder / "metrics.jsonl").read_text()):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1][-3000:]
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)  # torchrun passes it on
     out, err = process.communicate(timeout=60)
-    assert process.returncode and "stopped by SIGTERM after" in out, err[-3000:]
+    assert process.returncode, err[-3000:]
+    assert "stopped by SIGTERM after" in out, err[-3000:]
     assert metrics(folder) != whole
     finished(name, folder, "checkpoint_every=3")
     assert metrics(folder) == whole
     assert sum(line["train/steps"] for lines in whole.values() for line in lines if "train/steps" in line) > 3
     record = json.loads((folder / "run.json").read_text())
-    assert len(record["processes"]) == 2 and "finished" in record
+    assert len(record["processes"]) == 2
+    assert "finished" in record
 
     alone = recipe(name, folder, *settings)
-    assert alone.returncode and re.search("is of 2 processes, this run has 1: go on with as many", alone.stderr)
+    assert alone.returncode
+    assert re.search("is of 2 processes, this run has 1: resume with as many", alone.stderr)
 
 
 def test_an_evaluation_is_shared(tmp_path):
@@ -82,11 +86,12 @@ def test_an_evaluation_is_shared(tmp_path):
         folder = tmp_path / f"by{processes}"
         shared = [f"env.num_envs={2 * processes}", f"hydra.run.dir={folder}"]
         process = torchrun(RECIPES / "evaluate.py", *settings, *shared, processes=processes, OMP_NUM_THREADS="1")
-        out, err = process.communicate(timeout=200)
+        _, err = process.communicate(timeout=200)
         assert process.returncode == 0, err[-3000:]
         found.append((json.loads((folder / "metrics.json").read_text()), sorted((folder / "videos").iterdir())))
     (one, videos), (two, others) = found
-    assert one["eval/num_episodes"] == 5 and [path.name for path in videos] == [path.name for path in others]
+    assert one["eval/num_episodes"] == 5
+    assert [path.name for path in videos] == [path.name for path in others]
     assert two == one
     for path, other in zip(videos, others, strict=True):
         assert path.read_bytes() == other.read_bytes()
@@ -114,7 +119,8 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
     script.write_text(FAILING.format(recipe=str(RECIPES / "ppo.py")))
     process = torchrun(script, *SETTINGS, *TOY_OF["ppo"], "iterations=500", f"hydra.run.dir={tmp_path / 'run'}")
     _, err = process.communicate(timeout=200)
-    assert process.returncode and "ArithmeticError: the second process has had enough" in err
+    assert process.returncode
+    assert "ArithmeticError: the second process has had enough" in err
     last = (tmp_path / "run" / "metrics.jsonl").stat().st_mtime
     assert time.time() - last < 60
 
@@ -122,7 +128,8 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
 def test_numbers_that_cannot_be_shared(tmp_path):
     process = torchrun(RECIPES / "ppo.py", *SETTINGS, *TOY_OF["ppo"], "env.num_envs=3", f"hydra.run.dir={tmp_path}")
     _, err = process.communicate(timeout=200)
-    assert process.returncode and "env.num_envs=3 cannot be shared by 2 processes; try env.num_envs=4" in err
+    assert process.returncode
+    assert "env.num_envs=3 cannot be shared by 2 processes; try env.num_envs=4" in err
     process = torchrun(RECIPES / "sft.py", f"hydra.run.dir={tmp_path}")
     assert "recipes/sft.py runs in one process, not in 2: leave out torchrun" in process.communicate(timeout=200)[1]
     process = torchrun(RECIPES / "ppo.py", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}")

@@ -101,7 +101,8 @@ def test_grpo_says_so_and_stops_when_nothing_can_be_learnt(tmp_path):
     settings = ["iterations=9", "patience=2", "env.reward_type=sparse"]  # 10 steps are too few to succeed
     run = recipe_here("grpo", tmp_path / "run", *TOY_GRPO, *settings)
     assert "iteration 2: none of 3 groups carries signal (3 failed every time" in run.stdout + run.stderr
-    assert "stopped: 2 iterations in a row" in run.stdout and "patience=2" in run.stdout
+    assert "stopped: 2 iterations in a row" in run.stdout
+    assert "patience=2" in run.stdout
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("rollout/groups" in line for line in lines) == 2
     assert not any("train/loss" in line for line in lines)
@@ -176,8 +177,10 @@ def test_sft_writes_a_policy(tmp_path):
 
 def test_an_error_is_what_the_user_reads_last(tmp_path):
     run = recipe("ppo", tmp_path / "run", "env.id=metaworld/reech-v3")
-    assert run.returncode != 0 and "demonstrations:" not in run.stderr
+    assert run.returncode != 0
+    assert "demonstrations:" not in run.stderr
     error, _, hint = run.stderr.strip().rpartition("\n\n")
     last = error.splitlines()[-1]
-    assert last.startswith("ValueError: unknown Meta-World suite or task 'reech-v3'") and "reach-v3" in last
+    assert last.startswith("ValueError: unknown Meta-World suite or task 'reech-v3'")
+    assert "reach-v3" in last
     assert "HYDRA_FULL_ERROR" in hint

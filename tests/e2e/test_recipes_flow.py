@@ -33,9 +33,11 @@ def test_ppo_trains_pi0_saves_it_and_goes_on(variant, method, tmp_path):
     chosen = ["policy=pi0", f"policy.config_name={CONFIGS[variant]}", f"policy.method={method}"]
     chosen += ["policy.num_steps=2", "policy.num_action_chunks=2"]
     metrics, first = train("ppo", tmp_path / "first", [*chosen, f"policy.checkpoint={checkpoint}"])
-    assert math.isfinite(metrics["train/loss"]) and metrics["train/actor/log_ratio_at_start"] < 1e-5
+    assert math.isfinite(metrics["train/loss"])
+    assert metrics["train/actor/log_ratio_at_start"] < 1e-5
     changed = differing(first, checkpoint)
-    assert changed and not any("paligemma." in name for name in changed), "PaliGemma is frozen"
+    assert changed
+    assert not any("paligemma." in name for name in changed), "PaliGemma is frozen"
     assert any("gemma_expert" in name for name in changed)
     assert ("noise_network.mlp.0.weight" in heads(first)) == (method == "flow_noise")
 
@@ -59,6 +61,7 @@ def test_grpo_trains_pi0_with_an_adapter(tmp_path):
 
 def test_the_small_flow_policy_is_cloned_trained_and_loaded(tmp_path):
     metrics, first = train("ppo", tmp_path / "first", ["policy=small_flow", *TOY_SFT])
-    assert math.isfinite(metrics["train/loss"]) and metrics["train/actor/log_ratio_at_start"] < 1e-5
+    assert math.isfinite(metrics["train/loss"])
+    assert metrics["train/actor/log_ratio_at_start"] < 1e-5
     _, second = train("ppo", tmp_path / "second", [f"policy.checkpoint={first}"])
     assert differing(second, first)

@@ -43,7 +43,8 @@ def test_two_iterations(chosen_env, family, tmp_path):
     main_of("ppo")(composed("ppo", [*TOY, *TOY_OF["ppo"], f"env={chosen_env}", *MANISKILL, *chosen], tmp_path / "run"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     last = next(line for line in lines if line["step"] == 2 and "env/success_once" in line)
-    assert last["env/worker_restarts"] == 0 and math.isfinite(last["train/loss"])
+    assert last["env/worker_restarts"] == 0
+    assert math.isfinite(last["train/loss"])
     assert (tmp_path / "run" / "policy").is_dir()
 
 
@@ -59,14 +60,16 @@ def test_the_out_of_distribution_table(tmp_path, capsys):
     main_of("evaluate")(composed("evaluate", settings, tmp_path / "run"))
     said = capsys.readouterr().out
     rows = [line.split("  ")[0] for line in said.splitlines() if line.startswith(("PutOnPlate", "all "))]
-    assert len(rows) == 16 + 4 + 1 and rows[-5:] == [
+    assert len(rows) == 16 + 4 + 1
+    assert rows[-5:] == [
         *(f"all {group}" for group in ("Training", "Vision", "Semantic", "Execution")),
         "all tasks",
     ]
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     groups = [metrics[f"eval/group/{name}/success_once"] for name in ("Vision", "Semantic", "Execution")]
     # Not 0: some plates are so large that the object falls onto them by itself.
-    assert metrics["eval/mean/success_once"] == pytest.approx(sum(groups) / 3) and metrics["eval/num_episodes"] == 16
+    assert metrics["eval/mean/success_once"] == pytest.approx(sum(groups) / 3)
+    assert metrics["eval/num_episodes"] == 16
     assert f"mean of Vision, Semantic, Execution: success {100 * sum(groups) / 3:.1f}%, at end" in said
     GlobalHydra.instance().clear()
     with pytest.raises(ValueError, match="unknown group in mean_of 'Visoin'; did you mean Vision"):

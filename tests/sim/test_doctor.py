@@ -46,18 +46,23 @@ def test_no_renderer_means_not_usable_and_says_what_to_type():
     done = report(MUJOCO_GL="osmesa", PYOPENGL_PLATFORM="egl")  # MuJoCo refuses this pair
     lines = done.stdout.splitlines()
     broken = next(index for index, line in enumerate(lines) if "MUJOCO_GL=osmesa" in line)
-    assert lines[broken].split()[0] == "broken" and "in use" in lines[broken]
-    assert "->" in lines[broken + 1] and "libosmesa6" in lines[broken + 1]
-    assert done.returncode == 1 and not {"metaworld,", "metaworld", "libero,"} & set(lines[-1].split())
+    assert lines[broken].split()[0] == "broken"
+    assert "in use" in lines[broken]
+    assert "->" in lines[broken + 1]
+    assert "libosmesa6" in lines[broken + 1]
+    assert done.returncode == 1
+    assert not {"metaworld,", "metaworld", "libero,"} & set(lines[-1].split())
 
 
 def test_a_vulkan_driver_that_does_not_work_says_what_to_type(monkeypatch):
     pytest.importorskip("sapien", reason="ManiSkill is not installed: pip install 'vla-torchrl[maniskill]'")
     monkeypatch.setattr(vulkan, "try_driver", lambda: (False, "RuntimeError: vk: ErrorIncompatibleDriver"))
     found = check_vulkan("maniskill")
-    assert found.status == "broken" and "no Vulkan driver" in found.detail
+    assert found.status == "broken"
+    assert "no Vulkan driver" in found.detail
     installer = Path(found.remedy.removeprefix("python ").split()[0])
-    assert installer.name == "install_vulkan_driver.py" and installer.is_file()
+    assert installer.name == "install_vulkan_driver.py"
+    assert installer.is_file()
 
 
 def test_the_old_command_names_and_runs_the_installer(monkeypatch, capsys):
@@ -75,7 +80,8 @@ def test_a_working_renderer_is_really_drawn_with(monkeypatch):
     pytest.importorskip("mujoco", reason="needs MuJoCo: pip install 'vla-torchrl[metaworld]'")
     monkeypatch.setenv("MUJOCO_GL", "no-such-renderer")
     first, *others = check_renderers("metaworld")
-    assert first.status == "broken" and "no-such-renderer" in first.detail
+    assert first.status == "broken"
+    assert "no-such-renderer" in first.detail
     if not any(finding.status == "ok" for finding in others):
         pytest.skip("neither EGL nor OSMesa works on this machine")
     assert "export MUJOCO_GL=" in first.remedy
@@ -99,7 +105,8 @@ def test_simulator_that_is_not_installed():
 )
 def test_probes_contain_what_they_run(code, reason):
     ok, detail = run_probe(code, timeout=1.0 if "sleep" in code else 60.0)
-    assert not ok and reason in detail
+    assert not ok
+    assert reason in detail
 
 
 def test_versions_are_compared():
@@ -120,10 +127,12 @@ def test_versions_are_compared():
 
 def test_assets_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path / "nowhere"))
-    assert check_assets_variable().status == "missing" and "export" in check_assets_variable().remedy
+    assert check_assets_variable().status == "missing"
+    assert "export" in check_assets_variable().remedy
     (tmp_path / "libero").mkdir()
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
-    assert check_assets_variable().status == "ok" and "libero" in check_assets_variable().detail
+    assert check_assets_variable().status == "ok"
+    assert "libero" in check_assets_variable().detail
 
 
 def test_libero_assets(monkeypatch, tmp_path):
@@ -131,7 +140,8 @@ def test_libero_assets(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr("vla_envs.libero.package.find_spec", lambda name: None)
     found = check_asset_folder("LIBERO", package.find_assets, package.describe_assets)
-    assert found.status == "missing" and found.remedy.startswith("hf download lerobot/libero-assets")
+    assert found.status == "missing"
+    assert found.remedy.startswith("hf download lerobot/libero-assets")
     for name in (*_ARENAS, *_FOLDERS):
         (tmp_path / "libero" / "assets" / name).mkdir(parents=True)
     assert check_asset_folder("LIBERO", package.find_assets, package.describe_assets).status == "ok"

@@ -43,7 +43,7 @@ def test_a_rollout_has_the_contracts_keys_shapes_and_types(env):
         (keys.NEXT, keys.EPISODE_LEN): (torch.int64, (1,)),
     }
     for key, (dtype, shape) in expected.items():
-        assert td[key].dtype == dtype and td[key].shape == (4, 3, *shape), key
+        assert (td[key].dtype, td[key].shape) == (dtype, (4, 3, *shape)), key
     instructions = {0: "Reach a goal position", 1: "Rotate the faucet counter-clockwise"}
     for slot in range(4):
         assert td[keys.TASK_DESCRIPTIONS][slot][0] == instructions[int(td[keys.TASK_ID][slot, 0])]
@@ -80,7 +80,9 @@ def expert_rollout(**options):
 
 def test_success_ends_the_episode_in_the_middle_of_a_chunk():
     after = expert_rollout()
-    assert after[keys.TERMINATED][0, -1] and after[keys.SUCCESS][0, -1] and not after[keys.TRUNCATED].any()
+    assert after[keys.TERMINATED][0, -1]
+    assert after[keys.SUCCESS][0, -1]
+    assert not after[keys.TRUNCATED].any()
     mask = after[keys.STEP_MASK][0, -1]
     steps = int(mask.sum())
     assert mask.tolist() == [True] * steps + [False] * (5 - steps)
@@ -91,15 +93,18 @@ def test_success_ends_the_episode_in_the_middle_of_a_chunk():
 
 def test_with_ignore_terminations_the_episode_goes_on_to_the_horizon():
     after = expert_rollout(ignore_terminations=True)
-    assert after[keys.TRUNCATED][0, -1] and not after[keys.TERMINATED].any()
-    assert after[keys.EPISODE_LEN][0, -1] == 100 and after[keys.SUCCESS][0, -1]
+    assert after[keys.TRUNCATED][0, -1]
+    assert not after[keys.TERMINATED].any()
+    assert after[keys.EPISODE_LEN][0, -1] == 100
+    assert after[keys.SUCCESS][0, -1]
     assert after[keys.EPISODE_RETURN][0, -1] > 1.0
 
 
 def test_training_reward_options():
     """Success is paid as it comes, as a change, times a coefficient, and every action may cost something."""
     plain = expert_rollout(ignore_terminations=True)[keys.STEP_REWARDS].flatten()
-    assert set(plain.tolist()) == {0.0, 1.0} and plain.sum() > 1
+    assert set(plain.tolist()) == {0.0, 1.0}
+    assert plain.sum() > 1
     options = {"ignore_terminations": True, "reward_coef": 5.0, "relative_reward": True, "step_penalty": 0.25}
     after = expert_rollout(**options)
     changes = torch.diff(plain, prepend=torch.zeros(1))
@@ -109,7 +114,8 @@ def test_training_reward_options():
 
     ended = expert_rollout(step_penalty=0.25)  # what was not executed costs nothing
     executed = ended[keys.STEP_MASK]
-    assert (ended[keys.STEP_REWARDS][~executed] == 0).all() and (~executed).any()
+    assert (ended[keys.STEP_REWARDS][~executed] == 0).all()
+    assert (~executed).any()
     assert ended[keys.EPISODE_RETURN][0, -1].item() == pytest.approx(1.0 - 0.25 * executed.sum().item())
 
 
@@ -129,7 +135,8 @@ def test_groups_share_one_initial_state_to_the_pixel():
     td = env.reset()
     assert td[keys.GROUP_ID].tolist() == [0, 0, 1, 1]
     for key in (keys.IMAGES, keys.STATES, keys.TASK_ID, keys.TRIAL_ID):
-        assert torch.equal(td[key][0], td[key][1]) and torch.equal(td[key][2], td[key][3])
+        assert torch.equal(td[key][0], td[key][1])
+        assert torch.equal(td[key][2], td[key][3])
     assert not torch.equal(td[keys.IMAGES][0], td[keys.IMAGES][2])
     env.close()
 

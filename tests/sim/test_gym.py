@@ -82,7 +82,7 @@ def test_environment_checker_passes():
 def test_same_seed_gives_the_same_episodes(reach):
     def run():
         seen = []
-        for seed in (7, None):  # the second episode goes on with the stream of the first
+        for seed in (7, None):  # the second episode continues the stream of the first
             observation, info = reach.reset(seed=seed)
             seen.append((observation, info))
             for value in (0.5, -0.5):
@@ -150,7 +150,8 @@ def test_terminated_by_success():
         assert terminated == info["is_success"] == bool(reward)
         if terminated or truncated:
             break
-    assert terminated and not truncated
+    assert terminated
+    assert not truncated
     env.close()
 
 
@@ -163,9 +164,11 @@ def test_vector_environment_keeps_text_up_to_date(mode):
         observation, info = envs.reset(seed=seed)
         kept = observation[keys.TASK_DESCRIPTIONS]
         assert kept == tuple(instructions[task] for task in info[keys.TASK_ID])
-        assert observation[keys.IMAGES].shape == (2, 32, 32, 3) and observation[keys.IMAGES].std() > 1
+        assert observation[keys.IMAGES].shape == (2, 32, 32, 3)
+        assert observation[keys.IMAGES].std() > 1
         observation, reward, *_ = envs.step(envs.action_space.sample())
-        assert observation[keys.TASK_DESCRIPTIONS] == kept and reward.shape == (2,)
+        assert observation[keys.TASK_DESCRIPTIONS] == kept
+        assert reward.shape == (2,)
     envs.close()
 
 

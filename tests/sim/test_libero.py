@@ -102,8 +102,10 @@ def test_episodes_stay_within_the_shipped_initial_states():
     drawn = [EpisodeSampler(spec, seed=3).next() for _ in range(3)]
     sampler = EpisodeSampler(spec, seed=3)
     trials = {sampler.next().trial_id for _ in range(600)}
-    assert len(set(drawn)) == 1 and trials == set(range(50))
-    assert len(evaluation_episodes(spec)) == 500 and len(evaluation_episodes(make_spec("libero/130"))) == 6500
+    assert len(set(drawn)) == 1
+    assert trials == set(range(50))
+    assert len(evaluation_episodes(spec)) == 500
+    assert len(evaluation_episodes(make_spec("libero/130"))) == 6500
     for make in (lambda: evaluation_episodes(spec, trials=51), lambda: EpisodeSampler(spec, mode="ordered", trials=51)):
         with pytest.raises(ValueError, match="has 50 initial states per task, got trials=51"):
             make()
@@ -228,7 +230,8 @@ def test_trials_differ_in_objects_and_fixtures():
         world = simulator._world
         fixtures = [world._env.obj_body_id[name] for name in world._env.fixtures_dict]
         poses.append((world._data.qpos.copy(), world._model.body_pos[fixtures].copy()))
-    assert not np.array_equal(poses[0][0], poses[1][0]) and not np.array_equal(poses[0][1], poses[1][1])
+    assert not np.array_equal(poses[0][0], poses[1][0])
+    assert not np.array_equal(poses[0][1], poses[1][1])
     simulator.close()
 
 
@@ -247,7 +250,8 @@ def test_only_observing_draws():
     del renderer.render
     other = make_spec("libero/goal", **FAST).make()
     other.reset(Episode(0, 0))
-    assert other._world is not simulator._world and other._world._renderer is renderer, "meshes were uploaded twice"
+    assert other._world is not simulator._world
+    assert other._world._renderer is renderer, "meshes were uploaded twice"
     simulator.close()
     other.close()
 
@@ -330,7 +334,8 @@ def test_gymnasium_ids():
     env = gymnasium.make("vla_envs:vla/LIBERO-Spatial-v0", **FAST)
     seen, info = env.reset(seed=0, options={"task_id": 2, "trial_id": 7})
     assert (info["task_id"], info["trial_id"]) == (2, 7)
-    assert seen["wrist_images"].shape == (1, 64, 64, 3) and env.action_space.shape == (7,)
+    assert seen["wrist_images"].shape == (1, 64, 64, 3)
+    assert env.action_space.shape == (7,)
     assert seen["task_descriptions"] == "pick up the black bowl from table center and place it on the plate"
     env.step(env.action_space.sample())
     with pytest.raises(ValueError, match="trial_id 0 to 49"):
@@ -354,8 +359,9 @@ def test_every_task_resets_steps_and_renders():
         outcome = simulator.step(actions(1)[0])
         seen = simulator.observe()
         name = spec.tasks[task].name
-        assert not outcome.success and np.isfinite(seen.states).all(), name
-        assert seen.images.std() > 5 and seen.wrist_images.std() > 5, f"{name}: an empty frame"
+        assert not outcome.success, name
+        assert np.isfinite(seen.states).all(), name
+        assert min(seen.images.std(), seen.wrist_images.std()) > 5, f"{name}: an empty frame"
         assert seen.task_description == spec.tasks[task].instruction
     simulator.close()
 
@@ -365,7 +371,7 @@ def test_every_task_resets_steps_and_renders():
 
 def test_a_trial_that_does_not_exist():
     simulator = make_spec("libero/object", **FAST).make()
-    with pytest.raises(ValueError, match="has trials 0 to 49 of .*, got trial_id=50"):
+    with pytest.raises(ValueError, match=r"has trials 0 to 49 of .*, got trial_id=50"):
         simulator.reset(Episode(0, 50))
 
 
@@ -384,15 +390,16 @@ def test_a_download_is_taken_where_it_is_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(FileNotFoundError, match="download_assets=true"):
         package.find_assets()
-    assert asked == [] and package.find_assets(download=True) == tmp_path / "cache" / "assets"
+    assert asked == []
+    assert package.find_assets(download=True) == tmp_path / "cache" / "assets"
     assert asked == [(package.ASSETS_REPOSITORY, "dataset")]
 
 
 def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no such folder(.|\n)*hf download"):
+    with pytest.raises(FileNotFoundError, match=r"no such folder(.|\n)*hf download"):
         make_env("libero/spatial", 1, assets=str(tmp_path / "nowhere"))
     (tmp_path / "half" / "scenes").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="incomplete, lacks .* and 9 more"):
+    with pytest.raises(FileNotFoundError, match=r"incomplete, lacks .* and 9 more"):
         make_env("libero/spatial", 1, assets=str(tmp_path / "half"))
     whole = tmp_path / "whole"
     for name in (*package._ARENAS, *package._FOLDERS):
@@ -400,12 +407,13 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     assert package.find_assets(str(whole)) == whole
     (whole / ".cache" / "huggingface" / "download").mkdir(parents=True)
     (whole / ".cache" / "huggingface" / "download" / "mesh.incomplete").touch()
-    with pytest.raises(FileNotFoundError, match="incomplete, lacks all of mesh.incomplete"):
+    with pytest.raises(FileNotFoundError, match=r"incomplete, lacks all of mesh.incomplete"):
         package.find_assets(str(whole))
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path / "half"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     places = [str(place) for place in package.asset_places()]
-    assert len(places) == 3 and places[0].startswith(str(tmp_path / "half"))
+    assert len(places) == 3
+    assert places[0].startswith(str(tmp_path / "half"))
     assert places[2] == str(tmp_path / ".cache" / "libero" / "assets")
 
 
@@ -415,7 +423,7 @@ def test_an_asset_that_is_missing_ends_the_run_with_its_name(tmp_path):
     shutil.copytree(ASSETS, broken)
     shutil.rmtree(broken / "stable_scanned_objects" / "plate")
     env = make_env("libero/spatial", 1, assets=str(broken), step_timeout=START, **FAST)
-    with pytest.raises(SimulatorCrash, match="plate(.|\n)*libero/spatial task pick_up_the_black_bowl"):
+    with pytest.raises(SimulatorCrash, match=r"plate(.|\n)*libero/spatial task pick_up_the_black_bowl"):
         env._pool.reset({0: Episode(0, 0)})
     env.close()
 

@@ -83,8 +83,10 @@ def test_episode_ids_cover_every_value_of_every_factor(variant, object_set):
         assert seen == set(split.values[factor])
     found = [split.decode(int(n)) for n in np.random.default_rng(0).integers(len(split), size=200)]
     for now in found:
-        assert now.object in split.objects and now.plate in split.plates
-        assert now.other_object != now.object and now.other_plate != now.plate
+        assert now.object in split.objects
+        assert now.plate in split.plates
+        assert now.other_object != now.object
+        assert now.other_plate != now.plate
         assert np.linalg.norm(now.places[0, :2] - now.places[1, :2]) > 0.07
         assert now.moves == (variant.endswith("PositionChangeTo-v1") and object_set != "train")
     assert {now.yaw for now in found} == {
@@ -99,11 +101,13 @@ def test_what_the_extra_factor_stands_for():
     texture = case_of("VisionTexture05-v1")
     number = texture.factor_indices(1_000_000)
     assert texture.decode(1_000_000).texture == 1 + number["extra"] != texture.decode(1_000_000).table
-    assert case_of("Instruct-v1").decode(12_845_055).template == 16 and len(TEMPLATES) == 17
+    assert case_of("Instruct-v1").decode(12_845_055).template == 16
+    assert len(TEMPLATES) == 17
     many = case_of("MultiCarrot-v1")
     pairs = {(c.object, c.other_object) for c in (many.decode(n) for n in range(0, len(many), 2104 * 4))}
     assert len(pairs) == 9 * 8  # in the benchmark's own code nine of them are an object beside itself
-    assert places("pair").shape == (784, 3, 2) and places("pair and outer pair").shape == (1412, 3, 2)
+    assert places("pair").shape == (784, 3, 2)
+    assert places("pair and outer pair").shape == (1412, 3, 2)
 
 
 def test_trials_walk_through_all_configurations_in_an_order_of_their_seed():
@@ -111,7 +115,8 @@ def test_trials_walk_through_all_configurations_in_an_order_of_their_seed():
         assert sorted(shuffled(place, size, 3) for place in range(size)) == list(range(size))
     split = make_split(MAIN, "train")
     drawn = [split.decode(episode_id_of(split, trial, 0, {})).object for trial in range(320)]
-    assert set(drawn) == set(range(16)) and max(map(drawn.count, range(16))) < 40
+    assert set(drawn) == set(range(16))
+    assert max(map(drawn.count, range(16))) < 40
     assert [episode_id_of(split, t, 1, {}) for t in range(5)] != [episode_id_of(split, t, 2, {}) for t in range(5)]
     only = {"object": (0, 4), "table": (3,), "position": (0,), "yaw": (0, 2)}
     kept = [split.decode(episode_id_of(split, trial, 0, only)) for trial in range(4)]
@@ -130,7 +135,9 @@ def test_suites_and_what_departs_from_the_protocol():
     ]  # fmt: skip
     groups = [task.group for task in spec.tasks]
     assert [groups.count(name) for name in ("Vision", "Semantic", "Execution")] == [5, 7, 3]
-    assert len(spec.tasks) == 16 and spec.trials == 64 and spec.max_episode_steps == 80
+    assert len(spec.tasks) == 16
+    assert spec.trials == 64
+    assert spec.max_episode_steps == 80
     own = make_spec(
         f"maniskill/{MAIN}+PutOnPlateInScene25Carrot-v1:test", max_episode_steps=7, image_size=32, only={"plate": [0]}
     )
@@ -148,7 +155,9 @@ def test_suites_and_what_departs_from_the_protocol():
     seen = make_spec("maniskill/PushCube-v1", camera=CAMERA)
     described = "camera with eye [0.5, 0.0, 0.5], target [0.0, 0.0, 0.0], fov 0.5"
     assert seen.protocol_deviations == (f"{described} instead of ManiSkill's",)
-    assert wrist.wrist_image_shape == (1, 128, 128) and wrist.state_dim == 9 and wrist.protocol_deviations == ()
+    assert wrist.wrist_image_shape == (1, 128, 128)
+    assert wrist.state_dim == 9
+    assert wrist.protocol_deviations == ()
 
 
 @pytest.mark.parametrize(
@@ -232,9 +241,10 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
                 path.write_text("x")
         entries = {str(k): {"texture": str(k)} for k in range(number)}
         (pack / "carrot" / folder / "model_db.json").write_text(json.dumps(entries))
-    assert assets.find_assets() == pack and assets.describe_assets() == ()
+    assert assets.find_assets() == pack
+    assert assets.describe_assets() == ()
     (pack / "carrot" / "more_carrot" / "3" / "collision.obj").write_text("")
-    with pytest.raises(FileNotFoundError, match="lacks carrot/more_carrot/3/collision.obj; a download"):
+    with pytest.raises(FileNotFoundError, match=r"lacks carrot/more_carrot/3/collision.obj; a download"):
         assets.find_assets()
     with pytest.raises(FileNotFoundError, match="hf download"):
         make_env(f"maniskill/{MAIN}", num_envs=1)  # before any worker is started
@@ -256,7 +266,7 @@ def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, me
     with pytest.raises(vulkan.VulkanError, match=meaning):
         gymnasium.make("vla_envs:vla/ManiSkill-PushCube-v0").reset()
     monkeypatch.setattr(vulkan, "has_gpu", lambda: True)  # installing another driver would not help
-    with pytest.raises(vulkan.VulkanError, match="NVIDIA GPU: .*VK_ICD_FILENAMES=.*nvidia_icd.json"):
+    with pytest.raises(vulkan.VulkanError, match=r"NVIDIA GPU: .*VK_ICD_FILENAMES=.*nvidia_icd.json"):
         vulkan.check_driver()
 
 
@@ -325,13 +335,17 @@ def same(first, second):
 def test_every_variant_resets_steps_and_is_drawn(simulator, task):
     simulator.reset(Episode(task, 0, 3))
     before = simulator.observe()
-    assert before.images.shape == (480, 640, 3) and before.images.dtype == np.uint8 and before.states.shape == (8,)
+    assert before.images.shape == (480, 640, 3)
+    assert before.images.dtype == np.uint8
+    assert before.states.shape == (8,)
     now = simulator._world.configurations[0]
     assert np.allclose(before.states, now.joints, atol=1e-6)
     outcomes = [simulator.step(action) for action in ACTIONS]
-    assert not any(outcome.success for outcome in outcomes) and all(outcome.reward == 0 for outcome in outcomes)
+    assert not any(outcome.success for outcome in outcomes)
+    assert all(outcome.reward == 0 for outcome in outcomes)
     after = simulator.observe()
-    assert before.images.std() > 5 and (before.images != after.images).any()
+    assert before.images.std() > 5
+    assert (before.images != after.images).any()
     assert after.task_description.lower().startswith(before.task_description.lower())
     assert simulator.spec.tasks[task].name.startswith(simulator._world._running[0].variant.id)
 
@@ -342,7 +356,8 @@ def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
     other = trajectory(simulator, Episode(3, 0, 3))  # another variant in between, and an interrupted episode
     simulator.reset(Episode(7, 5, 3))
     simulator.step(ACTIONS[0])
-    assert same(first, trajectory(simulator, Episode(0, 1, 3))) and not np.array_equal(first["last"], other["last"])
+    assert same(first, trajectory(simulator, Episode(0, 1, 3)))
+    assert not np.array_equal(first["last"], other["last"])
 
     # Workers have a smaller world, with the objects of Main alone; two runs of a group share the initial state.
     env = make_env(
@@ -361,7 +376,8 @@ def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
         assert np.array_equal(seen[0], seen[1])
         env.pool.reset({1: Episode(0, 2, 3)})  # the other slot stays as it is
         now = env.pool.arrays.images
-        assert np.array_equal(now[0], seen[0]) and (now[1] != seen[0].numpy()).any()
+        assert np.array_equal(now[0], seen[0])
+        assert (now[1] != seen[0].numpy()).any()
         assert env.rollout(2, break_when_any_done=False)["next", "step_mask"].all()
         assert env.worker_restarts == 0
     finally:
@@ -431,10 +447,12 @@ def test_textures_follow_the_extra_factor_and_cover_what_they_should(simulator):
     strong, _ = frame(by_name["PutOnPlateInScene25VisionTexture05-v1"], extra=4)
     other, _ = frame(by_name["PutOnPlateInScene25VisionTexture05-v1"], extra=5)
     background = world.overlay.photograph(world.configurations[0].table).numpy()
-    assert (strong[~things] == background[~things]).all() and (strong != other).any()
+    assert (strong[~things] == background[~things]).all()
+    assert (strong != other).any()
     untouched, _ = frame(0)  # Main in training, of the same digits
     mixed, less = strong.astype(float) - untouched, weak.astype(float) - untouched
-    assert (abs(mixed)[things] > 5).mean() > 0.5 and abs(less - 0.6 * mixed)[things].max() <= 2  # 0.3 of it, and 0.5
+    assert (abs(mixed)[things] > 5).mean() > 0.5
+    assert abs(less - 0.6 * mixed)[things].max() <= 2
     whole, _ = frame(by_name["PutOnPlateInScene25VisionWhole05-v1"], extra=4)
     assert (whole[~things] != background[~things]).mean() > 0.5
     assert (plain[things] != strong[things]).any()
@@ -460,7 +478,8 @@ def test_success_and_the_staged_reward(simulator):
 
     put(0.0, 0.03)
     outcomes = [simulator.step(still) for _ in range(6)]
-    assert outcomes[-1].success and outcomes[-1].reward == 0  # it lies there, but was never held
+    assert outcomes[-1].success
+    assert outcomes[-1].reward == 0
     world._was_held[:] = True
     assert simulator.step(still).reward == pytest.approx(1.1)
     world._was_held_long[:] = True
@@ -513,7 +532,9 @@ def test_the_expert_of_push_cube_and_a_camera_of_ones_own():
         pushing.reset(Episode(0, trial, 424242))
         for _ in range(pushing.spec.max_episode_steps):
             action = pushing.expert_action()
-            assert action.shape == (7,) and action.dtype == np.float32 and abs(action).max() <= 1
+            assert action.shape == (7,)
+            assert action.dtype == np.float32
+            assert abs(action).max() <= 1
             disturbed = np.clip(action + 0.1 * random.standard_normal(7), -1, 1)
             if pushing.step(disturbed).success:
                 solved += 1
@@ -527,7 +548,8 @@ def test_the_expert_of_push_cube_and_a_camera_of_ones_own():
     own = nearer.observe()
     assert any(nearer.step(nearer.expert_action()).success for _ in range(20))
     nearer.close()
-    assert np.array_equal(own.states, usual.states) and not np.array_equal(own.images, usual.images)
+    assert np.array_equal(own.states, usual.states)
+    assert not np.array_equal(own.images, usual.images)
 
 
 @needs_plate25
@@ -546,15 +568,18 @@ def test_the_batched_simulation_with_one_world_is_the_same(simulator):
     worlds = BatchedWorlds(spec, 1, len(ACTIONS), ignore_terminations=False, device="cpu")
     worlds.reset({0: Episode(0, 1, 3)})
     simulator.reset(Episode(0, 1, 3))
-    assert worlds.texts == [simulator.observe().task_description] and worlds.arrays.images.shape == (1, 64, 64, 3)
+    assert worlds.texts == [simulator.observe().task_description]
+    assert worlds.arrays.images.shape == (1, 64, 64, 3)
     worlds.arrays.actions[0] = ACTIONS
     for executed in (12, 12, 4):
-        assert worlds.step([0]) == [] and worlds.arrays.executed.sum() == executed
+        assert worlds.step([0]) == []
+        assert worlds.arrays.executed.sum() == executed
         assert not any(simulator.step(action).success for action in ACTIONS[:executed])
         seen = simulator.observe()
         assert np.array_equal(worlds.arrays.states[0], seen.states)
         assert torch.equal(worlds.arrays.images[0], resize(torch.from_numpy(seen.images)[None], 64, 64)[0])
-    assert worlds.step([]) == [] and not worlds.arrays.executed.any()
+    assert worlds.step([]) == []
+    assert not worlds.arrays.executed.any()
 
     worlds.reset({0: Episode(0, 3, 11)})  # what the expert does, with its rewards, to success
     simulator.reset(Episode(0, 3, 11))
@@ -571,7 +596,8 @@ def test_the_batched_simulation_with_one_world_is_the_same(simulator):
         rewards.extend(worlds.arrays.rewards[0, executed])
         successes.extend(worlds.arrays.successes[0, executed])
         done += len(ACTIONS)
-    assert rewards == [np.float32(outcome.reward) for outcome in outcomes] and max(rewards) > 0
+    assert rewards == [np.float32(outcome.reward) for outcome in outcomes]
+    assert max(rewards) > 0
     assert successes == [outcome.success for outcome in outcomes]
     with pytest.raises(ValueError, match="backend=processes"):
         worlds.map("module:function", [])
@@ -598,10 +624,13 @@ def test_every_task_of_maniskill_runs(name):
     made = make_spec(f"maniskill/{name}", image_size=32).make()
     made.reset(Episode(0, 0, 3))
     first = made.observe()
-    assert first.images.shape == (32, 32, 3) and first.images.std() > 5 and first.states.shape == (9,)
+    assert first.images.shape == (32, 32, 3)
+    assert first.images.std() > 5
+    assert first.states.shape == (9,)
     assert (first.wrist_images is not None) == BUILT_IN[name].wrist_camera
     outcome = made.step(np.full(7, 0.1, np.float32))
-    assert not outcome.success and outcome.reward == 0
+    assert not outcome.success
+    assert outcome.reward == 0
     made.close()
 
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,13 +33,15 @@ def test_suites_have_the_tasks_order_and_sentences_of_the_guides():
     mt50 = make_spec("metaworld/MT50")
     assert [len(suites()[name]) for name in ("MT50", "ML45-train", "ML45-test")] == [50, 45, 5]
     assert [len(suites()[name]) for name in ("easy", "medium", "hard", "very_hard")] == [28, 11, 6, 5]
-    assert mt50.tasks[0].name == "assembly-v3" and mt50.tasks[49].name == "window-close-v3"
+    assert mt50.tasks[0].name == "assembly-v3"
+    assert mt50.tasks[49].name == "window-close-v3"
     assert mt50.tasks[40].instruction == "Reach a goal position"
     assert (mt50.image_shape, mt50.max_episode_steps, mt50.trials) == ((480, 480), 100, 10)
     assert make_spec("metaworld/ML45-test").trials == 20
     assert mt50.protocol_deviations == ()
     assert make_spec("metaworld/reach").tasks == make_spec("metaworld/reach-v3").tasks
-    assert "metaworld/MT50" in list_envs() and "metaworld/reach-v3" in list_envs()
+    assert "metaworld/MT50" in list_envs()
+    assert "metaworld/reach-v3" in list_envs()
 
 
 def test_ml45_is_the_split_of_the_installed_metaworld():
@@ -142,7 +143,8 @@ def test_the_progress_reward_adds_up_to_metaworlds_shaped_reward():
         action = simulators[0].expert_action()
         for name, simulator in zip(total, simulators, strict=True):
             total[name] += simulator.step(action).reward
-    assert total["sparse"] == 0.0 and total["progress"] > 0.0
+    assert total["sparse"] == 0.0
+    assert total["progress"] > 0.0
     assert total["progress"] == pytest.approx((simulators[1]._shaped - start) / 10)
 
 
@@ -217,4 +219,5 @@ def test_a_missing_renderer_is_one_clear_error():
     environment = {**os.environ, "MUJOCO_GL": "egl", "MUJOCO_EGL_DEVICE_ID": "99"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.returncode != 0
-    assert "python -m vla_envs" in run.stderr and "MUJOCO_GL=osmesa" in run.stderr
+    assert "python -m vla_envs" in run.stderr
+    assert "MUJOCO_GL=osmesa" in run.stderr

@@ -125,12 +125,15 @@ def test_a_bootstrap_needs_the_values_it_was_collected_for(bootstrap, collected,
     policy = ToyActorCritic(CHUNK if reward_level == "action" else 1)
     batch = StepCollector(ToyEnv(4, crashes={6: 1}), policy, 12, bootstrap=collected).rollout()
     truncated = batch[NEXT, DONE] & ~batch[NEXT, TERMINATED] & ~batch[NEXT, CRASHED]
-    assert truncated.any() and batch[NEXT, TERMINATED].any() and batch[NEXT, CRASHED].any()
+    assert truncated.any()
+    assert batch[NEXT, TERMINATED].any()
+    assert batch[NEXT, CRASHED].any()
     options = {"bootstrap": bootstrap, "reward_level": reward_level}
     looks_beyond = {"none": 0, "truncation": 1, "any_done": 2}
     if looks_beyond[bootstrap] <= looks_beyond[collected]:
         gae(batch, **options)
-        assert batch[ADVANTAGE].isfinite().all() and batch[VALUE_TARGET].isfinite().all()
+        assert batch[ADVANTAGE].isfinite().all()
+        assert batch[VALUE_TARGET].isfinite().all()
         assert batch[ADVANTAGE].shape == batch[STATE_VALUE].shape == batch[VALUE_TARGET].shape
     else:
         with pytest.raises(ValueError, match=rf"StepCollector\(..., bootstrap='{bootstrap}'\)"):
@@ -222,7 +225,8 @@ def test_normalisation_needs_two_samples():
     assert normalize_advantages(one, torch.tensor([True, False])).tolist() == [0.0, 0.0]
     sample = torch.tensor([1.0, 2.0, 6.0, 100.0])
     normal = normalize_advantages(sample, torch.tensor([True, True, True, False]))
-    assert normal[:3].mean().abs() < 1e-6 and normal[:3].std() == pytest.approx(1.0, abs=1e-4)
+    assert normal[:3].mean().abs() < 1e-6
+    assert normal[:3].std() == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize("level", ["token", "action", "chunk"])

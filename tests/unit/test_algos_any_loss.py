@@ -70,7 +70,8 @@ def test_a_loss_of_torchrl_trains_a_policy_of_the_library(functional, small_batc
     before = weights(policy)
     learner = Learner(loss, lr=1e-3, value_lr=1e-2, epochs=2, minibatch_size=8)
     metrics = learner.update(batch)
-    assert metrics["train/steps"] == 6 and metrics["train/critic/lr"] == 1e-2
+    assert metrics["train/steps"] == 6
+    assert metrics["train/critic/lr"] == 1e-2
     assert metrics["train/entropy"] == pytest.approx(first["entropy"].item(), abs=0.01)  # logged under its own name
     assert {"action_head.weight", "value_head.0.weight", "value_head.4.weight"} <= changed(policy, before)
 

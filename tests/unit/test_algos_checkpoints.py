@@ -54,8 +54,10 @@ def test_round_trip(tmp_path):
     }
     folder = save_checkpoint(tmp_path, 7, policy, state)
     loaded = load_training_state(latest_checkpoint(tmp_path))
-    assert folder.name == "step_00000007" and names(tmp_path) == [folder.name]
-    assert loaded["collector"] == state["collector"] and loaded["environment_steps"] == 6
+    assert folder.name == "step_00000007"
+    assert names(tmp_path) == [folder.name]
+    assert loaded["collector"] == state["collector"]
+    assert loaded["environment_steps"] == 6
 
     other = torch.optim.AdamW(SavablePolicy().parameters())
     other.load_state_dict(loaded["optimizer"])
@@ -95,7 +97,7 @@ def test_truncated_file(tmp_path):
     folder = save_checkpoint(tmp_path, 1, SavablePolicy(), {"x": torch.zeros(1000)})
     path = folder / "training.pt"
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(CheckpointError, match="truncated.*resume from the checkpoint before"):
+    with pytest.raises(CheckpointError, match=r"truncated.*resume from the checkpoint before"):
         load_training_state(folder)
 
 

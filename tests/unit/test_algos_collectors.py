@@ -69,7 +69,8 @@ def test_batch_has_what_learning_needs_and_no_more(policy):
     batch = next(iter(StepCollector(ToyEnv(N), policy, T)))
     assert batch.shape == (N, T)
     assert batch[ACTION].shape == batch[ACTION_LOG_PROB].shape == (N, T, CHUNK, DIM)
-    assert batch[IMAGES].dtype == torch.uint8 and (NEXT, IMAGES) not in batch.keys(True)
+    assert batch[IMAGES].dtype == torch.uint8
+    assert (NEXT, IMAGES) not in batch.keys(True)
     assert TASK_DESCRIPTIONS not in batch.keys(True)
     assert batch[NEXT, STEP_MASK].shape == (N, T, CHUNK)
 
@@ -79,7 +80,8 @@ def test_rows_follow_each_other_in_time(policy):
     first, second = collector.rollout(), collector.rollout()
     batch = torch.cat([first, second], 1)
     done = batch[NEXT, DONE].squeeze(-1)[:, :-1]
-    assert done.any() and not done.all()
+    assert done.any()
+    assert not done.all()
     same_trial = batch[TRIAL_ID][:, 1:] == batch[TRIAL_ID][:, :-1]
     assert torch.equal(same_trial, ~done)  # across the border of the two batches too
     steps = batch[STATES][..., 0].long()
@@ -105,7 +107,9 @@ def test_next_value_is_the_value_of_the_true_next_observation(bootstrap, goal, v
     env = ToyEnv(N, goal=goal, crashes={6: 1})
     batch = StepCollector(env, StateValuePolicy(values), 12, bootstrap=bootstrap).rollout()
     after = batch[NEXT]
-    assert after[TRUNCATED].any() and after[CRASHED].any() and (goal > 5 or after[TERMINATED].any())
+    assert after[TRUNCATED].any()
+    assert after[CRASHED].any()
+    assert goal > 5 or after[TERMINATED].any()
     expected = 100 * batch[TRIAL_ID].unsqueeze(-1) + after[EPISODE_LEN] + 0.25 * torch.arange(values)
     unwanted = {"truncation": after[TERMINATED], "none": after[DONE], "any_done": torch.zeros_like(after[DONE])}
     expected = expected.masked_fill(unwanted[bootstrap], torch.nan).masked_fill(after[CRASHED], 0.0)
@@ -120,11 +124,13 @@ def test_passes_of_the_policy(policy):
     for bootstrap in BOOTSTRAPS:
         policy.passes.clear()
         after = StepCollector(ToyEnv(N, crashes={2: 1}), policy, T, bootstrap=bootstrap).rollout()[NEXT]
-        assert after[TERMINATED].any() and after[CRASHED].any()
+        assert after[TERMINATED].any()
+        assert after[CRASHED].any()
         ends = {"truncation": after[TRUNCATED], "none": torch.zeros_like(after[DONE]), "any_done": after[DONE]}
         ended = (ends[bootstrap] & ~after[CRASHED]).sum() + (~after[DONE][:, -1]).sum()
         assert list(policy.passes)[:T] == [N] * T
-        assert sum(list(policy.passes)[T:]) == ended and max(policy.passes) == N
+        assert sum(list(policy.passes)[T:]) == ended
+        assert max(policy.passes) == N
 
 
 @pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
@@ -156,7 +162,8 @@ def test_without_values_none_are_stored_nor_computed(has_head):
     if not has_head:
         policy.out_keys = [key for key in policy.out_keys if key != STATE_VALUE]
     batch = StepCollector(ToyEnv(N), policy, T, values=not has_head).rollout()
-    assert STATE_VALUE not in batch.keys(True) and (NEXT, STATE_VALUE) not in batch.keys(True)
+    assert STATE_VALUE not in batch.keys(True)
+    assert (NEXT, STATE_VALUE) not in batch.keys(True)
     assert len(policy.passes) == T
 
 
@@ -165,8 +172,12 @@ def test_total_frames_and_stats(policy):
     collector = StepCollector(ToyEnv(N, crashes={2: 1}), policy, T, 3 * N * T, on_decision=decisions.append)
     assert len(collector) == 3 == len(list(collector))
     stats = collector.stats()
-    assert stats["frames"] == 3 * N * T and stats["completed"] and stats["batches"] == 3
-    assert stats["time/env"] > 0 and stats["time/policy"] > 0 and stats["env/worker_restarts"] == 1
+    assert stats["frames"] == 3 * N * T
+    assert stats["completed"]
+    assert stats["batches"] == 3
+    assert stats["time/env"] > 0
+    assert stats["time/policy"] > 0
+    assert stats["env/worker_restarts"] == 1
     assert len(decisions) == 3 * T
     collector.shutdown()
     collector.shutdown()
@@ -191,7 +202,8 @@ def test_state_dict_continues_the_episode_sequence(policy):
     other.load_state_dict(state)
     assert other.stats()["frames"] == N * T
     trials = other.rollout()[TRIAL_ID]
-    assert trials.min() > batch[TRIAL_ID].max() and trials[:, 0].tolist() == sorted(trials[:, 0].tolist())
+    assert trials.min() > batch[TRIAL_ID].max()
+    assert trials[:, 0].tolist() == sorted(trials[:, 0].tolist())
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ def test_every_episode_comes_once_whole_and_in_queue_order(policy, num_envs):
     episodes = list(EpisodeCollector(ToyEnv(num_envs), policy, queue(20)))
     assert len(episodes) == 20
     for place, episode in enumerate(episodes):
-        assert (episode[TRIAL_ID] == 100 + place).all() and (episode[GROUP_ID] == place // 2).all()
+        assert (episode[TRIAL_ID] == 100 + place).all()
+        assert (episode[GROUP_ID] == place // 2).all()
         assert episode[NEXT, DONE].squeeze(-1).tolist() == [False] * (len(episode) - 1) + [True]
         lengths = episode[NEXT, EPISODE_LEN].squeeze(-1)
         assert torch.equal(lengths, episode[NEXT, STEP_MASK].sum(-1).cumsum(0))
@@ -61,21 +62,25 @@ def test_they_finish_in_another_order_which_on_episode_sees():
     collector = EpisodeCollector(ToyEnv(4), LastWord(), queue(12), on_episode=lambda place, _: finished.append(place))
     trials = [int(episode[TRIAL_ID][0]) for episode in collector]
     assert trials == list(range(100, 112))
-    assert sorted(finished) == list(range(12)) and finished != list(range(12))
+    assert sorted(finished) == list(range(12))
+    assert finished != list(range(12))
 
 
 def test_episodes_hold_what_learning_needs_and_no_more(policy):
     episode = next(iter(EpisodeCollector(ToyEnv(2), policy, queue(3))))
-    assert {IMAGES, ACTION_LOG_PROB} < set(episode.keys()) and (NEXT, IMAGES) not in episode.keys(True)
+    assert {IMAGES, ACTION_LOG_PROB} < set(episode.keys())
+    assert (NEXT, IMAGES) not in episode.keys(True)
     assert TASK_DESCRIPTIONS not in episode
     episode = next(iter(EpisodeCollector(ToyEnv(2), policy, queue(3), for_learning=False)))
-    assert IMAGES not in episode and ACTION in episode
+    assert IMAGES not in episode
+    assert ACTION in episode
 
 
 def test_concatenated_episodes_are_a_batch_that_ends_where_done_is(policy):
     batch = torch.cat(list(EpisodeCollector(ToyEnv(3), policy, queue(8))))
     ends = batch[NEXT, DONE].squeeze(-1)
-    assert ends.sum() == 8 and ends[-1]
+    assert ends.sum() == 8
+    assert ends[-1]
     assert torch.equal(batch[TRIAL_ID][1:] != batch[TRIAL_ID][:-1], ends[:-1])
 
 
@@ -107,7 +112,8 @@ def test_the_queue_may_grow_while_it_is_worked_off(policy):
 
 def test_it_goes_on_after_it_was_exhausted_and_after_it_was_stopped(policy):
     collector = EpisodeCollector(ToyEnv(3), policy, queue(4))
-    assert len(list(collector)) == 4 and list(collector) == []
+    assert len(list(collector)) == 4
+    assert list(collector) == []
     collector.extend(queue(6, start=200))
     trials = []
     for episode in collector:
@@ -144,7 +150,8 @@ def test_same_seed_same_episodes(policy):
         torch.manual_seed(seed)
         return torch.cat([episode[ACTION].flatten() for episode in collector])
 
-    assert torch.equal(run(1), run(1)) and not torch.equal(run(1)[:45], run(2)[:45])
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1)[:45], run(2)[:45])
 
 
 def test_hooks_shutdown_and_state(policy):

@@ -59,15 +59,22 @@ def test_numbers_and_table():
     result = evaluate(ToyEnv(4), LookingPolicy(), GRID, observe=slow_low)
     metrics = result.metrics()
     assert metrics["eval/success_once"] == metrics["eval/success_at_end"] == 0.5
-    assert metrics["eval/task/task-0/success_once"] == 0 and metrics["eval/task/task-1/success_once"] == 1
-    assert metrics["eval/task/task-0/success_at_end"] == 0 and metrics["eval/task/task-1/success_at_end"] == 1
-    assert metrics["eval/episode_len"] == 6 and metrics["eval/return"] == 0.5
-    assert metrics["eval/num_episodes"] == 10 and metrics["eval/crashed_episodes"] == 0
+    assert metrics["eval/task/task-0/success_once"] == 0
+    assert metrics["eval/task/task-1/success_once"] == 1
+    assert metrics["eval/task/task-0/success_at_end"] == 0
+    assert metrics["eval/task/task-1/success_at_end"] == 1
+    assert metrics["eval/episode_len"] == 6
+    assert metrics["eval/return"] == 0.5
+    assert metrics["eval/num_episodes"] == 10
+    assert metrics["eval/crashed_episodes"] == 0
     low, high = result.interval
-    assert low == pytest.approx(0.2366, abs=1e-4) and high == pytest.approx(0.7634, abs=1e-4)
+    assert low == pytest.approx(0.2366, abs=1e-4)
+    assert high == pytest.approx(0.7634, abs=1e-4)
     header, *lines = result.table().splitlines()
     assert [line.split()[0] for line in lines] == ["task-0", "task-1", "all"]
-    assert "50.0%" in lines[-1] and "23.7 -  76.3" in lines[-1] and "10" in lines[-1]
+    assert "50.0%" in lines[-1]
+    assert "23.7 -  76.3" in lines[-1]
+    assert "10" in lines[-1]
     assert len({len(line) for line in [header, *lines]}) == 1
 
 
@@ -76,8 +83,10 @@ def test_ablations_hit_only_the_policy_that_uses_the_input():
     swap = swap_instructions(env.simulator_spec.tasks)
     success = lambda policy, observe: evaluate(env, policy, GRID, observe=observe).success_once  # noqa: E731
     assert success(LookingPolicy(), None) == success(ListeningPolicy(), None) == 1.0
-    assert success(LookingPolicy(), blank_images) == 0.5 and success(LookingPolicy(), swap) == 1.0
-    assert success(ListeningPolicy(), blank_images) == 1.0 and success(ListeningPolicy(), swap) == 0.0
+    assert success(LookingPolicy(), blank_images) == 0.5
+    assert success(LookingPolicy(), swap) == 1.0
+    assert success(ListeningPolicy(), blank_images) == 1.0
+    assert success(ListeningPolicy(), swap) == 0.0
 
 
 def test_swapping_needs_two_instructions():
@@ -90,7 +99,8 @@ def test_crashed_episodes_run_again_and_are_counted():
     result = evaluate(ToyEnv(4, crashes=crashes), LookingPolicy(), GRID)
     assert [row.crashed for row in result.episodes] == [True] + [False] * 9
     assert [row.attempts for row in result.episodes] == [3] + [1] * 8 + [3]
-    assert result.metrics()["eval/crashed_episodes"] == 1 and result.metrics()["eval/num_episodes"] == 9
+    assert result.metrics()["eval/crashed_episodes"] == 1
+    assert result.metrics()["eval/num_episodes"] == 9
     assert result.success_once == 1.0
     assert result.table().splitlines()[-1].startswith("crashed: 1")
 
@@ -100,12 +110,14 @@ def test_recorded_frames():
     assert list(result.videos) == [0, 1, 2]
     for place, frames in result.videos.items():
         # 5 actions in chunks of 3: two decisions, and the final frame
-        assert frames.shape == (3, 4, 4, 3) and (frames == 200 * (place % 2)).all()
+        assert frames.shape == (3, 4, 4, 3)
+        assert (frames == 200 * (place % 2)).all()
 
 
 def test_repeated_episodes_each_count():
     result = evaluate(ToyEnv(3), LookingPolicy(), [GRID[0]] * 5)
-    assert len(result.episodes) == 5 and result.success_once == 1.0
+    assert len(result.episodes) == 5
+    assert result.success_once == 1.0
 
 
 def test_greedy_is_repeatable_and_sampling_follows_the_seed():
@@ -122,7 +134,9 @@ def test_greedy_is_repeatable_and_sampling_follows_the_seed():
 
 def test_empty_grid():
     result = evaluate(ToyEnv(2), ToyPolicy(), [])
-    assert result.episodes == [] and math.isnan(result.success_once) and result.interval == (0.0, 1.0)
+    assert result.episodes == []
+    assert math.isnan(result.success_once)
+    assert result.interval == (0.0, 1.0)
 
 
 def test_mean_of_groups_of_unequal_size():

@@ -82,7 +82,8 @@ def episodes():
 def test_step_masks_are_the_recorded_loss_masks(episodes):
     """The reference runs each chunk to its end and then masks what came after the first done; the action that caused
     it still counts. Ours never executes what came after, and ``step_mask`` says so. Decisions that begin after the
-    end, whole rows of zeros in the recording, do not exist."""
+    end, whole rows of zeros in the recording, do not exist.
+    """
     for trial, episode in enumerate(episodes):
         assert (episode[TRIAL_ID] == trial).all()
         recorded = MASK[trial]
@@ -129,8 +130,9 @@ def test_gae_per_action_masked():
 
 
 def test_gae_per_action_unmasked():
-    """Unmasked, the reference goes on in mid-chunk with the next episode, which ours never does: each action is taken
-    as a chunk of one."""
+    """Unmasked, the reference continues in mid-chunk with the next episode, which ours never does: each action is taken
+    as a chunk of one.
+    """
     name = "gae/action_level/unmasked"
     values = ARRAYS[f"{name}/values"].transpose(0, 1).flatten(1)[:, : S * C + 1]
     flat = [x.flatten(1).unsqueeze(-1) for x in (REWARDS, DONES, torch.ones_like(MASK))]
@@ -142,7 +144,8 @@ def test_gae_per_action_unmasked():
 @pytest.mark.parametrize("level", ["chunk", "action"])
 def test_grpo_advantages(episodes, level):
     """Per chunk, the reference counts the rewards after the end of the episode that fall into its last chunk. Our
-    environment does not execute those actions, so their recorded rewards are put in here."""
+    environment does not execute those actions, so their recorded rewards are put in here.
+    """
     episodes = [episode.clone() for episode in episodes]
     if level == "chunk":
         for trial, episode in enumerate(episodes):
@@ -156,7 +159,8 @@ def test_grpo_advantages(episodes, level):
     assert (recorded[~mask] == 0).all()
     executed = batch[NEXT, STEP_MASK] if level == "action" else valid_decisions(batch)
     ours = batch[ADVANTAGE].expand(executed.shape)[executed]
-    assert torch.allclose(ours, recorded[mask], atol=1e-5) and ours.abs().min() > 0
+    assert torch.allclose(ours, recorded[mask], atol=1e-5)
+    assert ours.abs().min() > 0
 
     scores = torch.cat([group.scores for group in groups])
     assert torch.allclose(group_advantages(scores, labels), recorded[:, 0, 0], atol=1e-5)
@@ -235,7 +239,8 @@ class Case:
 
     def unexpanded(self):
         """What the reference divides some metrics by: the number of valid entries of the mask as it came, before it is
-        broadcast to the elements; without a mask, the number of elements."""
+        broadcast to the elements; without a mask, the number of elements.
+        """
         return self.mask.sum().item() if self.masked else self.elements()[0].size
 
 
@@ -249,7 +254,8 @@ def test_loss_and_gradients(case):
     assert torch.allclose(out["loss_objective"] + out["loss_critic"], case.given["loss"], atol=1e-5)
     assert torch.allclose(policy.log_prob.grad.view(12, C * A), case.given["grad_logprobs"], atol=1e-5)
     assert torch.allclose(policy.value.grad, case.given["grad_values"], atol=1e-5)
-    assert case.given["grad_logprobs"].abs().max() > 1e-3 and case.given["grad_values"].abs().max() > 1e-3
+    assert case.given["grad_logprobs"].abs().max() > 1e-3
+    assert case.given["grad_values"].abs().max() > 1e-3
     assert out["policy_loss"].item() == pytest.approx(case.metrics["actor/policy_loss"], abs=1e-5)
     assert out["value_loss"].item() == pytest.approx(case.metrics["critic/value_loss"], abs=1e-5)
 
@@ -269,7 +275,8 @@ def test_ratios(case):
 
 def test_approximate_kl_and_clip_fraction(case):
     """Defect of the reference: under a mask both are divided by the number of entries of the mask before it is
-    broadcast to the elements that were summed, and come out up to ``C * A`` times too large. Ours are means."""
+    broadcast to the elements that were summed, and come out up to ``C * A`` times too large. Ours are means.
+    """
     _, out = case.ours()
     log_ratio, advantage, valid = case.elements()
     ratio = np.exp(log_ratio)
@@ -288,7 +295,8 @@ def test_approximate_kl_and_clip_fraction(case):
 
 def test_value_clip_fraction(case):
     """Defect of the reference: it clamps the change of the value and then asks whether the clamped change is larger
-    than the bound it was clamped to. The answer is rounding noise, masked entries included."""
+    than the bound it was clamped to. The answer is rounding noise, masked entries included.
+    """
     _, out = case.ours()
     old, value = case.given["prev_values"], case.given["values"]
     near = old + (value - old).clamp(-VALUE_CLIP, VALUE_CLIP)

@@ -62,7 +62,8 @@ def test_equal_scores_are_exactly_zero_whatever_their_rounding():
 def test_groups_without_signal_are_dropped_and_change_nothing():
     mixed, failed, solved = group(1, 0, 0), group(0, 0, 0), group(1, 1, 1)
     alone, among = grpo([mixed]), grpo([failed, mixed, solved, failed])
-    assert torch.equal(alone[ADVANTAGE], among[ADVANTAGE]) and len(among) == 6
+    assert torch.equal(alone[ADVANTAGE], among[ADVANTAGE])
+    assert len(among) == 6
     assert among[ADVANTAGE].flatten().tolist() == pytest.approx([1.1547, 1.1547] + [-0.57735] * 4, abs=1e-4)
     assert grpo([failed, solved]) is None
     assert "2 groups carries signal (1 failed every time, 1 succeeded every time)" in describe_groups_without_signal(
@@ -83,7 +84,8 @@ def test_bounds_are_success_rates_whatever_the_reward():
 def test_lost_runs_are_left_out_of_their_group():
     runs = [episode([0, 1]), episode([0, 0]), episode([0, 0], crashed=True)]
     with_loss, without = Group.of(runs), Group.of(runs[:2])
-    assert with_loss.crashed == 1 and torch.equal(grpo([with_loss])[ADVANTAGE], grpo([without])[ADVANTAGE])
+    assert with_loss.crashed == 1
+    assert torch.equal(grpo([with_loss])[ADVANTAGE], grpo([without])[ADVANTAGE])
     assert not Group.of([episode([0, 1]), episode([0, 0], crashed=True)]).has_signal  # alone, nobody to compare with
     assert not Group.of([episode([0], crashed=True)]).has_signal
 
@@ -117,16 +119,18 @@ def test_dynamic_sampling_goes_on_until_enough_groups_carry_signal(policy):
     collector, source = EpisodeCollector(ToyEnv(6), policy), Groups(2)
     groups = collect_groups(collector, source, groups=6, max_groups=60)
     useful = sum(members.has_signal for members in groups)
-    assert useful >= 6 and 6 < len(groups) < 60  # pairs often agree, so more than 6 had to be run
+    assert useful >= 6
+    assert 6 < len(groups) < 60
     fixed = collect_groups(collector, source, groups=6, max_groups=6)
     assert len(fixed) == 6
-    assert fixed[0].episodes[0][TRIAL_ID][0] == len(groups)  # the source goes on
+    assert fixed[0].episodes[0][TRIAL_ID][0] == len(groups)  # the source continues
 
 
 def test_the_cap_ends_the_search_when_nothing_has_signal():
     hopeless = ToyEnv(6, goal=100)  # nothing ever succeeds
     groups = collect_groups(EpisodeCollector(hopeless, ToyPolicy()), Groups(3), groups=2, max_groups=7)
-    assert len(groups) == 7 and grpo(groups) is None
+    assert len(groups) == 7
+    assert grpo(groups) is None
 
 
 def test_bounds_count_in_dynamic_sampling(policy):
@@ -164,4 +168,5 @@ def test_grpo_learns(aggregation, level):
         batch = grpo(collect_groups(collector, source, groups=8, max_groups=16))
         if batch is not None:
             learner.update(batch)
-    assert before.success_once < 0.6 and evaluate(ToyEnv(8), policy, grid).success_once > 0.95
+    assert before.success_once < 0.6
+    assert evaluate(ToyEnv(8), policy, grid).success_once > 0.95

@@ -31,5 +31,7 @@ def test_video(tmp_path):
     frames[3:] = 255
     path = write_video(tmp_path / "videos" / "episode.mp4", frames, fps=8)
     read = imageio.mimread(path)
-    assert len(read) == 6 and read[0].shape == (34, 48, 3)
-    assert read[0].mean() < 20 and read[5].mean() > 235
+    assert len(read) == 6
+    assert read[0].shape == (34, 48, 3)
+    assert read[0].mean() < 20
+    assert read[5].mean() > 235

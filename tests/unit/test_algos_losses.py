@@ -96,7 +96,8 @@ def test_equals_torchrl_without_masks(policy, batch):
     )
     theirs.set_keys(action=ACTION_TOKENS, sample_log_prob=ACTION_LOG_PROB)
     theirs = theirs(batch)
-    assert 0 < theirs["clip_fraction"] < 1 and 0 < theirs["value_clip_fraction"] < 1
+    assert 0 < theirs["clip_fraction"] < 1
+    assert 0 < theirs["value_clip_fraction"] < 1
     for key in ("loss_objective", "loss_entropy", "loss_critic", "kl_approx", "entropy", "value_clip_fraction"):
         assert torch.allclose(ours[key], theirs[key], atol=1e-6), key
     assert torch.allclose(ours["ratio"], theirs["mean_ratio"])
@@ -120,7 +121,8 @@ def test_clip_fraction_is_the_share_of_elements_without_gradient(level):
         "chunk": (learns.any(-1).any(-1), mask.any(-1)),
     }[level]
     share = 1 - per_element[valid].float().mean()
-    assert 0 < share < 1 and out["clip_fraction"].item() == pytest.approx(share.item(), abs=1e-6)
+    assert 0 < share < 1
+    assert out["clip_fraction"].item() == pytest.approx(share.item(), abs=1e-6)
 
 
 def test_one_pass_of_the_policy(policy, batch):
@@ -155,7 +157,8 @@ def test_unexecuted_actions_change_nothing(policy, batch, level):
 
     expected = {"token": mask.sum() * DIM, "action": mask.sum(), "chunk": mask.any(-1).sum()}[level]
     weights = after["weights"]
-    assert weights["ratio"] == expected and weights["value_loss"] == mask.any(-1).sum()
+    assert weights["ratio"] == expected
+    assert weights["value_loss"] == mask.any(-1).sum()
     assert weights["log_ratio_per_token"] == weights["entropy"] == mask.sum() * DIM
 
 
@@ -199,7 +202,8 @@ def test_asymmetric_clip(policy, batch):
     batch[ADVANTAGE] = torch.ones(16, 1)
     out = ChunkClipPPOLoss(policy, clip_epsilon=(0.1, 0.5), critic_coeff=None)(batch)
     assert out["loss_objective"].item() == pytest.approx(-1.5, abs=1e-5)
-    assert out["clip_fraction"] == 1 and out["clipped_ratio"].item() == pytest.approx(1.5, abs=1e-5)
+    assert out["clip_fraction"] == 1
+    assert out["clipped_ratio"].item() == pytest.approx(1.5, abs=1e-5)
     batch[ACTION_LOG_PROB] = log_prob + 1.0
     batch[ADVANTAGE] = -torch.ones(16, 1)
     out = ChunkClipPPOLoss(policy, clip_epsilon=(0.1, 0.5), critic_coeff=None)(batch)
@@ -370,7 +374,8 @@ def test_the_kl_to_a_policy_that_is_worlds_apart_is_finite():
     td = given([[[0.0, 0.0]]], [[0.0]], reference_log_prob=[[[500.0, -500.0]]])
     out = ChunkClipPPOLoss(Given(), reference_kl_coeff=1.0, critic_coeff=None)(td)
     out["loss_reference_kl"].backward()
-    assert out["reference_kl"].isfinite() and td["given", "log_prob"].grad.isfinite().all()
+    assert out["reference_kl"].isfinite()
+    assert td["given", "log_prob"].grad.isfinite().all()
 
 
 def test_diagnostics_by_hand():
@@ -394,7 +399,8 @@ def test_diagnostics_by_hand():
 def test_out_keys_are_what_comes_out(policy, batch, options, critic_coeff):
     batch[REFERENCE_LOG_PROB] = batch[ACTION_LOG_PROB]
     loss = ChunkClipPPOLoss(policy, critic_coeff=critic_coeff, **options)
-    assert loss.has_critic == bool(critic_coeff) and loss.policy is policy
+    assert loss.has_critic == bool(critic_coeff)
+    assert loss.policy is policy
     assert set(loss(batch).keys(True, True)) == set(loss.out_keys)
 
 

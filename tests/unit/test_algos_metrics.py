@@ -59,7 +59,8 @@ def test_rollout_metrics_per_action_are_over_executed_actions():
     metrics = rollout_metrics(batch)
     advantage, target, value = batch[ADVANTAGE][mask], batch[VALUE_TARGET][mask], batch[STATE_VALUE][mask]
     assert metrics["rollout/advantages_mean"] == pytest.approx(0.0, abs=1e-5)
-    assert metrics["rollout/advantages_max"] == advantage.max() and metrics["rollout/advantages_min"] == advantage.min()
+    assert metrics["rollout/advantages_max"] == advantage.max()
+    assert metrics["rollout/advantages_min"] == advantage.min()
     assert metrics["rollout/returns_mean"] == pytest.approx(target.mean().item())
     assert metrics["train/critic/explained_variance"] == pytest.approx(explained_variance(value, target).item())
 
@@ -76,8 +77,10 @@ def test_env_metrics_are_over_finished_episodes(batch):
     assert metrics["env/crashed_episodes"] == lost.sum() == 1
     assert metrics["env/num_episodes"] == finished.sum()
     success = batch[NEXT, SUCCESS][finished].float().mean().item()
-    assert 0 < success < 1 and metrics["env/success_once"] == pytest.approx(success)
-    assert metrics["env/return"] == pytest.approx(success) and 5 <= metrics["env/episode_len"] <= 7
+    assert 0 < success < 1
+    assert metrics["env/success_once"] == pytest.approx(success)
+    assert metrics["env/return"] == pytest.approx(success)
+    assert 5 <= metrics["env/episode_len"] <= 7
     assert metrics["env/return"] / 7 <= metrics["env/reward"] <= metrics["env/return"] / 5
 
 
@@ -151,7 +154,8 @@ def test_update_metrics_say_what_the_loss_said(batch):
     }
     assert set(pairs.values()) == logged.keys()
     for key, name in pairs.items():
-        assert losses[key] != 0 and logged[name] == pytest.approx(losses[key].item()), name
+        assert losses[key] != 0, name
+        assert logged[name] == pytest.approx(losses[key].item()), name
 
 
 def test_means_can_be_merged():
@@ -160,7 +164,8 @@ def test_means_can_be_merged():
     second.add({"x": torch.tensor(4.0)}, torch.tensor(1))
     both.merge(first)
     both.merge(second)
-    assert both.compute() == {"x": 1.75, "y": 5.0} and both.mean_of("x") == 1.75
+    assert both.compute() == {"x": 1.75, "y": 5.0}
+    assert both.mean_of("x") == 1.75
     assert first.compute() == {"x": 1.0, "y": 5.0}
 
 

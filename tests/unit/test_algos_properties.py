@@ -96,7 +96,7 @@ def learn(loss, batch, parts=None):
     for name in OUTPUTS:
         batch["given", name].requires_grad_()
     outs = [loss(batch)] if parts is None else [loss(batch[part], whole=batch) for part in parts]
-    terms = {key: sum(out[key] for out in outs) for key in outs[0].keys() if key.startswith("loss_")}
+    terms = {key: sum(out[key] for out in outs) for key, _ in outs[0].items() if key.startswith("loss_")}
     sum(terms.values()).backward()
     # What a loss does not depend on has no gradient.
     gradients = {name: batch["given", name].grad for name in OUTPUTS}
@@ -203,7 +203,8 @@ def test_normalised_advantages_have_neither_scale_nor_shift(seed, count, scale, 
     if valid.sum() < 2:
         assert (normal == 0).all()
         return
-    assert normal.mean().abs() < 1e-9 and normal.std().item() == pytest.approx(1.0)
+    assert normal.mean().abs() < 1e-9
+    assert normal.std().item() == pytest.approx(1.0)
     spoilt = torch.where(valid, scale * advantage + shift, torch.nan)
     assert_close(normalize_advantages(spoilt, valid, eps=0.0)[valid], normal, rtol=1e-6, atol=1e-9)
 
@@ -252,7 +253,8 @@ def test_padding_changes_no_loss_and_no_gradient(level, critic_coeff, batch, dec
     for name in OUTPUTS:
         gradient, k = padded_gradients[name], gradients[name].shape[1]
         assert_close(gradient[:b, :k], gradients[name])
-        assert (gradient[b:] == 0).all() and (gradient[:, k:] == 0).all()
+        assert (gradient[b:] == 0).all()
+        assert (gradient[:, k:] == 0).all()
 
 
 def spoil(batch, reward_level, garbage):

@@ -30,7 +30,8 @@ def test_contenders_agree_and_ratios_are_shown(benchmark, capsys):
     shown = capsys.readouterr().out
     assert json.loads(json.dumps(result)) == result  # what --output writes
     assert max(result["agreement"].values()) < 1e-5
-    assert result["action_tokens"] == 56 and result["sequence_length"] == 1 + 256 + 23 + 56 + 1
+    assert result["action_tokens"] == 56
+    assert result["sequence_length"] == 1 + 256 + 23 + 56 + 1
     mine, *others = result["contenders"]
     assert [row["is_peer"] for row in (mine, *others)] == [False, True, True, False]
     for row in others:

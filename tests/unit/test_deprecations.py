@@ -15,7 +15,8 @@ def test_a_module_is_found_by_its_old_name(old):
     sys.modules.pop(old, None)
     with pytest.warns(DeprecationWarning, match=f"{old} is called {MOVED[old]} now"):
         module = importlib.import_module(old)
-    assert module is importlib.import_module(MOVED[old]) and module.__spec__.name == MOVED[old]
+    assert module is importlib.import_module(MOVED[old])
+    assert module.__spec__.name == MOVED[old]
 
 
 def test_names_are_imported_from_modules_that_have_moved():
@@ -67,6 +68,6 @@ def test_other_arguments_stay_as_they_are(capsys):
     ("argument", "advice"), [("--seed", "seed=1"), ("seed", "seed=1"), ("--seed=1", "seed=1"), ("1", "name=value")]
 )
 def test_what_is_no_setting_is_one_line(argument, advice):
-    with pytest.raises(ValueError, match=rf"is no setting; type name=value.*") as error:
+    with pytest.raises(ValueError, match=r"is no setting; type name=value.*") as error:
         translated([argument])
     assert advice in str(error.value)

@@ -1,4 +1,4 @@
-"""Which episodes run: groups, ranks, passes, grids, and going on after a restart."""
+"""Which episodes run: groups, ranks, passes, grids, and resuming after a restart."""
 
 import pytest
 
@@ -56,7 +56,8 @@ def test_fixed_repeats_and_random_does_not():
 
 def test_a_queue_is_worked_off_once():
     grid = evaluation_episodes(SPEC, trials=2, seed=8)
-    assert len(grid) == len(set(grid)) == 10 and {episode.seed for episode in grid} == {8}
+    assert len(grid) == len(set(grid)) == 10
+    assert {episode.seed for episode in grid} == {8}
     queue = EpisodeQueue(grid)
     run = [queue.next() for _ in range(10)]
     assert [(e.task_id, e.trial_id, e.seed, e.group_id) for e in run] == [
@@ -66,7 +67,9 @@ def test_a_queue_is_worked_off_once():
     assert queue.next() is None
     queue.extend(grid[:2])
     queue.give_back(run[3])
-    assert [queue.next().queue_index for _ in range(3)] == [3, 10, 11] and queue.next() is None and len(queue) == 12
+    assert [queue.next().queue_index for _ in range(3)] == [3, 10, 11]
+    assert queue.next() is None
+    assert len(queue) == 12
     assert len(evaluation_episodes(SPEC)) == 5 * 20  # the benchmark's own number of trials
 
 

@@ -56,13 +56,17 @@ print(os.environ["MUJOCO_GL"], simulator.observe().images.mean())
 @pytest.mark.skipif(not egl_devices(), reason="EGL finds no device: sudo apt-get install libegl1 libegl-mesa0")
 def test_egl_where_it_works():
     backend, _, said = drawn({})
-    assert backend == "egl" and "Warning" not in said
+    assert backend == "egl"
+    assert "Warning" not in said
 
 
 @pytest.mark.skipif(not ctypes.util.find_library("OSMesa"), reason="no OSMesa: sudo apt-get install libosmesa6")
 def test_osmesa_with_a_warning_where_egl_finds_nothing():
     hidden = {"__EGL_VENDOR_LIBRARY_FILENAMES": "/nowhere"}
     backend, brightness, said = drawn(hidden)
-    assert backend == "osmesa" and "EGL finds no device" in said and "MUJOCO_GL=osmesa" in said
+    assert backend == "osmesa"
+    assert "EGL finds no device" in said
+    assert "MUJOCO_GL=osmesa" in said
     asked, same, said = drawn({**hidden, "MUJOCO_GL": "osmesa"})
-    assert (asked, same) == ("osmesa", brightness) and "Warning" not in said
+    assert (asked, same) == ("osmesa", brightness)
+    assert "Warning" not in said

@@ -42,12 +42,14 @@ def shown(policy, monkeypatch, **settings):
 def test_states_get_noise(policy, monkeypatch):
     assert torch.equal(shown(policy, monkeypatch, state_noise=0.0), STATES)
     noise = shown(policy, monkeypatch, state_noise=0.5) - STATES
-    assert (noise != 0).all() and 0.2 < noise.std() < 0.8
+    assert (noise != 0).all()
+    assert 0.2 < noise.std() < 0.8
 
 
 def test_each_entry_may_have_its_own_noise(policy, monkeypatch):
     noise = shown(policy, monkeypatch, state_noise=[0.0, 5.0, 0.05]) - STATES
-    assert (noise[:, 0] == 0).all() and noise[:, 1].std() > 1 > 0.2 > noise[:, 2].std() > 0
+    assert (noise[:, 0] == 0).all()
+    assert noise[:, 1].std() > 1 > 0.2 > noise[:, 2].std() > 0
 
 
 @pytest.mark.parametrize("noise", [[0.1], [0.1] * 4, [[0.1] * 3]])

@@ -11,8 +11,8 @@ from running import Started, composed, main_of
 from safetensors.torch import load_file
 
 import vla_envs.env
-from vla_algos.run.policy import adapt
 from vla_policies import OpenVLA
+from vla_policies.checkpoint.lora import adapt
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_a_continuous_head_has_no_log_probability_to_train(tmp_path, monkeypatch
     monkeypatch.setattr(vla_envs.env, "VLAEnv", None)
     folder = make_checkpoint(tmp_path / "checkpoint", heads=True)
     chosen = ["policy=openvla_oft", f"policy.checkpoint={folder}", "policy.use_proprio=false"]
-    with pytest.raises(ValueError, match="recipes/sft.py"):
+    with pytest.raises(ValueError, match=r"recipes/sft.py"):
         main_of("ppo")(composed("ppo", chosen, tmp_path / "run"))
 
 

@@ -132,7 +132,8 @@ def test_training_episodes_come_in_the_order_that_is_asked_for(name, tmp_path):
     sampler = Run(settings, tmp_path).training_episodes(2)
     assert isinstance(sampler, EpisodeSampler)
     drawn = [sampler.next() for _ in range(2 * 2 * 10)]
-    assert drawn[::2] == drawn[1::2] and len({(e.task_id, e.trial_id) for e in drawn}) == 2 * 10
+    assert drawn[::2] == drawn[1::2]
+    assert len({(e.task_id, e.trial_id) for e in drawn}) == 2 * 10
 
 
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))

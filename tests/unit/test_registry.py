@@ -73,20 +73,25 @@ def _as_it_was(monkeypatch):
 def test_a_registered_benchmark_is_one_of_the_benchmarks():
     register_benchmark(make_toy())
     assert {"toy/easy-v2", "toy/hard", "metaworld/MT50"} <= set(list_envs())
-    assert make_spec("toy/hard").benchmark == "toy" and make_spec("toy/hard", horizon=2).max_episode_steps == 2
-    assert get_schema("toy") is SCHEMA and SCHEMA.state_dim == 1 and SCHEMA.action_dim == 2
+    assert make_spec("toy/hard").benchmark == "toy"
+    assert make_spec("toy/hard", horizon=2).max_episode_steps == 2
+    assert get_schema("toy") is SCHEMA
+    assert SCHEMA.state_dim == 1
+    assert SCHEMA.action_dim == 2
     register_benchmark(benchmarks.get("toy"))  # the same again does no harm
 
     env = make_env("toy/hard", 2, 2, episodes=EpisodeQueue(evaluation_episodes(make_spec("toy/hard"))), horizon=3)
     after = env.rollout(2, lambda td: td.set(keys.ACTION, torch.zeros(2, 2, 2)), break_when_any_done=False)[keys.NEXT]
     env.close()
     assert after[keys.STEP_REWARDS].tolist() == [[[0, 0], [1, 0]], [[0, 0], [0, 0]]]
-    assert after[keys.TERMINATED][:, -1, 0].tolist() == [True, False] and after[keys.TRUNCATED][1, -1]
+    assert after[keys.TERMINATED][:, -1, 0].tolist() == [True, False]
+    assert after[keys.TRUNCATED][1, -1]
 
     env = gymnasium.make("vla/Toy-easy-v0", horizon=3)  # the version is ours
     check_env(env.unwrapped, skip_render_check=True)
     observation, _ = env.reset(seed=0, options={keys.TRIAL_ID: 0})
-    assert observation[keys.STATES].tolist() == [0] and env.action_space.shape == (2,)
+    assert observation[keys.STATES].tolist() == [0]
+    assert env.action_space.shape == (2,)
     assert [env.step(np.zeros(2, np.float32))[1:3] for _ in range(3)] == [(0, False), (0, False), (1, True)]
 
 
@@ -163,14 +168,13 @@ def test_a_spec_of_ones_own_runs_in_workers_and_in_gymnasium():
     envs = gymnasium.make_vec("mine/Scripted-v0", 2, vectorization_mode="async")
     observation, _ = envs.reset(seed=0)
     envs.close()
-    assert (
-        observation[keys.IMAGES].shape == (2, 2, 2, 3) and observation[keys.TASK_DESCRIPTIONS] == ("play it back",) * 2
-    )
+    assert observation[keys.IMAGES].shape == (2, 2, 2, 3)
+    assert observation[keys.TASK_DESCRIPTIONS] == ("play it back",) * 2
 
 
 def test_a_spec_is_complete():
     spec = scripted_spec(REWARDS, [3, 0], action_dim=2)
-    with pytest.raises(ValueError, match="^image_size, horizon cannot be set beside the SimulatorSpec of scripted"):
+    with pytest.raises(ValueError, match=r"^image_size, horizon cannot be set beside the SimulatorSpec of scripted"):
         make_env(spec, 1, image_size=64, horizon=2)
     with pytest.raises(ValueError, match="image_size cannot be set beside"):
         gymnasium.make("vla/MetaWorld-reach-v0", name=spec, image_size=64)
@@ -178,7 +182,7 @@ def test_a_spec_is_complete():
 
 def test_a_simulator_in_the_callers_script_says_where_it_has_to_be():
     spec = replace(scripted_spec(REWARDS, [3, 0], action_dim=2), entry_point="__main__:Scripted")
-    with pytest.raises(ValueError, match="worker processes cannot import __main__.Scripted"):
+    with pytest.raises(ValueError, match=r"worker processes cannot import __main__.Scripted"):
         make_env(spec, 1)
 
 
@@ -222,7 +226,8 @@ def test_an_installed_benchmark_is_there_whoever_is_imported_first(first, tmp_pa
         "print(vla_envs.make_spec('toy/hard').id, 'toy/hard' in vla_envs.list_envs())"
     )
     done = run_beside(PACKAGE.replace("test_registry", "toy_parts"), program, make_parts(tmp_path))
-    assert done.stdout == "toy/hard True\n" and not done.stderr
+    assert done.stdout == "toy/hard True\n"
+    assert not done.stderr
 
 
 def make_parts(folder):
@@ -264,7 +269,9 @@ def test_a_broken_package_costs_one_line_and_nothing_else(what, tmp_path):
     assert first == "True True"
     assert message in doctors
     said = [line for line in done.stderr.splitlines() if "Warning" in line]
-    assert len(said) == 1 and message in said[0] and "'toy'" in said[0]
+    assert len(said) == 1
+    assert message in said[0]
+    assert "'toy'" in said[0]
 
 
 # ---- the doctor
@@ -280,7 +287,8 @@ def test_the_doctor_asks_every_benchmark(monkeypatch, capsys):
     monkeypatch.setattr(benchmarks, "_entry_points", {})
     monkeypatch.setattr(benchmarks, "_registered", {})
     register_benchmark(make_toy("fine", "Fine"))
-    assert report.diagnose() == 0 and capsys.readouterr().out.endswith("Usable now: fine\n")
+    assert report.diagnose() == 0
+    assert capsys.readouterr().out.endswith("Usable now: fine\n")
     parts = {
         "half": [found("missing", ASSETS, without="the easy ones")],
         "bare": [found("missing", ASSETS, required=True)],
@@ -292,10 +300,13 @@ def test_the_doctor_asks_every_benchmark(monkeypatch, capsys):
     assert report.diagnose() == 0
     said = capsys.readouterr().out
     assert said.endswith("Usable now: fine, half (the easy ones), old\n")
-    assert "its checks failed: RuntimeError: no such thing" in said and "-> repair it" in said
+    assert "its checks failed: RuntimeError: no such thing" in said
+    assert "-> repair it" in said
     register_benchmark(make_toy("blind", "Blind", checks=lambda: [found("broken", RENDERING, required=True)]))
-    assert report.diagnose() == 1 and "blind" not in capsys.readouterr().out.splitlines()[-1]
-    assert "blind/<task>" not in said and "fine/hard" in said
+    assert report.diagnose() == 1
+    assert "blind" not in capsys.readouterr().out.splitlines()[-1]
+    assert "blind/<task>" not in said
+    assert "fine/hard" in said
 
 
 # ---- settings
@@ -315,7 +326,9 @@ def env_settings(path: Path) -> dict:
     return settings | ({k: v for k, v in content.items() if k != "defaults"} if is_group else content.get("env", {}))
 
 
-CONFIGURATIONS = sorted([*(CONF / "env").glob("*.yaml"), *(CONF / "experiment").glob("*.yaml")])
+# base.yaml is what the others have in common.
+GROUPS = [path for path in (CONF / "env").glob("*.yaml") if path.stem != "base"]
+CONFIGURATIONS = sorted([*GROUPS, *(CONF / "experiment").glob("*.yaml")])
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)

@@ -89,13 +89,13 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """All finished checkpoints of a run, oldest first."""
+    """List the finished checkpoints of a run, oldest first."""
     found = [path for path in root.glob("step_*") if path.is_dir() and _STEP.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(_STEP.fullmatch(path.name)[1]))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def latest_checkpoint(root: Path) -> Path:
-    """The newest checkpoint of a run: where ``latest`` points to.
+    """Find the newest checkpoint of a run: where ``latest`` points to.
 
     Raises:
         CheckpointError: there is none.
@@ -108,7 +108,7 @@ def latest_checkpoint(root: Path) -> Path:
 
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
-    """The ``state`` that was given to :func:`save_checkpoint`, on the CPU.
+    """Load the ``state`` that was given to :func:`save_checkpoint`, on the CPU.
 
     Nothing in the file is executed (``weights_only``), wherever it comes from.
 
@@ -132,7 +132,7 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
     found = str(content.get("format")) if isinstance(content, dict) else ""
     if found != _FORMAT and found.startswith(_FORMAT.rpartition(" ")[0]):
         raise CheckpointError(
-            f"{path} is a {found!r}, this version of the library reads {_FORMAT!r}: go on with the version that wrote "
+            f"{path} is a {found!r}, this version of the library reads {_FORMAT!r}: resume with the version that wrote "
             "it (run.json in the folder of the run names its commit), or start a new run from the policy"
         )
     if found != _FORMAT:
@@ -144,8 +144,9 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of all random number generators, as tensors and numbers."""
-    name, words, *position = np.random.get_state()
+    """Return the states of all random number generators, as tensors and numbers."""
+    numpys: Any = np.random.get_state()  # a tuple, which numpy's annotations do not know
+    name, words, *position = numpys
     assert name == "MT19937"  # the only one of numpy's legacy interface
     return {
         "torch": torch.get_rng_state(),

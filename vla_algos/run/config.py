@@ -45,7 +45,7 @@ _CHOSEN_BY = {"env": "id", "policy": "family", "launcher": "name"}  # the settin
 
 
 def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
-    """The settings of a recipe, every one of which somebody reads.
+    """Read the settings of a recipe, every one of which somebody uses.
 
     Args:
         config: the composed configuration.
@@ -58,8 +58,7 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
         ValueError: a setting that nobody reads, that is missing, of a wrong type or out of range; the message names it
             as it is typed, and the nearest name.
     """
-    settings = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(settings, dict)
+    settings: Any = OmegaConf.to_container(config, resolve=True)  # a dictionary
     for name in settings:
         if name not in types:
             raise unknown_name("setting", str(name), types)

@@ -34,7 +34,7 @@ class Evaluator:
     sampled: bool = False
 
     def episodes(self, spec: SimulatorSpec) -> list[Episode]:
-        """The episodes of all processes.
+        """List the episodes of all processes.
 
         Raises:
             ValueError: the benchmark has fewer initial states.
@@ -77,13 +77,13 @@ class Evaluator:
 
 
 def gather(share: EvaluationResult) -> EvaluationResult:
-    """The result of an evaluation of which each process has run its share."""
+    """Join the result of an evaluation of which each process has run its share."""
     return EvaluationResult.interleaved(parallel.all_gather_object(share))
 
 
 def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> list[Path]:
     """Write the recorded episodes of an evaluation as mp4, named after task, trial and outcome."""
-    paths = []
+    paths: list[Path] = []
     if not parallel.is_main():
         return paths
     for index, frames in result.videos.items():

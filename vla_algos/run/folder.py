@@ -67,7 +67,7 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:
-    """Settings by dotted name."""
+    """List settings by dotted name."""
     if not isinstance(node, dict):
         return {path: node}
     return {

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import submitit
 from hydra.core.hydra_config import HydraConfig
@@ -35,7 +36,8 @@ def run_recipe(train: Callable[[SimpleNamespace, Run], None], types: Types, conf
     """Run a recipe in this process.
 
     Args:
-        train, types: see :func:`launch`.
+        train: see :func:`launch`.
+        types: see :func:`launch`.
         config: the composed configuration.
         folder: where everything goes.
     """
@@ -50,6 +52,7 @@ class SlurmRun(submitit.helpers.Checkpointable):
         self.recipe, self.config, self.folder = recipe, config, folder
 
     def __call__(self) -> None:
+        """Run the recipe in the processes of the job."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
         with process_group():
             self.recipe(self.config, self.folder)
@@ -76,7 +79,7 @@ def launch(
     read_config(config, types)  # a job that waits in a queue is checked before it does
     recipe = functools.partial(run_recipe, train, types)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
-    settings = OmegaConf.to_container(config.launcher, resolve=True)
+    settings: Any = OmegaConf.to_container(config.launcher, resolve=True)
     launcher = settings["name"]
     processes = parallel.processes_started() * settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
     if processes > 1 and alone:
@@ -99,7 +102,10 @@ def launch(
         )
     runs = [SlurmRun(recipe, config, folder)]
     if seeds is not None:
-        runs = [SlurmRun(recipe, OmegaConf.merge(config, {"seed": seed}), folder / f"seed{seed}") for seed in seeds]
+        runs = [
+            SlurmRun(recipe, cast(DictConfig, OmegaConf.merge(config, {"seed": seed})), folder / f"seed{seed}")
+            for seed in seeds
+        ]
     for run in runs:
         run.folder.mkdir(parents=True, exist_ok=True)
         record_submission(run.folder)
@@ -107,7 +113,7 @@ def launch(
 
 
 def _common_folder(folder: Path) -> Path:
-    """The folder of the first process: its name has the time in it, and others may have come a second later."""
+    """Take the folder of the first process: its name has the time in it, and others may have come a second later."""
     common = parallel.broadcast_object(folder)
     if folder != common:
         with contextlib.suppress(FileNotFoundError):  # several may have the same one
@@ -129,8 +135,7 @@ def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list
         if len(runs) == 1:
             return [executor.submit(runs[0])]
         with executor.batch():  # one array
-            jobs = [executor.submit(run) for run in runs]
-        return jobs
+            return [executor.submit(run) for run in runs]
     except (FailedJobError, subprocess.CalledProcessError) as error:
         said = str(getattr(error, "stderr", "") or error).strip().splitlines()
         listing = ["sinfo", "-h", "-o", "%R (%c CPUs, %m MB and %G per node)"]
@@ -143,7 +148,7 @@ def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list
 
 
 def _python() -> str:
-    """The interpreter of a job, in which SLURM's warning waits until somebody can understand it.
+    """Return the interpreter of a job, in which SLURM's warning waits until somebody can understand it.
 
     Importing takes seconds; in them the signal would end the process, and the job would have failed.
     """
@@ -158,10 +163,10 @@ def _report(jobs: list[submitit.Job], runs: list[SlurmRun], wait: bool) -> None:
         print(f"  errors  {job.paths.stderr}\n  cancel  scancel {job.job_id}")
     if wait:
         for job in jobs:
-            _follow(job)
+            _print_log(job)
 
 
-def _follow(job: submitit.Job) -> None:
+def _print_log(job: submitit.Job) -> None:
     """Print the log of a job while it grows, until the job is gone from the queue."""
     seen = 0
     while True:

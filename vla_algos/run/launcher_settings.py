@@ -37,7 +37,7 @@ _LAUNCHERS: dict[str, dict[str, Any]] = {
 
 
 def launcher_types(name: str) -> dict[str, Any]:
-    """Annotations of the settings of a launcher, ``"local"`` or ``"slurm"``.
+    """Annotate the settings of a launcher, ``"local"`` or ``"slurm"``.
 
     Raises:
         ValueError: there is no launcher of that name.

@@ -19,7 +19,7 @@ from vla_algos import parallel
 
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
-    """A progress bar, shown by the first process."""
+    """Make a progress bar, shown by the first process."""
     return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not parallel.is_main())
 
 
@@ -79,7 +79,7 @@ def _forget(path: Path, after: int) -> None:
         with contextlib.suppress(json.JSONDecodeError):  # of a process that died while writing
             entry = json.loads(line)
             tested = any(name.startswith("eval") for name in entry)
-            if entry["step"] < after or entry["step"] == after and not tested:
+            if entry["step"] < after or (entry["step"] == after and not tested):
                 kept.append(f"{line}\n")
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text("".join(kept))

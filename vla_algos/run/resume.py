@@ -1,4 +1,4 @@
-"""A run that goes on where it stopped: checkpoints between iterations, and signals that ask it to stop."""
+"""A run that resumes where it stopped: checkpoints between iterations, and signals that ask it to stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from tqdm import tqdm
@@ -37,17 +37,19 @@ class Interrupted(BaseException):
 class Stateful(Protocol):
     """What a part of a run offers."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
 
 
 class ResumableRun:
-    """Saves the state of a run after iterations, and goes on from the last one that was saved.
+    """Saves the state of a run after iterations, and resumes from the last one that was saved.
 
-    The state is that between two iterations: trained weights, all parts, random states and :attr:`run_state`. A run that was
-    interrupted at any time and resumed computes bit for bit what it would have computed otherwise: an iteration that
-    was not finished is run again.
+    The state is that between two iterations: trained weights, all parts, random states and :attr:`run_state`. A run
+    that was interrupted at any time and resumed computes bit for bit what it would have computed otherwise: an
+    iteration that was not finished is run again.
 
     Used as a context manager it handles SIGTERM and SIGUSR2. Inside of :meth:`interruptible` they stop the run at once,
     at :meth:`stop_if_asked` if nothing is lost by it, elsewhere after the iteration; the state is saved, and after
@@ -99,7 +101,7 @@ class ResumableRun:
         processes = state["processes"]
         if len(processes) != parallel.world_size():
             raise CheckpointError(
-                f"{checkpoint} is of {len(processes)} processes, this run has {parallel.world_size()}: go on with "
+                f"{checkpoint} is of {len(processes)} processes, this run has {parallel.world_size()}: resume with "
                 f"as many, or start in a new folder from one of the policies {self.checkpoints}/*/policy"
             )
         own = processes[parallel.rank()]
@@ -151,10 +153,10 @@ class ResumableRun:
         finally:
             self._may_stop = False
         self._stop(parallel.all_reduce_max(self._signal or 0))
-        return result
+        return cast(T, result)  # whoever has none does not get here
 
     def stop_if_asked(self) -> None:
-        """A place within an update where the run may stop: only if the state before the update is on disk already.
+        """Stop within an update if a signal came and the state before the update is on disk already.
 
         Raises:
             Interrupted: a signal came, here or to another process.
@@ -170,22 +172,23 @@ class ResumableRun:
         if kind is Interrupted:
             for number in self._handlers:
                 signal.signal(number, signal.SIG_IGN)  # a second one must not break off the save
-            self._leave()
+            assert self._signal is not None  # only a signal interrupts
+            self._leave(self._signal)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if kind is Interrupted:
-            raise SystemExit(128 + self._signal)
+            raise SystemExit(128 + (self._signal or 0))
 
-    def _leave(self) -> None:
+    def _leave(self, number: int) -> None:
         if self._between is not None and self._saved != self._iteration:
             self._save()
         if parallel.is_main():
             done = f"after {self._iteration} iterations" if self._between is not None else "before its first iteration"
             print(
-                f"\nstopped by {signal.Signals(self._signal).name} {done}; the same command with "
-                f"hydra.run.dir={self.folder} goes on"
+                f"\nstopped by {signal.Signals(number).name} {done}; the same command with "
+                f"hydra.run.dir={self.folder} resumes it"
             )
-            if self._signal == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
+            if number == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
                 requeue()
         parallel.barrier()  # whoever ends first may have the others killed
 
@@ -216,7 +219,7 @@ class ResumableRun:
         if parallel.broadcast_object(parallel.is_main() and self._write(processes, publish)):
             self._saved = self._iteration
 
-    def _write(self, processes: list[dict[str, Any]], publish: bool) -> bool:
+    def _write(self, processes: list[dict[str, Any] | None], publish: bool) -> bool:
         state = {
             "iteration": self._iteration,
             "notes": self.run_state,
@@ -233,7 +236,7 @@ class ResumableRun:
             if self._failures == _FAILURES:
                 raise OSError(
                     f"{_FAILURES} checkpoints in a row could not be saved in {self.checkpoints} ({error}); make room, "
-                    f"then type the same command with hydra.run.dir={self.folder}: it goes on from the last one"
+                    f"then type the same command with hydra.run.dir={self.folder}: it resumes from the last one"
                 ) from error
             return False
         self._failures = 0
@@ -241,7 +244,7 @@ class ResumableRun:
 
 
 def trained(policy: VLAPolicy) -> dict[str, torch.Tensor]:
-    """What training changes: parameters that have a gradient, and all saved buffers."""
+    """Return what training changes: parameters that have a gradient, and all saved buffers."""
     parameters = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     fixed = {name for name, _ in policy.named_parameters()} - parameters
     return {name: tensor.detach().cpu() for name, tensor in policy.state_dict().items() if name not in fixed}
@@ -268,7 +271,7 @@ def _shape(weights: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
 
 
 def requeue() -> None:
-    """Put a SLURM job that is stopping back into the queue; it goes on by itself when it runs again."""
+    """Put a SLURM job that is stopping back into the queue; it resumes by itself when it runs again."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
@@ -277,4 +280,4 @@ def requeue() -> None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
     if done.returncode:
-        print(f"the job could not be requeued ({done.stderr.strip()}); submit it again, it goes on where it stopped")
+        print(f"the job could not be requeued ({done.stderr.strip()}); submit it again, it resumes where it stopped")

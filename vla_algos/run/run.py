@@ -42,9 +42,9 @@ class Run:
                 ...  # collect, estimate, learn
                 run.log(batch, metrics)
 
-    :meth:`resumable` goes on from the last checkpoint or gives a new policy its warm start; :meth:`iterations` evaluates
-    before the first, at every ``evaluate_every``-th and after the last iteration, and saves after each; afterwards the
-    policy is saved and the summary printed.
+    :meth:`resumable` resumes from the last checkpoint or gives a new policy its warm start; :meth:`iterations`
+    evaluates before the first, at every ``evaluate_every``-th and after the last iteration, and saves after each;
+    afterwards the policy is saved and the summary printed.
 
     Args:
         config: the settings, see :func:`vla_algos.run.config.read_config`.
@@ -62,7 +62,6 @@ class Run:
     def __init__(self, config: SimpleNamespace, folder: Path):
         self.name, self.config, self.folder = config.recipe, config, folder
         self._started = time.perf_counter()
-        begin_folder(config, folder)
         self.spec: SimulatorSpec = make_env_spec(config.env)
         self.evaluator = Evaluator(**config.eval)
         self.evaluator.episodes(self.spec)  # there are so many
@@ -70,13 +69,14 @@ class Run:
         if hasattr(config, "demonstrations"):
             self.demonstration_seed = demonstration_seed(config.seed, config.eval["seed"])
             self._check_warm_start()
+        begin_folder(config, folder)
         self.state: dict = {}
         self._seconds: dict[str, float] = {}
 
     # ---- the parts
 
     def make_policy(self) -> VLAPolicy:
-        """The policy of ``config.policy``, complete and known to fit the environment, which has not been started."""
+        """Make the policy of ``config.policy``, complete and known to fit the environment, which is not started."""
         self.policy = make_policy(self.spec, **self.config.policy)
         return self.policy
 
@@ -91,7 +91,7 @@ class Run:
         return self.env
 
     def training_episodes(self, group_size: int) -> EpisodeSampler:
-        """This process's share of the training episodes of ``config.seed``, each ``group_size`` times in a row."""
+        """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times."""
         return EpisodeSampler(
             self.spec,
             self.config.seed,
@@ -112,11 +112,12 @@ class Run:
         """
         self._parts = parts
         with ResumableRun(self.folder, self.policy, parts, self.config.checkpoint_every) as self._checkpoints:
-            self._first = self._checkpoints.resume()
-            self._logger = RunLogger(self.folder, after=-1 if self._first is None else self._first)
+            resumed = self._checkpoints.resume()
+            self._first = resumed or 0
+            self._logger = RunLogger(self.folder, after=-1 if resumed is None else resumed)
             self._started -= self._checkpoints.seconds
             self.state = self._checkpoints.run_state
-            if self._first is None:
+            if resumed is None:
                 self._begin()
             yield
         if parallel.is_main():
@@ -124,11 +125,12 @@ class Run:
         self._finish()
 
     def iterations(self, total: int | None = None, unit: str = "iteration", title: str | None = None) -> Iterator[int]:
-        """Number the iterations that are left, from 1; between them, evaluate and save.
+        """Yield the numbers of the iterations that are left, from 1; between them, evaluate and save.
 
         Args:
             total: the last one; ``config.iterations`` if ``None``.
-            unit, title: of the progress bar.
+            unit: of the progress bar.
+            title: of the progress bar; the name of the recipe if ``None``.
         """
         total = self.config.iterations if total is None else total
         self._last = self.state.get("last_iteration", total)
@@ -208,7 +210,6 @@ class Run:
         parallel.sync_initial_weights(self.policy)
         seed_rank(self.config.seed)
         self.state |= {"evaluations": [], "speeds": []}
-        self._first = 0
         self._checkpoints.finish(0)
 
     def _warm_start(self) -> None:
@@ -273,7 +274,7 @@ class Run:
 
 
 def make_env_spec(settings: Mapping) -> SimulatorSpec:
-    """What the section ``env`` describes; nothing is started.
+    """Make the specification of what the section ``env`` describes; nothing is started.
 
     Raises:
         ValueError: an unknown name or option.
@@ -283,7 +284,7 @@ def make_env_spec(settings: Mapping) -> SimulatorSpec:
 
 
 def collector_stats(collector: BaseCollector) -> dict[str, float]:
-    """The counters of a collector over all processes: frames and restarts add up, of the rest the largest counts."""
+    """Join a collector's counters of all processes: frames and restarts add up, of the rest the largest counts."""
     everybodys = parallel.all_gather_object(collector.stats())
     return {
         name: sum(stats[name] for stats in everybodys)

@@ -20,6 +20,6 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_rank(seed: int) -> None:
-    """Give each process random numbers of its own from here on; the first goes on with those that it has."""
+    """Give each process random numbers of its own from here on; the first keeps those that it has."""
     if not parallel.is_main():
         seed_everything(seed + _PROCESSES * parallel.rank())

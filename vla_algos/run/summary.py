@@ -13,12 +13,12 @@ from vla_policies import VLAPolicy
 
 
 def describe_spec(spec: SimulatorSpec) -> str:
-    """Name of a suite and what differs from the benchmark's own protocol, for printing beside a result."""
+    """Name a suite and what differs from the benchmark's own protocol, for printing beside a result."""
     return "\n".join([spec.id, *(f"  not the benchmark's: {deviation}" for deviation in spec.protocol_deviations)])
 
 
 def describe_policy(policy: VLAPolicy) -> str:
-    """How large a policy is and how much of it learns, for printing."""
+    """Say how large a policy is and how much of it learns, for printing."""
     total = sum(parameter.numel() for parameter in policy.parameters())
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     return f"policy of {total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")

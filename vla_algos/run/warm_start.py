@@ -17,7 +17,7 @@ _FAMILY = 1_000_000  # added to a run's seed for the initial states of demonstra
 
 
 def demonstration_seed(seed: int, evaluation_seed: int) -> int:
-    """Seed of the demonstrations' initial states: neither the training episodes' (``seed``) nor the evaluation's.
+    """Choose the seed of the demonstrations' initial states: neither the training episodes' nor the evaluation's.
 
     Raises:
         ValueError: the evaluation would repeat episodes that were trained on.
@@ -49,7 +49,10 @@ def record(
         policy: whose instructions and chunks they are for.
         seed: family of the demonstrations' initial states.
         episodes: how many.
-        stride, noise, noise_correlation, max_steps: see :func:`~vla_algos.imitation.record_demonstrations`.
+        stride: record every so many primitive actions.
+        noise: standard deviation of the disturbance, as a fraction of half the action's range.
+        noise_correlation: of the disturbance between successive actions, 0 to below 1.
+        max_steps: give up after that many actions.
 
     Returns:
         What that returns.
@@ -75,8 +78,9 @@ def warm_start(
     """Record demonstrations and clone them into ``policy``: ``recipes/sft.py`` within another recipe.
 
     Args:
-        env, seed: see :func:`record`.
+        env: see :func:`record`.
         policy: trained in place.
+        seed: see :func:`record`.
         demonstrations: settings of :func:`record`.
         cloning: settings of :class:`~vla_algos.imitation.BehaviourCloning`.
     """

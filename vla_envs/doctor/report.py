@@ -75,7 +75,7 @@ def _check(benchmark: Benchmark) -> Sequence[Finding]:
 
 
 def _environments(names: Sequence[str], all_names: bool) -> list[str]:
-    """The names that ``make_env`` takes of one benchmark: each, or a line for all single tasks."""
+    """List the names that ``make_env`` takes of one benchmark: each, or a line for all single tasks."""
     tasks = [] if all_names else [name for name in names if re.search(r"-v\d+$", name)]  # they end in a version
     lines = [f"  {name}" for name in names if name not in tasks]
     if tasks:
@@ -85,7 +85,7 @@ def _environments(names: Sequence[str], all_names: bool) -> list[str]:
 
 
 def _part(findings: Iterable[Finding], part: str) -> list[Finding]:
-    """The findings of a part of the report; what several benchmarks looked at comes once."""
+    """List the findings of a part of the report; what several benchmarks looked at comes once."""
     return list({(f.name, f.status, f.detail): f for f in findings if f.part == part}.values())
 
 

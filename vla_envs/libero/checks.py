@@ -10,7 +10,7 @@ _IMPORT = "from vla_envs.libero import package; package.check_versions(); packag
 
 
 def check() -> list[Finding]:
-    """What this machine has and lacks."""
+    """Find what this machine has and lacks."""
     beside = [f"hf-libero=={package.VERSIONS['hf-libero']}"]
     return [
         *check_simulator("libero", code=_IMPORT, without_dependencies=beside),

@@ -42,7 +42,7 @@ _INITIAL_STATE_CLASSES = {
 
 @cache
 def wrong_versions() -> tuple[str, ...]:
-    """What is installed in another version than :data:`VERSIONS`; what is not installed does not count."""
+    """List what is installed in another version than :data:`VERSIONS`; what is not installed does not count."""
     found = []
     for name, wanted in VERSIONS.items():
         try:
@@ -84,7 +84,7 @@ def package_folder() -> Path:
 
 
 def asset_places(assets: str | None = None) -> list[Path]:
-    """Where assets are looked for, in this order; with an explicit path only there."""
+    """List where assets are looked for, in this order; with an explicit path only there."""
     if assets is not None:
         return [Path(assets).expanduser()]
     places = []
@@ -96,7 +96,7 @@ def asset_places(assets: str | None = None) -> list[Path]:
 
 
 def find_assets(assets: str | None = None, download: bool = False) -> Path:
-    """The folder of meshes, textures and object descriptions.
+    """Find the folder of meshes, textures and object descriptions.
 
     Args:
         assets: an explicit path. Otherwise the first of these that is complete: ``$VLA_TORCHRL_ASSETS/libero/assets``,
@@ -125,13 +125,13 @@ def find_assets(assets: str | None = None, download: bool = False) -> Path:
 
 
 def missing_assets(folder: Path) -> list[str]:
-    """What a folder of assets lacks; files of a download that has not finished count too."""
+    """List what a folder of assets lacks; files of a download that has not finished count too."""
     missing = [name for name in (*_ARENAS, *_FOLDERS) if not (folder / name).exists()]
     return [*missing, *(f"all of {path.name}" for path in (folder / ".cache").rglob("*.incomplete"))]
 
 
 def describe_assets(assets: str | None = None) -> tuple[str, ...]:
-    """What departs from the benchmark in the assets that would be used: pixels of stand-ins."""
+    """Say what differs from the benchmark in the assets that would be used: pixels of stand-ins."""
     found = _first_complete(asset_places(assets))
     if found is None or not (found / _STAND_INS).is_file():
         return ()
@@ -157,13 +157,13 @@ def _download_folder() -> Path:
 
 
 def task_file(suite: str, task: str) -> Path:
-    """The description of a task in BDDL."""
+    """Find the description of a task in BDDL."""
     return package_folder() / "bddl_files" / f"libero_{suite}" / f"{task}.bddl"
 
 
 @lru_cache(maxsize=32)
 def initial_states(suite: str, task: str) -> np.ndarray:
-    """The initial states of a task, float64 ``[50, 1 + nq + nv]``: time, positions, velocities.
+    """Load the initial states of a task, float64 ``[50, 1 + nq + nv]``: time, positions, velocities.
 
     The file is a pickle that ``torch.save`` wrote. It is read without torch, and nothing but an array may be in it.
 
@@ -197,7 +197,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 @cache
 def import_libero() -> Any:
-    """``libero.libero.envs``, imported so that nothing is asked, written into the package, or left in the home folder.
+    """Import ``libero.libero.envs``; nothing is asked, written into the package, or left in the home folder.
 
     Compiled functions of robosuite are kept in ``~/.cache/vla-torchrl/numba`` (``NUMBA_CACHE_DIR`` if that is set).
     """

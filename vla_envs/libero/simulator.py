@@ -77,7 +77,7 @@ class LiberoSimulator:
 
     @contextlib.contextmanager
     def _trusted(self) -> Iterator[None]:
-        """A world that fails is in an unknown state: nobody gets it again."""
+        """Close a world that fails: it is in an unknown state, and nobody gets it again."""
         try:
             yield
         except BaseException:

@@ -55,14 +55,14 @@ PROTOCOLS = {
 
 @cache
 def suites() -> dict[str, tuple[Task, ...]]:
-    """Names of the suites and the tasks of each, in the order that fixes ``task_id``; ``130`` is all five."""
+    """List the suites and the tasks of each, in the order that fixes ``task_id``; ``130`` is all five."""
     table = json.loads(resources.files("vla_envs.libero").joinpath("tasks.json").read_text())
     found = {suite: tuple(Task(name, _instruction(name), suite) for name in names) for suite, names in table.items()}
     return {**found, "130": tuple(task for tasks in found.values() for task in tasks)}
 
 
 def _instruction(name: str) -> str:
-    """``KITCHEN_SCENE3_turn_on_the_stove`` -> ``turn on the stove``, as LIBERO itself reads its file names."""
+    """Turn ``KITCHEN_SCENE3_turn_on_the_stove`` into ``turn on the stove``, as LIBERO itself reads its file names."""
     words = name.split("_")
     scene = next((place for place, word in enumerate(words) if word.startswith("SCENE")), -1)
     return " ".join(words[scene + 1 :])
@@ -120,7 +120,7 @@ def make_spec(
     others = wrong_versions()
     deviations = [
         text
-        for departs, text in [
+        for deviates, text in [
             (
                 len(set(horizons.values())) > 1,
                 f"one horizon for all suites; {protocol} has "
@@ -133,7 +133,7 @@ def make_spec(
             (image_size != IMAGE_SIZE, f"{image_size} x {image_size} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
             (allow_other_versions and bool(others), "other versions: " + "; ".join(others)),
         ]
-        if departs
+        if deviates
     ]
     return SimulatorSpec(
         id=f"libero/{name}",

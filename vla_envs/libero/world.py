@@ -129,7 +129,7 @@ class World:
             self._model.site_rgba[:] = sites
 
     def states(self) -> np.ndarray:
-        """Of the remembered moment, float32 ``[8]``: hand position (m), axis-angle (rad), both fingers (m)."""
+        """Return, of the remembered moment, float32 ``[8]``: hand position (m), axis-angle (rad), both fingers (m)."""
         return self._states.copy()
 
     def close(self) -> None:
@@ -150,14 +150,14 @@ class World:
 class WorldCache:
     """Worlds of this process that no simulator is using, oldest first."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._idle: OrderedDict[int, World] = OrderedDict()  # by id()
 
     def __len__(self) -> int:
         return len(self._idle)
 
     def take(self, task: Task, spec: SimulatorSpec, assets: Path) -> World:
-        """An idle world of a task, or a new one."""
+        """Take an idle world of a task, or make a new one."""
         key = _key(task, spec, assets)
         for place, world in self._idle.items():
             if world.key == key:
@@ -185,7 +185,7 @@ def _release_unused_memory() -> None:
 
 
 def _axis_angle(x: float, y: float, z: float, w: float) -> np.ndarray:
-    """Axis times angle (rad) of a unit quaternion; the angle is that of ``w`` as it stands, 0 to 2 pi.
+    """Return axis times angle (rad) of a unit quaternion; the angle is that of ``w`` as it stands, 0 to 2 pi.
 
     robosuite's ``quat2axisangle`` multiplies in another order, which changes the last digit of most results and clips
     its argument in place: ours stays, because seeded episodes stay what they are bit by bit.

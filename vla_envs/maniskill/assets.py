@@ -29,7 +29,7 @@ DOWNLOAD = (
 
 
 def asset_places(assets: str | None = None) -> list[Path]:
-    """Folders that may hold ``robots``, ``tasks`` and ``carrot``, in the order of looking; an explicit one alone."""
+    """List folders that may hold ``robots``, ``tasks`` and ``carrot``, in order of looking; an explicit one alone."""
     if assets is not None:
         return [Path(assets).expanduser()]
     places = []
@@ -39,12 +39,12 @@ def asset_places(assets: str | None = None) -> list[Path]:
 
 
 def own_folder() -> Path:
-    """ManiSkill's own folder: ``$MS_ASSET_DIR/data``, or ``~/.maniskill/data``."""
+    """Return ManiSkill's own folder: ``$MS_ASSET_DIR/data``, or ``~/.maniskill/data``."""
     return Path(os.environ.get("MS_ASSET_DIR", Path.home() / ".maniskill")).expanduser() / "data"
 
 
 def find_assets(assets: str | None = None) -> Path:
-    """The folder of robot, scene, objects, plates and tables.
+    """Find the folder of robot, scene, objects, plates and tables.
 
     Args:
         assets: an explicit path. Otherwise ``$VLA_TORCHRL_ASSETS/maniskill``, then ManiSkill's own folder.
@@ -63,7 +63,7 @@ def find_assets(assets: str | None = None) -> Path:
 
 
 def missing_assets(folder: Path) -> list[str]:
-    """What a folder lacks: the names of files, of which an interrupted download has only some."""
+    """List what a folder lacks: the names of files, of which an interrupted download has only some."""
     wanted = [f"{ROBOT}/{name}" for name in _robot_files(folder)] + [f"{SCENE}/{name}" for name in _SCENE_FILES]
     missing = [name for name in wanted if not _is_file(folder / name)]
     for kind, name in _MODELS.items():
@@ -86,19 +86,19 @@ def missing_assets(folder: Path) -> list[str]:
 
 
 def _robot_files(folder: Path) -> list[str]:
-    """The robot's description, and the meshes that it names."""
+    """List the robot's description, and the meshes that it names."""
     model = folder / ROBOT / _ROBOT_MODEL
     meshes = re.findall(r'filename="([^"]+\.(?:stl|STL|dae|obj))"', model.read_text()) if model.is_file() else []
     return [_ROBOT_MODEL, *dict.fromkeys(meshes)]
 
 
 def visual_file(model: Path) -> Path:
-    """The mesh of a model with its textures; the last name that may be if there is none."""
+    """Find the mesh of a model with its textures; the last name that may be if there is none."""
     return next((model / name for name in _VISUALS if (model / name).is_file()), model / _VISUALS[-1])
 
 
 def describe_assets(assets: str | None = None) -> tuple[str, ...]:
-    """What departs from the benchmark in the assets that would be used: pixels of stand-ins."""
+    """Say what differs from the benchmark in the assets that would be used: pixels of stand-ins."""
     found = next((place for place in asset_places(assets) if not missing_assets(place)), None)
     if found is None or not (found / _STAND_INS).is_file():
         return ()
@@ -107,7 +107,7 @@ def describe_assets(assets: str | None = None) -> tuple[str, ...]:
 
 @cache
 def model_table(folder: Path, kind: str) -> tuple[dict[str, Any], ...]:
-    """Entries of ``model_db.json`` in their order, each with its ``folder`` added.
+    """List the entries of ``model_db.json`` in their order, each with its ``folder`` added.
 
     Args:
         folder: of the assets.
@@ -119,7 +119,7 @@ def model_table(folder: Path, kind: str) -> tuple[dict[str, Any], ...]:
 
 
 def instruction(folder: Path, template: str, object: int, plate: int) -> str:
-    """A template filled in with the names of an object and a plate."""
+    """Fill in a template with the names of an object and a plate."""
     return template.format(
         object=model_table(folder, "object")[object]["name"], plate=model_table(folder, "plate")[plate]["name"]
     )

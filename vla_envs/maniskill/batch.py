@@ -28,7 +28,7 @@ class BatchedWorlds:
         spec: a plate-25 suite.
         num_envs: number of worlds; each has a slot, ``0 .. num_envs - 1``.
         chunk_size: primitive actions per step.
-        ignore_terminations: go on after success.
+        ignore_terminations: continue after success.
         device: ``"cuda"``; on ``"cpu"`` there can be one world only, which is for tests.
 
     Attributes:
@@ -118,6 +118,7 @@ class BatchedWorlds:
         )
 
     def close(self) -> None:
+        """Free the world."""
         self._world.close()
 
     def _observe(self) -> None:

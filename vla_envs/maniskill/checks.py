@@ -10,7 +10,7 @@ _IMPORT = "from vla_envs.rendering.vulkan import choose_driver; choose_driver();
 
 
 def check() -> list[Finding]:
-    """What this machine has and lacks."""
+    """Find what this machine has and lacks."""
     return [
         *check_simulator("maniskill", "mani_skill", _IMPORT),
         check_vulkan("maniskill"),

@@ -45,7 +45,7 @@ class Expert:
         self._axis = np.array([0.0, -1.0])  # from finger to finger
 
     def action(self) -> np.ndarray:
-        """What to do in the present state, float32 ``[7]``."""
+        """Tell what to do in the present state, float32 ``[7]``."""
         target, gripper = getattr(self, f"_{self._phase}")()
         return self._towards(target, gripper)
 
@@ -90,7 +90,7 @@ class Expert:
         return tips + step, _CLOSED
 
     def _towards(self, tips: np.ndarray, gripper: float) -> np.ndarray:
-        """The action that brings the controller's target to finger tips at a place, pointing down."""
+        """Compute the action that brings the controller's target to finger tips at a place, pointing down."""
         base = Rotation.from_quat(self._base.q, scalar_first=True)
         target = self._world.agent.controller.controllers["arm"]._target_pose
         position, rotation = target.p[0].numpy(), Rotation.from_quat(target.q[0].numpy(), scalar_first=True)
@@ -122,12 +122,12 @@ class Expert:
         return self._world.object_positions()[0].numpy()
 
     def _points(self) -> np.ndarray:
-        """The object's surface in the world, ``[n, 3]``, m."""
+        """Return the object's surface in the world, ``[n, 3]``, m."""
         matrix = self._object.pose.sp.to_transformation_matrix()
         return self._shape @ matrix[:3, :3].T + matrix[:3, 3]
 
     def _best_grasp(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where to put the finger tips, and the axis to close along: it fits, near the middle, without much turning."""
+        """Choose a place for the finger tips and an axis to close along: fitting, near the middle, little turning."""
         middle, top = points.mean(0), points[:, 2].max()
         tip = max(_TABLE + 0.004, min(middle[2] - 0.012, top - 0.015), top - _REACH)
         band = points[(points[:, 2] > tip) & (points[:, 2] < tip + 0.03)]
@@ -151,7 +151,7 @@ class Expert:
 
 
 def _surface(actor: Any) -> np.ndarray:
-    """Points on an actor's collision shapes in its own frame, ``[n, 3]``, m."""
+    """Sample points on an actor's collision shapes in its own frame, ``[n, 3]``, m."""
     from sapien.physx import PhysxRigidDynamicComponent
 
     body = actor._objs[0].find_component_by_type(PhysxRigidDynamicComponent)

@@ -37,20 +37,20 @@ class Overlay:
         self._is_foreground = torch.zeros(2**15, dtype=torch.bool, device=device)
 
     def set_foreground(self, numbers: list[int]) -> None:
-        """Numbers of the segmentation that are left as they were drawn: robot and objects."""
+        """Set the numbers of the segmentation that are left as they were drawn: robot and objects."""
         self._is_foreground.zero_()
         self._is_foreground[numbers] = True
 
     def photograph(self, table: int) -> Tensor:
-        """The photograph of a table, uint8 ``[480, 640, 3]``."""
+        """Return the photograph of a table, uint8 ``[480, 640, 3]``."""
         return self._tables[table]
 
     def foreground(self, segmentation: Tensor) -> Tensor:
-        """Where robot and objects are, bool ``[N, 480, 640]``, from int16 ``[N, 480, 640, 1]``."""
+        """Find where robot and objects are, bool ``[N, 480, 640]``, from int16 ``[N, 480, 640, 1]``."""
         return self._is_foreground[segmentation[..., 0].long()]
 
     def compose(self, frames: Tensor, segmentation: Tensor, tables: list[int]) -> Tensor:
-        """Frames with photographs behind them.
+        """Put photographs behind frames.
 
         Args:
             frames: uint8 ``[N, 480, 640, 3]``.
@@ -92,7 +92,7 @@ class Overlay:
 
 
 def resize(frames: Tensor, height: int, width: int) -> Tensor:
-    """uint8 ``[N, h, w, 3]`` to ``[N, height, width, 3]``, bilinear with antialiasing."""
+    """Resize uint8 ``[N, h, w, 3]`` to ``[N, height, width, 3]``, bilinear with antialiasing."""
     if tuple(frames.shape[1:3]) == (height, width):
         return frames
     smaller = F.interpolate(
@@ -102,7 +102,7 @@ def resize(frames: Tensor, height: int, width: int) -> Tensor:
 
 
 def _stack(paths: list[Path]) -> Tensor:
-    """Pictures of 480 x 640, without their transparency."""
+    """Load pictures of 480 x 640, without their transparency."""
     pictures = [torch.from_numpy(imageio.imread(path)[..., :3].copy()) for path in paths]
     for path, picture in zip(paths, pictures, strict=True):
         if tuple(picture.shape) != (HEIGHT, WIDTH, 3):
@@ -122,7 +122,7 @@ def _rectangle(mask: Tensor) -> tuple[int, int, int, int]:
 
 
 def _pixels(values: Tensor) -> Tensor:
-    """The whole parts as uint8; what lacks only a rounding error to the next number is that number."""
+    """Return the whole parts as uint8; what lacks only a rounding error to the next number is that number."""
     return (values + _ROUNDING).clamp(0, 255).to(torch.uint8)
 
 

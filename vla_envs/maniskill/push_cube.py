@@ -14,7 +14,7 @@ _CLOSED = -1.0
 
 
 def push_cube_action(world: Any) -> np.ndarray:
-    """What to do in the present state of PushCube-v1, float32 ``[7]``.
+    """Tell what to do in the present state of PushCube-v1, float32 ``[7]``.
 
     It remembers nothing, so it comes back from disturbed actions, and it changes smoothly with the state, which is
     what can be cloned from few demonstrations.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import sapien
@@ -64,8 +64,8 @@ class PutOnPlate(BaseEnv):
         ValueError: an unknown variant or object set, an episode id out of range, or several worlds without CUDA.
     """
 
-    SUPPORTED_OBS_MODES = ["rgb+segmentation"]
-    SUPPORTED_REWARD_MODES = ["dense", "sparse", "none"]
+    SUPPORTED_OBS_MODES: ClassVar[list[str]] = ["rgb+segmentation"]
+    SUPPORTED_REWARD_MODES: ClassVar[list[str]] = ["dense", "sparse", "none"]
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class PutOnPlate(BaseEnv):
         self._was_held_long = torch.zeros(n, dtype=torch.bool, device=device)
 
     def _model_sizes(self, kind: str) -> Tensor:
-        """Edges of each model's box, ``[n, 3]``, m."""
+        """Return the edges of each model's box, ``[n, 3]``, m."""
         entries = model_table(self._folder, kind)
         boxes = [np.subtract(entry["bbox"]["max"], entry["bbox"]["min"]) * entry["scales"][0] for entry in entries]
         return torch.tensor(np.stack(boxes), dtype=torch.float32, device=self.device)
@@ -196,7 +196,7 @@ class PutOnPlate(BaseEnv):
         if "env_idx" not in options:
             return super().reset(seed=seed, options=options)
         # ManiSkill works off the worlds in ascending order, and sets the arms' targets of all worlds, also of those
-        # that go on, to where the arms are. (Written from ManiSkill's source; never run, for want of a GPU.)
+        # that continue, to where the arms are. (Written from ManiSkill's source; never run, for want of a GPU.)
         order = np.argsort(_numpy(options["env_idx"]))
         for name in ("env_idx", "split", "episode_id"):
             if name in options and np.ndim(_numpy(options[name])):
@@ -247,7 +247,7 @@ class PutOnPlate(BaseEnv):
             self.episode_ids[row] = episode_id
 
     def _poses(self, kind: str, number: int, chosen: list[Configuration]) -> Pose:
-        """Where a model is at the start of each of some episodes: at its place, or parked."""
+        """Place a model at the start of each of some episodes: at its place, or parked."""
         rows = []
         for configuration in chosen:
             places = configuration.places
@@ -268,7 +268,7 @@ class PutOnPlate(BaseEnv):
     # ---- what has been achieved
 
     def evaluate(self) -> dict[str, Tensor]:
-        """Success, and what the staged reward is made of, bool ``[N]`` each.
+        """Return success, and what the staged reward is made of, bool ``[N]`` each.
 
         It may be called any number of times: what accumulates over an episode does so once per step.
         """
@@ -286,7 +286,7 @@ class PutOnPlate(BaseEnv):
         }
 
     def compute_dense_reward(self, obs: Any, action: Tensor, info: dict[str, Tensor]) -> Tensor:
-        """The staged reward of a state, float32 ``[N]``; RLinf trains on its changes (``relative_reward``)."""
+        """Compute the staged reward of a state, float32 ``[N]``; RLinf trains on its changes (``relative_reward``)."""
         held, held_long = info["is_src_obj_grasped"], info["consecutive_grasp"]
         return 0.1 * held + 0.1 * held_long + 1.0 * (info["success"] & held)
 
@@ -332,11 +332,11 @@ class PutOnPlate(BaseEnv):
         return force
 
     def object_positions(self) -> Tensor:
-        """Of each world's object, ``[N, 3]``, m."""
+        """Return the position of each world's object, ``[N, 3]``, m."""
         return self._positions(self._objects, self._object_number)
 
     def plate_positions(self) -> Tensor:
-        """Of each world's plate, ``[N, 3]``, m."""
+        """Return the position of each world's plate, ``[N, 3]``, m."""
         return self._positions(self._plates, self._plate_number)
 
     def _positions(self, actors: dict[int, Actor], numbers: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ class PutOnPlate(BaseEnv):
     # ---- what is seen
 
     def get_language_instruction(self) -> list[str]:
-        """The instruction of each world."""
+        """Return the instruction of each world."""
         return [
             instruction(self._folder, TEMPLATES[now.template], now.object, now.plate) for now in self.configurations
         ]
@@ -372,7 +372,7 @@ class PutOnPlate(BaseEnv):
 
 
 def _robot(folder: Path) -> type[WidowX250SBridgeDatasetFlatTable]:
-    """ManiSkill's arm for Bridge scenes, from the folder of our assets."""
+    """Return ManiSkill's arm for Bridge scenes, from the folder of our assets."""
 
     class WidowX(WidowX250SBridgeDatasetFlatTable):
         urdf_path = str(folder / ROBOT / "wx250s.urdf")
@@ -392,7 +392,7 @@ def _parking(kind: str, number: int) -> tuple[float, float, float]:
 
 
 def _places_of(kind: str, configuration: Configuration) -> tuple[int, int | None]:
-    """Numbers of the models of a kind that lie on the table: the one that matters, and a second one."""
+    """Return numbers of the models of a kind that lie on the table: the one that matters, and a second one."""
     if kind == "object":
         return configuration.object, configuration.other_object
     return configuration.plate, configuration.other_plate
@@ -406,7 +406,7 @@ def _rotation(kind: str, configuration: Configuration) -> tuple[float, float, fl
 
 
 def _box_around(sizes: Tensor, rotations: Tensor) -> Tensor:
-    """Edges ``[N, 3]`` of the upright box around a turned one: ``|R| s``, with the signs of its corners taken out."""
+    """Return edges ``[N, 3]`` of the upright box around a turned one: ``|R| s``, with its corners' signs taken out."""
     return (quaternion_to_matrix(rotations.float()).abs() @ sizes[..., None])[..., 0]
 
 

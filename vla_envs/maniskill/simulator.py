@@ -85,7 +85,7 @@ class PlateSimulator(ManiSkillSimulator):
         self._expert = None
 
     def episode_id(self, episode: Episode, split: VariantSplit | None = None) -> int:
-        """The benchmark's number of an episode."""
+        """Return the benchmark's number of an episode."""
         split = split or make_split(*self.spec.options["splits"][episode.task_id])
         return episode_id_of(split, episode.trial_id, episode.seed, self.spec.options["only"])
 
@@ -101,7 +101,7 @@ class PlateSimulator(ManiSkillSimulator):
         )
 
     def expert_action(self) -> np.ndarray:
-        """Action of the scripted expert for the running episode, float32 ``[7]`` within the bounds.
+        """Ask the scripted expert for an action in the running episode, float32 ``[7]`` within the bounds.
 
         It reads the poses of object and plate, which no policy is given.
         """
@@ -172,7 +172,7 @@ class PushCubeSimulator(BuiltInSimulator):
     """PushCube-v1, for which there is a scripted expert here."""
 
     def expert_action(self) -> np.ndarray:
-        """Action of the scripted expert for the running episode, float32 ``[A]`` within the bounds.
+        """Ask the scripted expert for an action in the running episode, float32 ``[A]`` within the bounds.
 
         It reads the poses of cube and goal, which no policy is given.
         """
@@ -181,7 +181,7 @@ class PushCubeSimulator(BuiltInSimulator):
 
 
 def episode_id_of(split: VariantSplit, trial_id: int, seed: int, only: Mapping[str, Sequence[int]]) -> int:
-    """The benchmark's number of a trial.
+    """Return the benchmark's number of a trial.
 
     The trials of a family, ``seed``, walk through all configurations in an order that looks random: each comes once,
     then the walk starts again. So a group of runs of one trial shares its initial state, and the first trials are a
@@ -203,7 +203,7 @@ def episode_id_of(split: VariantSplit, trial_id: int, seed: int, only: Mapping[s
 
 
 def shuffled(place: int, size: int, seed: int) -> int:
-    """The number at a place of a random order of ``0 .. size - 1``, without writing the order down.
+    """Return the number at a place of a random order of ``0 .. size - 1``, without writing the order down.
 
     A Feistel network permutes the numbers of some bits; what falls outside is sent through it again.
     """
@@ -226,7 +226,7 @@ def _check_installed() -> None:
 
 
 def _render_backend() -> str:
-    """Workers take turns on the GPUs that CUDA shows to them."""
+    """Choose the GPU of a worker: they take turns on those that CUDA shows to them."""
     if not has_gpu():
         return "cpu"
     import torch

@@ -75,7 +75,7 @@ BUILT_IN = {
 
 @cache
 def suites() -> tuple[str, ...]:
-    """Names of the suites: the variants of plate-25, all of them as one evaluation, and ManiSkill's own tasks."""
+    """List the suites: the variants of plate-25, all of them as one evaluation, and ManiSkill's own tasks."""
     return (*VARIANTS, OOD_SUITE, *BUILT_IN)
 
 

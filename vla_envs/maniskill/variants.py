@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,9 @@ class Variant:
     moves: bool = False
 
 
-def _variant(id: str, group: str, values: Mapping[str, Mapping[str, range]] | None = None, **differences) -> Variant:
+def _variant(
+    id: str, group: str, values: Mapping[str, Mapping[str, range]] | None = None, **differences: Any
+) -> Variant:
     usual = {"object": _SEEN, "plate": _ONE, "extra": _ONE, "table": _SEEN, "position": _same(range(784)), "yaw": _YAWS}
     return Variant(f"PutOnPlateInScene25{id}", group, {**usual, **(values or {})}, **differences)
 
@@ -195,10 +198,11 @@ class VariantSplit:
 
     @cached_property
     def values(self) -> dict[str, range]:
+        """Numbers that each factor takes."""
         return {factor: self.variant.values[factor][self.object_set] for factor in FACTORS}
 
     def __len__(self) -> int:
-        """Number of episode ids."""
+        """Count the episode ids."""
         return math.prod(map(len, self.values.values()))
 
     @property
@@ -213,7 +217,7 @@ class VariantSplit:
         return _PLATES["all"] if unseen_beside_seen else self.values["plate"]
 
     def factor_indices(self, episode_id: int) -> dict[str, int]:
-        """The number of each factor's value, from 0.
+        """Return the number of each factor's value, from 0.
 
         Raises:
             ValueError: there is no such episode.
@@ -229,14 +233,14 @@ class VariantSplit:
         return indices
 
     def episode_id(self, indices: Mapping[str, int]) -> int:
-        """The inverse of :meth:`factor_indices`."""
+        """Invert :meth:`factor_indices`."""
         number = 0
         for factor in FACTORS:
             number = number * len(self.values[factor]) + indices[factor]
         return number
 
     def decode(self, episode_id: int) -> Configuration:
-        """The initial state of an episode.
+        """Decode the initial state of an episode.
 
         Raises:
             ValueError: there is no such episode.
@@ -260,7 +264,7 @@ class VariantSplit:
 
 
 def make_split(variant: str, object_set: str) -> VariantSplit:
-    """A variant by its id, with an object set.
+    """Make a variant by its id, with an object set.
 
     Raises:
         ValueError: an unknown name of either.
@@ -274,7 +278,7 @@ def make_split(variant: str, object_set: str) -> VariantSplit:
 
 @cache
 def places(layout: str) -> np.ndarray:
-    """All allowed choices of places, ``[n, 3, 2]``: object, plate and third thing, m in the plane of the table.
+    """List all allowed choices of places, ``[n, 3, 2]``: object, plate and third thing, m in the plane of the table.
 
     ``"pair"`` has object and plate on a 6 x 6 grid, at least 7 cm apart. ``"pair and outer pair"`` adds pairs on the
     ring around it. ``"far object"`` and ``"far plate"`` have a third place 15 cm from the object's, or from the
@@ -320,7 +324,7 @@ def _grid(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
 
 
 def _points(cells: list[tuple[int, int]]) -> np.ndarray:
-    """Corners of a grid of 5 x 5 cells over the square, and beyond."""
+    """Return the corners of a grid of 5 x 5 cells over the square, and beyond."""
     return (np.array(cells) * 0.2 * 2 - 1) * _HALF_EDGE + _CENTRE
 
 
@@ -333,12 +337,12 @@ def _with_heights(xy: np.ndarray, heights: tuple[float, float, float]) -> np.nda
 
 
 def _yaw(number: int) -> float:
-    """0, 45, 90 and 135 degrees; then the unseen -22.5, -67.5, -112.5 and -157.5."""
+    """Return 0, 45, 90 and 135 degrees; then the unseen -22.5, -67.5, -112.5 and -157.5."""
     return 2 * _TURN * number if number < 4 else -_TURN * (2 * (number - 4) + 1)
 
 
 def _another(numbers: range, taken: int, offset: int) -> int:
-    """The ``offset``-th number after ``taken``, around the circle; never ``taken`` itself.
+    """Return the ``offset``-th number after ``taken``, around the circle; never ``taken`` itself.
 
     (The benchmark's code forgets to subtract ``numbers.start`` first, so that one test object in eight of MultiCarrot
     is its own distractor.)

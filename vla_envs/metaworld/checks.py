@@ -7,5 +7,5 @@ from vla_envs.probe import Finding
 
 
 def check() -> list[Finding]:
-    """What this machine has and lacks."""
+    """Find what this machine has and lacks."""
     return [*check_simulator("metaworld"), *check_renderers("metaworld")]

@@ -58,7 +58,7 @@ class MetaWorldSimulator:
         )
 
     def expert_action(self) -> np.ndarray:
-        """Action of Meta-World's scripted expert for the running task, float32 ``[4]`` within the bounds.
+        """Ask Meta-World's scripted expert for an action in the running task, float32 ``[4]`` within the bounds.
 
         It reads the object's and the goal's position, which no policy is given.
         """

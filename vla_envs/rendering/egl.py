@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
+from typing import Any
 
 WORKER = "VLA_TORCHRL_WORKER"  # number of this worker process, which the pool sets: workers take turns on the GPUs
 _PLATFORM_DEVICE, _CUDA_DEVICE = 0x313F, 0x323A  # EGL_PLATFORM_DEVICE_EXT, EGL_CUDA_DEVICE_NV
@@ -39,7 +40,7 @@ def choose_device() -> None:
 
 
 def device_of_worker(devices: dict[int, int | None], visible: str | None, worker: int) -> int | None:
-    """Number of the EGL device of a worker, ``None`` to leave it to MuJoCo.
+    """Choose the EGL device of a worker by number, ``None`` to leave it to MuJoCo.
 
     Args:
         devices: of :func:`egl_devices`.
@@ -86,6 +87,6 @@ def egl_devices() -> dict[int, int | None]:
     return devices
 
 
-def _function(egl: ctypes.CDLL, name: str, result: type, *arguments: type):
+def _function(egl: ctypes.CDLL, name: str, result: type, *arguments: type) -> Any:
     address = egl.eglGetProcAddress(name.encode())
     return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None

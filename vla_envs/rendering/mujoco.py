@@ -21,7 +21,7 @@ _gl_context: Any = None
 
 
 def shared_renderer(model_file: str, model: mujoco.MjModel, **options: Any) -> Renderer:
-    """The renderer of this process for all worlds built from ``model_file`` with the same options.
+    """Return the renderer of this process for all worlds built from ``model_file`` with the same options.
 
     Meshes and textures are uploaded once; poses come from the world's own model and data at each frame. It
     lives as long as somebody holds it; at benchmark quality it takes about 90 MB.

@@ -56,7 +56,7 @@ def choose_driver() -> None:
 
 
 def has_gpu() -> bool:
-    """Whether this machine shows an NVIDIA GPU and its graphics driver to this process, which are then taken.
+    """Tell whether this machine shows an NVIDIA GPU and its graphics driver to this process, which are then taken.
 
     A container may have the device without the driver (``NVIDIA_DRIVER_CAPABILITIES`` without ``graphics``). Whoever
     hides the GPU from CUDA, or chooses the driver in our folder, wants the CPU to draw.
@@ -68,7 +68,7 @@ def has_gpu() -> bool:
 
 
 def check_driver() -> str:
-    """The name of the device that frames would be drawn with.
+    """Return the name of the device that frames would be drawn with.
 
     Raises:
         VulkanError: there is no driver, or SAPIEN cannot use the one that there is.
@@ -94,17 +94,17 @@ def check_driver() -> str:
 
 @cache
 def try_driver() -> tuple[bool, str]:
-    """Whether a process of its own can open a device, with its name or what went wrong; a crash stays there."""
+    """Tell whether a process of its own can open a device, with its name or what went wrong; a crash stays there."""
     return run_probe(_PROBE.format(device="" if has_gpu() else "sapien.Device('cpu')"))
 
 
 def install_command() -> str:
-    """What to type to get a driver for the CPU."""
+    """Say what to type to get a driver for the CPU."""
     return f"python {next((path for path in _INSTALLERS if path.is_file()), f'scripts/{_INSTALLER}')}"
 
 
 def loads(library: str) -> bool:
-    """Whether the system has a library."""
+    """Tell whether the system has a library."""
     try:
         ctypes.CDLL(library)
     except OSError:

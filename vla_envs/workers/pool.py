@@ -37,8 +37,8 @@ class WorkerPool:
         num_envs: number of simulators; each has a slot, ``0 .. num_envs - 1``.
         num_workers: number of processes, at most ``num_envs``.
         chunk_size: primitive actions per message.
-        ignore_terminations: go on after success.
-        step_timeout: seconds that a worker may take without going on to the next of its slots.
+        ignore_terminations: continue after success.
+        step_timeout: seconds that a worker may take before it turns to the next of its slots.
         start_timeout: seconds that the first answer of a new worker may take on top.
 
     Attributes:
@@ -114,10 +114,10 @@ class WorkerPool:
         for array in outcomes:
             array[:] = 0  # a worker writes only what it executes
         gone = [slot for slot in slots if slot in self._gone]
-        lost = gone + self._exchange("step", {slot: None for slot in slots if slot not in self._gone})
+        crashed = gone + self._exchange("step", {slot: None for slot in slots if slot not in self._gone})
         for array in outcomes:
-            array[lost] = 0  # a simulator that failed in mid-chunk has written half of it
-        return lost
+            array[crashed] = 0  # a simulator that failed in mid-chunk has written half of it
+        return crashed
 
     def map(
         self,
@@ -125,7 +125,7 @@ class WorkerPool:
         items: Sequence[Any],
         *,
         timeout: float = 600.0,
-        on_result: Callable[[Any], None] | None = None,
+        on_result: Callable[[Any], object] | None = None,
         **arguments: Any,
     ) -> list[Any]:
         """Run ``function(simulator, item, **arguments)`` for each item in whichever worker is free.

@@ -29,6 +29,7 @@ class SharedArrays:
 
     @classmethod
     def layout(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> dict[str, tuple[tuple[int, ...], type]]:
+        """Tell shape and type of each array, in the order in which they lie in the file."""
         n, c = num_envs, chunk_size
         return {
             "images": ((n, *spec.image_shape, 3), np.uint8),
@@ -51,7 +52,7 @@ class SharedArrays:
 
     @classmethod
     def attach(cls, file: int, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> SharedArrays:
-        """The same arrays in another process."""
+        """Map the same arrays in another process."""
         memory = mmap.mmap(file, 0)
         arrays, offset = {}, 0
         for name, (shape, dtype) in cls.layout(spec, num_envs, chunk_size).items():

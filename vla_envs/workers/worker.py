@@ -10,6 +10,7 @@ import importlib
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,9 +34,11 @@ class Worker:
         self.elapsed: dict[int, int] = {}
 
     def reset(self, episodes: dict[int, Episode]) -> tuple[dict[int, str], dict[int, str]]:
+        """Begin an episode in each of some slots."""
         return self._for_each(episodes, self._reset_one)
 
     def step(self, slots: list[int]) -> tuple[dict[int, str], dict[int, str]]:
+        """Execute the chunks of actions that lie in the shared memory for some slots."""
         return self._for_each(dict.fromkeys(slots), self._step_one)
 
     def call(self, function: str, item: Any, arguments: dict[str, Any]) -> Any:
@@ -44,10 +47,13 @@ class Worker:
         return getattr(importlib.import_module(module), name)(self._simulator(_NO_SLOT), item, **arguments)
 
     def close(self) -> None:
+        """Free all simulators."""
         for simulator in self.simulators.values():
             simulator.close()
 
-    def _for_each(self, items: dict[int, Any], action) -> tuple[dict[int, str], dict[int, str]]:
+    def _for_each(
+        self, items: dict[int, Any], action: Callable[[int, Any], str]
+    ) -> tuple[dict[int, str], dict[int, str]]:
         texts, errors = {}, {}
         for slot, item in items.items():
             self.arrays.busy[self.index] = slot  # so that the parent knows whom to blame if this kills us
@@ -96,6 +102,7 @@ class Worker:
 
 
 def main() -> None:
+    """Answer messages until one says ``close`` or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, which then closes us
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     try:

@@ -27,9 +27,14 @@ class Adaptable(Protocol):
     model: nn.Module
     lora_targets: Any  # names
 
-    def lora_layers(self, targets: Sequence[str]) -> list[str]: ...
-    def unused(self, key: str) -> bool: ...
-    def freeze(self) -> None: ...
+    def lora_layers(self, targets: Sequence[str]) -> list[str]:
+        """Return names of the layers of :attr:`model` whose last part is one of ``targets``."""
+
+    def unused(self, key: str) -> bool:
+        """Tell whether nothing reads a tensor of that name."""
+
+    def freeze(self) -> None:
+        """Freeze what is never trained."""
 
 
 def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:

@@ -23,17 +23,28 @@ class EncoderConfig(Protocol):
     """Sizes of a :class:`SmallEncoder` and of the transformer that reads it."""
 
     @property
-    def state_dim(self) -> int: ...
+    def state_dim(self) -> int:
+        """Length ``S`` of ``states``."""
+
     @property
-    def dim(self) -> int: ...
+    def dim(self) -> int:
+        """Width of a token."""
+
     @property
-    def heads(self) -> int: ...
+    def heads(self) -> int:
+        """Attention heads of the transformer."""
+
     @property
-    def channels(self) -> tuple[int, int, int]: ...
+    def channels(self) -> tuple[int, int, int]:
+        """Channels of the three convolutions."""
+
     @property
-    def keypoints(self) -> int: ...
+    def keypoints(self) -> int:
+        """Points that the images are reduced to."""
+
     @property
-    def text_buckets(self) -> int: ...
+    def text_buckets(self) -> int:
+        """Rows of the embedding that words are hashed into."""
 
 
 def check_sizes(config: EncoderConfig) -> None:
