@@ -3,7 +3,9 @@
 Simple Policy Optimization (Xie et al. 2024, arXiv 2401.16025) does not clip the ratio of probabilities: a parabola with
 its top at the edge of the trust region brings a ratio back that has left it, where PPO's gradient is 0. It is a plain
 TorchRL ``LossModule``: the learner adds up its terms called ``loss_...`` and logs its other entries as ``train/...``.
-For a recipe with it type ``vla-recipe copy ppo``; docs/how-to/change-the-loss.md says what to change there.
+For a recipe with it type ``vla-recipe copy ppo`` and change the line with ``ChunkClipPPOLoss``.
+Seed 0, 30 iterations, 64 held-out episodes: 45.3 % after cloning, 62.5 % (50.3 - 73.3) after. PPO gets further here, to
+95.3 % (own_loop.py): this is how to change the loss, not a better loss.
 """
 
 import argparse
@@ -70,7 +72,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epsilon", type=float, default=0.2)
-    parser.add_argument("--iterations", type=int, default=15)
+    parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--num-envs", type=int, default=16)
     parser.add_argument("--decisions", type=int, default=64, help="per environment and iteration")
     parser.add_argument("--max-episode-steps", type=int, default=100)
