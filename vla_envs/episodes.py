@@ -1,4 +1,4 @@
-"""Which episode runs next: random or ordered training episodes in groups, and fixed evaluation grids."""
+"""Which episode runs next: random or ordered training episodes in groups, and fixed evaluation episodes."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class EpisodeSampler:
         group = self._drawn // self.group_size * self.world_size + self.rank
         self._drawn += 1
         if self.mode == "ordered":
-            grid = self.num_tasks * self.trials
-            order = np.random.default_rng([self.seed, _SHUFFLE, group // grid]).permutation(grid)
-            task_id, trial_id = divmod(int(order[group % grid]), self.trials)
+            pairs = self.num_tasks * self.trials
+            order = np.random.default_rng([self.seed, _SHUFFLE, group // pairs]).permutation(pairs)
+            task_id, trial_id = divmod(int(order[group % pairs]), self.trials)
         else:
             key = group % self.groups if self.mode == "fixed" else group
             draw = np.random.default_rng([self.seed, _TRAINING, key])
@@ -171,8 +171,8 @@ def evaluation_episodes(
         raise ValueError(f"an evaluation needs at least 1 trial per task and 1 run of each, got {trials} and {repeats}")
     _check_trials(spec, trials)
     tasks = range(len(spec.tasks))
-    grid = [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
-    return grid * repeats
+    once = [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
+    return once * repeats
 
 
 def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1) -> list[Episode]:

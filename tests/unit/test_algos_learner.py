@@ -526,7 +526,7 @@ def test_learning_goes_on_without_a_critic():
         ({"minibatch_size": None, "minibatches": 0}, "minibatches=0: must be greater than or equal to 1"),
         ({"minibatch_size": 16, "minibatches": 4}, "give one of them, the other is null"),
         ({"minibatch_size": None}, "give one of them, the other is null"),
-        ({"betas": [0.9]}, r"betas=\[0.9\]: .*required"),
+        ({"betas": [0.9]}, r"betas=\[0.9\]: entry 1 is missing"),
         ({"betas": [0.9, 1.0]}, r"betas=\[0.9, 1.0\]: entry 1: must be less than 1"),
         ({"micro_batch_size": -1}, "micro_batch_size=-1: must be greater than or equal to 1"),
         ({"target_kl": 0.0}, "target_kl=0.0: must be greater than 0"),

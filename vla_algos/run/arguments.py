@@ -36,32 +36,10 @@ RENAMED = {  # settings of version 0.1's first recipes, and what they are called
     "eval=grid": "eval=heldout",
 }
 _OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<name>[\w./@]+)(?P<rest>=.*)?", re.DOTALL)
-_FLAGS: tuple[str, ...] = (
-    "-h",
-    "-r",
-    "-m",
-    "-i",
-    "-sc",
-    "--help",
-    "--hydra-help",
-    "--version",
-    "--resolve",
-    "--run",
-    "--multirun",
-)
-_FLAGS += ("--info", "--shell-completion")
-_FLAGS_WITH_VALUE: tuple[str, ...] = (
-    "-c",
-    "-p",
-    "-cp",
-    "-cn",
-    "-cd",
-    "--cfg",
-    "--package",
-    "--config-path",
-    "--config-name",
-)
-_FLAGS_WITH_VALUE += ("--config-dir", "--experimental-rerun")
+_FLAGS: tuple[str, ...] = ("-h", "-r", "-m", "-i", "-sc", "--help", "--hydra-help", "--version", "--resolve")
+_FLAGS += ("--run", "--multirun", "--info", "--shell-completion")
+_FLAGS_WITH_VALUE: tuple[str, ...] = ("-c", "-p", "-cp", "-cn", "-cd", "--cfg", "--package", "--config-path")
+_FLAGS_WITH_VALUE += ("--config-name", "--config-dir", "--experimental-rerun")
 
 
 class PluginSearchPath(SearchPathPlugin):

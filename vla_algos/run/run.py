@@ -62,7 +62,6 @@ class Run:
     def __init__(self, config: SimpleNamespace, folder: Path):
         self.name, self.config, self.folder = config.recipe, config, folder
         self._started = time.perf_counter()
-        begin_folder(config, folder)
         self.spec: SimulatorSpec = make_env_spec(config.env)
         self.evaluator = Evaluator(**config.eval)
         self.evaluator.episodes(self.spec)  # there are so many
@@ -70,6 +69,7 @@ class Run:
         if hasattr(config, "demonstrations"):
             self.demonstration_seed = demonstration_seed(config.seed, config.eval["seed"])
             self._check_warm_start()
+        begin_folder(config, folder)
         self.state: dict = {}
         self._seconds: dict[str, float] = {}
 

@@ -120,7 +120,7 @@ def make_spec(
     others = wrong_versions()
     deviations = [
         text
-        for departs, text in [
+        for deviates, text in [
             (
                 len(set(horizons.values())) > 1,
                 f"one horizon for all suites; {protocol} has "
@@ -133,7 +133,7 @@ def make_spec(
             (image_size != IMAGE_SIZE, f"{image_size} x {image_size} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
             (allow_other_versions and bool(others), "other versions: " + "; ".join(others)),
         ]
-        if departs
+        if deviates
     ]
     return SimulatorSpec(
         id=f"libero/{name}",

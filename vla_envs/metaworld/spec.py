@@ -2,7 +2,7 @@
 
 Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480
 pixels, state = hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the
-instructions and task order of ``tasks.json``. Everything that departs from it is an option, and
+instructions and task order of ``tasks.json``. Everything that deviates from it is an option, and
 :attr:`SimulatorSpec.protocol_deviations` says so.
 """
 
@@ -132,7 +132,7 @@ def make_spec(
     by_name = {task["name"]: task for task in _table()["tasks"]}
     deviations = [
         text
-        for departs, text in [
+        for deviates, text in [
             (max_episode_steps != MAX_EPISODE_STEPS, f"horizon {max_episode_steps} instead of {MAX_EPISODE_STEPS}"),
             (settle_steps != SETTLE_STEPS, f"{settle_steps} settle steps instead of {SETTLE_STEPS}"),
             (camera is not None, f"free camera {_describe(camera)} instead of {CAMERA}"),
@@ -142,7 +142,7 @@ def make_spec(
             (render_quality != "benchmark", RENDER_QUALITIES[render_quality]),
             ((height, width) != (IMAGE_SIZE,) * 2, f"{height} x {width} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
         ]
-        if departs
+        if deviates
     ]
     return SimulatorSpec(
         id=f"metaworld/{suite}",
