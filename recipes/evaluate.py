@@ -62,6 +62,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
         print(f"mean of {', '.join(config.mean_of)}: success {100 * once:.1f}%, at end {100 * at_end:.1f}%")
     if parallel.is_main():
         (run.folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    run.finish(result.metrics())
     print(f"\nresults      {run.folder}")
 
 

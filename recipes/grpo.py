@@ -38,7 +38,7 @@ def main(config: DictConfig) -> None:
 
 def train(config: SimpleNamespace, run: Run) -> None:
     check_groups(config.group_size, **config.collector)
-    if config.env["group_size"] != 1:
+    if config.env.get("group_size", 1) != 1:
         raise ValueError(f"the size of a group is group_size alone; type group_size={config.env['group_size']}")
     wanted = {name: parallel.per_rank(config.collector[name], f"collector.{name}") for name in ("groups", "max_groups")}
     bounds = config.collector["success_bounds"]
@@ -57,8 +57,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
             batch = grpo(groups, bounds)  # None: no group carries signal
             everything = [group for part in parallel.all_gather_object(outcomes_of(groups)) for group in part]
             learnable, update = grpo(everything, bounds), {}
-            if learnable is not None:
-                with run.timer("train"):
+            with run.timer("train"):
+                if learnable is not None:
                     policy.train()
                     update = {**rollout_metrics(learnable), **learner.update(batch, before_step=run.stop_if_asked)}
             outcomes = concatenate(everything)

@@ -25,7 +25,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     data = record(env, policy, run.demonstration_seed, **config.demonstrations)  # the same again, if this is resumed
     learner = BehaviourCloning(policy, data, **config.cloning)
 
-    with run.resumable(learner=learner):
+    with run.resumable(learner=learner, warm_start=False):
         for _ in run.iterations(config.cloning["steps"], unit="step", title="behaviour cloning"):
             run.log_step({"train/loss": learner.step()})
 

@@ -49,7 +49,7 @@ class Learner:
         lr: learning rate of the policy.
         value_lr: that of the critic; ``None`` for the same.
         betas, weight_decay: of AdamW.
-        max_grad_norm: largest norm of a gradient.
+        max_grad_norm: largest norm of a gradient; ``None`` for any.
         schedule: ``"constant"`` or ``"cosine"``, which falls to ``final_lr`` times the rate at the last update.
         warmup_updates: updates before which the learning rate rises linearly.
         final_lr: see ``schedule``.
@@ -65,8 +65,9 @@ class Learner:
         micro_batch_size: decisions per backward pass of a process; ``None`` for a whole minibatch.
         target_kl: an update ends before the step of a minibatch whose ``kl_k3`` exceeds it; ``None`` for never.
         critic_warmup_steps: optimizer steps at the start in which only the critic learns.
-        max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step of an update. More means that
-            the stored log-probabilities are not those of the policy that is trained: stale, or of another precision.
+        max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step of an update; ``None`` for any. More
+            means that the stored log-probabilities are not those of the policy that is trained: stale, or of another
+            precision.
 
     Attributes:
         steps: optimizer steps taken so far.
@@ -83,7 +84,7 @@ class Learner:
         value_lr: NonNegative | None = None,
         betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999),
         weight_decay: NonNegative = 0.0,
-        max_grad_norm: Positive = 1.0,
+        max_grad_norm: Positive | None = 1.0,
         schedule: Literal["constant", "cosine"] = "constant",
         warmup_updates: Whole = 0,
         final_lr: Fraction = 0.0,
@@ -96,7 +97,7 @@ class Learner:
         micro_batch_size: Count | None = None,
         target_kl: Positive | None = None,
         critic_warmup_steps: Whole = 0,
-        max_log_ratio: Positive = 0.1,
+        max_log_ratio: Positive | None = 0.1,
     ):
         given = {name: value for name, value in locals().items() if name not in _PARTS}
         check_settings("", given, setting_types(Learner, without=_PARTS))
@@ -120,11 +121,14 @@ class Learner:
         self.aggregation = aggregation
         self.epochs, self.minibatch_size, self.minibatches = epochs, minibatch_size, minibatches
         self.micro_batch_size = micro_batch_size
-        self.max_grad_norm, self.target_kl, self.max_log_ratio = max_grad_norm, target_kl, max_log_ratio
+        self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
+        self.max_log_ratio = math.inf if max_log_ratio is None else max_log_ratio
+        self.target_kl = target_kl
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
         self._reference: Any = None  # a frozen VLAPolicy where the loss needs one
-        self._takes_whole = "whole" in inspect.signature(loss_module.forward).parameters
+        parameters = inspect.signature(loss_module.forward).parameters.values()
+        self._takes_whole = any(p.name == "whole" or p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = getattr(loss_module, "metric_names", {})
         self._actor, self._critic = trained_parameters(loss_module)
         if critic_warmup_steps and not self._critic:
@@ -324,7 +328,7 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken, with this learner's rates; the policy's own weights are not in it."""
         names = ("betas", "weight_decay", "initial_lr")
-        settings = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
+        settings = [{name: group[name] for name in names if name in group} for group in self.optimizer.param_groups]
         rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])

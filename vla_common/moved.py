@@ -48,8 +48,6 @@ MOVED = {
     "vla_policies.vision": "vla_policies.nn.dino_siglip",
     "vla_policies.weights": "vla_policies.checkpoint.weights",
     "vla_algos.distributed": "vla_algos.parallel",
-    "vla_algos.settings": "vla_algos.run.config",
-    "vla_algos.runs": "vla_algos.run.run",
     "vla_algos.resume": "vla_algos.run.resume",
     "vla_algos.checkpoints": "vla_algos.run.checkpoints",
     "vla_algos.loggers": "vla_algos.run.logging",

@@ -8,11 +8,13 @@ A package from outside declares in its ``pyproject.toml``::
     [project.entry-points."vla_torchrl.policies"]
     toy = "toy_package.policy:ToyPolicy"
 
-Ours are declared in the same way. Nothing is imported before somebody asks for a name.
+Ours are declared in the same way. A module is imported when somebody asks for its name; ``import vla_envs`` asks for
+all benchmarks, to register their Gymnasium ids: a module that declares one should import neither torch nor a simulator.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
@@ -20,6 +22,7 @@ from typing import Any, Generic, TypeVar
 from vla_common.errors import unknown_name
 
 T = TypeVar("T")
+_OURS = "vla-torchrl"
 
 
 class Registry(Generic[T]):
@@ -41,9 +44,14 @@ class Registry(Generic[T]):
         Raises:
             ValueError: the name is taken by something else.
         """
-        if self._registered.get(name, item) is not item or name in self._found():
+        if self._registered.get(name, item) is not item or (name in self._found() and not self._declares(name, item)):
             raise ValueError(f"there is a {self.kind} {name!r} already; register it under another name")
         self._registered[name] = item
+
+    def _declares(self, name: str, item: T) -> bool:
+        """Tell whether an entry point declares just this object, whose module may be registering it too."""
+        point = self._found()[name]
+        return getattr(sys.modules.get(point.module), point.attr, None) is item
 
     def names(self) -> list[str]:
         """List all names, sorted."""
@@ -74,10 +82,10 @@ class Registry(Generic[T]):
         try:
             item = point.load()
         except Exception as error:  # whatever the module of a stranger raises
-            package = point.dist.name if point.dist else point.module
+            package = _package(point)
             raise ImportError(
                 f"{self.kind} {name!r} of the package {package!r} cannot be imported from {point.value!r} "
-                f"({type(error).__name__}: {error}); repair it, or type: pip uninstall {package}"
+                f"({type(error).__name__}: {' '.join(str(error).split())}); repair it, or type: pip uninstall {package}"
             ) from error
         self._registered[name] = item
         return item
@@ -94,8 +102,22 @@ class Registry(Generic[T]):
 
     def _found(self) -> dict[str, EntryPoint]:
         if self._entry_points is None:
-            self._entry_points = {point.name: point for point in entry_points(group=self.group)}
+            self._entry_points = {}
+            # Ours first: whoever takes one of our names is told, and does not get it.
+            for point in sorted(entry_points(group=self.group), key=lambda point: _package(point) != _OURS):
+                kept = self._entry_points.setdefault(point.name, point)
+                if kept.value != point.value:
+                    warnings.warn(
+                        f"the packages {_package(kept)} and {_package(point)} both declare the {self.kind} "
+                        f"{point.name!r}; that of {_package(kept)} is used, rename the other",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
         return self._entry_points
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else point.module
 
 
 def config_packages() -> list[str]:

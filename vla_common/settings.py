@@ -41,21 +41,24 @@ def setting_types(
     Returns:
         The annotation of each; ``Any`` where there is none.
     """
-    hidden, chosen, named = (
-        set(without),
-        None if only is None else set(only),
-        (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY),
-    )
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
-    scope = inspect.unwrap(function.__init__ if inspect.isclass(function) else function).__globals__
-    found = {}
-    for parameter in parameters:
-        if parameter.kind in named and parameter.name not in hidden and (chosen is None or parameter.name in chosen):
-            annotation = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
-            if isinstance(annotation, str):
-                annotation = eval(annotation, dict(scope))  # our own annotation, as typing does
-            found[parameter.name] = annotation
-    return found
+    settings = [each for each in parameters if each.kind in named and each.name not in set(without)]
+    scope = getattr(inspect.unwrap(function.__init__ if inspect.isclass(function) else function), "__globals__", {})
+    chosen = {each.name for each in settings} if only is None else set(only)
+    return {each.name: _evaluated(each.annotation, scope) for each in settings if each.name in chosen}
+
+
+def _evaluated(annotation: Any, scope: Mapping[str, Any]) -> Any:
+    """Evaluate an annotation of installed code as ``typing`` does; ``Any`` where only a type checker can."""
+    if annotation is inspect.Parameter.empty:
+        return Any
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, dict(scope))
+    except NameError:
+        return Any
 
 
 def check_settings(section: str, settings: Mapping[str, Any], types: Mapping[str, Any]) -> None:
@@ -83,8 +86,8 @@ def _problem(annotation: Any, value: Any) -> str | None:
     if adapter is None:
         return None
     try:
-        text = json.dumps(value)
-    except TypeError:
+        text = json.dumps(value, default=lambda number: number.item())  # of numpy and torch
+    except (TypeError, ValueError, AttributeError, RuntimeError):
         return None  # not from a configuration
     try:
         adapter.validate_json(text, strict=True)  # JSON's lists are lists and tuples, and 1 is a number with a fraction

@@ -216,9 +216,14 @@ def _register_ids(benchmark: Benchmark) -> None:
     """Register an id for each suite; only strings, no simulator is imported."""
     for suite in benchmark.suites():
         id = f"{NAMESPACE}/{benchmark.title}-{benchmark.suite_title(suite)}-v0"
+        name = f"{benchmark.name}/{suite}"
         if id not in gymnasium.registry:
-            gymnasium.register(
-                id, entry_point="vla_envs.gym:SimulatorEnv", kwargs={"name": f"{benchmark.name}/{suite}"}
+            gymnasium.register(id, entry_point="vla_envs.gym:SimulatorEnv", kwargs={"name": name})
+        elif gymnasium.registry[id].kwargs.get("name") != name:
+            warnings.warn(
+                f"the Gymnasium id {id!r} is taken, so {name} has none; give {benchmark.name!r} another title",
+                RuntimeWarning,
+                stacklevel=2,
             )
 
 

@@ -20,6 +20,7 @@ or after :func:`vla_policies.register_policy`.
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -80,6 +81,14 @@ class VLAPolicy(TensorDictModuleBase):
     state_dim: int
     num_values: int
     loss_keys: Sequence[str]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Take methods of a policy that was written for version 0.1's first contract by their present names."""
+        super().__init_subclass__(**arguments)
+        for old, new in (("prepare", "precompute"), ("follow", "copy_schedules")):
+            if old in cls.__dict__ and new not in cls.__dict__:
+                warnings.warn(f"{cls.__name__}.{old} is called {new} now", DeprecationWarning, stacklevel=2)
+                setattr(cls, new, cls.__dict__[old])
 
     # ---- acting
 

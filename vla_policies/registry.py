@@ -5,6 +5,7 @@ Nothing here knows a family: what is asked of one is written in :mod:`vla_polici
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Optional
 
@@ -46,7 +47,11 @@ def get_policy_class(family: str) -> type[VLAPolicy]:
     """
     if family not in policies:
         raise unknown_name("policy.family", str(family), policies.names())
-    found: type[VLAPolicy] = policies.get(family)
+    found = policies.get(family)
+    if not (isinstance(found, type) and issubclass(found, VLAPolicy) and found.family == family):
+        raise ImportError(
+            f"the entry point {family!r} of {policies.group} must be a VLAPolicy of that family, not {found!r}"
+        )
     return found
 
 
@@ -124,7 +129,14 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
         FileNotFoundError: the folder is not a policy.
         ValueError: no family knows it, or several do.
     """
-    found: list[type[VLAPolicy]] = [each for each in policies.load_all() if each.recognises(folder)]
+    found: list[type[VLAPolicy]] = []
+    for family in policies.names():
+        try:
+            policy_class = get_policy_class(family)
+            if policy_class.recognises(folder):
+                found.append(policy_class)
+        except ImportError as error:  # of a stranger's package: it must not be in the way of the others
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     if len(found) > 1:
         names = " and ".join(each.family for each in found)
         raise ValueError(

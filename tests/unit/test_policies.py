@@ -254,10 +254,10 @@ def test_a_setting_that_a_checkpoint_has_left_open_is_fixed_too(tmp_path):
         ({"family": "small", "num_bins": 1}, "policy.num_bins=1: must be greater than or equal to 2"),
         ({"family": "small", "dim": 0.5}, "policy.dim=0.5: must be a valid integer"),
         ({"family": "small", "state_dim": 9}, "unknown setting 'policy.state_dim'"),
-        ({"family": "small", "dim": 100, "heads": 3}, "dim is 100 and heads 3: heads must divide dim"),
+        ({"family": "small", "dim": 100, "heads": 3}, "policy.heads=3: must divide dim=100"),
         (
             {"family": "small", "channels": [16, 30, 48]},
-            "channels is [16, 30, 48]: the last two must be multiples of 4",
+            "policy.channels=[16, 30, 48]: the last two must be multiples of 4",
         ),
         ({"family": "small_flow", "dim": 9, "heads": 1}, "dim is 9, must be even"),
         ({"family": "small_flow", "method": "sde"}, "policy.method=sde: must be 'flow_sde', 'flow_noise', 'flow_cps'"),

@@ -179,5 +179,6 @@ def test_an_experiment_of_another_recipe_is_refused_by_name():
     ):
         check_experiment("ppo", ["experiment=libero_10_grpo_openpi"], CONF / "experiment")
     with pytest.raises(ValueError, match="did you mean metaworld_faucets_ppo_small"):
-        check_experiment("ppo", ["experiment=metaworld_faucet_ppo"], CONF / "experiment")
+        check_composition("ppo", ["experiment=metaworld_faucet_ppo"], CONF)
+    check_experiment("ppo", ["experiment=mine", "--config-dir", "elsewhere"], CONF / "experiment")
     check_experiment("ppo", ["experiment=metaworld_faucets_ppo_small", "seed=1"], CONF / "experiment")

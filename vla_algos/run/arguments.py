@@ -21,11 +21,11 @@ from vla_algos.run.renamed import RENAMED
 from vla_common.errors import unknown_name
 from vla_common.registry import config_packages
 
-_OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<name>[\w./@]+)(?P<rest>=.*)?", re.DOTALL)
-_FLAGS: tuple[str, ...] = ("-h", "-r", "-m", "-i", "-sc", "--help", "--hydra-help", "--version", "--resolve")
-_FLAGS += ("--run", "--multirun", "--info", "--shell-completion")
-_FLAGS_WITH_VALUE: tuple[str, ...] = ("-c", "-p", "-cp", "-cn", "-cd", "--cfg", "--package", "--config-path")
-_FLAGS_WITH_VALUE += ("--config-name", "--config-dir", "--experimental-rerun")
+_OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<name>[\w./@$:-]+)(?P<rest>=.*)?", re.DOTALL)
+_FLAGS = {"-h", "-r", "-m", "-sc", "--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun"}
+_FLAGS |= {"--shell-completion"}
+_FLAGS_WITH_VALUE = {"-c", "-p", "-cp", "-cn", "-cd", "-i", "--cfg", "--package", "--config-path", "--config-name"}
+_FLAGS_WITH_VALUE |= {"--config-dir", "--experimental-rerun", "--info"}
 
 
 class PluginSearchPath(SearchPathPlugin):
@@ -87,10 +87,10 @@ def translated(arguments: Sequence[str]) -> list[str]:
 
 
 def check_experiment(recipe: str, arguments: Sequence[str], folder: Path) -> None:
-    """Refuse an experiment that was written for another recipe, or that does not exist.
+    """Refuse an experiment of ours that was written for another recipe.
 
     Raises:
-        ValueError: says which recipe it is for, or the nearest names.
+        ValueError: says which recipe it is for.
     """
     chosen = [argument.partition("=")[2] for argument in arguments if re.match(r"\+?experiment=", argument)]
     known = {file.stem: file for file in folder.glob("*.yaml")}
@@ -98,9 +98,7 @@ def check_experiment(recipe: str, arguments: Sequence[str], folder: Path) -> Non
         if name in ("", "null") or "," in name:
             continue
         if name not in known:
-            if config_packages():
-                return  # it may be a plugin's: Hydra says
-            raise unknown_name("experiment", name, sorted(known))
+            continue  # in another folder, perhaps: whoever composes the configuration says
         written_for = (yaml.safe_load(known[name].read_text()) or {}).get("recipe", recipe)
         if written_for != recipe:
             raise ValueError(

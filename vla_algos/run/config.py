@@ -41,7 +41,19 @@ TRAINING: Types = {
     "evaluate_every": Whole,
     "episode_order": Literal["random", "ordered", "fixed"],
 }
+_MOVED = {"algo": "gae, loss, update and collector", "sft": "demonstrations and cloning"}
 _CHOSEN_BY = {"env": "id", "policy": "family", "launcher": "name"}  # the setting that says which others there are
+
+
+class Section(dict[str, Any]):
+    """Settings of a section; one that is missing is named as it is typed."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any]):
+        super().__init__(settings)
+        self.name = name
+
+    def __missing__(self, setting: str) -> Any:
+        raise ValueError(f"{self.name}.{setting} is missing; type {self.name}.{setting}=VALUE")
 
 
 def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
@@ -60,20 +72,26 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
     """
     settings: Any = OmegaConf.to_container(config, resolve=True)  # a dictionary
     for name in settings:
+        if name in _MOVED:
+            raise ValueError(f"{name}: is called {_MOVED[name]} now; docs/reference/configuration.md has each setting")
         if name not in types:
             raise unknown_name("setting", str(name), types)
+    found: dict[str, Any] = {}
     for name, expected in types.items():
         if name not in settings:
-            continue
+            raise ValueError(f"{name} is missing; type {name}=VALUE")
+        value = settings[name]
         if callable(expected) and name in _CHOSEN_BY:
-            expected = _chosen(settings[name], name, expected)
-        if isinstance(expected, Mapping):
-            if not isinstance(settings[name], dict):
-                raise ValueError(f"{name}={settings[name]}: is a section; type one of its settings: {name}.NAME=VALUE")
-            check_settings(name, settings[name], expected)
-        else:
-            check_settings("", {name: settings[name]}, {name: expected})
-    return SimpleNamespace(**settings)
+            expected = _chosen(value, name, expected)
+        if not isinstance(expected, Mapping):
+            check_settings("", {name: value}, {name: expected})
+            found[name] = value
+            continue
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}={value}: is a section; type one of its settings: {name}.NAME=VALUE")
+        check_settings(name, value, expected)
+        found[name] = Section(name, value)
+    return SimpleNamespace(**found)
 
 
 def _chosen(section: Any, name: str, types_of: Any) -> Types:

@@ -35,7 +35,7 @@ def begin_folder(config: SimpleNamespace, folder: Path) -> None:
         _check_same_run(config, folder)
     parallel.barrier()  # they have read what is written now
     if parallel.is_main():
-        OmegaConf.save(OmegaConf.create(vars(config)), folder / "config.yaml")
+        OmegaConf.save(OmegaConf.create(_plain(config)), folder / "config.yaml")
         record_start(folder)
 
 
@@ -55,7 +55,7 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
         return
     if config.resume == "never":
         raise ValueError(f"{folder} has a run in it, and resume=never; take another folder: hydra.run.dir=...")
-    before, now = _flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))), _flat(vars(config))
+    before, now = _flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))), _flat(_plain(config))
     keys = [key for key in before.keys() | now.keys() if key != "resume" and not key.startswith("launcher.")]
     other = sorted(key for key in keys if before.get(key) != now.get(key))
     if other:
@@ -64,6 +64,10 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
             f"{folder} has a run of other settings:\n{shown}\n  Take another folder (hydra.run.dir=...), or resume it "
             "with the new settings: resume=force"
         )
+
+
+def _plain(config: SimpleNamespace) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(config).items()}
 
 
 def _flat(node: Any, path: str = "") -> dict[str, Any]:

@@ -26,10 +26,11 @@ _TEXT = ("partition", "account", "qos", "constraint")
 _LAUNCHERS: dict[str, dict[str, Any]] = {
     "local": {},
     "slurm": {
-        **dict.fromkeys(_TEXT, str | None),
-        **dict.fromkeys(("nodes", "tasks_per_node", "cpus", "memory_gb", "minutes"), Count),
-        **dict.fromkeys(("gpus", "signal_delay_s"), Whole),
-        "setup": Sequence[str],
+        **dict.fromkeys(_TEXT, str | int | None),
+        **dict.fromkeys(("nodes", "tasks_per_node"), Count),
+        **dict.fromkeys(("cpus", "memory_gb", "minutes"), Whole | None),
+        **dict.fromkeys(("gpus", "signal_delay_s"), Whole | None),
+        "setup": Sequence[str] | None,
         "seeds": Sequence[Whole] | None,
         "wait": bool,
     },

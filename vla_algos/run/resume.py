@@ -108,7 +108,7 @@ class ResumableRun:
         load_trained(self.policy, state["weights"], checkpoint)
         for name, part in self.parts.items():
             part.load_state_dict(state["learner"] if name == "learner" else own["parts"][name])
-        self.run_state, self.seconds = state["notes"], state["seconds"]
+        self.run_state, self.seconds = state["run_state"], state["seconds"]
         set_random_state(own["random"])
         self._iteration = self._saved = state["iteration"]
         if self._iteration:
@@ -222,7 +222,7 @@ class ResumableRun:
     def _write(self, processes: list[dict[str, Any] | None], publish: bool) -> bool:
         state = {
             "iteration": self._iteration,
-            "notes": self.run_state,
+            "run_state": self.run_state,
             "seconds": self.seconds + time.perf_counter() - self._started,
             "weights": trained(self.policy),
             "learner": self.parts["learner"].state_dict(),

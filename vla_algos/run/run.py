@@ -13,7 +13,6 @@ from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
-from vla_algos.collectors import StepCollector
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
@@ -85,7 +84,10 @@ class Run:
         settings = {**self.config.env, "num_envs": parallel.per_rank(self.config.env["num_envs"], "env.num_envs")}
         if settings.get("num_workers") is None:
             settings["num_workers"] = min(settings["num_envs"], parallel.cores())
-        episodes = self.training_episodes(settings["group_size"])
+        group_size = settings.get("group_size", 1)
+        if group_size != 1 and not hasattr(self.config, "episode_order"):
+            raise ValueError(f"env.group_size={group_size}: {self.name}.py has no groups; leave it out")
+        episodes = self.training_episodes(group_size)
         self.env = make_env(**settings, chunk_size=policy.chunk_size, episodes=episodes)
         print(f"{describe_spec(self.spec)}\n{describe_policy(policy)}")
         return self.env
@@ -104,19 +106,23 @@ class Run:
     # ---- the loop
 
     @contextlib.contextmanager
-    def resumable(self, **parts: Stateful) -> Iterator[None]:
+    def resumable(self, *, warm_start: bool = True, **parts: Stateful) -> Iterator[None]:
         """Restore the last checkpoint of this folder, or begin; afterwards save the policy and print the summary.
 
         Args:
+            warm_start: clone demonstrations into a new policy before the first iteration, and evaluate what came of it.
             **parts: what changes beside the policy's weights: ``learner`` and, where there is one, ``collector``.
         """
-        self._parts = parts
+        self._parts, self._warm_starts = parts, warm_start
         with ResumableRun(self.folder, self.policy, parts, self.config.checkpoint_every) as self._checkpoints:
             resumed = self._checkpoints.resume()
             self._first = resumed or 0
             self._logger = RunLogger(self.folder, after=-1 if resumed is None else resumed)
             self._started -= self._checkpoints.seconds
             self.state = self._checkpoints.run_state
+            if self.config.resume == "force":  # other settings may not end where the last ones did
+                self.state.pop("last_iteration", None)
+                self.state.pop("ended", None)
             if resumed is None:
                 self._begin()
             yield
@@ -135,7 +141,7 @@ class Run:
         total = self.config.iterations if total is None else total
         self._last = self.state.get("last_iteration", total)
         with progress_bar(title or self.name.upper(), total, unit, self._first) as self._bar:
-            for iteration in range(self._first, total + 1):
+            for iteration in range(min(self._first, total), total + 1):
                 if iteration > self._first:
                     self._iteration, self._clock = iteration, time.perf_counter()
                     self._seconds = {}
@@ -157,7 +163,7 @@ class Run:
         self._checkpoints.stop_if_asked()
 
     def end_here(self, reason: str) -> None:
-        """Make the present iteration the last one, also for a run that is resumed after it."""
+        """Make the present iteration the last one; a run that is resumed after it with ``resume=force`` continues."""
         self._last = self.state["last_iteration"] = self._iteration
         self.state["ended"] = reason
 
@@ -214,14 +220,9 @@ class Run:
 
     def _warm_start(self) -> None:
         demonstrations, cloning = self.config.demonstrations, self.config.cloning
-        wanted = demonstrations["episodes"] and not self.config.policy.get("checkpoint") and self._clones_first
+        wanted = demonstrations["episodes"] and not self.config.policy.get("checkpoint") and self._warm_starts
         if wanted and parallel.is_main():
             warm_start(self.env, self.policy, self.demonstration_seed, demonstrations, cloning)
-
-    @property
-    def _clones_first(self) -> bool:
-        """Whether the recipe learns after a warm start, rather than being one."""
-        return hasattr(self.config, "iterations")
 
     def _check_warm_start(self) -> None:
         if self.config.demonstrations["episodes"] and "steps" not in self.config.cloning:
@@ -231,7 +232,7 @@ class Run:
 
     def _evaluates_after(self, iteration: int) -> bool:
         every = getattr(self.config, "evaluate_every", 0)
-        first = iteration == 0 and self._clones_first
+        first = iteration == 0 and self._warm_starts
         return first or iteration >= self._last or bool(every and iteration and iteration % every == 0)
 
     def _evaluate(self, iteration: int) -> None:
@@ -241,8 +242,8 @@ class Run:
         save_videos(self.folder / "videos" / f"iteration_{iteration:04d}", results["eval"])
         metrics = {name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()}
         self.state["evaluations"].append((results["eval"].table(), metrics))
-        if isinstance(collector := self._parts.get("collector"), StepCollector):
-            collector.reset()  # the evaluation used the same simulators
+        if "collector" in self._parts:
+            self._parts["collector"].reset()  # the evaluation used the same simulators
         self._logger.log({**metrics, "time/elapsed": time.perf_counter() - self._started}, iteration)
 
     def _finish(self) -> None:
@@ -269,8 +270,11 @@ class Run:
         result = gather(share)
         self.env.close()
         save_videos(self.folder / "videos", result)
-        finish_folder(self.folder, result.metrics(), time.perf_counter() - self._started)
         return result
+
+    def finish(self, metrics: Mapping[str, float]) -> None:
+        """Note what came of the run; called when everything is written."""
+        finish_folder(self.folder, metrics, time.perf_counter() - self._started)
 
 
 def make_env_spec(settings: Mapping) -> SimulatorSpec:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vla_policies.checkpoint.settings import SettingError
 from vla_policies.small.text import HashedText
 
 _GROUPS = 4  # of channels that are normalised together
@@ -54,12 +55,10 @@ def check_sizes(config: EncoderConfig) -> None:
         ValueError: says which setting.
     """
     if config.dim % config.heads:
-        raise ValueError(
-            f"dim is {config.dim} and heads {config.heads}: heads must divide dim, such as heads=4, dim=128"
-        )
+        raise SettingError(f"heads={config.heads}: must divide dim={config.dim}; type heads=4 with dim=128")
     if any(number % _GROUPS for number in config.channels[1:]):
         channels = list(config.channels)
-        raise ValueError(f"channels is {channels}: the last two must be multiples of {_GROUPS}, such as [16, 32, 48]")
+        raise SettingError(f"channels={channels}: the last two must be multiples of {_GROUPS}; type [16,32,48]")
 
 
 class SmallEncoder(nn.Module):
