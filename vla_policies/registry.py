@@ -143,8 +143,8 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
             f"{folder} is a checkpoint of {names}; load it with from_pretrained of the class that you mean"
         )
     if not found:
-        family, config = layout.read(folder)
-        kind = family or config.get("model_type")
+        said, config = layout.read(folder)
+        kind = said or config.get("model_type")
         raise ValueError(
             f"{folder} is a checkpoint of {repr(kind) if kind else 'an unknown model'}; known are "
             f"{', '.join(policies.names())}: install the package that registers it"

@@ -21,7 +21,7 @@ from vla_algos.run.renamed import RENAMED
 from vla_common.errors import unknown_name
 from vla_common.registry import config_packages
 
-_OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<name>[\w./@$:-]+)(?P<rest>=.*)?", re.DOTALL)
+_OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<name>[\w./@$][\w./@$:-]*)(?P<rest>=.*)?", re.DOTALL)
 _FLAGS = {"-h", "-r", "-m", "-sc", "--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun"}
 _FLAGS |= {"--shell-completion"}
 _FLAGS_WITH_VALUE = {"-c", "-p", "-cp", "-cn", "-cd", "-i", "--cfg", "--package", "--config-path", "--config-name"}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
@@ -242,8 +242,8 @@ class Run:
         save_videos(self.folder / "videos" / f"iteration_{iteration:04d}", results["eval"])
         metrics = {name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()}
         self.state["evaluations"].append((results["eval"].table(), metrics))
-        if "collector" in self._parts:
-            self._parts["collector"].reset()  # the evaluation used the same simulators
+        if (collector := self._parts.get("collector")) is not None:
+            cast(BaseCollector, collector).reset()  # the evaluation used the same simulators
         self._logger.log({**metrics, "time/elapsed": time.perf_counter() - self._started}, iteration)
 
     def _finish(self) -> None:
