@@ -459,7 +459,14 @@ def test_a_folder_that_an_earlier_version_saved_acts_as_it_did(family):
             td = act(policy, seen.clone(), ExplorationType[kind.upper()])
         expected = {name.partition("/")[2]: tensor for name, tensor in recorded.items() if name.startswith(kind)}
         assert expected
-        assert all(torch.equal(td[key], tensor) for key, tensor in expected.items())
+        for (
+            key,
+            tensor,
+        ) in expected.items():  # recorded with one thread; more of them, or another processor, round otherwise
+            if tensor.is_floating_point():
+                assert torch.allclose(td[key], tensor, rtol=1e-5, atol=1e-6), key
+            else:
+                assert torch.equal(td[key], tensor), key
 
 
 def test_importing_vla_policies_imports_no_model_library():
