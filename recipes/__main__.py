@@ -152,7 +152,7 @@ def _first_sentence(path: Path) -> str:
     """Return that of the comment at the head of a configuration file."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     text = " ".join(line.lstrip("# ") for line in lines if not line.startswith("# @package"))
-    return re.split(r"(?<=[.;])\s", text, maxsplit=1)[0].rstrip(".;")
+    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0].rstrip(".")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from types import SimpleNamespace
+from typing import Literal
 
 import hydra
 from omegaconf import DictConfig
@@ -16,7 +17,7 @@ from vla_algos.run import CLONING, Run, launch, record, translate_arguments
 
 @hydra.main(version_base=None, config_path="conf", config_name="sft")
 def main(config: DictConfig) -> None:
-    launch(train, config, CLONING, alone=True)
+    launch(train, config, {**CLONING, "recipe": Literal["sft"]}, alone=True)
 
 
 def train(config: SimpleNamespace, run: Run) -> None:

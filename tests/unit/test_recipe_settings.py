@@ -73,7 +73,7 @@ from vla_envs import EpisodeSampler
         ("ppo", ["env.num_envs=-3"], "env.num_envs=-3: must be greater than or equal to 1"),
         ("ppo", ["policy.chunk_size=0"], "policy.chunk_size=0: must be greater than or equal to 1"),
         ("ppo", ["policy.heads=3"], "policy.heads=3"),
-        ("ppo", ["recipe=grpo"], "recipe=grpo: must be 'ppo'"),
+        ("ppo", ["recipe=grpo"], "this experiment is for grpo.py, not for ppo.py"),
         ("sft", ["launcher=slurm", "launcher.gpus=-1"], "launcher.gpus=-1: must be greater than or equal to 0"),
         ("ppo", ["+cloning.stepps=9"], "did you mean cloning.steps"),
         ("ppo", ["+eval.trails=9"], "did you mean eval.trials"),

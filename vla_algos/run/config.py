@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,7 +21,6 @@ Types = Mapping[str, Any]  # of settings by name, or of a section's settings
 RESUME = Literal["auto", "force", "never"]
 
 EVALUATION: Types = {
-    "recipe": str,
     "seed": Whole,
     "env": env_types,  # of its id
     "policy": policy_types,  # of its family
@@ -83,6 +82,10 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
         value = settings[name]
         if callable(expected) and name in _CHOSEN_BY:
             expected = _chosen(value, name, expected)
+        if name == "recipe" and value not in get_args(expected):
+            raise ValueError(
+                f"this experiment is for {value}.py, not for {get_args(expected)[0]}.py; run {value}.py with it"
+            )
         if not isinstance(expected, Mapping):
             check_settings("", {name: value}, {name: expected})
             found[name] = value
