@@ -106,6 +106,18 @@ def test_grpo_says_so_and_stops_when_nothing_can_be_learnt(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("rollout/groups" in line for line in lines) == 2
     assert not any("train/loss" in line for line in lines)
+    # With more patience it continues where it had stopped.
+    again = ["iterations=3", "patience=4", "resume=force", "env.reward_type=sparse"]
+    run = recipe_here("grpo", tmp_path / "run", *TOY_GRPO, *again)
+    assert "iteration 3: none of 3 groups carries signal" in run.stdout + run.stderr
+    assert "stopped:" not in run.stdout
+
+
+def test_cloning_that_is_resumed_with_fewer_steps_is_evaluated(tmp_path):
+    settings = [*TOY, *TOY_SFT, "eval.videos=0"]
+    recipe_here("sft", tmp_path / "run", *settings)
+    run = recipe_here("sft", tmp_path / "run", *settings, "cloning.steps=3", "resume=force")
+    assert "95 % interval" in run.stdout
 
 
 @pytest.mark.parametrize(("name", "settings"), [("ppo", TOY_PPO), ("grpo", TOY_GRPO)])

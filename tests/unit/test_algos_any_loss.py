@@ -127,3 +127,28 @@ def test_a_diagnostic_of_a_subclass_is_logged_with_its_weight(small_batch):
     policy, batch = small_batch
     metrics = Learner(WithSurprise(policy), lr=1e-3, minibatch_size=24, micro_batch_size=16).update(batch)
     assert metrics["train/surprise"] == pytest.approx((16 * 16 + 8 * 8) / 24)
+
+
+def test_another_optimizer_resumes(small_batch):
+    policy, batch = small_batch
+
+    def make():
+        return Learner(
+            ChunkClipPPOLoss(policy),
+            lr=0.1,
+            minibatch_size=24,
+            optimizer=lambda groups: torch.optim.SGD(groups, momentum=0.9),
+        )
+
+    first = make()
+    first.update(batch)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    assert second.steps == first.steps == 1
+    assert second.optimizer.state_dict()["state"].keys() == first.optimizer.state_dict()["state"].keys()
+
+
+def test_limits_may_be_left_out(small_batch):
+    policy, batch = small_batch
+    learner = Learner(ChunkClipPPOLoss(policy), lr=1e-3, max_grad_norm=None, max_log_ratio=None)
+    assert learner.update(batch)["train/steps"] == 1

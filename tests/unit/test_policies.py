@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -362,3 +363,30 @@ def test_a_checkpoint_of_a_package_that_is_not_installed_says_so(tmp_path, reque
     del policies._registered["constant"]
     with pytest.raises(ValueError, match=r"a checkpoint of 'constant'; known are openvla, .*: install the package"):
         load_policy(tmp_path)
+
+
+class Declared:
+    """What an installed package declares, as importlib.metadata gives it."""
+
+    def __init__(self, name, item, package, value="package:Thing"):
+        self.name, self.item, self.dist, self.value = name, item, SimpleNamespace(name=package), value
+        self.module, _, self.attr = value.partition(":")
+
+    def load(self):
+        return self.item
+
+
+@pytest.mark.parametrize("item", [object, 3, type("Other", (Constant,), {"family": "other"})])
+def test_a_strangers_mistake_is_not_in_the_way_of_our_policies(item, monkeypatch, tmp_path):
+    make_policy(Shape(), family="small", **SMALL).save_pretrained(tmp_path)
+    found = {**policies._found(), "strange": Declared("strange", item, "strange-package")}
+    monkeypatch.setattr(policies, "_entry_points", found)
+    monkeypatch.setattr(policies, "_registered", dict(policies._registered))
+    with pytest.warns(RuntimeWarning, match="'strange' of vla_torchrl.policies must be a VLAPolicy of that family"):
+        assert load_policy(tmp_path).family == "small"
+
+
+def test_methods_of_the_first_contract_are_called_by_their_present_names():
+    with pytest.warns(DeprecationWarning, match="prepare is called precompute now"):
+        old = type("Old", (Constant,), {"prepare": lambda self, tensordict: "prepared"})
+    assert old.precompute(None, None) == "prepared"

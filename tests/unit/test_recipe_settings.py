@@ -12,8 +12,10 @@ from omegaconf import OmegaConf
 from running import CONF, Started, composed, main_of
 
 import vla_envs.env
-from vla_algos.run.arguments import check_composition, check_experiment
+from vla_algos.run.arguments import check_composition, check_experiment, translated
+from vla_algos.run.launcher_settings import launcher_types
 from vla_algos.run.run import Run, make_env_spec
+from vla_common.settings import check_settings
 from vla_envs import EpisodeSampler
 
 
@@ -182,3 +184,31 @@ def test_an_experiment_of_another_recipe_is_refused_by_name():
         check_composition("ppo", ["experiment=metaworld_faucet_ppo"], CONF)
     check_experiment("ppo", ["experiment=mine", "--config-dir", "elsewhere"], CONF / "experiment")
     check_experiment("ppo", ["experiment=metaworld_faucets_ppo_small", "seed=1"], CONF / "experiment")
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["~iterations"], "iterations is missing; type iterations=VALUE"),
+        (["~seed"], "seed is missing; type seed=VALUE"),
+        (["~gae.reward_level"], "gae.reward_level is missing; type gae.reward_level=VALUE"),
+        (["+algo.gamma=0.9"], "algo: is called gae, loss, update and collector now"),
+    ],
+)
+def test_what_is_missing_or_has_moved_is_named(typed, message, tmp_path):
+    try:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            main_of("ppo")(composed("ppo", typed, tmp_path / "run"))
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def test_clusters_may_be_left_to_their_defaults():
+    types = launcher_types("slurm")
+    check_settings("launcher", {"memory_gb": None, "cpus": None, "minutes": 0, "gpus": None, "setup": None}, types)
+    check_settings("launcher", {"account": 12345, "signal_delay_s": None}, types)
+
+
+def test_names_with_hyphens_are_settings():
+    typed = ["env.reset_ranges.button-press-topdown-v3=[[0,1,2],[0,1,2]]", "--info", "defaults"]
+    assert translated(typed) == typed

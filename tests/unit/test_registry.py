@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -17,7 +18,7 @@ from paths import CONF
 from scripted import scripted_spec
 
 from vla_common import keys
-from vla_common.registry import benchmarks
+from vla_common.registry import Registry, benchmarks
 from vla_common.schema import get_schema
 from vla_common.settings import Count, check_settings
 from vla_envs import (
@@ -389,3 +390,22 @@ def test_new_names_warn_of_nothing_wherever_a_spec_goes():
     spec = make_spec("metaworld/reach-v3", image_size=64)
     assert pickle.loads(pickle.dumps(spec)) == spec == replace(spec)
     assert replace(spec, protocol_deviations=("x",)).protocol_deviations == ("x",)
+
+
+def test_a_package_that_takes_our_name_is_told_and_does_not_get_it(monkeypatch):
+    def declared(package, value):
+        return SimpleNamespace(name="metaworld", value=value, dist=SimpleNamespace(name=package))
+
+    points = [declared("shadow", "shadow:BENCHMARK"), declared("vla-torchrl", "vla_envs.metaworld:BENCHMARK")]
+    monkeypatch.setattr("vla_common.registry.entry_points", lambda group: points)
+    registry = Registry("benchmark", "vla_torchrl.benchmarks")
+    with pytest.warns(RuntimeWarning, match=r"vla-torchrl and shadow both declare the benchmark"):
+        assert registry.names() == ["metaworld"]
+    assert registry._found()["metaworld"].value == "vla_envs.metaworld:BENCHMARK"
+
+
+def test_a_gymnasium_id_that_is_taken_is_said(monkeypatch):
+    monkeypatch.setattr(benchmarks, "_registered", dict(benchmarks._registered))
+    register_benchmark(make_toy("firsttoy", "SameTitle"))
+    with pytest.warns(RuntimeWarning, match=r"the Gymnasium id 'vla/SameTitle-.*' is taken, so secondtoy/.* has none"):
+        register_benchmark(make_toy("secondtoy", "SameTitle"))
