@@ -3,8 +3,8 @@
 A policy of 0.7 M parameters clones twelve scripted demonstrations of Meta-World's button-press-topdown, seen by a
 camera at 64 pixels, then learns by PPO. Environment and policy are the library's; rollout, advantages, loss and update
 stand here to be changed. ``recipes/ppo.py`` does the same with resuming, several processes, logs and videos.
-Seed 0, 64 held-out episodes: 45.3 % after cloning, 95.3 % (87.1 - 98.4) after PPO, which took 8.9 minutes on 2 cores
-that were shared with other work (6 minutes of processor time).
+Seed 0, 64 held-out episodes: 45.3 % after cloning, 95.3 % (87.1 - 98.4) after PPO, which took 3.7 minutes on 2 cores
+(the whole run 4.2, 6 minutes of processor time).
 """
 
 import argparse
