@@ -127,8 +127,7 @@ class Learner:
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
         self._reference: Any = None  # a frozen VLAPolicy where the loss needs one
-        parameters = inspect.signature(loss_module.forward).parameters.values()
-        self._takes_whole = any(p.name == "whole" or p.kind is p.VAR_KEYWORD for p in parameters)
+        self._takes_whole = takes_whole(loss_module)
         self._names = getattr(loss_module, "metric_names", {})
         self._actor, self._critic = trained_parameters(loss_module)
         if critic_warmup_steps and not self._critic:
@@ -341,6 +340,19 @@ class Learner:
         if "reference" in state:
             self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
             self._reference.load_state_dict(state["reference"])
+
+
+def takes_whole(loss_module: LossModule) -> bool:
+    """Tell whether a loss gives shares of a whole minibatch: its ``forward`` names ``whole``, or hands it on by name.
+
+    A ``forward(*args, **kwargs)`` does so only where a class above it names ``whole``.
+    """
+    parameters = inspect.signature(loss_module.forward).parameters.values()
+    if any(parameter.name == "whole" for parameter in parameters):
+        return True
+    above = [each.__dict__["forward"] for each in type(loss_module).__mro__ if "forward" in each.__dict__]
+    named = any("whole" in inspect.signature(forward).parameters for forward in above)
+    return named and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def policy_of(loss_module: LossModule) -> torch.nn.Module:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, get_args
 
@@ -25,7 +25,6 @@ Whole = Annotated[int, Ge(0)]  # 0, 1, 2, ...
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]  # 0 to 1, both included
-Numbers = Sequence[float]
 
 
 def setting_types(

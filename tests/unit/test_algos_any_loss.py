@@ -7,6 +7,7 @@ from torchrl.objectives import ClipPPOLoss
 from toy import CHUNK, DIM, ToyEnv
 
 from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, gae
+from vla_algos.learner import takes_whole
 from vla_common.keys import ACTION_LOG_PROB, ACTION_TOKENS, ADVANTAGE, STATE_VALUE, VALUE_TARGET
 from vla_policies import SmallVLA, SmallVLAConfig
 
@@ -152,3 +153,21 @@ def test_limits_may_be_left_out(small_batch):
     policy, batch = small_batch
     learner = Learner(ChunkClipPPOLoss(policy), lr=1e-3, max_grad_norm=None, max_log_ratio=None)
     assert learner.update(batch)["train/steps"] == 1
+
+
+def test_a_loss_gets_the_whole_minibatch_only_where_somebody_reads_it(small_batch):
+    """Otherwise its parts would add up to several times the gradient."""
+
+    class HandsOn(ChunkClipPPOLoss):
+        def forward(self, tensordict, *args, **kwargs):
+            return super().forward(tensordict, *args, **kwargs)
+
+    class Ignores(ClipPPOLoss):
+        def forward(self, tensordict, **kwargs):
+            return super().forward(tensordict)
+
+    policy, _ = small_batch
+    assert takes_whole(ChunkClipPPOLoss(policy))
+    assert takes_whole(HandsOn(policy))
+    assert not takes_whole(torchrl_loss(policy))
+    assert not takes_whole(Ignores(policy, Critic(policy)))

@@ -114,7 +114,7 @@ def check_composition(recipe: str, arguments: Sequence[str], conf: Path) -> None
     Raises:
         ValueError: a setting or a file that does not exist; offers the nearest names.
     """
-    if not conf.is_dir() or any(argument.startswith("-") for argument in arguments):
+    if not arguments or not conf.is_dir() or any(argument.startswith("-") for argument in arguments):
         return
     try:
         _compose(recipe, arguments, conf)

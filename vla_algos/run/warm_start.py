@@ -55,7 +55,7 @@ def record(
         max_steps: give up after that many actions.
 
     Returns:
-        What that returns.
+        The samples ``[K]`` that it returns.
     """
     tasks = len(env.simulator_spec.tasks)
     wanted = [Episode(n % tasks, n // tasks, seed) for n in range(episodes)]

@@ -25,7 +25,7 @@ from vla_policies.small.encoder import SmallEncoder, check_sizes
 
 @dataclass(frozen=True, kw_only=True)
 class SmallFlowConfig(FlowConfig):
-    """Shape of a :class:`SmallFlow`, beside :class:`~vla_policies.flow.policy.FlowConfig`.
+    """Shape of a :class:`SmallFlow`, beside :class:`~vla_policies.flow.config.FlowConfig`.
 
     Attributes:
         action_low, action_high: bounds of a primitive action, in the simulator's units.
