@@ -68,6 +68,25 @@ class ImagePreprocessor:
         """See :func:`pixel_values`."""
         return pixel_values(images, self)
 
+    def resize(self, images: Tensor) -> Tensor:
+        """Return all that the model sees of its cameras: uint8 ``[N, n, H, W, 3]`` to ``[N, n, h, w, 3]``, cropped.
+
+        Raises:
+            ValueError: if ``images`` are of another shape or type.
+        """
+        if images.ndim != 5 or images.shape[-1] != 3:
+            raise ValueError(f"images of shape {tuple(images.shape)}; expected [N, images, H, W, 3]")
+        flat = (resize_fast if self.fast else resize_exact)(images.flatten(0, 1), self.size)
+        if self.crop:
+            flat = center_crop(flat)
+        return flat.unflatten(0, images.shape[:2])
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Scale what :meth:`resize` returned for each vision backbone: uint8 to float32 ``[N, 6 n, h, w]``."""
+        flat = images.flatten(0, 1)
+        scaled = [normalize(flat, *statistics) for statistics in zip(self.means, self.stds, strict=True)]
+        return torch.cat(scaled, dim=1).unflatten(0, images.shape[:2]).flatten(1, 2)
+
 
 def pixel_values(images: Tensor, preprocessor: ImagePreprocessor) -> Tensor:
     """Return the input of the vision backbone.
@@ -82,16 +101,7 @@ def pixel_values(images: Tensor, preprocessor: ImagePreprocessor) -> Tensor:
     Raises:
         ValueError: if ``images`` are of another shape or type.
     """
-    if images.ndim != 5 or images.shape[-1] != 3:
-        raise ValueError(f"images of shape {tuple(images.shape)}; expected [N, images, H, W, 3]")
-    flat = images.flatten(0, 1)
-    flat = (resize_fast if preprocessor.fast else resize_exact)(flat, preprocessor.size)
-    if preprocessor.crop:
-        flat = center_crop(flat)
-    pixels = torch.cat(
-        [normalize(flat, *statistics) for statistics in zip(preprocessor.means, preprocessor.stds, strict=True)], dim=1
-    )
-    return pixels.unflatten(0, images.shape[:2]).flatten(1, 2)
+    return preprocessor.normalize(preprocessor.resize(images))
 
 
 def resize_exact(images: Tensor, size: tuple[int, int], kernel: str = "bicubic") -> Tensor:
