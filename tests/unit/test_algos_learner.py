@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from toy import CHUNK, ToyActorCritic, ToyEnv, ToyPolicy
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from vla_algos.advantages import gae
 from vla_algos.collectors import StepCollector
@@ -290,6 +291,31 @@ def test_schedules_by_hand(batch, policy, settings, factors):
         assert metrics["train/actor/lr"] == pytest.approx(1e-3 * factor, abs=1e-9)
         assert metrics["train/critic/lr"] == pytest.approx(1e-2 * factor, abs=1e-8)
         assert (changed(policy, before) == set()) == (factor == 0.0)
+
+
+@pytest.mark.parametrize("final_lr", [0.0, 0.1])  # of RLinf's two runs with a schedule, 1000 iterations each
+def test_cosine_is_that_of_transformers_an_update_shorter(policy, final_lr):
+    def rates(optimizer, scheduler, count):
+        seen = []
+        for _ in range(count):
+            seen.append([group["lr"] for group in optimizer.param_groups])
+            scheduler.step()
+        return torch.tensor(seen)
+
+    def ours(updates):
+        one = learner(policy, lr=5e-6, value_lr=1e-4, schedule="cosine", final_lr=final_lr, updates=updates)
+        one.optimizer.step()
+        return rates(one.optimizer, one.scheduler, 1000)
+
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (5e-6, 1e-4)]
+    optimizer = torch.optim.AdamW(groups)
+    optimizer.step()
+    theirs = rates(
+        optimizer, get_cosine_with_min_lr_schedule_with_warmup(optimizer, 0, 1000, min_lr_rate=final_lr), 1000
+    )
+    torch.testing.assert_close(ours(1001), theirs, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(ours(1000)[-1], final_lr * torch.tensor([5e-6, 1e-4]), rtol=1e-6, atol=1e-15)
+    assert ((ours(1000) - theirs).abs() / torch.tensor([5e-6, 1e-4])).max() < 8e-4
 
 
 def gradients_at_the_step(one):

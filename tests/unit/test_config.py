@@ -72,7 +72,7 @@ def overrides_of(name, overrides, folder):
     if chosen.startswith("experiment=") and "_evaluate_" in chosen and chosen.endswith("openpi"):
         benchmark = chosen.removeprefix("experiment=").partition("_")[0]
         overrides = [*overrides, f"policy.config_name=pi0_{benchmark}"]  # not said in a published folder
-    if "maniskill" in chosen and kind == "openvla":
+    if kind == "openvla":
         overrides = [*overrides, "policy.unnorm_key=golden_ds"]  # all that this checkpoint has statistics of
     return [*overrides, f"policy.checkpoint={folder / kind}"]
 
