@@ -315,7 +315,7 @@ def test_cosine_is_that_of_transformers_an_update_shorter(policy, final_lr):
     )
     torch.testing.assert_close(ours(1001), theirs, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(ours(1000)[-1], final_lr * torch.tensor([5e-6, 1e-4]), rtol=1e-6, atol=1e-15)
-    assert ((ours(1000) - theirs).abs() / torch.tensor([5e-6, 1e-4])).max() < 8e-4
+    assert ((ours(1000) - theirs).abs() / torch.tensor([5e-6, 1e-4])).max() < 1e-3
 
 
 def gradients_at_the_step(one):
