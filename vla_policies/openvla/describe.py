@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vla_policies.checkpoint.report import NOT_SAID, Report, describe_weights
 from vla_policies.checkpoint.weights import check_layout
+from vla_policies.openvla.config import OpenVLAConfig, pixels_of
 from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.loading import empty_model, unused_by
 from vla_policies.openvla.prompts import Prompts
@@ -27,6 +28,7 @@ def describe(folder: OpenVLAFolder) -> Report:
             facts[name] = str(options.get(option, f"{NOT_SAID}; set {option}"))
     else:
         facts |= {"layout": "one token after the other", "chunk": "1", "images": "1"}
+    facts["pixels"] = _pixels(folder, options.get("layout", "official" if head == "l1" else None))
     facts["statistics"] = _statistics(folder)
     facts["proprioception"] = _name_or_no(folder.proprio_projector)
     facts["FiLM"] = _name_or_no(folder.film)
@@ -50,6 +52,20 @@ def describe(folder: OpenVLAFolder) -> Report:
     except (FileNotFoundError, ValueError) as error:
         report.missing.append(f"weights: {error}")
     return report
+
+
+def _pixels(folder: OpenVLAFolder, layout: str | None) -> str:
+    """Say how cameras are resized and cropped, as the checkpoint would be loaded."""
+    texts = []
+    for choice in [layout] if layout or folder.family != "openvla_oft" else ["official", "rlinf"]:
+        found = folder.options or pixels_of(choice or "")
+        resize = found.get("image_resize", OpenVLAConfig.image_resize)
+        crop = found.get("center_crop", OpenVLAConfig.center_crop)
+        words = "lanczos3 after a JPEG round trip" if resize == "lanczos3" else resize
+        texts.append(f"{words}, {'the central 0.9 of the area' if crop else 'not cropped'}")
+    if len(texts) == 2:
+        return f"{texts[0]} with layout='official'; {texts[1]} with 'rlinf'"
+    return texts[0] if folder.options else f"{texts[0]}; image_resize and center_crop change it"
 
 
 def _statistics(folder: OpenVLAFolder) -> str:

@@ -69,9 +69,7 @@ def _round_trip(images: Tensor) -> Tensor:
         (r * red + g * green + b * blue + half) >> 16 for (r, g, b), half in zip(_RGB_TO_YCC, rounding, strict=True)
     ]
     luma = _quantised(_padded(luma, -height % _BLOCK, -width % _BLOCK), _LUMINANCE)[:, :height, :width]
-    blue_part, red_part = (
-        _doubled(_quantised(_halved(plane), _CHROMINANCE), height, width) - 128 for plane in chroma
-    )
+    blue_part, red_part = (_doubled(_quantised(_halved(plane), _CHROMINANCE), height, width) - 128 for plane in chroma)
     decoded = (
         luma + ((_RED_OF_CR * red_part + _HALF) >> 16),
         luma + ((_GREEN_OF_CB * blue_part + _GREEN_OF_CR * red_part + _HALF) >> 16),
