@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vla_policies.checkpoint.report import NOT_SAID, Report, describe_weights
 from vla_policies.checkpoint.weights import check_layout
@@ -55,17 +57,17 @@ def describe(folder: OpenVLAFolder) -> Report:
 
 
 def _pixels(folder: OpenVLAFolder, layout: str | None) -> str:
-    """Say how cameras are resized and cropped, as the checkpoint would be loaded."""
-    texts = []
-    for choice in [layout] if layout or folder.family != "openvla_oft" else ["official", "rlinf"]:
-        found = folder.options or pixels_of(choice or "")
-        resize = found.get("image_resize", OpenVLAConfig.image_resize)
-        crop = found.get("center_crop", OpenVLAConfig.center_crop)
-        words = "lanczos3 after a JPEG round trip" if resize == "lanczos3" else resize
-        texts.append(f"{words}, {'the central 0.9 of the area' if crop else 'not cropped'}")
-    if len(texts) == 2:
-        return f"{texts[0]} with layout='official'; {texts[1]} with 'rlinf'"
-    return texts[0] if folder.options else f"{texts[0]}; image_resize and center_crop change it"
+    """Say how cameras are resized and cropped once the checkpoint is loaded."""
+    if folder.options or layout:
+        return _in_words(folder.options or pixels_of(layout or ""))
+    return f"{_in_words({})}; with layout='official' {_in_words(pixels_of('official'))}"
+
+
+def _in_words(settings: Mapping[str, Any]) -> str:
+    resize = settings.get("image_resize", OpenVLAConfig.image_resize)
+    crop = settings.get("center_crop", OpenVLAConfig.center_crop)
+    jpeg = " after a JPEG round trip" if resize == "lanczos3" else ""
+    return f"{resize}{jpeg}, {'the central 0.9 of the area' if crop else 'not cropped'}"
 
 
 def _statistics(folder: OpenVLAFolder) -> str:
