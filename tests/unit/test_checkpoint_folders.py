@@ -365,6 +365,7 @@ def test_inspect_describes_a_published_checkpoint(checkpoint, capsys):
         "2,330,348 parameters",
         "bfloat16, 4.7 MB in 1 file",
         "no: a new one is initialised",
+        "bicubic, not cropped; with layout='official' lanczos3 after a JPEG round trip, the central 0.9 of the area",
     ):
         assert part in out
 
@@ -376,6 +377,7 @@ def test_inspect_describes_openvla_oft(tmp_path, capsys):
     assert lines["family"] == "openvla_oft"
     assert lines["head"] == "l1"
     assert lines["layout"] == "official"
+    assert lines["pixels"] == "lanczos3 after a JPEG round trip, the central 0.9 of the area"
     assert lines["chunk"] == "not in the files; set num_action_chunks"
     assert lines["proprioception"] == "proprio_projector--golden_checkpoint.pt"
     assert "in the weights" in out
@@ -396,6 +398,7 @@ def test_inspect_says_what_our_own_options_say(tmp_path, capsys):
     code, out, _ = inspect(tmp_path, capsys)
     facts = {line[:15].strip(): line[16:] for line in out.splitlines()}
     assert (facts["layout"], facts["chunk"], facts["images"], facts["benchmark"]) == ("rlinf", "8", "2", "libero")
+    assert facts["pixels"] == "bicubic, not cropped"
     assert code == 1
     assert facts["MISSING"].startswith("proprioception: copy proprio_projector--*.pt")
 

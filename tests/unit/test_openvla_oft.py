@@ -17,6 +17,8 @@ from vla_policies.checkpoint.lora import add_lora
 from vla_policies.nn.value_head import ValueHead
 from vla_policies.openvla.model import STOP
 from vla_policies.openvla.oft import OpenVLAOFT
+from vla_policies.processing.images import center_crop, resize_lanczos3
+from vla_policies.processing.jpeg import jpeg_round_trip
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 FIRST = 31744  # lowest id of an action token
@@ -34,10 +36,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def make(folder, data):
-    """Policies that read the golden prompts, which the stand-in tokenizer cannot write."""
+    """Policies that read the golden prompts, which the stand-in tokenizer cannot write.
+
+    The golden numbers are of the reference's model and processor, without the resize and crop of its evaluation.
+    """
+    fresh = {"head": "tokens", "layout": "official", "use_proprio": False}
+    fresh |= {"image_resize": "bicubic", "center_crop": False}
 
     def make(source=folder, **settings):
-        defaults = {} if source != folder else {"head": "tokens", "layout": "official", "use_proprio": False}
+        defaults = {} if source != folder else fresh
         policy = OpenVLAOFT.from_pretrained(source, **{"benchmark": "libero", **defaults, **settings})
         policy.prompts = lambda texts: padded(data["prompt1"], data["prompt2"])
         return policy
@@ -220,10 +227,48 @@ def test_a_published_folder_tells_its_head_but_not_its_layout(folder, tmp_path):
         OpenVLAOFT.from_pretrained(bare, benchmark="libero", head="l1")
 
 
+def test_pixels_belong_to_the_checkpoint(folder, tmp_path):
+    """As the published code of each sequence layout has them, until the user asks for others; ours are kept."""
+
+    def load(source, **settings):
+        config = OpenVLAOFT.from_pretrained(source, benchmark="libero", value_head=False, **settings).config
+        return config.image_resize, config.center_crop
+
+    bare = make_checkpoint(tmp_path / "bare")
+    assert load(folder) == load(bare, layout="official") == ("lanczos3", True)
+    assert load(bare, layout="rlinf") == ("bicubic", False)
+    assert load(folder, image_resize="bicubic") == ("bicubic", True)
+    assert load(folder, center_crop=False) == ("lanczos3", False)
+
+    ours = tmp_path / "ours"
+    OpenVLAOFT.from_pretrained(folder, benchmark="libero").save_pretrained(ours)
+    assert load(ours) == ("lanczos3", True)
+    assert load(ours, image_resize="bicubic") == ("bicubic", True)
+    saved = json.loads((ours / "vla_torchrl.json").read_text())
+    del saved["image_resize"]  # as before there was a choice
+    (ours / "vla_torchrl.json").write_text(json.dumps(saved | {"center_crop": False}))
+    assert load(ours) == ("bicubic", False)
+
+
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_the_official_layout_sees_every_camera_resized_and_cropped_as_its_code_does(folder, stored, num_images):
+    policy = OpenVLAOFT.from_pretrained(folder, benchmark="libero", num_images_in_input=num_images)
+    seen = []
+    policy.model.vision_backbone.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    policy.prompts = lambda texts: stored[keys.PROMPT_TOKENS]
+    act(policy, stored, ExplorationType.DETERMINISTIC)
+    cameras = torch.stack([stored[keys.IMAGES], stored[keys.WRIST_IMAGES][:, 0]], 1)[:, :num_images]
+    resized = [resize_lanczos3(jpeg_round_trip(camera), (224, 224)) for camera in cameras.unbind(1)]
+    cropped = torch.stack([center_crop(camera) for camera in resized], 1)
+    assert torch.equal(seen[0], policy.preprocessor.normalize(cropped))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"head": "diffusion"}, "tokens"),
+        ({"image_resize": "lanczos"}, "'bicubic' or 'lanczos3'"),
+        ({"fast_resize": True, "image_resize": "lanczos3"}, "leave fast_resize out"),
         ({"layout": "simplevla"}, "rlinf"),
         ({"head": "l1", "layout": "rlinf"}, "official"),
         ({"use_film": True}, "has no vision_backbone.*leave use_film out"),

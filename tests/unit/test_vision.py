@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from vla_policies.nn.dino_siglip import DualVisionBackbone
 from vla_policies.nn.dino_siglip_config import PREFIX, TransformerConfig, VisionConfig, heads_of
+from vla_policies.processing import jpeg
 from vla_policies.processing.images import (
     ImagePreprocessor,
     center_crop,
@@ -19,7 +20,9 @@ from vla_policies.processing.images import (
     pixel_values,
     resize_exact,
     resize_fast,
+    resize_lanczos3,
 )
+from vla_policies.processing.jpeg import jpeg_round_trip
 
 TINY = GOLDEN / "openvla_tiny"
 STEP = 7  # the stored pixels are every seventh row and column
@@ -93,13 +96,62 @@ SIZES = [(256, 256), (480, 640), (240, 320), (128, 128), (84, 96), (224, 300), (
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_exact_resize_equals_pillow_in_every_bit(height, width):
+    """Columns first, as Pillow did alone up to version 12; version 13 begins with the rows where that is less work."""
     image_module = pytest.importorskip("PIL.Image")
     images = random_images(2, height, width)
+    bicubic = image_module.Resampling.BICUBIC
     resized = [
-        np.array(image_module.fromarray(image.numpy()).resize((224, 200), image_module.Resampling.BICUBIC))
+        np.array(image_module.fromarray(image.numpy()).resize((224, height), bicubic).resize((224, 200), bicubic))
         for image in images
     ]
     assert torch.equal(resize_exact(images, (200, 224)), torch.from_numpy(np.stack(resized)))
+
+
+FRAMES = ("libero", "libero_wrist", "libero_128", "metaworld_480x640", "odd_97x97")
+
+
+@pytest.fixture(scope="module")
+def tensorflow():
+    """Frames of the simulators, and what TensorFlow 2.21.0 (CPU) makes of them, by steps of openvla-oft's evaluation.
+
+    ``jpeg``: ``tf.io.decode_image(tf.io.encode_jpeg(frame), expand_animations=False)``; ``lanczos3``: its
+    ``tf.image.resize(..., (224, 224), "lanczos3", antialias=True)``, rounded and clipped; ``crop``: of that, the
+    central box of side ``sqrt(0.9)`` by ``tf.image.crop_and_resize``, between two ``tf.image.convert_image_dtype``.
+    Of ``jpeg`` every fifth row and column is kept, of the others every third.
+    """
+    with np.load(GOLDEN / "tensorflow_pixels.npz") as stored:
+        return {name: torch.from_numpy(stored[name]) for name in stored.files if "/" in name}
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_jpeg_round_trip_equals_tensorflow_in_every_bit(tensorflow, frame):
+    images = tensorflow[f"frame/{frame}"].unsqueeze(0)
+    assert torch.equal(jpeg_round_trip(images)[0, ::5, ::5], tensorflow[f"jpeg/{frame}"])
+    pair = torch.cat([images.flip(1), images])
+    assert torch.equal(jpeg_round_trip(pair)[1], jpeg_round_trip(images)[0])
+    assert torch.equal(jpeg._round_trip(pair), jpeg_round_trip(pair))  # the batch whole, as on a GPU
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("crop", [False, True])
+def test_pixels_of_openvla_oft_equal_tensorflow_within_one_level(tensorflow, frame, crop):
+    images = tensorflow[f"frame/{frame}"][None, None]
+    seen = ImagePreprocessor(resize_method="lanczos3", crop=crop).resize(images)[0, 0, ::3, ::3].int()
+    difference = (seen - tensorflow[f"{'crop' if crop else 'lanczos3'}/{frame}"].int()).abs()
+    assert difference.max() <= 1
+    assert (difference > 0).float().mean() < 5e-4
+    bicubic = ImagePreprocessor(crop=crop).resize(images)[0, 0, ::3, ::3].int()
+    assert (bicubic - seen).abs().float().mean() > 0.5  # other pixels
+
+
+def test_cameras_of_different_sizes_are_each_resized_from_what_they_saw(tensorflow):
+    cameras = [tensorflow[f"frame/{name}"].unsqueeze(0) for name in ("libero", "libero_128")]
+    preprocessor = ImagePreprocessor(resize_method="lanczos3", crop=True)
+    seen = preprocessor.resize(cameras)
+    assert seen.shape == (1, 2, 224, 224, 3)
+    for number, camera in enumerate(cameras):
+        assert torch.equal(seen[:, number], preprocessor.resize(camera.unsqueeze(1))[:, 0])
+    assert preprocessor(cameras).shape == (1, 12, 224, 224)
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
@@ -111,7 +163,7 @@ def test_fast_resize_is_the_same_filter_with_other_rounding(height, width):
     assert (fast.int() - exact.int()).abs().max() <= 2
 
 
-@pytest.mark.parametrize("resize", [resize_exact, resize_fast])
+@pytest.mark.parametrize("resize", [resize_exact, resize_fast, resize_lanczos3])
 def test_an_image_of_the_right_size_is_not_touched(resize):
     images = random_images(2, 224, 224)
     assert torch.equal(resize(images, (224, 224)), images)
@@ -147,8 +199,8 @@ def test_centre_crop_of_everything_and_of_one_colour_changes_nothing():
 def test_the_options_of_the_preprocessor_do_something(golden):
     image = golden["image_256"][None, None]
     plain = ImagePreprocessor()(image)
-    for option in ("fast", "crop"):
-        changed = ImagePreprocessor(**{option: True})(image)
+    for option in ({"fast": True}, {"crop": True}, {"resize_method": "lanczos3"}):
+        changed = ImagePreprocessor(**option)(image)
         assert changed.shape == plain.shape
         assert not torch.equal(changed, plain)
 
@@ -157,7 +209,7 @@ def test_unusable_images_and_preprocessors_are_refused(preprocessor):
     images = random_images(2, 8, 8)
     with pytest.raises(ValueError, match=r"expected \[N, images, H, W, 3\]"):
         pixel_values(images, preprocessor)
-    for refuse in (resize_exact, resize_fast):
+    for refuse in (resize_exact, resize_fast, resize_lanczos3):
         with pytest.raises(ValueError, match=r"torch.float32 .* expected torch.uint8 RGB \[N, H, W, 3\]"):
             refuse(images.float(), (224, 224))
     with pytest.raises(ValueError, match=r"expected torch.uint8 RGB"):

@@ -103,7 +103,10 @@ class PrismaticPolicy(PretrainedPolicy):
         self.chunk_size, self.num_images = chunk_size, num_images
         self.action_dim, self.state_dim = self.adapter.action_dim, self.adapter.state_dim
         self.preprocessor = ImagePreprocessor.from_config(
-            folder.preprocessor, fast=config.fast_resize, crop=config.center_crop
+            folder.preprocessor,
+            resize_method=config.image_resize,
+            fast=config.fast_resize,
+            crop=config.center_crop,
         )
         self.prompts = Prompts(folder.path, config.max_prompt_length)
         self.model = model
@@ -287,7 +290,7 @@ class PrismaticPolicy(PretrainedPolicy):
     def _prefix(
         self, tensordict: TensorDictBase, extra: Tensor | None = None, *, stop: bool = False
     ) -> tuple[Tensor, Tensor]:
-        pixels = self.preprocessor(self.adapter.images(tensordict, self.num_images))
+        pixels = self.preprocessor(self.adapter.cameras(tensordict, self.num_images))
         return self.model.prefix(pixels, tensordict.get(keys.PROMPT_TOKENS), extra, stop=stop)
 
     def _logits(self, states: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from vla_common.settings import Count, Positive, Whole
+from vla_policies.processing.images import RESIZES
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,10 @@ class OpenVLAConfig:
         statistics: what -1 and 1 mean: ``"q99"``, the percentiles 1 and 99, or ``"min_max"`` (ALOHA, RoboTwin).
         action_dim: dimensions that the model predicts; ``None`` for those of the statistics, another number is refused.
         max_prompt_length: tokens of the longest prompt. Padding is cut before it costs anything.
+        image_resize: what resizes every camera: ``"bicubic"``, Pillow's, as openvla-7b, RL4VLA and RLinf do; or
+            ``"lanczos3"``, TensorFlow's after a JPEG round trip, as openvla-oft and SimpleVLA-RL do.
         center_crop: keep the central 0.9 of each image's area, as for checkpoints trained with random crops.
-        fast_resize: resize images a few times faster, with pixels a little off those of the reference.
+        fast_resize: resize bicubically a few times faster, with pixels a little off those of the reference.
         temperature: of the sampling policy, in the rollout and in the update.
         top_k: draw from the likeliest ``top_k`` tokens only, in the rollout and in the update; 0 for all.
         value_head: build a value head; it starts afresh if the checkpoint has none.
@@ -32,12 +35,22 @@ class OpenVLAConfig:
     statistics: Literal["q99", "min_max"] = "q99"
     action_dim: Count | None = None
     max_prompt_length: Count = 128
+    image_resize: Literal["bicubic", "lanczos3"] = "bicubic"
     center_crop: bool = False
     fast_resize: bool = False
     temperature: Positive = 1.0
     top_k: Whole = 0
     value_head: bool = True
     gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.image_resize not in RESIZES:
+            raise ValueError(f"image_resize is {self.image_resize!r}, must be {' or '.join(map(repr, RESIZES))}")
+        if self.fast_resize and self.image_resize != "bicubic":
+            raise ValueError(
+                f"fast_resize is bicubic and image_resize is {self.image_resize!r}, the checkpoint's own; leave "
+                "fast_resize out, or set image_resize='bicubic' for other pixels"
+            )
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,9 @@ class OpenVLAOFTConfig(OpenVLAConfig):
         head: ``"tokens"``, one of 256 bins per action dimension, which reinforcement learning can train; or ``"l1"``,
             the continuous head of the published checkpoints, which has no log-probability.
         layout: ``"official"`` ends the sequence with a stop token, as openvla-oft and SimpleVLA-RL do; ``"rlinf"`` does
-            not. Log-probabilities differ by more than 1 nat between the two: it belongs to the checkpoint.
+            not. Log-probabilities differ by more than 1 nat between the two: it belongs to the checkpoint. So do the
+            pixels: published checkpoints of the official one want ``image_resize="lanczos3"`` and ``center_crop``,
+            which is what they are loaded with.
         num_action_chunks: ``C``, primitive actions per decision.
         num_images_in_input: cameras, the third-person one first, then wrist cameras.
         use_proprio: a token of proprioception after the images.
@@ -67,6 +82,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
     value_per_action: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, choices in (("head", ("tokens", "l1")), ("layout", ("official", "rlinf"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be {' or '.join(map(repr, choices))}")
@@ -77,3 +93,12 @@ class OpenVLAOFTConfig(OpenVLAConfig):
                 f"num_action_chunks is {self.num_action_chunks} and num_images_in_input {self.num_images_in_input}, "
                 "both must be at least 1"
             )
+
+
+def pixels_of(layout: str) -> dict[str, Any]:
+    """Return the settings of the pixels that published checkpoints of a sequence layout were trained on.
+
+    openvla-oft resizes frames of LIBERO and ALOHA so, and SimpleVLA-RL those of LIBERO; RLinf gives its processor the
+    frames as they are, so that ``center_crop`` in its models' configurations changes nothing.
+    """
+    return {"image_resize": "lanczos3", "center_crop": True} if layout == "official" else {}

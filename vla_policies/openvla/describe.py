@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vla_policies.checkpoint.report import NOT_SAID, Report, describe_weights
 from vla_policies.checkpoint.weights import check_layout
+from vla_policies.openvla.config import OpenVLAConfig, pixels_of
 from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.loading import empty_model, unused_by
 from vla_policies.openvla.prompts import Prompts
@@ -27,6 +30,7 @@ def describe(folder: OpenVLAFolder) -> Report:
             facts[name] = str(options.get(option, f"{NOT_SAID}; set {option}"))
     else:
         facts |= {"layout": "one token after the other", "chunk": "1", "images": "1"}
+    facts["pixels"] = _pixels(folder, options.get("layout", "official" if head == "l1" else None))
     facts["statistics"] = _statistics(folder)
     facts["proprioception"] = _name_or_no(folder.proprio_projector)
     facts["FiLM"] = _name_or_no(folder.film)
@@ -50,6 +54,20 @@ def describe(folder: OpenVLAFolder) -> Report:
     except (FileNotFoundError, ValueError) as error:
         report.missing.append(f"weights: {error}")
     return report
+
+
+def _pixels(folder: OpenVLAFolder, layout: str | None) -> str:
+    """Say how cameras are resized and cropped once the checkpoint is loaded."""
+    if folder.options or layout:
+        return _in_words(folder.options or pixels_of(layout or ""))
+    return f"{_in_words({})}; with layout='official' {_in_words(pixels_of('official'))}"
+
+
+def _in_words(settings: Mapping[str, Any]) -> str:
+    resize = settings.get("image_resize", OpenVLAConfig.image_resize)
+    crop = settings.get("center_crop", OpenVLAConfig.center_crop)
+    jpeg = " after a JPEG round trip" if resize == "lanczos3" else ""
+    return f"{resize}{jpeg}, {'the central 0.9 of the area' if crop else 'not cropped'}"
 
 
 def _statistics(folder: OpenVLAFolder) -> str:

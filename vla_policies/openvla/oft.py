@@ -11,7 +11,7 @@ from torch.distributions import Categorical
 
 from vla_common import keys
 from vla_policies.openvla.base import PrismaticPolicy
-from vla_policies.openvla.config import OpenVLAOFTConfig
+from vla_policies.openvla.config import OpenVLAOFTConfig, pixels_of
 from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.model import STOP, Prismatic
@@ -65,7 +65,7 @@ class OpenVLAOFT(PrismaticPolicy):
 
     @classmethod
     def infer_settings(cls, checkpoint: OpenVLAFolder, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
-        """Add head, proprioception and FiLM as the files have them.
+        """Add head, proprioception and FiLM as the files have them, and the pixels of the sequence layout.
 
         Raises:
             ValueError: FiLM that the checkpoint has not, or nobody knows how its sequences end.
@@ -82,6 +82,8 @@ class OpenVLAOFT(PrismaticPolicy):
                     f"{checkpoint.path} does not say how its sequences end; set layout='official' for checkpoints of "
                     "openvla-oft and SimpleVLA-RL, layout='rlinf' for those of RLinf"
                 )
+            for name, value in pixels_of(settings.get("layout", cls.config_class.layout)).items():
+                settings.setdefault(name, value)
         return settings
 
     def heads(self) -> dict[str, nn.Module | None]:

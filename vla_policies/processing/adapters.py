@@ -20,10 +20,7 @@ from torch import Tensor
 from vla_common import keys
 from vla_common.registry import benchmarks
 from vla_common.schema import get_schema
-from vla_policies.processing.images import resize_exact
 from vla_policies.processing.normalization import ActionStatistics
-
-_MODEL_IMAGE = (224, 224)
 
 
 @dataclass(frozen=True)
@@ -126,19 +123,6 @@ class Adapter:
                 f"the statistics {statistics.key!r} are of actions with {len(statistics.action)} dimensions and "
                 f"{self.benchmark} needs {self.model_action_dim}; set unnorm_key to a data set of {self.benchmark}"
             )
-
-    def images(self, tensordict: TensorDictBase, num_images: int = 1) -> Tensor:
-        """Stack what the model looks at: uint8 ``[N, num_images, H, W, 3]``, third-person first, then the wrists.
-
-        Cameras of different sizes are each resized to what the model sees (224), exactly as the checkpoint would.
-
-        Raises:
-            ValueError: the observation has fewer cameras.
-        """
-        cameras = self.cameras(tensordict, num_images)
-        if len({camera.shape for camera in cameras}) > 1:
-            cameras = [resize_exact(camera, _MODEL_IMAGE) for camera in cameras]
-        return torch.stack(cameras, dim=1)
 
     def cameras(self, tensordict: TensorDictBase, num_images: int) -> list[Tensor]:
         """Return ``num_images`` cameras as observed, uint8 ``[N, H, W, 3]`` each: third-person, then the wrists.

@@ -1,13 +1,14 @@
-"""Image preprocessing in plain torch, on uint8 batches and on any device: Pillow's resize to the last bit.
+"""Image preprocessing in plain torch, on uint8 batches and on any device: the pixels that a checkpoint was trained on.
 
 OpenVLA's order is that of the reference: resize to the model's size, crop (optional), scale to 0..1, normalise once per
-vision backbone. A checkpoint is trained on the pixels of one particular resize, so the default reproduces that of the
-reference (Pillow's bicubic) to the last bit.
+vision backbone. A checkpoint is trained on the pixels of one particular resize: Pillow's bicubic, reproduced to the
+last bit, or, of OpenVLA-OFT, a JPEG round trip and TensorFlow's Lanczos filter. No version of an image library decides
+a pixel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,10 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vla_policies.processing.jpeg import jpeg_round_trip
+
 PRECISION_BITS = 22
 """Fixed-point fraction of Pillow's resampling weights for 8-bit images: 32 bits less 8 of a pixel and 2 of headroom."""
 
 CROP_AREA = 0.9
+RESIZES = ("bicubic", "lanczos3")
+"""Ways from a camera to the model's size, see :class:`ImagePreprocessor`."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class ImagePreprocessor:
     Attributes:
         means, stds: one RGB triple per vision backbone (DINOv2, SigLIP), for pixels from 0 to 1.
         size: height and width of the model's input.
+        resize_method: one of ``RESIZES``: ``"bicubic"``, see :func:`resize_exact`, or ``"lanczos3"``, a JPEG round trip
+            before :func:`resize_lanczos3`.
         fast: resize with :func:`resize_fast` instead of :func:`resize_exact`.
         crop: keep the central 0.9 of the area, as policies are evaluated that were trained on random crops of it.
     """
@@ -36,12 +43,15 @@ class ImagePreprocessor:
     means: tuple[tuple[float, ...], ...] = ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5))
     stds: tuple[tuple[float, ...], ...] = ((0.229, 0.224, 0.225), (0.5, 0.5, 0.5))
     size: tuple[int, int] = (224, 224)
+    resize_method: str = "bicubic"
     fast: bool = False
     crop: bool = False
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, fast: bool = False, crop: bool = False) -> ImagePreprocessor:
-        """Read a checkpoint's ``preprocessor_config.json``.
+    def from_config(
+        cls, config: Mapping[str, Any], *, resize_method: str = "bicubic", fast: bool = False, crop: bool = False
+    ) -> ImagePreprocessor:
+        """Read a checkpoint's ``preprocessor_config.json``; it does not know of the other settings.
 
         Raises:
             ValueError: if an entry is missing, or the images are not to be resized as published OpenVLA models do.
@@ -62,24 +72,34 @@ class ImagePreprocessor:
                 "OpenVLA has two, of one size"
             )
         means, stds = (tuple(tuple(rgb) for rgb in config[name]) for name in ("means", "stds"))
-        return cls(means, stds, sizes.pop(), fast=fast, crop=crop)
+        return cls(means, stds, sizes.pop(), resize_method, fast, crop)
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def __call__(self, images: Tensor | Sequence[Tensor]) -> Tensor:
         """See :func:`pixel_values`."""
         return pixel_values(images, self)
 
-    def resize(self, images: Tensor) -> Tensor:
-        """Return all that the model sees of its cameras: uint8 ``[N, n, H, W, 3]`` to ``[N, n, h, w, 3]``, cropped.
+    def resize(self, images: Tensor | Sequence[Tensor]) -> Tensor:
+        """Return all that the model sees of its cameras, cropped: uint8 ``[N, n, h, w, 3]``.
+
+        Args:
+            images: uint8 ``[N, n, H, W, 3]``, or of each camera ``[N, H, W, 3]``, of its own size.
 
         Raises:
             ValueError: if ``images`` are of another shape or type.
         """
-        if images.ndim != 5 or images.shape[-1] != 3:
-            raise ValueError(f"images of shape {tuple(images.shape)}; expected [N, images, H, W, 3]")
-        flat = (resize_fast if self.fast else resize_exact)(images.flatten(0, 1), self.size)
-        if self.crop:
-            flat = center_crop(flat)
-        return flat.unflatten(0, images.shape[:2])
+        if isinstance(images, Tensor):
+            if images.ndim != 5 or images.shape[-1] != 3:
+                raise ValueError(f"images of shape {tuple(images.shape)}; expected [N, images, H, W, 3]")
+            images = images.unbind(1)
+        return torch.stack([self._resize_camera(camera) for camera in images], dim=1)
+
+    def _resize_camera(self, images: Tensor) -> Tensor:
+        _check(images)
+        if self.resize_method == "lanczos3":
+            images = resize_lanczos3(jpeg_round_trip(images), self.size)
+        else:
+            images = (resize_fast if self.fast else resize_exact)(images, self.size)
+        return center_crop(images) if self.crop else images
 
     def normalize(self, images: Tensor) -> Tensor:
         """Scale what :meth:`resize` returned for each vision backbone: uint8 to float32 ``[N, 6 n, h, w]``."""
@@ -88,11 +108,11 @@ class ImagePreprocessor:
         return torch.cat(scaled, dim=1).unflatten(0, images.shape[:2]).flatten(1, 2)
 
 
-def pixel_values(images: Tensor, preprocessor: ImagePreprocessor) -> Tensor:
+def pixel_values(images: Tensor | Sequence[Tensor], preprocessor: ImagePreprocessor) -> Tensor:
     """Return the input of the vision backbone.
 
     Args:
-        images: uint8 ``[N, n, H, W, 3]``, ``n`` cameras, the third-person one first.
+        images: uint8 ``[N, n, H, W, 3]``, ``n`` cameras, the third-person one first; or each of its own size.
         preprocessor: of the checkpoint.
 
     Returns:
@@ -133,6 +153,30 @@ def resize_exact(images: Tensor, size: tuple[int, int], kernel: str = "bicubic")
             for part in parts
         ]
     )
+
+
+def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize as TensorFlow's ``tf.image.resize(..., method="lanczos3", antialias=True)``, rounded and clipped.
+
+    float32, pixels' centres at halves, the kernel widened when shrinking and cut off at the border; not rounded between
+    rows and columns. Shapes as in :func:`resize_exact`.
+
+    Raises:
+        ValueError: if ``images`` are of another shape or type.
+    """
+    _check(images)
+    if images.shape[1:3] == size:
+        return images
+    parts = images.split(1) if images.device.type == "cpu" else [images]
+    resized = []
+    for part in parts:
+        values = part.float()
+        for dim in (1, 2):
+            if values.shape[dim] != size[dim - 1]:
+                first, weights = (table.to(images.device) for table in _lanczos3(values.shape[dim], size[dim - 1]))
+                values = _filtered(values, dim, first, weights)
+        resized.append(values.round_().clamp_(0, 255).to(torch.uint8))
+    return torch.cat(resized)
 
 
 def resize_with_pad(images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -226,11 +270,22 @@ def _resize_rows(images: Tensor, length: int, kernel: str) -> Tensor:
         return images
     first, weights = (values.to(images.device) for values in _weights(images.shape[1], length, kernel))
     rows = images.to(torch.int32, memory_format=torch.contiguous_format)
-    total = torch.full_like(rows[:, :1], 1 << (PRECISION_BITS - 1)).repeat(1, length, 1, 1)
-    for tap, weight in enumerate(weights):
-        index = (first + tap).clamp_(max=images.shape[1] - 1)
-        total.addcmul_(rows.index_select(1, index), weight.view(-1, 1, 1))
+    total = _filtered(rows, 1, first, weights, 1 << (PRECISION_BITS - 1))
     return (total >> PRECISION_BITS).clamp_(0, 255).to(torch.uint8)
+
+
+def _filtered(values: Tensor, dim: int, first: Tensor, weights: Tensor, start: int = 0) -> Tensor:
+    """Return ``start`` plus the weighted sums of ``values`` ``[N, H, W, 3]`` from ``first`` ``[new]`` on along ``dim``.
+
+    ``weights`` are ``[taps, new]``; those of inputs beyond the border are 0.
+    """
+    shape = list(values.shape)
+    shape[dim] = len(first)
+    total = values.new_full(shape, start)
+    for tap, weight in enumerate(weights):
+        index = (first + tap).clamp_(max=values.shape[dim] - 1)
+        total.addcmul_(values.index_select(dim, index), weight.view(-1, *[1] * (3 - dim)))
+    return total
 
 
 @lru_cache(maxsize=64)
@@ -257,3 +312,23 @@ def _weights(old: int, new: int, kernel: str) -> tuple[Tensor, Tensor]:
     weights = weights * (position < last)
     weights = weights / weights.sum(0) * (1 << PRECISION_BITS)
     return first, (weights + weights.sign() / 2).to(torch.int32)
+
+
+@lru_cache(maxsize=64)
+def _lanczos3(old: int, new: int) -> tuple[Tensor, Tensor]:
+    """Return the first input of each output int64 ``[new]``, and its weights float32 ``[taps, new]`` of sum 1.
+
+    ``3 sin(pi x) sin(pi x / 3) / (pi x)^2`` up to 3, as wide as the scale when it shrinks. float32 throughout, which
+    decides whether an input at the very edge of the kernel counts.
+    """
+    scale = 1 / (torch.tensor(float(new)) / old)
+    stretch = scale.clamp(min=1)
+    centre = (torch.arange(new) + 0.5) * scale
+    first = (centre - 3 * stretch - 0.5).ceil().long().clamp(0, old - 1)
+    last = (centre + 3 * stretch - 0.5).floor().long().clamp(0, old - 1) + 1
+    position = first + torch.arange(int((last - first).max())).unsqueeze(1)
+    x = ((position + 0.5 - centre) / stretch).abs()
+    angle = torch.pi * x
+    weights = torch.where(x > 1e-3, 3 * angle.sin() * (angle / 3).sin() / angle.square(), 1.0)
+    weights = weights * ((position < last) & (x <= 3))
+    return first, weights / weights.sum(0)
