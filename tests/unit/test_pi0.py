@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import torch
+from closeness import assert_near, relative
 from openvla_checkpoint import act
-from pi0_checkpoint import GOLDEN, TOKENIZER, golden, make_checkpoint, statistics
+from pi0_checkpoint import GOLDEN, TOKENIZER, add_rlinf_heads, golden, make_checkpoint, statistics
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchrl.envs.utils import ExplorationType
@@ -334,6 +335,113 @@ def test_statistics_where_rlinfs_checkpoints_have_them(tmp_path):
     (folder / "assets").rename(folder / "elsewhere")
     (folder / "assets").symlink_to(folder / "elsewhere")
     assert list(Pi0Folder.read(folder).statistics) == ["metaworld"]
+
+
+# ---- RLinf's heads
+
+FLOW_NOISE = {"method": "flow_noise", "noise_std_range": (0.05, 0.3)}
+
+
+@pytest.fixture
+def rlinf(name, model, tmp_path):
+    """A checkpoint with RLinf's heads, which reads PaliGemma or the expert; returns it and the heads' tensors."""
+    expert = model.config.expert.width
+
+    def rlinf(read=expert, **sizes):
+        folder = make_checkpoint(tmp_path / "rlinf", name)
+        return folder, add_rlinf_heads(folder, read, expert, model.config.action_dim, **sizes)
+
+    return rlinf
+
+
+def load_rlinf(folder, name, **settings):
+    return Pi0.from_pretrained(folder, benchmark="metaworld", config_name=NAMES[name], **settings)
+
+
+def rlinf_value(weights, features):
+    for layer in (0, 2, 4):
+        features = (features @ weights[f"value_head.mlp.{layer}.weight"].T + weights[f"value_head.mlp.{layer}.bias"]).relu()
+    return features @ weights["value_head.mlp.6.weight"].T + weights["value_head.mlp.6.bias"]
+
+
+def rlinf_deviation(weights, hidden):
+    for layer in range(3):
+        name = f"noise_head.mlp_logvar.moduleList.{layer}.linear_1"
+        hidden = (hidden @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]).tanh()
+    low, high = weights["noise_head.logvar_min"], weights["noise_head.logvar_max"]
+    return ((low + (high - low) * (hidden + 1) / 2) / 2).exp()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reads", [None, "mean"])
+def test_rlinfs_heads_compute_what_they_do_there(rlinf, name, model, reads, seen, tmp_path):
+    language, expert = model.config.language.width, model.config.expert.width
+    folder, weights = rlinf(language if reads else expert)
+    policy = load_rlinf(folder, name, value_after_vlm=reads, **FLOW_NOISE)
+    features, hidden = torch.randn(4, language if reads else expert), torch.randn(4, 6, expert)
+    assert relative(policy.value_head(features), rlinf_value(weights, features)) < 1e-6
+    assert relative(policy.noise_network(hidden), rlinf_deviation(weights, hidden)) < 1e-6
+    assert not any(key.startswith(("value_head", "noise_head")) for key in policy.unused_tensors)
+    assert "RLinf" in inspect_policy(folder).facts["heads"]
+    policy.save_pretrained(tmp_path / "ours")
+    again = load_policy(tmp_path / "ours")
+    first, second = (
+        act(one, seen.clone(), ExplorationType.DETERMINISTIC)[keys.STATE_VALUE] for one in (policy, again)
+    )
+    assert torch.equal(first, second)
+    assert not any("_head." in key for key in load_file(tmp_path / "ours" / "model.safetensors") if "lm_head" not in key)
+
+
+def test_rlinfs_heads_that_are_not_built_are_written_again(rlinf, name, tmp_path):
+    folder, weights = rlinf()
+    policy = load_rlinf(folder, name, value_head=False)
+    assert policy.value_head is None
+    policy.save_pretrained(tmp_path / "ours")
+    saved = load_file(tmp_path / "ours" / "model.safetensors")
+    assert all(torch.equal(saved[key], tensor) for key, tensor in weights.items())
+    built = load_policy(tmp_path / "ours", value_head=True)
+    assert torch.equal(built.value_head[0].weight, weights["value_head.mlp.0.weight"])
+
+
+def test_rlinfs_heads_in_bfloat16(rlinf, name):
+    folder, weights = rlinf()
+    stored = load_file(folder / "model.safetensors")
+    save_file({key: tensor.bfloat16() for key, tensor in stored.items()}, folder / "model.safetensors")
+    policy = load_rlinf(folder, name, **FLOW_NOISE)
+    assert torch.equal(policy.value_head[2].weight, weights["value_head.mlp.2.weight"].bfloat16().float())
+
+
+def test_settings_that_do_not_fit_rlinfs_heads_are_refused(rlinf, name, model):
+    language, expert = model.config.language.width, model.config.expert.width
+    assert language != expert
+    folder, _ = rlinf(language)
+    with pytest.raises(ValueError, match=f"reads {language} numbers, PaliGemma's; set value_after_vlm=mean"):
+        load_rlinf(folder, name)
+    with pytest.raises(ValueError, match=r"set noise_std_range=\[0.05,0.3\]"):
+        load_rlinf(folder, name, value_after_vlm="last", method="flow_noise")
+    folder, _ = rlinf(expert)
+    with pytest.raises(ValueError, match=f"reads {expert} numbers, the action expert's; set value_after_vlm=null"):
+        load_rlinf(folder, name, value_after_vlm="mean")
+    folder, _ = rlinf(expert + 1)
+    with pytest.raises(ValueError, match="of another model"):
+        load_rlinf(folder, name)
+
+
+def test_weights_of_an_rlinf_run_have_to_be_converted(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    (folder / "actor" / "model_state_dict").mkdir(parents=True)
+    (folder / "model.safetensors").rename(folder / "actor" / "model_state_dict" / "full_weights.pt")
+    with pytest.raises(ValueError, match="is a pickle; convert it with RLinf's .*convert_pt_to_hf"):
+        Pi0Folder.read(folder)
+
+
+def test_a_new_value_head_starts_as_rlinfs(make):
+    layers = [layer for layer in make().value_head if isinstance(layer, torch.nn.Linear)]
+    assert [layer.out_features for layer in layers] == [512, 256, 128, 1]
+    for layer in layers[:-1]:  # Kaiming by fan-out: variance 2 / out
+        assert layer.weight.std().item() == pytest.approx((2 / layer.out_features) ** 0.5, rel=0.05)
+    assert layers[-1].weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert not any(layer.bias.any() for layer in layers)
 
 
 # ---- reinforcement learning

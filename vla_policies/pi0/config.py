@@ -28,7 +28,8 @@ class Pi0Config(FlowConfig):
         train_expert_only: freeze PaliGemma. What it makes of a decision is then computed once per update.
         prefix_cache_gb: memory for that, in GB; if it does not suffice it is computed anew for each minibatch.
         value_after_vlm: the value head reads PaliGemma (``"mean"``, ``"last"`` or ``"first"`` of its tokens); ``None``:
-            it reads the mean of the action expert's tokens.
+            it reads the mean of the action expert's tokens. Padding is not read; RLinf's mean and last include it, so
+            that a head which RLinf trained on them sees other numbers here.
         chunk_critic_input: only of the first ``C`` of those.
         gradient_checkpointing: recompute activations in the update instead of keeping them.
     """
