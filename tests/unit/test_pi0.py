@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torchrl.envs.utils import ExplorationType
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common import keys
+from vla_envs import make_spec
 from vla_policies import Pi0, load_policy, make_example
 from vla_policies.checkpoint.lora import add_lora, has_lora, merge_adapter
 from vla_policies.checkpoint.weights import load_weights
@@ -24,7 +27,7 @@ from vla_policies.pi0.folder import EMBEDDINGS, LM_HEAD, Pi0Folder, Pi0Statistic
 from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig
 from vla_policies.pi0.presets import get_adapter, get_preset, list_presets
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
-from vla_policies.registry import inspect_policy
+from vla_policies.registry import inspect_policy, make_policy
 
 NAMES = {"pi0_tiny": "pi0_metaworld", "pi05_tiny": "pi05_metaworld"}
 
@@ -262,10 +265,29 @@ def test_prompts():
     assert "-1 0 128 255 255" in text.replace(" ⁇ ", "")
     with pytest.raises(ValueError, match="instruction is empty"):
         prompts([" "])
-    with pytest.raises(ValueError, match="max_prompt_length is 40"):
+    with pytest.raises(ValueError, match=r"max_prompt_length=40: .* type policy.max_prompt_length=\d+,"):
         prompts(["word " * 60])
     with pytest.raises(ValueError, match="no sentencepiece file"):
         Pi0Prompts(b"nothing", 40)
+
+
+def test_a_prompt_that_only_some_episodes_have_is_refused_before_they_begin(name, folder):
+    """The pattern and most sentences fit, one does not: it is found without a simulator, with the length to type."""
+    long = "put the word " + 20 * "and the other word " + "on the plate"
+    spec = make_spec("metaworld/push")
+    task = replace(spec.tasks[0], instruction="put {object} on {plate}", instructions=("put it down", long, "lift it"))
+    spec = replace(spec, tasks=(task,))
+    settings = {"family": "pi0", "checkpoint": folder, "config_name": NAMES[name], "max_prompt_length": 48}
+    with pytest.raises(ValueError, match=r"^policy\.max_prompt_length=48: the prompt of 'put the word") as refused:
+        make_policy(spec, **settings)
+    needed = int(re.search(r"type policy\.max_prompt_length=(\d+)", str(refused.value))[1])
+    with pytest.raises(ValueError, match=f"max_prompt_length={needed}"):
+        make_policy(spec, **{**settings, "max_prompt_length": needed - 1})
+    assert make_policy(spec, **{**settings, "max_prompt_length": needed}).prompts.max_length == needed
+
+
+def test_the_longest_prompt_by_default(make, name):
+    assert make().prompts.max_length == {"pi0_tiny": 48, "pi05_tiny": 200}[name]
 
 
 @pytest.mark.parametrize("config_name", list_presets())
@@ -360,7 +382,9 @@ def load_rlinf(folder, name, **settings):
 
 def rlinf_value(weights, features):
     for layer in (0, 2, 4):
-        features = (features @ weights[f"value_head.mlp.{layer}.weight"].T + weights[f"value_head.mlp.{layer}.bias"]).relu()
+        features = (
+            features @ weights[f"value_head.mlp.{layer}.weight"].T + weights[f"value_head.mlp.{layer}.bias"]
+        ).relu()
     return features @ weights["value_head.mlp.6.weight"].T + weights["value_head.mlp.6.bias"]
 
 
@@ -385,11 +409,11 @@ def test_rlinfs_heads_compute_what_they_do_there(rlinf, name, model, reads, seen
     assert "RLinf" in inspect_policy(folder).facts["heads"]
     policy.save_pretrained(tmp_path / "ours")
     again = load_policy(tmp_path / "ours")
-    first, second = (
-        act(one, seen.clone(), ExplorationType.DETERMINISTIC)[keys.STATE_VALUE] for one in (policy, again)
-    )
+    first, second = (act(one, seen.clone(), ExplorationType.DETERMINISTIC)[keys.STATE_VALUE] for one in (policy, again))
     assert torch.equal(first, second)
-    assert not any("_head." in key for key in load_file(tmp_path / "ours" / "model.safetensors") if "lm_head" not in key)
+    assert not any(
+        "_head." in key for key in load_file(tmp_path / "ours" / "model.safetensors") if "lm_head" not in key
+    )
 
 
 def test_rlinfs_heads_that_are_not_built_are_written_again(rlinf, name, tmp_path):
@@ -431,7 +455,7 @@ def test_weights_of_an_rlinf_run_have_to_be_converted(tmp_path):
     folder = make_checkpoint(tmp_path)
     (folder / "actor" / "model_state_dict").mkdir(parents=True)
     (folder / "model.safetensors").rename(folder / "actor" / "model_state_dict" / "full_weights.pt")
-    with pytest.raises(ValueError, match="is a pickle; convert it with RLinf's .*convert_pt_to_hf"):
+    with pytest.raises(ValueError, match=r"is a pickle; convert it with RLinf's .*convert_pt_to_hf"):
         Pi0Folder.read(folder)
 
 

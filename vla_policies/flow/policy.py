@@ -60,9 +60,7 @@ class FlowPolicy(VLAPolicy):
         self.register_buffer("noise_level", torch.tensor(level))  # saved, because it may be annealed
         self.noise_network: nn.Module | None = None
         if config.method == "flow_noise":
-            self.noise_network = flow.NoiseNetwork(
-                hidden_size, model_action_dim, config.noise_std_range, noise_widths
-            )
+            self.noise_network = flow.NoiseNetwork(hidden_size, model_action_dim, config.noise_std_range, noise_widths)
         self.out_keys = [keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP, keys.ACTION]
         self.out_keys += [keys.ACTION_LOG_PROB] if config.method != "flow_ode" else []
         self.out_keys += [keys.STATE_VALUE] if config.value_head else []

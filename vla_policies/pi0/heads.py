@@ -89,7 +89,9 @@ class StoredHeads:
             return
         problem = f"value_after_vlm={value_after_vlm or 'null'}: the value head of {self.path} reads {sizes[0]} numbers"
         if sizes[0] == language:
-            raise SettingError(f"{problem}, PaliGemma's; set value_after_vlm=mean (or last or first, as it was trained)")
+            raise SettingError(
+                f"{problem}, PaliGemma's; set value_after_vlm=mean (or last or first, as it was trained)"
+            )
         if sizes[0] == expert:
             raise SettingError(f"{problem}, the action expert's; set value_after_vlm=null")
         raise SettingError(
@@ -106,7 +108,7 @@ class StoredHeads:
         pairs = zip(trained, noise_std_range, strict=False)
         if any(abs(one - other) > _BFLOAT16 * one for one, other in pairs):
             raise SettingError(
-                f"noise_std_range={list(noise_std_range)}: the noise head of {self.path} was trained with other bounds; "
+                f"noise_std_range={list(noise_std_range)}: the noise head of {self.path} was trained with others; "
                 f"set noise_std_range=[{','.join(f'{bound:.2g}' for bound in trained)}]"
             )
 
