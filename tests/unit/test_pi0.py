@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from closeness import assert_near, relative
+from closeness import assert_near, relative, rounding_error
 from openvla_checkpoint import act
 from pi0_checkpoint import GOLDEN, TOKENIZER, add_rlinf_heads, golden, make_checkpoint, statistics
 from safetensors.torch import load_file, save_file
@@ -80,35 +80,29 @@ def seen():
 # ---- recorded outputs
 
 
-def near(found, expected, tolerance=1e-5):
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
-
-
 @torch.no_grad()
 def test_prefix(model, recorded):
     embeddings, valid = model.embed_prefix(*inputs(recorded))
-    near(embeddings[:, ::8], recorded["prefix_embs_strided"])
+    assert_near(embeddings[:, ::8], recorded["prefix_embs_strided"])
     assert torch.equal(valid, recorded["prefix_pad_masks"])
     prefix = model.prefix(*inputs(recorded), output=True)
     kept = valid[:, ::8]
-    # 1.1e-5 on numbers up to 5: the reference's attention is written out, ours is fused.
-    found, expected = prefix.output[:, ::8][kept], recorded["prefix_out_strided"][kept]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1.2e-5)
+    assert_near(prefix.output[:, ::8][kept], recorded["prefix_out_strided"][kept])
     for layer, pair in enumerate(prefix.layers):
         for found, letter in zip(pair, "kv", strict=True):
             expected = recorded[f"kv_{letter}{layer}_strided"].transpose(1, 2)[kept]
-            torch.testing.assert_close(found[:, :, ::8].transpose(1, 2)[kept], expected, rtol=1e-5, atol=1.2e-5)
+            assert_near(found[:, :, ::8].transpose(1, 2)[kept], expected)
 
 
 @torch.no_grad()
 def test_suffix_and_velocity(model, recorded):
     tokens, condition = model.embed_suffix(recorded["x_t"], recorded["t"], recorded["state"])
-    near(tokens, recorded["suffix_embs"])
+    assert_near(tokens, recorded["suffix_embs"])
     if "adarms_cond" in recorded:
-        near(condition, recorded["adarms_cond"])
+        assert_near(condition, recorded["adarms_cond"])
     prefix = model.prefix(*inputs(recorded))
     assert prefix.output is None
-    near(model.velocity(prefix, recorded["x_t"], recorded["t"], recorded["state"])[0], recorded["v_t"])
+    assert_near(model.velocity(prefix, recorded["x_t"], recorded["t"], recorded["state"])[0], recorded["v_t"])
 
 
 @torch.no_grad()
@@ -118,7 +112,7 @@ def test_samples(model, recorded, steps):
     for number in range(steps):
         now, then = schedule[number].expand(2), schedule[number + 1].expand(2)
         x = euler(x, model.velocity(prefix, x, now, recorded["state"])[0], now, then)
-    near(x, recorded[f"sample_{steps}steps"])
+    assert_near(x, recorded[f"sample_{steps}steps"])
 
 
 def test_loss_and_gradients(model, recorded, name):
@@ -128,17 +122,18 @@ def test_loss_and_gradients(model, recorded, name):
     # The square of errors up to 4 doubles and quadruples rounding: the attention has to be written out as there.
     with sdpa_kernel(SDPBackend.MATH):
         speed, _ = model.velocity(model.prefix(*inputs(recorded)), noisy, recorded["t"], recorded["state"])
-    near(speed, recorded["v_at_training_xt"])
+    assert_near(speed, recorded["v_at_training_xt"])
     loss = (recorded["noise"] - recorded["actions"] - speed).square()
-    near(loss, recorded["flow_loss_elementwise"], 2e-5)
+    assert_near(loss, recorded["flow_loss_elementwise"], roundings=128)
     loss.mean().backward()
     expected = json.loads((GOLDEN / name / "grad_norms.json").read_text())
     found = {key: p.grad.norm().item() for key, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     compared = 0
+    largest = max(norm for norm in expected.values() if norm is not None)
     for key, norm in expected.items():
         key = EMBEDDINGS if key == LM_HEAD else key
         if norm is not None and norm >= 1e-5:
-            assert found[key] == pytest.approx(norm, rel=1e-4, abs=1e-5), key
+            assert found[key] == pytest.approx(norm, rel=1e-5, abs=1e-7 * largest), key
             compared += 1
     assert compared > 70
 
@@ -150,7 +145,7 @@ def test_a_masked_camera_can_be_left_out(model, recorded):
     assert not image_valid[0, 2]
     short = model.prefix(pixels[:, :2], None, tokens, token_valid)
     arguments = (recorded["x_t"][1:], recorded["t"][1:], recorded["state"][1:])
-    near(model.velocity(short, *arguments)[0], recorded["v_t"][1:])
+    assert_near(model.velocity(short, *arguments)[0], recorded["v_t"][1:])
 
 
 @pytest.mark.parametrize("variant", ["pi0", "pi05"])
@@ -225,7 +220,7 @@ def test_bfloat16_and_lora(make, seen, tmp_path):
     assert again.model.dtype == torch.bfloat16
     assert again.model.action_in_proj.weight.dtype == torch.float32
     greedy = ExplorationType.DETERMINISTIC
-    near(act(again, seen, greedy)[keys.ACTION], act(policy, seen, greedy)[keys.ACTION])
+    assert_near(act(again, seen, greedy)[keys.ACTION], act(policy, seen, greedy)[keys.ACTION])
     merge_adapter(policy)
     assert policy.prefix_is_frozen
     assert policy.model.action_in_proj.weight.requires_grad
@@ -237,17 +232,23 @@ def test_bfloat16_and_lora(make, seen, tmp_path):
 def test_a_bfloat16_model_acts_like_the_float32_one(make, seen):
     dtypes, greedy = (torch.float32, torch.bfloat16), ExplorationType.DETERMINISTIC
     exact, rounded = (act(make(dtype=dtype), seen.clone(), greedy)[keys.ACTION] for dtype in dtypes)
-    assert (exact - rounded).norm() < 0.05 * exact.norm()  # eight bits, through five steps
+    sizes = make().model.config
+    layers = sizes.vision.depth + sizes.language.depth + sizes.expert.depth
+    assert 0 < relative(rounded, exact) < rounding_error(torch.bfloat16, layers)
 
 
 def test_statistics():
     raw = statistics(4)
     values = torch.tensor([[0.1, 0.6, -0.4, 1.1]])
-    near(Pi0Statistics("x", raw, quantiles=False).normalize("state", values), torch.tensor([[0.0, 1.0, -1.0, 2.0]]))
-    near(Pi0Statistics("x", raw, quantiles=True).normalize("state", values), torch.tensor([[0.0, 0.5, -0.5, 1.0]]))
+    assert_near(
+        Pi0Statistics("x", raw, quantiles=False).normalize("state", values), torch.tensor([[0.0, 1.0, -1.0, 2.0]])
+    )
+    assert_near(
+        Pi0Statistics("x", raw, quantiles=True).normalize("state", values), torch.tensor([[0.0, 0.5, -0.5, 1.0]])
+    )
     for quantiles in (False, True):
         found = Pi0Statistics("x", raw, quantiles)
-        near(found.unnormalize("actions", found.normalize("actions", values)), values)
+        assert_near(found.unnormalize("actions", found.normalize("actions", values)), values)
 
 
 def test_prompts():
@@ -305,9 +306,9 @@ def test_relative_actions_are_relative_to_the_state(tmp_path):
     actions = torch.randn(2, 5, 7)
     simulated = policy.to_simulator(actions, states)
     plain = policy.statistics.unnormalize("actions", actions)
-    near(simulated[..., :6], plain[..., :6] + states[:, None, :6])
-    near(simulated[..., 6], plain[..., 6])
-    near(policy.to_model(simulated, states), actions, 1e-4)
+    assert_near(simulated[..., :6], plain[..., :6] + states[:, None, :6])
+    assert_near(simulated[..., 6], plain[..., 6])
+    assert_near(policy.to_model(simulated, states), actions)
 
 
 @pytest.mark.parametrize("benchmark", ["calvin", "maniskill"])
@@ -479,12 +480,12 @@ def test_the_ratio_is_one_and_a_kept_prefix_changes_nothing(make, seen, method, 
     assert stored[keys.ACTION].shape == (3, 5, 4)
     assert stored[keys.DENOISE_CHAIN].shape[2:] == (6, 8)
     plain = policy.evaluate_actions(stored)
-    near(plain[0], stored[keys.ACTION_LOG_PROB])
-    near(plain[2], stored[keys.STATE_VALUE], 1e-6)
+    assert_near(plain[0], stored[keys.ACTION_LOG_PROB])
+    assert_near(plain[2], stored[keys.STATE_VALUE])
     prepared = policy.precompute(stored.clone())
     assert prepared.get(keys.PREFIX_KEYS, None) is not None
     for first, second in zip(plain, policy.evaluate_actions(prepared[torch.tensor([2, 0])]), strict=True):
-        near(second, first[torch.tensor([2, 0])])
+        assert_near(second, first[torch.tensor([2, 0])])
 
 
 def test_the_prefix_is_kept_only_if_it_is_frozen_and_fits(make, seen):
