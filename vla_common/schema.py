@@ -74,7 +74,7 @@ class EnvironmentShape(Protocol):
 
     @property
     def tasks(self) -> Sequence[Any]:
-        """Its tasks, each with an ``instruction``."""
+        """Its tasks, each with an ``instruction``; and ``instructions``, where that is a pattern."""
 
     @property
     def action_low(self) -> tuple[float, ...]:

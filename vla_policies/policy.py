@@ -213,7 +213,9 @@ class VLAPolicy(TensorDictModuleBase):
                 f"the policy looks at wrist cameras and {name} has none; use a checkpoint that was trained with one "
                 "image"
             )
-        if instructions := [task.instruction for task in shape.tasks]:
+        # A pattern is read as well: it stands in for the instruction of a simulator that is not used yet.
+        instructions = [text for task in shape.tasks for text in (task.instruction, *getattr(task, "instructions", ()))]
+        if instructions:
             # Large states have the longest numbers, for prompts that list them.
             self.prompt_tokens(instructions, torch.full((len(instructions), shape.state_dim), 1e6))
 

@@ -89,9 +89,9 @@ def make_policy(
             policy = found.from_pretrained(path, device=found.default_device(), **chosen)
         else:
             policy = policy_class.make(shape, checkpoint or None, **chosen)
+        policy.check_environment(shape)
     except SettingError as error:
         raise ValueError(f"policy.{error}") from error
-    policy.check_environment(shape)
     return policy
 
 

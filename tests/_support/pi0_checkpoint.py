@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import torch
 from paths import GOLDEN
+from safetensors.torch import load_file, save_file
 
 TOKENIZER = GOLDEN / "tokenizer_paligemma_like" / "tiny.model"
 
@@ -30,3 +31,25 @@ def make_checkpoint(folder, name="pi0_tiny", size=8, horizon=6):
     (folder / "assets" / "tiny" / "norm_stats.json").write_text(json.dumps({"norm_stats": statistics(size)}))
     shutil.copy(TOKENIZER, folder / "paligemma_tokenizer.model")
     return folder
+
+
+def add_rlinf_heads(folder, read, hidden, actions, widths=(20, 12, 6), noise_widths=(10, 7), bounds=(0.05, 0.3)):
+    """Add a value head of ``read`` numbers and a noise head to a checkpoint, by RLinf's names; returns their tensors.
+
+    Its ``ValueHead(read, widths, activation="relu", bias_last=True)`` and ``ExploreNoiseNet(hidden, actions,
+    noise_widths, "tanh", bounds)`` have these in their ``state_dict()``.
+    """
+    generator = torch.Generator().manual_seed(5)
+    found = {}
+    value_sizes, noise_sizes = (read, *widths, 1), (hidden, *noise_widths, actions)
+    layers = [(f"value_head.mlp.{2 * n}", value_sizes[n : n + 2]) for n in range(len(value_sizes) - 1)]
+    layers += [
+        (f"noise_head.mlp_logvar.moduleList.{n}.linear_1", noise_sizes[n : n + 2]) for n in range(len(noise_sizes) - 1)
+    ]
+    for name, (before, after) in layers:
+        found[f"{name}.weight"] = torch.randn(after, before, generator=generator) / before**0.5
+        found[f"{name}.bias"] = torch.randn(after, generator=generator)
+    for name, bound in zip(("logvar_min", "logvar_max"), bounds, strict=True):
+        found[f"noise_head.{name}"] = torch.tensor([bound**2]).log()
+    save_file({**load_file(folder / "model.safetensors"), **found}, folder / "model.safetensors")
+    return found

@@ -681,3 +681,24 @@ env.close()
         capture_output=True, text=True, timeout=800, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_plate25
+@pytest.mark.parametrize("only", [None, {"object": [17, 20]}])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_instruction_of_an_episode_is_known_before_the_simulator_starts(name, only):
+    split = make_split(name, "test")
+    if only and not set(only["object"]) <= set(split.values["object"]):
+        only = {"object": [3, 5]}
+    (task,) = make_spec(f"maniskill/{name}:test", only=only).tasks
+    folder, rng, met = assets.find_assets(), np.random.default_rng(0), set()
+    for number in rng.integers(len(split), size=2000):
+        now = split.decode(int(number))
+        if only is None or now.object in only["object"]:
+            met.add(assets.instruction(folder, TEMPLATES[now.template], now.object, now.plate))
+    assert met <= set(task.instructions)
+    assert len(met) > 0.9 * len(task.instructions)  # and few that no episode has
+
+
+def test_without_assets_there_are_no_instructions_yet(tmp_path):
+    assert make_spec(f"maniskill/{MAIN}", assets=str(tmp_path)).tasks[0].instructions == ()

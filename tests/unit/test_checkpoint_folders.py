@@ -48,6 +48,11 @@ def model_of(folder):
     return model, unused_by(model)
 
 
+def hidden_size(folder):
+    """Width of the language model, from its weights."""
+    return list_weights(folder)["language_model.model.norm.weight"].shape[0]
+
+
 def change_json(file, **entries):
     file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
@@ -100,7 +105,7 @@ def test_a_folder_is_read_and_its_statistics_file_wins(checkpoint):
     assert folder.family == "openvla"
     assert not folder.family_is_known
     assert folder.has_weights
-    assert folder.config["text_config"]["hidden_size"] == 32
+    assert folder.config["text_config"]["hidden_size"] == hidden_size(checkpoint)
     assert folder.preprocessor["means"]
     assert {"tokenizer.json", "preprocessor_config.json"} <= folder.files.keys()
     (checkpoint / "dataset_statistics.json").write_text('{"other": {}}')
@@ -228,7 +233,8 @@ def test_keys_and_shapes_that_do_not_fit_are_listed(checkpoint):
     weights = load_file(checkpoint / "model.safetensors")
     del weights["projector.fc2.bias"]
     weights["projector.fc4.bias"] = torch.zeros(3)
-    weights["projector.fc3.weight"] = torch.zeros(32, 31)
+    size = hidden_size(checkpoint)
+    weights["projector.fc3.weight"] = weights["projector.fc3.weight"][:, 1:].contiguous()
     save_file(weights, checkpoint / "model.safetensors")
     folder = OpenVLAFolder.read(checkpoint)
     model, unused = model_of(folder)
@@ -238,7 +244,7 @@ def test_keys_and_shapes_that_do_not_fit_are_listed(checkpoint):
         str(checkpoint),
         "lacks projector.fc2.bias",
         "unknown projector.fc4.bias",
-        "projector.fc3.weight [32, 31] instead of [32, 32]",
+        f"projector.fc3.weight [{size}, {size - 1}] instead of [{size}, {size}]",
     ):
         assert part in str(error.value)
     assert all(parameter.is_meta for parameter in model.parameters()), "checked before anything is read"
@@ -307,14 +313,15 @@ def test_loading_peaks_at_no_more_than_a_fifth_over_the_weights(tmp_path, dtype)
 def test_heads_are_read_from_pickles_of_tensors_only(tmp_path):
     make_checkpoint(tmp_path, heads=True)
     folder = OpenVLAFolder.read(tmp_path)
-    head, projector = L1Head(32, 7), ProprioProjector(8, 32)
+    size = hidden_size(tmp_path)
+    head, projector = L1Head(size, 7), ProprioProjector(8, size)
     load_head(head, folder.action_head)
     load_head(projector, folder.proprio_projector, dtype=torch.bfloat16)
     stored = load_file(OFT / "action_head--golden_checkpoint.safetensors")
     assert all(torch.equal(tensor, stored[f"module.{key}"]) for key, tensor in head.state_dict().items())
     assert projector.fc1.weight.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"proprio_projector--golden_checkpoint.pt does not fit .*fc1.weight"):
-        load_head(ProprioProjector(14, 32), folder.proprio_projector)
+        load_head(ProprioProjector(14, size), folder.proprio_projector)
 
 
 def test_a_head_that_would_run_code_is_refused(tmp_path):
@@ -324,16 +331,16 @@ def test_a_head_that_would_run_code_is_refused(tmp_path):
 
     torch.save({"fc1.weight": Trap()}, tmp_path / "proprio_projector--1_checkpoint.pt")
     with pytest.raises(ValueError, match="truncated or not a file of weights"):
-        load_head(ProprioProjector(8, 32), tmp_path / "proprio_projector--1_checkpoint.pt")
+        load_head(ProprioProjector(8, 4), tmp_path / "proprio_projector--1_checkpoint.pt")
     assert not (tmp_path / "sprung").exists()
 
 
 def test_a_truncated_head_is_refused(tmp_path):
     file = tmp_path / "head.pt"
-    torch.save(ProprioProjector(8, 32).state_dict(), file)
+    torch.save(ProprioProjector(8, 4).state_dict(), file)
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(ValueError, match=r"head.pt is truncated"):
-        load_head(ProprioProjector(8, 32), file)
+        load_head(ProprioProjector(8, 4), file)
 
 
 # Writing

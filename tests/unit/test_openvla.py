@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from closeness import assert_near, relative, rounding_error
 from openvla_checkpoint import GOLDEN, act, golden, make_checkpoint, observations, padded
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from torch.testing import assert_close
 from torchrl.envs.utils import ExplorationType
 
 from vla_algos.losses import ChunkClipPPOLoss
@@ -21,7 +21,6 @@ from vla_policies.openvla.model import STOP, pack_right
 from vla_policies.openvla.openvla import OpenVLA
 from vla_policies.registry import make_policy
 
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 STRIDE = 8  # the stored sequences are every eighth token
 
 
@@ -65,28 +64,28 @@ def test_hidden_states_of_a_whole_right_padded_sequence(make, data):
     model = make().model
     pixels = make().preprocessor(data["images"].unsqueeze(1))
     patches = model.image_tokens(pixels)
-    assert_close(patches[:, ::STRIDE], data["projected_strided"], **CLOSE)
+    assert_near(patches[:, ::STRIDE], data["projected_strided"])
     words = model.language_model.embed(data["input_ids"])
     embeddings = torch.cat([words[:, :1], patches, words[:, 1:]], dim=1)
     valid = torch.cat([torch.ones(2, 256), data["attention_mask"]], dim=1).bool()
     positions = torch.arange(valid.shape[1]).expand(2, -1)
     hidden = model.language_model.hidden_states(embeddings, valid, positions, causal=True)
-    assert_close(hidden[:, ::STRIDE], data["last_hidden_strided"], **CLOSE)
+    assert_near(hidden[:, ::STRIDE], data["last_hidden_strided"])
 
 
 def test_teacher_forced_pass_matches_the_reference(make, data, stored):
     policy = make()
     states = policy.action_states(stored, stored[keys.ACTION_TOKENS])
-    assert_close(states, data["last_hidden_at_action"], **CLOSE)
-    assert_close(policy.model.action_logits(states), data["action_logits_window"], **CLOSE)
+    assert_near(states, data["last_hidden_at_action"])
+    assert_near(policy.model.action_logits(states), data["action_logits_window"])
     full = policy.model.language_model.lm_head(states)
-    assert_close(full[0, 0], data["action_logits_full_b0"][0], **CLOSE)
+    assert_near(full[0, 0], data["action_logits_full_b0"][0])
     log_prob, entropy, value = policy.evaluate_actions(stored)
-    assert_close(log_prob.squeeze(1), data["action_logprob_window"], **CLOSE)
+    assert_near(log_prob.squeeze(1), data["action_logprob_window"])
     chosen = full.log_softmax(-1).gather(-1, data["action_tokens"].unsqueeze(-1)).squeeze(-1)
-    assert_close(chosen, data["action_logprob_full_vocab"], **CLOSE)
+    assert_near(chosen, data["action_logprob_full_vocab"])
     window = data["action_logits_window"].log_softmax(-1)
-    assert_close(entropy.squeeze(1), -(window.exp() * window).sum(-1), **CLOSE)
+    assert_near(entropy.squeeze(1), -(window.exp() * window).sum(-1))
     assert value.shape == (2, 1)
 
 
@@ -98,23 +97,24 @@ def test_loss_and_gradients_match_the_reference(make, data, stored, gradient_che
     states = model.action_states(prefix, model.language_model.embed(data["action_tokens"]), 8, causal=True)
     labels = F.pad(data["action_tokens"], (0, 1), value=STOP)
     loss = F.cross_entropy(model.language_model.lm_head(states).flatten(0, 1), labels.flatten())
-    assert_close(loss.double(), data["loss"], **CLOSE)
+    assert_near(loss, data["loss"].float())
     loss.backward()
     norms = json.loads((GOLDEN / "openvla_tiny" / "grad_norms.json").read_text())
     found = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
     assert found.keys() == {name for name, norm in norms.items() if norm is not None}
+    largest = max(found.values())
     for name, norm in found.items():
-        assert norm == pytest.approx(norms[name], abs=1e-5, rel=1e-5), name
+        assert norm == pytest.approx(norms[name], rel=1e-5, abs=1e-7 * largest), name
 
 
 def test_greedy_tokens_and_actions_match_the_reference(make, data):
     policy = make(benchmark="metaworld")
     td = act(policy, observations(data["images"], torch.zeros(2, 4)), ExplorationType.DETERMINISTIC)
     assert torch.equal(td[keys.ACTION_TOKENS].squeeze(1) + 31744, data["greedy_tokens"])
-    assert_close(td[keys.ACTION].squeeze(1), data["greedy_actions"][:, [0, 1, 2, 6]].float(), **CLOSE)
+    assert_near(td[keys.ACTION].squeeze(1), data["greedy_actions"][:, [0, 1, 2, 6]].float())
     assert td[keys.ACTION].shape == (2, 1, policy.action_dim) == (2, 1, 4)
     units = policy.statistics.unnormalize(policy.tokens.decode(td[keys.ACTION_TOKENS]))
-    assert_close(units.squeeze(1), data["greedy_actions"].float(), **CLOSE)
+    assert_near(units.squeeze(1), data["greedy_actions"].float())
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (1.6, 0), (0.5, 1), (1.3, 20), (2.0, 256)])
@@ -127,9 +127,9 @@ def test_the_update_sees_the_probabilities_that_were_sampled_from(make, data, te
     assert td[keys.ACTION_LOG_PROB].dtype == torch.float32
     rollout = td.select(*policy.loss_keys)
     log_prob, entropy, value = policy.evaluate_actions(rollout)
-    assert_close(log_prob, td[keys.ACTION_LOG_PROB], atol=1e-5, rtol=0)
-    assert_close(value, td[keys.STATE_VALUE], atol=1e-6, rtol=0)
-    assert_close(policy.get_dist(rollout).log_prob(td[keys.ACTION_TOKENS]), log_prob)
+    assert_near(log_prob, td[keys.ACTION_LOG_PROB])
+    assert_near(value, td[keys.STATE_VALUE])
+    assert_near(policy.get_dist(rollout).log_prob(td[keys.ACTION_TOKENS]), log_prob)
     (log_prob.sum() + entropy.sum() + value.sum()).backward()
     gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
@@ -148,9 +148,9 @@ def test_padding_of_the_prompt_does_not_matter(make, stored):
     policy = make()
     expected = policy.evaluate_actions(stored)[0]
     stored[keys.PROMPT_TOKENS] = F.pad(stored[keys.PROMPT_TOKENS], (0, 40), value=32000)
-    assert_close(policy.evaluate_actions(stored)[0], expected, **CLOSE)
+    assert_near(policy.evaluate_actions(stored)[0], expected)
     alone = torch.cat([policy.evaluate_actions(stored[[row]])[0] for row in range(2)])
-    assert_close(alone, expected, **CLOSE)
+    assert_near(alone, expected)
     text, valid = pack_right(stored[keys.PROMPT_TOKENS], 32000)
     assert text.shape == (2, 20)
     assert valid.sum(1).tolist() == [19, 20]
@@ -179,19 +179,19 @@ def test_imitation_learns_a_demonstration(make, data):
         policy.imitation_loss(td, sigma=0.0).mean().backward()
         optimizer.step()
     learnt = act(policy, td, ExplorationType.DETERMINISTIC)[keys.ACTION]
-    assert_close(learnt, action, atol=0.02, rtol=0)
+    assert (learnt - action).abs().max() < 0.02
     with torch.no_grad():
         hard, narrow, wide = (policy.imitation_loss(td, sigma=sigma) for sigma in (0.0, 1e-3, 0.1))
     assert hard.shape == (2, 1)
     assert (hard < wide).all()
-    assert_close(narrow, hard, **CLOSE)
+    assert_near(narrow, hard)
 
 
 def test_lora_starts_from_the_same_policy_and_trains_only_adapters_and_heads(make, stored):
     policy = make()
     before = policy.evaluate_actions(stored)[0]
     add_lora(policy, rank=4)
-    assert_close(policy.evaluate_actions(stored)[0], before, atol=0, rtol=0)
+    assert torch.equal(policy.evaluate_actions(stored)[0], before)
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert all(".lora_" in name or name.startswith("value_head.") for name in trained)
     assert any("lm_head.lora_B" in name for name in trained)
@@ -211,34 +211,35 @@ def test_adapters_are_saved_alone_loaded_and_merged(make, stored, tmp_path):
     expected = policy.evaluate_actions(stored)[0]
     states = policy.action_states(stored, stored[keys.ACTION_TOKENS])
     full = policy.model.language_model.lm_head(states)[..., 31744:32000]
-    assert_close(policy.model.action_logits(states), full, **CLOSE)
+    assert_near(policy.model.action_logits(states), full)
 
     save_adapter(policy, tmp_path / "adapter")
     names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
     assert "base_model.model.language_model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
     other = make()
     load_adapter(other, tmp_path / "adapter", trainable=False)
-    assert_close(other.evaluate_actions(stored)[0], expected, atol=0, rtol=0)
+    assert torch.equal(other.evaluate_actions(stored)[0], expected)
     assert not any(parameter.requires_grad for parameter in other.model.parameters())
 
     policy.save_pretrained(tmp_path / "unmerged")
-    assert_close(make(tmp_path / "unmerged").evaluate_actions(stored)[0], expected, atol=0, rtol=0)
+    assert torch.equal(make(tmp_path / "unmerged").evaluate_actions(stored)[0], expected)
     merge_adapter(policy)
     policy.save_pretrained(tmp_path / "merged")
     merged = make(tmp_path / "merged")
-    assert_close(merged.evaluate_actions(stored)[0], expected, atol=5e-5, rtol=0)
+    assert_near(merged.evaluate_actions(stored)[0], expected)
     assert merged.model.state_dict().keys() == make().model.state_dict().keys()
     with pytest.raises(ValueError, match="add_lora"):
         save_adapter(policy, tmp_path / "none")
 
 
-def test_adapters_of_a_published_checkpoint_may_have_parts_that_nothing_reads(make, stored, tmp_path):
+def test_adapters_of_a_published_checkpoint_may_have_parts_that_nothing_reads(make, folder, tmp_path):
     policy = make()
     add_lora(policy, rank=2)
     save_adapter(policy, tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     weights, last = load_file(file), "base_model.model.vision_backbone.featurizer.blocks.2.attn.qkv"
-    extra = {f"{last}.lora_A.weight": torch.ones(2, 32), f"{last}.lora_B.weight": torch.ones(96, 2)}
+    rows, width = load_file(folder / "model.safetensors")[f"{last.removeprefix('base_model.model.')}.weight"].shape
+    extra = {f"{last}.lora_A.weight": torch.ones(2, width), f"{last}.lora_B.weight": torch.ones(rows, 2)}
     save_file(weights | extra, file)
     load_adapter(make(), tmp_path)
     foreign = "base_model.model.language_model.model.layers.9.mlp.up_proj.lora_A.weight"
@@ -266,7 +267,10 @@ def test_bfloat16_agrees_with_float32(make, stored):
     assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.bfloat16}
     log_prob, _, value = policy.evaluate_actions(stored)
     assert log_prob.dtype == value.dtype == torch.float32
-    assert (log_prob - make().evaluate_actions(stored)[0]).abs().mean() < 0.2
+    exact = make()
+    sizes = exact.model.config
+    layers = sizes.language.num_hidden_layers + sizes.vision.featurizer.depth
+    assert 0 < relative(log_prob, exact.evaluate_actions(stored)[0]) < rounding_error(torch.bfloat16, layers)
 
 
 def test_rotary_angles_are_float32_whatever_the_model_is_in():
@@ -291,7 +295,7 @@ def test_decoding_token_by_token_equals_one_pass():
         parts.append(
             model.hidden_states(embeddings[:, new], valid[:, :end], positions[:, new], causal=True, cache=cache)
         )
-    assert_close(torch.cat(parts, 1)[valid], expected[valid], **CLOSE)
+    assert_near(torch.cat(parts, 1)[valid], expected[valid])
     with pytest.raises(ValueError, match="room for 9"):
         model.hidden_states(embeddings[:, :1], valid, positions[:, :1], causal=True, cache=cache)
 

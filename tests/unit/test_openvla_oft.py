@@ -5,10 +5,10 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from closeness import assert_near
 from openvla_checkpoint import OFT, act, golden, make_checkpoint, observations, padded
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from torch.testing import assert_close
 from torchrl.envs.utils import ExplorationType
 
 from vla_algos.losses import ChunkClipPPOLoss
@@ -20,7 +20,6 @@ from vla_policies.openvla.oft import OpenVLAOFT
 from vla_policies.processing.images import center_crop, resize_lanczos3
 from vla_policies.processing.jpeg import jpeg_round_trip
 
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 FIRST = 31744  # lowest id of an action token
 
 
@@ -65,24 +64,24 @@ def stored(data):
 def test_parallel_decoding_matches_the_reference(make, data, stored, num_images):
     policy = make(num_images_in_input=num_images)
     states = policy.action_states(stored)
-    assert_close(states, data[f"oft_action_hidden_{num_images}img"], **CLOSE)
+    assert_near(states, data[f"oft_action_hidden_{num_images}img"])
     logits = policy.model.action_logits(states)
-    assert_close(logits, data[f"oft_discrete_logits_window_{num_images}img"], **CLOSE)
+    assert_near(logits, data[f"oft_discrete_logits_window_{num_images}img"])
     td = act(policy, stored, ExplorationType.DETERMINISTIC)
     actions = policy.statistics.unnormalize(policy.tokens.decode(td[keys.ACTION_TOKENS]))
-    assert_close(actions, data[f"oft_discrete_actions_{num_images}img"].float(), **CLOSE)
+    assert_near(actions, data[f"oft_discrete_actions_{num_images}img"].float())
 
 
 def test_full_vocabulary_and_simplevla_agree_on_the_greedy_tokens(make, data, stored):
     policy = make()
     full = policy.model.language_model.lm_head(policy.action_states(stored))
-    assert_close(full[0, :2], data["oft_full_vocab_logits_b0_first2"], **CLOSE)
+    assert_near(full[0, :2], data["oft_full_vocab_logits_b0_first2"])
     assert torch.equal(full[0].argmax(-1), data["oft_full_vocab_argmax_b0"])
     stored[keys.PROMPT_TOKENS] = data["simplevla_input_ids"]
     td = act(policy, stored, ExplorationType.DETERMINISTIC)
     assert torch.equal(td[keys.ACTION_TOKENS].flatten(1) + FIRST, data["simplevla_response_ids"])
     actions = policy.statistics.unnormalize(policy.tokens.decode(td[keys.ACTION_TOKENS]))
-    assert_close(actions, data["simplevla_actions"].float(), **CLOSE)
+    assert_near(actions, data["simplevla_actions"].float())
 
 
 def test_attention_is_bidirectional(make, data, stored):
@@ -91,28 +90,29 @@ def test_attention_is_bidirectional(make, data, stored):
     logits = policy.model.action_logits(policy.action_states(stored))[0]
     assert (logits - causal).abs().max() > 1
     prefix = policy._prefix(stored[[0]])
-    zeros = torch.zeros(1, 57, 32)
+    zeros = torch.zeros(1, 57, policy.model.language_model.config.hidden_size)
     zeros[:, -1] = policy.model.language_model.embed(torch.tensor([STOP]))
     states = policy.model.action_states(prefix, zeros, 56, causal=True)
-    assert_close(policy.model.action_logits(states)[0], causal, atol=2e-5, rtol=1e-5)
+    assert_near(policy.model.action_logits(states)[0], causal, roundings=128)  # attention written out, and fused
 
 
 def test_supervised_loss_and_gradients_match_the_reference(make, data, stored):
     policy = make()
     model = policy.model
     stop = model.language_model.embed(torch.full((2, 1), STOP))
-    suffix = torch.cat([torch.zeros(2, 56, 32), stop], dim=1)
+    suffix = torch.cat([torch.zeros(2, 56, stop.shape[-1]), stop], dim=1)
     states = model.action_states(policy._prefix(stored), suffix, 57, causal=False)
-    assert_close(model.action_logits(states[:, :56]), data["train_logits_window"], **CLOSE)
+    assert_near(model.action_logits(states[:, :56]), data["train_logits_window"])
     labels = F.pad(data["train_action_tokens"], (0, 1), value=STOP)
     loss = F.cross_entropy(model.language_model.lm_head(states).flatten(0, 1), labels.flatten())
-    assert_close(loss.double(), data["train_loss"], **CLOSE)
+    assert_near(loss, data["train_loss"].float())
     loss.backward()
     norms = json.loads((OFT / "train_grad_norms.json").read_text())
     found = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
     assert found.keys() == {name for name, norm in norms.items() if norm is not None}
+    largest = max(found.values())
     for name, norm in found.items():
-        assert norm == pytest.approx(norms[name], abs=1e-5, rel=1e-5), name
+        assert norm == pytest.approx(norms[name], rel=1e-5, abs=1e-7 * largest), name
 
 
 def test_rlinf_layout_log_probabilities_entropy_and_values(make, data, stored):
@@ -121,9 +121,9 @@ def test_rlinf_layout_log_probabilities_entropy_and_values(make, data, stored):
         stored[keys.PROMPT_TOKENS] = prompts
         log_prob, entropy, value = policy.evaluate_actions(stored)
         assert log_prob.shape == entropy.shape == (2, 8, 7)
-        assert_close(log_prob.flatten(1), data["rlinf_logprobs_T1.6"], **CLOSE)
-        assert_close(entropy.flatten(1), data["rlinf_entropy"], **CLOSE)
-        assert_close(value, data["rlinf_values"], atol=1e-6, rtol=0)
+        assert_near(log_prob.flatten(1), data["rlinf_logprobs_T1.6"])
+        assert_near(entropy.flatten(1), data["rlinf_entropy"])
+        assert_near(value, data["rlinf_values"])
     other = make(layout="official", temperature=1.6).evaluate_actions(stored)[0]
     assert (other - log_prob).abs().max() > 0.5
 
@@ -133,10 +133,10 @@ def test_l1_head_with_proprioception_matches_the_reference(make, data, stored):
     bounds = policy.statistics.proprio
     normalised = data["l1_proprio"]
     inside = normalised.clamp(-0.8, 0.8)  # what normalisation does not clamp, for the way through the states
-    assert_close(policy.statistics.normalize_states(bounds.unnormalize(inside)), inside, **CLOSE)
+    assert_near(policy.statistics.normalize_states(bounds.unnormalize(inside)), inside)
     policy.statistics = type("Given", (), {"normalize_states": lambda self, states: states})()
     states = policy.action_states(stored)
-    assert_close(policy.action_head(states), data["l1_actions_norm"], **CLOSE)
+    assert_near(policy.action_head(states), data["l1_actions_norm"])
 
 
 def test_l1_head_acts_learns_and_has_no_log_probability(make, data, stored):
@@ -144,7 +144,7 @@ def test_l1_head_acts_learns_and_has_no_log_probability(make, data, stored):
     stored[keys.STATES] = policy.statistics.proprio.unnormalize(data["l1_proprio"])
     td = act(policy, stored, ExplorationType.RANDOM)
     expected = policy.adapter.to_simulator(data["l1_actions_unnorm"].float())
-    assert_close(td[keys.ACTION], expected, **CLOSE)
+    assert_near(td[keys.ACTION], expected)
     assert keys.STATE_VALUE not in td
     assert policy.num_values == 0
     for ask in (policy.get_dist, policy.evaluate_actions):
@@ -163,10 +163,10 @@ def test_the_update_sees_the_probabilities_that_were_sampled_from(make, stored, 
     td = act(policy, stored, ExplorationType.RANDOM)
     rollout = td.select(*policy.loss_keys)
     log_prob, entropy, value = policy.evaluate_actions(rollout)
-    assert_close(log_prob, td[keys.ACTION_LOG_PROB], atol=1e-5, rtol=0)
-    assert_close(value, td[keys.STATE_VALUE], atol=1e-6, rtol=0)
+    assert_near(log_prob, td[keys.ACTION_LOG_PROB])
+    assert_near(value, td[keys.STATE_VALUE])
     one = torch.cat([policy.evaluate_actions(rollout[[row]])[0] for row in range(2)])
-    assert_close(one, log_prob.detach(), **CLOSE)
+    assert_near(one, log_prob.detach())
     (log_prob.sum() + entropy.sum()).backward()
     gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
     assert all(torch.isfinite(gradient).all() for gradient in gradients)

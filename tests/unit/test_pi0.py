@@ -2,12 +2,15 @@
 
 import json
 import math
+import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+from closeness import assert_near, relative, rounding_error
 from openvla_checkpoint import act
-from pi0_checkpoint import GOLDEN, TOKENIZER, golden, make_checkpoint, statistics
+from pi0_checkpoint import GOLDEN, TOKENIZER, add_rlinf_heads, golden, make_checkpoint, statistics
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchrl.envs.utils import ExplorationType
@@ -15,6 +18,7 @@ from torchrl.envs.utils import ExplorationType
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common import keys
+from vla_envs import make_spec
 from vla_policies import Pi0, load_policy, make_example
 from vla_policies.checkpoint.lora import add_lora, has_lora, merge_adapter
 from vla_policies.checkpoint.weights import load_weights
@@ -23,7 +27,7 @@ from vla_policies.pi0.folder import EMBEDDINGS, LM_HEAD, Pi0Folder, Pi0Statistic
 from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig
 from vla_policies.pi0.presets import get_adapter, get_preset, list_presets
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
-from vla_policies.registry import inspect_policy
+from vla_policies.registry import inspect_policy, make_policy
 
 NAMES = {"pi0_tiny": "pi0_metaworld", "pi05_tiny": "pi05_metaworld"}
 
@@ -76,35 +80,29 @@ def seen():
 # ---- recorded outputs
 
 
-def near(found, expected, tolerance=1e-5):
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
-
-
 @torch.no_grad()
 def test_prefix(model, recorded):
     embeddings, valid = model.embed_prefix(*inputs(recorded))
-    near(embeddings[:, ::8], recorded["prefix_embs_strided"])
+    assert_near(embeddings[:, ::8], recorded["prefix_embs_strided"])
     assert torch.equal(valid, recorded["prefix_pad_masks"])
     prefix = model.prefix(*inputs(recorded), output=True)
     kept = valid[:, ::8]
-    # 1.1e-5 on numbers up to 5: the reference's attention is written out, ours is fused.
-    found, expected = prefix.output[:, ::8][kept], recorded["prefix_out_strided"][kept]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1.2e-5)
+    assert_near(prefix.output[:, ::8][kept], recorded["prefix_out_strided"][kept])
     for layer, pair in enumerate(prefix.layers):
         for found, letter in zip(pair, "kv", strict=True):
             expected = recorded[f"kv_{letter}{layer}_strided"].transpose(1, 2)[kept]
-            torch.testing.assert_close(found[:, :, ::8].transpose(1, 2)[kept], expected, rtol=1e-5, atol=1.2e-5)
+            assert_near(found[:, :, ::8].transpose(1, 2)[kept], expected)
 
 
 @torch.no_grad()
 def test_suffix_and_velocity(model, recorded):
     tokens, condition = model.embed_suffix(recorded["x_t"], recorded["t"], recorded["state"])
-    near(tokens, recorded["suffix_embs"])
+    assert_near(tokens, recorded["suffix_embs"])
     if "adarms_cond" in recorded:
-        near(condition, recorded["adarms_cond"])
+        assert_near(condition, recorded["adarms_cond"])
     prefix = model.prefix(*inputs(recorded))
     assert prefix.output is None
-    near(model.velocity(prefix, recorded["x_t"], recorded["t"], recorded["state"])[0], recorded["v_t"])
+    assert_near(model.velocity(prefix, recorded["x_t"], recorded["t"], recorded["state"])[0], recorded["v_t"])
 
 
 @torch.no_grad()
@@ -114,7 +112,7 @@ def test_samples(model, recorded, steps):
     for number in range(steps):
         now, then = schedule[number].expand(2), schedule[number + 1].expand(2)
         x = euler(x, model.velocity(prefix, x, now, recorded["state"])[0], now, then)
-    near(x, recorded[f"sample_{steps}steps"])
+    assert_near(x, recorded[f"sample_{steps}steps"])
 
 
 def test_loss_and_gradients(model, recorded, name):
@@ -124,17 +122,18 @@ def test_loss_and_gradients(model, recorded, name):
     # The square of errors up to 4 doubles and quadruples rounding: the attention has to be written out as there.
     with sdpa_kernel(SDPBackend.MATH):
         speed, _ = model.velocity(model.prefix(*inputs(recorded)), noisy, recorded["t"], recorded["state"])
-    near(speed, recorded["v_at_training_xt"])
+    assert_near(speed, recorded["v_at_training_xt"])
     loss = (recorded["noise"] - recorded["actions"] - speed).square()
-    near(loss, recorded["flow_loss_elementwise"], 2e-5)
+    assert_near(loss, recorded["flow_loss_elementwise"], roundings=128)
     loss.mean().backward()
     expected = json.loads((GOLDEN / name / "grad_norms.json").read_text())
     found = {key: p.grad.norm().item() for key, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     compared = 0
+    largest = max(norm for norm in expected.values() if norm is not None)
     for key, norm in expected.items():
         key = EMBEDDINGS if key == LM_HEAD else key
         if norm is not None and norm >= 1e-5:
-            assert found[key] == pytest.approx(norm, rel=1e-4, abs=1e-5), key
+            assert found[key] == pytest.approx(norm, rel=1e-5, abs=1e-7 * largest), key
             compared += 1
     assert compared > 70
 
@@ -146,7 +145,7 @@ def test_a_masked_camera_can_be_left_out(model, recorded):
     assert not image_valid[0, 2]
     short = model.prefix(pixels[:, :2], None, tokens, token_valid)
     arguments = (recorded["x_t"][1:], recorded["t"][1:], recorded["state"][1:])
-    near(model.velocity(short, *arguments)[0], recorded["v_t"][1:])
+    assert_near(model.velocity(short, *arguments)[0], recorded["v_t"][1:])
 
 
 @pytest.mark.parametrize("variant", ["pi0", "pi05"])
@@ -221,7 +220,7 @@ def test_bfloat16_and_lora(make, seen, tmp_path):
     assert again.model.dtype == torch.bfloat16
     assert again.model.action_in_proj.weight.dtype == torch.float32
     greedy = ExplorationType.DETERMINISTIC
-    near(act(again, seen, greedy)[keys.ACTION], act(policy, seen, greedy)[keys.ACTION])
+    assert_near(act(again, seen, greedy)[keys.ACTION], act(policy, seen, greedy)[keys.ACTION])
     merge_adapter(policy)
     assert policy.prefix_is_frozen
     assert policy.model.action_in_proj.weight.requires_grad
@@ -233,17 +232,23 @@ def test_bfloat16_and_lora(make, seen, tmp_path):
 def test_a_bfloat16_model_acts_like_the_float32_one(make, seen):
     dtypes, greedy = (torch.float32, torch.bfloat16), ExplorationType.DETERMINISTIC
     exact, rounded = (act(make(dtype=dtype), seen.clone(), greedy)[keys.ACTION] for dtype in dtypes)
-    assert (exact - rounded).norm() < 0.05 * exact.norm()  # eight bits, through five steps
+    sizes = make().model.config
+    layers = sizes.vision.depth + sizes.language.depth + sizes.expert.depth
+    assert 0 < relative(rounded, exact) < rounding_error(torch.bfloat16, layers)
 
 
 def test_statistics():
     raw = statistics(4)
     values = torch.tensor([[0.1, 0.6, -0.4, 1.1]])
-    near(Pi0Statistics("x", raw, quantiles=False).normalize("state", values), torch.tensor([[0.0, 1.0, -1.0, 2.0]]))
-    near(Pi0Statistics("x", raw, quantiles=True).normalize("state", values), torch.tensor([[0.0, 0.5, -0.5, 1.0]]))
+    assert_near(
+        Pi0Statistics("x", raw, quantiles=False).normalize("state", values), torch.tensor([[0.0, 1.0, -1.0, 2.0]])
+    )
+    assert_near(
+        Pi0Statistics("x", raw, quantiles=True).normalize("state", values), torch.tensor([[0.0, 0.5, -0.5, 1.0]])
+    )
     for quantiles in (False, True):
         found = Pi0Statistics("x", raw, quantiles)
-        near(found.unnormalize("actions", found.normalize("actions", values)), values)
+        assert_near(found.unnormalize("actions", found.normalize("actions", values)), values)
 
 
 def test_prompts():
@@ -261,10 +266,29 @@ def test_prompts():
     assert "-1 0 128 255 255" in text.replace(" ⁇ ", "")
     with pytest.raises(ValueError, match="instruction is empty"):
         prompts([" "])
-    with pytest.raises(ValueError, match="max_prompt_length is 40"):
+    with pytest.raises(ValueError, match=r"max_prompt_length=40: .* type policy.max_prompt_length=\d+,"):
         prompts(["word " * 60])
     with pytest.raises(ValueError, match="no sentencepiece file"):
         Pi0Prompts(b"nothing", 40)
+
+
+def test_a_prompt_that_only_some_episodes_have_is_refused_before_they_begin(name, folder):
+    """The pattern and most sentences fit, one does not: it is found without a simulator, with the length to type."""
+    long = "put the word " + 20 * "and the other word " + "on the plate"
+    spec = make_spec("metaworld/push")
+    task = replace(spec.tasks[0], instruction="put {object} on {plate}", instructions=("put it down", long, "lift it"))
+    spec = replace(spec, tasks=(task,))
+    settings = {"family": "pi0", "checkpoint": folder, "config_name": NAMES[name], "max_prompt_length": 48}
+    with pytest.raises(ValueError, match=r"^policy\.max_prompt_length=48: the prompt of 'put the word") as refused:
+        make_policy(spec, **settings)
+    needed = int(re.search(r"type policy\.max_prompt_length=(\d+)", str(refused.value))[1])
+    with pytest.raises(ValueError, match=f"max_prompt_length={needed}"):
+        make_policy(spec, **{**settings, "max_prompt_length": needed - 1})
+    assert make_policy(spec, **{**settings, "max_prompt_length": needed}).prompts.max_length == needed
+
+
+def test_the_longest_prompt_by_default(make, name):
+    assert make().prompts.max_length == {"pi0_tiny": 48, "pi05_tiny": 200}[name]
 
 
 @pytest.mark.parametrize("config_name", list_presets())
@@ -282,9 +306,9 @@ def test_relative_actions_are_relative_to_the_state(tmp_path):
     actions = torch.randn(2, 5, 7)
     simulated = policy.to_simulator(actions, states)
     plain = policy.statistics.unnormalize("actions", actions)
-    near(simulated[..., :6], plain[..., :6] + states[:, None, :6])
-    near(simulated[..., 6], plain[..., 6])
-    near(policy.to_model(simulated, states), actions, 1e-4)
+    assert_near(simulated[..., :6], plain[..., :6] + states[:, None, :6])
+    assert_near(simulated[..., 6], plain[..., 6])
+    assert_near(policy.to_model(simulated, states), actions)
 
 
 @pytest.mark.parametrize("benchmark", ["calvin", "maniskill"])
@@ -336,6 +360,115 @@ def test_statistics_where_rlinfs_checkpoints_have_them(tmp_path):
     assert list(Pi0Folder.read(folder).statistics) == ["metaworld"]
 
 
+# ---- RLinf's heads
+
+FLOW_NOISE = {"method": "flow_noise", "noise_std_range": (0.05, 0.3)}
+
+
+@pytest.fixture
+def rlinf(name, model, tmp_path):
+    """A checkpoint with RLinf's heads, which reads PaliGemma or the expert; returns it and the heads' tensors."""
+    expert = model.config.expert.width
+
+    def rlinf(read=expert, **sizes):
+        folder = make_checkpoint(tmp_path / "rlinf", name)
+        return folder, add_rlinf_heads(folder, read, expert, model.config.action_dim, **sizes)
+
+    return rlinf
+
+
+def load_rlinf(folder, name, **settings):
+    return Pi0.from_pretrained(folder, benchmark="metaworld", config_name=NAMES[name], **settings)
+
+
+def rlinf_value(weights, features):
+    for layer in (0, 2, 4):
+        features = (
+            features @ weights[f"value_head.mlp.{layer}.weight"].T + weights[f"value_head.mlp.{layer}.bias"]
+        ).relu()
+    return features @ weights["value_head.mlp.6.weight"].T + weights["value_head.mlp.6.bias"]
+
+
+def rlinf_deviation(weights, hidden):
+    for layer in range(3):
+        name = f"noise_head.mlp_logvar.moduleList.{layer}.linear_1"
+        hidden = (hidden @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]).tanh()
+    low, high = weights["noise_head.logvar_min"], weights["noise_head.logvar_max"]
+    return ((low + (high - low) * (hidden + 1) / 2) / 2).exp()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reads", [None, "mean"])
+def test_rlinfs_heads_compute_what_they_do_there(rlinf, name, model, reads, seen, tmp_path):
+    language, expert = model.config.language.width, model.config.expert.width
+    folder, weights = rlinf(language if reads else expert)
+    policy = load_rlinf(folder, name, value_after_vlm=reads, **FLOW_NOISE)
+    features, hidden = torch.randn(4, language if reads else expert), torch.randn(4, 6, expert)
+    assert relative(policy.value_head(features), rlinf_value(weights, features)) < 1e-6
+    assert relative(policy.noise_network(hidden), rlinf_deviation(weights, hidden)) < 1e-6
+    assert not any(key.startswith(("value_head", "noise_head")) for key in policy.unused_tensors)
+    assert "RLinf" in inspect_policy(folder).facts["heads"]
+    policy.save_pretrained(tmp_path / "ours")
+    again = load_policy(tmp_path / "ours")
+    first, second = (act(one, seen.clone(), ExplorationType.DETERMINISTIC)[keys.STATE_VALUE] for one in (policy, again))
+    assert torch.equal(first, second)
+    assert not any(
+        "_head." in key for key in load_file(tmp_path / "ours" / "model.safetensors") if "lm_head" not in key
+    )
+
+
+def test_rlinfs_heads_that_are_not_built_are_written_again(rlinf, name, tmp_path):
+    folder, weights = rlinf()
+    policy = load_rlinf(folder, name, value_head=False)
+    assert policy.value_head is None
+    policy.save_pretrained(tmp_path / "ours")
+    saved = load_file(tmp_path / "ours" / "model.safetensors")
+    assert all(torch.equal(saved[key], tensor) for key, tensor in weights.items())
+    built = load_policy(tmp_path / "ours", value_head=True)
+    assert torch.equal(built.value_head[0].weight, weights["value_head.mlp.0.weight"])
+
+
+def test_rlinfs_heads_in_bfloat16(rlinf, name):
+    folder, weights = rlinf()
+    stored = load_file(folder / "model.safetensors")
+    save_file({key: tensor.bfloat16() for key, tensor in stored.items()}, folder / "model.safetensors")
+    policy = load_rlinf(folder, name, **FLOW_NOISE)
+    assert torch.equal(policy.value_head[2].weight, weights["value_head.mlp.2.weight"].bfloat16().float())
+
+
+def test_settings_that_do_not_fit_rlinfs_heads_are_refused(rlinf, name, model):
+    language, expert = model.config.language.width, model.config.expert.width
+    assert language != expert
+    folder, _ = rlinf(language)
+    with pytest.raises(ValueError, match=f"reads {language} numbers, PaliGemma's; set value_after_vlm=mean"):
+        load_rlinf(folder, name)
+    with pytest.raises(ValueError, match=r"set noise_std_range=\[0.05,0.3\]"):
+        load_rlinf(folder, name, value_after_vlm="last", method="flow_noise")
+    folder, _ = rlinf(expert)
+    with pytest.raises(ValueError, match=f"reads {expert} numbers, the action expert's; set value_after_vlm=null"):
+        load_rlinf(folder, name, value_after_vlm="mean")
+    folder, _ = rlinf(expert + 1)
+    with pytest.raises(ValueError, match="of another model"):
+        load_rlinf(folder, name)
+
+
+def test_weights_of_an_rlinf_run_have_to_be_converted(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    (folder / "actor" / "model_state_dict").mkdir(parents=True)
+    (folder / "model.safetensors").rename(folder / "actor" / "model_state_dict" / "full_weights.pt")
+    with pytest.raises(ValueError, match=r"is a pickle; convert it with RLinf's .*convert_pt_to_hf"):
+        Pi0Folder.read(folder)
+
+
+def test_a_new_value_head_starts_as_rlinfs(make):
+    layers = [layer for layer in make().value_head if isinstance(layer, torch.nn.Linear)]
+    assert [layer.out_features for layer in layers] == [512, 256, 128, 1]
+    for layer in layers[:-1]:  # Kaiming by fan-out: variance 2 / out
+        assert layer.weight.std().item() == pytest.approx((2 / layer.out_features) ** 0.5, rel=0.05)
+    assert layers[-1].weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert not any(layer.bias.any() for layer in layers)
+
+
 # ---- reinforcement learning
 
 
@@ -347,12 +480,12 @@ def test_the_ratio_is_one_and_a_kept_prefix_changes_nothing(make, seen, method, 
     assert stored[keys.ACTION].shape == (3, 5, 4)
     assert stored[keys.DENOISE_CHAIN].shape[2:] == (6, 8)
     plain = policy.evaluate_actions(stored)
-    near(plain[0], stored[keys.ACTION_LOG_PROB])
-    near(plain[2], stored[keys.STATE_VALUE], 1e-6)
+    assert_near(plain[0], stored[keys.ACTION_LOG_PROB])
+    assert_near(plain[2], stored[keys.STATE_VALUE])
     prepared = policy.precompute(stored.clone())
     assert prepared.get(keys.PREFIX_KEYS, None) is not None
     for first, second in zip(plain, policy.evaluate_actions(prepared[torch.tensor([2, 0])]), strict=True):
-        near(second, first[torch.tensor([2, 0])])
+        assert_near(second, first[torch.tensor([2, 0])])
 
 
 def test_the_prefix_is_kept_only_if_it_is_frozen_and_fits(make, seen):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,7 @@ def visual_file(model: Path) -> Path:
 
 def describe_assets(assets: str | None = None) -> tuple[str, ...]:
     """Say what differs from the benchmark in the assets that would be used: pixels of stand-ins."""
-    found = next((place for place in asset_places(assets) if not missing_assets(place)), None)
+    found = _complete(assets)
     if found is None or not (found / _STAND_INS).is_file():
         return ()
     return (f"stand-ins for meshes and textures, see {found / _STAND_INS}",)
@@ -123,6 +125,27 @@ def instruction(folder: Path, template: str, object: int, plate: int) -> str:
     return template.format(
         object=model_table(folder, "object")[object]["name"], plate=model_table(folder, "plate")[plate]["name"]
     )
+
+
+def list_instructions(
+    assets: str | None, templates: Iterable[str], objects: Iterable[int], plates: Iterable[int]
+) -> tuple[str, ...]:
+    """List the sentences that templates make of the names of objects and plates; none as long as there are no assets.
+
+    Args:
+        assets: see :func:`find_assets`.
+        templates: with ``{object}`` and ``{plate}``.
+        objects: their numbers.
+        plates: theirs.
+    """
+    folder = _complete(assets)
+    if folder is None:
+        return ()
+    return tuple(instruction(folder, *parts) for parts in product(templates, objects, plates))
+
+
+def _complete(assets: str | None) -> Path | None:
+    return next((place for place in asset_places(assets) if not missing_assets(place)), None)
 
 
 def _is_file(path: Path) -> bool:

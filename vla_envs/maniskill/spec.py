@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape, is_whole_number
-from vla_envs.maniskill.assets import describe_assets
+from vla_envs.maniskill.assets import describe_assets, list_instructions
 from vla_envs.maniskill.variants import FACTORS, OBJECT_SETS, TEMPLATES, VARIANTS, VariantSplit, make_split
 from vla_envs.simulator import SimulatorSpec, Task
 
@@ -165,7 +165,13 @@ def _plate25(
         id=f"maniskill/{suite}",
         entry_point="vla_envs.maniskill.simulator:PlateSimulator",
         tasks=tuple(
-            Task(f"{split.variant.id}:{split.object_set}", TEMPLATES[0], split.variant.group) for split in splits
+            Task(
+                f"{split.variant.id}:{split.object_set}",
+                TEMPLATES[0],
+                split.variant.group,
+                _instructions(split, kept, assets),
+            )
+            for split in splits
         ),
         trials=min(TRIALS, states),
         initial_states=states if kept else None,
@@ -184,6 +190,12 @@ def _plate25(
             "assets": assets,
         },
     )
+
+
+def _instructions(split: VariantSplit, only: Mapping[str, Sequence[int]], assets: str | None) -> tuple[str, ...]:
+    numbers = {factor: only.get(factor, values) for factor, values in split.values.items()}
+    templates = numbers["extra"] if split.variant.extra_factor == "template" else (0,)
+    return list_instructions(assets, [TEMPLATES[number] for number in templates], numbers["object"], numbers["plate"])
 
 
 def _built_in(

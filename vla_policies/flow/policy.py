@@ -34,6 +34,7 @@ class FlowPolicy(VLAPolicy):
         model_action_dim: numbers of an action in the network.
         trained_dims: how many of them mean something.
         hidden_size: width of what :meth:`velocity` returns beside the velocity.
+        noise_widths: of the layers of ``flow_noise``'s network.
     """
 
     noise_level: Tensor
@@ -47,6 +48,7 @@ class FlowPolicy(VLAPolicy):
         model_action_dim: int,
         trained_dims: int,
         hidden_size: int,
+        noise_widths: tuple[int, ...] = flow.NOISE_WIDTHS,
     ):
         super().__init__()
         if not 1 <= chunk_size <= horizon:
@@ -58,7 +60,7 @@ class FlowPolicy(VLAPolicy):
         self.register_buffer("noise_level", torch.tensor(level))  # saved, because it may be annealed
         self.noise_network: nn.Module | None = None
         if config.method == "flow_noise":
-            self.noise_network = flow.NoiseNetwork(hidden_size, model_action_dim, config.noise_std_range)
+            self.noise_network = flow.NoiseNetwork(hidden_size, model_action_dim, config.noise_std_range, noise_widths)
         self.out_keys = [keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP, keys.ACTION]
         self.out_keys += [keys.ACTION_LOG_PROB] if config.method != "flow_ode" else []
         self.out_keys += [keys.STATE_VALUE] if config.value_head else []

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 4e-3, 4.0  # of the embedding of time
+NOISE_WIDTHS = (128, 64)  # of the layers of the noise network: RLinf's
 METHODS = ("flow_sde", "flow_noise", "flow_cps", "flow_ode")
 
 
@@ -110,7 +111,7 @@ class NoiseNetwork(nn.Module):
         width: int,
         action_dim: int,
         bounds: tuple[float, float] = (0.08, 0.16),
-        hidden: tuple[int, ...] = (128, 64),
+        hidden: tuple[int, ...] = NOISE_WIDTHS,
     ):
         super().__init__()
         if not 0 < bounds[0] <= bounds[1]:

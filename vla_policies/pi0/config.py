@@ -24,11 +24,13 @@ class Pi0Config(FlowConfig):
         action_horizon: actions that are denoised together; ``None`` for the checkpoint's or the preset's.
         num_action_chunks: ``C``, how many of them are executed.
         num_images_in_input: cameras, the third-person one first, then wrist cameras; 3 at most.
-        max_prompt_length: tokens; ``None`` for 48, and 200 for pi0.5.
+        max_prompt_length: tokens; ``None`` for 48, and 200 for pi0.5. A longer prompt is refused before simulators
+            start (openpi cuts it off).
         train_expert_only: freeze PaliGemma. What it makes of a decision is then computed once per update.
         prefix_cache_gb: memory for that, in GB; if it does not suffice it is computed anew for each minibatch.
         value_after_vlm: the value head reads PaliGemma (``"mean"``, ``"last"`` or ``"first"`` of its tokens); ``None``:
-            it reads the mean of the action expert's tokens.
+            it reads the mean of the action expert's tokens. Padding is not read; RLinf's mean and last include it, so
+            that a head which RLinf trained on them sees other numbers here.
         chunk_critic_input: only of the first ``C`` of those.
         gradient_checkpointing: recompute activations in the update instead of keeping them.
     """

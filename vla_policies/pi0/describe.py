@@ -7,7 +7,6 @@ from pathlib import Path
 from vla_policies.checkpoint.report import NOT_SAID, Report, describe_weights
 from vla_policies.checkpoint.weights import check_layout
 from vla_policies.pi0.folder import Pi0Folder, empty_model, unused
-from vla_policies.pi0.heads import HEADS
 
 
 def describe(path: Path) -> Report:
@@ -26,7 +25,7 @@ def describe(path: Path) -> Report:
     facts["tokenizer"] = "yes"
     facts["LoRA adapter"] = "lora_adapter/" if options.get("lora_adapter") else "no"
     facts["weights"] = describe_weights(folder.weights)
-    facts["heads"] = HEADS if (path / HEADS).is_file() else "no: new ones are initialised"
+    facts["heads"] = folder.heads.describe()
     try:
         model, entries = empty_model(folder)
         found = {key: entry.shape for key, entry in entries.items()}

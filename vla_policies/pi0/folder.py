@@ -3,7 +3,8 @@
 Layout: ``model.safetensors`` (the token embeddings are stored once, as ``paligemma.lm_head``),
 ``assets/<id>/norm_stats.json`` (``<id>/norm_stats.json`` in RLinf's checkpoints), ``config.json`` (optional),
 PaliGemma's tokenizer as a sentencepiece file. Ours are ``vla_torchrl.json``, the settings, and
-``vla_torchrl_heads.safetensors``, value head and noise network, which the official loader must not see.
+``vla_torchrl_heads.safetensors``, value head and noise network, which the official loader must not see; RLinf has them
+among the weights.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from vla_policies.checkpoint.hub import read_json, resolve
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
+from vla_policies.pi0.heads import StoredHeads, is_head
 from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
 
 OPTIONS = "vla_torchrl.json"
@@ -27,6 +30,7 @@ TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
 EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
 UNUSED = f"{EXPERT}lm_head."
 _STATISTICS = "norm_stats.json"
+_RLINF_RUNS = ("model_state_dict/full_weights.pt", "actor/model_state_dict/full_weights.pt")
 _EPSILON = 1e-6
 
 
@@ -107,6 +111,12 @@ class Pi0Folder:
             ValueError: a JAX checkpoint, or files that are not what they should be.
         """
         path = resolve(folder)
+        unconverted = next((name for name in _RLINF_RUNS if (path / name).is_file()), None)
+        if unconverted is not None and not has_weights(path):
+            raise ValueError(
+                f"{path} is of an RLinf run, {unconverted} is a pickle; convert it with RLinf's "
+                "rlinf.utils.ckpt_convertor.fsdp_convertor.convert_pt_to_hf and pass the folder that this writes"
+            )
         if not is_pi0(path):
             raise ValueError(f"{path} is not a checkpoint of pi0: it has no tensors {PREFIX}...")
         if not has_weights(path):
@@ -133,6 +143,11 @@ class Pi0Folder:
             tokenizer=tokenizer.read_bytes(),
             weights=list_weights(path),
         )
+
+    @cached_property
+    def heads(self) -> StoredHeads:
+        """Value head and noise network, ours or RLinf's; headers only."""
+        return StoredHeads.read(self.path, self.weights)
 
     def select_statistics(self, norm_stats_id: str | None, quantiles: bool) -> Pi0Statistics:
         """Return the statistics of a data set; ``None`` if there is one only.
@@ -207,8 +222,8 @@ def empty_model(folder: Pi0Folder) -> tuple[Pi0Model, dict[str, Entry]]:
 
 
 def unused(key: str) -> bool:
-    """Tell whether nothing reads a tensor of that name: the expert's ``lm_head``."""
-    return key.startswith(UNUSED)
+    """Tell whether the model reads no tensor of that name: the expert's ``lm_head``, RLinf's heads."""
+    return key.startswith(UNUSED) or is_head(key)
 
 
 def model_weights(weights: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -1,53 +1,143 @@
-"""Value head and noise network of a pi0 policy, in a file that the official loader does not see."""
+"""Value head and noise network of a pi0 policy: in a file that the official loader does not see, or RLinf's.
+
+RLinf has them among the weights: ``value_head.mlp.<n>.*``, linear layers with ReLU between, all with a bias, and
+``noise_head.mlp_logvar.moduleList.<n>.linear_1.*``, the same with tanh, beside ``noise_head.logvar_min`` and
+``logvar_max``, the logarithms of the smallest and largest variance. Ours compute the same by other names.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from itertools import pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vla_policies.checkpoint.weights import list_weights
+from vla_policies.checkpoint.settings import SettingError
+from vla_policies.checkpoint.weights import Entry, check_layout, list_weights
 
 HEADS = "vla_torchrl_heads.safetensors"
 _NOISE_LEVEL = "noise_level"
+_RLINF_VALUE = re.compile(r"value_head\.mlp\.(\d+)\.(weight|bias)")
+_RLINF_NOISE = re.compile(r"noise_head\.mlp_logvar\.moduleList\.(\d+)\.linear_1\.(weight|bias)")
+_RLINF_LOG_VARIANCES = ("noise_head.logvar_min", "noise_head.logvar_max")
+_BFLOAT16 = 0.02  # relative; what bfloat16 logarithms leave of a standard deviation
 
 
-def make_value_head(*sizes: int) -> nn.Sequential:
-    """Make layers of these sizes with ReLU between, and one value at the end."""
-    layers: list[nn.Module] = []
-    for before, after in pairwise((*sizes, 1)):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+@dataclass(frozen=True)
+class StoredHeads:
+    """The heads of a folder, by the names of our modules; of its tensors only the headers.
 
-
-def load_heads(folder: Path, heads: Mapping[str, nn.Module | None]) -> Tensor | None:
-    """Fill the heads that a policy has, by name, as far as the folder has them too.
-
-    Returns:
-        The noise level that was saved with them; ``None`` if the folder has no such file.
-
-    Raises:
-        ValueError: a tensor is missing or of another shape.
+    Attributes:
+        path: the folder.
+        layers: tensors of ``"value_head"`` and ``"noise_network"``, as far as there are any.
+        log_variances: RLinf's bounds of the noise, the smaller one first; empty where the noise network is ours.
+        noise_level: ``None`` without our file.
     """
-    file = folder / HEADS
-    if not file.is_file():
-        return None
-    weights = {key: entry.read() for key, entry in list_weights(file).items()}
-    for name, module in heads.items():
-        prefix = f"{name}."
-        found = {key.removeprefix(prefix): tensor for key, tensor in weights.items() if key.startswith(prefix)}
-        if module is None or not found:
-            continue
-        try:
-            module.load_state_dict(found)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{file} has another {name} than these settings make: {str(error).splitlines()[1].strip()}"
-            ) from error
-    return weights[_NOISE_LEVEL]
+
+    path: Path
+    layers: Mapping[str, Mapping[str, Entry]] = field(repr=False)
+    log_variances: tuple[Entry, ...] = field(default=(), repr=False)
+    noise_level: Entry | None = field(default=None, repr=False)
+
+    @classmethod
+    def read(cls, path: Path, weights: Mapping[str, Entry]) -> StoredHeads:
+        """Find the heads in our file and, those that it lacks, among the ``weights``."""
+        own = list_weights(path / HEADS) if (path / HEADS).is_file() else {}
+        layers: dict[str, dict[str, Entry]] = {}
+        for key, entry in own.items():
+            head, _, name = key.partition(".")
+            if name:
+                layers.setdefault(head, {})[name] = entry
+        rlinf: dict[str, dict[str, Entry]] = {}
+        for key, entry in weights.items():
+            if found := _RLINF_VALUE.fullmatch(key):
+                rlinf.setdefault("value_head", {})[f"{found[1]}.{found[2]}"] = entry
+            elif found := _RLINF_NOISE.fullmatch(key):
+                rlinf.setdefault("noise_network", {})[f"mlp.{2 * int(found[1])}.{found[2]}"] = entry
+        bounds: tuple[Entry, ...] = ()
+        if "noise_network" in rlinf.keys() - layers.keys():
+            bounds = tuple(weights[key] for key in _RLINF_LOG_VARIANCES if key in weights)
+        return cls(path, {**rlinf, **layers}, bounds, own.get(_NOISE_LEVEL))
+
+    def sizes(self, head: str) -> tuple[int, ...] | None:
+        """Return what the layers of a head read and, each, return: ``(1024, 512, 256, 128, 1)``; ``None`` without."""
+        numbers = {int(key.split(".")[-2]): key for key in self.layers.get(head, {}) if key.endswith(".weight")}
+        shapes = [self.layers[head][numbers[number]].shape for number in sorted(numbers)]
+        return (shapes[0][1], *(shape[0] for shape in shapes)) if shapes else None
+
+    def keys_of(self, heads: Mapping[str, nn.Module | None]) -> set[str]:
+        """Return the names, in their files, of the tensors that :meth:`load` fills these heads with."""
+        names = {entry.key for head in _built(heads) for entry in self.layers.get(head, {}).values()}
+        return names | ({entry.key for entry in self.log_variances} if "noise_network" in _built(heads) else set())
+
+    def check_value_input(self, value_after_vlm: str | None, language: int, expert: int) -> None:
+        """Refuse a value head that reads what ``value_after_vlm`` does not give.
+
+        Args:
+            value_after_vlm: the setting.
+            language: width of PaliGemma.
+            expert: width of the action expert.
+
+        Raises:
+            SettingError: says what to set.
+        """
+        sizes = self.sizes("value_head")
+        if sizes is None or sizes[0] == (language if value_after_vlm else expert):
+            return
+        problem = f"value_after_vlm={value_after_vlm or 'null'}: the value head of {self.path} reads {sizes[0]} numbers"
+        if sizes[0] == language:
+            raise SettingError(
+                f"{problem}, PaliGemma's; set value_after_vlm=mean (or last or first, as it was trained)"
+            )
+        if sizes[0] == expert:
+            raise SettingError(f"{problem}, the action expert's; set value_after_vlm=null")
+        raise SettingError(
+            f"{problem}, PaliGemma has {language} and the action expert {expert}: it is of another model; take its own"
+        )
+
+    def check_noise_range(self, noise_std_range: tuple[float, float]) -> None:
+        """Refuse bounds of the noise that RLinf's noise head was not trained with.
+
+        Raises:
+            SettingError: says what to set.
+        """
+        trained = [(entry.read().double().mean() / 2).exp().item() for entry in self.log_variances]
+        pairs = zip(trained, noise_std_range, strict=False)
+        if any(abs(one - other) > _BFLOAT16 * one for one, other in pairs):
+            raise SettingError(
+                f"noise_std_range={list(noise_std_range)}: the noise head of {self.path} was trained with others; "
+                f"set noise_std_range=[{','.join(f'{bound:.2g}' for bound in trained)}]"
+            )
+
+    def load(self, heads: Mapping[str, nn.Module | None]) -> None:
+        """Fill the heads that a policy has, by name, as far as the folder has them too.
+
+        Raises:
+            ValueError: a tensor is missing or of another shape.
+        """
+        for head in _built(heads):
+            module, entries = heads[head], self.layers.get(head)
+            if module is None or not entries:
+                continue
+            expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+            found = {key: entry.shape for key, entry in entries.items()}
+            check_layout(expected, found, what=f"the {head} of {self.path}")
+            module.load_state_dict({key: entry.read() for key, entry in entries.items()})
+
+    def describe(self) -> str:
+        """Say which heads there are and where."""
+        if not self.layers:
+            return "no: new ones are initialised"
+        own = any(entry.file.name == HEADS for layers in self.layers.values() for entry in layers.values())
+        return f"{', '.join(sorted(self.layers))} in {HEADS if own else 'the weights, by the names of RLinf'}"
+
+
+def is_head(key: str) -> bool:
+    """Tell whether a tensor of that name among the weights is of one of RLinf's heads."""
+    return bool(_RLINF_VALUE.fullmatch(key) or _RLINF_NOISE.fullmatch(key)) or key in _RLINF_LOG_VARIANCES
 
 
 def save_heads(folder: Path, heads: Mapping[str, nn.Module | None], noise_level: Tensor) -> None:
@@ -57,3 +147,7 @@ def save_heads(folder: Path, heads: Mapping[str, nn.Module | None], noise_level:
         if module is not None:
             tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / HEADS)
+
+
+def _built(heads: Mapping[str, nn.Module | None]) -> list[str]:
+    return [name for name, module in heads.items() if module is not None]

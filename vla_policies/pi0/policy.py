@@ -19,10 +19,12 @@ from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
 from vla_policies.checkpoint.weights import load_weights
 from vla_policies.flow.policy import FlowPolicy
+from vla_policies.flow.steps import NOISE_WIDTHS
+from vla_policies.nn.value_head import make_value_layers
 from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.describe import describe
 from vla_policies.pi0.folder import Pi0Folder, empty_model, is_pi0, unused
-from vla_policies.pi0.heads import load_heads, make_value_head, save_heads
+from vla_policies.pi0.heads import save_heads
 from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache, needs_float32
 from vla_policies.pi0.prefix import from_entries, pool, to_entries
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
@@ -30,6 +32,7 @@ from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.policy import PretrainedPolicy
 from vla_policies.processing.images import resize_with_pad
 
+_VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
 _ROWS = 32  # decisions per pass of a frozen PaliGemma
 
 
@@ -82,7 +85,8 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         horizon = config.action_horizon
         if horizon is None:
             horizon = folder.config.get("action_horizon", preset.horizon)
-        width = model.config.expert.width
+        width, stored = model.config.expert.width, folder.heads
+        noise_sizes, value_sizes = stored.sizes("noise_network"), stored.sizes("value_head")
         super().__init__(
             config,
             chunk_size=config.num_action_chunks,
@@ -90,7 +94,10 @@ class Pi0(FlowPolicy, PretrainedPolicy):
             model_action_dim=size,
             trained_dims=adapter.action_dim,
             hidden_size=width,
+            noise_widths=NOISE_WIDTHS if noise_sizes is None else noise_sizes[1:-1],
         )
+        if self.noise_network is not None:
+            stored.check_noise_range(config.noise_std_range)
         self.preset, self.adapter = preset, adapter
         self.action_dim, self.state_dim = adapter.action_dim, adapter.state_dim
         self.config, self.folder, self.unused_tensors = config, folder, {}
@@ -107,8 +114,11 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         self.num_values = 1 if config.value_head else 0
         self.value_head: nn.Module | None = None
         if config.value_head:
-            read = model.config.language.width if config.value_after_vlm else width
-            self.value_head = make_value_head(read, *(preset.value_head or (512, 256, 128)))
+            language = model.config.language.width
+            stored.check_value_input(config.value_after_vlm, language, width)
+            between = (preset.value_head or _VALUE_WIDTHS) if value_sizes is None else value_sizes[1:-1]
+            sizes = (language if config.value_after_vlm else width, *between, 1)
+            self.value_head = make_value_layers(sizes, nn.ReLU, bias_last=True)
 
     @classmethod
     def from_pretrained(
@@ -134,12 +144,16 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         model, entries = empty_model(checkpoint)
         policy = cls(model, checkpoint, cls.config_class(**merged))
         dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
+        stored, heads = checkpoint.heads, policy.heads()
+        stored.load(heads)
+        level = stored.noise_level
+        if level is not None and not settings.keys() & {"noise_level", "noise_anneal"}:
+            policy.noise_level.copy_(level.read())
+        taken = stored.keys_of(heads)  # heads that are not built stay as they were, to be written again
+        entries = {key: entry for key, entry in entries.items() if key not in taken}
         policy.unused_tensors = load_weights(
             model, entries, dtype=dtype, device=device, float32=needs_float32, unused=unused
         )
-        level = load_heads(checkpoint.path, policy.heads())
-        if level is not None and not settings.keys() & {"noise_level", "noise_anneal"}:
-            policy.noise_level.copy_(level)
         policy.to(device)
         restore_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
         return policy

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vla_policies.checkpoint.settings import SettingError
+
 BOS, PAD = 2, 0
 _BINS = 256
 
@@ -32,7 +34,7 @@ class Pi0Prompts:
         if self._tokenizer.bos_id() != BOS:
             raise ValueError(f"the tokenizer is not PaliGemma's: <bos> is {self._tokenizer.bos_id()}, must be {BOS}")
         self.max_length = max_length
-        self._cache: dict[str, Tensor] = {}
+        self._cache: dict[str, list[int]] = {}
 
     def __call__(self, instructions: Sequence[str], states: Tensor | None = None) -> Tensor:
         """Return tokens int64 ``[N, L]``, padded with 0.
@@ -42,35 +44,36 @@ class Pi0Prompts:
             states: normalised ``[N, S]``, to be listed in the prompt; ``None`` for prompts without state.
 
         Raises:
-            ValueError: an instruction is empty, or its prompt is longer than ``L``.
+            ValueError: an instruction is empty.
+            SettingError: a prompt is longer than ``L``; says how long the longest is. openpi cuts it off there.
         """
         if states is None:
-            return torch.stack([self._cached(text) for text in instructions])
-        edges = torch.linspace(-1, 1, _BINS + 1, dtype=torch.float64)[:-1]
-        bins = torch.bucketize(states.detach().cpu().double(), edges, right=True) - 1
-        return torch.stack(
-            [
-                self._padded(text, [f"Task: {_clean(text)}, State: {' '.join(map(str, row.tolist()))};\nAction: "])
+            rows = [self._cached(text) for text in instructions]
+        else:
+            edges = torch.linspace(-1, 1, _BINS + 1, dtype=torch.float64)[:-1]
+            bins = torch.bucketize(states.detach().cpu().double(), edges, right=True) - 1
+            rows = [
+                self._tokens(text, [f"Task: {_clean(text)}, State: {' '.join(map(str, row.tolist()))};\nAction: "])
                 for text, row in zip(instructions, bins, strict=True)
             ]
-        )
+        longest, text = max(zip(map(len, rows), instructions, strict=True), default=(0, ""))
+        if longest > self.max_length:
+            raise SettingError(
+                f"max_prompt_length={self.max_length}: the prompt of {text[:80]!r} has {longest} tokens; "
+                f"type policy.max_prompt_length={longest}, or use shorter instructions"
+            )
+        return torch.tensor([row + [PAD] * (self.max_length - len(row)) for row in rows])
 
-    def _cached(self, text: str) -> Tensor:
+    def _cached(self, text: str) -> list[int]:
         if text not in self._cache:
             # The line break is tokenised by itself, as the "start of answer".
-            self._cache[text] = self._padded(text, [_clean(text), "\n"])
+            self._cache[text] = self._tokens(text, [_clean(text), "\n"])
         return self._cache[text]
 
-    def _padded(self, text: str, parts: list[str]) -> Tensor:
+    def _tokens(self, text: str, parts: list[str]) -> list[int]:
         if not text.strip():
             raise ValueError("the instruction is empty; fill task_descriptions, for example 'push the puck'")
-        tokens = [BOS, *(token for part in parts for token in self._tokenizer.encode(part))]
-        if len(tokens) > self.max_length:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens and max_prompt_length is {self.max_length}; set "
-                f"max_prompt_length={len(tokens)} or shorten the instruction {text[:60]!r}"
-            )
-        return torch.tensor(tokens + [PAD] * (self.max_length - len(tokens)))
+        return [BOS, *(token for part in parts for token in self._tokenizer.encode(part))]
 
 
 def _clean(text: str) -> str:
