@@ -91,7 +91,7 @@ def test_env_metrics_are_over_finished_episodes(batch):
 def test_the_mean_episode_return_is_one_number_for_ppo_and_grpo():
     """Of whole episodes, whatever is learnt from: summed here action by action; no value target enters it."""
     torch.manual_seed(0)
-    batch = gae(StepCollector(ToyEnv(4), ToyActorCritic(CHUNK), 20).rollout())
+    batch = gae(StepCollector(ToyEnv(4), ToyPolicy(), 20).rollout())
     returns, sums = [], torch.zeros(len(batch))
     for step in batch[NEXT].unbind(1):
         sums += step[STEP_REWARDS].sum(1)
