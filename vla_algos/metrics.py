@@ -56,7 +56,8 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
 def env_metrics(batch: TensorDictBase) -> dict[str, float]:
     """Average over the episodes that ended in ``batch``; crashed ones are counted and left out.
 
-    ``env/return`` is the mean sum of an episode's rewards, ``env/reward`` that per primitive action. With no finished episode there are only the counts.
+    ``env/return`` is the mean sum of an episode's rewards, ``env/reward`` that per primitive action. With no finished
+    episode there are only the counts.
     """
     after = batch[NEXT]
     crashed = after[CRASHED]

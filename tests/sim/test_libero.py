@@ -195,7 +195,7 @@ def benchmark_env(suite, task, size=64):
 
 
 def benchmark_episode(env, task, trial, walk, gripper=-1.0):
-    """What LIBERO's own environment shows after the reset and after each action, and poses of bodies [m, quaternion]."""
+    """What LIBERO's own environment shows after the reset and after each action, with its physics."""
     env.reset()
     seen = env.set_init_state(package.initial_states(task.group, task.name)[trial])
     for _ in range(10):
