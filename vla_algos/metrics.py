@@ -32,7 +32,7 @@ from vla_common.keys import (
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """Describe rewards per executed action, and advantages and returns, if any, over valid decisions or actions.
+    """Describe rewards per executed action, and advantages and value targets, if any, over valid decisions or actions.
 
     ``train/critic/explained_variance`` compares the value targets with the values of the rollout.
     """
@@ -46,7 +46,8 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
         metrics["rollout/advantages_max"] = advantage.max()
         metrics["rollout/advantages_min"] = advantage.min()
     if target is not None:
-        metrics["rollout/returns_mean"] = target[valid].mean()
+        metrics["rollout/value_targets_mean"] = target[valid].mean()
+        metrics["rollout/returns_mean"] = metrics["rollout/value_targets_mean"]  # deprecated since 0.1.0
         if (value := batch.get(STATE_VALUE, None)) is not None:
             metrics["train/critic/explained_variance"] = explained_variance(value[valid], target[valid])
     return {name: float(value) for name, value in metrics.items()}
@@ -55,7 +56,8 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
 def env_metrics(batch: TensorDictBase) -> dict[str, float]:
     """Average over the episodes that ended in ``batch``; crashed ones are counted and left out.
 
-    ``env/reward`` is the return per primitive action. With no finished episode there are only the counts.
+    ``env/return`` is the mean sum of an episode's rewards, ``env/reward`` that per primitive action. With no finished
+    episode there are only the counts.
     """
     after = batch[NEXT]
     crashed = after[CRASHED]

@@ -1,6 +1,7 @@
 """Logged numbers: what they average over, and intervals."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from tensordict import TensorDict
 from toy import CHUNK, ToyActorCritic, ToyEnv, ToyPolicy
 
 from vla_algos.advantages import gae
-from vla_algos.collectors import StepCollector
+from vla_algos.collectors import EpisodeCollector, StepCollector
+from vla_algos.groups import collect_groups, concatenate
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_algos.metrics import (
     WeightedMean,
@@ -30,6 +32,7 @@ from vla_common.keys import (
     VALUE_TARGET,
     WEIGHT,
 )
+from vla_envs.simulator import Episode
 
 
 @pytest.fixture
@@ -61,11 +64,12 @@ def test_rollout_metrics_per_action_are_over_executed_actions():
     assert metrics["rollout/advantages_mean"] == pytest.approx(0.0, abs=1e-5)
     assert metrics["rollout/advantages_max"] == advantage.max()
     assert metrics["rollout/advantages_min"] == advantage.min()
-    assert metrics["rollout/returns_mean"] == pytest.approx(target.mean().item())
+    assert metrics["rollout/value_targets_mean"] == pytest.approx(target.mean().item())
+    assert metrics["rollout/returns_mean"] == metrics["rollout/value_targets_mean"]  # its old name
     assert metrics["train/critic/explained_variance"] == pytest.approx(explained_variance(value, target).item())
 
 
-def test_without_a_critic_there_are_no_returns(batch):
+def test_without_a_critic_there_are_no_value_targets(batch):
     metrics = rollout_metrics(batch.exclude(STATE_VALUE, VALUE_TARGET))
     assert metrics.keys() == {"rollout/rewards", *(f"rollout/advantages_{kind}" for kind in ("mean", "max", "min"))}
 
@@ -82,6 +86,28 @@ def test_env_metrics_are_over_finished_episodes(batch):
     assert metrics["env/return"] == pytest.approx(success)
     assert 5 <= metrics["env/episode_len"] <= 7
     assert metrics["env/return"] / 7 <= metrics["env/reward"] <= metrics["env/return"] / 5
+
+
+def test_the_mean_episode_return_is_one_number_for_ppo_and_grpo():
+    """Of whole episodes, whatever is learnt from: summed here action by action; no value target enters it."""
+    torch.manual_seed(0)
+    batch = gae(StepCollector(ToyEnv(4), ToyPolicy(), 20).rollout())
+    returns, sums = [], torch.zeros(len(batch))
+    for step in batch[NEXT].unbind(1):
+        sums += step[STEP_REWARDS].sum(1)
+        ended = step[DONE].squeeze(1)
+        returns += sums[ended].tolist()
+        sums[ended] = 0
+    expected = sum(returns) / len(returns)
+    assert env_metrics(batch)["env/return"] == pytest.approx(expected)
+    assert rollout_metrics(batch)["rollout/value_targets_mean"] != pytest.approx(expected, abs=0.01)
+
+    collector = EpisodeCollector(ToyEnv(4), ToyPolicy())
+    episodes = [Episode(task_id=number % 2, trial_id=number, group_id=number) for number in range(8) for _ in range(3)]
+    groups = collect_groups(collector, SimpleNamespace(group_size=3, next=iter(episodes).__next__), 2, 8)
+    assert any(not group.has_signal for group in groups)
+    scores = torch.cat([group.scores for group in groups])
+    assert env_metrics(concatenate(groups))["env/return"] == pytest.approx(scores.mean().item())
 
 
 def test_env_metrics_without_finished_episodes(batch):

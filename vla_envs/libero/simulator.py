@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from vla_envs.libero.package import check_versions, find_assets, initial_states
+from vla_envs.libero.spec import FIXTURE_SEEDS
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
-_OPEN_GRIPPER = np.array([0, 0, 0, 0, 0, 0, -1.0])
+_SETTLE = {True: np.array([0, 0, 0, 0, 0, 0, -1.0]), False: np.zeros(7)}  # by reset_gripper_open
 
 
 class LiberoSimulator:
@@ -37,8 +38,8 @@ class LiberoSimulator:
     def reset(self, episode: Episode) -> None:
         """Restore the shipped initial state ``trial_id``.
 
-        What it leaves open, the poses of fixtures, is drawn by LIBERO with ``trial_id`` as the seed; ``episode.seed``
-        has no influence.
+        What it leaves open, the poses of fixtures, is drawn by LIBERO, with ``trial_id`` as the seed or as the
+        ``trial_id``-th reset of a script (option ``fixtures``); ``episode.seed`` has no influence.
 
         Raises:
             ValueError: there is no such trial.
@@ -52,10 +53,11 @@ class LiberoSimulator:
             with _numpy_seed(0):  # building draws as well
                 self._world = self._worlds.take(task, self.spec, self._assets)
             self._task = task
-        with self._trusted(), _numpy_seed(trial):
-            self._world.reset(states[trial])
+        seed = FIXTURE_SEEDS[self.spec.options["fixtures"]]
+        with self._trusted(), _numpy_seed(trial if seed is None else seed):
+            self._world.reset(states[trial], earlier_resets=None if seed is None else trial)
             for _ in range(self.spec.options["settle_steps"]):
-                self._world.step(_OPEN_GRIPPER)
+                self._world.step(_SETTLE[self.spec.options["reset_gripper_open"]])
 
     def step(self, action: np.ndarray) -> Outcome:
         with self._trusted():

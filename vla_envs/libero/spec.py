@@ -31,6 +31,11 @@ RENDER_QUALITIES = {  # and what each leaves out
 }
 
 
+# Whose draw of cabinets, stoves and racks an episode gets, which no initial state has: a seed of its own per trial, or
+# one seed per task and then a reset per trial, as evaluation scripts do. The seed of each; None is the trial's number.
+FIXTURE_SEEDS = {"trial": None, "openvla": 0, "openpi": 7}
+
+
 @dataclass(frozen=True)
 class Protocol:
     """Numbers that publications do not agree on.
@@ -75,6 +80,8 @@ def make_spec(
     protocol: Literal["openvla", "rlinf", "lerobot"] = "openvla",
     max_episode_steps: Count | None = None,
     settle_steps: Whole | None = None,
+    reset_gripper_open: bool = True,
+    fixtures: Literal["trial", "openvla", "openpi"] = "trial",
     image_size: Count = IMAGE_SIZE,
     render_quality: Literal["benchmark", "fast"] = "benchmark",
     assets: str | None = None,
@@ -90,6 +97,11 @@ def make_spec(
         protocol: whose horizons and settle steps, see :data:`PROTOCOLS`.
         max_episode_steps: horizon in primitive actions, settle steps not counted; ``None`` for the protocol's.
         settle_steps: ``None`` for the protocol's.
+        reset_gripper_open: open the gripper in the settle steps (-1); ``False`` sends 0, which leaves it half open, as
+            RLinf's runs of OpenVLA-OFT do.
+        fixtures: poses of cabinets, stoves and racks. ``"trial"``: drawn with the trial's number as the seed.
+            ``"openvla"``, ``"openpi"``: those that the trial has in the evaluation script of OpenVLA and OpenVLA-OFT,
+            or of openpi.
         image_size: pixels of a side, of both cameras.
         render_quality: ``"benchmark"``, or ``"fast"`` (see :data:`RENDER_QUALITIES`); the pixels differ.
         assets: folder of meshes and textures; ``None`` looks for it, see :func:`vla_envs.libero.package.find_assets`.
@@ -104,6 +116,9 @@ def make_spec(
     if name not in suites():
         raise unknown_name("LIBERO suite", suite, suites(), example="libero/spatial")
     check_name("LIBERO protocol", protocol, PROTOCOLS, example="openvla")
+    check_name("fixtures", fixtures, FIXTURE_SEEDS, example="openvla")
+    if not isinstance(reset_gripper_open, bool):
+        raise ValueError(f"reset_gripper_open is true or false, got {reset_gripper_open!r}")
     check_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
     if not is_whole_number(image_size) or image_size < 1:
         raise ValueError(f"image_size is a number of pixels, at least 1, got {image_size!r}; try image_size=256")
@@ -128,6 +143,11 @@ def make_spec(
             ),
             (steps != horizon, f"horizon {steps} instead of {horizon}"),
             (settle != published.settle_steps, f"{settle} settle steps instead of {published.settle_steps}"),
+            (not reset_gripper_open, "gripper command 0 instead of -1, open, in the settle steps"),
+            (
+                fixtures != "trial" and protocol != "openvla",
+                f"fixtures as drawn by the evaluation script of {fixtures}",
+            ),
             (len(tasks) < len(suites()[name]), f"{len(tasks)} of the suite's {len(suites()[name])} tasks"),
             (render_quality != "benchmark", RENDER_QUALITIES[render_quality]),
             (image_size != IMAGE_SIZE, f"{image_size} x {image_size} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
@@ -151,6 +171,8 @@ def make_spec(
         protocol_deviations=(*deviations, *describe_assets(assets)),
         options={
             "settle_steps": settle,
+            "reset_gripper_open": reset_gripper_open,
+            "fixtures": fixtures,
             "render_quality": render_quality,
             "assets": assets,
             "download_assets": download_assets,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ class World:
         self.task = task
         self.key = _key(task, spec, assets)
         file = str(task_file(task.group, task.name))
-        self._env = libero.TASK_MAPPING[bddl.get_problem_info(file)["problem_name"]](
+        self._env = _keep_unplaced(libero.TASK_MAPPING[bddl.get_problem_info(file)["problem_name"]])(
             file,
             robots=["Panda"],
             controller_configs=robosuite.load_controller_config(default_controller="OSC_POSE"),
@@ -58,6 +60,7 @@ class World:
             hard_reset=False,
         )
         self._model, self._data = self._env.sim.model._model, self._env.sim.data._data
+        self._samplers = tuple(self._env.object_property_initializers)  # of drawers, doors and burners
         self._drawn = mujoco.MjData(self._model)
         self._drawn_sites = np.empty_like(self._model.site_rgba)
         self._states = np.zeros(8, np.float32)
@@ -85,14 +88,19 @@ class World:
         """About what it takes: mujoco's model and data, and 1.7 times the model for what is there to draw it."""
         return (2.7 * mujoco.mj_sizeModel(self._model) + self._data.nbuffer + self._drawn.nbuffer) / 1e6
 
-    def reset(self, initial_state: np.ndarray) -> None:
+    def reset(self, initial_state: np.ndarray, earlier_resets: int | None = None) -> None:
         """Reset everything and put the shipped state in place; the same as building the world anew.
+
+        numpy's global generator decides about the poses of fixtures.
+
+        Args:
+            initial_state: float64 ``[1 + nq + nv]``.
+            earlier_resets: draw what LIBERO's own environment draws after that many resets since the generator was
+                seeded. ``None``: what it draws in its first one, without what it was built with.
 
         Raises:
             RuntimeError: LIBERO finds no place for its objects, or the state is of another world.
         """
-        from robosuite.utils.errors import RandomizationError
-
         expected = 1 + self._model.nq + self._model.nv
         if len(initial_state) != expected:
             raise RuntimeError(
@@ -101,19 +109,31 @@ class World:
             )
         for robot in self._env.robots:
             robot.gripper.current_action = np.zeros(robot.gripper.dof)  # survives robosuite's own reset
-        for _ in range(_PLACEMENT_ATTEMPTS):
-            try:
-                self._env.reset()
-                break
-            except RandomizationError:  # a draw that does not fit; LIBERO's own reset would try for ever
-                continue
-        else:
-            raise RuntimeError(f"LIBERO found no place for the objects of {self.task.name}")
+        # LIBERO's own environment loads its model when it is made and at each attempt to reset, and each time it adds
+        # the same samplers once more: they draw as often, and the last draw counts.
+        loads = itertools.repeat(1) if earlier_resets is None else itertools.count(2)
+        for _ in range(1 + (earlier_resets or 0)):
+            self._place(loads)
         self._env.sim.set_state_from_flattened(initial_state)
         self._env.sim.forward()
         self._env._check_success()
         self._env._post_process()
         self._env._update_observables(force=True)
+
+    def _place(self, loads: Iterator[int]) -> None:
+        """Draw places of everything until they fit; ``loads`` says how often LIBERO has loaded its model by then."""
+        from robosuite.utils.errors import RandomizationError
+
+        for _ in range(_PLACEMENT_ATTEMPTS):
+            self._env.object_property_initializers = next(loads) * list(self._samplers)
+            # Where objects lie on and in fixtures is drawn relative to the model as it is loaded.
+            self._model.body_pos[:], self._model.body_quat[:] = self._env.unplaced
+            try:
+                self._env.reset()
+                return
+            except RandomizationError:  # a draw that does not fit; LIBERO's own reset would try for ever
+                continue
+        raise RuntimeError(f"LIBERO found no place for the objects of {self.task.name}")
 
     def step(self, action: np.ndarray) -> bool:
         """Execute an action of 50 ms; returns whether the task is solved."""
@@ -177,6 +197,17 @@ world_cache = WorldCache()
 
 def _key(task: Task, spec: SimulatorSpec, assets: Path) -> tuple:
     return task, assets, spec.image_shape, spec.options["render_quality"]
+
+
+def _keep_unplaced(domain: type) -> type:
+    """Let an environment of robosuite remember the poses of bodies before its first reset changes them."""
+
+    def initialize(self: Any, xml_string: str | None = None) -> None:
+        domain._initialize_sim(self, xml_string)  # type: ignore[attr-defined]
+        model = self.sim.model._model
+        self.unplaced = model.body_pos.copy(), model.body_quat.copy()
+
+    return type(domain.__name__, (domain,), {"_initialize_sim": initialize})  # LIBERO compares the name
 
 
 def _release_unused_memory() -> None:
