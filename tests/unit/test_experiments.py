@@ -139,7 +139,7 @@ def settings_of_env(row):
         yield "env.id", SUITES.get(suite) or f"{kind}/{suite.removeprefix('libero_')}"
         yield "env.image_size", row["env.train.init_params.camera_heights"]
     if kind == "libero":
-        yield "the gripper opens while objects settle", row["env.train.reset_gripper_open"]
+        yield "env.reset_gripper_open", row["env.train.reset_gripper_open"]
     yield "env.num_envs", row["env.train.total_num_envs"]
     yield "env.max_episode_steps", row["env.train.max_episode_steps"]
     yield "env.ignore_terminations", row["env.train.ignore_terminations"]
@@ -227,7 +227,6 @@ def composed(experiment):
         policy["joint_log_prob"] = policy["method"] == "flow_noise"
     config["env"]["max_episode_steps"] = make_env_spec(config["env"]).max_episode_steps
     config["runs of a group that start alike"] = config.get("group_size")
-    config["the gripper opens while objects settle"] = True
     values = {}
     for name, value in config.items():
         section = value if isinstance(value, dict) else None
