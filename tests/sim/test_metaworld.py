@@ -16,7 +16,7 @@ from vla_envs.metaworld.spec import suites
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 FAST = {"image_size": 32, "render_quality": "fast"}
 ACTION = np.array([0.3, 0.5, -0.4, 0.7], np.float32)
-FRAMES = (0, 50, 100)  # after how many actions pictures are compared with the benchmark's
+FRAMES = (0, 100)  # after how many actions pictures are compared with the benchmark's
 
 
 def physics(world):
@@ -79,8 +79,8 @@ def test_every_task_is_the_one_that_the_benchmark_sets_up(task):
     from metaworld.types import Task
 
     simulator = make_spec(f"metaworld/{task}").make()
-    for trial in (5, 2, 9):  # the world is in use, the reference's is new
-        disturb(simulator, Episode(0, trial), 60)
+    for trial in (5, 2):  # the world is in use, the reference's is new
+        disturb(simulator, Episode(0, trial), 40)
     simulator.reset(Episode(0, 3))
     noise = np.random.default_rng(0).normal(0, 0.3, (100, 4))
     actions, outcomes, rewards, states, seen = [], [], [simulator._shaped], [physics(simulator._world)], []
@@ -120,18 +120,18 @@ def test_every_task_is_the_one_that_the_benchmark_sets_up(task):
 def test_an_episode_fixes_state_and_pixels_whatever_ran_before(task):
     spec = make_spec(f"metaworld/{task}", **FAST)
     seen, vectors = [], []
-    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+    for order in ((0, 1, 2), (2, 0, 1)):
         simulator = spec.make()
         found = {}
         for trial in order:
             found[trial] = fingerprint(simulator, Episode(0, trial))
             # Compared by the draw itself: plate-slide-side-v3 moves its goal without showing it (metaworld 3.1.1).
             vectors.append(tuple(simulator._world._last_rand_vec))
-            disturb(simulator, Episode(0, 10 + trial), 30)
+            disturb(simulator, Episode(0, 10 + trial), 20)
         seen.append(found)
     assert seen[0] == seen[1]
-    assert len(set(vectors)) == 4
-    # Drawn without physics, the vector is the one that Meta-World's own reset draws with it.
+    assert len(set(vectors)) == 3
+    # Drawn with a fifth of the physics, the vector is the one that Meta-World's own reset draws with it.
     world = simulator._world
     world._freeze_rand_vec = False
     world.np_random = np.random.default_rng([0, zlib.crc32(task.encode()), 2])
