@@ -35,6 +35,7 @@ class MetaWorldSimulator:
         # name, not its index, goes into the seed: an episode is the same in MT50 and on its own.
         name = zlib.crc32(self._task.name.encode())
         self._world.np_random = np.random.default_rng([episode.seed, name, episode.trial_id])
+        _draw(self._world)
         self._world.reset()
         self._world.max_path_length = sys.maxsize  # Meta-World raises past its own horizon; ours is in the spec
         self._shaped = 0.0
@@ -105,9 +106,7 @@ class MetaWorldSimulator:
         from metaworld.env_dict import ENV_CLS_MAP
 
         world = ENV_CLS_MAP[name]()
-        # What Meta-World's own set_task() does, but drawing initial states instead of replaying 50 of them.
-        world._set_task_called = True
-        world._freeze_rand_vec = False
+        world._set_task_called = True  # in place of set_task(), which replays one of 50 drawn vectors: see _draw()
         world.seeded_rand_vec = True
         if name in self.spec.options["reset_ranges"]:
             low, high = (np.array(bound) for bound in self.spec.options["reset_ranges"][name])
@@ -121,6 +120,21 @@ class MetaWorldSimulator:
                 )
             world._random_reset_space = Box(low, high, dtype=np.float64)
         return world
+
+
+def _draw(world: Any) -> None:
+    """Draw the random vector of an episode from ``world.np_random``, and freeze it as Meta-World's ``set_task`` does.
+
+    Meta-World's ``reset()`` places the task's objects twice. Unfrozen, it draws anew the second time, on the traces of
+    the first: twelve tasks then start where the benchmark never does. No draw depends on where the hand has come to, so
+    one physics step in place of five is enough here: it says where the bodies are, which some tasks read.
+    """
+    frame_skip = world.frame_skip
+    world._freeze_rand_vec, world.frame_skip = False, 1
+    try:
+        world.reset()
+    finally:
+        world._freeze_rand_vec, world.frame_skip = True, frame_skip
 
 
 @cache

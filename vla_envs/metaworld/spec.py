@@ -107,7 +107,7 @@ def make_spec(
         camera: ``None`` for the benchmark's camera, else the free camera's ``lookat`` (3 numbers, metres),
             ``distance`` (metres), ``azimuth`` and ``elevation`` (degrees).
         reset_ranges: per task ``[low, high]`` of the random vector from which the task draws its initial
-            state, in metres; a task that is not named keeps the benchmark's.
+            state, in metres; a task that is not named keeps the benchmark's. Equal bounds replay that vector.
         hide_goals: leave out the marker spheres, which may tell tasks of one scene apart.
         reward_type: ``"sparse"``, 1 for each action after which the task is solved; or ``"progress"``, which adds the
             change of Meta-World's own shaped reward, scaled to at most 1 in sum over an episode.
