@@ -11,7 +11,7 @@ from vla_common import keys
 from vla_common.registry import benchmarks
 from vla_common.schema import BenchmarkSchema, Gripper
 from vla_policies import make_example
-from vla_policies.processing.adapters import Adapter, get_adapter
+from vla_policies.processing.adapters import Adapter, get_adapter, stack_cameras
 from vla_policies.processing.images import resize_exact
 from vla_policies.processing.normalization import ActionStatistics, Bounds
 
@@ -38,7 +38,7 @@ def test_examples_have_the_shapes_of_the_benchmark(benchmark):
     assert example[keys.STATES].dtype == torch.float32
     assert (example.get(keys.WRIST_IMAGES, None) is not None) == (cameras > 1)
     assert all(example.get(keys.TASK_DESCRIPTIONS).tolist())
-    images = adapter.images(example, cameras)
+    images = stack_cameras(adapter.cameras(example, cameras))
     assert images.dtype == torch.uint8
     assert images.shape[:2] == (3, cameras)
     assert images.shape[-1] == 3
@@ -92,24 +92,24 @@ def test_grippers_of_demonstrations_become_what_the_model_was_trained_on():
 
 def test_cameras_come_third_person_first():
     example = make_example("robotwin", 2)
-    images = get_adapter("robotwin").images(example, 3)
+    images = stack_cameras(get_adapter("robotwin").cameras(example, 3))
     assert torch.equal(images[:, 0], example[keys.IMAGES])
     assert torch.equal(images[:, 1:], example[keys.WRIST_IMAGES])
-    assert torch.equal(get_adapter("robotwin").images(example, 1)[:, 0], example[keys.IMAGES])
+    assert torch.equal(stack_cameras(get_adapter("robotwin").cameras(example, 1))[:, 0], example[keys.IMAGES])
 
 
 def test_cameras_of_different_sizes_are_each_resized_once():
     example = make_example("calvin", 2)
-    images = get_adapter("calvin").images(example, 2)
+    images = stack_cameras(get_adapter("calvin").cameras(example, 2))
     assert torch.equal(images[:, 0], resize_exact(example[keys.IMAGES], (224, 224)))
     assert torch.equal(images[:, 1], resize_exact(example[keys.WRIST_IMAGES][:, 0], (224, 224)))
-    assert get_adapter("calvin").images(example, 1).shape == (2, 1, 200, 200, 3)
+    assert stack_cameras(get_adapter("calvin").cameras(example, 1)).shape == (2, 1, 200, 200, 3)
 
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_wrong_number_of_images_is_refused(number):
     with pytest.raises(ValueError, match=f"num_images_in_input is {number} and metaworld observes 1 images"):
-        get_adapter("metaworld").images(make_example("metaworld"), number)
+        get_adapter("metaworld").cameras(make_example("metaworld"), number)
 
 
 def test_wrong_sizes_are_refused():

@@ -103,7 +103,7 @@ def test_images_are_modulated_by_the_mean_of_all_words(policy, monkeypatch):
 
 
 def test_the_instruction_changes_what_is_seen(policy, seen):
-    images = policy.preprocessor(policy.adapter.images(seen))
+    images = policy.preprocessor(policy.adapter.cameras(seen, 1)[0].unsqueeze(1))
     prompts = policy.prompt_tokens(seen.get(keys.TASK_DESCRIPTIONS).tolist())
     size = policy.model.config.vision.num_patches
     first = policy.model.prefix(images, prompts)[0][:, 1 : 1 + size]

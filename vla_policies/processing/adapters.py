@@ -9,6 +9,7 @@ the checkpoint (:mod:`vla_policies.processing.normalization`).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,19 +128,6 @@ class Adapter:
                 f"{self.benchmark} needs {self.model_action_dim}; set unnorm_key to a data set of {self.benchmark}"
             )
 
-    def images(self, tensordict: TensorDictBase, num_images: int = 1) -> Tensor:
-        """Stack what the model looks at: uint8 ``[N, num_images, H, W, 3]``, third-person first, then the wrists.
-
-        Cameras of different sizes are each resized to what the model sees (224), exactly as the checkpoint would.
-
-        Raises:
-            ValueError: the observation has fewer cameras.
-        """
-        cameras = self.cameras(tensordict, num_images)
-        if len({camera.shape for camera in cameras}) > 1:
-            cameras = [resize_exact(camera, _MODEL_IMAGE) for camera in cameras]
-        return torch.stack(cameras, dim=1)
-
     def cameras(self, tensordict: TensorDictBase, num_images: int) -> list[Tensor]:
         """Return ``num_images`` cameras as observed, uint8 ``[N, H, W, 3]`` each: third-person, then the wrists.
 
@@ -221,6 +209,16 @@ def _switch(actions: Tensor, dimension: int, source: tuple[float, float], target
     actions = actions.clone()
     actions[..., dimension] = torch.where(is_open, target[1], target[0]).to(actions.dtype)
     return actions
+
+
+def stack_cameras(cameras: Sequence[Tensor]) -> Tensor:
+    """Stack ``n`` cameras, uint8 ``[N, H, W, 3]`` each: ``[N, n, H, W, 3]``.
+
+    Those of different sizes are each resized to what the model sees (224), exactly as the checkpoint would.
+    """
+    if len({camera.shape for camera in cameras}) > 1:
+        cameras = [resize_exact(camera, _MODEL_IMAGE) for camera in cameras]
+    return torch.stack(list(cameras), dim=1)
 
 
 def get_adapter(benchmark: str, family: str = "openvla") -> Adapter:
