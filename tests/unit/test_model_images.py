@@ -1,4 +1,4 @@
-"""Frames are stored as the model sees them: the same bits in the update, nothing stale, never more than was observed."""
+"""Frames are stored as the model sees them: the same bits in the update, nothing stale, no more than was observed."""
 
 import pytest
 import torch
@@ -81,8 +81,8 @@ def learned(policy, td):
     torch.manual_seed(5)
     cloned = policy.imitation_loss(td, 0.1)
     gradients = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
-    chosen = td[keys.ACTION_TOKENS] if keys.ACTION_TOKENS in td else 0.3
-    return [log_prob, entropy, value, cloned, policy.get_dist(td).log_prob(torch.as_tensor(chosen)), *gradients]
+    chosen = td.get(keys.ACTION_TOKENS, torch.tensor(0.3))
+    return [log_prob, entropy, value, cloned, policy.get_dist(td).log_prob(chosen), *gradients]
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
