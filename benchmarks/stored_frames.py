@@ -157,7 +157,6 @@ class Glance(VLAPolicy):
     """Hardly a policy: actions around the mean pixel. It resizes as OpenVLA does and stores the cameras."""
 
     in_keys: ClassVar[list[str]] = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
-    out_keys: ClassVar[list[str]] = [keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE]
     loss_keys: tuple[str, ...] = (keys.IMAGES, keys.ACTION)
     chunk_size, num_values, model_image_size = 1, 1, (224, 224)
 
@@ -166,7 +165,7 @@ class Glance(VLAPolicy):
         self.action_dim = action_dim
         self.mean = torch.nn.Linear(1, action_dim)
         self.value_head = torch.nn.Linear(1, 1) if critic else None
-        self.out_keys = [*type(self).out_keys[: 3 if critic else 2]]
+        self.out_keys = [keys.ACTION, keys.ACTION_LOG_PROB, *([keys.STATE_VALUE] if critic else [])]
 
     def model_images(self, td: TensorDictBase) -> Tensor:
         return self.resize_cameras([td[keys.IMAGES]])
@@ -200,7 +199,7 @@ class StoringGlance(ModelImages, Glance):
     """The same, storing what it sees."""
 
     loss_keys = (keys.MODEL_IMAGES, keys.ACTION)
-    model_images = ModelImages.model_images
+    model_image_size, resize_cameras = Glance.model_image_size, Glance.resize_cameras
 
     def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
         return [tensordict[keys.IMAGES]]
@@ -224,7 +223,7 @@ def peak(algorithm: str, keeps: str, num_envs: int, decisions: int) -> None:
     env = make_noise("maniskill", num_envs, 1, 8)
     policy = (Glance if keeps == "cameras" else StoringGlance)(env.simulator_spec.action_dim, algorithm == "ppo")
     loss = ChunkClipPPOLoss(policy, **({} if algorithm == "ppo" else {"critic_coeff": None}))
-    learner = Learner(loss, minibatch_size=None, minibatches=4, micro_batch_size=8)
+    learner = Learner(loss, lr=1e-4, minibatch_size=None, minibatches=4, micro_batch_size=8)
     count = num_envs * decisions
     if algorithm == "ppo":
         collector: Any = StepCollector(env, policy, decisions)
@@ -249,7 +248,7 @@ def peak(algorithm: str, keeps: str, num_envs: int, decisions: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-envs", type=int, default=8, help="of the peaks")
-    parser.add_argument("--decisions", type=int, default=64, help="of each environment and iteration, of the peaks")
+    parser.add_argument("--decisions", type=int, default=32, help="of each environment and iteration, of the peaks")
     parser.add_argument("--peak", nargs=2, metavar=("ALGORITHM", "KEEPS"), help="one of the peaks, in this process")
     options = parser.parse_args()
     if options.peak:

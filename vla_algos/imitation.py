@@ -77,7 +77,7 @@ def record_demonstrations(
             f"{max_steps} steps; raise max_steps, lower the noise, or take other tasks"
         )
     names = (keys.STATES, keys.ACTION, keys.STEP_MASK)
-    data = torch.cat([recording["frames"] for recording in solved])
+    data: TensorDict = torch.cat([recording["frames"] for recording in solved])
     for name in names:
         data[name] = torch.from_numpy(np.concatenate([r[name] for r in solved]))
     texts = [r[keys.TASK_DESCRIPTIONS] for r in solved for _ in r[keys.STATES]]

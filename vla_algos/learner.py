@@ -251,7 +251,8 @@ class Learner:
         critic_only = self.steps < self.critic_warmup_steps
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
-        for own in rows.split(self.micro_batch_size or len(rows)) if samples is not None and len(rows) else ():
+        for own in rows.split(self.micro_batch_size or len(rows)) if len(rows) else ():
+            assert samples is not None  # whoever has none is in no minibatch
             part = samples[own].to(self._device)
             losses = self._loss_of(part, whole)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
