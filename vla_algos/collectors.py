@@ -53,6 +53,9 @@ OUTCOME_KEYS = (
     EPISODE_RETURN,
     EPISODE_LEN,
 )
+WHAT_HAPPENED = (ACTION, TASK_ID, TRIAL_ID, GROUP_ID, *((NEXT, key) for key in OUTCOME_KEYS))
+"""What is kept of a decision that nothing is learnt from."""
+
 T = TypeVar("T")
 Hook = Callable[[TensorDictBase], None]
 
@@ -195,7 +198,9 @@ class StepCollector(_ChunkCollector):
         if self._observation is None:
             self._observation = self._reset()
         batch: TensorDictBase | None = None
-        cut_short: list[tuple[int, Tensor, TensorDictBase]] = []  # decision, slots, final observations
+        finals = _FinalValues(
+            lambda observations: self._timed("policy", self.policy, observations), self.env.batch_size[0]
+        )
         for t in range(self.decisions):
             outcome, self._observation = self._decide(self._observation)
             stored = outcome.select(*self.stored_keys)
@@ -208,11 +213,10 @@ class StepCollector(_ChunkCollector):
                 if t == self.decisions - 1:
                     wanted = wanted | ~after[DONE]
                 slots = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
-                if slots.numel():
-                    cut_short.append((t, slots, after.select(*self.policy.in_keys)[slots]))
+                finals.add(t, slots, after.select(*self.policy.in_keys))
         assert batch is not None  # there is at least one decision
         if self.has_value:
-            batch[NEXT, STATE_VALUE] = self._next_values(batch, cut_short)
+            batch[NEXT, STATE_VALUE] = self._next_values(batch, finals)
         self._frames += batch.numel()
         self._iter += 1
         return batch
@@ -223,26 +227,15 @@ class StepCollector(_ChunkCollector):
             return torch.zeros_like(after[DONE])
         return after[DONE] if self.bootstrap == "any_done" else after[TRUNCATED] & ~after[TERMINATED]
 
-    def _next_values(self, batch: TensorDictBase, cut_short: list[tuple[int, Tensor, TensorDictBase]]) -> Tensor:
+    def _next_values(self, batch: TensorDictBase, finals: _FinalValues) -> Tensor:
         """Value of the observation after each decision, ``[N, T, 1]`` or ``[N, T, C]``."""
         values = torch.zeros_like(batch[STATE_VALUE])
         values[:, :-1] = batch[STATE_VALUE][:, 1:]
         values.masked_fill_(batch[NEXT, DONE], torch.nan)
         values.masked_fill_(batch[NEXT, CRASHED], 0.0)
-        if not cut_short:
-            return values
-        rows = torch.cat([slots for _, slots, _ in cut_short])
-        times = torch.cat([torch.full_like(slots, t) for t, slots, _ in cut_short])
-        observations = [row for _, _, finals in cut_short for row in finals.unbind(0)]
-        # The sampled actions are thrown away; the greedy mode leaves the random state alone. Never more
-        # than N rows at once: that is the size the memory is known to suffice for.
-        n = batch.shape[0]
-        with set_exploration_type(ExplorationType.DETERMINISTIC):
-            finals = [
-                self._timed("policy", self.policy, torch.stack(observations[i : i + n]))[STATE_VALUE]
-                for i in range(0, len(observations), n)
-            ]
-        values[rows, times] = torch.cat(finals)
+        found = finals.finish()
+        if found is not None:
+            values[finals.slots, finals.times] = found
         return values
 
     def reset(self) -> None:
@@ -334,8 +327,7 @@ class EpisodeCollector(_ChunkCollector):
             post_collect_hook=post_collect_hook,
         )
         if not for_learning:
-            identities = [ACTION, TASK_ID, TRIAL_ID, GROUP_ID]
-            self.stored_keys = [*identities, *((NEXT, key) for key in OUTCOME_KEYS)]
+            self.stored_keys = list(WHAT_HAPPENED)
         self.total_frames = -1
         self.max_attempts, self.on_episode = max_attempts, on_episode
         self.queue = EpisodeQueue(episodes)
@@ -417,6 +409,41 @@ class EpisodeCollector(_ChunkCollector):
         self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
 
 
+class _FinalValues:
+    """Values of observations that no decision follows.
+
+    ``N`` of them are evaluated as soon as there are so many: no more frames are kept, and that is the batch that the
+    memory is known to suffice for. The actions are thrown away; the greedy mode leaves the random state alone.
+    """
+
+    def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase], num_envs: int):
+        self.slots: list[int] = []
+        self.times: list[int] = []
+        self._policy, self._num_envs = policy, num_envs
+        self._waiting: list[TensorDictBase] = []
+        self._values: list[Tensor] = []
+
+    def add(self, time: int, slots: Tensor, observations: TensorDictBase) -> None:
+        """Note the observations ``[N]`` after decision ``time`` in some ``slots`` ``[k]``."""
+        if slots.numel():
+            self.slots += slots.tolist()
+            self.times += [time] * len(slots)
+            self._waiting += observations[slots].unbind(0)
+        while len(self._waiting) >= self._num_envs:
+            self._evaluate()
+
+    def finish(self) -> Tensor | None:
+        """Return the values of all, ``[k, 1]`` or ``[k, C]``; ``None`` if there were none."""
+        if self._waiting:
+            self._evaluate()
+        return torch.cat(self._values) if self._values else None
+
+    def _evaluate(self) -> None:
+        rows, self._waiting = self._waiting[: self._num_envs], self._waiting[self._num_envs :]
+        with set_exploration_type(ExplorationType.DETERMINISTIC):
+            self._values.append(self._policy(torch.stack(rows))[STATE_VALUE])
+
+
 class _RunningEpisodes:
     """The decisions so far of the episode in each slot: one buffer ``[N, T]`` with a cursor per slot."""
 
@@ -429,8 +456,10 @@ class _RunningEpisodes:
         """Add a decision ``[N]`` to every slot."""
         if self._buffer is None:
             self._buffer = self._room(decisions.unsqueeze(1), 16)
-        elif int(self._cursor.max()) == self._buffer.shape[1]:
-            self._buffer = torch.cat([self._buffer, torch.empty_like(self._buffer)], 1)
+        elif int(self._cursor.max()) == (length := self._buffer.shape[1]):
+            buffer = self._room(self._buffer[:, :1], 2 * length)
+            buffer[:, :length] = self._buffer  # what is beyond takes no memory before it is written
+            self._buffer = buffer
         self._buffer[self._slots, self._cursor] = decisions
         self._cursor += 1
 
