@@ -137,7 +137,7 @@ def make_spec(
         textures: whose code says which texture an episode of VisionTexture and VisionWhole has. ``"rl4vla"``: one for
             each, as described in the paper. ``"rlinf"``: its table's, which is none for the first table.
         render_quality: of plate-25: ``"benchmark"`` (ManiSkill's shader ``default``), or ``"fast"`` (``minimal``, in
-            half the time and about one level brighter). A task of ManiSkill has ManiSkill's own.
+            two thirds of the time and about one level brighter). A task of ManiSkill has ManiSkill's own.
         control_mode: of a task of ManiSkill: ``"pd_ee_delta_pose"`` (moves, turns, gripper) or ``"pd_ee_delta_pos"``
             (moves, gripper).
         camera: of a task of ManiSkill: ``None`` for its own, else ``eye`` and ``target`` (3 numbers each, metres) and
@@ -172,8 +172,8 @@ def make_spec(
     if start == "rl4vla" and backend == "cuda":
         raise ValueError(f"start=rl4vla simulates a world before its episode, which backend=cuda cannot; {ON_CPU}")
     splits = _splits_of(suite, object_set)
-    looks = {"start": start, "textures": textures, "render_quality": render_quality}
-    return _plate25(suite, splits, only, assets, BACKENDS[backend], **looks, **common)
+    common |= {"start": start, "textures": textures, "render_quality": render_quality}
+    return _plate25(suite, splits, only, assets, BACKENDS[backend], **common)
 
 
 def _plate25(
