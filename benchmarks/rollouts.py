@@ -55,7 +55,7 @@ def env_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "image_size": options.size,
         "max_episode_steps": HORIZON,
-        **({} if options.env.startswith("maniskill/") else {"render_quality": options.quality}),
+        "render_quality": options.quality,
         **({"task_ids": [options.task]} if options.env.startswith("libero/") else {}),
     }
 
@@ -252,8 +252,8 @@ def parse() -> argparse.Namespace:
     options.size = options.size or (256 if libero else 224)
     if (options.decisions + 1) * options.chunk >= HORIZON:
         parser.error(f"(decisions + 1) x chunk must stay below {HORIZON} steps, the horizon of the episodes here")
-    if options.quality != "benchmark" and not options.env.startswith("metaworld/"):
-        parser.error(f"--quality {options.quality} is for Meta-World; on {options.env} leave it out")
+    if options.quality != "benchmark" and not options.env.startswith(("metaworld/", "maniskill/PutOn")):
+        parser.error(f"--quality {options.quality} is for Meta-World and plate-25; on {options.env} leave it out")
     return options
 
 

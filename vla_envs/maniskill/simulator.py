@@ -119,6 +119,9 @@ class PlateSimulator(ManiSkillSimulator):
             assets=self.spec.options["assets"],
             obs_mode="rgb+segmentation",
             reward_mode=self.spec.options["reward_mode"],
+            start=self.spec.options["start"],
+            textures=self.spec.options["textures"],
+            sensor_configs={"shader_pack": self.spec.options["shader"]},
             sim_backend="physx_cpu",
             render_backend=_render_backend(),
         )
