@@ -11,7 +11,8 @@ from torchrl.envs.utils import ExplorationType
 from vla_algos.imitation import record_demonstrations
 from vla_common import keys
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0
-from vla_policies.processing.images import resize_exact, resize_with_pad
+from vla_policies.processing.images import center_crop, resize_exact, resize_lanczos3, resize_with_pad
+from vla_policies.processing.jpeg import jpeg_round_trip
 
 CAMERAS = (keys.IMAGES, keys.WRIST_IMAGES)
 TEXTS = ("pick up the green cup", "put the cup in the box")
@@ -70,7 +71,11 @@ def own_resize(policy, camera):
     size = policy.model_image_size
     if isinstance(policy, Pi0):
         return resize_with_pad(camera, size)
-    return policy.preprocessor.resize(resize_exact(camera, size).unsqueeze(1)).squeeze(1)
+    if policy.config.image_resize == "lanczos3":
+        camera = resize_lanczos3(jpeg_round_trip(camera), size)
+    else:
+        camera = resize_exact(camera, size)
+    return center_crop(camera) if policy.config.center_crop else camera
 
 
 def learned(policy, td):
