@@ -84,8 +84,9 @@ class SimulatorVectorEnv(VectorEnv):
         if spec.batched:
             raise ValueError(f"{spec.id} leaves its images on the GPU: take make_env, or type backend='processes'")
         self.simulator_spec, self.num_envs, self.render_mode = spec, num_envs, render_mode
-        if autoreset_mode not in list(AutoresetMode):
-            raise unknown_name("autoreset_mode", autoreset_mode, [mode.value for mode in AutoresetMode])
+        modes = [mode.value for mode in AutoresetMode]
+        if not isinstance(autoreset_mode, AutoresetMode) and autoreset_mode not in modes:
+            raise unknown_name("autoreset_mode", autoreset_mode, modes)
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = {
             **self.metadata,
