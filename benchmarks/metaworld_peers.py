@@ -102,7 +102,9 @@ def _make_vec(options: argparse.Namespace, chunk: int | None) -> Contender:
             for action in actions.swapaxes(0, 1) if chunk is None else [actions]:
                 env.step(action)
 
-    return Contender(f"make_vec, {_mode(chunk)}", partial(env.reset, seed=0), run, env.close, _decisions(options, chunk))
+    return Contender(
+        f"make_vec, {_mode(chunk)}", partial(env.reset, seed=0), run, env.close, _decisions(options, chunk)
+    )
 
 
 def _parallel_env(options: argparse.Namespace, chunk: int | None) -> Contender:

@@ -1,4 +1,4 @@
-"""Gymnasium's vector interface over worker processes: step by step what Gymnasium's own returns, and what is refused."""
+"""Gymnasium's vector interface over worker processes: step by step Gymnasium's own, and what is refused."""
 
 import os
 import signal
@@ -235,7 +235,7 @@ def test_after_close_everything_is_refused(number):
     env.close()
     env.close()
     for use in (env.reset, lambda: env.unwrapped.step(env.action_space.sample())):
-        with pytest.raises(gymnasium.error.ClosedEnvironmentError, match="counting.*is closed: make a new one"):
+        with pytest.raises(gymnasium.error.ClosedEnvironmentError, match=r"counting.*is closed: make a new one"):
             use()
 
 

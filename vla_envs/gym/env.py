@@ -9,7 +9,7 @@ import numpy as np
 
 from vla_common import keys
 from vla_common.errors import unknown_name
-from vla_envs.gym.episodes import EpisodeStream, check_actions, closed, resolve_spec, make_info
+from vla_envs.gym.episodes import EpisodeStream, check_actions, closed, make_info, resolve_spec
 from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.gym.window import Window, has_pygame
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec

@@ -26,7 +26,9 @@ def resolve_spec(name: str | SimulatorSpec, horizon: int | None, options: dict[s
         TypeError: ``frameskip``, which TorchRL's ``GymEnv`` tries; told so in these words, it goes on without it.
     """
     if "frameskip" in options:
-        raise TypeError("unexpected keyword argument 'frameskip': a chunk of actions is chunk_size of make_vec or make_env")
+        raise TypeError(
+            "unexpected keyword argument 'frameskip': a chunk of actions is chunk_size of make_vec or make_env"
+        )
     if isinstance(name, SimulatorSpec):
         refuse_options(name, options)
         spec = name

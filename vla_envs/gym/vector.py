@@ -93,7 +93,8 @@ class SimulatorVectorEnv(VectorEnv):
             "render_fps": spec.control_frequency / (chunk_size or 1),  # a recorded video is in real time
             "autoreset_mode": self.autoreset_mode,
         }
-        self.single_observation_space = make_observation_space(spec)
+        self.single_observation_space = space = make_observation_space(spec)
+        self._spaces = space.spaces
         self.single_action_space = make_action_space(spec, chunk_size)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
@@ -106,7 +107,7 @@ class SimulatorVectorEnv(VectorEnv):
         self._ended = np.zeros(num_envs, np.bool_)
         self.closed = False
 
-    @property
+    @property  # type: ignore[misc]  # nobody sets it, as in SyncVectorEnv
     def np_random(self) -> Any:
         """The random numbers that episodes are drawn from, one generator per environment."""
         return tuple(self._random_of(slot)[0] for slot in range(self.num_envs))
@@ -141,9 +142,7 @@ class SimulatorVectorEnv(VectorEnv):
         infos = self._restart(np.flatnonzero(mask), seed, self._options_of_each(options))
         return self._observations(), infos
 
-    def step(
-        self, actions: np.ndarray
-    ) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+    def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Execute an action, or a chunk of them, in each environment and render.
 
         Raises:
@@ -166,7 +165,7 @@ class SimulatorVectorEnv(VectorEnv):
         done = terminated | truncated
         infos: dict[str, Any] = {}
         if self.autoreset_mode is AutoresetMode.SAME_STEP:
-            for slot in np.flatnonzero(done):
+            for slot in np.flatnonzero(done).tolist():
                 final = {"final_obs": self._observation_of(slot), "final_info": outcomes.pop(slot)}
                 infos = self._add_info(infos, final, slot)
             ended = np.flatnonzero(done)
@@ -236,7 +235,7 @@ class SimulatorVectorEnv(VectorEnv):
         crashed = np.zeros(self.num_envs, np.bool_)
         crashed[self._pool.step(running.tolist())] = True
         self._elapsed += arrays.executed.sum(1)
-        terminated = arrays.successes.any(1)
+        terminated = np.any(arrays.successes, 1)
         truncated = ~terminated & (crashed | (self._elapsed >= spec.max_episode_steps))
         truncated[self._ended] = False
         infos = {}
@@ -293,10 +292,15 @@ class SimulatorVectorEnv(VectorEnv):
         return {key: texts[key] if key in texts else getattr(arrays, key)[slot].copy() for key in self._keys()}
 
     def _keys(self) -> list[str]:
-        return list(self.single_observation_space.spaces)
+        return list(self._spaces)
 
     def _check_mask(self, mask: Any) -> np.ndarray:
-        if not isinstance(mask, np.ndarray) or mask.shape != (self.num_envs,) or mask.dtype != np.bool_ or not mask.any():
+        if (
+            not isinstance(mask, np.ndarray)
+            or mask.shape != (self.num_envs,)
+            or mask.dtype != np.bool_
+            or not mask.any()
+        ):
             got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
             raise ValueError(f"{_RESET_MASK} is a numpy array of bool [{self.num_envs}] with a True in it, got {got}")
         return mask
@@ -309,7 +313,9 @@ class SimulatorVectorEnv(VectorEnv):
                 raise unknown_name("reset option", name, (*RESET_OPTIONS, _RESET_MASK))
             values = [value] * self.num_envs if np.ndim(value) == 0 else list(value)
             if len(values) != self.num_envs:
-                raise ValueError(f"needs one {name}, or one for each of {self.num_envs} environments, got {len(values)}")
+                raise ValueError(
+                    f"needs one {name}, or one for each of {self.num_envs} environments, got {len(values)}"
+                )
             for slot, one in enumerate(values):
                 each[slot][name] = one
         return each

@@ -54,7 +54,7 @@ def test_a_fork_of_a_process_that_draws_fails_at_once_with_what_to_type():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         envs = gymnasium.make_vec(REACH, 2, vectorization_mode="async", vector_kwargs={"context": "fork"}, **SMALL)
-        with pytest.raises(RuntimeError, match='forked from one that draws with OpenGL.*context="spawn"') as caught:
+        with pytest.raises(RuntimeError, match=r'forked from one that draws with OpenGL.*context="spawn"') as caught:
             envs.reset(seed=0)
         envs.close(terminate=True)
     assert "\n" not in str(caught.value)
