@@ -133,6 +133,18 @@ def test_a_chunk_is_its_actions_one_after_the_other(make, actions):
     assert infos[keys.STEP_MASK].sum(1).tolist() == [4, 4, 1, HORIZON - 4]
 
 
+def test_what_was_executed_is_told_in_every_mode(make):
+    """Of all environments in each step, also of those that were only reset."""
+    for mode, second in ((AutoresetMode.NEXT_STEP, 0), (AutoresetMode.SAME_STEP, HORIZON)):
+        envs = make(autoreset_mode=mode, chunk_size=HORIZON)
+        envs.reset(seed=0, options={keys.TRIAL_ID: 9})
+        for executed in (HORIZON, second):
+            *_, infos = envs.step(np.zeros((N, HORIZON, 2), np.float32))
+            assert infos[keys.STEP_MASK][0].sum() <= executed
+            assert infos[keys.STEP_MASK].shape == infos[keys.STEP_REWARDS].shape == (N, HORIZON)
+            assert (infos[keys.STEP_REWARDS] > 0).tolist() == infos[keys.STEP_MASK].tolist()
+
+
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_a_simulator_that_fails_is_truncated_and_the_others_go_on(make, mode):
     envs = make(autoreset_mode=mode)

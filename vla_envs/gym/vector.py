@@ -160,7 +160,7 @@ class SimulatorVectorEnv(VectorEnv):
                 f"the episodes of environments {ended.tolist()} have ended: call "
                 f'reset(options={{"{_RESET_MASK}": terminated | truncated}}) first'
             )
-        running = np.flatnonzero(~self._ended)
+        running, arrays = np.flatnonzero(~self._ended), self._pool.arrays
         rewards, terminated, truncated, outcomes = self._advance(running, actions)
         done = terminated | truncated
         infos: dict[str, Any] = {}
@@ -171,6 +171,9 @@ class SimulatorVectorEnv(VectorEnv):
             ended = np.flatnonzero(done)
         for slot, info in outcomes.items():
             infos = self._add_info(infos, info, slot)
+        if self.chunk_size is not None:  # of all, nothing where an environment was only reset
+            for key, array in ((keys.STEP_MASK, arrays.executed), (keys.STEP_REWARDS, arrays.rewards)):
+                infos[key], infos[f"_{key}"] = array.copy(), np.ones(self.num_envs, np.bool_)
         self._ended = done
         infos = self._restart(ended, infos=infos)
         return self._observations(), rewards, terminated, truncated, infos
@@ -243,9 +246,6 @@ class SimulatorVectorEnv(VectorEnv):
             episode = self._episodes[slot]
             assert episode is not None
             infos[slot] = make_info(episode, bool(terminated[slot]))
-            if self.chunk_size is not None:
-                infos[slot][keys.STEP_MASK] = arrays.executed[slot].copy()
-                infos[slot][keys.STEP_REWARDS] = arrays.rewards[slot].copy()
             if crashed[slot]:
                 infos[slot][keys.CRASHED] = True
         return arrays.rewards.sum(1).astype(np.float64), terminated, truncated, infos
