@@ -11,7 +11,7 @@ from vla_common import keys
 from vla_common.errors import unknown_name
 from vla_envs.gym.episodes import EpisodeStream, check_actions, closed, make_info, resolve_spec
 from vla_envs.gym.spaces import make_action_space, make_observation_space
-from vla_envs.gym.window import Window, has_pygame
+from vla_envs.gym.window import Window, why_no_window
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
 
 
@@ -56,7 +56,9 @@ class SimulatorEnv(gymnasium.Env):
             raise unknown_name("render_mode", render_mode, self.metadata["render_modes"])
         self.render_mode, self.simulator_spec = render_mode, resolve_spec(name, horizon, options)
         fps = self.simulator_spec.control_frequency
-        works = [mode for mode in self.metadata["render_modes"] if mode != "human" or has_pygame()]  # for check_env
+        works = [
+            mode for mode in self.metadata["render_modes"] if mode != "human" or not why_no_window()
+        ]  # for check_env
         self.metadata = {"render_modes": works, "render_fps": fps}  # a recorded video is in real time
         self.observation_space = make_observation_space(self.simulator_spec)
         self.action_space = make_action_space(self.simulator_spec)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import gymnasium
 import numpy as np
 
 
-def has_pygame() -> bool:
-    """Tell whether windows can be opened."""
-    return find_spec("pygame") is not None
+_SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
+
+
+def why_no_window() -> str:
+    """Say why no window can be opened here; empty if one can."""
+    if find_spec("pygame") is None:
+        return "render_mode='human' opens a window with pygame; type: pip install 'vla-torchrl[video]'"
+    # Asked for a window all the same, SDL draws offscreen by EGL, and closing that takes MuJoCo's EGL with it.
+    if not any(map(os.environ.get, _SCREENS)):
+        return (
+            "render_mode='human' needs a screen ($DISPLAY): take render_mode='rgb_array' and Gymnasium's RecordVideo, or "
+            "SDL_VIDEODRIVER=dummy for a window that nobody sees"
+        )
+    return ""
 
 
 class Window:
@@ -20,14 +32,12 @@ class Window:
         fps: frames per second, at most.
 
     Raises:
-        gymnasium.error.DependencyNotInstalled: there is no pygame.
+        gymnasium.error.DependencyNotInstalled: there is no pygame, or no screen.
     """
 
     def __init__(self, fps: int):
-        if not has_pygame():
-            raise gymnasium.error.DependencyNotInstalled(
-                "render_mode='human' opens a window with pygame; type: pip install 'vla-torchrl[video]'"
-            )
+        if reason := why_no_window():
+            raise gymnasium.error.DependencyNotInstalled(reason)
         self._fps = fps
         self._opened = False
 
@@ -36,6 +46,7 @@ class Window:
         import pygame
 
         if not self._opened:
+            os.environ.setdefault("SDL_FRAMEBUFFER_ACCELERATION", "0")  # no OpenGL beside the simulator's
             pygame.display.init()
             pygame.display.set_mode(image.shape[1::-1])
             self._clock, self._opened = pygame.time.Clock(), True
