@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import gymnasium
 import numpy as np
 
-
 _SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
 
 
@@ -19,8 +18,8 @@ def why_no_window() -> str:
     # Asked for a window all the same, SDL draws offscreen by EGL, and closing that takes MuJoCo's EGL with it.
     if not any(map(os.environ.get, _SCREENS)):
         return (
-            "render_mode='human' needs a screen ($DISPLAY): take render_mode='rgb_array' and Gymnasium's RecordVideo, or "
-            "SDL_VIDEODRIVER=dummy for a window that nobody sees"
+            "render_mode='human' needs a screen ($DISPLAY): take render_mode='rgb_array' and Gymnasium's RecordVideo, "
+            "or SDL_VIDEODRIVER=dummy for a window that nobody sees"
         )
     return ""
 
