@@ -5,7 +5,8 @@ environments and actions. Beside ``VLAEnv``, whose environments are spread over 
 one frame per chunk, and ``bare simulators``, which do the same work without any communication, these are:
 
 * Meta-World (``metaworld_peers.py``): Gymnasium's ``AsyncVectorEnv`` over Meta-World's own class, with a frame per
-  primitive action, or behind a wrapper that executes a chunk and renders once; TorchRL's ``ParallelEnv`` likewise.
+  primitive action, or behind a wrapper that executes a chunk and renders once; TorchRL's ``ParallelEnv`` and this
+  library's ``gymnasium.make_vec`` likewise.
 * LIBERO (``libero_peers.py``): LIBERO's own ``SubprocVectorEnv``, which draws both cameras after every action, and
   TorchRL's ``LiberoWrapper`` with ``ParallelEnv`` and ``MultiAction``. Resets and memory are measured as well.
 * ManiSkill on a CPU (``maniskill_peers.py``): the same environment with one worker process, and ManiSkill's own
