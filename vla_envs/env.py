@@ -472,7 +472,7 @@ def base_env(env: EnvBase) -> VLAEnv:
     inner = env
     while isinstance(inner, TransformedEnv):
         inner = inner.base_env
-    if not callable(getattr(inner, "set_episodes", None)):
+    if not hasattr(type(inner), "set_episodes"):
         raise TypeError(
             f"this needs one VLAEnv, with or without transforms, not {type(inner).__name__}; type make_env(id, "
             "num_envs=N), which has worker processes of its own, or use TorchRL's collectors"

@@ -97,13 +97,12 @@ def _load(transform: nn.Module, state: dict[str, Any]) -> None:
         if name in state and (is_lazy(buffer) or buffer.shape != state[name].shape):  # made by the first frame
             owner, _, attribute = name.rpartition(".")
             setattr(transform.get_submodule(owner), attribute, torch.empty_like(state[name], device=buffer.device))
-    found = transform.state_dict()
     empty = {name for name, buffer in transform.named_buffers() if is_lazy(buffer)}
-    if wrong := sorted(found.keys() - empty ^ state.keys()):
+    missing, unexpected = transform.load_state_dict({name: _copy(value) for name, value in state.items()}, strict=False)
+    if wrong := sorted({*missing, *unexpected} - empty):
         raise ValueError(
             f"the saved run had other transforms, they differ in {', '.join(wrong)}; resume with those of the saved run"
         )
-    transform.load_state_dict({name: _copy(value) for name, value in state.items()}, strict=not empty)
 
 
 def _copy(value: Any) -> Any:

@@ -86,7 +86,7 @@ def test_env_metrics_are_over_finished_episodes(batch):
 
 def test_env_metrics_without_finished_episodes(batch):
     metrics = env_metrics(batch[:, :1][:2])
-    assert metrics == {"env/num_episodes": 0, "env/crashed_episodes": 0}
+    assert metrics == {"env/num_episodes": 0, "env/crashed_episodes": 0, "env/actions_clipped": 0}
 
 
 def test_explained_variance():
