@@ -162,8 +162,8 @@ def _check_step_rewards(batch: TensorDictBase) -> None:
     differ = (steps.sum(-1, keepdim=True) - rewards).abs() > 1e-6 + 1e-4 * steps.abs().sum(-1, keepdim=True)
     if differ.any():
         raise ValueError(
-            f"reward_level='action' reads 'step_rewards', whose sum is not 'reward' in {int(differ.sum())} decisions: a "
-            "transform has changed 'reward' alone; let it change both, such as RewardScaling(loc, scale, "
+            f"reward_level='action' reads 'step_rewards', whose sum is not 'reward' in {int(differ.sum())} decisions: "
+            "a transform has changed 'reward' alone; let it change both, such as RewardScaling(loc, scale, "
             "in_keys=['reward', 'step_rewards']), or use reward_level='chunk'"
         )
 

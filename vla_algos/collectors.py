@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -367,7 +367,7 @@ class EpisodeCollector(_ChunkCollector):
             observation = self._reset() if len(self) else None
             while len(self):
                 while self._next_index not in self._finished:
-                    self.deciding = list(self.base_env.current_episodes)  # the step may replace them
+                    self.deciding = self._queued_episodes()  # the step may replace them
                     outcome, observation = self._decide(observation)
                     self._book(running, outcome)
                 episode = self._finished.pop(self._next_index)
@@ -377,11 +377,15 @@ class EpisodeCollector(_ChunkCollector):
                 yield episode
         finally:
             # Whoever stops early may continue later: what was running will run again.
-            running_now = [] if observation is None else [e for e in self.base_env.current_episodes if e is not None]
+            running_now = [] if observation is None else [e for e in self._queued_episodes() if e is not None]
             for episode in sorted(running_now, key=lambda episode: -episode.queue_index):
                 self.queue.give_back(episode)
             self.base_env.set_episodes(own_episodes)
         self._iter += 1
+
+    def _queued_episodes(self) -> list[QueuedEpisode | None]:
+        """Return the episode of each slot, all from our queue."""
+        return cast("list[QueuedEpisode | None]", list(self.base_env.current_episodes))
 
     def _book(self, running: _RunningEpisodes, outcome: TensorDictBase) -> None:
         """Store a decision of all slots; those that end their episode hand it over."""

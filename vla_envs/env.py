@@ -323,7 +323,7 @@ class VLAEnv(EnvBase):
             device=self.device,
         )
 
-    def state_dict(self, *_: Any, **__: Any) -> OrderedDict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *_: Any, **__: Any) -> OrderedDict[str, Any]:
         """Return what :meth:`load_state_dict` needs to go on in the middle of the running episodes.
 
         Tensors and plain values: the source of episodes and, once there was a reset, the running episodes. No
@@ -337,9 +337,7 @@ class VLAEnv(EnvBase):
             state["last_reward"] = torch.from_numpy(self._last_reward.copy())
         return state
 
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: OrderedDict[str, Any], strict: bool = True, **_: Any
-    ) -> None:
+    def load_state_dict(self, state_dict: OrderedDict[str, Any], strict: bool = True, **_: Any) -> None:
         """Go on where :meth:`state_dict` was taken; :meth:`observe` has the observations of that moment.
 
         Args:
@@ -464,7 +462,7 @@ class VLAEnv(EnvBase):
 
 
 def base_env(env: EnvBase) -> VLAEnv:
-    """Find the :class:`VLAEnv` under the transforms of an environment; one of its own kind, with the same methods, does.
+    """Find the :class:`VLAEnv` under the transforms of an environment; another class with its methods does as well.
 
     Raises:
         TypeError: there is none, or there are several.

@@ -22,8 +22,8 @@ def save_state(env: EnvBase, observation: TensorDictBase | None) -> dict[str, An
         observation: what the policy would see next; ``None`` if no episode is running.
 
     Returns:
-        ``"env"``, the state of the :class:`~vla_envs.env.VLAEnv`; ``"transforms"``, the state of each transform, such as
-        the last frames; ``"observation"``, as far as the environment alone could not give it again.
+        ``"env"``, the state of the :class:`~vla_envs.env.VLAEnv`; ``"transforms"``, of each transform, such as its last
+        frames; ``"observation"``, as far as the environment alone could not give it again.
     """
     inner = base_env(env)
     state: dict[str, Any] = {"env": inner.state_dict(), "transforms": transforms_state(env)}

@@ -69,7 +69,7 @@ class Simulator(Protocol):
         """Put the world into the initial state that ``episode`` determines."""
 
     def step(self, action: np.ndarray) -> Outcome:
-        """Execute one primitive action, float32 ``[A]``, in the units of ``spec``; clip it if ``spec.clips_actions``."""
+        """Execute a primitive action, float32 ``[A]``, in the units of ``spec``; clip it if ``spec.clips_actions``."""
 
     def observe(self) -> Observation:
         """Render the current state."""

@@ -1,11 +1,13 @@
 """Everything that works with a VLAEnv works with one under TorchRL's transforms, and resumes there to the bit."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from tensordict import TensorDict
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import (
@@ -120,7 +122,9 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(name, tmp_path):
     begun = collect(collector, 3)
     torch.save({"collector": collector.state_dict(), "random": torch.get_rng_state()}, tmp_path / "state.pt")
     collector.shutdown()
-    code = f"import test_transformed_env as t; t.go_on({name!r}, {str(tmp_path / 'state.pt')!r}, {str(tmp_path / 'r')!r})"
+    code = (
+        f"import test_transformed_env as t; t.go_on({name!r}, {str(tmp_path / 'state.pt')!r}, {str(tmp_path / 'r')!r})"
+    )
     paths = [str(Path(__file__).parent), *sys.path]
     subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {code}"], check=True)
 
@@ -221,6 +225,21 @@ def test_a_reward_that_was_changed_alone_is_refused_per_action():
     gae(batch(keys.REWARD, keys.STEP_REWARDS), reward_level="action")
 
 
+def test_a_reward_of_ones_own():
+    spec = importlib.util.spec_from_file_location("custom_reward", ROOT / "examples" / "custom_reward.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    batches = []
+    for env in (walker(), TransformedEnv(walker(), module.ActionCost(0.5))):
+        torch.manual_seed(0)
+        batches.append(StepCollector(env, ToyActorCritic(CHUNK), 6).rollout())
+    plain, other = batches  # the policy's actions are all 1 or -1
+    mask = plain[NEXT, keys.STEP_MASK]
+    assert torch.equal(other[NEXT, keys.STEP_REWARDS], (plain[NEXT, keys.STEP_REWARDS] - 0.5) * mask)
+    assert torch.equal(other[NEXT, keys.EPISODE_RETURN], plain[NEXT, keys.EPISODE_RETURN])
+    gae(other, reward_level="action")
+
+
 def test_several_environments_are_refused_with_what_would_be_right():
     env = ParallelEnv(2, walker, serial_for_single=False)
     for collector in (StepCollector, EpisodeCollector):
@@ -240,7 +259,7 @@ def test_outcomes_survive_compact_obs():
     env = walker()
     (batch,) = Collector(env, RandomPolicy(env.action_spec), frames_per_batch=8, total_frames=8, compact_obs=True)
     assert set(OUTCOMES) < set(batch[NEXT].keys())
-    assert keys.IMAGES not in batch[NEXT].keys()
+    assert not {keys.IMAGES, keys.STATES} & set(batch[NEXT].keys())
 
 
 def test_copies_without_a_seed_run_different_episodes():
