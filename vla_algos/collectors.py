@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -19,6 +19,7 @@ from vla_algos.advantages import Bootstrap
 from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
+    ACTIONS_CLIPPED,
     CRASHED,
     DONE,
     EPISODE_LEN,
@@ -37,7 +38,9 @@ from vla_common.keys import (
     TRUNCATED,
 )
 from vla_common.settings import Count
+from vla_envs.env import base_env
 from vla_envs.episodes import EpisodeQueue, QueuedEpisode
+from vla_envs.resume import load_state, load_transforms, save_state, transforms_state
 from vla_envs.simulator import Episode
 
 OUTCOME_KEYS = (
@@ -52,6 +55,7 @@ OUTCOME_KEYS = (
     CRASHED,
     EPISODE_RETURN,
     EPISODE_LEN,
+    ACTIONS_CLIPPED,
 )
 WHAT_HAPPENED = (ACTION, TASK_ID, TRIAL_ID, GROUP_ID, *((NEXT, key) for key in OUTCOME_KEYS))
 """What is kept of a decision that nothing is learnt from."""
@@ -79,6 +83,7 @@ class _ChunkCollector(BaseCollector):
         post_collect_hook: Hook | None,
     ):
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, policy, exploration
         self.on_decision = on_decision
         self.has_value = values and STATE_VALUE in policy.out_keys
@@ -114,7 +119,7 @@ class _ChunkCollector(BaseCollector):
         return {
             **super().stats(),
             **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
-            "env/worker_restarts": getattr(self.env, "worker_restarts", 0),
+            "env/worker_restarts": self.base_env.worker_restarts,
         }
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -139,7 +144,7 @@ class StepCollector(_ChunkCollector):
     episode has no future, 0.
 
     Args:
-        env: environments with the keys of the data contract, batch ``[N]``.
+        env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``), batch ``[N]``.
         policy: a policy with ``in_keys``, ``out_keys`` and ``loss_keys``; it samples.
         decisions: ``T``, decisions per environment and batch.
         total_frames: stop after that many decisions over all environments; -1 for never.
@@ -243,26 +248,21 @@ class StepCollector(_ChunkCollector):
         self._observation = None
 
     def state_dict(self) -> OrderedDict:
-        """Return counters, and the environment in the middle of its episodes: tensors and plain numbers.
+        """Return counters, and the environment in the middle of its episodes: tensors, numbers and texts.
 
-        Right after :meth:`reset` no episode is running, and the state is that of the episode sampler alone.
+        Right after :meth:`reset` no episode is running, and the state is that of the episode sampler and of the
+        transforms.
         """
-        state = OrderedDict(frames=self._frames, batches=self._iter + 1)
-        if self._observation is not None and hasattr(self.env, "running_state"):
-            state["running"] = self.env.running_state()
-        elif hasattr(self.env, "episodes"):
-            state["episodes"] = self.env.episodes.state_dict()
-        return state
+        return OrderedDict(
+            frames=self._frames, batches=self._iter + 1, environment=save_state(self.env, self._observation)
+        )
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         """Restore what :meth:`state_dict` returned; the next batch continues in the middle of the same episodes."""
         self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
-        self.reset()
-        if "running" in state_dict:
-            self._observation = self.env.restore(state_dict["running"])
+        self._observation = load_state(self.env, state_dict["environment"])
+        if self._observation is not None:
             self._observation_keys = list(self._observation.keys())
-        elif "episodes" in state_dict:
-            self.env.episodes.load_state_dict(state_dict["episodes"])
 
 
 class EpisodeCollector(_ChunkCollector):
@@ -281,7 +281,7 @@ class EpisodeCollector(_ChunkCollector):
     Concatenated episodes are TorchRL's flat layout (``traj_format="cat"``): ``done`` ends each.
 
     Args:
-        env: a :class:`~vla_envs.env.VLAEnv`.
+        env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``).
         policy: a policy with ``in_keys``, ``out_keys`` and ``loss_keys``.
         episodes: the first content of the queue.
         exploration: ``RANDOM`` samples, ``DETERMINISTIC`` is greedy.
@@ -352,12 +352,14 @@ class EpisodeCollector(_ChunkCollector):
         self._seconds = {"env": 0.0, "policy": 0.0}
         self._slot_time = self._idle_time = 0
         running = _RunningEpisodes(self.env.batch_size[0])
-        own_episodes, self.env.episodes = self.env.episodes, self.queue
+        own_episodes = self.base_env.episodes
+        observation = None
+        self.base_env.set_episodes(self.queue)
         try:
             observation = self._reset() if len(self) else None
             while len(self):
                 while self._next_index not in self._finished:
-                    self.deciding = list(self.env.current_episodes)  # the step may replace them
+                    self.deciding = self._queued_episodes()  # the step may replace them
                     outcome, observation = self._decide(observation)
                     self._book(running, outcome)
                 episode = self._finished.pop(self._next_index)
@@ -367,11 +369,15 @@ class EpisodeCollector(_ChunkCollector):
                 yield episode
         finally:
             # Whoever stops early may continue later: what was running will run again.
-            running_now = [episode for episode in self.env.current_episodes if episode is not None]
+            running_now = [] if observation is None else [e for e in self._queued_episodes() if e is not None]
             for episode in sorted(running_now, key=lambda episode: -episode.queue_index):
                 self.queue.give_back(episode)
-            self.env.episodes = own_episodes
+            self.base_env.set_episodes(own_episodes)
         self._iter += 1
+
+    def _queued_episodes(self) -> list[QueuedEpisode | None]:
+        """Return the episode of each slot, all from our queue."""
+        return cast("list[QueuedEpisode | None]", list(self.base_env.current_episodes))
 
     def _book(self, running: _RunningEpisodes, outcome: TensorDictBase) -> None:
         """Store a decision of all slots; those that end their episode hand it over."""
@@ -401,12 +407,16 @@ class EpisodeCollector(_ChunkCollector):
         return {**super().stats(), "time/idle_fraction": self._idle_time / max(1, self._slot_time)}
 
     def state_dict(self) -> OrderedDict:
-        """Return counters. The queue is not in it: it is empty whenever an iteration is through."""
-        return OrderedDict(frames=self._frames, batches=self._iter + 1)
+        """Return counters, and the state of the environment's transforms.
+
+        The queue is not in it: it is empty whenever an iteration is through.
+        """
+        return OrderedDict(frames=self._frames, batches=self._iter + 1, transforms=transforms_state(self.env))
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
+        load_transforms(self.env, state_dict["transforms"])
 
 
 class _FinalValues:

@@ -44,6 +44,7 @@ SUCCESS_AT_END = "success_at_end"  # bool [N, 1], success after the last execute
 EPISODE_RETURN = "episode_return"  # float32 [N, 1]
 EPISODE_LEN = "episode_len"  # int64 [N, 1], in primitive actions
 CRASHED = "crashed"  # bool [N, 1], the simulator died: this episode has no result
+ACTIONS_CLIPPED = "actions_clipped"  # float32 [N, 1], share of the executed action elements that the simulator clipped
 
 # Written by the learner, one row per decision. Per decision [N, 1], or per primitive action [N, C].
 ADVANTAGE = "advantage"  # float32 [N, 1] or [N, C]

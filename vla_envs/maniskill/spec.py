@@ -222,6 +222,7 @@ def _plate25(
         state_dim=8,
         action_low=tuple(-bound for bound in ACTION_BOUND),
         action_high=ACTION_BOUND,
+        clips_actions=False,
         max_episode_steps=horizon,
         control_frequency=CONTROL_FREQUENCY,
         batched=batched,
