@@ -3,6 +3,7 @@ from .episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes
 from .episodes import evaluation_grid as evaluation_grid
 from .registry import Benchmark, BenchmarkSchema, Gripper, list_envs, make_spec, register_benchmark
 from .simulator import Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
+from .transforms import InstructionsToBytes
 from .workers.pool import SimulatorCrash, WorkerPool
 
 __version__: str
@@ -13,6 +14,7 @@ __all__ = [
     "EpisodeQueue",
     "EpisodeSampler",
     "Gripper",
+    "InstructionsToBytes",
     "Observation",
     "Outcome",
     "Simulator",

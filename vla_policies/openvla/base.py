@@ -15,6 +15,7 @@ from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
+from vla_common.texts import to_strings
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
@@ -220,7 +221,7 @@ class PrismaticPolicy(PretrainedPolicy):
 
     def prepare_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``prompt_tokens``; returns what the model reads, on its device."""
-        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict)))
         return tensordict.select(*self.in_keys[:-1], keys.PROMPT_TOKENS, strict=False).to(self.device)
 
     def get_dist(self, tensordict: TensorDictBase) -> Categorical:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
+from vla_common.texts import to_strings
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
@@ -203,7 +204,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
 
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
-        texts = tensordict.get(keys.TASK_DESCRIPTIONS).tolist()
+        texts = to_strings(tensordict)
         tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(texts, tensordict.get(keys.STATES)))
         return tensordict.select(*self.in_keys[:-1], keys.PROMPT_TOKENS, strict=False).to(self.device)
 
