@@ -72,8 +72,8 @@ class Instructions(NonTensorStack):
 
 def _refuse() -> NoReturn:
     raise ValueError(
-        "instructions that are text do not survive this storage of TorchRL 0.14 (docs/explanation/nontensor-storage.md):"
-        " add InstructionsToBytes() to the environment or to the buffer, or store prompt_tokens in their place"
+        "instructions that are text do not survive this storage of TorchRL 0.14 (see docs/explanation/"
+        "nontensor-storage.md): add InstructionsToBytes() to the environment or to the buffer, or store prompt_tokens"
     )
 
 
