@@ -197,7 +197,7 @@ def outcomes_of(groups: Sequence[Group]) -> list[Group]:
 def concatenate(groups: Sequence[Group]) -> TensorDictBase:
     """Join the decisions ``[D]`` of all episodes of all groups, one after the other, with the entries that all have."""
     episodes = [episode for group in groups for episode in group.episodes]
-    shared = [key for key in episodes[0].keys() if all(key in episode for episode in episodes)]
+    shared = set(episodes[0].keys()).intersection(*(episode.keys() for episode in episodes))
     return torch.cat([episode.select(*shared) for episode in episodes])
 
 
