@@ -11,14 +11,15 @@ from typing import Any, ClassVar, Self
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
+from vla_common.texts import to_strings
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
 from vla_policies.checkpoint.weights import load_weights
+from vla_policies.distributions import TokenDistribution
 from vla_policies.nn.value_head import ValueHead
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.describe import describe
@@ -59,6 +60,7 @@ class PrismaticPolicy(PretrainedPolicy):
 
     config_class: ClassVar[type[OpenVLAConfig]] = OpenVLAConfig
     checkpoint_settings: ClassVar[tuple[str, ...]] = ("statistics",)
+    sample_key = keys.ACTION_TOKENS
     lora_targets: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(_VISION + _PROJECTOR + _LANGUAGE))
 
     model: Prismatic
@@ -223,10 +225,10 @@ class PrismaticPolicy(PretrainedPolicy):
 
     def prepare_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``prompt_tokens``; returns what the model reads, on its device."""
-        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict)))
         return tensordict.select(*self.in_keys[:-1], keys.PROMPT_TOKENS, strict=False).to(self.device)
 
-    def get_dist(self, tensordict: TensorDictBase) -> Categorical:
+    def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution:
         tokens = tensordict.get(keys.ACTION_TOKENS)
         return self.distribution(self._logits(self.action_states(tensordict, tokens)), tokens)
 
@@ -266,7 +268,7 @@ class PrismaticPolicy(PretrainedPolicy):
         """Of the parameters."""
         return self.model.language_model.model.norm.weight.device
 
-    def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> Categorical:
+    def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> TokenDistribution:
         """Return the distribution of tokens of logits ``[..., 256]``; ``chosen`` ``[...]`` were drawn earlier."""
         return action_distribution(logits, self.config.temperature, self.config.top_k, chosen)
 

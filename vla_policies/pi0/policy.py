@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
+from vla_common.texts import to_strings
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
@@ -107,7 +108,7 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         self.prompts = Pi0Prompts(folder.tokenizer, longest)
         cameras = (keys.IMAGES, keys.WRIST_IMAGES)[: min(config.num_images_in_input, 2)]
         self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
-        self.loss_keys = (*cameras, keys.STATES, keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP)
+        self.loss_keys = (*cameras, keys.STATES, keys.PROMPT_TOKENS, *self.drawn_keys)
         self.model = model
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.freeze()
@@ -217,8 +218,8 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
 
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
-        texts = tensordict.get(keys.TASK_DESCRIPTIONS).tolist()
-        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(texts, tensordict.get(keys.STATES)))
+        tokens = self.prompt_tokens(to_strings(tensordict), tensordict.get(keys.STATES))
+        tensordict.set(keys.PROMPT_TOKENS, tokens)
         return tensordict.select(*self.in_keys[:-1], keys.PROMPT_TOKENS, strict=False).to(self.device)
 
     def observe(self, tensordict: TensorDictBase) -> _Observed:

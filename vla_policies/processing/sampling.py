@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
+
+from vla_policies.distributions import TokenDistribution
 
 
-def action_distribution(logits: Tensor, temperature: float, top_k: int, chosen: Tensor | None = None) -> Categorical:
+def action_distribution(
+    logits: Tensor, temperature: float, top_k: int, chosen: Tensor | None = None
+) -> TokenDistribution:
     """Build the tempered and truncated distribution of action tokens.
 
     Args:
@@ -23,7 +26,7 @@ def action_distribution(logits: Tensor, temperature: float, top_k: int, chosen: 
         if chosen is not None:
             dropped = dropped.scatter(-1, chosen.unsqueeze(-1), False)
         logits = logits.masked_fill(dropped, -torch.inf)
-    return Categorical(logits=logits, validate_args=False)
+    return TokenDistribution(logits=logits, validate_args=False)
 
 
 def check_sampling(temperature: float, top_k: int, num_tokens: int) -> None:
