@@ -119,6 +119,12 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         for name, level in [("log_prob_level", log_prob_level), ("entropy_level", entropy_level)]:
             if level not in get_args(Level):
                 raise ValueError(f"{name} is {level!r}, must be 'token', 'action' or 'chunk'")
+        lacking = [name for name in ("evaluate_actions", "loss_keys") if not hasattr(policy, name)]
+        if lacking:
+            raise ValueError(
+                f"{type(policy).__name__} has no {' and no '.join(lacking)}, which ChunkClipPPOLoss reads; derive it from "
+                "VLAPolicy, or take TorchRL's loss: Learner(ClipPPOLoss(actor, critic), ...)"
+            )
         if policy.out_keys and ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
                 "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "

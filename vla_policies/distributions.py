@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical, Normal, constraints
 
 from vla_common import keys
 from vla_policies.flow import steps as flow
@@ -42,8 +42,9 @@ class TokenDistribution(Categorical):
 
 
 class StepDistribution(Normal):
-    """Of what stochastic steps of a flow led to, ``denoised``."""
+    """Of what stochastic steps of a flow led to, ``denoised``; a step without noise (``scale`` 0) counts nothing."""
 
+    arg_constraints = {"loc": constraints.real, "scale": constraints.nonnegative}  # noqa: RUF012  torch's own form
     sampled: Tensor | None = None
     action: Tensor | None = None
 
@@ -66,6 +67,10 @@ class StepDistribution(Normal):
                     f"which is in the simulator's units; {_SAY}"
                 )
         return flow.log_prob(value, self.loc, self.scale)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy in nats."""
+        return flow.entropy(self.scale)
 
     def _is_action(self, value: Tensor) -> bool:
         if self.action is None or value is self.action:
