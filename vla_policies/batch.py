@@ -56,10 +56,27 @@ def by_name(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @dispatch(auto_batch_size=False)  # the batch is told from the observations
     def forward(self: Any, tensordict: TensorDictBase) -> Any:
+        refuse_vmap(tensordict)
         return method(self, tensordict)
 
     functools.update_wrapper(forward, method)
     return forward
+
+
+def refuse_vmap(tensordict: TensorDictBase) -> None:
+    """Refuse a batch that :func:`torch.vmap` hides, as TorchRL's value estimators do it.
+
+    Raises:
+        ValueError: says what to type.
+    """
+    seen = (tensordict.get(key, None) for key in _DIMENSIONS)
+    if not torch.compiler.is_compiling() and any(
+        isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value) for value in seen
+    ):
+        raise ValueError(
+            "torch.vmap cannot run a policy; type GAE(value_network=policy.get_value_operator(), deactivate_vmap=True, "
+            "...) or use vla_algos.gae"
+        )
 
 
 def _batch_of(tensordict: TensorDictBase) -> torch.Size:

@@ -102,13 +102,9 @@ class VLAPolicy(TensorDictModuleBase):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        written = getattr(type(self), "out_keys", None)
-        learns = isinstance(written, Sequence) and ACTION_LOG_PROB in written
-        needed = [
-            "forward",
-            *(["get_dist"] if learns else []),
-            *(["evaluate_actions"] if learns and self.num_values else []),
-        ]
+        needed = ["forward"]
+        if ACTION_LOG_PROB in getattr(self, "out_keys", ()):  # of a class that says so before its constructor
+            needed += ["get_dist", "evaluate_actions"] if self.num_values else ["get_dist"]
         missing = [name for name in needed if getattr(type(self), name) is getattr(VLAPolicy, name)]
         if missing:
             raise TypeError(

@@ -10,6 +10,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_common.keys import STATE_VALUE
+from vla_policies.batch import refuse_vmap
 
 if TYPE_CHECKING:
     from vla_policies.policy import VLAPolicy
@@ -20,7 +21,8 @@ class ValueOperator(TensorDictModuleBase):
 
     Of stored decisions (with the policy's ``loss_keys``) it is the value of ``evaluate_actions``, with its gradient; of
     observations alone that of the greedy decision, without one: what collectors store for final observations. It leaves
-    actions and the random state alone.
+    actions and the random state alone. TorchRL's value estimators take it with ``deactivate_vmap=True``, and with
+    instructions as tensors (:class:`vla_envs.InstructionsToBytes`) where the policy reads any.
 
     Args:
         policy: with a value head.
@@ -43,8 +45,9 @@ class ValueOperator(TensorDictModuleBase):
         """Write ``state_value``.
 
         Raises:
-            ValueError: a gradient is wanted and the batch has no stored decisions.
+            ValueError: a gradient is wanted and the batch has no stored decisions, or :func:`torch.vmap` calls.
         """
+        refuse_vmap(tensordict)
         missing = [key for key in self.policy.loss_keys if key not in tensordict.keys(True)]
         if not missing:
             value = self.policy.evaluate_actions(tensordict)[2]

@@ -3,22 +3,22 @@
 import pytest
 import torch
 from closeness import assert_near
-from openvla_checkpoint import act, golden, observations, padded
+from openvla_checkpoint import golden, observations, padded
 from openvla_checkpoint import make_checkpoint as make_openvla_checkpoint
 from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from tensordict import NonTensorStack, TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
-from toy import CHUNK, DIM, ToyEnv
 from torch.distributions import Independent, Normal
 from torchrl.collectors import Collector
-from torchrl.envs.utils import ExplorationType
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
+from toy import CHUNK, DIM, ToyEnv
 
 from vla_algos import ChunkClipPPOLoss, StepCollector, gae
 from vla_common import keys
-from vla_common.texts import encode
+from vla_common.texts import encode, to_strings
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig, VLAPolicy
 from vla_policies.batch import any_batch
 from vla_policies.distributions import StepDistribution
@@ -29,7 +29,8 @@ PI0 = {"pi0": ("pi0_tiny", "pi0_metaworld"), "pi05": ("pi05_tiny", "pi05_metawor
 FLOWS = [(name, method, joint) for name in ("small_flow", *PI0) for method, joint in METHODS]
 POLICIES = [("small", None, None), ("openvla", None, None), ("openvla_oft", None, None), *FLOWS]
 # Where rollout and update run through the same operations the ratio is 1 to the last bit. All K steps of a flow, and all
-# tokens of OpenVLA, are one pass in the update and as many in the rollout: their sums are rounded differently.
+# tokens of OpenVLA, are one pass in the update and as many in the rollout: sums are rounded differently. So are those of
+# torch's fused layers, which nn.TransformerEncoder takes for a rollout in eval mode.
 ROUNDED = 1e-5
 
 
@@ -49,9 +50,8 @@ def made(request, folders):
     torch.manual_seed(0)
     flow = {} if method is None else {"method": method, "joint_log_prob": joint}
     if name.startswith("small"):
-        policy_class, config = {"small": (SmallVLA, SmallVLAConfig), "small_flow": (SmallFlow, SmallFlowConfig)}[name]
-        policy = policy_class(config((-1.0, -2.0), (1.0, 4.0), 4, **flow) if name == "small" else config(
-            action_low=(-1.0, -2.0), action_high=(1.0, 4.0), state_dim=4, **flow))  # fmt: skip
+        shape = {"action_low": (-1.0, -2.0), "action_high": (1.0, 4.0), "state_dim": 4}
+        policy = SmallVLA(SmallVLAConfig(**shape)) if name == "small" else SmallFlow(SmallFlowConfig(**shape, **flow))
     elif name in PI0:
         policy = Pi0.from_pretrained(folders[name], benchmark="metaworld", config_name=PI0[name][1], **flow)
     else:
@@ -79,6 +79,11 @@ def made(request, folders):
     return policy, seen, not joint and name != "openvla"
 
 
+def act(policy, td, kind):
+    with torch.no_grad(), set_exploration_type(kind):
+        return policy(td)
+
+
 def torchrl_loss(policy, **settings):
     loss = ClipPPOLoss(policy, policy.get_value_operator(), critic_coeff=0.5, **settings)
     loss.set_keys(action=policy.sample_key, sample_log_prob=keys.ACTION_LOG_PROB, value=keys.STATE_VALUE)
@@ -98,10 +103,11 @@ def test_the_ratio_of_torchrls_loss_is_one(made):
             act(policy, seen.clone(), ExplorationType.RANDOM).select(*policy.loss_keys, *policy.out_keys)
         )
         out = torchrl_loss(policy)(td)
+        same = exact and (mode or not isinstance(policy, SmallVLA | SmallFlow))
         off = (policy.get_dist(td).log_prob(td[policy.sample_key]) - td[keys.ACTION_LOG_PROB]).abs().max().item()
-        assert off <= (0 if exact else ROUNDED)
-        assert out["max_ratio"].item() == pytest.approx(1, abs=0 if exact else ROUNDED)
-        assert out["mean_ratio"].item() == pytest.approx(1, abs=0 if exact else ROUNDED)
+        assert off <= (0 if same else ROUNDED)
+        assert out["max_ratio"].item() == pytest.approx(1, abs=0 if same else ROUNDED)
+        assert out["mean_ratio"].item() == pytest.approx(1, abs=0 if same else ROUNDED)
         assert out["entropy"].isfinite()
         log_prob, entropy, value = policy.evaluate_actions(td)
         assert_near(policy.get_dist(td).entropy(), entropy)
@@ -129,7 +135,7 @@ def test_an_action_instead_of_the_sample_is_refused(made):
     assert policy.get_dist(td).log_prob(fresh).shape == td[keys.ACTION_LOG_PROB].shape
 
 
-@pytest.mark.parametrize("batch", [(3, 2), (6, 1), (1, 6), (2, 3, 1)])
+@pytest.mark.parametrize("batch", [(3, 2), (2, 3, 1)])
 def test_any_batch_is_the_flat_one(made, batch):
     policy, seen, _ = made
     torch.manual_seed(3)
@@ -189,11 +195,17 @@ def small(flow=False, **settings):
 
 @pytest.mark.parametrize("flow", [False, True])
 def test_the_ratio_is_one_for_what_collectors_store(flow):
-    """The update has four times as many rows as a decision of the rollout, whose matrix products may round otherwise."""
+    """The update has four times as many rows as the rollout, whose matrix products may be rounded differently."""
     policy = small(flow)
     ours = gae(StepCollector(ToyEnv(6, horizon=60, goal=99), policy, 4).rollout())
     env = ToyEnv(6, horizon=60, goal=99)
     theirs = next(iter(Collector(env, policy, frames_per_batch=24, total_frames=24)))
+    del theirs[keys.STATE_VALUE]  # there is none under "next", and estimators stack both
+    for part in (theirs, theirs["next"]):  # as InstructionsToBytes does it: estimators take tensors alone
+        part[keys.TASK_DESCRIPTIONS] = encode(to_strings(part)).unflatten(0, (6, 4))
+    for wrong in (policy, policy.get_value_operator()):
+        with pytest.raises(ValueError, match=r"get_value_operator\(\), deactivate_vmap=True"):
+            GAE(gamma=0.9, lmbda=0.9, value_network=wrong)(theirs.clone())
     GAE(
         gamma=0.9,
         lmbda=0.9,
@@ -219,7 +231,7 @@ def test_the_critic_needs_what_its_gradient_is_of():
     with torch.no_grad():
         value = critic(seen.clone())
     assert torch.equal(torch.get_rng_state(), state)
-    assert keys.ACTION not in value.keys()
+    assert keys.ACTION not in value
     assert torch.equal(value[keys.STATE_VALUE], act(policy, seen.clone(), ExplorationType.RANDOM)[keys.STATE_VALUE])
     with pytest.raises(ValueError, match="SmallFlow has no value head"):
         small(flow=True, value_head=False).get_value_operator()

@@ -14,6 +14,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
 from vla_common.settings import Count, Positive
+from vla_common.texts import to_strings
 from vla_policies import VLAPolicy
 
 SAMPLE = "toy_sample"  # a name of our own: float32 [N, C, A], what was drawn, before it is clipped to the bounds
@@ -39,6 +40,7 @@ class ToyPolicy(VLAPolicy):
     config_class = ToyPolicyConfig  # with __init__(self, config) this is all that making, saving and loading need
     in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)  # what forward reads
     out_keys = (keys.PROMPT_TOKENS, SAMPLE, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE)  # and writes
+    sample_key = SAMPLE  # what get_dist is about
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, SAMPLE)  # what evaluate_actions reads of a rollout
     num_values = 1  # per decision
 
@@ -65,7 +67,7 @@ class ToyPolicy(VLAPolicy):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Act: sample under ``ExplorationType.RANDOM``, take the mean under ``DETERMINISTIC``."""
-        tokens = self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist())  # get(): text, [] gives lists
+        tokens = self.prompt_tokens(to_strings(tensordict))
         dist, value = self._read(tensordict[keys.IMAGES], tensordict[keys.STATES], tokens)
         sample = dist.sample() if exploration_type() in (None, ExplorationType.RANDOM) else dist.mean
         tensordict[keys.PROMPT_TOKENS], tensordict[SAMPLE] = tokens, sample

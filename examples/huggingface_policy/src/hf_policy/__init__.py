@@ -56,18 +56,18 @@ class HuggingFacePolicy(VLAPolicy):
         mean = self.mean(features).unflatten(-1, self.log_std.shape)
         return Normal(mean, self.log_std.exp().expand_as(mean)), self.value_head(features)
 
-    def forward(self, td):
+    def forward(self, td):  # noqa: D102  as VLAPolicy says, here and below
         dist, value = self.read(td)
         sample = dist.sample() if exploration_type() in (None, ExplorationType.RANDOM) else dist.mean
         action = self.center + self.scale * sample.clamp(-1, 1)
         return td.update(dict(zip(self.out_keys, (sample, action, dist.log_prob(sample), value), strict=True)))
 
-    def get_dist(self, td):
+    def get_dist(self, td):  # noqa: D102
         return self.read(td)[0]
 
-    def evaluate_actions(self, td):
+    def evaluate_actions(self, td):  # noqa: D102
         dist, value = self.read(td)
         return dist.log_prob(td[self.sample_key]), dist.entropy(), value
 
-    def imitation_loss(self, td, sigma):
+    def imitation_loss(self, td, sigma):  # noqa: D102
         return -self.get_dist(td).log_prob((td[keys.ACTION] - self.center) / self.scale).mean(-1)
