@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -11,9 +9,6 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_common.keys import STATE_VALUE
 from vla_policies.batch import refuse_vmap
-
-if TYPE_CHECKING:
-    from vla_policies.policy import VLAPolicy
 
 
 class ValueOperator(TensorDictModuleBase):
@@ -25,13 +20,13 @@ class ValueOperator(TensorDictModuleBase):
     instructions as tensors (:class:`vla_envs.InstructionsToBytes`) where the policy reads any.
 
     Args:
-        policy: with a value head.
+        policy: a :class:`~vla_policies.policy.VLAPolicy` with a value head.
 
     Raises:
         ValueError: it has none.
     """
 
-    def __init__(self, policy: VLAPolicy):
+    def __init__(self, policy: TensorDictModuleBase):
         if not policy.num_values:
             raise ValueError(
                 f"{type(policy).__name__} has no value head; make it with one (value_head=True), or use a loss without "

@@ -21,16 +21,16 @@ from vla_common import keys
 from vla_common.texts import encode, to_strings
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig, VLAPolicy
 from vla_policies.batch import any_batch
-from vla_policies.distributions import StepDistribution
+from vla_policies.flow.distribution import StepDistribution
 from vla_policies.processing.adapters import make_example
 
 METHODS = [(method, joint) for method in ("flow_sde", "flow_cps", "flow_noise") for joint in (False, True)]
 PI0 = {"pi0": ("pi0_tiny", "pi0_metaworld"), "pi05": ("pi05_tiny", "pi05_metaworld")}
 FLOWS = [(name, method, joint) for name in ("small_flow", *PI0) for method, joint in METHODS]
 POLICIES = [("small", None, None), ("openvla", None, None), ("openvla_oft", None, None), *FLOWS]
-# Where rollout and update run through the same operations the ratio is 1 to the last bit. All K steps of a flow, and all
-# tokens of OpenVLA, are one pass in the update and as many in the rollout: sums are rounded differently. So are those of
-# torch's fused layers, which nn.TransformerEncoder takes for a rollout in eval mode.
+# Where rollout and update run through the same operations the ratio is 1 to the last bit. All K steps of a flow, and
+# all tokens of OpenVLA, are one pass in the update and many in the rollout: sums are rounded differently. So are those
+# of torch's fused layers, which nn.TransformerEncoder takes for a rollout in eval mode.
 ROUNDED = 1e-5
 
 

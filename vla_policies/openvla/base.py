@@ -19,7 +19,6 @@ from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, resto
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
 from vla_policies.checkpoint.weights import load_weights
-from vla_policies.distributions import TokenDistribution
 from vla_policies.nn.value_head import ValueHead
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.describe import describe
@@ -33,7 +32,7 @@ from vla_policies.processing.action_tokens import ActionTokens
 from vla_policies.processing.adapters import get_adapter
 from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.normalization import ActionStatistics
-from vla_policies.processing.sampling import action_distribution, check_sampling
+from vla_policies.processing.sampling import TokenDistribution, action_distribution, check_sampling
 
 _VISION = ("proj", "qkv", "fc1", "fc2")
 _PROJECTOR = ("fc1", "fc2", "fc3")

@@ -9,12 +9,12 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from vla_common import keys
-from vla_policies.distributions import TokenDistribution
 from vla_policies.openvla.base import PrismaticPolicy
 from vla_policies.openvla.config import OpenVLAOFTConfig, pixels_of
 from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.model import STOP, Prismatic
+from vla_policies.processing.sampling import TokenDistribution
 
 
 class OpenVLAOFT(PrismaticPolicy):

@@ -22,9 +22,9 @@ from vla_common import keys
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count
 from vla_common.texts import to_strings
-from vla_policies.distributions import TokenDistribution
 from vla_policies.policy import VLAPolicy
 from vla_policies.processing.action_tokens import ActionBins
+from vla_policies.processing.sampling import TokenDistribution
 from vla_policies.small.encoder import SmallEncoder, check_sizes
 
 NUM_BINS = 41  # of policies that are made for an environment: fewer than published models have learn faster
