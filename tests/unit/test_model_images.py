@@ -86,7 +86,7 @@ def learned(policy, td):
     torch.manual_seed(5)
     cloned = policy.imitation_loss(td, 0.1)
     gradients = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
-    chosen = td.get(keys.ACTION_TOKENS, torch.tensor(0.3))
+    chosen = td.get(policy.sample_key)
     return [log_prob, entropy, value, cloned, policy.get_dist(td).log_prob(chosen), *gradients]
 
 
