@@ -99,6 +99,8 @@ def test_protocols_and_what_departs_from_them():
         "gripper command 0 instead of -1, open, in the settle steps",
         "fixtures as drawn by the evaluation script of openpi",
     )
+    other = make_spec("libero/goal", protocol="openvla", fixtures="openpi").protocol_deviations
+    assert other[0] == "fixtures as drawn by the evaluation script of openpi"
     script = make_spec("libero/goal", protocol="openvla", fixtures="openvla")
     assert script.protocol_deviations == make_spec("libero/goal").protocol_deviations
     assert bool(stand_ins) == (ASSETS / "MANIFEST.md").is_file()

@@ -568,6 +568,26 @@ def test_textures_follow_the_extra_factor_and_cover_what_they_should(simulator):
 
 
 @needs_plate25
+def test_a_texture_over_the_whole_picture_is_opencvs(simulator):
+    """The benchmark doubles it with OpenCV, takes the part at the middle of the rectangle around robot and objects, and
+    mixes in single precision.
+    """
+    import torch
+
+    cv2 = pytest.importorskip("cv2")
+    overlay, rng = simulator._world.overlay, np.random.default_rng(0)
+    frame = rng.integers(0, 256, (480, 640, 3), dtype=np.uint8)
+    foreground = torch.zeros(480, 640, dtype=torch.bool)
+    foreground[100:301, 200:501] = True  # its middle: row 200, column 350
+    for number, strength in ((4, 0.3), (9, 0.5)):
+        doubled = cv2.resize(overlay._textures[number].numpy(), (1280, 960))[200:680, 350:990]
+        share = np.float32(overlay._mix[number] * strength)
+        expected = (frame * (1 - share) + doubled * share).astype(np.uint8)
+        found = overlay.perturb(torch.from_numpy(frame), foreground, number, strength, everywhere=True)
+        assert np.array_equal(found.numpy(), expected)
+
+
+@needs_plate25
 def test_success_and_the_staged_reward(simulator):
     """Success by state: the object put on the plate counts, in the air above it or beside it does not."""
     from mani_skill.utils.structs.pose import Pose

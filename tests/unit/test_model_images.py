@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import assert_near
 from openvla_checkpoint import act
 from openvla_checkpoint import make_checkpoint as make_openvla
 from pi0_checkpoint import make_checkpoint as make_pi0
@@ -153,7 +154,7 @@ def test_the_kept_prefix_is_that_of_the_stored_frames(folders):
     for key in (keys.PREFIX_KEYS, keys.PREFIX_VALUES, keys.PREFIX_VALID):
         assert torch.equal(kept[key], anew[key])
     for found, expected in zip(policy.evaluate_actions(kept), policy.evaluate_actions(stored), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert_near(found, expected)
 
 
 class Recorder:

@@ -452,6 +452,24 @@ def test_settings_that_do_not_fit_rlinfs_heads_are_refused(rlinf, name, model):
         load_rlinf(folder, name)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"noise_head.logvar_min": None}, "lacks noise_head.logvar_min or noise_head.logvar_max"),
+        ({"noise_head.logvar_min": None, "noise_head.logvar_max": None}, "lacks noise_head.logvar_min"),
+        ({"value_head.mlp.0.weight": torch.zeros(20)}, "the value_head of .* must be matrices"),
+        ({"value_head.mlp.2.bias": None}, "the value_head of .* lacks 2.bias"),
+    ],
+)
+def test_broken_heads_of_rlinf_are_one_clear_error(rlinf, name, change, message):
+    folder, _ = rlinf()
+    weights = {**load_file(folder / "model.safetensors"), **change}
+    save_file({key: tensor for key, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message) as refused:
+        load_rlinf(folder, name, **FLOW_NOISE)
+    assert "\n" not in str(refused.value)
+
+
 def test_weights_of_an_rlinf_run_have_to_be_converted(tmp_path):
     folder = make_checkpoint(tmp_path)
     (folder / "actor" / "model_state_dict").mkdir(parents=True)

@@ -41,7 +41,7 @@ class Protocol:
     """Numbers that publications do not agree on.
 
     Attributes:
-        settle_steps: actions that only open the gripper, after the reset, so that objects come to rest.
+        settle_steps: actions that move nothing but the gripper, after the reset, so that objects come to rest.
         horizons: primitive actions by suite, settle steps not counted.
     """
 
@@ -145,7 +145,7 @@ def make_spec(
             (settle != published.settle_steps, f"{settle} settle steps instead of {published.settle_steps}"),
             (not reset_gripper_open, "gripper command 0 instead of -1, open, in the settle steps"),
             (
-                fixtures != "trial" and protocol != "openvla",
+                fixtures not in ("trial", protocol),
                 f"fixtures as drawn by the evaluation script of {fixtures}",
             ),
             (len(tasks) < len(suites()[name]), f"{len(tasks)} of the suite's {len(suites()[name])} tasks"),

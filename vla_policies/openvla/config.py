@@ -46,6 +46,11 @@ class OpenVLAConfig:
     def __post_init__(self) -> None:
         if self.image_resize not in RESIZES:
             raise ValueError(f"image_resize is {self.image_resize!r}, must be {' or '.join(map(repr, RESIZES))}")
+        for name in ("center_crop", "fast_resize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, must be True or False; leave it out for the checkpoint's"
+                )
         if self.fast_resize and self.image_resize != "bicubic":
             raise ValueError(
                 f"fast_resize is bicubic and image_resize is {self.image_resize!r}, the checkpoint's own; leave "

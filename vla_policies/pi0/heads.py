@@ -63,9 +63,17 @@ class StoredHeads:
         return cls(path, {**rlinf, **layers}, bounds, own.get(_NOISE_LEVEL))
 
     def sizes(self, head: str) -> tuple[int, ...] | None:
-        """Return what the layers of a head read and, each, return: ``(1024, 512, 256, 128, 1)``; ``None`` without."""
+        """Return what the layers of a head read and, each, return: ``(1024, 512, 256, 128, 1)``; ``None`` without.
+
+        Raises:
+            ValueError: a weight is no matrix.
+        """
         numbers = {int(key.split(".")[-2]): key for key in self.layers.get(head, {}) if key.endswith(".weight")}
         shapes = [self.layers[head][numbers[number]].shape for number in sorted(numbers)]
+        if any(len(shape) != 2 for shape in shapes):
+            raise ValueError(
+                f"the {head} of {self.path} has weights of shapes {shapes}, must be matrices; copy it again"
+            )
         return (shapes[0][1], *(shape[0] for shape in shapes)) if shapes else None
 
     def keys_of(self, heads: Mapping[str, nn.Module | None]) -> set[str]:
@@ -103,7 +111,14 @@ class StoredHeads:
 
         Raises:
             SettingError: says what to set.
+            ValueError: RLinf's noise head lacks one of its bounds.
         """
+        rlinf = any(entry.file.name != HEADS for entry in self.layers.get("noise_network", {}).values())
+        if rlinf and len(self.log_variances) < len(_RLINF_LOG_VARIANCES):
+            raise ValueError(
+                f"the noise head of {self.path} lacks {' or '.join(_RLINF_LOG_VARIANCES)}, its bounds; copy or convert "
+                "the checkpoint again"
+            )
         trained = [(entry.read().double().mean() / 2).exp().item() for entry in self.log_variances]
         pairs = zip(trained, noise_std_range, strict=False)
         if any(abs(one - other) > _BFLOAT16 * one for one, other in pairs):
