@@ -49,7 +49,7 @@ def horizon(env: VLAEnv, policy: VLAPolicy, episodes: list) -> tuple[float, floa
     decisions = -(-env.simulator_spec.max_episode_steps // env.chunk_size)
     solved = 0
     for start in range(0, len(episodes), env.num_envs):
-        env.episodes = EpisodeQueue(episodes[start : start + env.num_envs])
+        env.set_episodes(EpisodeQueue(episodes[start : start + env.num_envs]))
         batch = StepCollector(env, policy, decisions).rollout()
         solved += int(batch[NEXT, SUCCESS][:, -1].sum())
     return solved / len(episodes), 0.0

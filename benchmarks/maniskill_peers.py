@@ -34,8 +34,9 @@ def frame_per_action(options: argparse.Namespace) -> Contender:
             render_backend=backend,
         )
     else:
-        cases = make_spec(options.env).options["splits"]
-        world = PutOnPlate(splits=cases, reward_mode="dense", render_backend=backend)
+        of_spec = make_spec(options.env, render_quality=options.quality).options
+        shader = {"shader_pack": of_spec["shader"]}
+        world = PutOnPlate(splits=of_spec["splits"], reward_mode="dense", render_backend=backend, sensor_configs=shader)
 
     def run(actions: np.ndarray, times: int) -> None:
         for _ in range(times):

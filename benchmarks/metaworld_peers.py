@@ -19,7 +19,8 @@ CAMERA = "corner4"
 
 def peers(options: argparse.Namespace) -> list[Contender]:
     """Gymnasium's and TorchRL's vector environments, with a frame for every step and for every chunk."""
-    return [make(options, chunk) for make in (_async_vector_env, _parallel_env) for chunk in (None, options.chunk)]
+    makers = (_async_vector_env, _parallel_env, _make_vec)
+    return [make(options, chunk) for make in makers for chunk in (None, options.chunk)]
 
 
 class PeerEnv(gymnasium.Env):
@@ -79,6 +80,31 @@ def _async_vector_env(options: argparse.Namespace, chunk: int | None) -> Contend
 
     name = f"AsyncVectorEnv, {_mode(chunk)}"
     return Contender(name, partial(env.reset, seed=0), run, env.close, _decisions(options, chunk))
+
+
+def _make_vec(options: argparse.Namespace, chunk: int | None) -> Contender:
+    """This library's simulators behind Gymnasium's vector interface."""
+    id = f"vla_envs:vla/MetaWorld-{options.env.partition('/')[2].removesuffix('-v3')}-v0"
+    env = gymnasium.make_vec(
+        id,
+        options.envs,
+        image_size=options.size,
+        render_quality=options.quality,
+        horizon=500,
+        chunk_size=chunk,
+        num_workers=options.workers,
+        autoreset_mode="Disabled",
+        step_timeout=300.0,
+    )
+
+    def run(actions: np.ndarray, times: int) -> None:
+        for _ in range(times):
+            for action in actions.swapaxes(0, 1) if chunk is None else [actions]:
+                env.step(action)
+
+    return Contender(
+        f"make_vec, {_mode(chunk)}", partial(env.reset, seed=0), run, env.close, _decisions(options, chunk)
+    )
 
 
 def _parallel_env(options: argparse.Namespace, chunk: int | None) -> Contender:

@@ -5,7 +5,8 @@ environments and actions. Beside ``VLAEnv``, whose environments are spread over 
 one frame per chunk, and ``bare simulators``, which do the same work without any communication, these are:
 
 * Meta-World (``metaworld_peers.py``): Gymnasium's ``AsyncVectorEnv`` over Meta-World's own class, with a frame per
-  primitive action, or behind a wrapper that executes a chunk and renders once; TorchRL's ``ParallelEnv`` likewise.
+  primitive action, or behind a wrapper that executes a chunk and renders once; TorchRL's ``ParallelEnv`` and this
+  library's ``gymnasium.make_vec`` likewise.
 * LIBERO (``libero_peers.py``): LIBERO's own ``SubprocVectorEnv``, which draws both cameras after every action, and
   TorchRL's ``LiberoWrapper`` with ``ParallelEnv`` and ``MultiAction``. Resets and memory are measured as well.
 * ManiSkill on a CPU (``maniskill_peers.py``): the same environment with one worker process, and ManiSkill's own
@@ -55,7 +56,7 @@ def env_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "image_size": options.size,
         "max_episode_steps": HORIZON,
-        **({} if options.env.startswith("maniskill/") else {"render_quality": options.quality}),
+        "render_quality": options.quality,
         **({"task_ids": [options.task]} if options.env.startswith("libero/") else {}),
     }
 
@@ -252,8 +253,8 @@ def parse() -> argparse.Namespace:
     options.size = options.size or (256 if libero else 224)
     if (options.decisions + 1) * options.chunk >= HORIZON:
         parser.error(f"(decisions + 1) x chunk must stay below {HORIZON} steps, the horizon of the episodes here")
-    if options.quality != "benchmark" and not options.env.startswith("metaworld/"):
-        parser.error(f"--quality {options.quality} is for Meta-World; on {options.env} leave it out")
+    if options.quality != "benchmark" and not options.env.startswith(("metaworld/", "maniskill/PutOn")):
+        parser.error(f"--quality {options.quality} is for Meta-World and plate-25; on {options.env} leave it out")
     return options
 
 

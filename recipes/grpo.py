@@ -54,13 +54,14 @@ def train(config: SimpleNamespace, run: Run) -> None:
             policy.eval()
             policy.start_iteration(iteration)
             groups = run.interruptible(lambda: collect_groups(collector, episodes, **wanted, success_bounds=bounds))
-            batch = grpo(groups, bounds)  # None: no group carries signal
+            batch = grpo(groups, bounds, move=True)  # None: no group carries signal
             everything = [group for part in parallel.all_gather_object(outcomes_of(groups)) for group in part]
             learnable, update = grpo(everything, bounds), {}
             with run.timer("train"):
                 if learnable is not None:
                     policy.train()
                     update = {**rollout_metrics(learnable), **learner.update(batch, before_step=run.stop_if_asked)}
+            del batch  # before the next is collected
             outcomes = concatenate(everything)
             run.log(outcomes, env_metrics(outcomes), group_metrics(everything, bounds), update)
 

@@ -60,6 +60,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
                 batch.update(parallel.local_rows(everything, len(batch)).select(ADVANTAGE, VALUE_TARGET))
                 policy.train()
                 update = learner.update(batch, before_step=run.stop_if_asked)
+            del batch  # before the next is collected
             run.log(everything, env_metrics(everything), rollout_metrics(everything), update)
 
 

@@ -103,7 +103,7 @@ def gae(
         ``[N, T, C]``.
 
     Raises:
-        ValueError: an unknown choice, or values that do not fit it.
+        ValueError: an unknown choice, values that do not fit it, or ``step_rewards`` that are not those of ``reward``.
     """
     values = batch.get(STATE_VALUE, None)
     next_values = batch.get((NEXT, STATE_VALUE), None)
@@ -129,6 +129,7 @@ def gae(
     }[bootstrap]
     reward = batch[NEXT, REWARD]
     if reward_level == "action":
+        _check_step_rewards(batch)
         valid = batch[NEXT, STEP_MASK]
         reward, next_values, done, final = _per_action(batch, values, next_values, done, final)
     # What was never executed may hold anything, even a NaN: it enters nothing.
@@ -157,6 +158,20 @@ def gae(
     batch[ADVANTAGE] = normalize_advantages(advantage, valid) if normalize else advantage
     batch[VALUE_TARGET] = value_target
     return batch
+
+
+def _check_step_rewards(batch: TensorDictBase) -> None:
+    """Refuse a ``reward`` that something has changed without the ``step_rewards``, which alone would be read."""
+    mask = batch[NEXT, STEP_MASK]
+    steps = torch.where(mask, batch[NEXT, STEP_REWARDS], 0.0)
+    rewards = torch.where(valid_decisions(batch), batch[NEXT, REWARD], 0.0)
+    differ = (steps.sum(-1, keepdim=True) - rewards).abs() > 1e-6 + 1e-4 * steps.abs().sum(-1, keepdim=True)
+    if differ.any():
+        raise ValueError(
+            f"reward_level='action' reads 'step_rewards', whose sum is not 'reward' in {int(differ.sum())} decisions: "
+            "a transform has changed 'reward' alone; let it change both, such as RewardScaling(loc, scale, "
+            "in_keys=['reward', 'step_rewards']), or use reward_level='chunk'"
+        )
 
 
 def _per_action(

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -20,6 +20,7 @@ from vla_algos.advantages import Bootstrap
 from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
+    ACTIONS_CLIPPED,
     CRASHED,
     DONE,
     EPISODE_LEN,
@@ -38,7 +39,9 @@ from vla_common.keys import (
     TRUNCATED,
 )
 from vla_common.settings import Count
+from vla_envs.env import base_env
 from vla_envs.episodes import EpisodeQueue, QueuedEpisode
+from vla_envs.resume import load_state, load_transforms, save_state, transforms_state
 from vla_envs.simulator import Episode
 
 OUTCOME_KEYS = (
@@ -53,7 +56,11 @@ OUTCOME_KEYS = (
     CRASHED,
     EPISODE_RETURN,
     EPISODE_LEN,
+    ACTIONS_CLIPPED,
 )
+WHAT_HAPPENED = (ACTION, TASK_ID, TRIAL_ID, GROUP_ID, *((NEXT, key) for key in OUTCOME_KEYS))
+"""What is kept of a decision that nothing is learnt from."""
+
 T = TypeVar("T")
 Hook = Callable[[TensorDictBase], None]
 
@@ -80,6 +87,7 @@ class _ChunkCollector(BaseCollector):
         post_collect_hook: Hook | None,
     ):
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
         self.on_decision = on_decision
         self.has_value = values and STATE_VALUE in self.policy.out_keys
@@ -116,7 +124,7 @@ class _ChunkCollector(BaseCollector):
         return {
             **super().stats(),
             **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
-            "env/worker_restarts": getattr(self.env, "worker_restarts", 0),
+            "env/worker_restarts": self.base_env.worker_restarts,
         }
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -188,7 +196,7 @@ class StepCollector(_ChunkCollector):
     episode has no future, 0.
 
     Args:
-        env: environments with the keys of the data contract, batch ``[N]``.
+        env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``), batch ``[N]``.
         policy: any TensorDictModule that writes ``action``, or a callable that does; it samples. Of one with
             ``loss_keys`` these entries are stored, of others all that they read and write (of a callable without
             ``in_keys`` and ``out_keys`` the action alone).
@@ -249,7 +257,9 @@ class StepCollector(_ChunkCollector):
         if self._observation is None:
             self._observation = self._reset()
         batch: TensorDictBase | None = None
-        cut_short: list[tuple[int, Tensor, TensorDictBase]] = []  # decision, slots, final observations
+        finals = _FinalValues(
+            lambda observations: self._timed("policy", self.policy, observations), self.env.batch_size[0]
+        )
         for t in range(self.decisions):
             outcome, self._observation = self._decide(self._observation)
             stored = outcome.select(*self.stored_keys)
@@ -262,11 +272,10 @@ class StepCollector(_ChunkCollector):
                 if t == self.decisions - 1:
                     wanted = wanted | ~after[DONE]
                 slots = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
-                if slots.numel():
-                    cut_short.append((t, slots, after.select(*self.policy.in_keys)[slots]))
+                finals.add(t, slots, after.select(*self.policy.in_keys))
         assert batch is not None  # there is at least one decision
         if self.has_value:
-            batch[NEXT, STATE_VALUE] = self._next_values(batch, cut_short)
+            batch[NEXT, STATE_VALUE] = self._next_values(batch, finals)
         self._frames += batch.numel()
         self._iter += 1
         return batch
@@ -277,26 +286,15 @@ class StepCollector(_ChunkCollector):
             return torch.zeros_like(after[DONE])
         return after[DONE] if self.bootstrap == "any_done" else after[TRUNCATED] & ~after[TERMINATED]
 
-    def _next_values(self, batch: TensorDictBase, cut_short: list[tuple[int, Tensor, TensorDictBase]]) -> Tensor:
+    def _next_values(self, batch: TensorDictBase, finals: _FinalValues) -> Tensor:
         """Value of the observation after each decision, ``[N, T, 1]`` or ``[N, T, C]``."""
         values = torch.zeros_like(batch[STATE_VALUE])
         values[:, :-1] = batch[STATE_VALUE][:, 1:]
         values.masked_fill_(batch[NEXT, DONE], torch.nan)
         values.masked_fill_(batch[NEXT, CRASHED], 0.0)
-        if not cut_short:
-            return values
-        rows = torch.cat([slots for _, slots, _ in cut_short])
-        times = torch.cat([torch.full_like(slots, t) for t, slots, _ in cut_short])
-        observations = [row for _, _, finals in cut_short for row in finals.unbind(0)]
-        # The sampled actions are thrown away; the greedy mode leaves the random state alone. Never more
-        # than N rows at once: that is the size the memory is known to suffice for.
-        n = batch.shape[0]
-        with set_exploration_type(ExplorationType.DETERMINISTIC):
-            finals = [
-                self._timed("policy", self.policy, torch.stack(observations[i : i + n]))[STATE_VALUE]
-                for i in range(0, len(observations), n)
-            ]
-        values[rows, times] = torch.cat(finals)
+        found = finals.finish()
+        if found is not None:
+            values[finals.slots, finals.times] = found
         return values
 
     def reset(self) -> None:
@@ -304,26 +302,21 @@ class StepCollector(_ChunkCollector):
         self._observation = None
 
     def state_dict(self) -> OrderedDict:
-        """Return counters, and the environment in the middle of its episodes: tensors and plain numbers.
+        """Return counters, and the environment in the middle of its episodes: tensors, numbers and texts.
 
-        Right after :meth:`reset` no episode is running, and the state is that of the episode sampler alone.
+        Right after :meth:`reset` no episode is running, and the state is that of the episode sampler and of the
+        transforms.
         """
-        state = OrderedDict(frames=self._frames, batches=self._iter + 1)
-        if self._observation is not None and hasattr(self.env, "running_state"):
-            state["running"] = self.env.running_state()
-        elif hasattr(self.env, "episodes"):
-            state["episodes"] = self.env.episodes.state_dict()
-        return state
+        return OrderedDict(
+            frames=self._frames, batches=self._iter + 1, environment=save_state(self.env, self._observation)
+        )
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         """Restore what :meth:`state_dict` returned; the next batch continues in the middle of the same episodes."""
         self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
-        self.reset()
-        if "running" in state_dict:
-            self._observation = self.env.restore(state_dict["running"])
+        self._observation = load_state(self.env, state_dict["environment"])
+        if self._observation is not None:
             self._observation_keys = list(self._observation.keys())
-        elif "episodes" in state_dict:
-            self.env.episodes.load_state_dict(state_dict["episodes"])
 
 
 class EpisodeCollector(_ChunkCollector):
@@ -342,7 +335,7 @@ class EpisodeCollector(_ChunkCollector):
     Concatenated episodes are TorchRL's flat layout (``traj_format="cat"``): ``done`` ends each.
 
     Args:
-        env: a :class:`~vla_envs.env.VLAEnv`.
+        env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``).
         policy: as in :class:`StepCollector`.
         episodes: the first content of the queue.
         exploration: ``RANDOM`` samples, ``DETERMINISTIC`` is greedy.
@@ -388,8 +381,7 @@ class EpisodeCollector(_ChunkCollector):
             post_collect_hook=post_collect_hook,
         )
         if not for_learning:
-            identities = [ACTION, TASK_ID, TRIAL_ID, GROUP_ID]
-            self.stored_keys = [*identities, *((NEXT, key) for key in OUTCOME_KEYS)]
+            self.stored_keys = list(WHAT_HAPPENED)
         self.total_frames = -1
         self.max_attempts, self.on_episode = max_attempts, on_episode
         self.queue = EpisodeQueue(episodes)
@@ -414,12 +406,14 @@ class EpisodeCollector(_ChunkCollector):
         self._seconds = {"env": 0.0, "policy": 0.0}
         self._slot_time = self._idle_time = 0
         running = _RunningEpisodes(self.env.batch_size[0])
-        own_episodes, self.env.episodes = self.env.episodes, self.queue
+        own_episodes = self.base_env.episodes
+        observation = None
+        self.base_env.set_episodes(self.queue)
         try:
             observation = self._reset() if len(self) else None
             while len(self):
                 while self._next_index not in self._finished:
-                    self.deciding = list(self.env.current_episodes)  # the step may replace them
+                    self.deciding = self._queued_episodes()  # the step may replace them
                     outcome, observation = self._decide(observation)
                     self._book(running, outcome)
                 episode = self._finished.pop(self._next_index)
@@ -429,11 +423,15 @@ class EpisodeCollector(_ChunkCollector):
                 yield episode
         finally:
             # Whoever stops early may continue later: what was running will run again.
-            running_now = [episode for episode in self.env.current_episodes if episode is not None]
+            running_now = [] if observation is None else [e for e in self._queued_episodes() if e is not None]
             for episode in sorted(running_now, key=lambda episode: -episode.queue_index):
                 self.queue.give_back(episode)
-            self.env.episodes = own_episodes
+            self.base_env.set_episodes(own_episodes)
         self._iter += 1
+
+    def _queued_episodes(self) -> list[QueuedEpisode | None]:
+        """Return the episode of each slot, all from our queue."""
+        return cast("list[QueuedEpisode | None]", list(self.base_env.current_episodes))
 
     def _book(self, running: _RunningEpisodes, outcome: TensorDictBase) -> None:
         """Store a decision of all slots; those that end their episode hand it over."""
@@ -463,12 +461,51 @@ class EpisodeCollector(_ChunkCollector):
         return {**super().stats(), "time/idle_fraction": self._idle_time / max(1, self._slot_time)}
 
     def state_dict(self) -> OrderedDict:
-        """Return counters. The queue is not in it: it is empty whenever an iteration is through."""
-        return OrderedDict(frames=self._frames, batches=self._iter + 1)
+        """Return counters, and the state of the environment's transforms.
+
+        The queue is not in it: it is empty whenever an iteration is through.
+        """
+        return OrderedDict(frames=self._frames, batches=self._iter + 1, transforms=transforms_state(self.env))
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
+        load_transforms(self.env, state_dict["transforms"])
+
+
+class _FinalValues:
+    """Values of observations that no decision follows.
+
+    ``N`` of them are evaluated as soon as there are so many: no more frames are kept, and that is the batch that the
+    memory is known to suffice for. The actions are thrown away; the greedy mode leaves the random state alone.
+    """
+
+    def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase], num_envs: int):
+        self.slots: list[int] = []
+        self.times: list[int] = []
+        self._policy, self._num_envs = policy, num_envs
+        self._waiting: list[TensorDictBase] = []
+        self._values: list[Tensor] = []
+
+    def add(self, time: int, slots: Tensor, observations: TensorDictBase) -> None:
+        """Note the observations ``[N]`` after decision ``time`` in some ``slots`` ``[k]``."""
+        if slots.numel():
+            self.slots += slots.tolist()
+            self.times += [time] * len(slots)
+            self._waiting += observations[slots].unbind(0)
+        while len(self._waiting) >= self._num_envs:
+            self._evaluate()
+
+    def finish(self) -> Tensor | None:
+        """Return the values of all, ``[k, 1]`` or ``[k, C]``; ``None`` if there were none."""
+        if self._waiting:
+            self._evaluate()
+        return torch.cat(self._values) if self._values else None
+
+    def _evaluate(self) -> None:
+        rows, self._waiting = self._waiting[: self._num_envs], self._waiting[self._num_envs :]
+        with set_exploration_type(ExplorationType.DETERMINISTIC):
+            self._values.append(self._policy(torch.stack(rows))[STATE_VALUE])
 
 
 class _RunningEpisodes:
@@ -483,8 +520,10 @@ class _RunningEpisodes:
         """Add a decision ``[N]`` to every slot."""
         if self._buffer is None:
             self._buffer = self._room(decisions.unsqueeze(1), 16)
-        elif int(self._cursor.max()) == self._buffer.shape[1]:
-            self._buffer = torch.cat([self._buffer, torch.empty_like(self._buffer)], 1)
+        elif int(self._cursor.max()) == (length := self._buffer.shape[1]):
+            buffer = self._room(self._buffer[:, :1], 2 * length)
+            buffer[:, :length] = self._buffer  # what is beyond takes no memory before it is written
+            self._buffer = buffer
         self._buffer[self._slots, self._cursor] = decisions
         self._cursor += 1
 

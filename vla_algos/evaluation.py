@@ -22,11 +22,13 @@ from vla_common.keys import (
     EPISODE_RETURN,
     IMAGES,
     NEXT,
+    STEP_MASK,
     SUCCESS,
     SUCCESS_AT_END,
     TASK_DESCRIPTIONS,
     WRIST_IMAGES,
 )
+from vla_envs.env import base_env
 from vla_envs.simulator import Episode, Task
 
 Observe = Callable[[TensorDictBase], TensorDictBase]
@@ -173,7 +175,8 @@ def evaluate(
     has to reset first.
 
     Args:
-        env: a :class:`~vla_envs.env.VLAEnv`.
+        env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``). Whatever they make of
+            the reward, the returns are those of the environment itself.
         policy: any TensorDictModule that writes ``action``, or a callable that does.
         episodes: what to run, see :func:`~vla_envs.episodes.evaluation_episodes`.
         greedy: take the policy's greedy action; sample if False.
@@ -184,16 +187,25 @@ def evaluate(
 
     Returns:
         Results in the order of ``episodes``.
+
+    Raises:
+        ValueError: it should record, but a transform has changed the images.
     """
+    if record and (env.observation_spec.get(IMAGES, None) is None or env.observation_spec[IMAGES].dtype != torch.uint8):
+        raise ValueError(
+            f"record={record}, but a transform of the environment has changed {IMAGES!r}, which are filmed: give it "
+            'out_keys=["pixels"], or record=0'
+        )
     wanted = list(episodes)
     frames: dict[int, list[np.ndarray]] = {}
     results: dict[int, EpisodeResult] = {}
-    tasks = env.simulator_spec.tasks
+    tasks = base_env(env).simulator_spec.tasks
 
     def film(outcome: TensorDictBase) -> None:
         for slot, episode in enumerate(collector.deciding):
             if episode is not None and episode.queue_index < record:
-                if outcome[EPISODE_LEN][slot] == 0:  # its first decision, perhaps once more after a crash
+                before = outcome[NEXT, EPISODE_LEN][slot] - outcome[NEXT, STEP_MASK][slot].sum()
+                if before == 0:  # its first decision, perhaps after a crash
                     frames[episode.queue_index] = [outcome[IMAGES][slot].cpu().numpy().copy()]
                 frames[episode.queue_index].append(outcome[NEXT, IMAGES][slot].cpu().numpy().copy())
 

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_algos.advantages import group_advantages
-from vla_algos.collectors import EpisodeCollector
+from vla_algos.collectors import WHAT_HAPPENED, EpisodeCollector
 from vla_common.keys import ADVANTAGE, CRASHED, DONE, NEXT, REWARD, SUCCESS
 from vla_common.settings import Count, Fraction
 from vla_envs.episodes import EpisodeSampler
@@ -109,7 +109,8 @@ def collect_groups(
         success_bounds: groups with a success rate outside count as without signal.
 
     Returns:
-        All groups that were run, in the order in which they were drawn.
+        All groups that were run, in the order in which they were drawn. Those without signal keep actions,
+        identities and outcomes alone: what the policy saw is let go as soon as a group is complete.
 
     Raises:
         ValueError: see :func:`check_groups`.
@@ -136,7 +137,10 @@ def collect_groups(
         if len(members) == size:
             complete += 1
             group = Group.of(members)
-            useful += group.has_signal and group.within(success_bounds)
+            if group.has_signal and group.within(success_bounds):
+                useful += 1
+            else:
+                _forget_observations(members)
         refill()
 
     collector.on_episode = note
@@ -146,7 +150,9 @@ def collect_groups(
     return [Group.of(ordered[start : start + size]) for start in range(0, len(ordered), size)]
 
 
-def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> TensorDictBase | None:
+def grpo(
+    groups: Sequence[Group], success_bounds: tuple[float, float] | None = None, *, move: bool = False
+) -> TensorDictBase | None:
     """Compute group-relative advantages of all groups that carry signal.
 
     The others, and those with a success rate outside ``success_bounds``, are dropped: they enter no mean.
@@ -154,6 +160,8 @@ def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = N
     Args:
         groups: from :func:`collect_groups`.
         success_bounds: lower and upper bound of a group's success rate, both included.
+        move: the groups keep actions, identities and outcomes alone. Without it all that the policy saw is in memory
+            twice.
 
     Returns:
         The decisions ``[D]`` of the remaining episodes one after the other, with ``advantage`` ``[D, 1]``; ``None`` if
@@ -167,9 +175,18 @@ def grpo(groups: Sequence[Group], success_bounds: tuple[float, float] | None = N
     scores = torch.cat([group.scores for group in kept])
     advantages = group_advantages(scores, labels.to(scores.device))
     lengths = torch.tensor([len(episode) for episode in episodes], device=scores.device)
-    batch: TensorDictBase = torch.cat(episodes)
+    batch: TensorDictBase = torch.empty_like(episodes[0][:1].expand(int(lengths.sum())))
+    for part, episode in zip(batch.split(lengths.tolist()), episodes, strict=True):
+        part.copy_(episode)
+        if move:
+            _forget_observations([episode])
     batch[ADVANTAGE] = advantages.repeat_interleave(lengths).unsqueeze(-1)
     return batch
+
+
+def _forget_observations(episodes: Sequence[TensorDictBase]) -> None:
+    for episode in episodes:
+        episode.select(*WHAT_HAPPENED, strict=False, inplace=True)
 
 
 def outcomes_of(groups: Sequence[Group]) -> list[Group]:

@@ -43,17 +43,27 @@ def record_demonstrations(
         on_episode: called after each with whether it was solved.
 
     Returns:
-        ``[K]`` with ``images``, ``states``, ``prompt_tokens``, ``action`` ``[K, C, A]`` and ``step_mask`` ``[K, C]``.
+        ``[K]`` with ``images``, or ``model_images`` of a policy that resizes, ``states``, ``prompt_tokens``, ``action``
+        ``[K, C, A]`` and ``step_mask`` ``[K, C]``.
 
     Raises:
         RuntimeError: the expert solved none.
     """
     if not episodes:
         raise ValueError("behaviour cloning needs at least 1 demonstration; raise demonstrations.episodes")
+
+    def note(recording: dict[str, Any] | None) -> None:
+        if recording is not None:  # frames as the policy keeps them, before the next are recorded
+            images = TensorDict({keys.IMAGES: torch.from_numpy(recording.pop(keys.IMAGES))})
+            images.batch_size = images[keys.IMAGES].shape[:1]
+            recording["frames"] = policy.shrink_images(images.to(policy.device)).cpu()
+        if on_episode is not None:
+            on_episode(recording is not None)
+
     recordings = env.pool.map(
         "vla_envs.demonstrations:demonstrate",
         episodes,
-        on_result=None if on_episode is None else lambda recording: on_episode(recording is not None),
+        on_result=note,
         chunk_size=policy.chunk_size,
         stride=stride,
         noise=noise,
@@ -66,11 +76,13 @@ def record_demonstrations(
             f"the scripted expert solved none of {len(episodes)} episodes of {env.simulator_spec.id} within "
             f"{max_steps} steps; raise max_steps, lower the noise, or take other tasks"
         )
-    names = (keys.IMAGES, keys.STATES, keys.ACTION, keys.STEP_MASK)
-    data = {name: torch.from_numpy(np.concatenate([r[name] for r in solved])) for name in names}
-    texts = [r[keys.TASK_DESCRIPTIONS] for r in solved for _ in r[keys.IMAGES]]
+    names = (keys.STATES, keys.ACTION, keys.STEP_MASK)
+    data: TensorDict = torch.cat([recording["frames"] for recording in solved])
+    for name in names:
+        data[name] = torch.from_numpy(np.concatenate([r[name] for r in solved]))
+    texts = [r[keys.TASK_DESCRIPTIONS] for r in solved for _ in r[keys.STATES]]
     data[keys.PROMPT_TOKENS] = policy.prompt_tokens(texts, data[keys.STATES]).cpu()
-    return TensorDict(data, batch_size=[len(texts)])
+    return data
 
 
 def check_state_noise(state_noise: Any, state_dim: int) -> None:

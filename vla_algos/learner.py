@@ -175,9 +175,7 @@ class Learner:
         """
         if self.aggregation == "trajectory_mean":
             self._weigh(batch)
-        samples = None if batch is None else batch.reshape(-1)
-        if samples is not None:
-            samples = samples[valid_decisions(samples).squeeze(-1)]
+        samples = None if batch is None else _executed(batch)
         masks = parallel.all_gather_object(None if samples is None else samples[NEXT, STEP_MASK].cpu())
         if not sum(len(mask) for mask in masks if mask is not None):
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
@@ -188,10 +186,10 @@ class Learner:
                 samples = self.policy.precompute(samples)
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
         mismatch, first = None, True
-        for minibatch, whole in self._minibatches(samples, masks):
+        for rows, whole in self._minibatches(samples, masks):
             if before_step is not None:
                 before_step()
-            seen = self._backward(minibatch, whole)
+            seen = self._backward(samples, rows, whole)
             mean.merge(seen)
             if first:
                 mismatch, first = self._checked_mismatch(seen), False
@@ -230,8 +228,8 @@ class Learner:
 
     def _minibatches(
         self, samples: TensorDictBase | None, masks: list[torch.Tensor | None]
-    ) -> Iterator[tuple[TensorDictBase | None, TensorDictBase]]:
-        """Yield this process's part of each minibatch, ``None`` if it has none, and of the whole the ``step_mask``."""
+    ) -> Iterator[tuple[torch.Tensor, TensorDictBase]]:
+        """Yield which of this process's samples are in each minibatch, and of the whole the ``step_mask``."""
         counts = [0 if mask is None else len(mask) for mask in masks]
         whole = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}}, [sum(counts)])
         first = sum(counts[: parallel.rank()])
@@ -240,7 +238,7 @@ class Learner:
             order = parallel.broadcast_object(torch.randperm(len(whole)))
             for rows in self._parts(order):
                 own = rows[(rows >= first) & (rows < last)] - first
-                yield None if samples is None or not len(own) else samples[own], whole[rows]
+                yield own, whole[rows]
 
     def _parts(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.minibatch_size is not None:
@@ -248,13 +246,15 @@ class Learner:
         assert self.minibatches is not None  # one of the two is given
         return order.tensor_split(min(self.minibatches, len(order)))
 
-    def _backward(self, minibatch: TensorDictBase | None, whole: TensorDictBase) -> WeightedMean:
+    def _backward(self, samples: TensorDictBase | None, rows: torch.Tensor, whole: TensorDictBase) -> WeightedMean:
         """Leave the gradient of the whole minibatch in the parameters; returns its diagnostics."""
         critic_only = self.steps < self.critic_warmup_steps
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
-        for part in () if minibatch is None else minibatch.split(self.micro_batch_size or len(minibatch)):
-            losses = self._loss_of(part.to(self._device), whole)
+        for own in rows.split(self.micro_batch_size or len(rows)) if len(rows) else ():
+            assert samples is not None  # whoever has none is in no minibatch
+            part = samples[own].to(self._device)
+            losses = self._loss_of(part, whole)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
             loss.backward()
@@ -340,6 +340,13 @@ class Learner:
         if "reference" in state:
             self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
             self._reference.load_state_dict(state["reference"])
+
+
+def _executed(batch: TensorDictBase) -> TensorDictBase:
+    """Return the decisions of ``batch`` that were executed, ``[D]``: without a copy if all were, as they mostly are."""
+    samples = batch.reshape(-1)
+    executed = valid_decisions(samples).squeeze(-1)
+    return samples.copy() if executed.all() else samples[executed]
 
 
 def takes_whole(loss_module: LossModule) -> bool:

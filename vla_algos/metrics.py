@@ -16,6 +16,7 @@ from torch import Tensor
 from vla_algos import parallel
 from vla_algos.advantages import valid_decisions
 from vla_common.keys import (
+    ACTIONS_CLIPPED,
     ADVANTAGE,
     CRASHED,
     DONE,
@@ -57,12 +58,16 @@ def env_metrics(batch: TensorDictBase) -> dict[str, float]:
     """Average over the episodes that ended in ``batch``; crashed ones are counted and left out.
 
     ``env/return`` is the mean sum of an episode's rewards, ``env/reward`` that per primitive action. With no finished
-    episode there are only the counts.
+    episode there are only the counts, and ``env/actions_clipped``: the share of all executed action elements that the
+    simulator clipped.
     """
     after = batch[NEXT]
     crashed = after[CRASHED]
     finished = after[DONE] & ~crashed & (after[EPISODE_LEN] > 0)  # an idle slot is "done" after 0 actions
     metrics = {"env/num_episodes": float(finished.sum()), "env/crashed_episodes": float(crashed.sum())}
+    clipped, executed = after.get(ACTIONS_CLIPPED, None), after[STEP_MASK].sum(-1, keepdim=True)
+    if clipped is not None and executed.any():
+        metrics["env/actions_clipped"] = float((clipped.double() * executed).sum() / executed.sum())
     if finished.any():
         returns, lengths = after[EPISODE_RETURN][finished], after[EPISODE_LEN][finished].float()
         metrics["env/success_once"] = float(after[SUCCESS][finished].float().mean())

@@ -26,6 +26,9 @@ ACTION_TOKENS = "action_tokens"  # int64 [N, C, A]
 DENOISE_CHAIN = "denoise_chain"  # float32 [N, 2 or K + 1, H, A_model], flow policies: before and after stochastic steps
 DENOISE_STEP = "denoise_step"  # int64 [N], flow policies: which step was stochastic
 ACTION_LOG_PROB = "action_log_prob"  # float32 [N, C, A]
+MODEL_IMAGES = (
+    "model_images"  # uint8 [N, n, h, w, 3], the cameras that the policy looks at, no larger than it sees them
+)
 PROMPT_TOKENS = "prompt_tokens"  # int64 [N, L], so that the update never tokenises again
 STATE_VALUE = "state_value"  # float32 [N, 1] or [N, C], policies with a value head
 
@@ -41,6 +44,7 @@ SUCCESS_AT_END = "success_at_end"  # bool [N, 1], success after the last execute
 EPISODE_RETURN = "episode_return"  # float32 [N, 1]
 EPISODE_LEN = "episode_len"  # int64 [N, 1], in primitive actions
 CRASHED = "crashed"  # bool [N, 1], the simulator died: this episode has no result
+ACTIONS_CLIPPED = "actions_clipped"  # float32 [N, 1], share of the executed action elements that the simulator clipped
 
 # Written by the learner, one row per decision. Per decision [N, 1], or per primitive action [N, C].
 ADVANTAGE = "advantage"  # float32 [N, 1] or [N, C]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+import secrets
+from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
 from vla_common.settings import Count, Positive, Whole, setting_types
-from vla_envs.episodes import EpisodeQueue, EpisodeSampler
+from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack, unpack
 from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.pool import SimulatorCrash, WorkerPool
 
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
+_ABSURD = 1000.0  # times the width of its bounds: no action is that far outside
 
 
 def make_env(
@@ -28,7 +31,7 @@ def make_env(
     chunk_size: Count = 5,
     *,
     episodes: EpisodeSampler | EpisodeQueue | None = None,
-    seed: Whole = 0,
+    seed: Whole | None = None,
     group_size: Count = 1,
     num_workers: Count | None = None,
     ignore_terminations: bool = False,
@@ -46,7 +49,8 @@ def make_env(
         num_envs: number of simulators, ``N``.
         chunk_size: primitive actions per step, ``C``.
         episodes: which episodes to run; random ones from ``seed`` in groups of ``group_size`` if ``None``.
-        seed: of the default ``episodes``.
+        seed: of the default ``episodes``. Without one it is drawn anew for each environment, as Gymnasium does, so that
+            the copies of a collector with several processes run different episodes; ``env.episodes.seed`` tells it.
         group_size: of the default ``episodes``; must divide ``num_envs``.
         num_workers: processes that share the simulators; one per available core if ``None``. None at all where the
             benchmark simulates all worlds together (``spec.batched``).
@@ -81,7 +85,7 @@ def make_env(
             f"try num_envs={group_size * -(-num_envs // max(group_size, 1))}"
         )
     if episodes is None:
-        episodes = EpisodeSampler(spec, seed, group_size=group_size)
+        episodes = EpisodeSampler(spec, secrets.randbelow(2**31) if seed is None else seed, group_size=group_size)
     if num_workers is None:
         num_workers = min(num_envs, len(os.sched_getaffinity(0)))
     if not 1 <= num_workers <= num_envs:
@@ -131,9 +135,12 @@ class VLAEnv(EnvBase):
 
     A worker process that dies or hangs is replaced; its episodes are reported with ``crashed`` and truncated.
 
+    What a step says about what happened (``reward``, ``step_rewards``, ``step_mask``, ``success``, ...) stands in the
+    reward specification: under ``"next"`` alone, never part of the next observation.
+
     Attributes:
         simulator_spec: the benchmark suite.
-        episodes: source of episodes; may be replaced before a full reset.
+        episodes: source of episodes; replaced by :meth:`set_episodes`.
         current_episodes: the episode of each slot, ``None`` where idle.
     """
 
@@ -142,7 +149,7 @@ class VLAEnv(EnvBase):
         spec: SimulatorSpec,
         num_envs: int,
         chunk_size: int,
-        episodes: EpisodeSampler | EpisodeQueue,
+        episodes: EpisodeSource,
         *,
         num_workers: int,
         ignore_terminations: bool = False,
@@ -164,7 +171,8 @@ class VLAEnv(EnvBase):
             )
         device = torch.device("cuda" if spec.batched else "cpu")  # where images are drawn, they stay
         super().__init__(device=device, batch_size=torch.Size([num_envs]))
-        self.simulator_spec, self.chunk_size, self.episodes = spec, chunk_size, episodes
+        self.simulator_spec, self.chunk_size = spec, chunk_size
+        self.set_episodes(episodes)
         self.ignore_terminations = ignore_terminations
         self.reward_coef, self.relative_reward, self.step_penalty = reward_coef, relative_reward, step_penalty
         self._last_reward = np.zeros((num_envs, 1), np.float32)  # of the benchmark, times the coefficient
@@ -182,7 +190,22 @@ class VLAEnv(EnvBase):
             keys.EPISODE_RETURN: np.zeros((n, 1), np.float32),
             keys.EPISODE_LEN: np.zeros((n, 1), np.int64),
             keys.CRASHED: np.zeros((n, 1), bool),
+            keys.ACTIONS_CLIPPED: np.zeros((n, 1), np.float32),
         }
+        self.is_closed = False
+
+    def set_episodes(self, source: EpisodeSource) -> None:
+        """Take episodes from another source from the next reset of a slot on; those that run go on.
+
+        In an environment with transforms it is ``base_env(env)`` that has to be told: an attribute that is set on a
+        ``TransformedEnv`` stays there.
+
+        Raises:
+            TypeError: it gives no episodes.
+        """
+        if not callable(getattr(source, "next", None)):
+            raise TypeError(f"episodes come from an EpisodeSampler or an EpisodeQueue, got {type(source).__name__}")
+        self.episodes = source
 
     @property
     def num_envs(self) -> int:
@@ -218,13 +241,6 @@ class VLAEnv(EnvBase):
             keys.TASK_ID: number(dtype=torch.int64),
             keys.TRIAL_ID: number(dtype=torch.int64),
             keys.GROUP_ID: number(dtype=torch.int64),
-            keys.STEP_REWARDS: number(c),
-            keys.STEP_MASK: flag(c),
-            keys.SUCCESS: flag(1),
-            keys.SUCCESS_AT_END: flag(1),
-            keys.EPISODE_RETURN: number(1),
-            keys.EPISODE_LEN: number(1, dtype=torch.int64),
-            keys.CRASHED: flag(1),
         }
         if spec.wrist_image_shape is not None:
             observation[keys.WRIST_IMAGES] = images(*spec.wrist_image_shape)
@@ -232,10 +248,22 @@ class VLAEnv(EnvBase):
         low = torch.tensor(spec.action_low).expand(n, c, spec.action_dim)
         high = torch.tensor(spec.action_high).expand(n, c, spec.action_dim)
         self.action_spec = Bounded(low=low, high=high, dtype=torch.float32)
-        self.reward_spec = number(1)
+        outcome = {
+            keys.REWARD: number(1),
+            keys.STEP_REWARDS: number(c),
+            keys.STEP_MASK: flag(c),
+            keys.SUCCESS: flag(1),
+            keys.SUCCESS_AT_END: flag(1),
+            keys.EPISODE_RETURN: number(1),
+            keys.EPISODE_LEN: number(1, dtype=torch.int64),
+            keys.CRASHED: flag(1),
+            keys.ACTIONS_CLIPPED: number(1),
+        }
+        self.reward_spec = Composite(outcome, shape=(n,))
         self.done_spec = Composite({key: flag(1) for key in (keys.DONE, keys.TERMINATED, keys.TRUNCATED)}, shape=(n,))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+        self._check_open()
         mask = None if tensordict is None else tensordict.get("_reset", None)
         slots = range(self.num_envs) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
         starting: dict[int, Episode] = {}
@@ -248,10 +276,10 @@ class VLAEnv(EnvBase):
         self._pool.reset(starting)
         for array in [*self._statistics.values(), self._last_reward]:
             array[list(slots)] = 0
-        return self._initial()
+        return self.observe()
 
-    def _initial(self) -> TensorDictBase:
-        """Return the observations of now, and that nothing is done."""
+    def observe(self) -> TensorDictBase:
+        """Return the observations of now, as ``reset`` does: after :meth:`load_state_dict`, to go on."""
         return TensorDict(
             {**self._observe(), **{key: torch.zeros(self.num_envs, 1, dtype=torch.bool) for key in self.done_keys}},
             batch_size=self.batch_size,
@@ -259,6 +287,7 @@ class VLAEnv(EnvBase):
         )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._check_open()
         active = np.array([episode is not None for episode in self.current_episodes])
         arrays = self._pool.arrays
         arrays.actions[:] = self._checked(tensordict.get(keys.ACTION), active)
@@ -272,6 +301,7 @@ class VLAEnv(EnvBase):
         last = np.take_along_axis(arrays.successes, np.maximum(steps - 1, 0), axis=1)
         rewards = self._training_rewards(arrays.rewards, arrays.executed, steps)
         now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.CRASHED][:, 0] = rewards, arrays.executed, crashed
+        now[keys.ACTIONS_CLIPPED][:] = self._clipped(arrays.actions, arrays.executed, steps)
         now[keys.EPISODE_RETURN] += rewards.sum(1, keepdims=True)
         now[keys.EPISODE_LEN] += steps
         now[keys.SUCCESS] |= arrays.successes.any(1, keepdims=True)
@@ -283,6 +313,7 @@ class VLAEnv(EnvBase):
         return TensorDict(
             {
                 **self._observe(),
+                **{key: torch.from_numpy(array.copy()) for key, array in now.items()},
                 keys.REWARD: torch.from_numpy(rewards.sum(1, keepdims=True)),
                 keys.TERMINATED: torch.from_numpy(terminated),
                 keys.TRUNCATED: torch.from_numpy(truncated),
@@ -292,32 +323,50 @@ class VLAEnv(EnvBase):
             device=self.device,
         )
 
-    def running_state(self) -> dict[str, Any]:
-        """Return what :meth:`restore` needs to resume in the middle of the running episodes: tensors and plain numbers.
+    def state_dict(self, *_: Any, **__: Any) -> OrderedDict[str, Any]:
+        """Return what :meth:`load_state_dict` needs to go on in the middle of the running episodes.
 
-        It has no simulator's state, but the actions since the reset: a simulator repeats them exactly.
+        Tensors and plain values: the source of episodes and, once there was a reset, the running episodes. No
+        simulator's state is among them, but the actions since the reset: a simulator repeats them exactly.
         """
-        identities = [(e.task_id, e.trial_id, e.seed, e.group_id) if e else None for e in self.current_episodes]
-        return {
-            "sampler": self.episodes.state_dict(),  # type: ignore[union-attr]  # a queue is not resumed
-            "episodes": identities,
-            "actions": [torch.from_numpy(np.stack(chunks)) if chunks else None for chunks in self._executed],
-            "statistics": {key: torch.from_numpy(array.copy()) for key, array in self._statistics.items()},
-            "last_reward": torch.from_numpy(self._last_reward.copy()),
-        }
+        state: OrderedDict[str, Any] = OrderedDict(sampler=self.episodes.state_dict())
+        if any(episode is not None for episode in self.current_episodes):
+            state["episodes"] = [None if episode is None else pack(episode) for episode in self.current_episodes]
+            state["actions"] = [torch.from_numpy(np.stack(chunks)) if chunks else None for chunks in self._executed]
+            state["statistics"] = {key: torch.from_numpy(array.copy()) for key, array in self._statistics.items()}
+            state["last_reward"] = torch.from_numpy(self._last_reward.copy())
+        return state
 
-    def restore(self, state: dict[str, Any]) -> TensorDictBase:
-        """Go on where :meth:`running_state` was taken; returns the observations of that moment, as ``reset`` does.
+    def load_state_dict(self, state_dict: OrderedDict[str, Any], strict: bool = True, **_: Any) -> None:
+        """Go on where :meth:`state_dict` was taken; :meth:`observe` has the observations of that moment.
+
+        Args:
+            state_dict: of an environment with as many slots and the same episodes.
+            strict: False loads nothing: so TorchRL's ``EnvCreator`` passes the state of one environment to all of its
+                copies, which would then repeat the same episodes.
 
         Raises:
             ValueError: the state is of an environment with other slots or episodes.
             SimulatorCrash: a simulator failed while it repeated its actions.
         """
-        if len(state["episodes"]) != self.num_envs:
-            raise ValueError(f"the saved run had {len(state['episodes'])} environments, this one has {self.num_envs}")
-        self.episodes.load_state_dict(state["sampler"])  # type: ignore[union-attr]
-        self.current_episodes = [None if e is None else Episode(*e) for e in state["episodes"]]
-        self._executed = [[] if chunks is None else list(chunks.numpy()) for chunks in state["actions"]]
+        if not strict:
+            return
+        self._check_open()
+        saved = state_dict.get("episodes", [None] * self.num_envs)
+        if len(saved) != self.num_envs:
+            raise ValueError(f"the saved run had {len(saved)} environments, this one has {self.num_envs}")
+        self.episodes.load_state_dict(state_dict["sampler"])
+        self.current_episodes = [None if episode is None else unpack(episode) for episode in saved]
+        if "episodes" not in state_dict:
+            return
+        self._executed = [[] if chunks is None else list(chunks.numpy()) for chunks in state_dict["actions"]]
+        self._repeat()
+        for key, array in self._statistics.items():
+            array[:] = state_dict["statistics"][key].numpy()
+        self._last_reward[:] = state_dict["last_reward"].numpy()
+
+    def _repeat(self) -> None:
+        """Execute the actions of the running episodes again."""
         running = {slot: episode for slot, episode in enumerate(self.current_episodes) if episode is not None}
         # All end together: worlds that are simulated together move on whether they are asked to or not.
         longest = max(map(len, self._executed), default=0)
@@ -330,10 +379,6 @@ class VLAEnv(EnvBase):
                 self._pool.arrays.actions[slot] = self._executed[slot][len(self._executed[slot]) - left]
             if crashed := self._pool.step(slots):
                 raise SimulatorCrash(f"the simulators of slots {crashed} failed while they repeated the saved actions")
-        for key, array in self._statistics.items():
-            array[:] = state["statistics"][key].numpy()
-        self._last_reward[:] = state["last_reward"].numpy()
-        return self._initial()
 
     def _training_rewards(self, rewards: np.ndarray, executed: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Scale the benchmark's rewards ``[N, C]`` by the coefficient, as changes if asked, minus the step penalty."""
@@ -359,7 +404,6 @@ class VLAEnv(EnvBase):
             keys.TASK_ID: task_id,
             keys.TRIAL_ID: trial_id,
             keys.GROUP_ID: group_id,
-            **{key: torch.from_numpy(array.copy()) for key, array in self._statistics.items()},
         }
         if self.simulator_spec.wrist_image_shape is not None:
             observation[keys.WRIST_IMAGES] = torch.from_numpy(arrays.wrist_images.copy())
@@ -379,7 +423,32 @@ class VLAEnv(EnvBase):
                 f"{keys.ACTION!r} is not finite in slots {np.flatnonzero(broken).tolist()}; "
                 "the policy has diverged: lower the learning rate or clip gradients"
             )
+        low, high, width = self._bounds()
+        absurd = ((array < low - _ABSURD * width) | (array > high + _ABSURD * width)).any((1, 2)) & active
+        if absurd.any():
+            raise ValueError(
+                f"{keys.ACTION!r} is more than {_ABSURD:.0f} times the bounds' width outside of {low.tolist()} to "
+                f"{high.tolist()} in slots {np.flatnonzero(absurd).tolist()}: check the action's units and the "
+                "policy's action statistics, or, if it has diverged, lower the learning rate"
+            )
         return array
+
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Lower and upper bound of each action dimension, and how far they are apart, ``[A]`` each."""
+        low, high = (np.array(x, np.float32) for x in (self.simulator_spec.action_low, self.simulator_spec.action_high))
+        return low, high, np.where(high > low, high - low, 1.0)
+
+    def _clipped(self, actions: np.ndarray, executed: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Share of the executed action elements ``[N, 1]`` that the simulator clipped."""
+        if not self.simulator_spec.clips_actions:
+            return np.zeros_like(steps, np.float32)
+        low, high, _ = self._bounds()
+        outside = ((actions < low) | (actions > high)).sum(2) * executed
+        return (outside.sum(1, keepdims=True) / np.maximum(steps * actions.shape[2], 1)).astype(np.float32)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError(f"this environment ({self.simulator_spec.id}) is closed; make a new one with make_env")
 
     def _set_seed(self, seed: int | None) -> None:
         """Restart the stream of training episodes from ``seed``; a queue has a fixed order and stays."""
@@ -390,3 +459,20 @@ class VLAEnv(EnvBase):
         """Stop the worker processes."""
         self._pool.close()
         super().close(raise_if_closed=raise_if_closed)
+
+
+def base_env(env: EnvBase) -> VLAEnv:
+    """Find the :class:`VLAEnv` under the transforms of an environment; another class with its methods does as well.
+
+    Raises:
+        TypeError: there is none, or there are several.
+    """
+    inner = env
+    while isinstance(inner, TransformedEnv):
+        inner = inner.base_env
+    if not hasattr(type(inner), "set_episodes"):
+        raise TypeError(
+            f"this needs one VLAEnv, with or without transforms, not {type(inner).__name__}; type make_env(id, "
+            "num_envs=N), which has worker processes of its own, or use TorchRL's collectors"
+        )
+    return cast(VLAEnv, inner)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +16,19 @@ from vla_envs.simulator import Episode, SimulatorSpec
 MODES = ("random", "ordered", "fixed")
 _SETTINGS = ("mode", "group_size", "trials", "groups", "rank", "world_size")
 _TRAINING, _SHUFFLE = 0, 1  # streams of random numbers that never meet
+
+
+class EpisodeSource(Protocol):
+    """Where an environment takes its episodes from."""
+
+    def next(self) -> Episode | None:
+        """Return the next episode; ``None`` if there is none for now."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
 
 
 class EpisodeSampler:
@@ -94,9 +107,9 @@ class EpisodeSampler:
             ValueError: the state comes from another stream of episodes.
         """
         for name, value in self._identity().items():
-            if state[name] != value:
+            if (saved := state.get(name)) != value:
                 raise ValueError(
-                    f"the saved episode sampler had {name}={state[name]!r}, this one has {value!r}; "
+                    f"the saved episode sampler had {name}={saved!r}, this one has {value!r}; "
                     "resume with the settings of the saved run, or start a new run"
                 )
         self._drawn = state["drawn"]
@@ -153,6 +166,31 @@ class EpisodeQueue:
     def give_back(self, episode: QueuedEpisode) -> None:
         """Return an episode that has to run again; it is the next one."""
         self._waiting.appendleft(episode)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the episodes that wait."""
+        return {"waiting": [pack(episode) for episode in self._waiting], "length": self._length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the episodes of ``state`` waiting, and no others.
+
+        Raises:
+            ValueError: the state is of another source of episodes.
+        """
+        if "waiting" not in state:
+            raise ValueError("the saved episodes are of an EpisodeSampler, this is an EpisodeQueue; set_episodes first")
+        self._waiting = deque(QueuedEpisode(*values[:4], queue_index=values[4]) for values in state["waiting"])
+        self._length = state["length"]
+
+
+def pack(episode: Episode) -> tuple[int, ...]:
+    """Turn an episode into numbers."""
+    return astuple(episode)
+
+
+def unpack(values: tuple[int, ...]) -> Episode:
+    """Turn the numbers of :func:`pack` back into the episode."""
+    return QueuedEpisode(*values[:4], queue_index=values[4]) if len(values) == 5 else Episode(*values)
 
 
 def evaluation_episodes(

@@ -218,7 +218,12 @@ def _register_ids(benchmark: Benchmark) -> None:
         id = f"{NAMESPACE}/{benchmark.title}-{benchmark.suite_title(suite)}-v0"
         name = f"{benchmark.name}/{suite}"
         if id not in gymnasium.registry:
-            gymnasium.register(id, entry_point="vla_envs.gym:SimulatorEnv", kwargs={"name": name})
+            gymnasium.register(
+                id,
+                entry_point="vla_envs.gym:SimulatorEnv",
+                vector_entry_point="vla_envs.gym:SimulatorVectorEnv",
+                kwargs={"name": name},
+            )
         elif gymnasium.registry[id].kwargs.get("name") != name:
             warnings.warn(
                 f"the Gymnasium id {id!r} is taken, so {name} has none; give {benchmark.name!r} another title",

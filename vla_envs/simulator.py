@@ -69,7 +69,7 @@ class Simulator(Protocol):
         """Put the world into the initial state that ``episode`` determines."""
 
     def step(self, action: np.ndarray) -> Outcome:
-        """Execute one primitive action, float32 ``[A]``, in the units of ``spec``."""
+        """Execute a primitive action, float32 ``[A]``, in the units of ``spec``; clip it if ``spec.clips_actions``."""
 
     def observe(self) -> Observation:
         """Render the current state."""
@@ -110,6 +110,9 @@ class SimulatorSpec:
         image_shape: ``(H, W)`` of ``images``.
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
+        clips_actions: whether the simulator, or the benchmark's own controller in it, clips actions to these bounds;
+            nobody else does. What it clips is counted (``actions_clipped``). False where they are only the usual range,
+            for policies that are made new, and what is outside is executed as it is.
         max_episode_steps: horizon in primitive actions.
         control_frequency: primitive actions per simulated second.
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
@@ -129,6 +132,7 @@ class SimulatorSpec:
     action_high: tuple[float, ...]
     max_episode_steps: int
     control_frequency: int
+    clips_actions: bool = True
     wrist_image_shape: tuple[int, int, int] | None = None
     initial_states: int | None = None
     batched: str = ""

@@ -149,6 +149,14 @@ class VLAPolicy(TensorDictModuleBase):
         """Return the critic's parameters, which have a learning rate and a warm-up of their own: ``value_head``'s."""
         return (parameter for name, parameter in self.named_parameters() if "value_head" in name)
 
+    def shrink_images(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Replace the cameras of observations, in place, by what is kept of them for learning.
+
+        Called with demonstrations; :meth:`forward` writes the same for a rollout. Cameras stay as they are unless a
+        policy that resizes overrides it (:class:`vla_policies.processing.model_images.ModelImages`).
+        """
+        return tensordict
+
     def precompute(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add what does not change during an update, such as the output of a frozen part.
 

@@ -17,6 +17,7 @@ from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
     ACTION_TOKENS,
+    ACTIONS_CLIPPED,
     CRASHED,
     DONE,
     EPISODE_LEN,
@@ -36,6 +37,7 @@ from vla_common.keys import (
     TRIAL_ID,
     TRUNCATED,
 )
+from vla_envs.episodes import EpisodeQueue
 from vla_envs.simulator import Episode, Task
 from vla_policies import VLAPolicy
 
@@ -80,7 +82,6 @@ class ToyEnv(EnvBase):
         self.simulator_spec = SimpleNamespace(tasks=tasks)
         n, flag = num_envs, Binary(1, (num_envs, 1), dtype=torch.bool)
         self.action_spec = Bounded(-1, 1, (n, CHUNK, DIM))
-        self.reward_spec = Unbounded((n, 1))
         done_keys = (DONE, TERMINATED, TRUNCATED)
         self.full_done_spec = Composite({key: flag.clone() for key in done_keys}, shape=[n])
         self.observation_spec = Composite(
@@ -89,17 +90,39 @@ class ToyEnv(EnvBase):
                 STATES: Unbounded((n, 3)),
                 TASK_DESCRIPTIONS: NonTensor((n,), example_data="go"),
                 **{key: Unbounded((n,), dtype=torch.int64) for key in (TASK_ID, TRIAL_ID, GROUP_ID)},
+            },
+            shape=[n],
+        )
+        self.reward_spec = Composite(
+            {
+                REWARD: Unbounded((n, 1)),
                 STEP_REWARDS: Unbounded((n, CHUNK)),
                 STEP_MASK: Binary(CHUNK, (n, CHUNK), dtype=torch.bool),
                 **{key: flag.clone() for key in (SUCCESS, SUCCESS_AT_END, CRASHED)},
                 EPISODE_RETURN: Unbounded((n, 1)),
                 EPISODE_LEN: Unbounded((n, 1), dtype=torch.int64),
+                ACTIONS_CLIPPED: Unbounded((n, 1)),
             },
             shape=[n],
         )
         self.points, self.steps = [0] * n, [0] * n
 
     def _set_seed(self, seed: int | None) -> None: ...
+
+    def set_episodes(self, source: ToyEpisodes | EpisodeQueue) -> None:
+        self.episodes = source
+
+    def state_dict(self) -> dict:
+        """Its running episodes are not in it: what is loaded starts with the next ones."""
+        return {"sampler": self.episodes.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.episodes.load_state_dict(state["sampler"])
+        self.reset()
+
+    def observe(self) -> TensorDict:
+        running = torch.zeros(self.num_envs, 1, dtype=torch.bool)
+        return self._observe(**{key: running.clone() for key in (DONE, TERMINATED, TRUNCATED)})
 
     def _observe(self, **outcome: torch.Tensor) -> TensorDict:
         episodes = [episode or Episode(-1, -1, group_id=-1) for episode in self.current_episodes]
@@ -121,8 +144,7 @@ class ToyEnv(EnvBase):
             if mask is None or mask[slot].any():
                 self.current_episodes[slot] = self.episodes.next()
                 self.points[slot] = self.steps[slot] = 0
-        running = torch.zeros(self.num_envs, 1, dtype=torch.bool)
-        return self._observe(**{key: running.clone() for key in (DONE, TERMINATED, TRUNCATED)})
+        return self.observe()
 
     def _step(self, tensordict: TensorDict) -> TensorDict:
         n = self.num_envs
@@ -148,7 +170,7 @@ class ToyEnv(EnvBase):
         truncated = ((steps >= self.horizon) & ~success) | crashed | idle
         outcome = {
             STEP_REWARDS: rewards, STEP_MASK: mask, SUCCESS: success, SUCCESS_AT_END: success, CRASHED: crashed,
-            EPISODE_RETURN: success.float(), EPISODE_LEN: steps,
+            EPISODE_RETURN: success.float(), EPISODE_LEN: steps, ACTIONS_CLIPPED: torch.zeros(n, 1),
             REWARD: rewards.sum(-1, keepdim=True),
             TERMINATED: success, TRUNCATED: truncated, DONE: success | truncated,
         }  # fmt: skip

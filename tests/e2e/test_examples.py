@@ -35,3 +35,9 @@ def test_a_loss_of_ones_own_is_trained_and_what_it_returns_is_logged():
     assert 0 < metrics["train/ratio_distance"] < 1
     assert math.isfinite(metrics["train/loss"])
     assert metrics["train/steps"] > 0
+
+
+def test_a_reward_of_ones_own_is_learnt_from():
+    rewards = main_of("custom_reward")(["--iterations=2", "--num-envs=2", "--decisions=2"])
+    assert len(rewards) == 2
+    assert max(rewards) < 0  # at random it costs more than it earns

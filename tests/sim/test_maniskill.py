@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -32,6 +33,12 @@ from vla_envs.simulator import Episode
 
 pytestmark = pytest.mark.timeout(900)  # the first frame of a process compiles shaders for ten seconds of CPU time
 MAIN = "PutOnPlateInScene25Main-v3"
+# Made with RL4VLA's and RLinf's own scene classes, by their names:
+# - SPLIT|ids, |factors (object, plate, extra, table), |places (object, plate, third; of RLinf), |settled_heights (of
+#   RL4VLA), |rotations (w, x, y, z of the object), |joints (offsets), |pairs (of MultiCarrot and MultiPlate: all);
+# - CODE|SPLIT|ID|...: on the CPU in the stand-in scene, after a reset: |poses of object and plate [2, 7], |boxes [2, 3]
+#   of both, |frame by the shader "default", every eighth pixel; after ACTIONS: |last_poses, |last_joints, |last_frame.
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "maniskill_plate25.npz", allow_pickle=False)
 COUNTS = {  # configurations in train and test, as published
     "Main-v3": (802_816, 141_120),
     "VisionImage-v1": (None, 250_880),
@@ -105,9 +112,53 @@ def test_what_the_extra_factor_stands_for():
     assert len(TEMPLATES) == 17
     many = case_of("MultiCarrot-v1")
     pairs = {(c.object, c.other_object) for c in (many.decode(n) for n in range(0, len(many), 2104 * 4))}
-    assert len(pairs) == 9 * 8  # in the benchmark's own code nine of them are an object beside itself
+    assert len(pairs) == 9 * 8
     assert places("pair").shape == (784, 3, 2)
     assert places("pair and outer pair").shape == (1412, 3, 2)
+
+
+def test_an_episode_id_means_what_it_means_in_both_codes_of_the_benchmark():
+    """tests/golden/maniskill_plate25.npz has what RL4VLA's and RLinf's own classes made of 48 ids of each split."""
+    columns = ("object", "plate", "extra", "table")
+    for name, split in [(name, make_split(name, chosen)) for name in VARIANTS for chosen in OBJECT_SETS]:
+        key = f"{name.removeprefix('PutOnPlateInScene25')}:{split.object_set}"
+        kind = split.variant.extra_factor
+        for row, number in enumerate(GOLDEN[f"{key}|ids"]):
+            wanted = dict(zip(columns, GOLDEN[f"{key}|factors"][row].tolist(), strict=True))
+            now = split.decode(int(number))
+            assert (now.object, now.plate, now.table) == (wanted["object"], wanted["plate"], wanted["table"]), key
+            found = {"object": now.other_object, "plate": now.other_plate, "texture": now.texture}
+            if kind == "template":
+                assert now.template == wanted["extra"]
+            elif kind == "robot pose":
+                assert np.allclose(now.joints, INITIAL_JOINTS + GOLDEN[f"{key}|joints"][row], atol=1e-12, rtol=0)
+            elif kind and not (kind == "object" and wanted["extra"] == wanted["object"]):  # beside itself
+                assert found[kind] == wanted["extra"], (key, number)
+            places, used = GOLDEN[f"{key}|places"][row], 3 if split.variant.layout.startswith("far") else 2
+            assert np.array_equal(now.places[:used], places[:used])
+            settled = make_split(name, split.object_set, start="rl4vla").decode(int(number))
+            assert np.array_equal(settled.places[:used, :2], places[:used, :2])
+            assert np.array_equal(settled.places[:used, 2], GOLDEN[f"{key}|settled_heights"][:used])
+            turned = [math.cos(now.yaw / 2), 0, 0, math.sin(now.yaw / 2)]
+            assert np.allclose(turned, GOLDEN[f"{key}|rotations"][row], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("object_set", OBJECT_SETS)
+def test_what_lies_beside_an_object_or_a_plate_is_the_benchmarks(object_set):
+    """All pairs; only where the benchmark has an object beside itself is there another."""
+    own = 0
+    for name in ("MultiCarrot-v1", "MultiPlate-v1"):
+        split, first = case_of(name, object_set), name == "MultiCarrot-v1"
+        factor, step = ("object" if first else "plate"), 2104 * 4 * (16 if first else 21)  # ids of a pair
+        wanted = GOLDEN[f"{name}:{object_set}|pairs"].tolist()
+        assert len(wanted) == len(split.values[factor]) * len(split.values["extra"])
+        now = [split.decode(number * step) for number in range(len(wanted))]
+        found = [[c.object, c.other_object] if first else [c.plate, c.other_plate] for c in now]
+        assert len(set(map(tuple, found))) == len(found)
+        different = [theirs for ours, theirs in zip(found, wanted, strict=True) if ours != theirs]
+        assert all(one == other for one, other in different)
+        own += len(different)
+    assert own == (9 if object_set == "test" else 0)
 
 
 def test_trials_walk_through_all_configurations_in_an_order_of_their_seed():
@@ -139,12 +190,24 @@ def test_suites_and_what_departs_from_the_protocol():
     assert spec.trials == 64
     assert spec.max_episode_steps == 80
     own = make_spec(
-        f"maniskill/{MAIN}+PutOnPlateInScene25Carrot-v1:test", max_episode_steps=7, image_size=32, only={"plate": [0]}
-    )
+        f"maniskill/{MAIN}+PutOnPlateInScene25Carrot-v1:test",
+        max_episode_steps=7, image_size=32, only={"plate": [0]}, render_quality="fast",
+    )  # fmt: skip
     assert [text for text in own.protocol_deviations if "stand-ins" not in text] == [
         "horizon 7 instead of 80", "32 x 32 pixels instead of 480 x 640", "only plate 0",
         "at most 802816 configurations of a task, which training and evaluation share",
+        "start as in RLinf: things fall as the episode starts (RL4VLA: they have settled)",
+        "ManiSkill's shader minimal instead of default: about one level brighter",
     ]  # fmt: skip
+    of_rlinf = make_spec("maniskill/plate25-ood", textures="rlinf")
+    of_rl4vla = make_spec("maniskill/plate25-ood", start="rl4vla")
+    assert [text for text in (*of_rlinf.protocol_deviations, *of_rl4vla.protocol_deviations) if "as in" in text] == [
+        "start as in RLinf: things fall as the episode starts (RL4VLA: they have settled)",
+        "textures as in RLinf's code: the table's (RL4VLA: the episode's)",
+        "start as in RL4VLA: things have settled (RLinf: they fall as the episode starts)",
+        "textures as in RL4VLA: the episode's (RLinf's code: its table's)",
+    ]
+    assert any(text.startswith("MultiCarrot: another distractor") for text in of_rlinf.protocol_deviations)
     few = make_spec(f"maniskill/{MAIN}", only={"object": [0], "table": [0], "position": [3], "yaw": [0, 2]})
     assert few.trials == few.initial_states == 2
     with pytest.raises(ValueError, match="has 2 initial states per task, got trials=3"):
@@ -201,6 +264,11 @@ def test_suites_and_what_departs_from_the_protocol():
         ("maniskill/PushCube-v1", {"camera": {**CAMERA, "target": CAMERA["eye"]}}, "eye and target are the same"),
         ("maniskill/PushCube-v1", {"camera": {**CAMERA, "fov": 60}}, "radians between 0 and pi"),
         ("maniskill/PickCube-v1", {"object_set": "test"}, "belong to plate-25"),
+        ("maniskill/PickCube-v1", {"render_quality": "fast"}, "belong to plate-25"),
+        (f"maniskill/{MAIN}", {"start": "rl4vl"}, "did you mean rl4vla"),
+        (f"maniskill/{MAIN}", {"textures": "table"}, "known are rl4vla, rlinf"),
+        (f"maniskill/{MAIN}", {"render_quality": "minimal"}, "known are benchmark, fast"),
+        (f"maniskill/{MAIN}", {"start": "rl4vla", "backend": "cuda"}, "type backend=processes, or start=rlinf"),
     ],
 )
 def test_wrong_options_are_one_clear_error(id, options, message):
@@ -310,7 +378,7 @@ ACTIONS = np.random.default_rng(1).uniform(-1, 1, (12, 7)).astype(np.float32) * 
 @pytest.fixture(scope="module")
 def simulator():
     """One world for all variants, and for all tests: building it takes a while."""
-    made = make_spec("maniskill/plate25-ood").make()
+    made = make_spec("maniskill/plate25-ood", render_quality="fast").make()
     yield made
     made.close()
 
@@ -361,8 +429,9 @@ def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
 
     # Workers have a smaller world, with the objects of Main alone; two runs of a group share the initial state.
     env = make_env(
-        f"maniskill/{MAIN}", 2, len(ACTIONS), num_workers=1, group_size=2, step_timeout=400.0, relative_reward=True
-    )
+        f"maniskill/{MAIN}", 2, len(ACTIONS), num_workers=1, group_size=2, step_timeout=400.0, relative_reward=True,
+        render_quality="fast",
+    )  # fmt: skip
     try:
         spec = env.simulator_spec
         env.pool.reset({0: Episode(0, 1, 3), 1: Episode(0, 2, 3)})
@@ -386,7 +455,7 @@ def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
 
 @needs_plate25
 def test_every_variant_is_the_same_in_another_process(simulator):
-    env = make_env("maniskill/plate25-ood", 1, len(ACTIONS), step_timeout=400.0)
+    env = make_env("maniskill/plate25-ood", 1, len(ACTIONS), step_timeout=400.0, render_quality="fast")
     try:
         for task in reversed(range(14)):
             here = trajectory(simulator, Episode(task, 2, 3))
@@ -415,6 +484,46 @@ def test_a_resized_frame_does_not_depend_on_the_number_of_threads():
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
     assert resize(torch.full((1, 480, 640, 3), 200, dtype=torch.uint8), 96, 96).unique().tolist() == [200]
+
+
+@needs_plate25
+@pytest.mark.skipif(not assets.describe_assets(), reason="the golden states and frames are of the stand-in scene")
+@pytest.mark.parametrize("code", ["rlinf", "rl4vla"])
+def test_an_episode_is_that_of_its_own_code(code):
+    """Of RL4VLA's and RLinf's own classes: states to 10 micrometres, frames but for rounded textures."""
+    cases = [name.split("|")[1:3] for name in GOLDEN.files if name.startswith(f"{code}|") and name.endswith("|poses")]
+    names = list(dict.fromkeys(split for split, _ in cases))
+    suite = "+".join(f"PutOnPlateInScene25{name}" for name in names)
+    made = make_spec(f"maniskill/{suite}", start=code, textures=code).make()
+    world, seen = made._world, []
+
+    def poses():
+        now = world.configurations[0]
+        actors = world._objects[now.object], world._plates[now.plate]
+        return np.concatenate([actor.pose.raw_pose.numpy() for actor in actors])
+
+    def check(wanted, name, found, tolerance=1e-5):
+        assert np.allclose(found, GOLDEN[f"{wanted}|{name}"], atol=tolerance, rtol=0), (wanted, name)
+
+    def check_frame(wanted, name):
+        frame, golden = made.observe().images[::8, ::8], GOLDEN[f"{wanted}|{name}"]
+        assert (abs(frame.astype(int) - golden) <= ("Vision" in wanted)).mean() > 0.99, (wanted, name)
+        return frame
+
+    assert cases
+    for split, number in [*cases, cases[0]]:  # the first again: nothing is left of those in between
+        wanted = f"{code}|{split}|{number}"
+        world.reset(options={"split": names.index(split), "episode_id": int(number)})
+        check(wanted, "poses", poses())
+        check(wanted, "boxes", [2 * world._half_size[kind][0].numpy() for kind in ("object", "plate")])
+        first = check_frame(wanted, "frame")
+        for action in ACTIONS:
+            made.step(action)
+        check(wanted, "last_poses", poses())
+        check(wanted, "last_joints", made.observe().states)
+        seen.append([first, check_frame(wanted, "last_frame"), poses()])
+    made.close()
+    assert all(np.array_equal(one, again) for one, again in zip(seen[0], seen[-1], strict=True))
 
 
 @needs_plate25
@@ -560,7 +669,7 @@ def test_the_batched_simulation_with_one_world_is_the_same(simulator):
     from vla_envs.maniskill.batch import BatchedWorlds
     from vla_envs.maniskill.overlay import resize
 
-    spec = make_spec(f"maniskill/{MAIN}", max_episode_steps=28, image_size=64, backend="cuda")
+    spec = make_spec(f"maniskill/{MAIN}", max_episode_steps=28, image_size=64, backend="cuda", render_quality="fast")
     assert spec.batched.endswith("BatchedWorlds")
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="backend=cuda needs a GPU"):
@@ -616,6 +725,8 @@ def test_several_worlds_in_one_process_need_cuda():
         PutOnPlate(num_envs=4)
     with pytest.raises(ValueError, match="did you mean test"):
         PutOnPlate(object_set="tset")
+    with pytest.raises(ValueError, match="type backend=processes, or start=rlinf"):
+        PutOnPlate(start="rl4vla", sim_backend="physx_cuda")
 
 
 @needs_maniskill_driver

@@ -8,10 +8,18 @@ from toy import ToyEnv, ToyPolicy
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.evaluation import evaluate
-from vla_algos.groups import Group, collect_groups, describe_groups_without_signal, group_metrics, grpo, score
+from vla_algos.groups import (
+    Group,
+    collect_groups,
+    concatenate,
+    describe_groups_without_signal,
+    group_metrics,
+    grpo,
+    score,
+)
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
-from vla_common.keys import ADVANTAGE, CRASHED, DONE, NEXT, REWARD, SUCCESS, TRIAL_ID
+from vla_common.keys import ADVANTAGE, CRASHED, DONE, IMAGES, NEXT, REWARD, SUCCESS, TRIAL_ID
 from vla_envs.simulator import Episode
 
 
@@ -88,6 +96,24 @@ def test_lost_runs_are_left_out_of_their_group():
     assert torch.equal(grpo([with_loss])[ADVANTAGE], grpo([without])[ADVANTAGE])
     assert not Group.of([episode([0, 1]), episode([0, 0], crashed=True)]).has_signal  # alone, nobody to compare with
     assert not Group.of([episode([0], crashed=True)]).has_signal
+
+
+def test_moved_decisions_are_the_same_and_leave_what_happened(policy):
+    collector = EpisodeCollector(ToyEnv(4), policy)
+    groups = collect_groups(collector, Groups(4), groups=6, max_groups=6)
+    copied = grpo(groups)
+    frames = [IMAGES in episode for group in groups for episode in group.episodes]
+    assert frames == [group.has_signal for group in groups for _ in group.episodes]  # none without signal keeps frames
+    assert True in frames
+    assert False in frames
+    before = group_metrics(groups)
+    moved = grpo(groups, move=True)
+    assert set(copied.keys(True, True)) == set(moved.keys(True, True)) > {IMAGES, ADVANTAGE}
+    for key in copied.keys(True, True):
+        assert torch.equal(copied[key], moved[key])
+    assert not any(IMAGES in episode for group in groups for episode in group.episodes)
+    assert group_metrics(groups) == before
+    assert len(concatenate(groups)) == sum(len(episode) for group in groups for episode in group.episodes)
 
 
 def test_all_kinds_of_groups_are_counted():

@@ -112,7 +112,7 @@ def test_the_mean_episode_return_is_one_number_for_ppo_and_grpo():
 
 def test_env_metrics_without_finished_episodes(batch):
     metrics = env_metrics(batch[:, :1][:2])
-    assert metrics == {"env/num_episodes": 0, "env/crashed_episodes": 0}
+    assert metrics == {"env/num_episodes": 0, "env/crashed_episodes": 0, "env/actions_clipped": 0}
 
 
 def test_explained_variance():

@@ -188,9 +188,9 @@ def test_one_value_per_primitive_action_and_the_ppo_loss(make, stored, tmp_path)
 
 
 def test_what_a_policy_reads_is_what_a_collector_keeps(make):
-    assert make().loss_keys == (keys.IMAGES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
+    assert make().loss_keys == (keys.MODEL_IMAGES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
     policy = make(num_images_in_input=2, use_proprio=True)
-    assert set(policy.loss_keys[:3]) == {keys.IMAGES, keys.WRIST_IMAGES, keys.STATES}
+    assert set(policy.loss_keys[:2]) == {keys.MODEL_IMAGES, keys.STATES}
     assert policy.state_dim == 8
     assert policy.chunk_size == 8
     assert policy.action_dim == 7

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-_FORMAT = "vla-torchrl training state 3"
+_FORMAT = "vla-torchrl training state 4"
 _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED, _LATEST = ".unfinished_", "latest"
 _PLAIN = (bool, int, float, str, type(None))

@@ -58,6 +58,9 @@ class BatchedWorlds:
             num_envs=num_envs,
             obs_mode="rgb+segmentation",
             reward_mode=spec.options["reward_mode"],
+            start=spec.options["start"],
+            textures=spec.options["textures"],
+            sensor_configs={"shader_pack": spec.options["shader"]},
             sim_backend=f"physx_{device}",
             render_backend=device if has_gpu() else "cpu",
         )

@@ -31,16 +31,19 @@ from torch import Tensor
 
 from vla_envs.maniskill.assets import ROBOT, SCENE, find_assets, instruction, model_table, visual_file
 from vla_envs.maniskill.overlay import Overlay
-from vla_envs.maniskill.spec import CONTROL_FREQUENCY, MAX_EPISODE_STEPS
+from vla_envs.maniskill.spec import CONTROL_FREQUENCY, MAX_EPISODE_STEPS, ON_CPU
 from vla_envs.maniskill.variants import MOVE_STEP, TEMPLATES, VARIANTS, Configuration, VariantSplit, make_split
 
 CAMERA = "3rd_view_camera"
 _ROBOT_POSE = sapien.Pose([0.147, 0.028, 0.870], [0, 0, 0, 1])  # turned by 180 degrees about the vertical
+_LIFTED_POSE = sapien.Pose([0.147, 0.028, 1.870], [0, 0, 0, 1])  # of the robot, while things settle
 _STAGE_POSE = sapien.Pose([2.0634, 2.8313, 0.0])
 _PARKED = {"object": 1.0, "plate": 2.0}  # x of what is not on the table, m; out of sight, behind the robot
 _PLATE_ROTATION = (1.0, 0.0, 0.0, 0.0)
 _XY_SLACK, _Z_SLACK, _MINIMUM_FORCE = 0.01, 0.05, 0.03  # m, m, N
 _GRASP_STEPS = 5  # that count as holding on
+_SETTLE, _SETTLE_MORE = 0.5, 6  # control steps; the latter for what still moves faster than the two limits
+_STILL, _STILL_TURNING = 1e-3, 1e-2  # m/s, rad/s
 
 
 class PutOnPlate(BaseEnv):
@@ -56,12 +59,16 @@ class PutOnPlate(BaseEnv):
         variant: such as ``"PutOnPlateInScene25Main-v3"``.
         object_set: ``"train"``, ``"test"`` or ``"all"``: which of the variant's values are drawn from.
         splits: several of such pairs instead; a batch may mix them.
+        start: how things lie as an episode starts, ``"rlinf"`` or ``"rl4vla"``; see
+            :class:`~vla_envs.maniskill.variants.VariantSplit`. The latter needs ``num_envs=1`` on the CPU's physics.
+        textures: which number is that of a texture, ``"rl4vla"`` or ``"rlinf"``; see the same.
         assets: folder of the assets; looked for if ``None``.
         **arguments: of ManiSkill's ``BaseEnv``.
 
     Raises:
         FileNotFoundError: there are no assets.
-        ValueError: an unknown variant or object set, an episode id out of range, or several worlds without CUDA.
+        ValueError: an unknown variant, object set, start or textures, an episode id out of range, several worlds
+            without CUDA, or a start that CUDA does not have.
     """
 
     SUPPORTED_OBS_MODES: ClassVar[list[str]] = ["rgb+segmentation"]
@@ -73,17 +80,22 @@ class PutOnPlate(BaseEnv):
         variant: str = "PutOnPlateInScene25Main-v3",
         object_set: str = "train",
         splits: Sequence[tuple[str, str]] = (),
+        start: str = "rlinf",
+        textures: str = "rl4vla",
         assets: str | None = None,
         num_envs: int = 1,
         sim_backend: str = "auto",
         **others: Any,
     ):
-        self.splits: tuple[VariantSplit, ...] = tuple(make_split(*pair) for pair in splits or [(variant, object_set)])
+        pairs = splits or [(variant, object_set)]
+        self.splits: tuple[VariantSplit, ...] = tuple(make_split(*pair, start, textures) for pair in pairs)
         if num_envs > 1 and (sim_backend in ("cpu", "physx_cpu") or not torch.cuda.is_available()):
             raise ValueError(
                 f"num_envs={num_envs} in one process needs CUDA: on a CPU ManiSkill simulates one world per process. "
                 f'Type make_env("maniskill/{self.splits[0].variant.id}", num_envs={num_envs}), which starts processes'
             )
+        if start == "rl4vla" and (num_envs > 1 or sim_backend not in ("auto", "cpu", "physx_cpu")):
+            raise ValueError(f"start=rl4vla simulates a world before its episode, others on CUDA too; {ON_CPU}")
         self._folder = find_assets(assets)
         self.overlay: Overlay | None = None
         self.configurations = [self.splits[0].decode(0)] * num_envs  # of the running episodes
@@ -220,17 +232,34 @@ class PutOnPlate(BaseEnv):
             actor.set_pose(self._poses("object", number, chosen))
         for number, actor in self._plates.items():
             actor.set_pose(self._poses("plate", number, chosen))
+        if chosen[0].settles:
+            self.agent.robot.set_pose(_LIFTED_POSE)
+            self._settle()
         self.agent.robot.set_pose(_ROBOT_POSE)
         joints = np.stack([configuration.joints for configuration in chosen])
         self.agent.reset(init_qpos=torch.tensor(joints, dtype=torch.float32, device=self.device))
         for kind, numbers in (("object", self._object_number), ("plate", self._plate_number)):
             sizes = self._sizes[kind][numbers[env_idx]]
-            rotations = [_rotation(kind, configuration) for configuration in chosen]
-            self._half_size[kind][env_idx] = _box_around(sizes, torch.tensor(rotations, device=self.device)) / 2
+            rotations = torch.tensor([_rotation(kind, configuration) for configuration in chosen], device=self.device)
+            if chosen[0].settles:
+                rotations = (self._objects if kind == "object" else self._plates)[int(numbers[0])].pose.q
+            self._half_size[kind][env_idx] = _box_around(sizes, rotations) / 2
         self._evaluated_at[env_idx] = -1
         self._held_for[env_idx] = 0
         self._was_held[env_idx] = False
         self._was_held_long[env_idx] = False
+
+    def _settle(self) -> None:
+        """Let things come to rest before the episode starts: RL4VLA's procedure, on one world."""
+        self._simulate(_SETTLE)
+        things = [*self._objects.values(), *self._plates.values()]
+        speed = sum(float(thing.linear_velocity.norm()) for thing in things)
+        if speed > _STILL or sum(float(thing.angular_velocity.norm()) for thing in things) > _STILL_TURNING:
+            self._simulate(_SETTLE_MORE)
+
+    def _simulate(self, control_steps: float) -> None:
+        for _ in range(int(self.sim_freq * control_steps / self.control_freq)):
+            self.scene.step()
 
     def _choose(self, rows: list[int], options: dict) -> None:
         """Write down splits, episode ids and configurations of the rows that are reset."""
@@ -303,6 +332,8 @@ class PutOnPlate(BaseEnv):
                     pose = (*configuration.places[2], *_rotation("object", configuration))
                     poses[row] = torch.tensor(pose, dtype=poses.dtype, device=poses.device)
                 actor.set_pose(Pose.create(poses))
+        if self.configurations[0].settles:
+            self._simulate(_SETTLE)
         if self.gpu_sim_enabled:
             self.scene._gpu_apply_all()
             self.scene._gpu_fetch_all()

@@ -16,6 +16,7 @@ from vla_envs.maniskill.assets import find_assets
 from vla_envs.maniskill.push_cube import push_cube_action
 from vla_envs.maniskill.variants import FACTORS, VariantSplit, make_split
 from vla_envs.rendering.egl import WORKER
+from vla_envs.rendering.forks import refuse_fork
 from vla_envs.rendering.vulkan import check_driver, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
@@ -33,6 +34,7 @@ class ManiSkillSimulator:
         self.spec = spec
         _check_installed()
         choose_driver()
+        refuse_fork("Vulkan")
         if WORKER in os.environ and not gc.get_freeze_count():
             # Each new scene collects garbage: what has been imported is there for good and need not be looked at.
             import mani_skill.envs  # noqa: F401
@@ -119,6 +121,9 @@ class PlateSimulator(ManiSkillSimulator):
             assets=self.spec.options["assets"],
             obs_mode="rgb+segmentation",
             reward_mode=self.spec.options["reward_mode"],
+            start=self.spec.options["start"],
+            textures=self.spec.options["textures"],
+            sensor_configs={"shader_pack": self.spec.options["shader"]},
             sim_backend="physx_cpu",
             render_backend=_render_backend(),
         )

@@ -17,7 +17,16 @@ from vla_common.errors import unknown_name
 from vla_common.settings import Count, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape, is_whole_number
 from vla_envs.maniskill.assets import describe_assets, list_instructions
-from vla_envs.maniskill.variants import FACTORS, OBJECT_SETS, TEMPLATES, VARIANTS, VariantSplit, make_split
+from vla_envs.maniskill.variants import (
+    FACTORS,
+    OBJECT_SETS,
+    STARTS,
+    TEMPLATES,
+    TEXTURES,
+    VARIANTS,
+    VariantSplit,
+    make_split,
+)
 from vla_envs.simulator import SimulatorSpec, Task
 
 MAX_EPISODE_STEPS, CONTROL_FREQUENCY = 80, 5  # of plate-25; Hz
@@ -32,8 +41,18 @@ REWARD_TYPES = {
 }
 CONTROL_MODE: Final = "pd_ee_delta_pose"  # of the Panda
 CONTROL_MODES = {CONTROL_MODE: 7, "pd_ee_delta_pos": 4}  # numbers of an action
+SHADERS = {"benchmark": "default", "fast": "minimal"}  # of plate-25, in ManiSkill's words
+ON_CPU = "type backend=processes, or start=rlinf"
 BACKENDS = {"processes": "", "cuda": "vla_envs.maniskill.batch:BatchedWorlds"}
 OOD_SUITE = "plate25-ood"
+_STARTS = {
+    "rlinf": "start as in RLinf: things fall as the episode starts (RL4VLA: they have settled)",
+    "rl4vla": "start as in RL4VLA: things have settled (RLinf: they fall as the episode starts)",
+}
+_TEXTURES = {
+    "rl4vla": "textures as in RL4VLA: the episode's (RLinf's code: its table's)",
+    "rlinf": "textures as in RLinf's code: the table's (RL4VLA: the episode's)",
+}
 # The protocol runs these in training's objects and plates too, among which a second one is new.
 _ALSO_IN_TRAIN = ("PutOnPlateInScene25MultiCarrot-v1", "PutOnPlateInScene25MultiPlate-v1")
 
@@ -87,6 +106,9 @@ def make_spec(
     image_size: Count | tuple[Count, Count] | None = None,
     max_episode_steps: Count | None = None,
     reward_type: Literal["staged", "success", "dense"] | None = None,
+    start: Literal["rlinf", "rl4vla"] = "rlinf",
+    textures: Literal["rl4vla", "rlinf"] = "rl4vla",
+    render_quality: Literal["benchmark", "fast"] = "benchmark",
     control_mode: Literal["pd_ee_delta_pose", "pd_ee_delta_pos"] = CONTROL_MODE,
     camera: Mapping[Literal["eye", "target", "fov"], Any] | None = None,
     assets: str | None = None,
@@ -109,6 +131,13 @@ def make_spec(
         reward_type: of each state; with ``relative_reward`` an environment pays its changes. Plate-25 has ``"staged"``
             (default: 0.1 once held, 0.1 once held for five steps, 1 on the plate) and ``"success"`` (1 on the plate); a
             task of ManiSkill has ``"success"`` (default) and ``"dense"`` (ManiSkill's own, at most 1).
+        start: whose code says how things of plate-25 lie as an episode starts. ``"rlinf"``: they fall the last
+            centimetres in its first step. ``"rl4vla"``: they are dropped from higher up and have settled before; not
+            with ``backend="cuda"``.
+        textures: whose code says which texture an episode of VisionTexture and VisionWhole has. ``"rl4vla"``: one for
+            each, as described in the paper. ``"rlinf"``: its table's, which is none for the first table.
+        render_quality: of plate-25: ``"benchmark"`` (ManiSkill's shader ``default``), or ``"fast"`` (``minimal``, in
+            two thirds of the time and about one level brighter). A task of ManiSkill has ManiSkill's own.
         control_mode: of a task of ManiSkill: ``"pd_ee_delta_pose"`` (moves, turns, gripper) or ``"pd_ee_delta_pos"``
             (moves, gripper).
         camera: of a task of ManiSkill: ``None`` for its own, else ``eye`` and ``target`` (3 numbers each, metres) and
@@ -122,19 +151,29 @@ def make_spec(
     """
     check_name("backend", backend, BACKENDS)
     check_name("object_set", object_set, OBJECT_SETS, example="train")
+    check_name("start", start, STARTS)
+    check_name("textures", textures, TEXTURES)
+    check_name("render_quality", render_quality, SHADERS, example="benchmark")
     if max_episode_steps is not None:
         check_whole_number("max_episode_steps", max_episode_steps, 1)
     size = None if image_size is None else image_shape(image_size)
     common: dict[str, Any] = {"max_episode_steps": max_episode_steps, "size": size, "reward_type": reward_type}
     if suite in BUILT_IN:
-        if only is not None or object_set != "train" or assets is not None or backend != "processes":
+        of_plate25 = (object_set, start, textures, render_quality, backend)
+        usual = ("train", "rlinf", "rl4vla", "benchmark", "processes")
+        if only is not None or assets is not None or of_plate25 != usual:
             raise ValueError(
-                f"{suite} is a task of ManiSkill itself; object_set, only, assets and backend=cuda belong to plate-25"
+                f"{suite} is a task of ManiSkill itself; object_set, only, start, textures, render_quality, assets and "
+                "backend=cuda belong to plate-25"
             )
         return _built_in(suite, control_mode, camera, **common)
     if camera is not None or control_mode != CONTROL_MODE:
         raise ValueError(f"{suite} has the benchmark's camera and control; set both for tasks of ManiSkill only")
-    return _plate25(suite, _splits_of(suite, object_set), only, assets, BACKENDS[backend], **common)
+    if start == "rl4vla" and backend == "cuda":
+        raise ValueError(f"start=rl4vla simulates a world before its episode, which backend=cuda cannot; {ON_CPU}")
+    splits = _splits_of(suite, object_set)
+    common |= {"start": start, "textures": textures, "render_quality": render_quality}
+    return _plate25(suite, splits, only, assets, BACKENDS[backend], **common)
 
 
 def _plate25(
@@ -144,6 +183,9 @@ def _plate25(
     assets: str | None,
     batched: str,
     *,
+    start: str,
+    textures: str,
+    render_quality: str,
     max_episode_steps: int | None,
     size: tuple[int, int] | None,
     reward_type: str | None,
@@ -159,6 +201,7 @@ def _plate25(
         *_deviations(horizon, MAX_EPISODE_STEPS, shape, IMAGE_SHAPE),
         *(f"only {factor} {', '.join(map(str, numbers))}" for factor, numbers in kept.items()),
         *([f"at most {states} configurations of a task, which training and evaluation share"] if kept else []),
+        *_choices(splits, start, textures, render_quality),
         *describe_assets(assets),
     ]
     return SimulatorSpec(
@@ -179,6 +222,7 @@ def _plate25(
         state_dim=8,
         action_low=tuple(-bound for bound in ACTION_BOUND),
         action_high=ACTION_BOUND,
+        clips_actions=False,
         max_episode_steps=horizon,
         control_frequency=CONTROL_FREQUENCY,
         batched=batched,
@@ -187,6 +231,9 @@ def _plate25(
             "splits": tuple((split.variant.id, split.object_set) for split in splits),
             "only": kept,
             "reward_mode": rewards,
+            "start": start,
+            "textures": textures,
+            "shader": SHADERS[render_quality],
             "assets": assets,
         },
     )
@@ -196,6 +243,18 @@ def _instructions(split: VariantSplit, only: Mapping[str, Sequence[int]], assets
     numbers = {factor: only.get(factor, values) for factor, values in split.values.items()}
     templates = numbers["extra"] if split.variant.extra_factor == "template" else (0,)
     return list_instructions(assets, [TEMPLATES[number] for number in templates], numbers["object"], numbers["plate"])
+
+
+def _choices(splits: Sequence[VariantSplit], start: str, textures: str, render_quality: str) -> list[str]:
+    """Say what was chosen where the benchmark's two codes, RL4VLA's and RLinf's, differ from each other or from us."""
+    found = [_STARTS[start]]
+    if any(split.variant.extra_factor == "texture" for split in splits):
+        found.append(_TEXTURES[textures])
+    if any(split.variant.extra_factor == "object" and split.object_set == "test" for split in splits):
+        found.append("MultiCarrot: another distractor where it would be the object itself, in one test episode of 8")
+    if render_quality != "benchmark":
+        found.append("ManiSkill's shader minimal instead of default: about one level brighter")
+    return found
 
 
 def _built_in(

@@ -3,7 +3,7 @@
 An *episode id* counts through all combinations of a variant and an object set, the last factor fastest: object, plate,
 extra, table, position, yaw. What the extra factor stands for (a texture, a template, a robot pose, a second object) is
 the variant's. Numbering, constants and instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789,
-RL4VLA; and RLinf), so that an episode id means the same there.
+RL4VLA; and RLinf), so that an episode id means the same there. Where the two differ, ``start`` and ``textures`` choose.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 
 from vla_common.errors import unknown_name
+from vla_common.validation import check_name
 
 OBJECT_SETS = ("train", "test", "all")
+STARTS = {"rlinf": 0.90, "rl4vla": 0.95}  # m, height of object and plate where a variant says no other
+TEXTURES = ("rl4vla", "rlinf")
 FACTORS = ("object", "plate", "extra", "table", "position", "yaw")
 INITIAL_JOINTS = (-0.01840777, 0.0398835, 0.22242722, -0.00460194, 1.36524296, 0.00153398, 0.037, 0.037)  # rad, m
 MOVE_STEP = 5  # actions after which PositionChangeTo moves the object
@@ -69,7 +72,8 @@ class Variant:
         values: per factor and object set, the numbers that it takes.
         extra_factor: what it is: ``"texture"``, ``"template"``, ``"robot pose"``, ``"object"`` or ``"plate"``.
         layout: which places there are, see :func:`places`.
-        heights: of object, plate and third place at the start, m above the world's origin.
+        heights: of object, plate and third place at the start, m above the world's origin; ``None``: see
+            :data:`STARTS`.
         texture_strength: how much of the texture is mixed into the picture.
         texture_everywhere: into the whole picture, not only where robot and objects are.
         moves: the object jumps to the third place after :data:`MOVE_STEP` actions (not in ``train``).
@@ -80,7 +84,7 @@ class Variant:
     values: Mapping[str, Mapping[str, range]]
     extra_factor: str = ""
     layout: str = "pair"
-    heights: tuple[float, float, float] = (0.90, 0.90, 0.0)
+    heights: tuple[float, float, float] | None = None
     texture_strength: float = 0.0
     texture_everywhere: bool = False
     moves: bool = False
@@ -170,6 +174,7 @@ class Configuration:
             next three.
         other_object, other_plate: what lies at the third place, or ``None``.
         moves: whether the object jumps to the third place.
+        settles: whether things come to rest before the episode starts, and after the jump.
         yaw: turn of the object about the vertical, rad.
         joints: ``[8]``, of the robot, rad and m.
         template: number of the instruction's template.
@@ -185,16 +190,27 @@ class Configuration:
     other_object: int | None = None
     other_plate: int | None = None
     moves: bool = False
+    settles: bool = False
     template: int = 0
     texture: int | None = None
 
 
 @dataclass(frozen=True)
 class VariantSplit:
-    """A variant with an object set: what an environment runs, and what numbers its episodes."""
+    """A variant with an object set: what an environment runs, and what numbers its episodes.
+
+    Attributes:
+        variant: one of :data:`VARIANTS`.
+        object_set: one of :data:`OBJECT_SETS`.
+        start: ``"rlinf"``: things are 3 cm above the table as an episode starts. ``"rl4vla"``: they were 8 cm above it,
+            and have settled. (Some variants start from heights of their own, the same in both.)
+        textures: ``"rl4vla"``: an episode's texture is its extra number. ``"rlinf"``: it is the number of its table.
+    """
 
     variant: Variant
     object_set: str
+    start: str = "rlinf"
+    textures: str = "rl4vla"
 
     @cached_property
     def values(self) -> dict[str, range]:
@@ -248,32 +264,36 @@ class VariantSplit:
         indices, kind = self.factor_indices(episode_id), self.variant.extra_factor
         chosen = {factor: self.values[factor][index] for factor, index in indices.items()}
         joints, extra = np.array(INITIAL_JOINTS), chosen["extra"]
+        heights = self.variant.heights or (STARTS[self.start], STARTS[self.start], 0.0)
         return Configuration(
             object=chosen["object"],
             plate=chosen["plate"],
             table=chosen["table"],
-            places=_with_heights(places(self.variant.layout)[chosen["position"]], self.variant.heights),
+            places=_with_heights(places(self.variant.layout)[chosen["position"]], heights),
             yaw=_yaw(chosen["yaw"]),
             joints=joints + joint_offsets()[extra] if kind == "robot pose" else joints,
-            other_object=_another(self.objects, chosen["object"], extra) if kind == "object" else None,
-            other_plate=_another(self.plates, chosen["plate"], extra) if kind == "plate" else None,
+            other_object=_another_object(self.objects, chosen["object"], extra) if kind == "object" else None,
+            other_plate=_another_plate(self.plates, chosen["plate"], extra) if kind == "plate" else None,
             moves=self.variant.moves and self.object_set != "train",
+            settles=self.start == "rl4vla",
             template=extra if kind == "template" else 0,
-            texture=extra if kind == "texture" else None,
+            texture=(chosen["table"] if self.textures == "rlinf" else extra) if kind == "texture" else None,
         )
 
 
-def make_split(variant: str, object_set: str) -> VariantSplit:
-    """Make a variant by its id, with an object set.
+def make_split(variant: str, object_set: str, start: str = "rlinf", textures: str = "rl4vla") -> VariantSplit:
+    """Make a variant by its id, with an object set; see :class:`VariantSplit`.
 
     Raises:
-        ValueError: an unknown name of either.
+        ValueError: an unknown name.
     """
     if variant not in VARIANTS:
         raise unknown_name("plate-25 variant", variant, VARIANTS, example="PutOnPlateInScene25Main-v3")
     if object_set not in OBJECT_SETS:
         raise unknown_name("object_set", object_set, OBJECT_SETS, example="train")
-    return VariantSplit(VARIANTS[variant], object_set)
+    check_name("start", start, STARTS)
+    check_name("textures", textures, TEXTURES)
+    return VariantSplit(VARIANTS[variant], object_set, start, textures)
 
 
 @cache
@@ -325,7 +345,7 @@ def _grid(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
 
 def _points(cells: list[tuple[int, int]]) -> np.ndarray:
     """Return the corners of a grid of 5 x 5 cells over the square, and beyond."""
-    return (np.array(cells) * 0.2 * 2 - 1) * _HALF_EDGE + _CENTRE
+    return (np.array(cells) / 5 * 2 - 1) * _HALF_EDGE + _CENTRE
 
 
 def _apart(first: np.ndarray, second: np.ndarray, distance: float) -> bool:
@@ -341,10 +361,16 @@ def _yaw(number: int) -> float:
     return 2 * _TURN * number if number < 4 else -_TURN * (2 * (number - 4) + 1)
 
 
-def _another(numbers: range, taken: int, offset: int) -> int:
-    """Return the ``offset``-th number after ``taken``, around the circle; never ``taken`` itself.
+def _another_object(numbers: range, taken: int, offset: int) -> int:
+    """Return the object beside ``taken``: the benchmark's, which counts on from its number, around the circle.
 
-    (The benchmark's code forgets to subtract ``numbers.start`` first, so that one test object in eight of MultiCarrot
-    is its own distractor.)
+    It counts from 0 and not from ``numbers.start``, so that one test object in eight would be its own distractor. That
+    one gets the neighbour that the formula leaves out, with which each pair comes equally often.
     """
+    beside, left_out = (numbers[(taken + step + 1) % len(numbers)] for step in (offset, len(numbers) - 1))
+    return left_out if beside == taken else beside
+
+
+def _another_plate(numbers: range, taken: int, offset: int) -> int:
+    """Return the ``offset``-th plate after ``taken``, around the circle; never ``taken`` itself."""
     return numbers[(taken - numbers.start + offset + 1) % len(numbers)]

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from vla_envs.rendering.egl import choose_device
+from vla_envs.rendering.forks import refuse_fork
 
 choose_device()
 import mujoco  # noqa: E402
@@ -112,6 +113,7 @@ def _make_camera(model: mujoco.MjModel, camera: str | Mapping[str, Any]) -> mujo
 
 def _make_gl_context_current() -> None:
     global _gl_context
+    refuse_fork("OpenGL")
     if _gl_context is None:
         backend = os.environ["MUJOCO_GL"]
         try:

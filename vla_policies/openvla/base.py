@@ -31,6 +31,7 @@ from vla_policies.policy import PretrainedPolicy
 from vla_policies.processing.action_tokens import ActionTokens
 from vla_policies.processing.adapters import get_adapter
 from vla_policies.processing.images import ImagePreprocessor
+from vla_policies.processing.model_images import ModelImages
 from vla_policies.processing.normalization import ActionStatistics
 from vla_policies.processing.sampling import action_distribution, check_sampling
 
@@ -39,7 +40,7 @@ _PROJECTOR = ("fc1", "fc2", "fc3")
 _LANGUAGE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
 
-class PrismaticPolicy(PretrainedPolicy):
+class PrismaticPolicy(ModelImages, PretrainedPolicy):
     """Prompt, images, statistics, sampling and checkpoints of the two OpenVLA policies.
 
     Action tokens are relative, 0 to 255, of all dimensions that the model predicts; ``action`` has those of the
@@ -97,9 +98,10 @@ class PrismaticPolicy(PretrainedPolicy):
             )
         cameras = (keys.IMAGES, keys.WRIST_IMAGES)[: min(num_images, 2)]
         self.in_keys = [*cameras, *([keys.STATES] if reads_states else []), keys.TASK_DESCRIPTIONS]
-        self.out_keys = [keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB]
+        self.out_keys = [keys.MODEL_IMAGES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB]
         self.out_keys += [keys.STATE_VALUE] if config.value_head else []
-        self.loss_keys = (*self.in_keys[:-1], keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
+        states = (keys.STATES,) if reads_states else ()
+        self.loss_keys = (keys.MODEL_IMAGES, *states, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
         self.chunk_size, self.num_images = chunk_size, num_images
         self.action_dim, self.state_dim = self.adapter.action_dim, self.adapter.state_dim
         self.preprocessor = ImagePreprocessor.from_config(
@@ -222,9 +224,22 @@ class PrismaticPolicy(PretrainedPolicy):
         return self.write_value(tensordict, state)
 
     def prepare_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write ``prompt_tokens``; returns what the model reads, on its device."""
-        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
-        return tensordict.select(*self.in_keys[:-1], keys.PROMPT_TOKENS, strict=False).to(self.device)
+        """Write ``model_images`` and ``prompt_tokens``; returns what the model reads, on its device."""
+        inputs = self.shrink_images(tensordict.select(*self.in_keys[:-1], strict=False).to(self.device))
+        inputs.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        for key in (keys.MODEL_IMAGES, keys.PROMPT_TOKENS):
+            tensordict.set(key, inputs.get(key))
+        return inputs
+
+    @property
+    def model_image_size(self) -> tuple[int, int]:
+        return self.preprocessor.size
+
+    def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
+        return self.adapter.cameras(tensordict, self.num_images)
+
+    def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
+        return self.preprocessor.resize(cameras)
 
     def get_dist(self, tensordict: TensorDictBase) -> Categorical:
         tokens = tensordict.get(keys.ACTION_TOKENS)
@@ -290,7 +305,7 @@ class PrismaticPolicy(PretrainedPolicy):
     def _prefix(
         self, tensordict: TensorDictBase, extra: Tensor | None = None, *, stop: bool = False
     ) -> tuple[Tensor, Tensor]:
-        pixels = self.preprocessor(self.adapter.cameras(tensordict, self.num_images))
+        pixels = self.preprocessor.normalize(self.model_images(tensordict))
         return self.model.prefix(pixels, tensordict.get(keys.PROMPT_TOKENS), extra, stop=stop)
 
     def _logits(self, states: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.policy import PretrainedPolicy
 from vla_policies.processing.images import resize_with_pad
+from vla_policies.processing.model_images import CAMERAS, ModelImages
 
 _VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
 _ROWS = 32  # decisions per pass of a frozen PaliGemma
@@ -45,7 +46,7 @@ class _Observed:
     pooled: Tensor | None
 
 
-class Pi0(FlowPolicy, PretrainedPolicy):
+class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
     """Both variants; the checkpoint tells which one it is.
 
     Actions and states are padded with zeros to the network's size; probabilities are of the executed actions' real
@@ -107,7 +108,8 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         self.prompts = Pi0Prompts(folder.tokenizer, longest)
         cameras = (keys.IMAGES, keys.WRIST_IMAGES)[: min(config.num_images_in_input, 2)]
         self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
-        self.loss_keys = (*cameras, keys.STATES, keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP)
+        self.out_keys = [keys.MODEL_IMAGES, *self.out_keys]
+        self.loss_keys = (keys.MODEL_IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP)
         self.model = model
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.freeze()
@@ -217,9 +219,12 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
 
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
+        inputs = self.shrink_images(tensordict.select(*self.in_keys[:-1], strict=False).to(self.device))
         texts = tensordict.get(keys.TASK_DESCRIPTIONS).tolist()
-        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(texts, tensordict.get(keys.STATES)))
-        return tensordict.select(*self.in_keys[:-1], keys.PROMPT_TOKENS, strict=False).to(self.device)
+        inputs.set(keys.PROMPT_TOKENS, self.prompt_tokens(texts, tensordict.get(keys.STATES)))
+        for key in (keys.MODEL_IMAGES, keys.PROMPT_TOKENS):
+            tensordict.set(key, inputs.get(key))
+        return inputs
 
     def observe(self, tensordict: TensorDictBase) -> _Observed:
         states = self.statistics.normalize("state", self.adapter.states(tensordict))
@@ -232,17 +237,21 @@ class Pi0(FlowPolicy, PretrainedPolicy):
         valid = tokens != PAD
         longest = int(valid.sum(1).max())
         tokens, valid = tokens[:, :longest], valid[:, :longest]
-        images = self._images(tensordict)
+        images = self.model_images(tensordict).permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
         read = self.config.value_after_vlm if self.value_head is not None else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
             prefix = self.model.prefix(images, None, tokens, valid, output=read is not None)
         return prefix, None if read is None else pool(prefix, read)
 
-    def _images(self, tensordict: TensorDictBase) -> Tensor:
-        cameras = self.adapter.cameras(tensordict, self.config.num_images_in_input)
-        size = (self.model.config.vision.image_size,) * 2
-        images = torch.stack([resize_with_pad(camera, size) for camera in cameras], dim=1)
-        return images.permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
+    @property
+    def model_image_size(self) -> tuple[int, int]:
+        return (self.model.config.vision.image_size,) * 2
+
+    def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
+        return self.adapter.cameras(tensordict, self.config.num_images_in_input)
+
+    def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
+        return torch.stack([resize_with_pad(camera, self.model_image_size) for camera in cameras], dim=1)
 
     # ---- the prefix of a frozen PaliGemma, kept during an update
 
@@ -265,13 +274,17 @@ class Pi0(FlowPolicy, PretrainedPolicy):
             )
             return tensordict
         length = self.config.num_images_in_input * self.model.config.vision.num_patches + longest
-        with torch.no_grad():
-            parts = [
-                to_entries(*self._prefix(part.to(self.device)), length)
-                for part in tensordict.select(*self.loss_keys).split(_ROWS)
-            ]
-        for key in parts[0]:
-            tensordict.set(key, torch.cat([part[key] for part in parts]))
+        read = tensordict.select(keys.MODEL_IMAGES, *CAMERAS, keys.PROMPT_TOKENS, strict=False)
+        kept: dict[Any, Tensor] = {}
+        for start, part in zip(range(0, len(read), _ROWS), read.split(_ROWS), strict=True):
+            with torch.no_grad():
+                entries = to_entries(*self._prefix(part.to(self.device)), length)
+            for key, entry in entries.items():
+                if key not in kept:  # room for all, so that they are never held twice
+                    kept[key] = entry.new_empty(len(read), *entry.shape[1:])
+                kept[key][start : start + len(part)] = entry
+        for key, entry in kept.items():
+            tensordict.set(key, entry)
         return tensordict
 
     def prefix_bytes(self, decisions: int, prompt_length: int) -> int:

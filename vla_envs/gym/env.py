@@ -1,0 +1,156 @@
+"""One simulator as a Gymnasium environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from vla_common import keys
+from vla_common.errors import unknown_name
+from vla_envs.gym.episodes import EpisodeStream, check_actions, closed, make_info, resolve_spec
+from vla_envs.gym.spaces import make_action_space, make_observation_space
+from vla_envs.gym.window import Window, why_no_window
+from vla_envs.simulator import Episode, Simulator, SimulatorSpec
+
+
+class SimulatorEnv(gymnasium.Env):
+    """One simulator as a Gymnasium environment.
+
+    Observations are a ``Dict`` with the names and units of :mod:`vla_keys`: ``images`` uint8 ``[H, W, 3]``,
+    ``states`` float32 ``[S]``, ``task_descriptions`` text and, where the benchmark has them, ``wrist_images``
+    uint8 ``[V, H, W, 3]``. Actions are float32 ``[A]`` in the simulator's units. An episode is terminated by
+    success and truncated at the horizon. ``info`` has ``is_success`` and the identity of the episode:
+    ``task_id``, ``trial_id`` and ``episode_seed``.
+
+    Args:
+        name: such as ``"metaworld/reach-v3"``; :func:`vla_envs.list_envs` has them all. Or a
+            :class:`~vla_envs.simulator.SimulatorSpec`, of a simulator that belongs to no registered benchmark.
+        render_mode: ``"rgb_array"``: ``render()`` returns the image of the last observation; ``"human"``: a window
+            shows each of them, by pygame (``pip install 'vla-torchrl[video]'``); or ``None``.
+        horizon: primitive actions until truncation; the benchmark's own if ``None``. (The
+            ``max_episode_steps`` of ``gymnasium.make`` can only shorten an episode.)
+        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
+            ``SimulatorSpec``, which has them.
+
+    Raises:
+        ValueError: an unknown name or option.
+
+    Example:
+        An id for a simulator of one's own:
+
+        >>> gymnasium.register("my/Toy-v0", "vla_envs.gym:SimulatorEnv", kwargs={"name": spec})  # doctest: +SKIP
+    """
+
+    metadata = {"render_modes": ["human", "rgb_array"]}  # noqa: RUF012  Gymnasium declares it so
+
+    def __init__(
+        self,
+        name: str | SimulatorSpec,
+        render_mode: str | None = None,
+        horizon: int | None = None,
+        **options: Any,
+    ):
+        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
+            raise unknown_name("render_mode", render_mode, self.metadata["render_modes"])
+        self.render_mode, self.simulator_spec = render_mode, resolve_spec(name, horizon, options)
+        fps = self.simulator_spec.control_frequency
+        works = [
+            mode for mode in self.metadata["render_modes"] if mode != "human" or not why_no_window()
+        ]  # for check_env
+        self.metadata = {"render_modes": works, "render_fps": fps}  # a recorded video is in real time
+        self.observation_space = make_observation_space(self.simulator_spec)
+        self.action_space = make_action_space(self.simulator_spec)
+        self._window = Window(fps) if render_mode == "human" else None
+        self._episodes = EpisodeStream(self.simulator_spec)
+        self._simulator: Simulator | None = None
+        self._episode: Episode | None = None  # the running one
+        self._observation: dict[str, Any] | None = None  # the last one
+        self._elapsed = 0
+        self._closed = False
+
+    @property
+    def task_description(self) -> str:
+        """The instruction of the last observation; ``call("task_description")`` asks many environments."""
+        if self._observation is None:
+            raise gymnasium.error.ResetNeeded("there is no instruction yet: call reset() first")
+        return self._observation[keys.TASK_DESCRIPTIONS]
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Start an episode.
+
+        Args:
+            seed: restarts the random stream; after it, the same resets give the same episodes.
+            options: ``task_id`` and ``trial_id`` choose the episode; what is left out is drawn. With a
+                ``seed`` and both of them the episode is ``Episode(task_id, trial_id, seed)``, the same that
+                :func:`vla_envs.make_env` runs under this name.
+
+        Raises:
+            ValueError: an unknown option, or a task that does not exist.
+            gymnasium.error.ClosedEnvironmentError: after ``close``.
+        """
+        if self._closed:
+            raise closed(self.simulator_spec)
+        super().reset(seed=seed)
+        self._episode = self._episodes.next(self.np_random, seed, options or {})
+        if self._simulator is None:
+            self.simulator_spec.check()
+            self._simulator = self.simulator_spec.make()
+        self._simulator.reset(self._episode)
+        self._elapsed = 0
+        return self._observe(self._simulator), make_info(self._episode, success=False)
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Execute one primitive action and render.
+
+        Raises:
+            ValueError: an action of the wrong shape or type, or one that is not finite.
+            gymnasium.error.ResetNeeded: no episode is running.
+            gymnasium.error.ClosedEnvironmentError: after ``close``.
+        """
+        if self._closed:
+            raise closed(self.simulator_spec)
+        if self._episode is None or self._simulator is None:
+            raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
+        action = check_actions(self.simulator_spec, action, [self.simulator_spec.action_dim])
+        if not np.isfinite(action).all():
+            raise ValueError(f"the action is not finite: {action.tolist()}")
+        episode, outcome = self._episode, self._simulator.step(action)
+        self._elapsed += 1
+        terminated = outcome.success
+        truncated = not terminated and self._elapsed >= self.simulator_spec.max_episode_steps
+        if terminated or truncated:
+            self._episode = None
+        reward = float(np.float32(outcome.reward))  # the number that make_vec and make_env give, too
+        return self._observe(self._simulator), reward, terminated, truncated, make_info(episode, outcome.success)
+
+    def render(self) -> np.ndarray | None:
+        """Return the image of the last observation, uint8 ``[H, W, 3]``, if the mode is ``"rgb_array"``."""
+        if self.render_mode != "rgb_array" or self._observation is None:
+            return None
+        return self._observation[keys.IMAGES]
+
+    def close(self) -> None:
+        """Free the simulator; after that the environment refuses to be used."""
+        if self._simulator is not None:
+            self._simulator.close()
+        if self._window is not None:
+            self._window.close()
+        self._simulator = self._episode = None
+        self._closed = True
+
+    def _observe(self, simulator: Simulator) -> dict[str, Any]:
+        seen = simulator.observe()
+        self._observation = {
+            keys.IMAGES: np.array(seen.images),  # a copy: the next frame may be drawn into the same memory
+            keys.STATES: seen.states,
+            keys.TASK_DESCRIPTIONS: seen.task_description,
+        }
+        if seen.wrist_images is not None:
+            self._observation[keys.WRIST_IMAGES] = np.array(seen.wrist_images)
+        if self._window is not None:
+            self._window.show(self._observation[keys.IMAGES])
+        return dict(self._observation)

@@ -1,0 +1,106 @@
+"""What one environment and many have in common: the simulator that is meant, which episode runs, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from vla_common import keys
+from vla_common.errors import unknown_name
+from vla_envs.registry import find_benchmark, make_spec, option_types, refuse_options
+from vla_envs.simulator import Episode, SimulatorSpec
+
+RESET_OPTIONS = (keys.TASK_ID, keys.TRIAL_ID)
+_MAX_SEED = 2**31
+
+
+def resolve_spec(name: str | SimulatorSpec, horizon: int | None, options: dict[str, Any]) -> SimulatorSpec:
+    """Describe the simulator that is meant.
+
+    Raises:
+        ValueError: an unknown name or option.
+        TypeError: ``frameskip``, which TorchRL's ``GymEnv`` tries; told so in these words, it goes on without it.
+    """
+    if "frameskip" in options:
+        raise TypeError(
+            "unexpected keyword argument 'frameskip': a chunk of actions is chunk_size of make_vec or make_env"
+        )
+    if isinstance(name, SimulatorSpec):
+        refuse_options(name, options)
+        spec = name
+    else:
+        if horizon is not None and "max_episode_steps" in option_types(find_benchmark(name)[0]):
+            options["max_episode_steps"] = horizon  # so that it is among the deviations from the protocol
+        spec = make_spec(name, **options)
+    return spec if horizon is None else replace(spec, max_episode_steps=horizon)
+
+
+class EpisodeStream:
+    """The episodes of one environment, drawn from its random numbers or chosen by the options of a reset."""
+
+    def __init__(self, spec: SimulatorSpec):
+        self._spec = spec
+        self._seed: int | None = None  # of its episodes
+
+    def next(self, random: np.random.Generator, seed: int | None, options: Mapping[str, Any]) -> Episode:
+        """Return the next episode.
+
+        Args:
+            random: the environment's random numbers, restarted by the caller where there is a ``seed``.
+            seed: of this episode and those after it; drawn once if none was ever given.
+            options: ``task_id`` and ``trial_id``; what is left out is drawn.
+
+        Raises:
+            ValueError: an unknown option, or a task that does not exist.
+        """
+        spec = self._spec
+        for name in options:
+            if name not in RESET_OPTIONS:
+                raise unknown_name("reset option", name, RESET_OPTIONS)
+        if seed is not None:
+            self._seed = seed
+        elif self._seed is None:
+            self._seed = int(random.integers(_MAX_SEED))
+        # Both are always drawn, so that fixing one does not change the other.
+        tasks, trials = len(spec.tasks), spec.initial_states or _MAX_SEED
+        drawn = int(random.integers(tasks)), int(random.integers(trials))
+        task_id, trial_id = options.get(keys.TASK_ID, drawn[0]), options.get(keys.TRIAL_ID, drawn[1])
+        if not 0 <= task_id < tasks or not 0 <= trial_id < trials:
+            raise ValueError(
+                f"{spec.id} has task_id 0 to {tasks - 1} and trial_id 0 to {trials - 1}, "
+                f"got task_id={task_id!r} and trial_id={trial_id!r}"
+            )
+        return Episode(int(task_id), int(trial_id), self._seed)
+
+
+def make_info(episode: Episode, success: bool) -> dict[str, Any]:
+    """Say whether the task is solved, and which episode this is."""
+    return {
+        "is_success": success,
+        keys.TASK_ID: episode.task_id,
+        keys.TRIAL_ID: episode.trial_id,
+        "episode_seed": episode.seed,
+    }
+
+
+def check_actions(spec: SimulatorSpec, actions: np.ndarray, expected: Sequence[int]) -> np.ndarray:
+    """Return actions as float32.
+
+    Raises:
+        ValueError: another shape than expected, or not floating point.
+    """
+    actions = np.asarray(actions)
+    if actions.shape != tuple(expected) or not np.issubdtype(actions.dtype, np.floating):
+        raise ValueError(
+            f"{spec.id} takes actions of float32 {list(expected)}, got {actions.dtype} {list(actions.shape)}"
+        )
+    return actions.astype(np.float32)
+
+
+def closed(spec: SimulatorSpec) -> gymnasium.error.ClosedEnvironmentError:
+    """Make the error of whoever uses an environment after ``close``."""
+    return gymnasium.error.ClosedEnvironmentError(f"this environment ({spec.id}) is closed: make a new one")

@@ -1,0 +1,321 @@
+"""Many simulators in worker processes behind Gymnasium's vector interface: what ``gymnasium.make_vec`` makes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.utils import seeding
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from vla_common import keys
+from vla_common.errors import unknown_name
+from vla_envs.gym.episodes import RESET_OPTIONS, EpisodeStream, check_actions, closed, make_info, resolve_spec
+from vla_envs.gym.spaces import make_action_space, make_observation_space
+from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers.pool import WorkerPool
+
+_RESET_MASK = "reset_mask"
+
+
+class SimulatorVectorEnv(VectorEnv):
+    """``N`` simulators as a Gymnasium vector environment.
+
+    Step by step it returns what Gymnasium's ``SyncVectorEnv`` returns over :class:`~vla_envs.gym.SimulatorEnv`, in each
+    autoreset mode, from a :class:`~vla_envs.workers.pool.WorkerPool`: few processes for many simulators, started as
+    programs of their own (nothing is forked), which write into memory that is shared.
+
+    With a ``chunk_size`` a step is a decision: actions are float32 ``[N, C, A]``, each simulator stops where its
+    episode ends, one frame is drawn, the reward is the sum over the executed actions, and ``infos`` have ``step_mask``,
+    which were executed (bool ``[N, C]``), and their ``step_rewards`` (float32 ``[N, C]``).
+
+    A worker that dies or hangs is started again. Its episodes are truncated, with ``crashed`` in their info, which no
+    other episode has; their last observation is the one before.
+
+    Args:
+        name: as for :class:`~vla_envs.gym.SimulatorEnv`.
+        num_envs: number of simulators, ``N``.
+        render_mode: ``"rgb_array"``: ``render()`` returns the images of the last observations; or ``None``.
+        horizon: primitive actions until truncation; the benchmark's own if ``None``.
+        max_episode_steps: the same under Gymnasium's name.
+        chunk_size: primitive actions per step, ``C``; one without a dimension of its own if ``None``.
+        num_workers: processes that share the simulators; one per available core if ``None``.
+        autoreset_mode: of :class:`gymnasium.vector.AutoresetMode`.
+        step_timeout: seconds after which a worker that does not get on to its next simulator counts as hung.
+        **options: of the benchmark, as for :class:`~vla_envs.gym.SimulatorEnv`.
+
+    Raises:
+        ValueError: an unknown name or option, or an impossible number.
+
+    Example:
+        >>> envs = gymnasium.make_vec("vla_envs:vla/MetaWorld-MT50-v0", 8, chunk_size=5)  # doctest: +SKIP
+        >>> observations, infos = envs.reset(seed=0)  # doctest: +SKIP
+    """
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  Gymnasium declares it so
+
+    def __init__(
+        self,
+        name: str | SimulatorSpec,
+        num_envs: int = 1,
+        render_mode: str | None = None,
+        horizon: int | None = None,
+        max_episode_steps: int | None = None,
+        chunk_size: int | None = None,
+        num_workers: int | None = None,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        step_timeout: float = 60.0,
+        **options: Any,
+    ):
+        self.closed = True  # until there is something to close
+        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
+            raise unknown_name("render_mode of many environments", render_mode, self.metadata["render_modes"])
+        if num_envs < 1 or (chunk_size is not None and chunk_size < 1):
+            raise ValueError(f"num_envs and chunk_size must be >= 1, got {num_envs} and {chunk_size}")
+        if num_workers is None:
+            num_workers = min(num_envs, len(os.sched_getaffinity(0)))
+        if not 1 <= num_workers <= num_envs:
+            raise ValueError(f"num_workers must be between 1 and num_envs={num_envs}, got {num_workers}")
+        spec = resolve_spec(name, max_episode_steps if horizon is None else horizon, options)
+        if spec.batched:
+            raise ValueError(f"{spec.id} leaves its images on the GPU: take make_env, or type backend='processes'")
+        self.simulator_spec, self.num_envs, self.render_mode = spec, num_envs, render_mode
+        modes = [mode.value for mode in AutoresetMode]
+        if not isinstance(autoreset_mode, AutoresetMode) and autoreset_mode not in modes:
+            raise unknown_name("autoreset_mode", autoreset_mode, modes)
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.metadata = {
+            **self.metadata,
+            "render_fps": spec.control_frequency / (chunk_size or 1),  # a recorded video is in real time
+            "autoreset_mode": self.autoreset_mode,
+        }
+        self.single_observation_space = space = make_observation_space(spec)
+        self._spaces = space.spaces
+        self.single_action_space = make_action_space(spec, chunk_size)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.chunk_size = chunk_size
+        self._pool = WorkerPool(spec, num_envs, num_workers, chunk_size or 1, step_timeout=step_timeout)
+        self._streams = [EpisodeStream(spec) for _ in range(num_envs)]
+        self._random: list[tuple[np.random.Generator, int] | None] = [None] * num_envs  # with what it began from
+        self._episodes: list[Episode | None] = [None] * num_envs  # None before the first reset
+        self._elapsed = np.zeros(num_envs, np.int64)
+        self._ended = np.zeros(num_envs, np.bool_)
+        self.closed = False
+
+    @property  # type: ignore[misc]  # nobody sets it, as in SyncVectorEnv
+    def np_random(self) -> Any:
+        """The random numbers that episodes are drawn from, one generator per environment."""
+        return tuple(self._random_of(slot)[0] for slot in range(self.num_envs))
+
+    @property
+    def np_random_seed(self) -> Any:
+        """What the random numbers of each environment were started from."""
+        return tuple(self._random_of(slot)[1] for slot in range(self.num_envs))
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Start an episode in each environment, or in those of a mask.
+
+        Args:
+            seed: of the first environment, ``seed + 1`` of the second and so on; or one for each; ``None`` continues.
+            options: ``task_id`` and ``trial_id`` choose the episodes, for all environments or one for each;
+                ``reset_mask``, bool ``[N]``, says which environments to reset.
+
+        Raises:
+            ValueError: an unknown option, a task that does not exist, or not as many as there are environments.
+            gymnasium.error.ClosedEnvironmentError: after ``close``.
+        """
+        if self.closed:
+            raise closed(self.simulator_spec)
+        if seed is None or isinstance(seed, (int, np.integer)):
+            seed = [None if seed is None else int(seed) + slot for slot in range(self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise ValueError(f"needs one seed, or one for each of {self.num_envs} environments, got {len(seed)}")
+        options = dict(options or {})
+        mask = self._check_mask(options.pop(_RESET_MASK, np.ones(self.num_envs, np.bool_)))
+        infos = self._restart(np.flatnonzero(mask), seed, self._options_of_each(options))
+        return self._observations(), infos
+
+    def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Execute an action, or a chunk of them, in each environment and render.
+
+        Raises:
+            ValueError: actions of the wrong shape or type, or some that are not finite.
+            gymnasium.error.ResetNeeded: some environments run no episode and do not reset themselves.
+            gymnasium.error.ClosedEnvironmentError: after ``close``.
+        """
+        if self.closed:
+            raise closed(self.simulator_spec)
+        ended = np.flatnonzero(self._ended)
+        if None in self._episodes:
+            raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
+        if len(ended) and self.autoreset_mode is AutoresetMode.DISABLED:
+            raise gymnasium.error.ResetNeeded(
+                f"the episodes of environments {ended.tolist()} have ended: call "
+                f'reset(options={{"{_RESET_MASK}": terminated | truncated}}) first'
+            )
+        running, arrays = np.flatnonzero(~self._ended), self._pool.arrays
+        rewards, terminated, truncated, outcomes = self._advance(running, actions)
+        done = terminated | truncated
+        infos: dict[str, Any] = {}
+        if self.autoreset_mode is AutoresetMode.SAME_STEP:
+            for slot in np.flatnonzero(done).tolist():
+                final = {"final_obs": self._observation_of(slot), "final_info": outcomes.pop(slot)}
+                infos = self._add_info(infos, final, slot)
+            ended = np.flatnonzero(done)
+        for slot, info in outcomes.items():
+            infos = self._add_info(infos, info, slot)
+        if self.chunk_size is not None:  # of all, nothing where an environment was only reset
+            for key, array in ((keys.STEP_MASK, arrays.executed), (keys.STEP_REWARDS, arrays.rewards)):
+                infos[key], infos[f"_{key}"] = array.copy(), np.ones(self.num_envs, np.bool_)
+        self._ended = done
+        infos = self._restart(ended, infos=infos)
+        return self._observations(), rewards, terminated, truncated, infos
+
+    def render(self) -> tuple[np.ndarray, ...] | None:
+        """Return the images of the last observations, uint8 ``[H, W, 3]`` each."""
+        return tuple(self._pool.arrays.images.copy()) if self.render_mode == "rgb_array" else None
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Ask each environment for one of its attributes: ``task_description``, ``episode``, ...
+
+        Raises:
+            AttributeError: the attribute is not known here; simulators live in worker processes.
+        """
+        if self.closed:
+            raise closed(self.simulator_spec)
+        everywhere = {
+            "observation_space": self.single_observation_space,
+            "action_space": self.single_action_space,
+            **{key: getattr(self, key) for key in ("simulator_spec", "metadata", "render_mode")},
+        }
+        each = {
+            "task_description": lambda: tuple(self._pool.texts),
+            "episode": lambda: tuple(self._episodes),
+            "render": lambda: self.render() or (None,) * self.num_envs,
+            "np_random": lambda: self.np_random,
+            "np_random_seed": lambda: self.np_random_seed,
+        }
+        if name in everywhere:
+            return (everywhere[name],) * self.num_envs
+        if name not in each:
+            raise AttributeError(f"{unknown_name('attribute', name, [*each, *everywhere])}; simulators run in workers")
+        return each[name](*args, **kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Ask each environment for one of its attributes, as :meth:`call` does."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Refuse: the environments live in worker processes.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(f"{name!r} cannot be set: the simulators run in workers; give make_vec options instead")
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Stop the worker processes; whatever AsyncVectorEnv would be told about it changes nothing."""
+        self._pool.close()
+
+    def _advance(
+        self, running: np.ndarray, actions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, dict[str, Any]]]:
+        """Execute actions in some environments: rewards, terminated and truncated of all, and infos of these."""
+        assert self.action_space.shape is not None
+        spec, arrays = self.simulator_spec, self._pool.arrays
+        actions = check_actions(spec, actions, self.action_space.shape).reshape(arrays.actions.shape)
+        broken = [slot for slot in running if not np.isfinite(actions[slot]).all()]
+        if broken:
+            raise ValueError(f"the actions of environments {list(map(int, broken))} are not finite")
+        arrays.actions[:] = actions
+        crashed = np.zeros(self.num_envs, np.bool_)
+        crashed[self._pool.step(running.tolist())] = True
+        self._elapsed += arrays.executed.sum(1)
+        terminated = np.any(arrays.successes, 1)
+        truncated = ~terminated & (crashed | (self._elapsed >= spec.max_episode_steps))
+        truncated[self._ended] = False
+        infos = {}
+        for slot in running.tolist():
+            episode = self._episodes[slot]
+            assert episode is not None
+            infos[slot] = make_info(episode, bool(terminated[slot]))
+            if crashed[slot]:
+                infos[slot][keys.CRASHED] = True
+        return arrays.rewards.sum(1).astype(np.float64), terminated, truncated, infos
+
+    def _restart(
+        self,
+        slots: np.ndarray,
+        seeds: Sequence[int | None] | None = None,
+        options: Sequence[Mapping[str, Any]] | None = None,
+        infos: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Start the next episodes in some environments; returns the infos with theirs added."""
+        infos = infos or {}
+        starting: dict[int, Episode] = {}
+        for slot in slots.tolist():
+            seed = seeds[slot] if seeds else None
+            if seed is not None:
+                self._random[slot] = seeding.np_random(seed)
+            random = self._random_of(slot)[0]
+            starting[slot] = self._streams[slot].next(random, seed, options[slot] if options else {})
+        self._pool.reset(starting)
+        for slot, episode in starting.items():
+            self._episodes[slot] = episode
+            self._elapsed[slot] = 0
+            infos = self._add_info(infos, make_info(episode, success=False), slot)
+        self._ended[slots] = False
+        return infos
+
+    def _random_of(self, slot: int) -> tuple[np.random.Generator, int]:
+        random = self._random[slot]
+        if random is None:
+            random = self._random[slot] = seeding.np_random()
+        return random
+
+    def _observations(self) -> dict[str, Any]:
+        """Copy the shared arrays, which the next step overwrites."""
+        arrays = self._pool.arrays
+        texts = {keys.TASK_DESCRIPTIONS: tuple(self._pool.texts)}
+        return {key: texts[key] if key in texts else getattr(arrays, key).copy() for key in self._keys()}
+
+    def _observation_of(self, slot: int) -> dict[str, Any]:
+        arrays = self._pool.arrays
+        texts = {keys.TASK_DESCRIPTIONS: self._pool.texts[slot]}
+        return {key: texts[key] if key in texts else getattr(arrays, key)[slot].copy() for key in self._keys()}
+
+    def _keys(self) -> list[str]:
+        return list(self._spaces)
+
+    def _check_mask(self, mask: Any) -> np.ndarray:
+        if (
+            not isinstance(mask, np.ndarray)
+            or mask.shape != (self.num_envs,)
+            or mask.dtype != np.bool_
+            or not mask.any()
+        ):
+            got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
+            raise ValueError(f"{_RESET_MASK} is a numpy array of bool [{self.num_envs}] with a True in it, got {got}")
+        return mask
+
+    def _options_of_each(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Deal out options that are the same for all environments, or one for each."""
+        each: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        for name, value in options.items():
+            if name not in RESET_OPTIONS:
+                raise unknown_name("reset option", name, (*RESET_OPTIONS, _RESET_MASK))
+            values = [value] * self.num_envs if np.ndim(value) == 0 else list(value)
+            if len(values) != self.num_envs:
+                raise ValueError(
+                    f"needs one {name}, or one for each of {self.num_envs} environments, got {len(values)}"
+                )
+            for slot, one in enumerate(values):
+                each[slot][name] = one
+        return each

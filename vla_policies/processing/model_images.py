@@ -1,0 +1,56 @@
+"""Camera frames as a policy keeps them for learning: resized once, when it acts, to what its model sees.
+
+A rollout then stores 150 kB for each camera of a 224-pixel model instead of 921 kB for a frame of 480 x 640, and the
+epochs of an update resize nothing. The resize knows no weights, so the update sees the pixels that the policy acted on.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from vla_common import keys
+
+CAMERAS = (keys.IMAGES, keys.WRIST_IMAGES)
+
+
+class ModelImages:
+    """Mixin of a policy that resizes: it writes ``model_images`` when it acts, and reads it when it learns.
+
+    ``model_images`` is uint8 ``[N, n, h, w, 3]``: what :meth:`resize_cameras` returned, or, where that has more pixels
+    than they do, the ``n`` cameras as they are. Its height and width tell which: frames of :attr:`model_image_size` are
+    ready. Cameras of several sizes are always resized. Where cameras are at hand, they are what is read: nothing stale.
+    """
+
+    @property
+    @abstractmethod
+    def model_image_size(self) -> tuple[int, int]:
+        """Height and width of the model's input."""
+
+    @abstractmethod
+    def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
+        """Return the cameras that the model looks at, as observed: uint8 ``[N, H, W, 3]`` each."""
+
+    @abstractmethod
+    def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
+        """Return all that the model sees of its cameras: uint8 ``[N, n, h, w, 3]``, of :attr:`model_image_size`."""
+
+    def shrink_images(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Replace the cameras of observations by ``model_images``; in place."""
+        cameras = self.cameras(tensordict)
+        sizes, (height, width) = {camera.shape[1:3] for camera in cameras}, self.model_image_size
+        smaller = len(sizes) == 1 and cameras[0].shape[1] * cameras[0].shape[2] < height * width
+        images = torch.stack(cameras, dim=1) if smaller else self.resize_cameras(cameras)
+        return tensordict.exclude(*CAMERAS, inplace=True).set(keys.MODEL_IMAGES, images)
+
+    def model_images(self, tensordict: TensorDictBase) -> Tensor:
+        """Return what the model sees, uint8 ``[N, n, h, w, 3]``, of observations or of what was stored of them."""
+        if keys.IMAGES in tensordict:
+            return self.resize_cameras(self.cameras(tensordict))
+        images = tensordict.get(keys.MODEL_IMAGES)
+        ready = images.shape[2:4] == self.model_image_size
+        return images if ready else self.resize_cameras(images.unbind(1))
