@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -12,7 +12,7 @@ from torchrl.envs import EnvBase
 
 from vla_common.keys import ACTION, STATE_VALUE
 
-Policy = TensorDictModuleBase | Callable[[TensorDictBase], TensorDictBase]
+Policy: TypeAlias = "TensorDictModuleBase | Callable[[TensorDictBase], TensorDictBase]"
 
 
 def as_module(policy: Policy, env: EnvBase) -> TensorDictModuleBase:

@@ -31,7 +31,7 @@ from torchrl.objectives.llm import MCAdvantage
 from torchrl.objectives.value import GAE
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import ReplayBufferTrainer, UpdateWeights
-from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv, ToyPolicy
+from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv, ToyEpisodes, ToyPolicy
 from walker import walker_spec
 
 from vla_algos import ChunkClipPPOLoss, EpisodeCollector, Learner, StepCollector, evaluate, gae
@@ -50,12 +50,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def small_vla():
     torch.manual_seed(0)
-    return SmallVLA(SmallVLAConfig(**BOUNDS, **SIZES, num_bins=5))
+    return SmallVLA(SmallVLAConfig(**BOUNDS, **SIZES, num_bins=5)).eval()
 
 
 def small_flow():
     torch.manual_seed(0)
-    return SmallFlow(SmallFlowConfig(**BOUNDS, **SIZES, value_head=True))
+    return SmallFlow(SmallFlowConfig(**BOUNDS, **SIZES, value_head=True)).eval()
 
 
 def weights(module):
@@ -128,34 +128,37 @@ TRANSFORMS = {
 }
 
 
+def by_trial(states):
+    """In this environment an odd trial is of the task that wants actions up."""
+    return (2 * (states[..., 2:] % 2) - 1).unsqueeze(-1).expand(*states.shape[:-1], CHUNK, DIM)
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms(name):
-    env = TransformedEnv(ToyEnv(4, horizon=5), TRANSFORMS[name]())
+    def collect(env, key):
+        return StepCollector(env, TensorDictModule(by_trial, in_keys=[key], out_keys=["action"]), 6)
+
+    env = TransformedEnv(ToyEnv(4), TRANSFORMS[name]())
     check_env_specs(env)
+    env.base_env.set_episodes(ToyEpisodes())
     key = "proprio" if name == "RenameTransform" else "states"
-    actor = TensorDictModule(
-        lambda states: states[:, :1, None].expand(-1, CHUNK, DIM).sin(), in_keys=[key], out_keys=["action"]
-    )
-    batch = StepCollector(env, actor, 6).rollout()
-    plain = StepCollector(
-        ToyEnv(4, horizon=5),
-        TensorDictModule(actor.module, in_keys=["states"], out_keys=["action"]),
-        6,
-    ).rollout()
+    collector, plain = collect(env, key), collect(ToyEnv(4), "states")
+    batch, expected = collector.rollout(), plain.rollout()
+    assert expected["next", "reward"].sum() > 4
     factor = 5.0 if name in ("RewardScaling", "all") else 1.0
-    assert plain["next", "reward"].sum() > 0
     for entry in ("reward", "step_rewards"):
-        torch.testing.assert_close(batch["next", entry], factor * plain["next", entry])
-    for entry in ("done", "success", "episode_len", "step_mask"):
-        assert torch.equal(batch["next", entry], plain["next", entry])
-    wanted = [Episode(task, trial) for trial in range(3) for task in range(2)]
-    result = evaluate(env, actor, wanted)
+        torch.testing.assert_close(batch["next", entry], factor * expected["next", entry])
+    for entry in ("done", "success", "episode_len", "step_mask", "episode_return"):
+        assert torch.equal(batch["next", entry], expected["next", entry])
+    wanted = [Episode(trial % 2, trial) for trial in range(6)]
+    result = evaluate(env, collector.policy, wanted)
     assert [r.episode for r in result.episodes] == wanted
+    assert result.success_once == 1
 
 
 def test_parallel_env():
     """For what TorchRL has processes of its own; a policy of ours acts on its batch of [2, 1]."""
-    env = ParallelEnv(2, lambda: ToyEnv(1))
+    env = ParallelEnv(2, make_walker, create_env_kwargs={"num_envs": 1})
     try:
         batch = env.rollout(3, small_vla(), break_when_any_done=False)
         assert batch["action"].shape == (2, 1, 3, CHUNK, DIM)
@@ -209,8 +212,8 @@ def test_several_processes_and_their_weights(kind):
         collector.shutdown()
 
 
-def make_walker():
-    env = make_env(walker_spec(horizon=4, action_dim=DIM), num_envs=2, chunk_size=CHUNK, num_workers=1)
+def make_walker(num_envs=2):
+    env = make_env(walker_spec(horizon=4, action_dim=DIM), num_envs=num_envs, chunk_size=CHUNK, num_workers=1)
     return TransformedEnv(env, InstructionsToBytes())
 
 
@@ -233,16 +236,11 @@ ACTORS = {
     "TensorDictModule": lambda: TensorDictModule(TwoHeads(), in_keys=["states", "images"], out_keys=["action"]),
     "RandomPolicy": RandomPolicy,
     "function": lambda: plain_function,
-    "instructions": lambda: TensorDictModule(
-        lambda texts: torch.tensor([[[1.0 if text == INSTRUCTIONS[1] else -1.0]]] * 1).expand(1, CHUNK, DIM),
-        in_keys=["task_descriptions"],
-        out_keys=["action"],
-    ),
 }
 SOLVES = {"TensorDictModule"}
 
 
-@pytest.mark.parametrize("name", [name for name in ACTORS if name != "instructions"])
+@pytest.mark.parametrize("name", ACTORS)
 def test_any_module_acts(name):
     actor = ACTORS[name]()
     batch = StepCollector(ToyEnv(4), actor, 6).rollout()
@@ -361,7 +359,10 @@ def test_gae_module_and_gae_on_a_batch_of_torchrls_collector(make_policy):
     batch = next(iter(Collector(env, policy, frames_per_batch=40, total_frames=40)))
     with pytest.raises(ValueError, match=r"lacks .*state_value.*StepCollector.*critic\(batch\['next'\]\)"):
         gae(batch.clone())
-    theirs = GAE(gamma=0.9, lmbda=0.8, value_network=critic)(batch.clone())
+    # It asks the critic about both observations at once, so that the rollout's values may not stand beside one of them.
+    estimator = GAE(gamma=0.9, lmbda=0.8, value_network=critic, deactivate_vmap=True)
+    with torch.no_grad():
+        theirs = estimator(batch.exclude("state_value"))
     with torch.no_grad():
         critic(batch["next"])
     ours = gae(batch, gamma=0.9, lmbda=0.8, normalize=False)
@@ -429,7 +430,6 @@ def test_a_policy_of_torchrls_parts_learns_from_a_step_collector():
     actor, value = gaussian_actor(), critic()
     collector = StepCollector(ToyEnv(8), TensorDictSequential(value, actor), 6)
     loss = ClipPPOLoss(actor, value)
-    loss.set_keys(sample_log_prob="action_log_prob")
     before = weights(loss)
     learner = Learner(loss, lr=1e-3, minibatch_size=16)
     metrics = learner.update(gae(collector.rollout()))
@@ -446,7 +446,9 @@ def test_a_buffer_on_disk_comes_back(tmp_path):
 
     def make(folder):
         return TensorDictReplayBuffer(
-            storage=LazyMemmapStorage(200, scratch_dir=tmp_path / folder), sampler=SamplerWithoutReplacement(), batch_size=8
+            storage=LazyMemmapStorage(200, scratch_dir=tmp_path / folder),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=8,
         )
 
     buffer, again = make("one"), make("two")
