@@ -38,9 +38,8 @@ from vla_algos import ChunkClipPPOLoss, EpisodeCollector, Learner, StepCollector
 from vla_algos.advantages import group_advantages
 from vla_common import keys
 from vla_common.texts import to_strings
-from vla_envs import make_env
+from vla_envs import InstructionsToBytes, make_env
 from vla_envs.simulator import Episode
-from vla_envs.transforms import InstructionsToBytes
 from vla_policies import SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig
 
 BOUNDS = {"action_low": (-1.0,) * DIM, "action_high": (1.0,) * DIM, "state_dim": 3, "chunk_size": CHUNK}
