@@ -299,7 +299,7 @@ def test_evaluation_leaves_the_mode_of_each_module():
 
 def test_weights_are_copied_into_the_policy_of_a_collector():
     policy, source = small_vla(), always_high(small_vla())
-    collector = StepCollector(ToyEnv(4), policy, 3)
+    collector = StepCollector(long_env(), policy, 3)
     collector.update_policy_weights_()  # nothing to synchronise
     assert not (collector.next()["action"] == 1).all()
     for given in (source, TensorDict.from_module(source), source.state_dict()):
