@@ -27,7 +27,7 @@ from vla_algos import gae
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_common.keys import NEXT, STATE_VALUE, SUCCESS
 from vla_envs import EpisodeQueue, VLAEnv, evaluation_episodes, make_env
-from vla_policies import VLAPolicy, load_policy, make_policy
+from vla_policies import SmallVLA, VLAPolicy, load_policy
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -67,7 +67,7 @@ def collectors(id: str, num_envs: int, decisions: int, repetitions: int) -> None
     """Print what a batch takes, and how long, in milliseconds per decision of one environment."""
     env = make_env(id, num_envs, image_size=224, seed=0)
     torch.manual_seed(0)
-    policy = make_policy("small", env.simulator_spec).eval()
+    policy = SmallVLA.make(env.simulator_spec).eval()
     settings = {"frames_per_batch": num_envs * decisions, "total_frames": -1}
     estimator = GAE(gamma=0.99, lmbda=0.95, value_network=policy.get_value_operator(), deactivate_vmap=True)
     ways = {
@@ -109,7 +109,8 @@ def main() -> None:
     parser.add_argument("--decisions", type=int, default=12)
     arguments = parser.parse_args()
     if arguments.collectors:
-        return collectors(arguments.collectors, arguments.envs, arguments.decisions, arguments.repetitions)
+        collectors(arguments.collectors, arguments.envs, arguments.decisions, arguments.repetitions)
+        return
     if arguments.run is None:
         parser.error("name a run's folder, or --collectors with an environment")
     policy = load_policy(arguments.run / "policy").eval()

@@ -11,7 +11,7 @@ from torchrl.envs.utils import check_env_specs
 from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, evaluate, gae
 from vla_common.texts import to_strings
 from vla_envs import InstructionsToBytes, evaluation_episodes, make_env
-from vla_policies import make_policy
+from vla_policies import SmallVLA
 
 TWO_TASKS = "metaworld/reach-v3+faucet-open-v3"
 METAWORLD = {"image_size": 32, "render_quality": "fast", "max_episode_steps": 12}
@@ -27,7 +27,7 @@ def make_bytes_env(num_envs=2):
 
 def small(env):
     torch.manual_seed(0)
-    return make_policy("small", env.base_env.simulator_spec, chunk_size=5)
+    return SmallVLA.make(env.base_env.simulator_spec, chunk_size=5)
 
 
 def told(env, batch):
