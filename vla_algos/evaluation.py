@@ -28,6 +28,7 @@ from vla_common.keys import (
     TASK_DESCRIPTIONS,
     WRIST_IMAGES,
 )
+from vla_common.texts import encode, to_strings
 from vla_envs.env import base_env
 from vla_envs.simulator import Episode, Task
 
@@ -286,8 +287,9 @@ def swap_instructions(tasks: Sequence[Task]) -> Observe:
 
     def observe(td: TensorDictBase) -> TensorDictBase:
         # An idle slot has an instruction of no task, or none, and keeps it.
-        texts = [swapped.get(text, text) for text in td[TASK_DESCRIPTIONS]]
-        td[TASK_DESCRIPTIONS] = NonTensorStack(*texts)
+        texts, given = [swapped.get(text, text) for text in to_strings(td)], td.get(TASK_DESCRIPTIONS)
+        as_bytes = isinstance(given, torch.Tensor)
+        td[TASK_DESCRIPTIONS] = encode(texts, given.shape[-1]).to(given.device) if as_bytes else NonTensorStack(*texts)
         return td
 
     return observe

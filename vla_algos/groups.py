@@ -195,8 +195,10 @@ def outcomes_of(groups: Sequence[Group]) -> list[Group]:
 
 
 def concatenate(groups: Sequence[Group]) -> TensorDictBase:
-    """Join the decisions ``[D]`` of all episodes of all groups, one after the other."""
-    return torch.cat([episode for group in groups for episode in group.episodes])
+    """Join the decisions ``[D]`` of all episodes of all groups, one after the other, with the entries that all have."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    shared = set(episodes[0].keys()).intersection(*(episode.keys() for episode in episodes))
+    return torch.cat([episode.select(*shared) for episode in episodes])
 
 
 def describe_groups_without_signal(groups: Sequence[Group]) -> str:

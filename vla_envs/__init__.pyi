@@ -1,6 +1,7 @@
 from .env import VLAEnv, env_types, make_env
 from .episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes
 from .episodes import evaluation_grid as evaluation_grid
+from .instructions import InstructionsToBytes
 from .registry import Benchmark, BenchmarkSchema, Gripper, list_envs, make_spec, register_benchmark
 from .simulator import Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
 from .workers.pool import SimulatorCrash, WorkerPool
@@ -13,6 +14,7 @@ __all__ = [
     "EpisodeQueue",
     "EpisodeSampler",
     "Gripper",
+    "InstructionsToBytes",
     "Observation",
     "Outcome",
     "Simulator",

@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
 from vla_common.settings import Count, Positive, Whole, setting_types
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack, unpack
+from vla_envs.instructions import Instructions
 from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.pool import SimulatorCrash, WorkerPool
@@ -179,7 +180,7 @@ class VLAEnv(EnvBase):
         self._executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]  # chunks of the running episodes
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self._pool = pool
-        self._texts: NonTensorStack | None = None
+        self._texts: Instructions | None = None
         self._make_specs()
         n = num_envs
         self._statistics = {  # of the running episodes, by key
@@ -396,7 +397,7 @@ class VLAEnv(EnvBase):
         identities = [(e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in self.current_episodes]
         task_id, trial_id, group_id = torch.tensor(identities, dtype=torch.int64).unbind(1)
         if self._texts is None or self._texts.tolist() != self._pool.texts:  # rebuilding costs 40 us per slot
-            self._texts = NonTensorStack(*(NonTensorData(text, device=self.device) for text in self._pool.texts))
+            self._texts = Instructions.of(self._pool.texts, self.device)
         observation = {
             keys.IMAGES: arrays.images if on_device else torch.from_numpy(arrays.images.copy()),
             keys.STATES: torch.from_numpy(arrays.states.copy()),

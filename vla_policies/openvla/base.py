@@ -15,6 +15,7 @@ from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
+from vla_common.texts import to_strings
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
@@ -226,7 +227,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     def prepare_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``model_images`` and ``prompt_tokens``; returns what the model reads, on its device."""
         inputs = self.shrink_images(tensordict.select(*self.in_keys[:-1], strict=False).to(self.device))
-        inputs.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        inputs.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict)))
         for key in (keys.MODEL_IMAGES, keys.PROMPT_TOKENS):
             tensordict.set(key, inputs.get(key))
         return inputs

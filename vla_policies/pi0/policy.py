@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
+from vla_common.texts import to_strings
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
@@ -220,8 +221,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
 
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
         inputs = self.shrink_images(tensordict.select(*self.in_keys[:-1], strict=False).to(self.device))
-        texts = tensordict.get(keys.TASK_DESCRIPTIONS).tolist()
-        inputs.set(keys.PROMPT_TOKENS, self.prompt_tokens(texts, tensordict.get(keys.STATES)))
+        inputs.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict), tensordict.get(keys.STATES)))
         for key in (keys.MODEL_IMAGES, keys.PROMPT_TOKENS):
             tensordict.set(key, inputs.get(key))
         return inputs

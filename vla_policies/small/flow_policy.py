@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vla_common import keys
 from vla_common.settings import Count
+from vla_common.texts import to_strings
 from vla_policies.flow.config import FlowConfig
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import embed_time
@@ -131,7 +132,7 @@ class SmallFlow(FlowPolicy):
         return (actions - self.center) / self.half_range
 
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist()))
+        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict)))
         return tensordict.select(keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS).to(self.center.device)
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from vla_common import keys
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count
+from vla_common.texts import to_strings
 from vla_policies.policy import VLAPolicy
 from vla_policies.processing.action_tokens import ActionBins
 from vla_policies.small.encoder import SmallEncoder, check_sizes
@@ -131,7 +132,7 @@ class SmallVLA(VLAPolicy):
         return logits, self.value_head(features.detach() if self.config.critic_detach else features)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tokens = self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist())
+        tokens = self.prompt_tokens(to_strings(tensordict))
         logits, value = self.logits_and_value(tensordict.get(keys.IMAGES), tensordict.get(keys.STATES), tokens)
         dist = Categorical(logits=logits)
         kind = exploration_type()

@@ -14,6 +14,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
 from vla_common.settings import Count, Positive
+from vla_common.texts import to_strings
 from vla_policies import VLAPolicy
 
 SAMPLE = "toy_sample"  # a name of our own: float32 [N, C, A], what was drawn, before it is clipped to the bounds
@@ -65,7 +66,7 @@ class ToyPolicy(VLAPolicy):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Act: sample under ``ExplorationType.RANDOM``, take the mean under ``DETERMINISTIC``."""
-        tokens = self.prompt_tokens(tensordict.get(keys.TASK_DESCRIPTIONS).tolist())  # get(): text, [] gives lists
+        tokens = self.prompt_tokens(to_strings(tensordict))  # text, or bytes
         dist, value = self._read(tensordict[keys.IMAGES], tensordict[keys.STATES], tokens)
         sample = dist.sample() if exploration_type() in (None, ExplorationType.RANDOM) else dist.mean
         tensordict[keys.PROMPT_TOKENS], tensordict[SAMPLE] = tokens, sample
