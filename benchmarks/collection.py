@@ -5,8 +5,8 @@ environments run until the horizon, then all are reset, as frameworks do that co
 the same episodes with the same sampling policy, in turns. CPU seconds include those of the simulators.
 
 ``python benchmarks/collection.py --collectors metaworld/MT50``: memory and time of a batch of
-:class:`~vla_algos.collectors.StepCollector` and of TorchRL's ``Collector`` (``compact_obs`` and not), whose values after
-each decision are those that its ``GAE`` asks the critic for. Of each a batch of the same size, in turns.
+:class:`~vla_algos.collectors.StepCollector` and of TorchRL's ``Collector`` (``compact_obs`` and not), in turns. Without
+``compact_obs`` the values are those that TorchRL's ``GAE`` asks the critic for.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 from torchrl.collectors import Collector
+from torchrl.envs import TransformedEnv
 from torchrl.objectives.value import GAE
 
 from vla_algos import gae
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_common.keys import NEXT, STATE_VALUE, SUCCESS
-from vla_envs import EpisodeQueue, VLAEnv, evaluation_episodes, make_env
+from vla_envs import EpisodeQueue, InstructionsToBytes, VLAEnv, evaluation_episodes, make_env
 from vla_policies import SmallVLA, VLAPolicy, load_policy
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -65,9 +66,9 @@ def horizon(env: VLAEnv, policy: VLAPolicy, episodes: list) -> tuple[float, floa
 
 def collectors(id: str, num_envs: int, decisions: int, repetitions: int) -> None:
     """Print what a batch takes, and how long, in milliseconds per decision of one environment."""
-    env = make_env(id, num_envs, image_size=224, seed=0)
+    env = TransformedEnv(make_env(id, num_envs, image_size=224, seed=0), InstructionsToBytes())
     torch.manual_seed(0)
-    policy = SmallVLA.make(env.simulator_spec).eval()
+    policy = SmallVLA.make(env.base_env.simulator_spec).eval()
     settings = {"frames_per_batch": num_envs * decisions, "total_frames": -1}
     estimator = GAE(gamma=0.99, lmbda=0.95, value_network=policy.get_value_operator(), deactivate_vmap=True)
     ways = {
