@@ -49,7 +49,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
 
     Args:
         policy: a policy with ``evaluate_actions(td) -> (log_prob [B, C, A], entropy [B, C, A],
-            value [B, 1], [B, C] or None)`` and ``loss_keys``, the entries this method reads.
+            value [B, 1], [B, C] or None)`` and ``loss_keys``, the entries this method reads, as every
+            :class:`~vla_policies.policy.VLAPolicy` has; others are refused.
         log_prob_level: one ratio per ``"token"`` (action dimension), per primitive ``"action"`` (sum over
             ``A``) or per ``"chunk"`` (sum over the executed actions and ``A``).
         clip_epsilon: ``x`` clips the ratio to ``[1 - x, 1 + x]``, ``(low, high)`` to ``[1 - low, 1 + high]``.
@@ -121,6 +122,12 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         for name, level in [("log_prob_level", log_prob_level), ("entropy_level", entropy_level)]:
             if level not in get_args(Level):
                 raise ValueError(f"{name} is {level!r}, must be 'token', 'action' or 'chunk'")
+        lacking = [name for name in ("evaluate_actions", "loss_keys") if not hasattr(policy, name)]
+        if lacking:
+            raise ValueError(
+                f"{type(policy).__name__} has no {' and no '.join(lacking)}, which ChunkClipPPOLoss reads; derive it "
+                "from VLAPolicy, or take TorchRL's loss: Learner(ClipPPOLoss(actor, critic), ...)"
+            )
         if policy.out_keys and ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
                 "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "

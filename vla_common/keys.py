@@ -25,6 +25,7 @@ ACTION = "action"  # float32 [N, C, A], in the simulator's own units and gripper
 ACTION_TOKENS = "action_tokens"  # int64 [N, C, A]
 DENOISE_CHAIN = "denoise_chain"  # float32 [N, 2 or K + 1, H, A_model], flow policies: before and after stochastic steps
 DENOISE_STEP = "denoise_step"  # int64 [N], flow policies: which step was stochastic
+DENOISED = "denoised"  # float32 [N, C, A], flow policies: what was sampled; [N, C, A, K] if all K steps are stochastic
 ACTION_LOG_PROB = "action_log_prob"  # float32 [N, C, A]
 MODEL_IMAGES = (
     "model_images"  # uint8 [N, n, h, w, 3], the cameras that the policy looks at, no larger than it sees them

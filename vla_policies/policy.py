@@ -4,9 +4,9 @@ Recipes, LoRA, loading and ``python -m vla_policies inspect`` know nothing of a 
 
 * A policy that is made new for an environment derives from :class:`VLAPolicy`. With a dataclass of settings as its
   ``config_class`` and a constructor ``__init__(self, config)`` it can be made, saved, loaded and inspected already; it
-  adds what it is: :meth:`~VLAPolicy.forward`, :meth:`~VLAPolicy.get_dist`, :meth:`~VLAPolicy.evaluate_actions`,
-  :meth:`~VLAPolicy.prompt_tokens`, and :meth:`~VLAPolicy.imitation_loss` to learn from demonstrations.
-  :class:`vla_policies.small.SmallVLA` is one.
+  adds what it is: :meth:`~VLAPolicy.forward` and :meth:`~VLAPolicy.get_dist`, with a critic
+  :meth:`~VLAPolicy.evaluate_actions`, if it reads instructions :meth:`~VLAPolicy.prompt_tokens`, and
+  :meth:`~VLAPolicy.imitation_loss` to learn from demonstrations. :class:`vla_policies.small.SmallVLA` is one.
 * A policy that starts from a published checkpoint derives from :class:`PretrainedPolicy` and adds how that checkpoint
   is recognised, read, written and described. :class:`vla_policies.openvla.OpenVLA` is one.
 
@@ -24,6 +24,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
@@ -33,15 +34,17 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from vla_common.keys import WRIST_IMAGES
+from vla_common.keys import ACTION, ACTION_LOG_PROB, PROMPT_TOKENS, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count, setting_types
+from vla_policies.batch import any_batch, by_name
 from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.lora import adapt
 from vla_policies.checkpoint.report import Report, describe_weights
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged
 from vla_policies.checkpoint.weights import list_weights
+from vla_policies.values import ValueOperator
 
 
 class VLAPolicy(TensorDictModuleBase):
@@ -49,6 +52,10 @@ class VLAPolicy(TensorDictModuleBase):
 
     It owns everything that belongs to its checkpoint: prompt, image preprocessing, normalisation statistics and action
     layout. ``N`` is the batch, ``C`` the chunk length, ``A`` the action dimension.
+
+    A subclass writes :meth:`forward`, :meth:`get_dist`, :meth:`evaluate_actions` and :meth:`imitation_loss` for
+    ``[N]``; whoever calls them may give any batch ``[*B]`` (:mod:`vla_policies.batch`), and observations by name:
+    ``policy(images=..., states=..., task_descriptions=[...])`` returns what ``out_keys`` names.
 
     A class says:
 
@@ -67,7 +74,12 @@ class VLAPolicy(TensorDictModuleBase):
         num_values: values per decision in ``state_value``: 1, ``C`` for one per primitive action, or 0 without a head.
         in_keys: the observations that it looks at.
         out_keys: what :meth:`forward` writes.
-        loss_keys: the entries of a rollout that :meth:`evaluate_actions` reads, which a collector must keep.
+        sample_key: the entry that was sampled, over which the distribution of :meth:`get_dist` is: ``action`` itself,
+            or what it came of. TorchRL's losses are told by ``loss.set_keys(action=policy.sample_key,
+            sample_log_prob="action_log_prob", value="state_value")``.
+        loss_keys: the entries of a rollout that losses read, which a collector must keep: those of
+            :meth:`evaluate_actions`, and ``sample_key``. By default the observations that are tensors, the tokens of
+            the instructions and ``sample_key``.
     """
 
     family: ClassVar[str]
@@ -79,16 +91,37 @@ class VLAPolicy(TensorDictModuleBase):
     chunk_size: int
     action_dim: int
     state_dim: int
-    num_values: int
-    loss_keys: Sequence[str]
+    num_values: int = 0
+    sample_key: str = ACTION
+
+    @cached_property
+    def loss_keys(self) -> Sequence[str]:
+        """See the class."""
+        seen = [key for key in self.in_keys if key != TASK_DESCRIPTIONS]
+        return (*seen, *(key for key in (PROMPT_TOKENS, self.sample_key) if key in self.out_keys))
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        needed = ["forward"]
+        if ACTION_LOG_PROB in getattr(self, "out_keys", ()):  # of a class that says so before its constructor
+            needed += ["get_dist", "evaluate_actions"] if self.num_values else ["get_dist"]
+        missing = [name for name in needed if getattr(type(self), name) is getattr(VLAPolicy, name)]
+        if missing:
+            raise TypeError(
+                f"{type(self).__name__} lacks {' and '.join(missing)}; write it as VLAPolicy.{missing[0]} says"
+            )
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Take methods of a policy that was written for version 0.1's first contract by their present names."""
+        """Take methods by the names of version 0.1's first contract, and let those for ``[N]`` take any batch."""
         super().__init_subclass__(**arguments)
         for old, new in (("prepare", "precompute"), ("follow", "copy_schedules")):
             if old in cls.__dict__ and new not in cls.__dict__:
                 warnings.warn(f"{cls.__name__}.{old} is called {new} now", DeprecationWarning, stacklevel=2)
                 setattr(cls, new, cls.__dict__[old])
+        for name in ("forward", "get_dist", "evaluate_actions", "imitation_loss"):
+            method = cls.__dict__.get(name)
+            if method is not None and not hasattr(method, "__isabstractmethod__"):
+                setattr(cls, name, by_name(any_batch(method)) if name == "forward" else any_batch(method))
 
     # ---- acting
 
@@ -98,16 +131,20 @@ class VLAPolicy(TensorDictModuleBase):
 
         Writes ``action`` float32 ``[N, C, A]`` in the simulator's units, ``action_log_prob`` ``[N, C, A]``,
         ``state_value`` ``[N, 1]`` or ``[N, C]`` if there is a value head, and the entries of :attr:`loss_keys` that are
-        not observations.
+        not observations. Instructions are ``vla_common.texts.to_strings(tensordict)``.
         """
 
-    @abstractmethod
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         """Return tokens int64 ``[N, L]`` of ``N`` instructions; some prompts list the ``states`` ``[N, S]`` too.
+
+        A policy that reads no instructions has no tokens, ``[N, 0]``.
 
         Raises:
             ValueError: an instruction that the policy cannot take.
         """
+        if TASK_DESCRIPTIONS in self.in_keys:
+            raise NotImplementedError(f"{type(self).__name__} reads instructions and has no prompt_tokens; write it")
+        return torch.zeros(len(task_descriptions), 0, dtype=torch.int64, device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -116,13 +153,33 @@ class VLAPolicy(TensorDictModuleBase):
 
     # ---- learning
 
-    @abstractmethod
     def get_dist(self, tensordict: TensorDictBase) -> Distribution:
-        """Return the distribution of what was sampled (action tokens), with ``log_prob`` of shape ``[N, C, A]``."""
+        """Return the distribution of what was sampled, :attr:`sample_key`, with ``log_prob`` of shape ``[N, C, A]``.
 
-    @abstractmethod
+        Its ``log_prob`` of the stored sample is the stored ``action_log_prob`` until the policy changes.
+
+        Raises:
+            NotImplementedError: the policy has no distribution.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no get_dist, so its actions have no log-probability; write it for PPO and GRPO"
+        )
+
     def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probability and entropy ``[N, C, A]`` and value of stored actions, in one backbone pass."""
+        """Return log-probability and entropy ``[N, C, A]`` and value of stored actions, in one backbone pass.
+
+        A policy without critic need not write it: :meth:`get_dist` says both.
+        """
+        if self.num_values:
+            raise NotImplementedError(
+                f"{type(self).__name__} has a critic and no evaluate_actions; write it: log-probability, entropy, value"
+            )
+        dist = self.get_dist(tensordict)
+        return dist.log_prob(tensordict.get(self.sample_key)), dist.entropy(), None
+
+    def get_value_operator(self) -> ValueOperator:
+        """Return the critic as a module that shares the parameters, for ``ClipPPOLoss`` and value estimators."""
+        return ValueOperator(self)
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
         """Return the loss ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, for behaviour cloning.

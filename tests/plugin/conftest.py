@@ -18,7 +18,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the toy benchmark and the toy policy; entry points are found in whatever is on the path."""
     pytest.importorskip("setuptools", reason="setuptools, which builds the toy packages, is not installed")
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
-    for name in ("add_benchmark", "add_policy"):
+    for name in ("add_benchmark", "add_policy", "huggingface_policy"):
         shutil.copytree(ROOT / "examples" / name, source / name)  # building leaves folders behind
     options = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *options, "--target", target, *source.iterdir()]

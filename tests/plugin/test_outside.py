@@ -1,6 +1,7 @@
 """A benchmark and a policy that are installed beside the library work everywhere, with no edit of ours."""
 
 import json
+import math
 import re
 import textwrap
 
@@ -226,3 +227,29 @@ def test_an_unknown_suite_is_refused_before_any_work(recipe, tmp_path):
     assert done.returncode != 0
     assert "unknown suite 'disks' of toy; known are discs, red, blue" in done.stderr
     assert "demonstrations:" not in done.stderr
+
+
+def test_a_vision_model_of_transformers_is_trained_by_ppo(recipe, python, tmp_path):
+    """Registered by its entry point: finite losses, and every part of it moves."""
+    pytest.importorskip("transformers")
+    chosen = [*SFT, "policy=huggingface", "iterations=2", "collector.decisions=3", "update.critic_warmup_steps=0"]
+    done = recipe("ppo", tmp_path / "run", *chosen)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [value for row in rows for name, value in row.items() if "loss" in name and value is not None]
+    assert losses
+    assert all(math.isfinite(value) for value in losses)
+    cloned = recipe("sft", tmp_path / "sft", *SFT, "policy=huggingface")
+    assert cloned.returncode == 0, cloned.stderr
+    (parts,) = run(
+        python,
+        f"""
+        from vla_policies import load_policy
+        cloned, trained = (load_policy(path) for path in {[str(tmp_path / name / "policy") for name in ("sft", "run")]})
+        before = cloned.state_dict()
+        moved = {{name.split(".")[0] for name, value in trained.state_dict().items() if not value.equal(before[name])}}
+        print(json.dumps(sorted(moved)))
+        """,
+        tmp_path,
+    )
+    assert {"vision", "mean", "log_std", "value_head"} <= set(parts)

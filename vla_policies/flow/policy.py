@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
 from vla_policies.flow import steps as flow
 from vla_policies.flow.config import FlowConfig
+from vla_policies.flow.distribution import StepDistribution
 from vla_policies.policy import VLAPolicy
 
 
@@ -36,6 +37,9 @@ class FlowPolicy(VLAPolicy):
         hidden_size: width of what :meth:`velocity` returns beside the velocity.
         noise_widths: of the layers of ``flow_noise``'s network.
     """
+
+    sample_key = keys.DENOISED
+    drawn_keys = (keys.DENOISE_CHAIN, keys.DENOISE_STEP, keys.DENOISED)
 
     noise_level: Tensor
 
@@ -61,7 +65,7 @@ class FlowPolicy(VLAPolicy):
         self.noise_network: nn.Module | None = None
         if config.method == "flow_noise":
             self.noise_network = flow.NoiseNetwork(hidden_size, model_action_dim, config.noise_std_range, noise_widths)
-        self.out_keys = [keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP, keys.ACTION]
+        self.out_keys = [keys.PROMPT_TOKENS, *self.drawn_keys, keys.ACTION]
         self.out_keys += [keys.ACTION_LOG_PROB] if config.method != "flow_ode" else []
         self.out_keys += [keys.STATE_VALUE] if config.value_head else []
 
@@ -114,6 +118,8 @@ class FlowPolicy(VLAPolicy):
             stored = torch.stack([chain[rows, step], chain[rows, step + 1]], dim=1)
         tensordict.set(keys.DENOISE_CHAIN, stored)
         tensordict.set(keys.DENOISE_STEP, step)
+        reached = self._trained_steps(stored[:, 1:])
+        tensordict.set(keys.DENOISED, reached if self.flow.joint else reached.squeeze(-1))
         tensordict.set(keys.ACTION, self.to_simulator(actions, seen.get(keys.STATES)))
         if keys.ACTION_LOG_PROB in self.out_keys:
             tensordict.set(keys.ACTION_LOG_PROB, log_prob)
@@ -170,19 +176,27 @@ class FlowPolicy(VLAPolicy):
     def _trained(self, values: Tensor) -> Tensor:
         return values[:, : self.chunk_size, : self.trained_dims]
 
+    def _trained_steps(self, values: Tensor) -> Tensor:
+        """Return of steps ``[N, k, H, A_model]`` what has a probability, ``[N, C, A, k]``."""
+        return values[:, :, : self.chunk_size, : self.trained_dims].movedim(1, -1)
+
     # ---- learning
 
     def get_dist(self, tensordict: TensorDictBase) -> Distribution:
-        """Return the Gaussian ``[N, C, A]`` of what the stored stochastic step led to, ``denoise_chain[:, 1]``.
+        """Return the Gaussian ``[N, C, A]`` of what the stored stochastic step led to, ``denoised``.
+
+        If all ``K`` steps are stochastic it is that of all of them, each given where the one before led to: events
+        ``[K]`` of a batch ``[N, C, A]``.
 
         Raises:
-            ValueError: no step is stochastic, or all are.
+            ValueError: no step is stochastic.
         """
         self._check_stochastic()
-        if self.flow.joint:
-            raise ValueError("with joint_log_prob the steps have a Gaussian each; use evaluate_actions")
         mean, std, _ = self._stored_steps(tensordict)
-        return torch.distributions.Normal(self._trained(mean[:, 0]), self._trained(std[:, 0]))
+        mean, std = self._trained_steps(mean), self._trained_steps(std)
+        if self.flow.joint:
+            return Independent(StepDistribution(mean, std).of(tensordict), 1)
+        return StepDistribution(mean.squeeze(-1), std.squeeze(-1)).of(tensordict)
 
     def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
         self._check_stochastic()

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
@@ -34,7 +33,7 @@ from vla_policies.processing.adapters import get_adapter
 from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
 from vla_policies.processing.normalization import ActionStatistics
-from vla_policies.processing.sampling import action_distribution, check_sampling
+from vla_policies.processing.sampling import TokenDistribution, action_distribution, check_sampling
 
 _VISION = ("proj", "qkv", "fc1", "fc2")
 _PROJECTOR = ("fc1", "fc2", "fc3")
@@ -61,6 +60,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
 
     config_class: ClassVar[type[OpenVLAConfig]] = OpenVLAConfig
     checkpoint_settings: ClassVar[tuple[str, ...]] = ("statistics",)
+    sample_key = keys.ACTION_TOKENS
     lora_targets: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(_VISION + _PROJECTOR + _LANGUAGE))
 
     model: Prismatic
@@ -242,7 +242,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
         return self.preprocessor.resize(cameras)
 
-    def get_dist(self, tensordict: TensorDictBase) -> Categorical:
+    def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution:
         tokens = tensordict.get(keys.ACTION_TOKENS)
         return self.distribution(self._logits(self.action_states(tensordict, tokens)), tokens)
 
@@ -282,7 +282,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         """Of the parameters."""
         return self.model.language_model.model.norm.weight.device
 
-    def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> Categorical:
+    def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> TokenDistribution:
         """Return the distribution of tokens of logits ``[..., 256]``; ``chosen`` ``[...]`` were drawn earlier."""
         return action_distribution(logits, self.config.temperature, self.config.top_k, chosen)
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.distributions import Categorical
 
 from vla_common import keys
 from vla_policies.openvla.base import PrismaticPolicy
@@ -15,6 +14,7 @@ from vla_policies.openvla.config import OpenVLAOFTConfig, pixels_of
 from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.model import STOP, Prismatic
+from vla_policies.processing.sampling import TokenDistribution
 
 
 class OpenVLAOFT(PrismaticPolicy):
@@ -119,7 +119,7 @@ class OpenVLAOFT(PrismaticPolicy):
             tensordict.set(keys.ACTION, self.to_simulator(self.action_head(states)))
             return self.write_value(tensordict, states[:, 0])
 
-    def get_dist(self, tensordict: TensorDictBase) -> Categorical:
+    def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution:
         self._refuse_l1()
         return super().get_dist(tensordict)
 

@@ -110,7 +110,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         cameras = (keys.IMAGES, keys.WRIST_IMAGES)[: min(config.num_images_in_input, 2)]
         self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
         self.out_keys = [keys.MODEL_IMAGES, *self.out_keys]
-        self.loss_keys = (keys.MODEL_IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP)
+        self.loss_keys = (keys.MODEL_IMAGES, keys.STATES, keys.PROMPT_TOKENS, *self.drawn_keys)
         self.model = model
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.freeze()

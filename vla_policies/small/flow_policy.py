@@ -66,7 +66,7 @@ class SmallFlow(FlowPolicy):
     family: ClassVar[str] = "small_flow"
     config_class: ClassVar[type[SmallFlowConfig]] = SmallFlowConfig
     in_keys: ClassVar[list[str]] = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
-    loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.DENOISE_CHAIN, keys.DENOISE_STEP)
+    loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, *FlowPolicy.drawn_keys)
 
     def __init__(self, config: SmallFlowConfig):
         action_dim = len(config.action_low)

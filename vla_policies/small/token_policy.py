@@ -16,7 +16,6 @@ import torch
 from annotated_types import Ge
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
@@ -25,6 +24,7 @@ from vla_common.settings import Count
 from vla_common.texts import to_strings
 from vla_policies.policy import VLAPolicy
 from vla_policies.processing.action_tokens import ActionBins
+from vla_policies.processing.sampling import TokenDistribution
 from vla_policies.small.encoder import SmallEncoder, check_sizes
 
 NUM_BINS = 41  # of policies that are made for an environment: fewer than published models have learn faster
@@ -85,6 +85,7 @@ class SmallVLA(VLAPolicy):
         keys.ACTION_LOG_PROB,
         keys.STATE_VALUE,
     ]
+    sample_key = keys.ACTION_TOKENS
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
 
     def __init__(self, config: SmallVLAConfig):
@@ -134,7 +135,7 @@ class SmallVLA(VLAPolicy):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens = self.prompt_tokens(to_strings(tensordict))
         logits, value = self.logits_and_value(tensordict.get(keys.IMAGES), tensordict.get(keys.STATES), tokens)
-        dist = Categorical(logits=logits)
+        dist = TokenDistribution(logits=logits)
         kind = exploration_type()
         if kind in (None, ExplorationType.RANDOM):
             action_tokens = dist.sample()
@@ -151,12 +152,12 @@ class SmallVLA(VLAPolicy):
         tensordict.set(keys.ACTION_LOG_PROB, dist.log_prob(action_tokens))
         return tensordict.set(keys.STATE_VALUE, value)
 
-    def get_dist(self, tensordict: TensorDictBase) -> Categorical:
-        return Categorical(logits=self._stored(tensordict)[0])
+    def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution:
+        return TokenDistribution(logits=self._stored(tensordict)[0])
 
     def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
         logits, value = self._stored(tensordict)
-        dist = Categorical(logits=logits)
+        dist = TokenDistribution(logits=logits)
         return dist.log_prob(tensordict.get(keys.ACTION_TOKENS)), dist.entropy(), value
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:

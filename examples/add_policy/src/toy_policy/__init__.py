@@ -40,6 +40,7 @@ class ToyPolicy(VLAPolicy):
     config_class = ToyPolicyConfig  # with __init__(self, config) this is all that making, saving and loading need
     in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)  # what forward reads
     out_keys = (keys.PROMPT_TOKENS, SAMPLE, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE)  # and writes
+    sample_key = SAMPLE  # what get_dist is about
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, SAMPLE)  # what evaluate_actions reads of a rollout
     num_values = 1  # per decision
 

@@ -1,0 +1,1 @@
+"""Configuration groups of the toy policy, for Hydra's search path."""

@@ -1,0 +1,58 @@
+"""The critic of a policy as a module of its own, for losses and value estimators that want one."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from vla_common.keys import STATE_VALUE
+from vla_policies.batch import refuse_vmap
+
+
+class ValueOperator(TensorDictModuleBase):
+    """Writes ``state_value`` ``[*B, 1]`` or ``[*B, C]``; its parameters are the policy's.
+
+    Of stored decisions (with the policy's ``loss_keys``) it is the value of ``evaluate_actions``, with its gradient; of
+    observations alone that of the greedy decision, without one: what collectors store for final observations. It leaves
+    actions and the random state alone. TorchRL's value estimators take it with ``deactivate_vmap=True``, and with
+    instructions as tensors (:class:`vla_envs.InstructionsToBytes`) where the policy reads any.
+
+    Args:
+        policy: a :class:`~vla_policies.policy.VLAPolicy` with a value head.
+
+    Raises:
+        ValueError: it has none.
+    """
+
+    def __init__(self, policy: TensorDictModuleBase):
+        if not policy.num_values:
+            raise ValueError(
+                f"{type(policy).__name__} has no value head; make it with one (value_head=True), or use a loss without "
+                "critic"
+            )
+        super().__init__()
+        self.policy = policy
+        self.in_keys, self.out_keys = list(policy.in_keys), [STATE_VALUE]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``state_value``.
+
+        Raises:
+            ValueError: a gradient is wanted and the batch has no stored decisions, or :func:`torch.vmap` calls.
+        """
+        refuse_vmap(tensordict)
+        missing = [key for key in self.policy.loss_keys if key not in tensordict.keys(True)]
+        if not missing:
+            value = self.policy.evaluate_actions(tensordict)[2]
+            assert value is not None  # the policy has a value head
+            return tensordict.set(STATE_VALUE, value)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.policy.parameters()):
+            raise ValueError(
+                f"the value of stored decisions has a gradient, and the batch lacks {missing}; keep policy.loss_keys "
+                "of the rollout, or ask under torch.no_grad()"
+            )
+        with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+            seen = self.policy(tensordict.select(*self.policy.in_keys))
+        return tensordict.set(STATE_VALUE, seen.get(STATE_VALUE))
