@@ -33,7 +33,7 @@ def as_module(policy: Policy, env: EnvBase) -> TensorDictModuleBase:
             f"{type(policy).__name__} writes {list(policy.out_keys)} and no {ACTION!r}, which the environment takes; "
             f"name its output so: out_keys=[{ACTION!r}]"
         )
-    return policy  # type: ignore[return-value]  # whatever has these keys, such as a compiled module
+    return policy  # or whatever has these keys, such as a compiled module
 
 
 def loss_keys(policy: TensorDictModuleBase) -> list[Any]:
