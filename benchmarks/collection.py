@@ -3,6 +3,10 @@
 *Queue*: :class:`~vla_algos.collectors.EpisodeCollector`, a slot that finishes takes the next episode. *Horizon*: all
 environments run until the horizon, then all are reset, as frameworks do that collect a fixed number of steps. Both run
 the same episodes with the same sampling policy, in turns. CPU seconds include those of the simulators.
+
+``python benchmarks/collection.py --collectors metaworld/MT50``: memory and time of a batch of
+:class:`~vla_algos.collectors.StepCollector` and of TorchRL's ``Collector`` (``compact_obs`` and not), in turns. Without
+``compact_obs`` the values are those that TorchRL's ``GAE`` asks the critic for.
 """
 
 from __future__ import annotations
@@ -15,11 +19,16 @@ from statistics import median
 
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
+from torchrl.collectors import Collector
+from torchrl.envs import TransformedEnv
+from torchrl.objectives.value import GAE
 
+from vla_algos import gae
 from vla_algos.collectors import EpisodeCollector, StepCollector
-from vla_common.keys import NEXT, SUCCESS
-from vla_envs import EpisodeQueue, VLAEnv, evaluation_episodes, make_env
-from vla_policies import VLAPolicy, load_policy
+from vla_common.keys import NEXT, STATE_VALUE, SUCCESS
+from vla_envs import EpisodeQueue, InstructionsToBytes, VLAEnv, evaluation_episodes, make_env
+from vla_policies import SmallVLA, VLAPolicy, load_policy
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -55,12 +64,56 @@ def horizon(env: VLAEnv, policy: VLAPolicy, episodes: list) -> tuple[float, floa
     return solved / len(episodes), 0.0
 
 
+def collectors(id: str, num_envs: int, decisions: int, repetitions: int) -> None:
+    """Print what a batch takes, and how long, in milliseconds per decision of one environment."""
+    env = TransformedEnv(make_env(id, num_envs, image_size=224, seed=0), InstructionsToBytes())
+    torch.manual_seed(0)
+    policy = SmallVLA.make(env.base_env.simulator_spec).eval()
+    settings = {"frames_per_batch": num_envs * decisions, "total_frames": -1}
+    estimator = GAE(gamma=0.99, lmbda=0.95, value_network=policy.get_value_operator(), deactivate_vmap=True)
+    ways = {
+        "StepCollector": iter(StepCollector(env, policy, decisions)),
+        "Collector(compact_obs=True)": iter(Collector(env, policy, **settings, compact_obs=True)),
+        "Collector(compact_obs=False)": iter(Collector(env, policy, **settings)),
+    }
+    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    sizes: dict[str, float] = {}
+    for _ in range(repetitions + 1):
+        for name, batches in ways.items():
+            env.reset()
+            started = time.perf_counter()
+            batch = next(batches)
+            collected = time.perf_counter()
+            with torch.no_grad():
+                if name == "StepCollector":
+                    gae(batch)
+                elif name == "Collector(compact_obs=False)":
+                    estimator(batch.exclude(STATE_VALUE))
+            rows[name].append((collected - started, time.perf_counter() - collected))
+            sizes[name] = sum(x.numel() * x.element_size() for x in batch.values(True, True) if isinstance(x, Tensor))
+    per_decision = 1000 / (num_envs * decisions)
+    print(f"{id}, {num_envs} x {decisions} decisions, 224 pixels, {repetitions} repetitions, medians\n")
+    print(f"{'':<28}  MB per batch  ms/decision  ms/decision of advantages")
+    for name, results in rows.items():
+        collect, estimate = (per_decision * median(column) for column in zip(*results[1:], strict=True))
+        print(f"{name:<28}  {sizes[name] / 1e6:12.1f}  {collect:11.2f}  {estimate:25.2f}")
+    env.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder that recipes/grpo.py or recipes/ppo.py wrote")
+    parser.add_argument("run", type=Path, nargs="?", help="folder that recipes/grpo.py or recipes/ppo.py wrote")
     parser.add_argument("--episodes", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--collectors", metavar="ID", help="environment to compare collectors in")
+    parser.add_argument("--envs", type=int, default=8)
+    parser.add_argument("--decisions", type=int, default=12)
     arguments = parser.parse_args()
+    if arguments.collectors:
+        collectors(arguments.collectors, arguments.envs, arguments.decisions, arguments.repetitions)
+        return
+    if arguments.run is None:
+        parser.error("name a run's folder, or --collectors with an environment")
     policy = load_policy(arguments.run / "policy").eval()
     settings = OmegaConf.to_container(OmegaConf.load(arguments.run / "config.yaml").env)
     envs = {

@@ -107,6 +107,12 @@ def gae(
     """
     values = batch.get(STATE_VALUE, None)
     next_values = batch.get((NEXT, STATE_VALUE), None)
+    if values is not None and next_values is None:
+        raise ValueError(
+            f"the batch lacks {(NEXT, STATE_VALUE)}, the values of what follows each decision: collect with "
+            "StepCollector, which stores them, or, where 'next' has the observations, let the critic write them: "
+            "critic(batch['next'])"
+        )
     if values is None:
         rewards = batch[NEXT, STEP_REWARDS if reward_level == "action" else REWARD]
         values, next_values, lmbda = torch.zeros_like(rewards), torch.zeros_like(rewards), 1.0

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, TypeVar, cast, get_args
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from vla_algos.acting import Policy, as_module, load_weights, loss_keys
 from vla_algos.advantages import Bootstrap
 from vla_common.keys import (
     ACTION,
@@ -68,13 +69,16 @@ class _ChunkCollector(BaseCollector):
     """What both collectors share: one decision of the policy in every environment, what is kept of it, and counters.
 
     The policy acts under ``torch.no_grad()``. It reads and writes TensorDicts on the environment's device; one
-    that computes elsewhere moves its inputs itself.
+    that computes elsewhere moves its inputs itself. It is the very module that was passed, no copy of it: whoever
+    trains that has nothing to synchronise.
     """
+
+    init_random_frames = 0  # TorchRL's Trainer reads it
 
     def __init__(
         self,
         env: EnvBase,
-        policy: TensorDictModuleBase,
+        policy: Policy,
         exploration: ExplorationType,
         *,
         values: bool,
@@ -84,10 +88,11 @@ class _ChunkCollector(BaseCollector):
     ):
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.base_env = base_env(env)  # under the transforms: it has the episodes
-        self.env, self.policy, self.exploration = env, policy, exploration
+        self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
         self.on_decision = on_decision
-        self.has_value = values and STATE_VALUE in policy.out_keys
-        root_keys = [*policy.loss_keys, ACTION, ACTION_LOG_PROB, TASK_ID, TRIAL_ID, GROUP_ID]
+        self.has_value = values and STATE_VALUE in self.policy.out_keys
+        written = [ACTION, ACTION_LOG_PROB] if ACTION_LOG_PROB in self.policy.out_keys else [ACTION]
+        root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
         root_keys += [STATE_VALUE] if self.has_value else []
         self.stored_keys = [*dict.fromkeys(root_keys), *((NEXT, key) for key in OUTCOME_KEYS)]
         self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
@@ -127,6 +132,53 @@ class _ChunkCollector(BaseCollector):
         torch.manual_seed(seed)
         return self.env.set_seed(seed, static_seed=static_seed)
 
+    def update_policy_weights_(
+        self,
+        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        *,
+        worker_ids: Any = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Copy weights into the policy; without arguments there is nothing to do, it acts with its own.
+
+        Args:
+            policy_or_weights: a module of the same kind, its weights as a TensorDict, or its ``state_dict``.
+            worker_ids: there are none.
+            weights_dict: the same under ``"policy"``.
+            **kwargs: of :class:`~torchrl.collectors.BaseCollector`.
+
+        Raises:
+            ValueError: workers or other models are named, or weights do not fit.
+        """
+        if worker_ids is not None:
+            raise ValueError(f"worker_ids is {worker_ids}, but the policy of {type(self).__name__} is in this process")
+        if weights_dict is not None:
+            if policy_or_weights is not None or list(weights_dict) != ["policy"]:
+                raise ValueError(
+                    f"there is one model, 'policy', and no other: got {list(weights_dict)} in weights_dict"
+                )
+            policy_or_weights = weights_dict["policy"]
+        super().update_policy_weights_(policy_or_weights, **kwargs)
+
+    def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
+        if model_id not in (None, "policy"):
+            raise ValueError(f"there is one model, 'policy', and no {model_id!r}")
+        if policy_or_weights is not None:
+            load_weights(self.policy, policy_or_weights)
+
+    def start(self) -> None:
+        """Refuse: a batch is collected when it is asked for, by the policy of that moment."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not run by itself: iterate over it, or use TorchRL's "
+            "Collector(env, policy, replay_buffer=...), which starts a thread"
+        )
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do nothing: between two batches nothing runs."""
+        yield
+
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Close the environment (unless told not to); may be called again."""
         if close_env and not self.env.is_closed:
@@ -145,7 +197,9 @@ class StepCollector(_ChunkCollector):
 
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``), batch ``[N]``.
-        policy: a policy with ``in_keys``, ``out_keys`` and ``loss_keys``; it samples.
+        policy: any TensorDictModule that writes ``action``, or a callable that does; it samples. Of one with
+            ``loss_keys`` these entries are stored, of others all that they read and write (of a callable without
+            ``in_keys`` and ``out_keys`` the action alone).
         decisions: ``T``, decisions per environment and batch.
         total_frames: stop after that many decisions over all environments; -1 for never.
         values: store the values of a policy that has ``state_value`` among its ``out_keys``.
@@ -158,7 +212,7 @@ class StepCollector(_ChunkCollector):
     def __init__(
         self,
         env: EnvBase,
-        policy: TensorDictModuleBase,
+        policy: Policy,
         decisions: Count,
         total_frames: int = -1,
         *,
@@ -282,7 +336,7 @@ class EpisodeCollector(_ChunkCollector):
 
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``).
-        policy: a policy with ``in_keys``, ``out_keys`` and ``loss_keys``.
+        policy: as in :class:`StepCollector`.
         episodes: the first content of the queue.
         exploration: ``RANDOM`` samples, ``DETERMINISTIC`` is greedy.
         for_learning: store what the loss reads; else only identities, actions and outcomes.
@@ -304,7 +358,7 @@ class EpisodeCollector(_ChunkCollector):
     def __init__(
         self,
         env: EnvBase,
-        policy: TensorDictModuleBase,
+        policy: Policy,
         episodes: Iterable[Episode] = (),
         *,
         exploration: ExplorationType = ExplorationType.RANDOM,

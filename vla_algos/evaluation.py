@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
+from vla_algos.acting import Policy, as_module
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.metrics import wilson_interval
 from vla_common.keys import (
@@ -160,7 +161,7 @@ class EvaluationResult:
 
 def evaluate(
     env: EnvBase,
-    policy: TensorDictModuleBase,
+    policy: Policy,
     episodes: Iterable[Episode],
     *,
     greedy: bool = True,
@@ -177,7 +178,7 @@ def evaluate(
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``). Whatever they make of
             the reward, the returns are those of the environment itself.
-        policy: writes ``action``.
+        policy: any TensorDictModule that writes ``action``, or a callable that does.
         episodes: what to run, see :func:`~vla_envs.episodes.evaluation_episodes`.
         greedy: take the policy's greedy action; sample if False.
         observe: changes what the policy sees, see :func:`blank_images`; gets and returns the policy's inputs.
@@ -226,9 +227,10 @@ def evaluate(
         if on_episode is not None:
             on_episode(results[index])
 
+    actor = as_module(policy, env)
     collector = EpisodeCollector(
         env,
-        _Observing(policy, observe) if observe else policy,
+        _Observing(actor, observe) if observe else actor,
         wanted,
         exploration=ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM,
         for_learning=False,
@@ -236,13 +238,14 @@ def evaluate(
         on_episode=note,
         on_decision=film if record else None,
     )
-    was_training = policy.training
-    policy.eval()
+    training = [module for module in actor.modules() if module.training]
+    actor.eval()
     try:
         for _ in collector.iterator():  # not iter(): a failure must not close the caller's environment
             pass
     finally:
-        policy.train(was_training)
+        for module in training:  # a module that was set to eval() by itself stays so
+            module.training = True
     videos = {index: np.stack(shots) for index, shots in sorted(frames.items()) if not results[index].crashed}
     return EvaluationResult([results[index] for index in range(len(wanted))], videos)
 

@@ -286,7 +286,10 @@ class Learner:
         """Check the stored log-probabilities; add those of the frozen policy where they are needed."""
         stored = samples.get(ACTION_LOG_PROB, None)
         if stored is not None:  # else the loss says what is missing
-            broken = ~(stored.isfinite().all(-1) | ~samples[NEXT, STEP_MASK]).all(-1)
+            mask, finite = samples[NEXT, STEP_MASK], stored.isfinite()
+            if finite.shape[:2] == mask.shape:  # of each action; other policies have one of the decision
+                finite = finite.reshape(*mask.shape, -1).all(-1) | ~mask
+            broken = ~finite.reshape(len(samples), -1).all(-1)
             if broken.any():
                 raise ValueError(
                     f"{ACTION_LOG_PROB!r} is not finite in {int(broken.sum())} of {len(samples)} decisions: the policy "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,9 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import ValueEstimatorBase
 
+from vla_algos.acting import loss_keys
 from vla_common.keys import (
     ACTION_LOG_PROB,
     ADVANTAGE,
@@ -167,10 +169,27 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         return self._has_critic
 
     def _set_in_keys(self) -> None:
-        keys = [*self.actor_network.loss_keys, self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
+        keys = [*loss_keys(self.actor_network), self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
         if self._has_critic:
             keys += [self.tensor_keys.value, self.tensor_keys.value_target]
         self._in_keys = [*keys, (NEXT, STEP_MASK)]
+
+    def make_value_estimator(self, value_type: ValueEstimatorBase | None = None, **hyperparams: Any) -> Self:
+        """Keep an estimator that was made elsewhere, for code that calls ``loss.value_estimator``.
+
+        The loss makes none of its own: actor and critic share one pass, and what follows each decision has its value
+        from the collector.
+
+        Raises:
+            ValueError: anything but an estimator is passed.
+        """
+        if not isinstance(value_type, ValueEstimatorBase) or hyperparams:
+            raise ValueError(
+                f"{type(self).__name__} makes no value estimator: call gae(batch) before it, on what StepCollector "
+                "collects, or pass an estimator, such as make_value_estimator(GAE(gamma=0.99, lmbda=0.95, "
+                "value_network=None)) of torchrl.objectives.value"
+            )
+        return super().make_value_estimator(value_type)
 
     @property
     def out_keys(self) -> list[str | tuple[str, str]]:
