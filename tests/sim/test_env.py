@@ -131,7 +131,7 @@ def test_relative_rewards_start_anew_with_each_episode():
 
 
 def test_groups_share_one_initial_state_to_the_pixel():
-    env = make_env("metaworld/reach-v3+push-v3", 4, 5, group_size=2, num_workers=2, **OPTIONS)
+    env = make_env("metaworld/reach-v3+push-v3", 4, 5, seed=0, group_size=2, num_workers=2, **OPTIONS)
     td = env.reset()
     assert td[keys.GROUP_ID].tolist() == [0, 0, 1, 1]
     for key in (keys.IMAGES, keys.STATES, keys.TASK_ID, keys.TRIAL_ID):

@@ -429,7 +429,7 @@ def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
 
     # Workers have a smaller world, with the objects of Main alone; two runs of a group share the initial state.
     env = make_env(
-        f"maniskill/{MAIN}", 2, len(ACTIONS), num_workers=1, group_size=2, step_timeout=400.0, relative_reward=True,
+        f"maniskill/{MAIN}", 2, len(ACTIONS), seed=0, num_workers=1, group_size=2, step_timeout=400.0, relative_reward=True,
         render_quality="fast",
     )  # fmt: skip
     try:
@@ -455,7 +455,7 @@ def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
 
 @needs_plate25
 def test_every_variant_is_the_same_in_another_process(simulator):
-    env = make_env("maniskill/plate25-ood", 1, len(ACTIONS), step_timeout=400.0, render_quality="fast")
+    env = make_env("maniskill/plate25-ood", 1, len(ACTIONS), seed=0, step_timeout=400.0, render_quality="fast")
     try:
         for task in reversed(range(14)):
             here = trajectory(simulator, Episode(task, 2, 3))

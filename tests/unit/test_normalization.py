@@ -147,7 +147,9 @@ def test_empty_and_long_instructions_are_refused():
     for empty in ("", "  \n"):
         with pytest.raises(ValueError, match="instruction is empty"):
             prompts(["push the puck", empty])
-    with pytest.raises(ValueError, match=r"has (\d+) tokens and max_prompt_length is 24; set max_prompt_length=\1"):
+    with pytest.raises(
+        ValueError, match=r"max_prompt_length=24: .* has (\d+) tokens; type policy.max_prompt_length=\1,"
+    ):
         prompts(["push the puck " * 20])
 
 

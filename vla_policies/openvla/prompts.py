@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
+
+from vla_policies.processing.prompts import pad_prompts
 
 BOS, STOP, PAD, SPACE = 1, 2, 32000, 29871  # Llama-2's ids, with the padding token that OpenVLA adds
 _TEMPLATE = "In: What action should the robot take to {instruction}?\nOut: "
@@ -40,22 +41,23 @@ class Prompts:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.max_length = max_length
-        self._cache: dict[str, Tensor] = {}
+        self._cache: dict[str, list[int]] = {}
 
     def __call__(self, instructions: Sequence[str]) -> Tensor:
         """Return tokens int64 ``[N, L]``: ``<s>``, the prompt, a final space (29871), then padding (32000).
 
         Raises:
-            ValueError: an instruction is empty, or its prompt is longer than ``L``.
+            ValueError: an instruction is empty.
+            SettingError: a prompt is longer than ``L``.
         """
-        return torch.stack([self._tokens(instruction) for instruction in instructions])
+        return pad_prompts([self._tokens(text) for text in instructions], instructions, self.max_length, PAD)
 
-    def _tokens(self, instruction: str) -> Tensor:
+    def _tokens(self, instruction: str) -> list[int]:
         if instruction not in self._cache:
             self._cache[instruction] = self._tokenize(instruction)
         return self._cache[instruction]
 
-    def _tokenize(self, instruction: str) -> Tensor:
+    def _tokenize(self, instruction: str) -> list[int]:
         if not instruction.strip():
             raise ValueError(
                 "the instruction is empty; OpenVLA needs one: fill task_descriptions, for example 'push the puck'"
@@ -65,12 +67,7 @@ class Prompts:
             ids = [BOS, *ids]
         if ids[-1] != SPACE:
             ids = [*ids, SPACE]
-        if len(ids) > self.max_length:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_prompt_length is {self.max_length}; "
-                f"set max_prompt_length={len(ids)} or shorten the instruction {instruction[:60]!r}"
-            )
-        return torch.tensor(ids + [PAD] * (self.max_length - len(ids)))
+        return ids
 
 
 def prompt_lengths(tokens: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vla_policies.checkpoint.settings import SettingError
+from vla_policies.processing.prompts import pad_prompts
 
 BOS, PAD = 2, 0
 _BINS = 256
@@ -56,13 +56,7 @@ class Pi0Prompts:
                 self._tokens(text, [f"Task: {_clean(text)}, State: {' '.join(map(str, row.tolist()))};\nAction: "])
                 for text, row in zip(instructions, bins, strict=True)
             ]
-        longest, text = max(zip(map(len, rows), instructions, strict=True), default=(0, ""))
-        if longest > self.max_length:
-            raise SettingError(
-                f"max_prompt_length={self.max_length}: the prompt of {text[:80]!r} has {longest} tokens; "
-                f"type policy.max_prompt_length={longest}, or use shorter instructions"
-            )
-        return torch.tensor([row + [PAD] * (self.max_length - len(row)) for row in rows])
+        return pad_prompts(rows, instructions, self.max_length, PAD)
 
     def _cached(self, text: str) -> list[int]:
         if text not in self._cache:

@@ -1,5 +1,7 @@
 """TorchRL's parts with real simulators: Meta-World with two instructions, and the specs of every benchmark."""
 
+from functools import partial
+
 import pytest
 import torch
 from simulators import libero_assets, needs_maniskill_driver
@@ -21,8 +23,9 @@ def metaworld():
     pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 
 
-def make_bytes_env(num_envs=2):
-    return TransformedEnv(make_env(TWO_TASKS, num_envs, 5, num_workers=1, **METAWORLD), InstructionsToBytes())
+def make_bytes_env(num_envs=2, seed=0):
+    env = make_env(TWO_TASKS, num_envs, 5, seed=seed, num_workers=1, **METAWORLD)
+    return TransformedEnv(env, InstructionsToBytes())
 
 
 def small(env):
@@ -87,7 +90,7 @@ def test_collector_buffer_on_disk_and_an_update(tmp_path):
 def test_transforms_over_a_simulator():
     metaworld()
     env = TransformedEnv(
-        make_env(TWO_TASKS, 2, 5, num_workers=2, **METAWORLD),
+        make_env(TWO_TASKS, 2, 5, seed=0, num_workers=2, **METAWORLD),
         Compose(
             ToTensorImage(in_keys=["images"], out_keys=["pixels"]),
             CatFrames(N=2, dim=-1, in_keys=["states"], out_keys=["two"]),
@@ -109,7 +112,7 @@ def test_simulators_in_two_processes_of_torchrl():
     env = make_bytes_env()
     policy = small(env)
     collector = MultiSyncCollector(
-        [make_bytes_env, make_bytes_env], policy, frames_per_batch=16, total_frames=16, cat_results=0
+        [make_bytes_env, partial(make_bytes_env, seed=1)], policy, frames_per_batch=16, total_frames=16, cat_results=0
     )
     try:
         batch = next(iter(collector))
