@@ -429,8 +429,8 @@ def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
 
     # Workers have a smaller world, with the objects of Main alone; two runs of a group share the initial state.
     env = make_env(
-        f"maniskill/{MAIN}", 2, len(ACTIONS), seed=0, num_workers=1, group_size=2, step_timeout=400.0, relative_reward=True,
-        render_quality="fast",
+        f"maniskill/{MAIN}", 2, len(ACTIONS), seed=0, num_workers=1, group_size=2, step_timeout=400.0,
+        relative_reward=True, render_quality="fast",
     )  # fmt: skip
     try:
         spec = env.simulator_spec
