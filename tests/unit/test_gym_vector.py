@@ -236,7 +236,7 @@ def test_bad_actions_and_steps_without_an_episode_are_refused(make):
     envs.reset(seed=0)
     with pytest.raises(ValueError, match=r"float32 \[4, 3, 2\], got float32 \[4, 2\]"):
         envs.step(good[:, 0])
-    with pytest.raises(ValueError, match=r"environments \[2\] are not finite"):
+    with pytest.raises(ValueError, match=r"not finite in environments \[2\]"):
         envs.step(np.where(np.arange(N)[:, None, None] == 2, np.nan, good))
 
 

@@ -146,7 +146,7 @@ class SimulatorVectorEnv(VectorEnv):
         """Execute an action, or a chunk of them, in each environment and render.
 
         Raises:
-            ValueError: actions of the wrong shape or type, or some that are not finite.
+            ValueError: actions of the wrong shape or type, not finite, or absurdly far out of bounds.
             gymnasium.error.ResetNeeded: some environments run no episode and do not reset themselves.
             gymnasium.error.ClosedEnvironmentError: after ``close``.
         """
@@ -230,11 +230,8 @@ class SimulatorVectorEnv(VectorEnv):
         """Execute actions in some environments: rewards, terminated and truncated of all, and infos of these."""
         assert self.action_space.shape is not None
         spec, arrays = self.simulator_spec, self._pool.arrays
-        actions = check_actions(spec, actions, self.action_space.shape).reshape(arrays.actions.shape)
-        broken = [slot for slot in running if not np.isfinite(actions[slot]).all()]
-        if broken:
-            raise ValueError(f"the actions of environments {list(map(int, broken))} are not finite")
-        arrays.actions[:] = actions
+        actions = check_actions(spec, actions, self.action_space.shape, ~self._ended)
+        arrays.actions[:] = actions.reshape(arrays.actions.shape)
         crashed = np.zeros(self.num_envs, np.bool_)
         crashed[self._pool.step(running.tolist())] = True
         self._elapsed += arrays.executed.sum(1)
