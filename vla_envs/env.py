@@ -453,8 +453,8 @@ def base_env(env: EnvBase) -> VLAEnv:
     while isinstance(inner, TransformedEnv):
         if "episodes" in vars(inner):
             raise ValueError(
-                "episodes= was set on a TransformedEnv, which keeps it to itself; type env.set_episodes(...) instead, on a "
-                "new TransformedEnv or after del env.episodes"
+                "episodes= was set on a TransformedEnv, which keeps it to itself; type env.set_episodes(...) instead, "
+                "on a new TransformedEnv or after del env.episodes"
             )
         inner = inner.base_env
     if not hasattr(type(inner), "set_episodes"):

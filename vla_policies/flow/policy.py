@@ -144,7 +144,7 @@ class FlowPolicy(VLAPolicy):
             speed, hidden = self.velocity(observed, x, schedule[now])
             following = flow.euler(x, speed, schedule[now], schedule[now + 1])
             chosen = torch.ones_like(step, dtype=torch.bool) if everywhere else step == number
-            if not batch or bool(chosen.any()):
+            if bool(chosen.any()):
                 values.append((chosen, self.value(observed, hidden)))
             if stochastic and bool(chosen.any()):
                 mean, std = self._gaussian(x, speed, hidden, schedule, now)
