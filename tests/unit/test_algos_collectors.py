@@ -254,10 +254,14 @@ def test_nobody_else_uses_the_environment_while_episodes_run(policy):
     env = ToyEnv(2)
     collector = EpisodeCollector(env, policy, [Episode(0, trial) for trial in range(9)])
     trials = []
-    with pytest.raises(RuntimeError, match=r"somebody else has used the environment.*in another make_env"):
+
+    def disturb():
         for episode in collector.iterator():
             trials.append(episode[TRIAL_ID][0].item())
             evaluate(env, policy, [Episode(1, 0)])
+
+    with pytest.raises(RuntimeError, match=r"somebody else has used the environment.*in another make_env"):
+        disturb()
     trials += [episode[TRIAL_ID][0].item() for episode in collector.iterator()]
     assert trials == list(range(9))  # nothing was lost
     hook = StepCollector(env, policy, 2, on_decision=lambda outcome: env.reset())
