@@ -169,8 +169,8 @@ def _check_step_rewards(batch: TensorDictBase) -> None:
     if differ.any():
         raise ValueError(
             f"reward_level='action' reads 'step_rewards', whose sum is not 'reward' in {int(differ.sum())} decisions: "
-            "a transform has changed 'reward' alone; let it change both, such as RewardScaling(loc, scale, "
-            "in_keys=['reward', 'step_rewards']), or use reward_level='chunk'"
+            "a transform has changed one of them alone, or added a number to both; let it change both, such as "
+            "RewardScaling(0.0, scale, in_keys=['reward', 'step_rewards']), or use reward_level='chunk'"
         )
 
 

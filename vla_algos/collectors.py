@@ -95,14 +95,21 @@ class _ChunkCollector(BaseCollector):
         root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
         root_keys += [STATE_VALUE] if self.has_value else []
         self.stored_keys = [*dict.fromkeys(root_keys), *((NEXT, key) for key in OUTCOME_KEYS)]
+        self._remember()
         self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
         self._seconds = {"env": 0.0, "policy": 0.0}
 
     def _decide(self, observation: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Make one decision in every environment; returns its outcome, and the observations of the next one."""
+        if self._interactions != self.base_env.interactions:
+            raise RuntimeError(
+                f"somebody else has used the environment between two decisions of {type(self).__name__}, which cannot "
+                "go on in its episodes; evaluate between batches, or in another make_env(...)"
+            )
         with torch.no_grad(), set_exploration_type(self.exploration):
             decision = self._timed("policy", self.policy, observation)
         outcome, following = self._timed("env", self.env.step_and_maybe_reset, decision)
+        self._remember()
         if self.on_decision is not None:
             self.on_decision(outcome)
         # Only what the environment wrote is passed on: nothing of this decision may reach the next one.
@@ -110,8 +117,13 @@ class _ChunkCollector(BaseCollector):
 
     def _reset(self) -> TensorDictBase:
         observation = self._timed("env", self.env.reset)
+        self._remember()
         self._observation_keys = list(observation.keys())
         return observation
+
+    def _remember(self) -> None:
+        """Remember how the environment was left: which episodes run, and that nobody else has used it."""
+        self._interactions, self._episodes = self.base_env.interactions, list(self.base_env.current_episodes)
 
     def _timed(self, what: str, function: Callable[..., T], *args: Any) -> T:
         started = perf_counter()
@@ -252,8 +264,13 @@ class StepCollector(_ChunkCollector):
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
-        """Collect one batch ``[N, T]``, continuing where the last one stopped."""
+        """Collect one batch ``[N, T]``, continuing where the last one stopped.
+
+        If somebody else has used the environment since, such as an evaluation, that is nowhere: it begins with fresh
+        episodes, as after :meth:`reset`.
+        """
         self._seconds = {"env": 0.0, "policy": 0.0}
+        self._forget_if_stale()
         if self._observation is None:
             self._observation = self._reset()
         batch: TensorDictBase | None = None
@@ -301,12 +318,17 @@ class StepCollector(_ChunkCollector):
         """Abandon the running episodes: the next batch starts with fresh ones."""
         self._observation = None
 
+    def _forget_if_stale(self) -> None:
+        if self._interactions != self.base_env.interactions:
+            self.reset()
+
     def state_dict(self) -> OrderedDict:
         """Return counters, and the environment in the middle of its episodes: tensors, numbers and texts.
 
         Right after :meth:`reset` no episode is running, and the state is that of the episode sampler and of the
         transforms.
         """
+        self._forget_if_stale()
         return OrderedDict(
             frames=self._frames, batches=self._iter + 1, environment=save_state(self.env, self._observation)
         )
@@ -315,6 +337,7 @@ class StepCollector(_ChunkCollector):
         """Restore what :meth:`state_dict` returned; the next batch continues in the middle of the same episodes."""
         self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
         self._observation = load_state(self.env, state_dict["environment"])
+        self._remember()
         if self._observation is not None:
             self._observation_keys = list(self._observation.keys())
 
@@ -326,8 +349,8 @@ class EpisodeCollector(_ChunkCollector):
     none waits for the slowest. Stopping after the first so many finished episodes instead would favour short,
     that is successful, ones. The queue may grow while it is worked off (:meth:`extend`, also from
     ``on_episode``). Iterate again after extending an exhausted one. While it iterates the environment takes
-    its episodes from the queue; it has its own source back afterwards, and whoever else was collecting in it
-    has to reset first.
+    its episodes from the queue, and nobody else may use it; it has its own source back afterwards, and another
+    collector in it begins with fresh episodes.
 
     An episode whose simulator dies runs again, up to ``max_attempts`` times, and is then yielded with ``crashed``
     in its last decision.
@@ -431,7 +454,7 @@ class EpisodeCollector(_ChunkCollector):
 
     def _queued_episodes(self) -> list[QueuedEpisode | None]:
         """Return the episode of each slot, all from our queue."""
-        return cast("list[QueuedEpisode | None]", list(self.base_env.current_episodes))
+        return cast("list[QueuedEpisode | None]", self._episodes)
 
     def _book(self, running: _RunningEpisodes, outcome: TensorDictBase) -> None:
         """Store a decision of all slots; those that end their episode hand it over."""

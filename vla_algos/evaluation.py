@@ -172,8 +172,8 @@ def evaluate(
 ) -> EvaluationResult:
     """Run every episode once.
 
-    An :class:`~vla_algos.collectors.EpisodeCollector` works off the episodes; whoever was collecting in the environment
-    has to reset first.
+    An :class:`~vla_algos.collectors.EpisodeCollector` works off the episodes; a collector of ours that has used the
+    environment before begins with fresh episodes afterwards, others have to be reset.
 
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``). Whatever they make of

@@ -208,7 +208,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
 
         Args:
             tensordict: batch ``[B]`` with :attr:`in_keys`; ``advantage`` and ``value_target`` ``[B, 1]`` per
-                decision or ``[B, C]`` per primitive action.
+                decision or ``[B, C]`` per primitive action. Any other batch, such as ``[N, T]``, is flattened.
             whole: the minibatch of which ``tensordict`` is a part (gradient accumulation). The loss terms are
                 then shares: over the parts they add up to those of the whole, however its valid elements are
                 spread. Diagnostics are always means over ``tensordict``.
@@ -219,6 +219,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         Raises:
             ValueError: an entry is missing, or levels do not fit each other.
         """
+        tensordict, whole = tensordict.reshape(-1), None if whole is None else whole.reshape(-1)
         self._check_entries(tensordict)
         log_prob, entropy, value = self.actor_network.evaluate_actions(tensordict)
         mask = tensordict[NEXT, STEP_MASK]  # [B, C]

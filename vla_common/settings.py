@@ -115,7 +115,13 @@ def _message(entry: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=repr)
+    if not isinstance(value, str):
+        return json.dumps(value, default=repr)
+    try:
+        json.loads(value)
+    except ValueError:
+        return value
+    return json.dumps(value)  # the text "4" is not the number 4
 
 
 class _Hashed:

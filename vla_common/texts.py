@@ -59,8 +59,17 @@ def decode(value: Any) -> list[str]:
 
 
 def to_strings(tensordict: Any, key: Any = keys.TASK_DESCRIPTIONS) -> list[str]:
-    """Return the texts under ``key`` of a batch ``[*B]`` as one flat list; see :func:`decode`."""
-    return decode(tensordict.get(key))
+    """Return the texts under ``key`` of a batch ``[*B]`` as one flat list; see :func:`decode`.
+
+    Raises:
+        ValueError: there is no such entry.
+    """
+    value = tensordict.get(key, None)
+    if value is None:
+        raise ValueError(
+            f"the batch has no {key!r}, which is read: text or uint8 [*B, bytes], such as an environment writes"
+        )
+    return decode(value)
 
 
 def _flat(texts: Any) -> Iterator[str]:

@@ -15,7 +15,8 @@ from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
-from vla_common.settings import Count, Positive, Whole, setting_types
+from vla_common.settings import Count, Positive, Whole, check_settings, setting_types
+from vla_envs.actions import refuse_actions, share_clipped
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack, unpack
 from vla_envs.instructions import Instructions
 from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
@@ -23,7 +24,6 @@ from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.pool import SimulatorCrash, WorkerPool
 
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
-_ABSURD = 1000.0  # times the width of its bounds: no action is that far outside
 
 
 def make_env(
@@ -72,18 +72,18 @@ def make_env(
         >>> env = make_env("metaworld/MT50", num_envs=8, image_size=224, render_quality="fast")
         >>> rollout = env.rollout(4)  # doctest: +SKIP
     """
+    given = {name: value for name, value in locals().items() if name not in ("id", "episodes", "options")}
+    check_settings("", given, setting_types(make_env, without=("id", "episodes")))
     if isinstance(id, SimulatorSpec):
         refuse_options(id, options)
         spec = id
     else:
         check_options(find_benchmark(id)[0], options, _own_types())
         spec = make_spec(id, **options)
-    if num_envs < 1 or chunk_size < 1:
-        raise ValueError(f"num_envs and chunk_size must be >= 1, got {num_envs} and {chunk_size}")
-    if group_size < 1 or num_envs % group_size:
+    if num_envs % group_size:
         raise ValueError(
             f"num_envs={num_envs} is not a multiple of group_size={group_size}; "
-            f"try num_envs={group_size * -(-num_envs // max(group_size, 1))}"
+            f"try num_envs={group_size * -(-num_envs // group_size)}"
         )
     if episodes is None:
         episodes = EpisodeSampler(spec, secrets.randbelow(2**31) if seed is None else seed, group_size=group_size)
@@ -143,6 +143,8 @@ class VLAEnv(EnvBase):
         simulator_spec: the benchmark suite.
         episodes: source of episodes; replaced by :meth:`set_episodes`.
         current_episodes: the episode of each slot, ``None`` where idle.
+        interactions: how often it was reset, stepped or loaded. Whoever goes on from an observation sees here whether
+            somebody else came between.
     """
 
     def __init__(
@@ -179,6 +181,7 @@ class VLAEnv(EnvBase):
         self._last_reward = np.zeros((num_envs, 1), np.float32)  # of the benchmark, times the coefficient
         self._executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]  # chunks of the running episodes
         self.current_episodes: list[Episode | None] = [None] * num_envs
+        self.interactions = 0
         self._pool = pool
         self._texts: Instructions | None = None
         self._make_specs()
@@ -198,8 +201,8 @@ class VLAEnv(EnvBase):
     def set_episodes(self, source: EpisodeSource) -> None:
         """Take episodes from another source from the next reset of a slot on; those that run go on.
 
-        In an environment with transforms it is ``base_env(env)`` that has to be told: an attribute that is set on a
-        ``TransformedEnv`` stays there.
+        A ``TransformedEnv`` passes this on. An attribute ``episodes`` that is set on it does not come here:
+        :func:`base_env`, which collectors call, refuses such an environment.
 
         Raises:
             TypeError: it gives no episodes.
@@ -265,6 +268,7 @@ class VLAEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
         self._check_open()
+        self.interactions += 1
         mask = None if tensordict is None else tensordict.get("_reset", None)
         slots = range(self.num_envs) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
         starting: dict[int, Episode] = {}
@@ -289,9 +293,10 @@ class VLAEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._check_open()
+        self.interactions += 1
         active = np.array([episode is not None for episode in self.current_episodes])
         arrays = self._pool.arrays
-        arrays.actions[:] = self._checked(tensordict.get(keys.ACTION), active)
+        arrays.actions[:] = self._checked(tensordict.get(keys.ACTION, None), active)
         for slot in np.flatnonzero(active):
             self._executed[slot].append(arrays.actions[slot].copy())
         crashed = np.zeros(self.num_envs, bool)
@@ -302,7 +307,7 @@ class VLAEnv(EnvBase):
         last = np.take_along_axis(arrays.successes, np.maximum(steps - 1, 0), axis=1)
         rewards = self._training_rewards(arrays.rewards, arrays.executed, steps)
         now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.CRASHED][:, 0] = rewards, arrays.executed, crashed
-        now[keys.ACTIONS_CLIPPED][:] = self._clipped(arrays.actions, arrays.executed, steps)
+        now[keys.ACTIONS_CLIPPED][:] = share_clipped(self.simulator_spec, arrays.actions, arrays.executed)
         now[keys.EPISODE_RETURN] += rewards.sum(1, keepdims=True)
         now[keys.EPISODE_LEN] += steps
         now[keys.SUCCESS] |= arrays.successes.any(1, keepdims=True)
@@ -356,6 +361,7 @@ class VLAEnv(EnvBase):
         saved = state_dict.get("episodes", [None] * self.num_envs)
         if len(saved) != self.num_envs:
             raise ValueError(f"the saved run had {len(saved)} environments, this one has {self.num_envs}")
+        self.interactions += 1
         self.episodes.load_state_dict(state_dict["sampler"])
         self.current_episodes = [None if episode is None else unpack(episode) for episode in saved]
         if "episodes" not in state_dict:
@@ -410,42 +416,18 @@ class VLAEnv(EnvBase):
             observation[keys.WRIST_IMAGES] = torch.from_numpy(arrays.wrist_images.copy())
         return observation
 
-    def _checked(self, action: torch.Tensor, active: np.ndarray) -> np.ndarray:
+    def _checked(self, action: torch.Tensor | None, active: np.ndarray) -> np.ndarray:
         expected = (self.num_envs, self.chunk_size, self.simulator_spec.action_dim)
+        if action is None:
+            raise ValueError(f"there is no {keys.ACTION!r} to step with; write it, float32 {list(expected)}")
         if tuple(action.shape) != expected or action.dtype != torch.float32:
             raise ValueError(
                 f"{self.simulator_spec.id} takes {keys.ACTION!r} of float32 {list(expected)} "
                 f"[envs, chunk, action], got {action.dtype} {list(action.shape)}"
             )
         array = action.detach().cpu().numpy()
-        broken = ~np.isfinite(array).all((1, 2)) & active
-        if broken.any():
-            raise ValueError(
-                f"{keys.ACTION!r} is not finite in slots {np.flatnonzero(broken).tolist()}; "
-                "the policy has diverged: lower the learning rate or clip gradients"
-            )
-        low, high, width = self._bounds()
-        absurd = ((array < low - _ABSURD * width) | (array > high + _ABSURD * width)).any((1, 2)) & active
-        if absurd.any():
-            raise ValueError(
-                f"{keys.ACTION!r} is more than {_ABSURD:.0f} times the bounds' width outside of {low.tolist()} to "
-                f"{high.tolist()} in slots {np.flatnonzero(absurd).tolist()}: check the action's units and the "
-                "policy's action statistics, or, if it has diverged, lower the learning rate"
-            )
+        refuse_actions(self.simulator_spec, array, active)
         return array
-
-    def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Lower and upper bound of each action dimension, and how far they are apart, ``[A]`` each."""
-        low, high = (np.array(x, np.float32) for x in (self.simulator_spec.action_low, self.simulator_spec.action_high))
-        return low, high, np.where(high > low, high - low, 1.0)
-
-    def _clipped(self, actions: np.ndarray, executed: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Share of the executed action elements ``[N, 1]`` that the simulator clipped."""
-        if not self.simulator_spec.clips_actions:
-            return np.zeros_like(steps, np.float32)
-        low, high, _ = self._bounds()
-        outside = ((actions < low) | (actions > high)).sum(2) * executed
-        return (outside.sum(1, keepdims=True) / np.maximum(steps * actions.shape[2], 1)).astype(np.float32)
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -467,9 +449,15 @@ def base_env(env: EnvBase) -> VLAEnv:
 
     Raises:
         TypeError: there is none, or there are several.
+        ValueError: somebody has set ``episodes`` on the transformed environment, where nobody reads it.
     """
     inner = env
     while isinstance(inner, TransformedEnv):
+        if "episodes" in vars(inner):
+            raise ValueError(
+                "episodes= was set on a TransformedEnv, which keeps it to itself; type env.set_episodes(...) instead, "
+                "on a new TransformedEnv or after del env.episodes"
+            )
         inner = inner.base_env
     if not hasattr(type(inner), "set_episodes"):
         raise TypeError(

@@ -106,6 +106,8 @@ class EpisodeSampler:
         Raises:
             ValueError: the state comes from another stream of episodes.
         """
+        if "drawn" not in state:
+            raise ValueError("the saved episodes are of an EpisodeQueue, this is an EpisodeSampler; set_episodes first")
         for name, value in self._identity().items():
             if (saved := state.get(name)) != value:
                 raise ValueError(

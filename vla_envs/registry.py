@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import gymnasium
 from vla_common.errors import unknown_name
 from vla_common.registry import benchmarks
 from vla_common.schema import BenchmarkSchema, Gripper
-from vla_common.settings import setting_types
+from vla_common.settings import check_settings, setting_types
 from vla_envs.probe import Finding
 from vla_envs.simulator import SimulatorSpec
 
@@ -146,16 +146,19 @@ def make_spec(id: str, **options: Any) -> SimulatorSpec:
         **options: of the benchmark, see ``make_spec`` in its module.
 
     Raises:
-        ValueError: an unknown benchmark, suite, task or option; the message offers the nearest names.
+        ValueError: an unknown benchmark, suite, task or option, with the nearest names; or a value that cannot be.
     """
     benchmark, suite = find_benchmark(id)
     check_options(benchmark, options)
     try:
-        return benchmark.make_spec(suite, **options)
+        spec = benchmark.make_spec(suite, **options)
     except TypeError as error:
+        _check_types(benchmark, options)
         raise ValueError(
             f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options"
         ) from error
+    _check_types(benchmark, options)  # afterwards, because the benchmark itself knows better what to say
+    return spec
 
 
 def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:
@@ -177,6 +180,8 @@ def find_benchmark(id: str) -> tuple[Benchmark, str]:
     Raises:
         ValueError: there is no such benchmark; offers the nearest names of environments.
     """
+    if not isinstance(id, str):
+        raise ValueError(f"an environment is named by a text such as 'metaworld/MT50', got {id!r}")
     name, _, suite = id.partition("/")
     if name not in benchmarks or not suite:
         known = list_envs()
@@ -210,6 +215,11 @@ def check_options(benchmark: Benchmark, options: Iterable[str], others: Iterable
     for name in options:
         if name not in known:
             raise unknown_name(f"option of {benchmark.name}", name, known)
+
+
+def _check_types(benchmark: Benchmark, options: Mapping[str, Any]) -> None:
+    types = option_types(benchmark)
+    check_settings("", {name: value for name, value in options.items() if name in types}, types)
 
 
 def _register_ids(benchmark: Benchmark) -> None:

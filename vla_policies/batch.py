@@ -22,15 +22,22 @@ _DIMENSIONS = {keys.IMAGES: 3, keys.STATES: 1}  # of one observation: what stand
 
 
 def any_batch(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of a TensorDict ``[N]`` take any ``[*B]``, the empty one too.
+    """Let a method of a TensorDict ``[N]`` take any ``[*B]``, a single observation ``[]`` too.
 
     Nothing happens to ``[N]``. Others are flattened (views, no copies of frames) and what the method returns, a
     distribution, tensors ``[N, ...]`` or the TensorDict with what it wrote, has the batch of what was given. A
     TensorDict that says no batch has that of its observations.
+
+    Raises:
+        ValueError: by the method, for a batch without rows.
     """
 
     @functools.wraps(method)
     def flattened(self: Any, tensordict: TensorDictBase, *arguments: Any, **named: Any) -> Any:
+        if 0 in tensordict.batch_size:
+            raise ValueError(
+                f"the batch {list(tensordict.batch_size)} has no observation; ask a policy about one or more"
+            )
         if tensordict.ndim == 1:
             return method(self, tensordict, *arguments, **named)
         batch = _batch_of(tensordict)

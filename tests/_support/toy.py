@@ -77,7 +77,7 @@ class ToyEnv(EnvBase):
         self.crashes = dict(crashes or {})
         self.episodes = ToyEpisodes()
         self.current_episodes: list[Episode | None] = [None] * num_envs
-        self.worker_restarts = 0
+        self.worker_restarts = self.interactions = 0
         tasks = [Task(f"task-{i}", text) for i, text in enumerate(INSTRUCTIONS)]
         self.simulator_spec = SimpleNamespace(tasks=tasks)
         n, flag = num_envs, Binary(1, (num_envs, 1), dtype=torch.bool)
@@ -139,6 +139,7 @@ class ToyEnv(EnvBase):
         return td
 
     def _reset(self, tensordict: TensorDict | None = None) -> TensorDict:
+        self.interactions += 1
         mask = None if tensordict is None else tensordict.get("_reset", None)
         for slot in range(self.num_envs):
             if mask is None or mask[slot].any():
@@ -147,6 +148,7 @@ class ToyEnv(EnvBase):
         return self.observe()
 
     def _step(self, tensordict: TensorDict) -> TensorDict:
+        self.interactions += 1
         n = self.num_envs
         rewards, mask = torch.zeros(n, CHUNK), torch.zeros(n, CHUNK, dtype=torch.bool)
         crashed, idle = torch.zeros(n, 1, dtype=torch.bool), torch.zeros(n, 1, dtype=torch.bool)

@@ -171,7 +171,7 @@ def test_slots_without_an_episode_are_idle():
     [
         (torch.zeros(4, 4, 4), r"\[4, 5, 4\].*got torch.float32 \[4, 4, 4\]"),
         (torch.zeros(4, 5, 4, dtype=torch.float64), "torch.float64"),
-        (torch.full((4, 5, 4), torch.nan), "not finite in slots"),
+        (torch.full((4, 5, 4), torch.nan), "not finite in environments"),
     ],
 )
 def test_wrong_actions_are_one_clear_error(env, action, message):

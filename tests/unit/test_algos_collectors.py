@@ -5,7 +5,8 @@ import torch
 from torchrl.envs.utils import check_env_specs
 from toy import CHUNK, DIM, ToyEnv, ToyPolicy
 
-from vla_algos.collectors import StepCollector
+from vla_algos.collectors import EpisodeCollector, StepCollector
+from vla_algos.evaluation import evaluate
 from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
@@ -25,6 +26,7 @@ from vla_common.keys import (
     TRIAL_ID,
     TRUNCATED,
 )
+from vla_envs.simulator import Episode
 
 N, T = 4, 6
 
@@ -213,3 +215,55 @@ def test_state_dict_continues_the_episode_sequence(policy):
 def test_impossible_settings_say_what_would_be_right(policy, settings, message):
     with pytest.raises(ValueError, match=message):
         StepCollector(ToyEnv(N), policy, **{"decisions": T, **settings})
+
+
+def test_a_collector_whose_environment_somebody_else_has_used_begins_anew(policy):
+    def rollouts(between, reset):
+        torch.manual_seed(0)
+        env = ToyEnv(N)
+        collector = StepCollector(env, policy, T)
+        first = collector.rollout()
+        between(env)
+        if reset:
+            collector.reset()
+        return first, collector.rollout()
+
+    def uses():
+        yield lambda env: evaluate(env, policy, [Episode(1, trial) for trial in range(3)])
+        yield lambda env: env.rollout(1)
+        yield lambda env: StepCollector(env, policy, 1).rollout()
+
+    for use in uses():
+        for one, other in zip(rollouts(use, reset=False), rollouts(use, reset=True), strict=True):
+            assert_same(one, other)
+    first, second = rollouts(lambda env: evaluate(env, policy, []), reset=False)  # nobody was there
+    running = ~first[NEXT, DONE][:, -1]
+    assert (second[NEXT, EPISODE_LEN][:, 0] > first[NEXT, EPISODE_LEN][:, -1])[running].all()
+
+
+def test_the_state_of_a_collector_after_an_evaluation_has_no_observation(policy):
+    env = ToyEnv(N)
+    collector = StepCollector(env, policy, T)
+    collector.rollout()
+    assert "observation" in collector.state_dict()["environment"]
+    env.reset()
+    assert "observation" not in collector.state_dict()["environment"]
+
+
+def test_nobody_else_uses_the_environment_while_episodes_run(policy):
+    env = ToyEnv(2)
+    collector = EpisodeCollector(env, policy, [Episode(0, trial) for trial in range(9)])
+    trials = []
+
+    def disturb():
+        for episode in collector.iterator():
+            trials.append(episode[TRIAL_ID][0].item())
+            evaluate(env, policy, [Episode(1, 0)])
+
+    with pytest.raises(RuntimeError, match=r"somebody else has used the environment.*in another make_env"):
+        disturb()
+    trials += [episode[TRIAL_ID][0].item() for episode in collector.iterator()]
+    assert trials == list(range(9))  # nothing was lost
+    hook = StepCollector(env, policy, 2, on_decision=lambda outcome: env.reset())
+    with pytest.raises(RuntimeError, match="two decisions of StepCollector"):
+        hook.rollout()

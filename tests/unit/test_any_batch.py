@@ -311,3 +311,17 @@ def test_distributions_are_unflattened_with_what_they_are_made_of():
     assert dist.batch_shape == (2, 3, 2)
     assert dist.event_shape == (3,)
     assert dist.log_prob(dist.sample()).shape == dist.entropy().shape == (2, 3, 2)
+
+
+def test_a_batch_without_rows_is_refused(made):
+    policy, seen, _ = made
+    with pytest.raises(ValueError, match=r"batch \[0\] has no observation"):
+        policy(seen[:0])
+
+
+def test_our_loss_takes_any_batch():
+    policy = small()
+    batch = gae(StepCollector(ToyEnv(6), policy, 4).rollout())
+    one, other = ChunkClipPPOLoss(policy)(batch), ChunkClipPPOLoss(policy)(batch.reshape(-1))
+    for name, value in other.items(True, True):
+        torch.testing.assert_close(one[name], value, rtol=0, atol=0)

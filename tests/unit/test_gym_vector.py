@@ -236,8 +236,19 @@ def test_bad_actions_and_steps_without_an_episode_are_refused(make):
     envs.reset(seed=0)
     with pytest.raises(ValueError, match=r"float32 \[4, 3, 2\], got float32 \[4, 2\]"):
         envs.step(good[:, 0])
-    with pytest.raises(ValueError, match=r"environments \[2\] are not finite"):
+    with pytest.raises(ValueError, match=r"not finite in environments \[2\]"):
         envs.step(np.where(np.arange(N)[:, None, None] == 2, np.nan, good))
+    with pytest.raises(ValueError, match=r"1000 times.*environments \[2\].*units"):
+        envs.step(np.where(np.arange(N)[:, None, None] == 2, 1e6, good).astype(np.float32))
+
+
+def test_an_absurd_action_of_one_environment_is_refused():
+    env = gymnasium.make(ID)
+    env.reset(seed=0)
+    for action, message in ((1e6, "1000 times.*units"), (np.nan, "not finite")):
+        with pytest.raises(ValueError, match=message):
+            env.step(np.full(2, action, np.float32))
+    env.close()
 
 
 @pytest.mark.parametrize("number", [1, N])

@@ -366,7 +366,7 @@ def test_absurd_actions_are_refused():
     env.step(td.set(keys.ACTION, torch.full((N, CHUNK, DIM), 1900.0)))
     action = torch.zeros(N, CHUNK, DIM)
     action[1] = 1e6
-    with pytest.raises(ValueError, match=r"1000 times.*slots \[1\].*units"):
+    with pytest.raises(ValueError, match=r"1000 times.*environments \[1\].*units"):
         env.step(td.set(keys.ACTION, action))
 
 
@@ -377,3 +377,13 @@ def test_base_env_is_found_under_nested_transforms():
     assert isinstance(env, VLAEnv)
     assert len(save_state(nested, nested.reset())["transforms"]) == 2
     assert isinstance(nested.rollout(2), TensorDict)
+
+
+def test_episodes_that_are_set_on_the_wrapper_are_refused():
+    env = TransformedEnv(walker(), StepCounter())
+    env.episodes = EpisodeSampler(walker_spec(), 3)
+    with pytest.raises(ValueError, match=r"type env.set_episodes\(...\) instead"):
+        evaluate(env, ToyPolicy(), [])
+    del env.episodes
+    env.set_episodes(EpisodeSampler(walker_spec(), 3))  # the wrapper passes it on
+    assert base_env(env).episodes.seed == 3

@@ -46,7 +46,7 @@ class Evaluator:
 
         Args:
             title: of the progress bar, which shows the success so far.
-            env: whoever was collecting in it has to reset first.
+            env: the episodes that run in it are abandoned.
             policy: writes ``action``.
             **options: of :func:`~vla_algos.evaluation.evaluate`.
         """

@@ -45,7 +45,7 @@ def record(
     """Record demonstrations of ``env``'s tasks in turn, with a progress bar.
 
     Args:
-        env: whoever was collecting in it has to reset first.
+        env: the episodes that run in it are abandoned.
         policy: whose instructions and chunks they are for.
         seed: family of the demonstrations' initial states.
         episodes: how many.

@@ -52,6 +52,8 @@ class SimulatorEnv(gymnasium.Env):
         horizon: int | None = None,
         **options: Any,
     ):
+        if belongs := [name for name in ("num_envs", "chunk_size", "num_workers", "autoreset_mode") if name in options]:
+            raise ValueError(f"{belongs[0]} is for many environments: gymnasium.make_vec(id, {belongs[0]}=...)")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise unknown_name("render_mode", render_mode, self.metadata["render_modes"])
         self.render_mode, self.simulator_spec = render_mode, resolve_spec(name, horizon, options)
@@ -107,7 +109,7 @@ class SimulatorEnv(gymnasium.Env):
         """Execute one primitive action and render.
 
         Raises:
-            ValueError: an action of the wrong shape or type, or one that is not finite.
+            ValueError: an action of the wrong shape or type, not finite, or absurdly far out of bounds.
             gymnasium.error.ResetNeeded: no episode is running.
             gymnasium.error.ClosedEnvironmentError: after ``close``.
         """
@@ -116,8 +118,6 @@ class SimulatorEnv(gymnasium.Env):
         if self._episode is None or self._simulator is None:
             raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
         action = check_actions(self.simulator_spec, action, [self.simulator_spec.action_dim])
-        if not np.isfinite(action).all():
-            raise ValueError(f"the action is not finite: {action.tolist()}")
         episode, outcome = self._episode, self._simulator.step(action)
         self._elapsed += 1
         terminated = outcome.success

@@ -11,6 +11,7 @@ import numpy as np
 
 from vla_common import keys
 from vla_common.errors import unknown_name
+from vla_envs.actions import refuse_actions
 from vla_envs.registry import find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
 
@@ -87,18 +88,22 @@ def make_info(episode: Episode, success: bool) -> dict[str, Any]:
     }
 
 
-def check_actions(spec: SimulatorSpec, actions: np.ndarray, expected: Sequence[int]) -> np.ndarray:
-    """Return actions as float32.
+def check_actions(
+    spec: SimulatorSpec, actions: np.ndarray, expected: Sequence[int], running: np.ndarray | None = None
+) -> np.ndarray:
+    """Return actions as float32; see :func:`~vla_envs.actions.refuse_actions`.
 
     Raises:
-        ValueError: another shape than expected, or not floating point.
+        ValueError: another shape than expected, not floating point, not finite, or absurdly far out of bounds.
     """
     actions = np.asarray(actions)
     if actions.shape != tuple(expected) or not np.issubdtype(actions.dtype, np.floating):
         raise ValueError(
             f"{spec.id} takes actions of float32 {list(expected)}, got {actions.dtype} {list(actions.shape)}"
         )
-    return actions.astype(np.float32)
+    actions = actions.astype(np.float32)
+    refuse_actions(spec, actions if len(expected) > 1 else actions[None], running)
+    return actions
 
 
 def closed(spec: SimulatorSpec) -> gymnasium.error.ClosedEnvironmentError:

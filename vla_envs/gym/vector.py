@@ -14,12 +14,14 @@ from gymnasium.vector.utils import batch_space
 
 from vla_common import keys
 from vla_common.errors import unknown_name
+from vla_common.settings import Count, Positive, check_settings, setting_types
 from vla_envs.gym.episodes import RESET_OPTIONS, EpisodeStream, check_actions, closed, make_info, resolve_spec
 from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.pool import WorkerPool
 
 _RESET_MASK = "reset_mask"
+_PARTS = ("self", "name", "autoreset_mode", "options", "__class__")  # what is checked by itself
 
 
 class SimulatorVectorEnv(VectorEnv):
@@ -61,21 +63,21 @@ class SimulatorVectorEnv(VectorEnv):
     def __init__(
         self,
         name: str | SimulatorSpec,
-        num_envs: int = 1,
+        num_envs: Count = 1,
         render_mode: str | None = None,
-        horizon: int | None = None,
-        max_episode_steps: int | None = None,
-        chunk_size: int | None = None,
-        num_workers: int | None = None,
+        horizon: Count | None = None,
+        max_episode_steps: Count | None = None,
+        chunk_size: Count | None = None,
+        num_workers: Count | None = None,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        step_timeout: float = 60.0,
+        step_timeout: Positive = 60.0,
         **options: Any,
     ):
+        given = {name: value for name, value in locals().items() if name not in _PARTS}
         self.closed = True  # until there is something to close
+        check_settings("", given, setting_types(SimulatorVectorEnv, without=_PARTS))
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise unknown_name("render_mode of many environments", render_mode, self.metadata["render_modes"])
-        if num_envs < 1 or (chunk_size is not None and chunk_size < 1):
-            raise ValueError(f"num_envs and chunk_size must be >= 1, got {num_envs} and {chunk_size}")
         if num_workers is None:
             num_workers = min(num_envs, len(os.sched_getaffinity(0)))
         if not 1 <= num_workers <= num_envs:
@@ -146,7 +148,7 @@ class SimulatorVectorEnv(VectorEnv):
         """Execute an action, or a chunk of them, in each environment and render.
 
         Raises:
-            ValueError: actions of the wrong shape or type, or some that are not finite.
+            ValueError: actions of the wrong shape or type, not finite, or absurdly far out of bounds.
             gymnasium.error.ResetNeeded: some environments run no episode and do not reset themselves.
             gymnasium.error.ClosedEnvironmentError: after ``close``.
         """
@@ -230,11 +232,8 @@ class SimulatorVectorEnv(VectorEnv):
         """Execute actions in some environments: rewards, terminated and truncated of all, and infos of these."""
         assert self.action_space.shape is not None
         spec, arrays = self.simulator_spec, self._pool.arrays
-        actions = check_actions(spec, actions, self.action_space.shape).reshape(arrays.actions.shape)
-        broken = [slot for slot in running if not np.isfinite(actions[slot]).all()]
-        if broken:
-            raise ValueError(f"the actions of environments {list(map(int, broken))} are not finite")
-        arrays.actions[:] = actions
+        actions = check_actions(spec, actions, self.action_space.shape, ~self._ended)
+        arrays.actions[:] = actions.reshape(arrays.actions.shape)
         crashed = np.zeros(self.num_envs, np.bool_)
         crashed[self._pool.step(running.tolist())] = True
         self._elapsed += arrays.executed.sum(1)
