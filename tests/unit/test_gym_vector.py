@@ -199,7 +199,7 @@ def test_what_is_asked_of_each_environment(make):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk_size": 0}, "num_envs=0: must be greater than or equal to 1"),
+        ({"chunk_size": 0}, "chunk_size=0: must be greater than or equal to 1"),
         ({"autoreset_mode": "samestep"}, "did you mean SameStep"),
         ({"render_mode": "human"}, "known are rgb_array"),
         ({"image_size": 3}, "image_size cannot be set beside the SimulatorSpec"),
