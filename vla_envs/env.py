@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack,
 from vla_envs.instructions import Instructions
 from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
-from vla_envs.workers.pool import SimulatorCrash, WorkerPool
+from vla_envs.workers.pool import SimulatorCrash, WorkerPool, count_workers
 
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 
@@ -87,10 +86,7 @@ def make_env(
         )
     if episodes is None:
         episodes = EpisodeSampler(spec, secrets.randbelow(2**31) if seed is None else seed, group_size=group_size)
-    if num_workers is None:
-        num_workers = min(num_envs, len(os.sched_getaffinity(0)))
-    if not 1 <= num_workers <= num_envs:
-        raise ValueError(f"num_workers must be between 1 and num_envs={num_envs}, got {num_workers}")
+    num_workers = count_workers(num_envs, num_workers)
     return VLAEnv(
         spec,
         num_envs,

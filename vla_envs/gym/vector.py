@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from vla_common.settings import Count, Positive, check_settings, setting_types
 from vla_envs.gym.episodes import RESET_OPTIONS, EpisodeStream, check_actions, closed, make_info, resolve_spec
 from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.simulator import Episode, SimulatorSpec
-from vla_envs.workers.pool import WorkerPool
+from vla_envs.workers.pool import WorkerPool, count_workers
 
 _RESET_MASK = "reset_mask"
 _PARTS = ("self", "name", "autoreset_mode", "options", "__class__")  # what is checked by itself
@@ -78,10 +77,7 @@ class SimulatorVectorEnv(VectorEnv):
         check_settings("", given, setting_types(SimulatorVectorEnv, without=_PARTS))
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise unknown_name("render_mode of many environments", render_mode, self.metadata["render_modes"])
-        if num_workers is None:
-            num_workers = min(num_envs, len(os.sched_getaffinity(0)))
-        if not 1 <= num_workers <= num_envs:
-            raise ValueError(f"num_workers must be between 1 and num_envs={num_envs}, got {num_workers}")
+        num_workers = count_workers(num_envs, num_workers)
         spec = resolve_spec(name, max_episode_steps if horizon is None else horizon, options)
         if spec.batched:
             raise ValueError(f"{spec.id} leaves its images on the GPU: take make_env, or type backend='processes'")
@@ -168,7 +164,7 @@ class SimulatorVectorEnv(VectorEnv):
         infos: dict[str, Any] = {}
         if self.autoreset_mode is AutoresetMode.SAME_STEP:
             for slot in np.flatnonzero(done).tolist():
-                final = {"final_obs": self._observation_of(slot), "final_info": outcomes.pop(slot)}
+                final = {"final_obs": self._observations(slot), "final_info": outcomes.pop(slot)}
                 infos = self._add_info(infos, final, slot)
             ended = np.flatnonzero(done)
         for slot, info in outcomes.items():
@@ -279,19 +275,12 @@ class SimulatorVectorEnv(VectorEnv):
             random = self._random[slot] = seeding.np_random()
         return random
 
-    def _observations(self) -> dict[str, Any]:
-        """Copy the shared arrays, which the next step overwrites."""
-        arrays = self._pool.arrays
-        texts = {keys.TASK_DESCRIPTIONS: tuple(self._pool.texts)}
-        return {key: texts[key] if key in texts else getattr(arrays, key).copy() for key in self._keys()}
-
-    def _observation_of(self, slot: int) -> dict[str, Any]:
-        arrays = self._pool.arrays
-        texts = {keys.TASK_DESCRIPTIONS: self._pool.texts[slot]}
-        return {key: texts[key] if key in texts else getattr(arrays, key)[slot].copy() for key in self._keys()}
-
-    def _keys(self) -> list[str]:
-        return list(self._spaces)
+    def _observations(self, of: int | slice = slice(None)) -> dict[str, Any]:
+        """Copy the shared arrays, which the next step overwrites: those of all environments, or of one."""
+        texts, arrays = tuple(self._pool.texts)[of], self._pool.arrays
+        return {
+            key: texts if key == keys.TASK_DESCRIPTIONS else getattr(arrays, key)[of].copy() for key in self._spaces
+        }
 
     def _check_mask(self, mask: Any) -> np.ndarray:
         if (

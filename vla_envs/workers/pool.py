@@ -23,6 +23,19 @@ MAX_FAILURES_IN_A_ROW = 3
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}  # one core per worker; Mesa's rasteriser included
 
 
+def count_workers(num_envs: int, num_workers: int | None) -> int:
+    """Return how many processes share ``num_envs`` simulators; one per available core if nobody says.
+
+    Raises:
+        ValueError: there would be more of them than simulators.
+    """
+    if num_workers is None:
+        num_workers = min(num_envs, len(os.sched_getaffinity(0)))
+    if not 1 <= num_workers <= num_envs:
+        raise ValueError(f"num_workers must be between 1 and num_envs={num_envs}, got {num_workers}")
+    return num_workers
+
+
 class SimulatorCrash(RuntimeError):
     """A simulator failed again and again; the message names benchmark, task, trial and seed."""
 

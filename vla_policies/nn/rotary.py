@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,16 @@ def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype)
         theta: base of the frequencies.
         dtype: of the result.
     """
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
-    angles = positions[:, None, :, None].float() * frequencies.to(positions.device)
+    angles = positions[:, None, :, None].float() * _frequencies(head_dim, theta, positions.device)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Compute the frequencies ``[head_dim / 2]`` on the CPU; they are kept on the device, for the next pass."""
+    with torch.inference_mode(False):
+        return (1.0 / theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)).to(device)
 
 
 def rotate(vectors: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

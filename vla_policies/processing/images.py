@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_policies.processing.jpeg import jpeg_round_trip
+from vla_policies.processing.parts import image_by_image
 
 PRECISION_BITS = 22
 """Fixed-point fraction of Pillow's resampling weights for 8-bit images: 32 bits less 8 of a pixel and 2 of headroom."""
@@ -144,15 +145,12 @@ def resize_exact(images: Tensor, size: tuple[int, int], kernel: str = "bicubic")
     _check(images)
     if images.shape[1:3] == size:
         return images
-    # A CPU is several times faster image by image, in its cache; an accelerator wants the batch whole.
-    parts = images.split(1) if images.device.type == "cpu" else [images]
     height, width = size
-    return torch.cat(
-        [
-            _resize_rows(_resize_rows(part.transpose(1, 2), width, kernel).transpose(1, 2), height, kernel)
-            for part in parts
-        ]
-    )
+
+    def resize(part: Tensor) -> Tensor:
+        return _resize_rows(_resize_rows(part.transpose(1, 2), width, kernel).transpose(1, 2), height, kernel)
+
+    return image_by_image(resize, images)
 
 
 def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -167,16 +165,16 @@ def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
     _check(images)
     if images.shape[1:3] == size:
         return images
-    parts = images.split(1) if images.device.type == "cpu" else [images]
-    resized = []
-    for part in parts:
+
+    def resize(part: Tensor) -> Tensor:
         values = part.float()
         for dim in (1, 2):
             if values.shape[dim] != size[dim - 1]:
                 first, weights = (table.to(images.device) for table in _lanczos3(values.shape[dim], size[dim - 1]))
                 values = _filtered(values, dim, first, weights)
-        resized.append(values.round_().clamp_(0, 255).to(torch.uint8))
-    return torch.cat(resized)
+        return values.round_().clamp_(0, 255).to(torch.uint8)
+
+    return image_by_image(resize, images)
 
 
 def resize_with_pad(images: Tensor, size: tuple[int, int]) -> Tensor:
