@@ -54,10 +54,15 @@ class Outcome:
     Attributes:
         reward: the reward of this action.
         success: whether the task counts as solved in the state after this action.
+        ends_chunk: what the rest of the chunk was decided for is over, such as the first task of a chain: it is not
+            executed, and ``step_mask`` says so.
+        ends_episode: the benchmark gives up here, solved or not: the episode is truncated.
     """
 
     reward: float
     success: bool
+    ends_chunk: bool = False
+    ends_episode: bool = False
 
 
 class Simulator(Protocol):

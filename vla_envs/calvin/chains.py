@@ -1,0 +1,191 @@
+"""Initial conditions, the 34 tasks as changes of them, and chains of five tasks that are possible one after the other.
+
+The published evaluation (LH-MTLC) has 1000 chains: ``chains.json``. They come from the procedure below (calvin_agent,
+``multistep_sequences.py``, seed i for the i-th condition, shuffled with seed 0), which draws further ones for training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_envs.calvin.scenes import BLOCKS
+
+LENGTH = 5  # tasks of a chain
+PUBLISHED = 1000  # chains of the published evaluation
+Condition = Mapping[str, Any]  # {"led": 0, "lightbulb": 1, "slider": "left", "drawer": "open", "red_block": "table", ...}
+_CHOICES: dict[str, list[Any]] = {
+    "led": [0, 1],
+    "lightbulb": [0, 1],
+    "slider": ["right", "left"],
+    "drawer": ["closed", "open"],
+    **{f"{color}_block": ["table", "slider_right", "slider_left"] for color in BLOCKS},
+    "grasped": [0],
+}
+_IN_CABINET = ("slider_right", "slider_left")
+
+
+@cache
+def tasks() -> dict[str, int]:
+    """List the 34 tasks with the category of each, of which a chain has no two, in the order of the publication."""
+    found: dict[str, int] = {}
+    for verb, color, side in itertools.product(("rotate", "push"), BLOCKS, ("right", "left")):
+        found[f"{verb}_{color}_block_{side}"] = 1
+    found |= {"move_slider_left": 2, "move_slider_right": 2, "open_drawer": 3, "close_drawer": 3}
+    for color in BLOCKS:
+        found |= {f"lift_{color}_block_{place}": 4 + number for number, place in enumerate(("table", "slider", "drawer"))}
+    found |= {"place_in_slider": 7, "place_in_drawer": 7}
+    found |= {name: 10 for name in ("stack_block",)} | {"unstack_block": 11}
+    found |= {f"turn_{switch}_{light}": 8 for light in ("lightbulb", "led") for switch in ("on", "off")}
+    found["push_into_drawer"] = 9
+    return found
+
+
+@cache
+def conditions() -> tuple[Condition, ...]:
+    """List the 192 initial conditions: one or two blocks on the table, and no place in the cabinet taken twice."""
+    found = []
+    for values in itertools.product(*_CHOICES.values()):
+        if values.count("table") in (1, 2) and all(values.count(place) < 2 for place in _IN_CABINET):
+            found.append(dict(zip(_CHOICES, values, strict=True)))
+    return tuple(found)
+
+
+def outcomes(condition: Condition, task: str) -> list[Condition]:
+    """Return what a task may make of a condition; nothing if it is not possible."""
+    return [{**condition, **change} for change in _changes(condition, task)]
+
+
+def _changes(now: Condition, task: str) -> Iterator[dict[str, Any]]:
+    held = [color for color in BLOCKS if now[f"{color}_block"] == "grasped"]
+    if task in ("place_in_slider", "place_in_drawer", "stack_block"):
+        for color in held:
+            if task == "place_in_slider":
+                yield {f"{color}_block": f"slider_{now['slider']}", "grasped": 0}
+            elif task == "place_in_drawer" and now["drawer"] == "open":
+                yield {f"{color}_block": "drawer", "grasped": 0}
+            elif task == "stack_block":
+                for other in BLOCKS:
+                    if now[f"{other}_block"] == "table":
+                        yield {f"{color}_block": "stacked_top", f"{other}_block": "stacked_bottom", "grasped": 0}
+        return
+    if now["grasped"]:
+        return
+    verb, _, rest = task.partition("_")
+    color = next((color for color in BLOCKS if f"{color}_block" in task), "")
+    block = f"{color}_block"
+    if verb in ("rotate", "push") and color:
+        if now[block] == "table":
+            yield {}
+    elif verb == "move":
+        side = rest.removeprefix("slider_")
+        if now["slider"] != side:
+            yield {"slider": side}
+    elif task in ("open_drawer", "close_drawer"):
+        after = "open" if verb == "open" else "closed"
+        if now["drawer"] != after:
+            yield {"drawer": after}
+    elif verb == "turn":
+        switch, _, light = rest.partition("_")
+        if now[light] != (switch == "on"):
+            yield {light: int(switch == "on")}
+    elif verb == "lift":
+        place = task.rpartition("_")[2]
+        behind = "slider_left" if now["slider"] == "right" else "slider_right"  # where the door is not
+        reachable = {"table": "table", "slider": behind, "drawer": "drawer" if now["drawer"] == "open" else None}
+        if now[block] == reachable[place]:
+            yield {block: "grasped", "grasped": 1}
+    elif task == "push_into_drawer":
+        for color in BLOCKS:
+            others = [now[f"{other}_block"] in _IN_CABINET for other in BLOCKS if other != color]
+            if now[f"{color}_block"] == "table" and all(others) and now["drawer"] == "open":
+                yield {f"{color}_block": "drawer"}
+    elif task == "unstack_block":
+        tops = [color for color in BLOCKS if now[f"{color}_block"] == "stacked_top"]
+        bottoms = [color for color in BLOCKS if now[f"{color}_block"] == "stacked_bottom"]
+        for top, bottom in itertools.product(tops, bottoms):
+            yield {f"{top}_block": "table", f"{bottom}_block": "table"}
+    else:
+        raise AssertionError(task)
+
+
+def is_chain(condition: Condition, names: tuple[str, ...]) -> bool:
+    """Tell whether tasks are possible one after the other, in one way each, and no two are of a category."""
+    for name in names:
+        after = outcomes(condition, name)
+        if len(after) != 1:
+            return False
+        condition = after[0]
+    return len({tasks()[name] for name in names}) == len(names)
+
+
+def draw_chain(*seed: int) -> tuple[Condition, tuple[str, ...]]:
+    """Draw a condition, and one of all chains that begin there, each as likely as any other.
+
+    So does the published procedure, which draws five tasks until they happen to be a chain: 0.3 s, this 1 ms.
+    """
+    random = np.random.default_rng(seed)
+    start = conditions()[random.integers(len(conditions()))]
+    condition, chain = start, []
+    left: frozenset[int] = frozenset(tasks().values())
+    for length in range(LENGTH, 0, -1):
+        nexts = _continuations(tuple(condition.items()), left, length)
+        chosen = random.integers(sum(number for _, _, number in nexts))
+        for name, after, number in nexts:
+            if chosen < number:
+                break
+            chosen -= number
+        chain.append(name)
+        condition, left = dict(after), left - {tasks()[name]}
+    return start, tuple(chain)
+
+
+@cache
+def _continuations(
+    condition: tuple[tuple[str, Any], ...], categories: frozenset[int], length: int
+) -> list[tuple[str, tuple[tuple[str, Any], ...], int]]:
+    """List the tasks that may come next, what each makes of the condition, and how many chains go on from there."""
+    found = []
+    for name, category in tasks().items():
+        after = outcomes(dict(condition), name) if category in categories else []
+        if len(after) == 1:
+            state = tuple(after[0].items())
+            further = _continuations(state, categories - {category}, length - 1) if length > 1 else []
+            number = sum(number for _, _, number in further) if length > 1 else 1
+            if number:
+                found.append((name, state, number))
+    return found
+
+
+@cache
+def published_chains(file: str | None = None) -> tuple[tuple[Condition, tuple[str, ...]], ...]:
+    """Read the 1000 chains of the published evaluation.
+
+    Args:
+        file: another list of chains in the format of ``chains.json``: pairs of a condition and five tasks.
+
+    Raises:
+        ValueError: the file is damaged, or has a chain that is none.
+    """
+    path: Any = resources.files("vla_envs.calvin").joinpath("chains.json") if file is None else Path(file).expanduser()
+    advice = f"a list of [condition, [five tasks]] as in {resources.files('vla_envs.calvin').joinpath('chains.json')}"
+    try:
+        chains = json.loads(path.read_text())
+        found = tuple((dict(condition), tuple(names)) for condition, names in chains)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of chains ({error}); it takes {advice}") from error
+    known = [dict(condition) for condition in conditions()]
+    for number, (condition, names) in enumerate(found):
+        possible = condition in known and len(names) == LENGTH and set(names) <= tasks().keys()
+        if not possible or not is_chain(condition, names):
+            raise ValueError(f"chain {number} of {path} is none: {', '.join(map(str, names))}; the file takes {advice}")
+    if not found:
+        raise ValueError(f"{path} has no chains; it takes {advice}")
+    return found

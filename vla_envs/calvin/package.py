@@ -1,0 +1,180 @@
+"""The package calvin_env, which is not on PyPI: where a checkout of it may lie, and an import without side effects.
+
+Of the package the robot, the scenes, the cameras and the task oracle are used, as they are; its ``PlayTableSimEnv`` is
+not: it draws both cameras at every step, wants a git checkout, ``gym``, OpenCV and EGL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+COMMIT = "797142c588c21e76717268b7b430958dbd13bf48"
+REPOSITORY = "https://github.com/mees/calvin_env"
+VERSIONS = {"pybullet": "3.2.7"}  # whose physics and renderer results belong to
+INSTALL = "make setup  (or: pip install 'vla-torchrl[calvin]')"
+CLONE = (
+    f"git clone {REPOSITORY} ~/.cache/calvin_env && git -C ~/.cache/calvin_env checkout {COMMIT[:12]}   "
+    "(or a clone elsewhere and export CALVIN_ENV_PATH=FOLDER)"
+)
+_FILES = (
+    *("calvin_env/robot/robot.py", "calvin_env/scene/play_table_scene.py", "calvin_env/envs/tasks.py"),
+    *(f"conf/scene/calvin_scene_{scene}.yaml" for scene in "ABCD"),
+    *(f"data/calvin_table_{scene}/urdf/calvin_table_{scene}.urdf" for scene in "ABCD"),
+    *("conf/tasks/new_playtable_tasks.yaml", "conf/robot/panda_longer_finger.yaml", "data/plane/plane.urdf"),
+    *("data/franka_panda/panda_longer_finger.urdf", "data/blocks/block_red_middle.urdf"),
+)
+
+
+def package_places(path: str | None = None) -> list[Path]:
+    """List folders that may be a checkout of calvin_env, in order of looking; an explicit one alone."""
+    if path is not None:
+        return [Path(path).expanduser()]
+    places = []
+    if own := os.environ.get("CALVIN_ENV_PATH"):
+        places.append(Path(own).expanduser())
+    if root := os.environ.get("VLA_TORCHRL_ASSETS"):
+        places.append(Path(root) / "calvin" / "calvin_env")
+    return [*places, *_installed(), Path.home() / ".cache" / "calvin_env"]
+
+
+def find_package(path: str | None = None) -> Path:
+    """Find the folder with ``calvin_env/``, ``conf/`` and ``data/``.
+
+    Args:
+        path: an explicit one. Otherwise the first of these that is complete: ``$CALVIN_ENV_PATH``,
+            ``$VLA_TORCHRL_ASSETS/calvin/calvin_env``, an editable installation, ``~/.cache/calvin_env``.
+
+    Raises:
+        FileNotFoundError: there is none; says where was looked and what to type.
+    """
+    places = package_places(path)
+    for place in places:
+        if not missing_files(place):
+            return place.resolve()
+    looked = "\n".join(f"  {place}: {_problem(place)}" for place in places)
+    raise FileNotFoundError(f"no checkout of calvin_env. Looked in\n{looked}\n  Type: {CLONE}")
+
+
+def missing_files(folder: Path) -> list[str]:
+    """List what a checkout lacks."""
+    return [name for name in _FILES if not (folder / name).is_file()]
+
+
+def check_packages(path: str | None = None) -> None:
+    """Check that everything is there, without importing it.
+
+    Raises:
+        ModuleNotFoundError: a package from PyPI is missing.
+        RuntimeError: PyBullet is of another version.
+        FileNotFoundError: there is no checkout of calvin_env.
+    """
+    missing = [name for name in ("pybullet", "quaternion", "git", "scipy") if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f"CALVIN needs {', '.join(missing)}, not installed; type: {INSTALL}")
+    version = metadata.version("pybullet")
+    if version != VERSIONS["pybullet"]:
+        raise RuntimeError(
+            f"CALVIN's episodes belong to PyBullet {VERSIONS['pybullet']}, there is {version}; type: "
+            f"pip install pybullet=={VERSIONS['pybullet']}"
+        )
+    find_package(path)
+
+
+@dataclass(frozen=True)
+class Calvin:
+    """The parts of calvin_env that are used.
+
+    Attributes:
+        Robot, PlayTableScene, StaticCamera, GripperCamera, Tasks: its classes.
+        modules: those that call PyBullet by the name ``p``.
+    """
+
+    Robot: Any
+    PlayTableScene: Any
+    StaticCamera: Any
+    GripperCamera: Any
+    Tasks: Any
+    modules: tuple[Any, ...]
+
+    def use(self, client: Any) -> None:
+        """Let everything that is called next work in the world of a client of PyBullet.
+
+        calvin_env forgets in places to say which world it means, and then means the first one of the process.
+        """
+        for module in self.modules:
+            module.p = client
+
+
+@cache
+def import_calvin(folder: Path) -> Calvin:
+    """Import the parts of calvin_env that are used.
+
+    Args:
+        folder: of :func:`find_package`.
+
+    Raises:
+        ImportError: another folder of that name has been imported in this process.
+    """
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # GitPython is imported, git is not needed
+    sys.path.insert(0, str(folder))  # first: the current folder may have one of that name
+    importlib.invalidate_caches()
+    try:
+        package = importlib.import_module("calvin_env")
+        names = ("robot.robot", "scene.play_table_scene", "camera.static_camera", "camera.gripper_camera", "envs.tasks")
+        robot, scene, static, gripper, tasks = (importlib.import_module(f"calvin_env.{name}") for name in names)
+        mixed_ik = importlib.import_module("calvin_env.robot.mixed_ik")
+    finally:
+        sys.path.remove(str(folder))
+    found = Path(next(iter(package.__path__))).resolve().parent
+    if found != folder:
+        raise ImportError(f"calvin_env was imported from {found} already, not from {folder}; start a new process")
+    return Calvin(
+        Robot=robot.Robot,
+        PlayTableScene=scene.PlayTableScene,
+        StaticCamera=static.StaticCamera,
+        GripperCamera=gripper.GripperCamera,
+        Tasks=tasks.Tasks,
+        modules=(robot, mixed_ik, static, gripper),
+    )
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Keep what PyBullet writes to the standard output of the process from being seen."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _installed() -> list[Path]:
+    """Find an editable installation; what merely lies in the current folder is none."""
+    try:
+        files = metadata.distribution("calvin_env").read_text("direct_url.json") or ""
+    except metadata.PackageNotFoundError:
+        return []
+    url = files.partition('"file://')[2].partition('"')[0]
+    return [Path(url)] if url else []
+
+
+def _problem(place: Path) -> str:
+    if not place.is_dir():
+        return "no such folder"
+    missing = missing_files(place)
+    return f"incomplete, lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")

@@ -1,0 +1,115 @@
+"""CALVIN behind the :class:`~vla_envs.simulator.Simulator` protocol: chains of tasks, and tasks one by one."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any
+
+import numpy as np
+
+from vla_envs.calvin.chains import LENGTH, conditions, draw_chain, published_chains
+from vla_envs.calvin.package import check_packages, find_package
+from vla_envs.calvin.scenes import CABINET_SHIFT
+from vla_envs.calvin.single import begin, start_of
+from vla_envs.calvin.spec import EVALUATION, SUBTASK_STEPS, spoken
+from vla_envs.calvin.states import published_state
+from vla_envs.calvin.world import World
+from vla_envs.rendering.egl import WORKER, device_of_worker, egl_devices
+from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
+
+
+class CalvinSimulator:
+    """One CALVIN world; an episode loads its scene anew (60 ms)."""
+
+    def __init__(self, spec: SimulatorSpec):
+        options = spec.options
+        check_packages(options["path"])
+        self.spec = spec
+        egl = options["renderer"] == "egl"
+        if egl:
+            _take_turns_on_gpus()
+        self.world = World(find_package(options["path"]), fixes=options["scene_fixes"], egl=egl)
+        self.chain: tuple[str, ...] = ()
+        self.done = 0  # tasks of the chain
+        self._steps = 0  # since the last of them
+        self._before: dict[str, Any] = {}  # what the oracle compares with
+        self._sentences: tuple[str, ...] = ()
+
+    @staticmethod
+    def check(spec: SimulatorSpec) -> None:
+        """Raise what making a simulator would raise, before any worker is started."""
+        check_packages(spec.options["path"])
+
+    def reset(self, episode: Episode) -> None:
+        """Begin a chain, or a task alone.
+
+        The published evaluation and ``chains=published`` run chain ``trial_id``; ``episode.seed`` then decides the
+        training sentences alone.
+
+        Raises:
+            ValueError: there is no such chain.
+        """
+        options, task = self.spec.options, self.spec.task_of(episode)
+        fixes = options["scene_fixes"]
+        if options["kind"] == "task":
+            # The name, not the index, goes into the seed: an episode is the same beside other tasks and on its own.
+            letter, seed = options["scenes"], (episode.seed, zlib.crc32(task.name.encode()), episode.trial_id)
+            self.chain = (task.name,)
+            begin(self.world, letter, start_of(task.name, letter, fixes, *seed))
+        else:
+            letter = options["scenes"][episode.task_id]
+            condition, self.chain = self._chain_of(episode, letter)
+            self.world.reset(letter, *published_state(condition, CABINET_SHIFT[letter] * fixes))
+        draw = np.random.default_rng([episode.seed, episode.trial_id, *map(ord, options["kind"])])
+        said = [spoken(name, options["sentences"]) for name in self.chain]
+        self._sentences = tuple(sentences[draw.integers(len(sentences))] for sentences in said)
+        self.done = self._steps = 0
+        self._before = self.world.info()
+
+    def _chain_of(self, episode: Episode, letter: str) -> tuple[Any, tuple[str, ...]]:
+        if not self.spec.options["published"]:
+            return draw_chain(episode.seed, ord(letter), episode.trial_id)
+        chains = published_chains(self.spec.options["chains_file"])
+        if episode.trial_id >= len(chains):
+            raise ValueError(f"{self.spec.id} has chains 0 to {len(chains) - 1}, got trial_id={episode.trial_id}")
+        return chains[episode.trial_id]
+
+    def step(self, action: np.ndarray) -> Outcome:
+        command = np.asarray(action, np.float64).copy()
+        command[6] = 1.0 if command[6] > 0 else -1.0  # calvin_env takes nothing in between
+        self.world.step(command)
+        self._steps += 1
+        solved = self.done < len(self.chain) and self.world.solved(self.chain[self.done], self._before)
+        if solved:
+            self.done += 1
+            self._steps = 0
+            if self.done < len(self.chain):
+                self._before = self.world.info()
+        published = self.spec.options["kind"] == EVALUATION
+        return Outcome(
+            reward=float(solved),
+            success=self.done == len(self.chain),
+            ends_chunk=published and solved,
+            ends_episode=published and self._steps == SUBTASK_STEPS,
+        )
+
+    def observe(self) -> Observation:
+        images, wrist = self.world.render(self.spec.image_shape[0], wrist=self.spec.wrist_image_shape is not None)
+        return Observation(
+            images=images,
+            states=self.world.states()[0][:7].astype(np.float32),
+            task_description=self._sentences[min(self.done, len(self.chain) - 1)],
+            wrist_images=None if wrist is None else wrist[None],
+        )
+
+    def close(self) -> None:
+        self.world.close()
+
+
+def _take_turns_on_gpus() -> None:
+    """Tell PyBullet's EGL plugin which device it draws with: workers take turns."""
+    worker = int(os.environ.get(WORKER, 0))
+    device = device_of_worker(egl_devices(), os.environ.get("CUDA_VISIBLE_DEVICES"), worker)
+    if device is not None:
+        os.environ.setdefault("EGL_VISIBLE_DEVICES", str(device))
