@@ -34,6 +34,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from vla_common.checksums import verify_checksums
 from vla_common.keys import ACTION, ACTION_LOG_PROB, PROMPT_TOKENS, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count, setting_types
@@ -301,7 +302,7 @@ class VLAPolicy(TensorDictModuleBase):
             FileNotFoundError: the folder is not a policy.
             ValueError: another family, other settings, a truncated file, or weights that do not fit the configuration.
         """
-        path = resolve(folder)
+        verify_checksums(path := resolve(folder))
         family, stored = layout.read(path)
         if family != cls.family:
             raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")

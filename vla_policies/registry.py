@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Optional
 
+from vla_common.checksums import verify_checksums
 from vla_common.errors import unknown_name
 from vla_common.registry import policies
 from vla_common.schema import EnvironmentShape
@@ -143,6 +144,7 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
             f"{folder} is a checkpoint of {names}; load it with from_pretrained of the class that you mean"
         )
     if not found:
+        verify_checksums(folder)
         said, config = layout.read(folder)
         kind = said or config.get("model_type")
         raise ValueError(

@@ -16,13 +16,15 @@ from tqdm import tqdm
 
 from vla_algos import parallel
 from vla_algos.run.checkpoints import (
+    BrokenCheckpoint,
     CheckpointError,
-    latest_checkpoint,
+    by_preference,
     load_training_state,
     random_state,
     save_checkpoint,
     set_random_state,
 )
+from vla_common.tensor_files import not_finite
 from vla_policies import VLAPolicy
 
 T = TypeVar("T")
@@ -89,15 +91,15 @@ class ResumableRun:
         return self.folder / "checkpoints"
 
     def resume(self) -> int | None:
-        """Restore the last checkpoint; returns how many iterations were done, ``None`` if there is none.
+        """Restore the last checkpoint that is whole; returns its iteration, ``None`` if there never was any.
 
         Raises:
-            CheckpointError: it is broken, or of another policy.
+            CheckpointError: all are broken, or it is of another policy.
         """
-        checkpoint = parallel.broadcast_object(self._latest())
-        if checkpoint is None:
+        found = self._latest()
+        if found is None:
             return None
-        state = load_training_state(checkpoint)
+        checkpoint, state = found
         processes = state["processes"]
         if len(processes) != parallel.world_size():
             raise CheckpointError(
@@ -204,11 +206,27 @@ class ResumableRun:
             self._signal = number
             raise Interrupted
 
-    def _latest(self) -> Path | None:
-        try:
-            return latest_checkpoint(self.checkpoints)
-        except CheckpointError:
-            return None
+    def _latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """Load the last checkpoint that all processes can read; of each that is broken a line is said."""
+        broken: list[str] = []
+        for checkpoint in parallel.broadcast_object(by_preference(self.checkpoints)):
+            state, problem = {}, None
+            try:
+                state = load_training_state(checkpoint)
+            except BrokenCheckpoint as error:
+                problem = str(error)
+            problem = next(filter(None, parallel.all_gather_object(problem)), None)
+            if problem is None:
+                if broken and parallel.is_main():
+                    tqdm.write(f"warning: {'; '.join(broken)}. Going on from the checkpoint before it, {checkpoint}")
+                return checkpoint, state
+            broken.append(problem)
+        if broken:
+            raise CheckpointError(
+                f"no checkpoint in {self.checkpoints} can be used: {'; '.join(broken)}. To begin anew take another "
+                "folder: hydra.run.dir=..."
+            )
+        return None
 
     def _remember(self) -> None:
         parts = {name: part.state_dict() for name, part in self.parts.items() if name != "learner"}
@@ -228,6 +246,7 @@ class ResumableRun:
             "learner": self.parts["learner"].state_dict(),
             "processes": processes,
         }
+        self._check_finite(state)
         try:
             save_checkpoint(self.checkpoints, self._iteration, self.policy if publish else None, state)
         except OSError as error:  # a full disk: what was saved before is still there
@@ -241,6 +260,17 @@ class ResumableRun:
             return False
         self._failures = 0
         return True
+
+    def _check_finite(self, state: Mapping[str, Any]) -> None:
+        """Refuse to save a run that has diverged over one that has not."""
+        found = not_finite({"weights": state["weights"], "learner": state["learner"]})
+        if found:
+            good = next(iter(by_preference(self.checkpoints)), None)
+            raise CheckpointError(
+                f"the weights after iteration {self._iteration} are not finite ({len(found)} tensors, such as "
+                f"{found[0]}): the policy has diverged and is not saved; the last good checkpoint is {good or 'none'}; "
+                f"go on from it with a lower learning rate: hydra.run.dir={self.folder} resume=force optim.lr=..."
+            )
 
 
 def trained(policy: VLAPolicy) -> dict[str, torch.Tensor]:

@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from vla_common.checksums import SUMS
+
 # Data only: neither code nor whole-model pickles. The heads of OpenVLA-OFT are published as .pt, which are read with
 # weights_only=True.
 _PATTERNS = [
+    SUMS,
     "*.json",
     "*.safetensors",
     "tokenizer.model",
@@ -28,7 +31,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must be a JSON object; copy it again")
