@@ -1,4 +1,4 @@
-"""Files of tensors that ``torch.save`` wrote, read so that nothing in them is executed; and numbers that are numbers."""
+"""Files of tensors that ``torch.save`` wrote, read so that nothing in them is executed; and what is finite."""
 
 from __future__ import annotations
 

@@ -324,6 +324,7 @@ def test_a_setting_that_was_renamed_keeps_loading(make, tmp_path):
     options = json.loads((tmp_path / "vla_torchrl.json").read_text())
     options["prefix_gigabytes"] = options.pop("prefix_cache_gb")  # as versions before wrote it
     (tmp_path / "vla_torchrl.json").write_text(json.dumps(options))
+    (tmp_path / "SHA256SUMS").unlink()
     assert load_policy(tmp_path).config.prefix_cache_gb == 2.5
     with pytest.warns(DeprecationWarning, match="prefix_gigabytes is called prefix_cache_gb now"):
         assert load_policy(tmp_path, prefix_gigabytes=1.5).config.prefix_cache_gb == 1.5

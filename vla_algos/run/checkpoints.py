@@ -17,7 +17,7 @@ import random
 import re
 import shutil
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
 import torch
@@ -217,7 +217,7 @@ def _write(content: dict[str, Any], path: Path) -> str:
     with open(path, "wb") as file:
         hashed = _HashedFile(file)
         try:
-            torch.save(content, hashed)
+            torch.save(content, cast(BinaryIO, hashed))
         except RuntimeError as error:
             raise hashed.error or error from error  # torch says "unexpected pos" of a full disk
     return hashed.sha256.hexdigest()

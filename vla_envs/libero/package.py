@@ -188,7 +188,7 @@ def initial_states(suite: str, task: str) -> np.ndarray:
 def _unpickle_array(content: bytes) -> Any:
     """Unpickle one array; neither runs code nor takes more memory than the pickle has."""
     for operation, argument, _ in pickletools.genops(content):  # checks lengths too
-        if operation.name.endswith("PUT") and int(argument) > len(content):
+        if operation.name.endswith("PUT") and argument is not None and int(argument) > len(content):
             raise pickle.UnpicklingError("not a pickle that was written by a program")
     return _ArrayUnpickler(io.BytesIO(content)).load()
 

@@ -7,12 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vla_common.checksums import SUMS
-
 # Data only: neither code nor whole-model pickles. The heads of OpenVLA-OFT are published as .pt, which are read with
 # weights_only=True.
 _PATTERNS = [
-    SUMS,
     "*.json",
     "*.safetensors",
     "tokenizer.model",

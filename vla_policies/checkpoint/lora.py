@@ -133,7 +133,7 @@ def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) 
     if unknown or not layers:
         raise ValueError(f"{folder} adapts layers that this model does not have: {unknown[:5]}; it is of another model")
     _check_ranks(folder, config, entries)
-    tensors = {key: entry.check_finite(entry.read().clone()) for key, entry in entries.items()}
+    tensors = {key: entry.check_finite(entry.read()) for key, entry in entries.items()}
     config.target_modules, config.inference_mode = sorted(layers), False
     _inject(policy, config)
     parameters = _adapter_parameters(policy.model)

@@ -194,11 +194,9 @@ def load_head(module: nn.Module, file: str | Path, *, dtype: torch.dtype | None 
         ValueError: not a file of tensors, or tensors that are missing, unknown, of another shape or not finite.
     """
     file = Path(file)
-    if file.suffix == ".safetensors":
-        weights = load_file(file)
-    else:
-        weights = load_tensors(file)
-    check_values(weights, file)
+    weights = load_file(file) if file.suffix == ".safetensors" else load_tensors(file)
+    for key, tensor in weights.items():
+        Entry(file, key, tuple(tensor.shape), tensor.dtype).check_finite(tensor)
     weights = {key.removeprefix("module.").removeprefix(prefix): tensor for key, tensor in weights.items()}
     shapes = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
     check_layout(shapes, {key: tuple(tensor.shape) for key, tensor in weights.items()}, what=str(file))
@@ -212,13 +210,7 @@ def load_file(file: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: it is truncated, or tensors are not finite.
     """
-    return {key: entry.check_finite(entry.read().clone()) for key, entry in list_weights(file).items()}
-
-
-def check_values(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Refuse tensors that are not finite, see :meth:`Entry.check_finite`."""
-    for key, tensor in tensors.items():
-        Entry(file, key, tuple(tensor.shape), tensor.dtype).check_finite(tensor)
+    return {key: entry.check_finite(entry.read()) for key, entry in list_weights(file).items()}
 
 
 def save_weights(
