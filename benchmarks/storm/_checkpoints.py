@@ -53,7 +53,9 @@ def published(root: Path) -> list[Site]:
     return [
         Site("OpenVLA in shards", openvla, lambda folder: OpenVLA.from_pretrained(folder, benchmark="libero")),
         Site("OpenVLA-OFT with heads and FiLM", oft, lambda folder: OpenVLAOFT.from_pretrained(folder, **OPTIONS)),
-        Site("pi0", pi0, lambda folder: Pi0.from_pretrained(folder, benchmark="metaworld", config_name="pi0_metaworld")),
+        Site(
+            "pi0", pi0, lambda folder: Pi0.from_pretrained(folder, benchmark="metaworld", config_name="pi0_metaworld")
+        ),
     ]
 
 
@@ -76,7 +78,13 @@ def ours(root: Path, foreign: list[Site]) -> list[Site]:
     for policy in (openvla, pi0):
         add_lora(policy, rank=2)
     small, flow = (load_policy(GOLDEN / "saved_before" / name) for name in ("small", "small_flow"))
-    policies = {"SmallVLA": small, "SmallFlow": flow, "OpenVLA with LoRA": openvla, "OpenVLA-OFT": oft, "pi0 with LoRA": pi0}
+    policies = {
+        "SmallVLA": small,
+        "SmallFlow": flow,
+        "OpenVLA with LoRA": openvla,
+        "OpenVLA-OFT": oft,
+        "pi0 with LoRA": pi0,
+    }
     sites = []
     for name, policy in policies.items():
         folder = root / name.replace(" ", "_")

@@ -183,7 +183,7 @@ def _policies(tally: Tally, rng: random.Random, count: int, root: Path, foreign:
 
 
 def _published(tally: Tally, rng: random.Random, count: int, root: Path, foreign: list[Site]) -> None:
-    openvla, oft, pi0 = foreign
+    openvla, _, pi0 = foreign
     index, statistics = "model.safetensors.index.json", "dataset_statistics.json"
     bounds = ("q01", "q99")
     faults: list[tuple[str, Site, str, Callable[[Path], object]]] = []
@@ -192,7 +192,9 @@ def _published(tally: Tally, rng: random.Random, count: int, root: Path, foreign
             name = str(file.relative_to(site.folder))
             if name in ("generation_config.json", "keys.json", "tokenizer_config.json"):  # not read
                 continue
-            faults.append(("truncated", site, name, lambda path: _change(path, lambda content: _truncate(content, rng))))
+            faults.append(
+                ("truncated", site, name, lambda path: _change(path, lambda content: _truncate(content, rng)))
+            )
             faults += [
                 ("malicious", site, name, lambda path, n=n: path.write_bytes(_pickles(_Trap(root / "sprung"))[n]))
                 for n in range(5 if path_is_tensors(name) else 1)
@@ -214,10 +216,16 @@ def _published(tally: Tally, rng: random.Random, count: int, root: Path, foreign
         for value in ([float("nan")] * 8, [float("-inf")] * 8, [], "x", 3, None, [1.0], ["a"] * 8):
             change = _statistic(name, value)
             faults.append(("statistics", pi0, "assets/tiny/norm_stats.json", lambda path, c=change: _edit(path, c)))
-    faults.append(("statistics", pi0, "assets/tiny/norm_stats.json", lambda path: _edit(path, _statistic("std", [-1.0] * 8))))
+    faults.append(
+        ("statistics", pi0, "assets/tiny/norm_stats.json", lambda path: _edit(path, _statistic("std", [-1.0] * 8)))
+    )
     adapters = _adapter(root, openvla)
     for key, value in [
-        *((key, value) for key in ("r", "lora_alpha") for value in (float("nan"), 0, -1, None, "x", float("inf"), 10**9, [])),
+        *(
+            (key, value)
+            for key in ("r", "lora_alpha")
+            for value in (float("nan"), 0, -1, None, "x", float("inf"), 10**9, [])
+        ),
         *((key, ["x"]) for key in ("rank_pattern", "alpha_pattern")),
         *((key, {"proj": float("nan")}) for key in ("rank_pattern", "alpha_pattern")),
         *(("peft_type", value) for value in ("IA3", None, 3, "CODE")),
@@ -332,7 +340,7 @@ def _libero(tally: Tally, rng: random.Random, count: int, root: Path, _: list[Si
         outcome, why = "wrong", "loaded"
         tracemalloc.start()
         try:
-            with mock.patch.object(package, "package_folder", lambda: root):
+            with mock.patch.object(package, "package_folder", return_value=root):
                 package.initial_states("goal", "task")
         except Exception as error:
             by_name = isinstance(error, RuntimeError) and str(file) in str(error)
