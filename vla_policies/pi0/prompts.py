@@ -31,7 +31,8 @@ class Pi0Prompts:
             self._tokenizer = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise ValueError(
-                f"the tokenizer (paligemma_tokenizer.model, or tokenizer.model) is no sentencepiece file ({error}); copy it again"
+                f"the tokenizer (paligemma_tokenizer.model, or tokenizer.model) is no sentencepiece file ({error}); "
+                "copy it again"
             ) from error
         if self._tokenizer.bos_id() != BOS:
             raise ValueError(f"the tokenizer is not PaliGemma's: <bos> is {self._tokenizer.bos_id()}, must be {BOS}")
