@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from vla_algos.run.files import flush, link_atomically, remove
+
 _FORMAT = "vla-torchrl training state 4"
 _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED, _LATEST = ".unfinished_", "latest"
@@ -60,7 +62,7 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
     _check_plain(state, "state")  # better to fail now than at the resume
     root.mkdir(parents=True, exist_ok=True)
     for rest in root.glob(f"{_UNFINISHED}*"):  # of a run that died while saving
-        rest.unlink() if rest.is_symlink() else shutil.rmtree(rest)
+        remove(rest)
     final = root / f"step_{step:08d}"
     temporary = root / f"{_UNFINISHED}{final.name}"
     try:
@@ -69,22 +71,23 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
         if policy is not None:
             policy.save_pretrained(temporary / "policy")
         for path in [*temporary.rglob("*"), temporary]:
-            _flush(path)
+            flush(path)
     except (OSError, RuntimeError, SafetensorError) as error:  # whatever torch and safetensors raise on a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"{final} could not be written: {error}") from error
     if final.exists():  # a run that was resumed from an older checkpoint comes by here again
         final.rename(root / f"{_UNFINISHED}old_{final.name}")
     temporary.rename(final)
-    link = root / f"{_UNFINISHED}{_LATEST}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    link.replace(root / _LATEST)
-    _flush(root)
+    if (root / _LATEST).is_dir() and not (root / _LATEST).is_symlink():  # a copy that did not keep links made it
+        (root / _LATEST).rename(root / f"{_UNFINISHED}old_{_LATEST}")
+    link_atomically(root / _LATEST, final.name)
+    flush(root)
     older = checkpoints(root)
     older = older[: older.index(final) + 1]
-    for old in [*root.glob(f"{_UNFINISHED}*"), *older[:-keep]]:
-        shutil.rmtree(old)
+    for old in older[:-keep]:
+        old.rename(root / f"{_UNFINISHED}old_{old.name}")  # half of one must not pass for a checkpoint
+    for old in root.glob(f"{_UNFINISHED}*"):
+        remove(old)
     return final
 
 
@@ -100,7 +103,7 @@ def latest_checkpoint(root: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (root / _LATEST).is_dir():
+    if (root / _LATEST).is_symlink() and (root / _LATEST).is_dir():
         return root / os.readlink(root / _LATEST)
     if found := checkpoints(root):
         return found[-1]
@@ -176,12 +179,3 @@ def _check_plain(value: Any, where: str) -> None:
             _check_plain(item, f"{where}[{index}]")
     elif type(value) not in _PLAIN and not isinstance(value, torch.Tensor):
         raise CheckpointError(f"{where} is a {type(value).__name__}; save tensors, numbers, text and None only")
-
-
-def _flush(path: Path) -> None:
-    """Force a file or the entries of a folder to disk, so that the rename cannot overtake them."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
