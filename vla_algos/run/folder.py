@@ -17,10 +17,13 @@ from tqdm import tqdm
 from yaml import YAMLError
 
 from vla_algos import parallel
-from vla_algos.run.files import attempt, link_atomically, write_atomically
+from vla_algos.run.files import attempt, link_atomically, remove, write_atomically
 from vla_algos.run.lock import FolderInUse, FolderLock
 from vla_algos.run.provenance import differences, record_result, record_start
 from vla_algos.run.seeds import seed_everything
+
+
+_LEFTOVERS = (".unfinished_*", ".old_*", "checkpoints/.unfinished_*", "videos/**/.unfinished_*")
 
 
 def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
@@ -56,11 +59,17 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
 
 
 def note_start(config: SimpleNamespace, folder: Path) -> bool:
-    """Write ``config.yaml``, if it differs, and this process into ``run.json``; returns whether there was room."""
+    """Write ``config.yaml``, if it differs, and this process into ``run.json``; returns whether there was room.
+
+    What a process left behind that was killed while writing is removed.
+    """
     if not parallel.is_main():
         return True
 
     def write() -> None:
+        for pattern in _LEFTOVERS:
+            for path in folder.glob(pattern):
+                remove(path)
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(_plain(config))))
         record_start(folder)
 
