@@ -6,6 +6,7 @@ A life costs half a second, so that a run can be killed, and started again by th
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import mmap
@@ -62,6 +63,7 @@ class Board:
         _CELL.pack_into(self._memory, cell * _CELL.size, value)
 
 
+@functools.cache
 def warm() -> None:
     """Import and set what all lives share."""
     torch.set_num_threads(1)
@@ -197,5 +199,3 @@ def _report_to(board: Board) -> None:
         return done
 
     resume.ResumableRun.resume = resumed  # type: ignore[method-assign]
-
-

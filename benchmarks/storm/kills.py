@@ -37,9 +37,7 @@ def run(count: int, seed: int) -> Tally:
         while tally.tried < count:
             name = list(_lives.OF)[number % 2]
             folder = Path(temporary) / f"{name}_{number}"
-            sent = [
-                _disturb(name, folder, board, draw) for _ in range(min(draw.randint(1, 4), count - tally.tried))
-            ]
+            sent = [_disturb(name, folder, board, draw) for _ in range(min(draw.randint(1, 4), count - tally.tried))]
             wanted = _lives.newest(folder)
             status = _lives.wait(_lives.live(name, folder, board))
             problem = _lives.difference(folder, whole[name]) if status == 0 else f"the last life ended with {status}"

@@ -78,7 +78,7 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
     if final.exists():  # a run that was resumed from an older checkpoint comes by here again
         final.rename(root / f"{_UNFINISHED}old_{final.name}")
     temporary.rename(final)
-    if (root / _LATEST).is_dir() and not (root / _LATEST).is_symlink():  # a copy that did not keep links made it
+    if (root / _LATEST).exists() and not (root / _LATEST).is_symlink():  # a copy that did not keep links made it
         (root / _LATEST).rename(root / f"{_UNFINISHED}old_{_LATEST}")
     link_atomically(root / _LATEST, final.name)
     flush(root)
