@@ -77,11 +77,11 @@ def _die_at(folder: Path, board: Board, number: int) -> Callable[[], None]:
         return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(root)
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and ours(arguments[0]) and isinstance(arguments[2], int) and arguments[2] & WRITING:
-            count()
-        elif event in AUDITED and any(ours(path) for path in arguments[: AUDITED[event]]):
-            count()
-        elif event == "os.remove" and arguments[1] != -1:  # of shutil.rmtree, which has the folder open
+        if (
+            (event == "open" and ours(arguments[0]) and isinstance(arguments[2], int) and arguments[2] & WRITING)
+            or (event in AUDITED and any(ours(path) for path in arguments[: AUDITED[event]]))
+            or (event == "os.remove" and arguments[1] != -1)
+        ):
             count()
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,6 @@ from vla_algos.run.lock import FolderInUse, FolderLock
 from vla_algos.run.provenance import differences, record_result, record_start
 from vla_algos.run.seeds import seed_everything
 
-
 _LEFTOVERS = (".unfinished_*", ".old_*", "checkpoints/.unfinished_*", "videos/**/.unfinished_*")
 
 
