@@ -12,11 +12,15 @@ import json
 import mmap
 import os
 import re
+import runpy
 import signal
 import struct
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,13 +28,14 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 from safetensors.torch import load_file
 
 import vla_algos.run.resume as resume
+import vla_envs.workers.pool as pool
 from benchmarks.storm import _line
 from vla_algos import Learner, StepCollector
+from vla_algos.run import provenance
 from vla_algos.run.checkpoints import CheckpointError, latest_checkpoint
 from vla_algos.run.launch import run_recipe
 from vla_algos.run.run import Run
@@ -38,6 +43,7 @@ from vla_algos.run.run import Run
 PHASES = ("starting", "collecting", "learning", "saving", "evaluating", "ending")
 COMMON = [
     *("sft=none", "iterations=4", "evaluate_every=2", "eval.trials=1", "policy.chunk_size=3", "policy.dim=32"),
+    "eval.videos=0",
     *("policy.layers=1", "update.epochs=2", "update.minibatch_size=8", "optim.lr=1e-3", "eval.sampled=false"),
 ]
 OF = {
@@ -63,26 +69,78 @@ class Board:
         _CELL.pack_into(self._memory, cell * _CELL.size, value)
 
 
+def work_folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a temporary folder in memory, where there is some: what a kill leaves does not depend on the disk."""
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+
+
+class Forked:
+    """Stands in for ``subprocess.Popen`` of a Python module: a fork, which has imported everything already."""
+
+    def __init__(self, command: list[str], pass_fds: tuple[int, ...] = (), **_: Any):
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            for handle in map(int, os.listdir("/proc/self/fd")):
+                if handle > 2 and handle not in pass_fds:  # else it would not learn of its parent's death
+                    with contextlib.suppress(OSError):
+                        os.close(handle)
+            sys.argv = command[2:]
+            runpy.run_module(command[2], run_name="__main__")
+        finally:
+            os._exit(0)
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        deadline = time.monotonic() + (timeout or 60)
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return self.returncode
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _wait(self, how: int) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, how)
+            if done:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
 @functools.cache
 def warm() -> None:
     """Import and set what all lives share."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     _line.register()
+    provenance.code()
+    pool.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": Forked})  # type: ignore[assignment]
 
 
-def compose_recipe(name: str, folder: Path, overrides: list[str] | tuple[str, ...] = ()) -> DictConfig:
+@functools.cache
+def compose_recipe(name: str, overrides: tuple[str, ...] = ()) -> DictConfig:
     """Compose what ``python recipes/NAME.py`` would run on the toy benchmark."""
     conf = Path(importlib.import_module(f"recipes.{name}").__file__ or "").parent / "conf"
-    given = [*COMMON, *OF[name], *overrides, f"hydra.runtime.output_dir={folder}"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf), version_base=None):
-        config = compose(name, overrides=given, return_hydra_config=True)
-    HydraConfig.instance().set_config(config)
+        config = compose(name, overrides=[*COMMON, *OF[name], *overrides])
+    GlobalHydra.instance().clear()
     with open_dict(config):
-        del config["hydra"]
         config["env"] = {"id": "line/all", "num_envs": 4, "num_workers": 1}
-        config["eval"]["videos"] = 0
     return config
 
 
@@ -99,6 +157,7 @@ def live(
         more: further overrides.
     """
     board[Board.PHASE] = board[Board.RESUMED] = board[Board.COUNT] = board[Board.ENTERED] = 0
+    config = compose_recipe(name, more)
     sys.stdout.flush()
     if process := os.fork():
         return process
@@ -112,7 +171,7 @@ def live(
         prepare()
         _report_to(board)
         recipe: Any = importlib.import_module(f"recipes.{name}")
-        run_recipe(recipe.train, recipe.SETTINGS, compose_recipe(name, folder, more), folder)
+        run_recipe(recipe.train, recipe.SETTINGS, config, folder)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 71

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def run(count: int, seed: int) -> Tally:
     _lives.warm()
     draw, tally, board = random.Random(seed), Tally("death at single operations on files"), Board()
     more = ("iterations=2", "evaluate_every=0")
-    with tempfile.TemporaryDirectory() as temporary:
+    with _lives.work_folder() as temporary:
         folder = Path(temporary) / "whole" / "run"
         folder.parent.mkdir()
         if _lives.wait(_lives.live(RECIPE, folder, board, _die_at(folder, board, 0), more)) != 0:
@@ -77,11 +76,13 @@ def _die_at(folder: Path, board: Board, number: int) -> Callable[[], None]:
         return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(root)
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if (
-            (event == "open" and ours(arguments[0]) and isinstance(arguments[2], int) and arguments[2] & WRITING)
-            or (event in AUDITED and any(ours(path) for path in arguments[: AUDITED[event]]))
-            or (event == "os.remove" and arguments[1] != -1)
-        ):
+        if event == "open":
+            counts = ours(arguments[0]) and isinstance(arguments[2], int) and arguments[2] & WRITING
+        elif event == "os.remove" and arguments[1] != -1:  # of shutil.rmtree, which has the folder open
+            counts = True
+        else:
+            counts = any(ours(path) for path in arguments[: AUDITED.get(event, 0)])
+        if counts:
             count()
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:

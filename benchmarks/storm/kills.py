@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def run(count: int, seed: int) -> Tally:
     """Send ``count`` signals to toy runs."""
     _lives.warm()
     draw, tally, board = random.Random(seed), Tally("signals at random moments of PPO and GRPO"), Board()
-    with tempfile.TemporaryDirectory() as temporary:
+    with _lives.work_folder() as temporary:
         whole = {}
         for name in _lives.OF:
             folder = Path(temporary) / f"{name}_whole"
