@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from vla_algos import parallel
 from vla_algos.evaluation import blank_images, swap_instructions
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, translate_arguments
+from vla_algos.run.files import write_atomically
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.summary import describe_spec
 from vla_common.errors import unknown_name
@@ -61,7 +62,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
         metrics |= {"eval/mean/success_once": once, "eval/mean/success_at_end": at_end}
         print(f"mean of {', '.join(config.mean_of)}: success {100 * once:.1f}%, at end {100 * at_end:.1f}%")
     if parallel.is_main():
-        (run.folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+        write_atomically(run.folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     run.finish(result.metrics())
     print(f"\nresults      {run.folder}")
 

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import random
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from vla_algos.run.files import flush, link_atomically, remove
 from vla_common.checksums import SUMS, ChecksumError, verify_checksums, write_lines
 from vla_common.tensor_files import ExecutableFileError, load_plain
 
@@ -73,7 +73,7 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
     _check_plain(state, "state")  # better to fail now than at the resume
     root.mkdir(parents=True, exist_ok=True)
     for rest in root.glob(f"{_UNFINISHED}*"):  # of a run that died while saving
-        rest.unlink() if rest.is_symlink() else shutil.rmtree(rest)
+        remove(rest)
     final = root / f"step_{step:08d}"
     temporary = root / f"{_UNFINISHED}{final.name}"
     try:
@@ -83,7 +83,7 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
         if policy is not None:
             policy.save_pretrained(temporary / "policy")
         for path in [*temporary.rglob("*"), temporary]:
-            _flush(path)
+            flush(path)
         for folder in (temporary, temporary / "policy"):
             verify_checksums(folder)
     except (OSError, RuntimeError, SafetensorError, ChecksumError) as error:  # what torch and safetensors raise
@@ -92,16 +92,16 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
     if final.exists():  # a run that was resumed from an older checkpoint comes by here again
         final.rename(root / f"{_UNFINISHED}old_{final.name}")
     temporary.rename(final)
-    link = root / f"{_UNFINISHED}{_LATEST}"
-    with contextlib.suppress(OSError):  # a folder of that name; the newest checkpoint is found without it
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.replace(root / _LATEST)
-    _flush(root)
+    if (root / _LATEST).exists() and not (root / _LATEST).is_symlink():  # a copy that did not keep links made it
+        (root / _LATEST).rename(root / f"{_UNFINISHED}old_{_LATEST}")
+    link_atomically(root / _LATEST, final.name)
+    flush(root)
     older = checkpoints(root)
     older = older[: older.index(final) + 1]
-    for old in [*root.glob(f"{_UNFINISHED}*"), *older[:-keep]]:
-        old.unlink() if old.is_symlink() else shutil.rmtree(old)
+    for old in older[:-keep]:
+        old.rename(root / f"{_UNFINISHED}old_{old.name}")  # half of one must not pass for a checkpoint
+    for old in root.glob(f"{_UNFINISHED}*"):
+        remove(old)
     return final
 
 
@@ -240,17 +240,3 @@ class _HashedFile:
 
     def flush(self) -> None:
         self._file.flush()
-
-
-def _flush(path: Path) -> None:
-    """Force a file or the entries of a folder to disk, so that the rename cannot overtake them.
-
-    A file leaves the cache too: what is read afterwards is what is on the disk.
-    """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-        if hasattr(os, "posix_fadvise"):  # Linux
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(handle)

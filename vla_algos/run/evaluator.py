@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from vla_algos import parallel
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
+from vla_algos.run.files import attempt
 from vla_algos.run.logging import progress_bar, write_video
 from vla_common.settings import Count, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
@@ -90,5 +92,7 @@ def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> lis
         episode = result.episodes[index]
         outcome = "success" if episode.success_once else "failure"
         name = f"{index:03d}_{episode.task}_trial{episode.episode.trial_id}_{outcome}.mp4"
-        paths.append(write_video(folder / name, frames, fps))
+        write = partial(write_video, folder / name, frames, fps)
+        if attempt(f"a video in {folder}", write, "the run goes on without it"):
+            paths.append(folder / name)
     return paths

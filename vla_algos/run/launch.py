@@ -42,7 +42,8 @@ def run_recipe(train: Callable[[SimpleNamespace, Run], None], types: Types, conf
         folder: where everything goes.
     """
     settings = read_config(config, types)
-    train(settings, Run(settings, folder))
+    with Run(settings, folder) as run:
+        train(settings, run)
 
 
 class SlurmRun(submitit.helpers.Checkpointable):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar, cast
 
+from safetensors import SafetensorError
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 
@@ -16,8 +17,10 @@ from vla_algos import parallel
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
-from vla_algos.run.folder import begin_folder, finish_folder
+from vla_algos.run.files import write_folder_atomically
+from vla_algos.run.folder import finish_folder, note_start, open_folder, say_what_differs
 from vla_algos.run.logging import RunLogger, progress_bar
+from vla_algos.run.phase import begin_work
 from vla_algos.run.resume import ResumableRun, Stateful
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.summary import describe_policy, describe_spec, show_iteration, summarise
@@ -33,7 +36,8 @@ T = TypeVar("T")
 class Run:
     """The folder of a run, its environment and policy, checkpoints, evaluations, the log, and the summary.
 
-    Made by :func:`vla_algos.run.launch.launch` for ``train(config, run)`` of a recipe. A training recipe makes policy
+    Made by :func:`vla_algos.run.launch.launch` for ``train(config, run)`` of a recipe; as a context manager it lets
+    others have the folder afterwards. A training recipe makes policy
     and environment, then::
 
         with run.resumable(learner=learner, collector=collector):
@@ -56,6 +60,7 @@ class Run:
 
     Raises:
         ValueError: settings that do not fit each other, or the folder has a run of other settings.
+        FolderInUse: another process writes into the folder.
     """
 
     def __init__(self, config: SimpleNamespace, folder: Path):
@@ -68,9 +73,17 @@ class Run:
         if hasattr(config, "demonstrations"):
             self.demonstration_seed = demonstration_seed(config.seed, config.eval["seed"])
             self._check_warm_start()
-        begin_folder(config, folder)
+        self._lock = open_folder(config, folder)
+        self._noted = False
         self.state: dict = {}
         self._seconds: dict[str, float] = {}
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     # ---- the parts
 
@@ -114,9 +127,13 @@ class Run:
             **parts: what changes beside the policy's weights: ``learner`` and, where there is one, ``collector``.
         """
         self._parts, self._warm_starts = parts, warm_start
-        with ResumableRun(self.folder, self.policy, parts, self.config.checkpoint_every) as self._checkpoints:
+        every = self.config.checkpoint_every
+        with ResumableRun(self.folder, self.policy, parts, every, lambda: self._logger.sync()) as self._checkpoints:
             resumed = self._checkpoints.resume()
             self._first = resumed or 0
+            if resumed is not None:
+                say_what_differs(self.folder)
+            self._note_start()
             self._logger = RunLogger(self.folder, after=-1 if resumed is None else resumed)
             self._started -= self._checkpoints.seconds
             self.state = self._checkpoints.run_state
@@ -127,7 +144,7 @@ class Run:
                 self._begin()
             yield
         if parallel.is_main():
-            self.policy.save_pretrained(self.folder / "policy")
+            self._save_policy()
         self._finish()
 
     def iterations(self, total: int | None = None, unit: str = "iteration", title: str | None = None) -> Iterator[int]:
@@ -148,6 +165,7 @@ class Run:
                     yield iteration
                 evaluated = self._evaluates_after(iteration)
                 if iteration > self._first:
+                    self._note_start()
                     self._checkpoints.finish(iteration, publish=evaluated)
                 if evaluated:
                     self._evaluate(iteration)
@@ -211,6 +229,20 @@ class Run:
 
     # ---- what happens in between
 
+    def _note_start(self) -> None:
+        """Work begins: write what this process runs; what a full disk refuses is tried again after an iteration."""
+        begin_work()
+        self._noted = self._noted or note_start(self.config, self.folder)
+
+    def _save_policy(self) -> None:
+        try:
+            write_folder_atomically(self.folder / "policy", self.policy.save_pretrained)
+        except (OSError, RuntimeError, SafetensorError) as error:  # whatever is raised on a full disk
+            raise OSError(
+                f"{self.folder / 'policy'} could not be written: {error}; make room, then type the same command with "
+                f"hydra.run.dir={self.folder}: it resumes after the last iteration"
+            ) from error
+
     def _begin(self) -> None:
         self._checkpoints.interruptible(self._warm_start)
         parallel.sync_initial_weights(self.policy)
@@ -266,6 +298,7 @@ class Run:
             title: of the progress bar.
             **options: of :func:`~vla_algos.evaluation.evaluate`.
         """
+        self._note_start()
         share = self.evaluator.run(title, self.env, self.policy, record=self.evaluator.local_videos, **options)
         result = gather(share)
         self.env.close()
