@@ -99,6 +99,8 @@ class Heartbeat:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Say goodbye, or what went wrong."""
+        if isinstance(error, Exception):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, before the error is printed
         failed = isinstance(error, (Exception, KeyboardInterrupt)) and self.lost is None
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:500] if failed else None
         with self._lock:
@@ -180,8 +182,9 @@ class Heartbeat:
 
     def _read(self, peer: _Peer) -> None:
         ended = False
+        peer.connection.setblocking(False)
         try:
-            while received := peer.connection.recv(65536, socket.MSG_DONTWAIT):
+            while received := peer.connection.recv(65536):
                 peer.unread += received
             ended = True
         except BlockingIOError:

@@ -27,9 +27,11 @@ ROOT = Path(__file__).parents[2]
 HEARTBEAT = 6.0  # seconds; two minutes otherwise
 SOON = HEARTBEAT + 20  # torchrun itself waits some seconds for a process that is stopped
 LIFE = 240.0
-SETTINGS = """env.num_envs=4 env.num_workers=2 env.max_episode_steps=8 env.image_size=32 eval.trials=2 eval.videos=0
-    iterations=16 update.epochs=1 optim.lr=1e-3 checkpoint_every=2 evaluate_every=6 demonstrations.episodes=2
-    cloning.steps=3 policy.chunk_size=3""".split()
+SETTINGS = [
+    *["env.num_envs=4", "env.num_workers=2", "env.max_episode_steps=8", "env.image_size=32", "eval.trials=2"],
+    *["eval.videos=0", "iterations=9", "update.epochs=1", "optim.lr=1e-3", "checkpoint_every=2", "evaluate_every=4"],
+    *["demonstrations.episodes=2", "cloning.steps=3", "policy.chunk_size=3"],
+]
 RECIPES = {
     "ppo": [*SETTINGS, "collector.decisions=3", "update.critic_warmup_steps=0"],
     "grpo": [
@@ -228,16 +230,16 @@ STOPPED = "stopped by SIGTERM"
 FAULTS = {
     "kill -9 of torchrun": Fault(None, kill_torchrun, soon=5),
     "SIGSTOP of process 0": Fault(SILENT, stop, rank=0),
-    "exception in collecting": Fault(FAILED, where="collecting", calls=40),
+    "exception in collecting": Fault(FAILED, where="collecting", calls=30),
     "kill -9 of process 0": Fault(ENDED, kill, rank=0),
     "SIGSTOP, SIGCONT when given up": Fault(SILENT, stop_for_long, rank=0),
-    "network lost": Fault(r"process [01] of 2 \(.*\) has ended without a word", where="network", calls=40),
+    "network lost": Fault(r"process [01] of 2 \(.*\) has ended without a word", where="network", calls=30),
     "SIGSTOP, SIGCONT soon": Fault(None, stop_shortly),
-    "another call": Fault("do not make the same calls in the same order", where="another call", calls=30),
+    "another call": Fault("do not make the same calls in the same order", where="another call", calls=20),
     "kill -9 of process 1": Fault(ENDED, kill, rank=1),
     "SIGSTOP of process 1": Fault(SILENT, stop, rank=1),
-    "exception in learning": Fault(FAILED, where="learning", calls=12),
-    "exception in saving": Fault(FAILED, where="saving", calls=6, rank=0),
+    "exception in learning": Fault(FAILED, where="learning", calls=8),
+    "exception in saving": Fault(FAILED, where="saving", calls=4, rank=0),
     "exception in evaluating": Fault(FAILED, where="evaluating", calls=3),
     "SIGTERM to one": Fault(STOPPED, terminate_one),
     "SIGTERM to all": Fault(STOPPED, terminate_all),
@@ -270,7 +272,7 @@ def _try(fault: Fault, rank: int, recipe: str, folder: Path, chance: random.Rand
     life = Life(recipe, folder, inside)
     try:
         if fault.outside is not None:
-            step = chance.randint(1, 12)
+            step = chance.randint(1, 7)
             life.wait_for(lambda: life.reached(step), LIFE)
             time.sleep(chance.random() / 3)
             fault.outside(life, rank)
