@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.distributed import Store
 
 TIMEOUT = 120.0  # seconds; the longest call that may hold Python's lock, in which a process gives no sign of life
 GRACE = 5.0  # seconds that the main thread has to end in an orderly way
+START = 600.0  # seconds for all processes to come
 _KEY = "vla_heartbeat"
 
 
@@ -74,7 +74,7 @@ class Heartbeat:
         lost: what is wrong; ``None`` while nothing is.
 
     Raises:
-        ProcessLost: not all processes came within the time-out of ``store``.
+        ProcessLost: not all processes came within ten minutes.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float | None = None):
@@ -251,7 +251,7 @@ class Heartbeat:
         with socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=self.world_size) as server:
             store.set(_KEY, json.dumps([server.getsockname()[1], token]))
             peers: dict[int, _Peer] = {}
-            deadline = time.monotonic() + store.timeout.total_seconds()
+            deadline = time.monotonic() + START
             while len(peers) < self.world_size - 1:
                 server.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
@@ -259,7 +259,7 @@ class Heartbeat:
                 except TimeoutError as error:
                     missing = sorted(set(range(1, self.world_size)) - peers.keys())
                     raise ProcessLost(
-                        f"processes {missing} of {self.world_size} have not come within {_minutes(store.timeout)}"
+                        f"processes {missing} of {self.world_size} have not come within {START:.0f} s"
                     ) from error
                 with contextlib.suppress(OSError, ValueError):  # somebody else's
                     given, rank, name = _receive(connection)
@@ -273,16 +273,12 @@ class Heartbeat:
         try:
             port, token = json.loads(store.get(_KEY))
             # Where torchrun and SLURM have all processes meet, the first one is.
-            connection = socket.create_connection((os.environ["MASTER_ADDR"], port), store.timeout.total_seconds())
+            connection = socket.create_connection((os.environ["MASTER_ADDR"], port), START)
             _send_line(connection, [token, self.rank, self._name])
-            (name,) = _receive(connection, store.timeout.total_seconds())
+            (name,) = _receive(connection, START)
         except (RuntimeError, OSError, ValueError) as error:
             raise ProcessLost(f"{self._name} cannot reach process 0 at {os.environ['MASTER_ADDR']}: {error}") from error
         return _Peer(connection, name, time.monotonic())
-
-
-def _minutes(time: timedelta) -> str:
-    return f"{time.total_seconds() / 60:.0f} minutes"
 
 
 def _receive(connection: socket.socket, timeout: float = 10.0) -> list[Any]:

@@ -4,7 +4,7 @@ Each runs the whole recipe with its share of the environments. What is computed 
 gradients, metrics, results of an evaluation) goes through the functions below; a process that is alone tells nobody
 anything, and gets its own data back. Only the first process writes.
 
-All processes must make the same calls in the same order.
+All processes must make the same calls in the same order, from the same functions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ import torch.distributed as dist
 from submitit.slurm.slurm import SlurmJobEnvironment
 from tensordict import TensorDictBase
 
-from vla_algos.heartbeat import Heartbeat, ProcessLost
+from vla_algos.heartbeat import START, Heartbeat, ProcessLost
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(hours=2)  # for one process to wait for another that is alive: a warm start may lie between them
-_START = timedelta(minutes=10)  # for all to come
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _heartbeat: Heartbeat | None = None
 
@@ -64,7 +63,7 @@ def process_group() -> Iterator[None]:
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         _choose_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
-    store, own_rank, processes = next(iter(dist.rendezvous("env://", timeout=_START)))
+    store, own_rank, processes = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=START))))
     with Heartbeat(store, own_rank, processes) as _heartbeat:
         try:
             dist.init_process_group(backend, store=store, rank=own_rank, world_size=processes, timeout=_TIMEOUT)
@@ -102,7 +101,7 @@ def _find_agent() -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            socket.create_connection(address, _START.total_seconds()).close()
+            socket.create_connection(address, START).close()
         except OSError as error:
             raise ProcessLost(f"torchrun, which has started this process, is gone from {address}: {error}") from error
 

@@ -62,7 +62,7 @@ def wrap(owner, name):
     def wrapped(*arguments, **named):
         global calls
         calls += 1
-        if calls == int(count):
+        if calls == int(count) and rank == os.environ["RANK"]:
             if where == "network":
                 cut_off()
             elif where == "another call":
@@ -74,7 +74,7 @@ def wrap(owner, name):
 
 PLACES = {"learning": (parallel, "all_reduce_gradients"), "saving": (vla_algos.run.resume, "save_checkpoint"),
           "evaluating": (vla_algos.run.evaluator, "evaluate")}
-if rank == os.environ["RANK"]:
+if where:
     wrap(*PLACES.get(where, (vla_envs.env.VLAEnv, "_step")))
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
