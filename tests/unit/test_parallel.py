@@ -139,17 +139,17 @@ def die_in_one():
 
 
 def lost_in(wait):
+    started = time.monotonic()
     with pytest.raises(ProcessLost) as caught:
         wait()
+    assert time.monotonic() - started < 30
     return str(caught.value)
 
 
 def test_the_others_hear_of_a_process_that_died(tmp_path):
-    started = time.monotonic()
     said, _ = together(die_in_one, tmp_path)
     assert "process 1 of 2 (" in said
     assert "has ended without a word: it was killed (out of memory?), or its network failed" in said
-    assert time.monotonic() - started < 60
 
 
 def raise_in_one():
@@ -159,10 +159,8 @@ def raise_in_one():
 
 
 def test_the_others_hear_what_went_wrong_wherever_they_are(tmp_path):
-    started = time.monotonic()
     said, _ = together(raise_in_one, tmp_path, ends=(0, 1))
     assert said.endswith(") has failed: ArithmeticError: enough")
-    assert time.monotonic() - started < 50
 
 
 def stop_in_one(folder):
