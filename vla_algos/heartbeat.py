@@ -270,14 +270,23 @@ class Heartbeat:
         return [peers[rank] for rank in sorted(peers)]
 
     def _meet_first(self, store: Store) -> _Peer:
-        try:
-            port, token = json.loads(store.get(_KEY))
-            # Where torchrun and SLURM have all processes meet, the first one is.
-            connection = socket.create_connection((os.environ["MASTER_ADDR"], port), START)
-            _send_line(connection, [token, self.rank, self._name])
-            (name,) = _receive(connection, START)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise ProcessLost(f"{self._name} cannot reach process 0 at {os.environ['MASTER_ADDR']}: {error}") from error
+        deadline = time.monotonic() + START
+        while True:
+            try:
+                # What processes before a restart have left in the store is answered by nobody, until it is overwritten.
+                port, token = json.loads(store.get(_KEY))
+                return self._greet(port, token, max(0.01, deadline - time.monotonic()))
+            except (RuntimeError, OSError, ValueError) as error:
+                if time.monotonic() > deadline or not isinstance(error, (OSError, ValueError)):
+                    address = os.environ["MASTER_ADDR"]
+                    raise ProcessLost(f"{self._name} cannot reach process 0 at {address}: {error}") from error
+            time.sleep(0.2)
+
+    def _greet(self, port: int, token: str, timeout: float) -> _Peer:
+        # Where torchrun and SLURM have all processes meet, the first one is.
+        connection = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout)
+        _send_line(connection, [token, self.rank, self._name])
+        (name,) = _receive(connection, timeout)
         return _Peer(connection, name, time.monotonic())
 
 

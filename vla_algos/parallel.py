@@ -64,6 +64,8 @@ def process_group() -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl"
         _choose_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
     store, own_rank, processes = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=START))))
+    # After a restart torchrun's store still has what the processes before it have written.
+    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     with Heartbeat(store, own_rank, processes) as _heartbeat:
         try:
             dist.init_process_group(backend, store=store, rank=own_rank, world_size=processes, timeout=_TIMEOUT)
