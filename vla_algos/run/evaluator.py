@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from vla_algos import parallel
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.run.logging import progress_bar, write_video
-from vla_common.settings import Count, Whole
+from vla_common.settings import Count, Seed, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
 
 
@@ -29,7 +29,7 @@ class Evaluator:
 
     trials: Count | None = None
     repeats: Count = 1
-    seed: Whole = 9_000_000
+    seed: Seed = 9_000_000
     videos: Whole = 4
     sampled: bool = False
 

@@ -25,6 +25,7 @@ from vla_algos.run.warm_start import demonstration_seed, warm_start
 from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
+from vla_envs.demonstrations import check_expert
 from vla_policies import VLAPolicy, make_policy
 
 T = TypeVar("T")
@@ -227,6 +228,8 @@ class Run:
     def _check_warm_start(self) -> None:
         if self.config.demonstrations["episodes"] and "steps" not in self.config.cloning:
             raise ValueError("cloning.steps is missing: how many steps? type sft=expert, or demonstrations.episodes=0")
+        if self.config.demonstrations["episodes"] and not self.config.policy.get("checkpoint"):
+            check_expert(self.spec)
         if "state_noise" in self.config.cloning:
             check_state_noise(self.config.cloning["state_noise"], self.spec.state_dim)
 

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Final, Literal
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Whole
+from vla_common.settings import Count, Pixels, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape, is_whole_number
 from vla_envs.maniskill.assets import describe_assets, list_instructions
 from vla_envs.maniskill.variants import (
@@ -103,7 +103,7 @@ def make_spec(
     *,
     object_set: Literal["train", "test", "all"] = "train",
     only: Mapping[Literal["object", "plate", "extra", "table", "position", "yaw"], Sequence[Whole]] | None = None,
-    image_size: Count | tuple[Count, Count] | None = None,
+    image_size: Pixels | tuple[Pixels, Pixels] | None = None,
     max_episode_steps: Count | None = None,
     reward_type: Literal["staged", "success", "dense"] | None = None,
     start: Literal["rlinf", "rl4vla"] = "rlinf",
