@@ -1,9 +1,9 @@
 """Wrong settings of every recipe and experiment: each must be refused, in one line that names it, before work.
 
-Two kinds. Those of ``mistakes.txt`` are what somebody might type, each known to be wrong. The others are drawn: some setting of
-some recipe gets a nasty value, and where it is accepted, :data:`LEGAL` says whether it may be; that table was written by
-hand from the documentation and shares nothing with the checks. ``python -m benchmarks.storm.configurations`` prints what
-was accepted, for review.
+Two kinds. Those of ``mistakes.txt`` are what somebody might type, each known to be wrong. The others are drawn: some
+setting of some recipe gets a nasty value, and where it is accepted, :data:`LEGAL` says whether it may be; that table
+was written by hand from the documentation and shares nothing with the checks.
+``python -m benchmarks.storm.configurations`` prints what was accepted, for review.
 
 A recipe runs in this process up to where simulators would start.
 """
@@ -52,7 +52,7 @@ CONF = RECIPES / "conf"
 VALUES = (
     *("-1", "-0.5", "-1e-3", "0", "0.0", "1e-300", "0.5", "1", "1.0", "1.5", "2", "2.5", "3", "7", "95", "99.9", "1e3"),
     *("4e0", "100000", "1000000000", "1e9", "1e400", "nan", "inf", "-inf", "99999999999999999999", "null", "true"),
-    *("false", "no", "yes", "off", "on", "none", "None", "auto", "ten", "10%", "0.1.2", "1,5", "''", "' '", "'4'"),
+    *("false", "no", "yes", "off", "on", "none", "None", "auto", "ten", "10%", "0.1.2", "''", "' '", "'4'"),
     *(
         "'true'",
         "nul",
@@ -95,7 +95,8 @@ class Started(Exception):
 @functools.cache
 def _main(recipe: str) -> Callable[[DictConfig], None]:
     spec = importlib.util.spec_from_file_location(f"storm_{recipe}", RECIPES / f"{recipe}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.main.__wrapped__
@@ -167,7 +168,8 @@ def told(error: BaseException, name: str) -> bool:
     text = str(error)
     kinds = (ValueError, FileNotFoundError)
     ours = isinstance(error, kinds) and not isinstance(error, HydraException) and "\n" not in text and len(text) < 600
-    parts = [name.lstrip("+~").partition("=")[0], name.rpartition(".")[2].partition("=")[0]]
+    typed = name.lstrip("+~").partition("=")[0]
+    parts = [typed, typed.rpartition(".")[2], *([typed.partition(".")[0]] if "+" in name else [])]  # or its section
     return ours and any(re.search(rf"(?<!\w){re.escape(part)}", text) for part in parts)
 
 

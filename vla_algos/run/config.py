@@ -135,4 +135,7 @@ def _chosen(section: Any, name: str, types_of: Any) -> Types:
     choice = _CHOSEN_BY[name]
     if not isinstance(section, dict) or not isinstance(section.get(choice), str):
         raise ValueError(f"{name}.{choice} is missing; type {name}.{choice}=NAME, or choose a file: {name}=NAME")
-    return {choice: str, **types_of(section[choice])}
+    try:
+        return {choice: str, **types_of(section[choice])}
+    except ValueError as error:
+        raise ValueError(f"{name}.{choice}={section[choice] or repr('')}: {error}") from error

@@ -68,8 +68,8 @@ def _check_camera(camera: Any) -> None:
         or not -90 <= camera["elevation"] <= 90
     ):
         raise ValueError(
-            "camera takes lookat (3 numbers, metres), distance (metres, above 0), azimuth (degrees) and elevation (degrees, "
-            "-90 to 90), "
+            "camera takes lookat (3 numbers, metres), distance (metres, above 0), azimuth (degrees) and elevation "
+            "(degrees, -90 to 90), "
             f"got {camera!r}; leave it out for the benchmark's camera"
         )
 

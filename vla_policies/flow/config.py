@@ -49,7 +49,8 @@ class FlowConfig:
         check_fields(self)
         if self.stochastic_steps < 1:
             raise SettingError(
-                f"num_steps={self.num_steps}: no step is left to be stochastic (ignore_last, flow_cps); set it to at least 2"
+                f"num_steps={self.num_steps}: no step is left to be stochastic (ignore_last, flow_cps); set it to at "
+                "least 2"
             )
         if self.ignore_last and self.joint:
             raise SettingError(

@@ -53,5 +53,6 @@ class Pi0Config(FlowConfig):
         super().__post_init__()
         if self.chunk_critic_input and self.value_after_vlm is not None:
             raise SettingError(
-                f"chunk_critic_input=True: is for a value head on the action expert; value_after_vlm={self.value_after_vlm!r}"
+                f"chunk_critic_input=True: is for a value head on the action expert; value_after_vlm="
+                f"{self.value_after_vlm!r}"
             )
