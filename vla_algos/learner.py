@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -105,22 +105,14 @@ class Learner:
                 f"Learner takes a loss of TorchRL's, which has its policy in it, not {type(loss_module).__name__}; "
                 "such as ChunkClipPPOLoss(policy)"
             )
-        if (minibatch_size is None) == (minibatches is None):
-            raise ValueError(
-                f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"
-            )
-        if micro_batch_size is not None and minibatch_size is not None and micro_batch_size > minibatch_size:
-            raise ValueError(
-                f"micro_batch_size={micro_batch_size}: is a part of a minibatch, which has minibatch_size="
-                f"{minibatch_size} decisions; leave it out (null) for no parts"
-            )
-        if betas[0] > betas[1]:
-            raise ValueError(f"betas={list(betas)}: the first is larger than the second; write {sorted(betas)}")
-        if updates is not None and warmup_updates >= updates > _SMOKE:
-            raise ValueError(
-                f"warmup_updates={warmup_updates}: there are only {updates} updates (iterations), so that lr is never "
-                f"reached; take fewer, such as {updates // 10}"
-            )
+        check_steps(
+            betas=betas,
+            warmup_updates=warmup_updates,
+            minibatch_size=minibatch_size,
+            minibatches=minibatches,
+            micro_batch_size=micro_batch_size,
+            updates=updates,
+        )
         if critic_warmup_steps and not getattr(loss_module, "has_critic", True):
             raise ValueError("critic_warmup_steps needs a critic: set critic_warmup_steps=0, or critic_coeff above 0")
         if target_kl is not None and "kl_k3" not in loss_module.out_keys:
@@ -359,6 +351,38 @@ class Learner:
         if "reference" in state:
             self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
             self._reference.load_state_dict(state["reference"])
+
+
+def check_steps(
+    *,
+    betas: Sequence[float] = (0.9, 0.999),
+    warmup_updates: int = 0,
+    minibatch_size: int | None = 128,
+    minibatches: int | None = None,
+    micro_batch_size: int | None = None,
+    updates: int | None = None,
+    **_: Any,
+) -> None:
+    """Raise a ValueError with what would be right for settings of a :class:`Learner` that do not fit each other.
+
+    Recipes ask before they load a policy, which may take minutes; the arguments are those of :class:`Learner`.
+    """
+    if (minibatch_size is None) == (minibatches is None):
+        raise ValueError(
+            f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"
+        )
+    if micro_batch_size is not None and minibatch_size is not None and micro_batch_size > minibatch_size:
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size}: is a part of a minibatch, which has minibatch_size="
+            f"{minibatch_size} decisions; leave it out (null) for no parts"
+        )
+    if betas[0] > betas[1]:
+        raise ValueError(f"betas={list(betas)}: the first is larger than the second; write {sorted(betas)}")
+    if updates is not None and warmup_updates >= updates > _SMOKE:
+        raise ValueError(
+            f"warmup_updates={warmup_updates}: there are only {updates} updates (iterations), so that lr is never "
+            f"reached; take fewer, such as {updates // 10}"
+        )
 
 
 def _executed(batch: TensorDictBase) -> TensorDictBase:

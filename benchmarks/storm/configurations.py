@@ -82,7 +82,7 @@ VALUES = (
 )
 BASES = [("ppo", []), ("grpo", []), ("sft", []), ("evaluate", ["policy.checkpoint=/nowhere"])]
 BASES += [("ppo", ["policy=small_flow"]), ("ppo", ["launcher=slurm"]), ("ppo", ["env=maniskill_push_cube"])]
-BASES += [("ppo", ["env=libero"]), ("ppo", ["env=maniskill"])]
+BASES += [("ppo", ["env=libero", "eval.trials=10", "sft=none"]), ("ppo", ["env=maniskill", "sft=none"])]
 
 
 class Started(Exception):

@@ -87,9 +87,10 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
     found: dict[str, Any] = {}
     for name, expected in types.items():
         value = settings[name]
-        if name == "recipe" and value not in get_args(expected):
+        if name == "recipe" and str(value).isidentifier() and value not in (*get_args(expected), True, False, None):
             raise ValueError(
-                f"this experiment is for {value}.py, not for {get_args(expected)[0]}.py; run {value}.py with it"
+                f"recipe={value}: this experiment is for {value}.py, not for {get_args(expected)[0]}.py; run {value}.py "
+                "with it"
             )
         if not isinstance(expected, Mapping):
             check_settings("", {name: value}, {name: expected})
@@ -135,6 +136,7 @@ def _chosen(section: Any, name: str, types_of: Any) -> Types:
     choice = _CHOSEN_BY[name]
     if not isinstance(section, dict) or not isinstance(section.get(choice), str):
         raise ValueError(f"{name}.{choice} is missing; type {name}.{choice}=NAME, or choose a file: {name}=NAME")
+    check_settings(name, {choice: section[choice]}, {choice: str})
     try:
         return {choice: str, **types_of(section[choice])}
     except ValueError as error:
