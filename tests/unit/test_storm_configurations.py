@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from benchmarks.storm import configurations
-from vla_algos import BehaviourCloning, ChunkClipPPOLoss, Learner, evaluation_episodes, gae
+from vla_algos import BehaviourCloning, ChunkClipPPOLoss, Learner, gae
 from vla_algos.metrics import wilson_interval
 from vla_common.settings import Count, Fraction, Positive, check_settings, checked
-from vla_envs import EpisodeSampler, make_env, make_spec
+from vla_envs import EpisodeSampler, evaluation_episodes, make_env, make_spec
 from vla_envs.gym.episodes import EpisodeStream
 from vla_policies import SmallFlow, SmallVLA, register_policy
 from vla_policies.small import SmallVLAConfig
