@@ -87,8 +87,8 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
     found: dict[str, Any] = {}
     for name, expected in types.items():
         value = settings[name]
-        other = name == "recipe" and isinstance(value, str) and value.isidentifier() and value not in get_args(expected)
-        if other:
+        named = name == "recipe" and isinstance(value, str) and value.isidentifier()
+        if named and value not in get_args(expected):
             raise ValueError(
                 f"recipe={value}: this experiment is for {value}.py, not for {get_args(expected)[0]}.py; run {value}.py "
                 "with it"
