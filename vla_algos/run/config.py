@@ -90,8 +90,8 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
         named = name == "recipe" and isinstance(value, str) and value.isidentifier()
         if named and value not in get_args(expected):
             raise ValueError(
-                f"recipe={value}: this experiment is for {value}.py, not for {get_args(expected)[0]}.py; run {value}.py "
-                "with it"
+                f"recipe={value}: this experiment is for {value}.py, not for {get_args(expected)[0]}.py; "
+                f"run {value}.py with it"
             )
         if not isinstance(expected, Mapping):
             check_settings("", {name: value}, {name: expected})
