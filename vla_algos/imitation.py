@@ -12,7 +12,7 @@ from annotated_types import Gt, Le
 from tensordict import TensorDict
 
 from vla_common import keys
-from vla_common.settings import BelowOne, Count, Fraction, NonNegative, Rate, checked
+from vla_common.settings import BelowOne, Count, Factor, Fraction, Rate, checked
 from vla_common.validation import are_numbers
 from vla_envs.env import VLAEnv
 from vla_envs.simulator import Episode
@@ -126,7 +126,7 @@ class BehaviourCloning:
         lr: Rate = 1e-3,
         weight_decay: Fraction = 1e-4,
         label_sigma: Annotated[float, Gt(0), Le(1)] = 0.1,
-        state_noise: NonNegative | Sequence[NonNegative] = 0.01,
+        state_noise: Factor | Sequence[Factor] = 0.01,
         warmup_steps: Count = 30,
     ):
         states = demonstrations[keys.STATES]

@@ -25,7 +25,7 @@ from vla_common.keys import (
     VALUE_TARGET,
     WEIGHT,
 )
-from vla_common.settings import Count, NonNegative, Positive, checked
+from vla_common.settings import Count, Factor, Positive, checked
 
 Level = Literal["token", "action", "chunk"]
 _Below = Annotated[float, Gt(0), Lt(1)]  # a ratio of 1 - x is positive
@@ -117,10 +117,10 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         dual_clip: Annotated[float, Gt(1), Le(100)] | None = None,
         entropy_coeff: Annotated[float, Ge(-1), Le(1)] = 0.0,
         entropy_level: Level = "token",
-        critic_coeff: NonNegative | None = 1.0,
+        critic_coeff: Factor | None = 1.0,
         clip_value: Positive | None = 0.2,
         huber_delta: Positive = 10.0,
-        reference_kl_coeff: NonNegative = 0.0,
+        reference_kl_coeff: Factor = 0.0,
     ):
         lacking = [name for name in ("evaluate_actions", "loss_keys") if not hasattr(policy, name)]
         if lacking:

@@ -30,9 +30,10 @@ Length = Annotated[int, Ge(1), Le(1000)]  # of a chunk of actions, steps of a fl
 Width = Annotated[int, Ge(1), Le(4096)]  # of a layer
 Positive = Annotated[float, Gt(0), Le(1e6)]
 NonNegative = Annotated[float, Ge(0), Le(1e6)]
+Factor = Annotated[float, Ge(0), Le(1000)]  # of a loss, a reward or a noise; 0 is off
 Fraction = Annotated[float, Ge(0), Le(1)]  # 0 to 1, both included
 BelowOne = Annotated[float, Ge(0), Lt(1)]  # 0 included, 1 not
-Rate = Annotated[float, Gt(0), Le(1)]  # of learning: 0 would learn nothing and say nothing
+Rate = Annotated[float, Gt(0), Lt(1)]  # of learning: 0 would learn nothing and say nothing
 
 _LONGEST_TEXT = 4096  # characters, as of a path
 _SHOWN = 120  # characters of a value in a message

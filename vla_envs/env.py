@@ -7,16 +7,17 @@ import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
+from annotated_types import Gt
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
-from vla_common.settings import Count, Length, NonNegative, Positive, Seed, checked, setting_types
+from vla_common.settings import Count, Factor, Length, Positive, Seed, checked, setting_types
 from vla_envs.actions import refuse_actions, share_clipped
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack, unpack
 from vla_envs.instructions import Instructions
@@ -39,9 +40,9 @@ def make_env(
     group_size: Count = 1,
     num_workers: Count | None = None,
     ignore_terminations: bool = False,
-    reward_coef: Positive = 1.0,
+    reward_coef: Annotated[Factor, Gt(0)] = 1.0,
     relative_reward: bool = False,
-    step_penalty: NonNegative = 0.0,
+    step_penalty: Factor = 0.0,
     step_timeout: Positive = 60.0,
     **options: Any,
 ) -> VLAEnv:

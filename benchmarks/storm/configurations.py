@@ -214,7 +214,7 @@ def ordered(legal: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 flag, never, count = one_of(True, False), one_of(), whole(1, 1_000_000)
-rate, share, positive = number(0, 1, above=True), number(0, 1), number(0, above=True)
+rate, share, positive = number(0, 1, above=True, below=True), number(0, 1), number(0, above=True)
 below_one = number(0, 1, above=True, below=True)
 LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "recipe": never,
@@ -241,7 +241,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "cloning.lr": rate,
     "cloning.weight_decay": share,
     "cloning.label_sigma": rate,
-    "cloning.state_noise": number(0),
+    "cloning.state_noise": number(0, 1000),
     "cloning.*": count,
     "collector.success_bounds": null_or(ordered(list_of(share, 2, 2))),
     "collector.*": count,
@@ -254,10 +254,10 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "loss.clip_epsilon": any_of(below_one, lambda v: list_of(number(0, 10, above=True), 2, 2)(v) and v[0] < 1),
     "loss.dual_clip": null_or(number(1, 100, above=True)),
     "loss.entropy_coeff": number(-1, 1),
-    "loss.critic_coeff": null_or(number(0)),
+    "loss.critic_coeff": null_or(number(0, 1000)),
     "loss.clip_value": null_or(positive),
     "loss.huber_delta": positive,
-    "loss.reference_kl_coeff": number(0),
+    "loss.reference_kl_coeff": number(0, 1000),
     "optim.lr": rate,
     "optim.value_lr": null_or(rate),
     "optim.betas": ordered(list_of(number(0, 1, below=True), 2, 2)),
@@ -291,8 +291,8 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.step_timeout": positive,
     "env.ignore_terminations": flag,
     "env.relative_reward": flag,
-    "env.reward_coef": positive,
-    "env.step_penalty": number(0),
+    "env.reward_coef": number(0, 1000, above=True),
+    "env.step_penalty": number(0, 1000),
     "env.group_size": count,
     "env.protocol": one_of("openvla", "rlinf", "lerobot"),
     "env.max_episode_steps": null_or(count),
@@ -305,7 +305,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.assets": null_or(text),
     "env.download_assets": flag,
     "env.allow_other_versions": flag,
-    "env.cache_gigabytes": number(0),
+    "env.cache_gigabytes": number(0, 1000),
     "env.camera": one_of(None),
     "env.reset_ranges": one_of(None),
     "env.only": null_or(lambda v: v == {"object": [0, 4]}),
