@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from vla_algos import ChunkClipPPOLoss, EpisodeCollector, Learner, collect_groups, grpo, parallel
 from vla_algos.groups import check_groups, concatenate, describe_groups_without_signal, group_metrics, outcomes_of
-from vla_algos.learner import OPTIM
+from vla_algos.learner import OPTIM, check_steps
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.run import TRAINING, Run, launch, translate_arguments
 from vla_common.settings import Count, setting_types
@@ -37,6 +37,7 @@ def main(config: DictConfig) -> None:
 
 
 def train(config: SimpleNamespace, run: Run) -> None:
+    check_steps(**config.optim, **config.update, updates=config.iterations)
     check_groups(config.group_size, **config.collector)
     if config.env.get("group_size", 1) != 1:
         raise ValueError(f"the size of a group is group_size alone; type group_size={config.env['group_size']}")

@@ -12,7 +12,7 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, check_levels, gae, parallel
-from vla_algos.learner import OPTIM
+from vla_algos.learner import OPTIM, check_steps
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.run import TRAINING, Run, launch, translate_arguments
 from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, VALUE_TARGET
@@ -35,6 +35,7 @@ def main(config: DictConfig) -> None:
 
 
 def train(config: SimpleNamespace, run: Run) -> None:
+    check_steps(**config.optim, **config.update, updates=config.iterations)
     policy = run.make_policy()
     loss_module = ChunkClipPPOLoss(policy, **config.loss)
     learner = Learner(loss_module, **config.optim, **config.update, updates=config.iterations)

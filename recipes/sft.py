@@ -13,11 +13,18 @@ from omegaconf import DictConfig
 
 from vla_algos import BehaviourCloning
 from vla_algos.run import CLONING, Run, launch, record, translate_arguments
+from vla_common.settings import Count
+
+SETTINGS = {
+    **CLONING,
+    "recipe": Literal["sft"],
+    "demonstrations": {**CLONING["demonstrations"], "episodes": Count},
+}
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="sft")
 def main(config: DictConfig) -> None:
-    launch(train, config, {**CLONING, "recipe": Literal["sft"]}, alone=True)
+    launch(train, config, SETTINGS, alone=True)
 
 
 def train(config: SimpleNamespace, run: Run) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import WHAT_HAPPENED, EpisodeCollector
 from vla_common.keys import ADVANTAGE, CRASHED, DONE, NEXT, REWARD, SUCCESS
-from vla_common.settings import Count, Fraction
+from vla_common.settings import Count, Fraction, checked
 from vla_envs.episodes import EpisodeSampler
 
 
@@ -88,6 +88,7 @@ def check_groups(
         )
 
 
+@checked
 def collect_groups(
     collector: EpisodeCollector,
     episodes: EpisodeSampler,

@@ -8,25 +8,26 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from annotated_types import Ge, Lt
+from annotated_types import Gt, Le
 from tensordict import TensorDict
 
 from vla_common import keys
-from vla_common.settings import Count, NonNegative, Positive, Whole
+from vla_common.settings import BelowOne, Count, Factor, Fraction, Rate, checked
 from vla_common.validation import are_numbers
 from vla_envs.env import VLAEnv
 from vla_envs.simulator import Episode
 from vla_policies import VLAPolicy
 
 
+@checked
 def record_demonstrations(
     env: VLAEnv,
     policy: VLAPolicy,
     episodes: Sequence[Episode],
     *,
     stride: Count = 4,
-    noise: NonNegative = 0.25,
-    noise_correlation: Annotated[float, Ge(0), Lt(1)] = 0.8,
+    noise: Fraction = 0.25,
+    noise_correlation: BelowOne = 0.8,
     max_steps: Count = 150,
     on_episode: Callable[[bool], object] | None = None,
 ) -> TensorDict:
@@ -114,17 +115,18 @@ class BehaviourCloning:
         ValueError: ``state_noise`` is neither.
     """
 
+    @checked
     def __init__(
         self,
         policy: VLAPolicy,
         demonstrations: TensorDict,
         *,
-        steps: Whole,
+        steps: Count,
         batch_size: Count = 32,
-        lr: Positive = 1e-3,
-        weight_decay: NonNegative = 1e-4,
-        label_sigma: NonNegative = 0.1,
-        state_noise: NonNegative | Sequence[NonNegative] = 0.01,
+        lr: Rate = 1e-3,
+        weight_decay: Fraction = 1e-4,
+        label_sigma: Annotated[float, Gt(0), Le(1)] = 0.1,
+        state_noise: Factor | Sequence[Factor] = 0.01,
         warmup_steps: Count = 30,
     ):
         states = demonstrations[keys.STATES]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import NormalDist
+from typing import Annotated
 
 import torch
+from annotated_types import Gt, Lt
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from vla_common.keys import (
     SUCCESS_AT_END,
     VALUE_TARGET,
 )
+from vla_common.settings import Whole, checked
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
@@ -88,7 +91,10 @@ def explained_variance(value: Tensor, target: Tensor) -> Tensor:
     return 1 - (target - value).var() / variance
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+@checked
+def wilson_interval(
+    successes: Whole, trials: Whole, confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
+) -> tuple[float, float]:
     """Score interval of a success rate (Wilson 1927), good for few trials and for rates near 0 and 1.
 
     Returns:

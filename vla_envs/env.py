@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
+from annotated_types import Gt
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
-from vla_common.settings import Count, Positive, Whole, check_settings, setting_types
+from vla_common.settings import Count, Factor, Length, Positive, Seed, checked, setting_types
 from vla_envs.actions import refuse_actions, share_clipped
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack, unpack
 from vla_envs.instructions import Instructions
@@ -22,22 +25,24 @@ from vla_envs.registry import check_options, find_benchmark, make_spec, option_t
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.pool import SimulatorCrash, WorkerPool, count_workers
 
+_SIMULATOR_BYTES = 10_000_000  # no simulator is smaller
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 
 
+@checked
 def make_env(
     id: str | SimulatorSpec,
     num_envs: Count,
-    chunk_size: Count = 5,
+    chunk_size: Length = 5,
     *,
     episodes: EpisodeSampler | EpisodeQueue | None = None,
-    seed: Whole | None = None,
+    seed: Seed | None = None,
     group_size: Count = 1,
     num_workers: Count | None = None,
     ignore_terminations: bool = False,
-    reward_coef: float = 1.0,
+    reward_coef: Annotated[Factor, Gt(0)] = 1.0,
     relative_reward: bool = False,
-    step_penalty: float = 0.0,
+    step_penalty: Factor = 0.0,
     step_timeout: Positive = 60.0,
     **options: Any,
 ) -> VLAEnv:
@@ -71,8 +76,6 @@ def make_env(
         >>> env = make_env("metaworld/MT50", num_envs=8, image_size=224, render_quality="fast")
         >>> rollout = env.rollout(4)  # doctest: +SKIP
     """
-    given = {name: value for name, value in locals().items() if name not in ("id", "episodes", "options")}
-    check_settings("", given, setting_types(make_env, without=("id", "episodes")))
     if isinstance(id, SimulatorSpec):
         refuse_options(id, options)
         spec = id
@@ -87,6 +90,7 @@ def make_env(
     if episodes is None:
         episodes = EpisodeSampler(spec, secrets.randbelow(2**31) if seed is None else seed, group_size=group_size)
     num_workers = count_workers(num_envs, num_workers)
+    _check_memory(spec, num_envs)
     return VLAEnv(
         spec,
         num_envs,
@@ -99,6 +103,18 @@ def make_env(
         step_penalty=step_penalty,
         step_timeout=step_timeout,
     )
+
+
+def _check_memory(spec: SimulatorSpec, num_envs: int) -> None:
+    """Refuse more environments than could ever be: their frames, and a little for each simulator."""
+    pixels = math.prod(spec.image_shape) + math.prod(spec.wrist_image_shape or (0,))
+    needed = num_envs * (3 * pixels + (0 if spec.batched else _SIMULATOR_BYTES))
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise ValueError(
+            f"num_envs={num_envs}: need at least {needed / 1e9:.0f} GB of memory, this machine has "
+            f"{available / 1e9:.0f}; take fewer, at most {num_envs * available // needed}"
+        )
 
 
 def env_types(id: str) -> dict[str, Any]:

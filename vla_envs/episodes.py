@@ -6,14 +6,15 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from vla_common.errors import unknown_name
+from vla_common.settings import Count, Seed, Whole, checked
 from vla_envs.simulator import Episode, SimulatorSpec
 
-MODES = ("random", "ordered", "fixed")
+Mode = Literal["random", "ordered", "fixed"]
+_MOST = 1_000_000  # episodes of an evaluation
 _SETTINGS = ("mode", "group_size", "trials", "groups", "rank", "world_size")
 _TRAINING, _SHUFFLE = 0, 1  # streams of random numbers that never meet
 
@@ -52,24 +53,22 @@ class EpisodeSampler:
         ValueError: an unknown mode or an impossible number.
     """
 
+    @checked
     def __init__(
         self,
         spec: SimulatorSpec,
-        seed: int = 0,
+        seed: Seed = 0,
         *,
-        mode: str = "random",
-        group_size: int = 1,
-        trials: int | None = None,
-        groups: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
+        mode: Mode = "random",
+        group_size: Count = 1,
+        trials: Count | None = None,
+        groups: Count = 1,
+        rank: Whole = 0,
+        world_size: Count = 1,
     ):
-        if mode not in MODES:
-            raise unknown_name("episode mode", mode, MODES)
-        if group_size < 1 or groups < 1 or (trials is not None and trials < 1):
-            raise ValueError(f"group_size, groups and trials must be >= 1, got {group_size}, {groups}, {trials}")
-        if seed < 0 or not 0 <= rank < world_size:
-            raise ValueError(f"need seed >= 0 and 0 <= rank < world_size, got seed {seed}, rank {rank} of {world_size}")
+        if rank >= world_size:
+            raise ValueError(f"rank={rank}: must be below world_size={world_size}")
+        _check_spec("EpisodeSampler", spec)
         _check_trials(spec, trials)
         self.spec = spec
         self.num_tasks, self.trials = len(spec.tasks), trials or spec.trials
@@ -195,8 +194,9 @@ def unpack(values: tuple[int, ...]) -> Episode:
     return QueuedEpisode(*values[:4], queue_index=values[4]) if len(values) == 5 else Episode(*values)
 
 
+@checked
 def evaluation_episodes(
-    spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1
+    spec: SimulatorSpec, trials: Count | None = None, seed: Seed = 0, repeats: Count = 1
 ) -> list[Episode]:
     """List every (task, trial), tasks interleaved so that a progress bar is representative from the start.
 
@@ -206,10 +206,14 @@ def evaluation_episodes(
         seed: family of trials. Use another one than training does.
         repeats: runs of each, for a policy that samples.
     """
+    _check_spec("evaluation_episodes", spec)
     trials = spec.trials if trials is None else trials
-    if trials < 1 or repeats < 1:
-        raise ValueError(f"an evaluation needs at least 1 trial per task and 1 run of each, got {trials} and {repeats}")
     _check_trials(spec, trials)
+    if (number := trials * len(spec.tasks) * repeats) > _MOST:
+        raise ValueError(
+            f"trials={trials}: {len(spec.tasks)} tasks and repeats={repeats} make {number} episodes; take fewer, at "
+            f"most {_MOST} in all"
+        )
     tasks = range(len(spec.tasks))
     once = [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
     return once * repeats
@@ -220,6 +224,12 @@ def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 
     message = "evaluation_grid is called evaluation_episodes now; the old name will go in the next version"
     warnings.warn(message, DeprecationWarning, stacklevel=2)
     return evaluation_episodes(spec, trials, seed, repeats)
+
+
+def _check_spec(what: str, spec: Any) -> None:
+    if not isinstance(spec, SimulatorSpec):
+        hint = "pass its .simulator_spec" if hasattr(spec, "simulator_spec") else "pass make_spec(NAME)"
+        raise TypeError(f"{what} takes a SimulatorSpec, not {type(spec).__name__}; {hint}")
 
 
 def _check_trials(spec: SimulatorSpec, trials: int | None) -> None:

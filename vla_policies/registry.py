@@ -31,6 +31,9 @@ def register_policy(name: str, policy_class: type[VLAPolicy]) -> None:
     Raises:
         ValueError: the name is taken, or the class says another one.
     """
+    if not (isinstance(policy_class, type) and issubclass(policy_class, VLAPolicy)):
+        shown = getattr(policy_class, "__name__", repr(policy_class))
+        raise TypeError(f"{shown} is no VLAPolicy; derive it from vla_policies.VLAPolicy, whose docstring says how")
     if policy_class.family != name:
         raise ValueError(
             f"{policy_class.__name__}.family is {policy_class.family!r} and it is registered as {name!r}; give it one "

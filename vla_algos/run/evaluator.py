@@ -13,7 +13,7 @@ from vla_algos import parallel
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.run.files import attempt
 from vla_algos.run.logging import progress_bar, write_video
-from vla_common.settings import Count, Whole
+from vla_common.settings import Count, Seed, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
 
 
@@ -31,7 +31,7 @@ class Evaluator:
 
     trials: Count | None = None
     repeats: Count = 1
-    seed: Whole = 9_000_000
+    seed: Seed = 9_000_000
     videos: Whole = 4
     sampled: bool = False
 

@@ -28,6 +28,7 @@ from vla_algos.run.warm_start import demonstration_seed, warm_start
 from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
+from vla_envs.demonstrations import check_expert
 from vla_policies import VLAPolicy, make_policy
 
 T = TypeVar("T")
@@ -259,6 +260,9 @@ class Run:
     def _check_warm_start(self) -> None:
         if self.config.demonstrations["episodes"] and "steps" not in self.config.cloning:
             raise ValueError("cloning.steps is missing: how many steps? type sft=expert, or demonstrations.episodes=0")
+        if self.config.demonstrations["episodes"] and not self.config.policy.get("checkpoint"):
+            with contextlib.suppress(ImportError):  # whoever starts it says what to install
+                check_expert(self.spec.simulator_class(), self.spec)
         if "state_noise" in self.config.cloning:
             check_state_noise(self.config.cloning["state_noise"], self.spec.state_dim)
 
@@ -317,7 +321,10 @@ def make_env_spec(settings: Mapping) -> SimulatorSpec:
         ValueError: an unknown name or option.
     """
     starting = set(setting_types(make_env)) - {"id"}
-    return make_spec(**{name: value for name, value in settings.items() if name not in starting})
+    try:
+        return make_spec(**{name: value for name, value in settings.items() if name not in starting})
+    except ValueError as error:
+        raise ValueError(f"env.id={settings['id']}: {error}") from error
 
 
 def collector_stats(collector: BaseCollector) -> dict[str, float]:

@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 
 from vla_common import keys
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Positive, check_settings, setting_types
+from vla_common.settings import Count, Length, Positive, check_settings, setting_types
 from vla_envs.gym.episodes import RESET_OPTIONS, EpisodeStream, check_actions, closed, make_info, resolve_spec
 from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.simulator import Episode, SimulatorSpec
@@ -66,7 +66,7 @@ class SimulatorVectorEnv(VectorEnv):
         render_mode: str | None = None,
         horizon: Count | None = None,
         max_episode_steps: Count | None = None,
-        chunk_size: Count | None = None,
+        chunk_size: Length | None = None,
         num_workers: Count | None = None,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         step_timeout: Positive = 60.0,

@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Literal
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, NonNegative, Whole
+from vla_common.settings import Count, Factor, Pixels, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, is_whole_number
 from vla_envs.libero.package import describe_assets, wrong_versions
 from vla_envs.simulator import SimulatorSpec, Task
@@ -82,11 +82,11 @@ def make_spec(
     settle_steps: Whole | None = None,
     reset_gripper_open: bool = True,
     fixtures: Literal["trial", "openvla", "openpi"] = "trial",
-    image_size: Count = IMAGE_SIZE,
+    image_size: Pixels = IMAGE_SIZE,
     render_quality: Literal["benchmark", "fast"] = "benchmark",
     assets: str | None = None,
     download_assets: bool = False,
-    cache_gigabytes: NonNegative = 2.0,
+    cache_gigabytes: Factor = 2.0,
     allow_other_versions: bool = False,
 ) -> SimulatorSpec:
     """Describe a LIBERO suite without importing LIBERO.
