@@ -25,6 +25,7 @@ from vla_algos import parallel
 from vla_algos.parallel import process_group
 from vla_algos.run.config import Types, read_config
 from vla_algos.run.launcher_settings import SUBMITIT_NAMES
+from vla_algos.run.program import in_program, say
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.resume import SIGNALS
 from vla_algos.run.run import Run
@@ -54,15 +55,24 @@ class SlurmRun(submitit.helpers.Checkpointable):
     def __call__(self) -> None:
         """Run the recipe in the processes of the job."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
-        with process_group():
-            self.recipe(self.config, self.folder)
+        try:
+            with process_group():
+                self.recipe(self.config, self.folder)
+        except Exception as error:
+            sys.exit(say(error))
         # Python takes its own handlers away before it ends; a warning of the time limit would then fail a finished run.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
+@in_program
 def launch(
-    train: Callable[[SimpleNamespace, Run], None], config: DictConfig, types: Types, *, alone: bool = False
+    train: Callable[[SimpleNamespace, Run], None],
+    config: DictConfig,
+    types: Types,
+    *,
+    alone: bool = False,
+    only_check: bool = False,
 ) -> None:
     """Run ``train(config, run)`` of a recipe where ``config.launcher`` says.
 
@@ -71,12 +81,15 @@ def launch(
         config: the composed configuration.
         types: of the settings that the recipe reads, see :func:`~vla_algos.run.config.read_config`.
         alone: the recipe runs in one process.
+        only_check: read the settings, and run nothing.
 
     Raises:
         ValueError: a setting that nobody reads or that cannot be, or more processes than the recipe can use.
         RuntimeError: there is no SLURM, or it refuses the job; says why.
     """
     read_config(config, types)  # a job that waits in a queue is checked before it does
+    if only_check:
+        return
     recipe = functools.partial(run_recipe, train, types)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     settings: Any = OmegaConf.to_container(config.launcher, resolve=True)
