@@ -68,6 +68,9 @@ def report(error: BaseException, *, begun: bool = False, expected: tuple[type[Ba
 
 def one_line(text: str) -> str:
     """Join the lines of a message, and shorten one that nobody would read to its end."""
+    text, _, of_worker = text.partition("Traceback (most recent call last):\n")  # its last line is the error
+    if of_worker:
+        text += of_worker.strip().rpartition("\n")[2]
     joined = ""
     for line in filter(None, map(str.strip, text.splitlines())):
         joined += ("" if not joined else " " if joined[-1] in ".,:;(" else "; ") + line

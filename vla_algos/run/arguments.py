@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.run.renamed import RENAMED
-from vla_common.errors import unknown_name
+from vla_common.errors import nearest_names, unknown_name
 from vla_common.program import one_line
 from vla_common.registry import config_packages
 
@@ -32,6 +32,7 @@ _FLAGS = {"-h", "-r", "-m", "-sc", "--help", "--hydra-help", "--version", "--res
 _FLAGS |= {"--shell-completion"}
 _FLAGS_WITH_VALUE = {"-c", "-p", "-cp", "-cn", "-cd", "-i", "--cfg", "--package", "--config-path", "--config-name"}
 _FLAGS_WITH_VALUE |= {"--config-dir", "--experimental-rerun", "--info"}
+_NO_NAME = "Config group override must be"  # Hydra says so with a plain ValueError
 _MOST_COMBINATIONS = 200  # of a sweep that are looked at before the first begins
 
 
@@ -69,9 +70,14 @@ def read_arguments(recipe: str, arguments: Sequence[str], conf: Path) -> list[st
         raise ValueError(f"--config-dir {flags.config_dir}: there is no such folder; type one with groups such as env/")
     check_experiment(recipe, flags.overrides, conf / "experiment")
     for argument in flags.overrides:
-        name, _, value = argument.lstrip("+").partition("=")
+        name, equals, value = argument.lstrip("+").partition("=")
+        if equals and not value:
+            raise ValueError(
+                f"{name}= is empty; type a value, {name}=null for none, or leave it out (was it a variable of the "
+                "shell that is not set?)"
+            )
         if name in ("hydra.run.dir", "hydra.sweep.dir"):
-            _check_folder(name, value.strip("'\""))
+            _check_folder(name, value.strip("'\""), flags.multirun)
     return found
 
 
@@ -104,13 +110,17 @@ def translated(arguments: Sequence[str]) -> list[str]:
 
 
 def check_experiment(recipe: str, arguments: Sequence[str], folder: Path) -> None:
-    """Refuse an experiment of ours that was written for another recipe.
+    """Refuse an experiment, or an ``algo``, of ours that was written for another recipe.
 
     Raises:
         ValueError: says which recipe it is for.
     """
     chosen = [argument.partition("=")[2] for argument in arguments if re.match(r"\+?experiment=", argument)]
     known = {file.stem: file for file in folder.glob("*.yaml")}
+    for algorithm in (argument.removeprefix("algo=") for argument in arguments if argument.startswith("algo=")):
+        other = algorithm.partition("_")[0]
+        if other != recipe and (folder.parent / f"{other}.yaml").is_file():
+            raise ValueError(f"algo={algorithm} is for {other}.py; type: python recipes/{other}.py algo={algorithm}")
     for name in chosen:
         if name not in known:
             continue  # none, several, or in another folder: whoever composes the configuration says
@@ -130,14 +140,18 @@ def explain(error: BaseException, recipe: str, arguments: Sequence[str], conf: P
         arguments: what was typed.
         conf: folder of its configuration.
     """
-    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+    if isinstance(error, (HydraException, OmegaConfBaseException)) or _NO_NAME in str(error):
+        said = _explained(error, recipe, arguments, conf)
+    elif isinstance(error, ValueError) and (other := _of_another_file(str(error), arguments, conf)):
+        said = other
+    else:
         return error
-    explained = ValueError(_explained(error, recipe, arguments, conf))
+    explained = ValueError(said)
     explained.__cause__ = error
     return explained
 
 
-def _explained(error: Exception, recipe: str, arguments: Sequence[str], conf: Path) -> str:
+def _explained(error: BaseException, recipe: str, arguments: Sequence[str], conf: Path) -> str:
     text = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
@@ -145,26 +159,73 @@ def _explained(error: Exception, recipe: str, arguments: Sequence[str], conf: Pa
             return str(unknown_name("configuration", name, [path.stem for path in conf.glob("*.yaml")]))
         return str(unknown_name(group or "configuration", name, [str(option) for option in error.options or ()]))
     if isinstance(error, OverrideParseException):
-        problem = text.splitlines()[1] if len(text.splitlines()) > 1 else text
-        return (
-            f"{error.override}: Hydra cannot read it ({problem}); text with signs of its grammar is quoted twice: "
-            "\"name='a, b'\""
-        )
+        name, _, value = error.override.partition("=")
+        quoted = f"""'{name}="{value}"'"""
+        problem = next((line for line in text.splitlines() if not line.startswith("Error parsing")), text)
+        return f"{error.override}: Hydra cannot read it ({problem}); a text is quoted twice: {quoted}"
     if several := re.search(r"Ambiguous value for argument '(.+?)'", text):
         name, _, value = several[1].partition("=")
         return f"{several[1]}: one run takes one value; type -m for a run with each, or {name}=[{value}] for a list"
     if unknown := re.search(r"Could not override '(.+?)'|Could not delete from config\. '(.+?)' does not exist", text):
-        return str(unknown_name("setting", unknown[1] or unknown[2], _known(recipe, arguments, conf)))
+        return _no_such_setting(unknown[1] or unknown[2], recipe, arguments, conf)
     if twice := re.search(r"An item is already at '(.+?)'", text):
         return f"{twice[1]} is a setting already; type it without the +: {twice[1]}=VALUE"
-    lines = text.splitlines() or [type(error).__name__]
+    if again := re.search(r"Multiple values for (\S+?)\.? |force-add of config groups .*: '\+\+(.+?)=", text):
+        name = again[1] or again[2]
+        return f"{name} is chosen already; type it without the +: {name}=NAME"
+    if _NO_NAME in text:
+        return next(
+            filter(None, (_no_file(argument, conf) for argument in _flags(arguments).overrides)), one_line(text)
+        )
     if error.__cause__ is not None and str(error.__cause__) not in text:
-        lines.append(str(error.__cause__))
+        text += f"\n{error.__cause__}"
+    lines = text.splitlines() or [type(error).__name__]
     where = getattr(error, "full_key", None) or next(iter(re.findall(r"full_key: (\S+)", text)), None)
     said = one_line(
         "\n".join(line for line in lines if not re.match(r"\s*(full_key:|object_type=|reference_type=)", line))
     )
     return said if not where or where in said else f"{where}: {said}"
+
+
+def _no_file(argument: str, conf: Path) -> str | None:
+    """Say that a group has no file of the name that was typed, if that is so."""
+    group, _, name = argument.partition("=")
+    files = sorted(file.stem for file in (conf / group).glob("*.yaml"))
+    return str(unknown_name(group, name, files)) if files and name not in files else None
+
+
+def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | None:
+    """Explain settings of a file that the user did not type: ``env.id`` of another benchmark, another family."""
+    unknown = re.search(r"unknown setting '((env|policy)\.\w+)'", text)
+    typed = dict(argument.lstrip("+").split("=", 1) for argument in _flags(arguments).overrides if "=" in argument)
+    if unknown is None or unknown[1] in typed:
+        return None
+    section = unknown[2]
+    setting = {"env": "env.id", "policy": "policy.family"}[section]
+    file = typed.get(setting, "").partition("/")[0]
+    if not (conf / section / f"{file}.yaml").is_file() or typed.get(section) == file:
+        return None
+    return (
+        f"{setting}={typed[setting]}: the file {section}={typed.get(section, 'of the recipe')} has settings of another "
+        f"{'benchmark' if section == 'env' else 'family'}, such as {unknown[1]}; type {section}={file} "
+        f"{setting}={typed[setting]}"
+    )
+
+
+def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Path) -> str:
+    known = sorted(_known(recipe, arguments, conf), key=lambda each: each.count("."))
+    section, _, setting = name.partition(".")
+    for file in sorted((conf / section).glob("*.yaml")) if setting else ():
+        of_file = [f"{section}.{each}" for each in yaml.safe_load(file.read_text()) or {} if each != "defaults"]
+        near = name if name in of_file else next(iter(nearest_names(name, set(of_file) - set(known))), None)
+        if near is not None and near not in known and near.lower() not in map(str.lower, nearest_names(name, known)):
+            return (
+                f"unknown setting {name!r}; {section}={file.stem} has {near}: type {section}={file.stem} {near}=VALUE"
+            )
+    for other in sorted(path.stem for path in conf.glob("*.yaml") if path.stem != recipe):
+        if name in _names(OmegaConf.to_container(_compose(other, [], conf))):
+            return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"
+    return str(unknown_name("setting", name, known))
 
 
 def combinations(recipe: str, arguments: Sequence[str], conf: Path) -> Iterator[tuple[list[str], DictConfig]]:
@@ -178,7 +239,7 @@ def combinations(recipe: str, arguments: Sequence[str], conf: Path) -> Iterator[
         return
     choices = []
     for override in OverridesParser.create().parse_overrides(flags.overrides):
-        if override.is_sweep_override() and not override.is_discrete_sweep():
+        if override.is_sweep_override() and ("glob(" in str(override.input_line) or not override.is_discrete_sweep()):
             return
         each = override.sweep_string_iterator() if override.is_sweep_override() else None
         prefix = override.get_key_element()
@@ -198,8 +259,11 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(arguments))
 
 
-def _check_folder(name: str, value: str) -> None:
-    if not value or value == "null":
+def _check_folder(name: str, value: str, sweep: bool) -> None:
+    if sweep != (name == "hydra.sweep.dir"):
+        other = {"hydra.run.dir": "hydra.sweep.dir", "hydra.sweep.dir": "hydra.run.dir"}[name]
+        raise ValueError(f"{name} is for runs {'without' if sweep else 'with'} -m; type {other}={value}")
+    if value == "null":
         raise ValueError(f"{name}={value}: is no folder; type {name}=runs/mine, or leave it out")
     folder = Path(value)
     if "${" not in value and next((each for each in (folder, *folder.parents) if each.exists()), folder).is_file():

@@ -24,8 +24,8 @@ from submitit.core.utils import FailedJobError
 from vla_algos import parallel
 from vla_algos.parallel import process_group
 from vla_algos.run.config import Types, read_config
-from vla_algos.run.launcher_settings import SUBMITIT_NAMES
-from vla_algos.run.program import in_program, say
+from vla_algos.run.launcher_settings import SUBMITIT_NAMES, launcher_types
+from vla_algos.run.program import in_program, only_checks, say
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.resume import SIGNALS
 from vla_algos.run.run import Run
@@ -72,7 +72,6 @@ def launch(
     types: Types,
     *,
     alone: bool = False,
-    only_check: bool = False,
 ) -> None:
     """Run ``train(config, run)`` of a recipe where ``config.launcher`` says.
 
@@ -81,14 +80,13 @@ def launch(
         config: the composed configuration.
         types: of the settings that the recipe reads, see :func:`~vla_algos.run.config.read_config`.
         alone: the recipe runs in one process.
-        only_check: read the settings, and run nothing.
 
     Raises:
         ValueError: a setting that nobody reads or that cannot be, or more processes than the recipe can use.
         RuntimeError: there is no SLURM, or it refuses the job; says why.
     """
     read_config(config, types)  # a job that waits in a queue is checked before it does
-    if only_check:
+    if only_checks():
         return
     recipe = functools.partial(run_recipe, train, types)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
@@ -106,6 +104,8 @@ def launch(
         with process_group():
             recipe(config, _common_folder(folder))
         return
+    if missing := launcher_types(launcher).keys() - settings.keys():
+        raise ValueError(f"launcher.{min(missing)} is missing; type launcher={launcher}, which sets all of them")
     wait, seeds = settings.pop("wait"), settings.pop("seeds")
     del settings["name"]
     if shutil.which("sbatch") is None:

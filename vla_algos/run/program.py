@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -21,6 +22,7 @@ from vla_algos.run.phase import begin_anew, has_begun
 from vla_common import program
 from vla_envs import SimulatorCrash
 
+P = ParamSpec("P")
 _EXPECTED = (CheckpointError, SimulatorCrash, ProcessLost, OSError)
 _OTHERS_FIRST = 5.0  # seconds; a mistake that all processes see is said by the first, at whose end the others are ended
 
@@ -29,6 +31,8 @@ class _Program:
     """The program that runs, if there is one; otherwise errors of :func:`in_program` are the caller's."""
 
     running = False
+    name = ""
+    conf = Path()
     only_checks = False
     launched = False
     status = 0
@@ -40,8 +44,8 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
     ``name`` and ``main`` are those of ``@hydra.main(config_name=name)``. Ends the process with status 2 after what was
     wrong before work began, 1 after a failure, 130 after Ctrl-C. ``VLA_TRACEBACK=1`` shows tracebacks too.
     """
-    _Program.running = True
     conf = Path(inspect.getfile(inspect.unwrap(main))).resolve().parent / "conf"
+    _Program.running, _Program.name, _Program.conf = True, name, conf
     try:
         with _hydra_raises():
             sys.argv[1:] = read_arguments(name, sys.argv[1:], conf)
@@ -54,26 +58,24 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
             sys.exit(program.UNREAD)
         _Program.status = say(error)
     except (Exception, KeyboardInterrupt) as error:
-        _Program.status = say(explain(error, name, sys.argv[1:], conf))
+        _Program.status = say(error)
     finally:
         _Program.running = False
     if _Program.status:
         sys.exit(_Program.status)
 
 
-def in_program(launch: Callable[..., None]) -> Callable[..., None]:
+def in_program(launch: Callable[P, None]) -> Callable[P, None]:
     """Let a launcher, which Hydra calls, report its errors itself: Hydra would print more lines about them.
 
     Of a sweep the other runs go on, and each error is said with the settings of its run. Outside of
     :func:`run_program` errors are raised as they are.
     """
 
-    def launched(*arguments: Any, **options: Any) -> None:
-        if not _Program.running:
+    @functools.wraps(launch)
+    def launched(*arguments: P.args, **options: P.kwargs) -> None:
+        if not _Program.running or _Program.only_checks:
             launch(*arguments, **options)
-            return
-        if _Program.only_checks:
-            launch(*arguments, **options, only_check=True)
             return
         begin_anew()
         _Program.launched = True
@@ -82,14 +84,21 @@ def in_program(launch: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             _Program.status = max(_Program.status, say(error, _of_sweep()))
 
-    launched.__wrapped__ = launch  # type: ignore[attr-defined]
-    launched.__doc__, launched.__name__ = launch.__doc__, launch.__name__
     return launched
+
+
+def only_checks() -> bool:
+    """Tell whether settings are looked at and nothing runs yet."""
+    return _Program.only_checks
 
 
 def say(error: BaseException, run: str = "") -> int:
     """Report an error of a run, with its ``run`` in front; returns the exit status."""
-    if run and error.args:
+    if _Program.running:
+        error = explain(error, _Program.name, sys.argv[1:], _Program.conf)
+    if isinstance(error, OSError) and error.filename is not None and _Program.running and not _Program.launched:
+        error = ValueError(f"{error.strerror}: {error.filename}; type another folder: hydra.run.dir=runs/mine")
+    if run:
         error.args = (f"{run}: {error}",)
     if not has_begun() and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
         time.sleep(_OTHERS_FIRST)

@@ -35,7 +35,7 @@ def read(folder: Path) -> tuple[str | None, dict[str, Any]]:
     try:
         config = dict(json.loads((folder / CONFIG).read_text()))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{folder / CONFIG} is not a policy configuration ({error})") from error
+        raise ValueError(f"{folder / CONFIG} is not a policy configuration ({error}); copy it again") from error
     family = config.pop(_FAMILY, None)
     if family is not None and not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(_not_a_policy(folder, WEIGHTS))
@@ -76,6 +76,8 @@ def load(module: nn.Module, folder: Path) -> None:
 
 
 def _not_a_policy(folder: Path, file: str) -> str:
+    if (folder / "policy" / CONFIG).is_file():
+        return f"{folder} is not a policy folder but a run's; type policy.checkpoint={folder / 'policy'}"
     return (
         f"{folder} is not a policy folder: it has no {file}; pass an OpenVLA checkpoint, or the folder that "
         "save_pretrained or a recipe wrote, such as runs/ppo/latest/policy"
