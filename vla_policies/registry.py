@@ -93,7 +93,7 @@ def make_policy(
     except SettingError as error:
         raise ValueError(f"policy.{error}") from error
     except ValueError as error:
-        if (other := _other_family(policy_class, checkpoint)) is not None:
+        if policy_class.needs_checkpoint and (other := _other_family(policy_class, checkpoint)) is not None:
             raise ValueError(
                 f"policy.checkpoint={checkpoint}: is a checkpoint of {other}, not of {family}; type policy={other}"
             ) from error

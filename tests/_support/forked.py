@@ -13,7 +13,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from paths import RECIPES, ROOT
+from hydra import compose, initialize_config_dir
+from paths import CONF, RECIPES, ROOT
 
 _LIMIT = 60  # seconds of one command
 
@@ -50,6 +51,8 @@ class ForkedPrograms:
 def _serve():
     for recipe in ("ppo", "grpo", "sft", "evaluate"):
         runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="imported")
+        with initialize_config_dir(str(CONF), version_base=None):  # its grammar and plugins are kept
+            compose(recipe, ["seed=1", "launcher=slurm"])
     for line in sys.stdin:
         asked = json.loads(line)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -62,6 +65,7 @@ def _serve():
                 file.seek(0)
                 texts.append(file.read())
         print(json.dumps([status, *texts]), flush=True)
+    os._exit(0)  # there is nothing to tidy up
 
 
 def _become(asked, out, err):

@@ -197,7 +197,7 @@ def test_a_wrong_input_is_one_line(typed, message, programs, place, tmp_path):
     while "=" in words[0]:
         environment |= dict([words.pop(0).split("=")])
     name, *settings = words
-    if not any("hydra.run.dir" in word or word == "-m" or "sweep" in word for word in settings):
+    if not any("hydra.run.dir" in word or word in ("-m", "--multirun") or "sweep" in word for word in settings):
         settings.append(f"hydra.run.dir={tmp_path / 'run'}")
     done = programs.run(name, *settings, cwd=tmp_path, **environment)
     assert done.stderr.startswith("error: "), done.stderr

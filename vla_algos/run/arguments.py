@@ -197,7 +197,7 @@ def _no_file(argument: str, conf: Path) -> str | None:
 def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | None:
     """Explain settings of a file that the user did not type: ``env.id`` of another benchmark, another family."""
     unknown = re.search(r"unknown setting '((env|policy)\.\w+)'", text)
-    typed = dict(argument.lstrip("+").split("=", 1) for argument in _flags(arguments).overrides if "=" in argument)
+    typed = dict(argument.lstrip("+").split("=", 1) for argument in arguments if "=" in argument)
     if unknown is None or unknown[1] in typed:
         return None
     section = unknown[2]
@@ -214,14 +214,17 @@ def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | N
 
 def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Path) -> str:
     known = sorted(_known(recipe, arguments, conf), key=lambda each: each.count("."))
-    section, _, setting = name.partition(".")
-    for file in sorted((conf / section).glob("*.yaml")) if setting else ():
-        of_file = [f"{section}.{each}" for each in yaml.safe_load(file.read_text()) or {} if each != "defaults"]
-        near = name if name in of_file else next(iter(nearest_names(name, set(of_file) - set(known))), None)
-        if near is not None and near not in known and near.lower() not in map(str.lower, nearest_names(name, known)):
-            return (
-                f"unknown setting {name!r}; {section}={file.stem} has {near}: type {section}={file.stem} {near}=VALUE"
-            )
+    section = name.partition(".")[0]
+    elsewhere = {  # settings that come with another file of the group
+        f"{section}.{setting}": file.stem
+        for file in sorted((conf / section).glob("*.yaml"), reverse=True)  # of several, the first is named
+        for setting in yaml.safe_load(file.read_text()) or {}
+        if f"{section}.{setting}" not in known and setting != "defaults"
+    }
+    nearest = next(iter(nearest_names(name, [*known, *elsewhere])), None)
+    if nearest in elsewhere:
+        choice = f"{section}={elsewhere[nearest]}"
+        return f"unknown setting {name!r}; {choice} has {nearest}: type {choice} {nearest}=VALUE"
     for other in sorted(path.stem for path in conf.glob("*.yaml") if path.stem != recipe):
         if name in _names(OmegaConf.to_container(_compose(other, [], conf))):
             return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"

@@ -95,7 +95,8 @@ def only_checks() -> bool:
 def say(error: BaseException, run: str = "") -> int:
     """Report an error of a run, with its ``run`` in front; returns the exit status."""
     if _Program.running:
-        error = explain(error, _Program.name, sys.argv[1:], _Program.conf)
+        with contextlib.suppress(Exception):  # whatever else is wrong: the error itself matters
+            error = explain(error, _Program.name, sys.argv[1:], _Program.conf)
     if isinstance(error, OSError) and error.filename is not None and _Program.running and not _Program.launched:
         error = ValueError(f"{error.strerror}: {error.filename}; type another folder: hydra.run.dir=runs/mine")
     if run:
