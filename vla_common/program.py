@@ -93,7 +93,7 @@ def _explained(error: BaseException, begun: bool) -> str:
 
 
 def _while_importing(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    if not isinstance(error, (KeyboardInterrupt, ImportError)):
+    if not isinstance(error, (KeyboardInterrupt, ModuleNotFoundError)):
         sys.__excepthook__(kind, error, where)
         return
     if isinstance(error, ModuleNotFoundError):

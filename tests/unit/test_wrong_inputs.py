@@ -17,8 +17,8 @@ from running import recipe_here
 
 from vla_algos.parallel import ProcessLost
 from vla_algos.run import phase, program
-from vla_algos.run.arguments import explain
 from vla_algos.run.checkpoints import CheckpointError
+from vla_algos.run.explanations import explain
 from vla_common.program import FAILED, INTERRUPTED, WRONG_USE, one_line, report
 from vla_policies import SmallVLA, SmallVLAConfig
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -17,13 +17,10 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from vla_algos.run.renamed import RENAMED
-from vla_common.errors import nearest_names, unknown_name
 from vla_common.program import one_line
 from vla_common.registry import config_packages
 
@@ -32,7 +29,6 @@ _FLAGS = {"-h", "-r", "-m", "-sc", "--help", "--hydra-help", "--version", "--res
 _FLAGS |= {"--shell-completion"}
 _FLAGS_WITH_VALUE = {"-c", "-p", "-cp", "-cn", "-cd", "-i", "--cfg", "--package", "--config-path", "--config-name"}
 _FLAGS_WITH_VALUE |= {"--config-dir", "--experimental-rerun", "--info"}
-_NO_NAME = "Config group override must be"  # Hydra says so with a plain ValueError
 _MOST_COMBINATIONS = 200  # of a sweep that are looked at before the first begins
 
 
@@ -60,7 +56,7 @@ def read_arguments(recipe: str, arguments: Sequence[str], conf: Path) -> list[st
         ValueError: what is no setting at all, and an experiment of another recipe.
     """
     found = translated(arguments)
-    flags = _flags(found)
+    flags = read_flags(found)
     if flags.experimental_rerun is not None:
         raise ValueError(
             "--experimental-rerun reads a pickle, which may run any code; type the settings of that run again, they "
@@ -131,112 +127,12 @@ def check_experiment(recipe: str, arguments: Sequence[str], folder: Path) -> Non
             )
 
 
-def explain(error: BaseException, recipe: str, arguments: Sequence[str], conf: Path) -> BaseException:
-    """Say in one line what Hydra says in several; other errors are returned as they are.
-
-    Args:
-        error: what was raised.
-        recipe: name of the recipe.
-        arguments: what was typed.
-        conf: folder of its configuration.
-    """
-    if isinstance(error, (HydraException, OmegaConfBaseException)) or _NO_NAME in str(error):
-        said = _explained(error, recipe, arguments, conf)
-    elif isinstance(error, ValueError) and (other := _of_another_file(str(error), arguments, conf)):
-        said = other
-    else:
-        return error
-    explained = ValueError(said)
-    explained.__cause__ = error
-    return explained
-
-
-def _explained(error: BaseException, recipe: str, arguments: Sequence[str], conf: Path) -> str:
-    text = str(error)
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        if not group and "primary config" in text:
-            return str(unknown_name("configuration", name, [path.stem for path in conf.glob("*.yaml")]))
-        return str(unknown_name(group or "configuration", name, [str(option) for option in error.options or ()]))
-    if isinstance(error, OverrideParseException):
-        name, _, value = error.override.partition("=")
-        quoted = f"""'{name}="{value}"'"""
-        problem = next((line for line in text.splitlines() if not line.startswith("Error parsing")), text)
-        return f"{error.override}: Hydra cannot read it ({problem}); a text is quoted twice: {quoted}"
-    if several := re.search(r"Ambiguous value for argument '(.+?)'", text):
-        name, _, value = several[1].partition("=")
-        return f"{several[1]}: one run takes one value; type -m for a run with each, or {name}=[{value}] for a list"
-    if unknown := re.search(r"Could not override '(.+?)'|Could not delete from config\. '(.+?)' does not exist", text):
-        return _no_such_setting(unknown[1] or unknown[2], recipe, arguments, conf)
-    if twice := re.search(r"An item is already at '(.+?)'", text):
-        return f"{twice[1]} is a setting already; type it without the +: {twice[1]}=VALUE"
-    if again := re.search(r"Multiple values for (\S+?)\.? |force-add of config groups .*: '\+\+(.+?)=", text):
-        name = again[1] or again[2]
-        return f"{name} is chosen already; type it without the +: {name}=NAME"
-    if _NO_NAME in text:
-        return next(
-            filter(None, (_no_file(argument, conf) for argument in _flags(arguments).overrides)), one_line(text)
-        )
-    if error.__cause__ is not None and str(error.__cause__) not in text:
-        text += f"\n{error.__cause__}"
-    lines = text.splitlines() or [type(error).__name__]
-    where = getattr(error, "full_key", None) or next(iter(re.findall(r"full_key: (\S+)", text)), None)
-    said = one_line(
-        "\n".join(line for line in lines if not re.match(r"\s*(full_key:|object_type=|reference_type=)", line))
-    )
-    return said if not where or where in said else f"{where}: {said}"
-
-
-def _no_file(argument: str, conf: Path) -> str | None:
-    """Say that a group has no file of the name that was typed, if that is so."""
-    group, _, name = argument.partition("=")
-    files = sorted(file.stem for file in (conf / group).glob("*.yaml"))
-    return str(unknown_name(group, name, files)) if files and name not in files else None
-
-
-def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | None:
-    """Explain settings of a file that the user did not type: ``env.id`` of another benchmark, another family."""
-    unknown = re.search(r"unknown setting '((env|policy)\.\w+)'", text)
-    typed = dict(argument.lstrip("+").split("=", 1) for argument in arguments if "=" in argument)
-    if unknown is None or unknown[1] in typed:
-        return None
-    section = unknown[2]
-    setting = {"env": "env.id", "policy": "policy.family"}[section]
-    file = typed.get(setting, "").partition("/")[0]
-    if not (conf / section / f"{file}.yaml").is_file() or typed.get(section) == file:
-        return None
-    return (
-        f"{setting}={typed[setting]}: the file {section}={typed.get(section, 'of the recipe')} has settings of another "
-        f"{'benchmark' if section == 'env' else 'family'}, such as {unknown[1]}; type {section}={file} "
-        f"{setting}={typed[setting]}"
-    )
-
-
-def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Path) -> str:
-    known = sorted(_known(recipe, arguments, conf), key=lambda each: each.count("."))
-    section = name.partition(".")[0]
-    elsewhere = {  # settings that come with another file of the group
-        f"{section}.{setting}": file.stem
-        for file in sorted((conf / section).glob("*.yaml"), reverse=True)  # of several, the first is named
-        for setting in yaml.safe_load(file.read_text()) or {}
-        if f"{section}.{setting}" not in known and setting != "defaults"
-    }
-    nearest = next(iter(nearest_names(name, [*known, *elsewhere])), None)
-    if nearest in elsewhere:
-        choice = f"{section}={elsewhere[nearest]}"
-        return f"unknown setting {name!r}; {choice} has {nearest}: type {choice} {nearest}=VALUE"
-    for other in sorted(path.stem for path in conf.glob("*.yaml") if path.stem != recipe):
-        if name in _names(OmegaConf.to_container(_compose(other, [], conf))):
-            return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"
-    return str(unknown_name("setting", name, known))
-
-
 def combinations(recipe: str, arguments: Sequence[str], conf: Path) -> Iterator[tuple[list[str], DictConfig]]:
     """Yield what is typed for each run of a sweep of Hydra's own sweeper, and its configuration.
 
     Nothing where there is no sweep, or one that is not known before it runs.
     """
-    flags = _flags(arguments)
+    flags = read_flags(arguments)
     elsewhere = flags.config_dir or flags.config_path or flags.config_name
     if not flags.multirun or elsewhere or any(re.match(r"\+*hydra[/.](sweeper|launcher)", a) for a in flags.overrides):
         return
@@ -248,11 +144,15 @@ def combinations(recipe: str, arguments: Sequence[str], conf: Path) -> Iterator[
         prefix = override.get_key_element()
         choices.append([f"{prefix}={value}" for value in each] if each else [str(override.input_line)])
     for typed in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
-        yield list(typed), _compose(recipe, typed, conf)
+        yield list(typed), compose_settings(recipe, typed, conf)
 
 
-def _flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read Hydra's own flags; the settings are ``overrides``."""
+def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read Hydra's own flags; the settings are ``overrides``.
+
+    Raises:
+        ValueError: a flag that there is not, or without its value.
+    """
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -273,27 +173,11 @@ def _check_folder(name: str, value: str, sweep: bool) -> None:
         raise ValueError(f"{name}={value}: is a file, or in one; type another folder: {name}=runs/mine")
 
 
-def _known(recipe: str, arguments: Sequence[str], conf: Path) -> list[str]:
-    """List the settings that there are with the files that were chosen."""
-    flags = _flags(arguments)
-    chosen = [argument for argument in flags.overrides if (conf / argument.lstrip("+").partition("=")[0]).is_dir()]
-    if flags.config_dir is not None:
-        chosen.append(f"hydra.searchpath=[file://{Path(flags.config_dir).resolve()}]")
-    return list(_names(OmegaConf.to_container(_compose(recipe, chosen, conf))))
-
-
-def _compose(recipe: str, arguments: Sequence[str], conf: Path) -> DictConfig:
+def compose_settings(recipe: str, arguments: Sequence[str], conf: Path) -> DictConfig:
+    """Compose the configuration of a recipe."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf), version_base=None):
             return compose(recipe, overrides=list(arguments))
     finally:
         GlobalHydra.instance().clear()
-
-
-def _names(settings: Any, section: str = "") -> Iterator[str]:
-    """Yield the names of all settings as they are typed."""
-    if isinstance(settings, dict):
-        for name, value in settings.items():
-            yield f"{section}{name}"
-            yield from _names(value, f"{section}{name}.")

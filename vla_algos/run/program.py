@@ -16,8 +16,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from vla_algos.parallel import ProcessLost
-from vla_algos.run.arguments import combinations, explain, read_arguments
+from vla_algos.run.arguments import combinations, read_arguments
 from vla_algos.run.checkpoints import CheckpointError
+from vla_algos.run.explanations import explain
 from vla_algos.run.phase import begin_anew, has_begun
 from vla_common import program
 from vla_envs import SimulatorCrash
