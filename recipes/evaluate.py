@@ -1,9 +1,14 @@
 """Success of a saved policy on held-out episodes: ``python recipes/evaluate.py policy.checkpoint=FOLDER``."""
 
-import os
+import sys
 
-# Before torch is imported: a thread that waits must sleep, because the simulators need the cores meanwhile.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+try:
+    from vla_common.program import begin_program
+
+    begin_program(__name__)  # before torch is imported
+except ModuleNotFoundError as error:
+    print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
+    sys.exit(2)
 
 import json
 from collections.abc import Sequence
@@ -15,7 +20,7 @@ from omegaconf import DictConfig
 
 from vla_algos import parallel
 from vla_algos.evaluation import blank_images, swap_instructions
-from vla_algos.run import EVALUATION, Evaluator, Run, launch, translate_arguments
+from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
 from vla_algos.run.files import write_atomically
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.summary import describe_spec
@@ -68,5 +73,4 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    translate_arguments("evaluate")
-    main()
+    run_program("evaluate", main)

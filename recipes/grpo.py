@@ -1,9 +1,14 @@
 """GRPO fine-tunes a Vision-Language-Action policy: ``python recipes/grpo.py``; settings are in ``conf/grpo.yaml``."""
 
-import os
+import sys
 
-# Before torch is imported: a thread that waits must sleep, because the simulators need the cores meanwhile.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+try:
+    from vla_common.program import begin_program
+
+    begin_program(__name__)  # before torch is imported
+except ModuleNotFoundError as error:
+    print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
+    sys.exit(2)
 
 from types import SimpleNamespace
 from typing import Literal
@@ -15,7 +20,7 @@ from vla_algos import ChunkClipPPOLoss, EpisodeCollector, Learner, collect_group
 from vla_algos.groups import check_groups, concatenate, describe_groups_without_signal, group_metrics, outcomes_of
 from vla_algos.learner import OPTIM, check_steps
 from vla_algos.metrics import env_metrics, rollout_metrics
-from vla_algos.run import TRAINING, Run, launch, translate_arguments
+from vla_algos.run import TRAINING, Run, launch, run_program
 from vla_common.settings import Count, setting_types
 
 CRITIC = ("critic_coeff", "clip_value", "huber_delta")  # GRPO has none
@@ -76,5 +81,4 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    translate_arguments("grpo")
-    main()
+    run_program("grpo", main)

@@ -96,7 +96,22 @@ def make_policy(
         policy.check_environment(shape)
     except SettingError as error:
         raise ValueError(f"policy.{error}") from error
+    except ValueError as error:
+        if policy_class.needs_checkpoint and (other := _other_family(policy_class, checkpoint)) is not None:
+            raise ValueError(
+                f"policy.checkpoint={checkpoint}: is a checkpoint of {other}, not of {family}; type policy={other}"
+            ) from error
+        raise
     return policy
+
+
+def _other_family(policy_class: type[VLAPolicy], checkpoint: str | Path | None) -> str | None:
+    """Find the family of a checkpoint that a class does not recognise; ``None`` if it does, or if none does."""
+    try:
+        path = resolve(checkpoint or "")
+        return None if policy_class.recognises(path) else find_policy_class(path).family
+    except (ValueError, OSError):
+        return None
 
 
 def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:

@@ -187,14 +187,3 @@ def test_sft_writes_a_policy(tmp_path):
     run = recipe("sft", tmp_path / "sft", *TOY, *TOY_SFT)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "sft" / "policy" / "config.json").is_file()
-
-
-def test_an_error_is_what_the_user_reads_last(tmp_path):
-    run = recipe("ppo", tmp_path / "run", "env.id=metaworld/reech-v3")
-    assert run.returncode != 0
-    assert "demonstrations:" not in run.stderr
-    error, _, hint = run.stderr.strip().rpartition("\n\n")
-    last = error.splitlines()[-1]
-    assert last.startswith("ValueError: unknown Meta-World suite or task 'reech-v3'")
-    assert "reach-v3" in last
-    assert "HYDRA_FULL_ERROR" in hint

@@ -422,13 +422,13 @@ def test_inspect_lists_what_is_missing(sharded, capsys):
 
 def test_inspect_of_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     code, out, err = inspect(tmp_path, capsys)
-    assert code == 1
+    assert code == 2
     assert out == ""
     assert err.count("\n") == 1
     assert "no config.json" in err
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     code, out, err = inspect(tmp_path, capsys)
-    assert code == 1
+    assert code == 2
     assert err.count("\n") == 1
     assert "'gpt2'" in err
 

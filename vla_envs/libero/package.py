@@ -114,7 +114,7 @@ def find_assets(assets: str | None = None, download: bool = False) -> Path:
             return folder
     looked = "\n".join(f"  {place}: {_problem(place)}" for place in places)
     raise FileNotFoundError(
-        f"no LIBERO assets. Looked in\n{looked}\n  Type: hf download {ASSETS_REPOSITORY} --repo-type dataset "
+        f"no LIBERO assets. Looked in:\n{looked}\n  Type: hf download {ASSETS_REPOSITORY} --repo-type dataset "
         "--local-dir ~/.cache/libero/assets   (or download_assets=true, or assets=FOLDER)"
     )
 

@@ -20,6 +20,7 @@ from vla_common.errors import unknown_name
 from vla_common.settings import Count, Factor, Pixels, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, is_whole_number
 from vla_envs.libero.package import describe_assets, wrong_versions
+from vla_envs.rendering.egl import check_renderer
 from vla_envs.simulator import SimulatorSpec, Task
 
 IMAGE_SIZE = 256
@@ -112,6 +113,7 @@ def make_spec(
     Raises:
         ValueError: an unknown suite, task or option value.
     """
+    check_renderer()
     name = suite.removeprefix("libero_")
     if name not in suites():
         raise unknown_name("LIBERO suite", suite, suites(), example="libero/spatial")

@@ -19,6 +19,7 @@ import numpy as np
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape
+from vla_envs.rendering.egl import check_renderer
 from vla_envs.simulator import SimulatorSpec, Task
 
 CAMERA = "corner4"
@@ -130,6 +131,7 @@ def make_spec(
     Raises:
         ValueError: an unknown suite, task or option value.
     """
+    check_renderer()
     height, width = image_shape(image_size)
     check_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
     check_name("reward_type", reward_type, REWARD_TYPES, example="sparse")
