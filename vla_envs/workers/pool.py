@@ -377,10 +377,7 @@ class WorkerPool:
 
     def _describe(self, slot: int) -> str:
         episode = self.episodes[slot]
-        if episode is None:
-            return f"slot {slot}"
-        task = self.spec.tasks[episode.task_id].name
-        return f"{self.spec.id} task {task} trial {episode.trial_id} seed {episode.seed}"
+        return f"slot {slot}" if episode is None else self.spec.describe(episode)
 
     def _alive(self, worker: int) -> WorkerProcess:
         process = self._processes[worker]
