@@ -382,9 +382,7 @@ class VLAEnv(EnvBase):
         unstarted = state_dict.get("unstarted", torch.zeros(self.num_envs, dtype=torch.bool))
         chunks = [[] if saved is None else list(saved.numpy()) for saved in state_dict["actions"]]
         self._pool.give_up({slot: episode for slot, episode in running.items() if unstarted[slot]})
-        self._pool.restore(
-            {slot: (episode, chunks[slot]) for slot, episode in running.items() if not unstarted[slot]}
-        )
+        self._pool.restore({slot: (episode, chunks[slot]) for slot, episode in running.items() if not unstarted[slot]})
         self._pool.check()
         for key, array in self._statistics.items():
             array[:] = state_dict["statistics"][key].numpy()

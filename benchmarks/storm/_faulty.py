@@ -84,7 +84,7 @@ class FaultySimulator:
 
     @staticmethod
     def _changed(answer: Any, what: str) -> Any:
-        if not what:
+        if what not in ANSWERS:
             return answer
         name, value = ANSWERS[what]
         if name == "outcome":

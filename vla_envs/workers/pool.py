@@ -178,8 +178,8 @@ class WorkerPool:
         error, count = list(self._failed.values())[-1], max(self._losses, len(self._failed))
         self._failed, self._losses = {}, 0
         raise SimulatorCrash(
-            f"{error}. It was the last of {count} in a row, without a step that worked: run `python -m vla_envs` to check "
-            "the simulator; if the machine is only slow, pass a larger step_timeout"
+            f"{error}. It was the last of {count} in a row without a step that worked: run `python -m vla_envs` to "
+            "check the simulator; if the machine is only slow, pass a larger step_timeout"
         )
 
     def map(

@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: it dies with us, whatever it does, and no word with it waits without end."""
+"""One worker process as its parent sees it: it dies with us, and no word with it waits without end."""
 
 from __future__ import annotations
 
@@ -131,7 +131,9 @@ class WorkerProcess:
         return self._progress(), len(self._outgoing), len(self._incoming)
 
     def _flush(self) -> None:
-        with contextlib.suppress(OSError):  # full; or a worker that is dead, which is noticed when its answer is awaited
+        with contextlib.suppress(
+            OSError
+        ):  # full; or a worker that is dead, which is noticed when its answer is awaited
             while self._outgoing:
                 sent = self._socket.send(memoryview(self._outgoing)[:_PIECE])
                 del self._outgoing[:sent]
