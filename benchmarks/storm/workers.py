@@ -4,7 +4,7 @@ Each batch of faults runs in a forked process with a deadline, which now and the
 
 * survived: the episode that it hit is reported as crashed where it was hit, or, if it went away or hurt nobody, ended
   as if nothing had happened; and nothing else happened in its batch that should not have;
-* lost: another episode of the batch was reported as crashed;
+* lost: another episode of the batch was reported as crashed, or all of the batch ended by an error;
 * hung: its batch did not end in time, or left a process;
 * silently wrong: an episode has another outcome, state or pixel than undisturbed, and was not reported.
 """
@@ -16,7 +16,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -63,8 +62,8 @@ def inside(tally: Tally, count: int, seed: int) -> None:
         result, left = _in_batch(lambda: _run_episodes(EPISODES_PER_FAULT * count, faults, draw.choice(SIZES)))
         names = {trial: f"{what} in {where}" + (" once" if path else "") for trial, (where, _, what, path) in
                  faults.items()}  # fmt: skip
-    if result is None or left:
-        return _note_all(tally, names.values(), "hung", f"seed {seed}: {left or 'no end'}")
+    if result is None or left or "error" in result:
+        return _note_failed(tally, names.values(), result, f"seed {seed}: {left}")
     wrong, innocent = _judge(result, faults)
     for trial, name in names.items():
         about = f"seed {seed} trial {trial}"
@@ -84,8 +83,8 @@ def outside(tally: Tally, count: int, seed: int) -> None:
     size = draw.choice(SIZES)
     result, left = _in_batch(lambda: _run_episodes(60, {}, size, signals=(count, draw.random())))
     names = ["a signal from outside"] * count
-    if result is None or left:
-        return _note_all(tally, names, "hung", f"seed {seed}: {left or 'no end'}")
+    if result is None or left or "error" in result:
+        return _note_failed(tally, names, result, f"seed {seed}: {left}")
     wrong, _ = _judge(result, {})
     crashed = sum(episode["crashed"] for episode in result["episodes"].values())
     silently = [trial for trial in wrong if not result["episodes"][trial]["crashed"]]
@@ -99,8 +98,8 @@ def large(tally: Tally, count: int, seed: int) -> None:
     """Workers that are stopped or killed while they send a large answer."""
     result, left = _in_batch(lambda: _map_large(count, random.Random(seed)))
     names = ["stopped or killed in a large answer"] * count
-    if result is None or left:
-        return _note_all(tally, names, "hung", f"seed {seed}: {left or 'no end'}")
+    if result is None or left or "error" in result:
+        return _note_failed(tally, names, result, f"seed {seed}: {left}")
     return _note_all(tally, names, "survived" if result["equal"] else "wrong", f"seed {seed}")
 
 
@@ -221,7 +220,7 @@ def _signal_one(pool: WorkerPool, draw: random.Random) -> None:
 
 
 def _map_large(count: int, draw: random.Random) -> dict[str, Any]:
-    size = 30_000_000
+    size = 10_000_000
     pool = WorkerPool(_faulty.describe({}), 2, 2, CHUNK, step_timeout=STEP_TIMEOUT, start_timeout=START_TIMEOUT)
     done, items = threading.Event(), list(range(count))
     threading.Thread(target=_send_signals, args=(pool, 2, draw.random(), done), daemon=True).start()
@@ -236,6 +235,12 @@ def _note_all(tally: Tally, names: Any, outcome: str, what: str) -> None:
         tally.note(outcome, name, what)
 
 
+def _note_failed(tally: Tally, names: Any, result: dict[str, Any] | None, what: str) -> None:
+    """Count a batch that did not end or left a process, or that raised an error, which takes all of it with it."""
+    error = (result or {}).get("error", "")
+    _note_all(tally, names, "lost" if error else "hung", f"{what} {error}")
+
+
 def _in_batch(function: Any, kill_after: float | None = None) -> tuple[dict[str, Any] | None, str]:
     """Call a function in a forked process; returns its result, if there was one in time, and the processes it left."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -245,14 +250,16 @@ def _in_batch(function: Any, kill_after: float | None = None) -> tuple[dict[str,
         try:
             os.close(reading)
             os.environ[MARK] = mark
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # simulators that ask print questions
             logging.disable(logging.CRITICAL)
             torch.set_num_threads(1)
+            result = function()
+            episodes = result.get("episodes", {})
             with os.fdopen(writing, "w") as file:
-                result = function()
-                episodes = result.get("episodes", {})
                 json.dump({**result, "episodes": list(episodes.items())}, file)
         except BaseException as error:
-            print(f"batch: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            with os.fdopen(writing, "w") as file:
+                json.dump({"error": f"{type(error).__name__}: {str(error)[-200:]}", "episodes": []}, file)
         finally:
             os._exit(0)
     os.close(writing)

@@ -222,8 +222,8 @@ def test_large_messages_to_and_from_a_stopped_worker_end():
         os.kill(pool._processes[0].pid, signal.SIGSTOP)
 
     threading.Thread(target=stop).start()
-    answers = pool.map("test_worker_faults:echo", [b"x"] * 20, **{**arguments, "size": 50_000_000})
-    assert {len(answer) for answer in answers} == {50_000_001}
+    answers = pool.map("test_worker_faults:echo", [b"x"] * 8, **{**arguments, "size": 20_000_000})
+    assert {len(answer) for answer in answers} == {20_000_001}
     pool.close()
 
 
