@@ -171,6 +171,11 @@ class SimulatorSpec:
         """Import the benchmark: the class of its :class:`Simulator`."""
         return _named(self.entry_point)
 
+    def describe(self, episode: Episode) -> str:
+        """Name an episode in a message."""
+        task = self.tasks[episode.task_id].name
+        return f"{self.id} task {task} trial {episode.trial_id} seed {episode.seed}"
+
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""
         return self.simulator_class()(self)
