@@ -55,7 +55,7 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
         return
     if config.resume == "never":
         raise ValueError(f"{folder} has a run in it, and resume=never; take another folder: hydra.run.dir=...")
-    before, now = _flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))), _flat(_plain(config))
+    before, now = _flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))), flat_settings(config)
     keys = [key for key in before.keys() | now.keys() if key != "resume" and not key.startswith("launcher.")]
     other = sorted(key for key in keys if before.get(key) != now.get(key))
     if other:
@@ -64,6 +64,11 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
             f"{folder} has a run of other settings:\n{shown}\n  Take another folder (hydra.run.dir=...), or resume it "
             "with the new settings: resume=force"
         )
+
+
+def flat_settings(config: SimpleNamespace) -> dict[str, Any]:
+    """List settings by dotted name."""
+    return _flat(_plain(config))
 
 
 def _plain(config: SimpleNamespace) -> dict[str, Any]:
