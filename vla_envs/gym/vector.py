@@ -34,8 +34,9 @@ class SimulatorVectorEnv(VectorEnv):
     episode ends, one frame is drawn, the reward is the sum over the executed actions, and ``infos`` have ``step_mask``,
     which were executed (bool ``[N, C]``), and their ``step_rewards`` (float32 ``[N, C]``).
 
-    A worker that dies or hangs is started again. Its episodes are truncated, with ``crashed`` in their info, which no
-    other episode has; their last observation is the one before.
+    A worker that dies or hangs is started again. The episode that it was working on is truncated, with ``crashed`` in
+    its info, which no other episode has; its last observation is the one before. An episode that cannot be started is
+    all zeros, and the next step says that it crashed.
 
     Args:
         name: as for :class:`~vla_envs.gym.SimulatorEnv`.
@@ -127,6 +128,7 @@ class SimulatorVectorEnv(VectorEnv):
 
         Raises:
             ValueError: an unknown option, a task that does not exist, or not as many as there are environments.
+            SimulatorCrash: the simulator is broken: many episodes in a row could not be started or ended by a crash.
             gymnasium.error.ClosedEnvironmentError: after ``close``.
         """
         if self.closed:
@@ -138,6 +140,7 @@ class SimulatorVectorEnv(VectorEnv):
         options = dict(options or {})
         mask = self._check_mask(options.pop(_RESET_MASK, np.ones(self.num_envs, np.bool_)))
         infos = self._restart(np.flatnonzero(mask), seed, self._options_of_each(options))
+        self._pool.check()
         return self._observations(), infos
 
     def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -145,6 +148,7 @@ class SimulatorVectorEnv(VectorEnv):
 
         Raises:
             ValueError: actions of the wrong shape or type, not finite, or absurdly far out of bounds.
+            SimulatorCrash: the simulator is broken.
             gymnasium.error.ResetNeeded: some environments run no episode and do not reset themselves.
             gymnasium.error.ClosedEnvironmentError: after ``close``.
         """

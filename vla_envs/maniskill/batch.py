@@ -5,7 +5,7 @@ Images are drawn, given their background and resized on the GPU, and stay there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,13 @@ class BatchedWorlds:
     Attributes:
         arrays: as those of a pool of workers, but for ``images``, which is a tensor on the device.
         texts: the current instruction of each slot.
+        executed: the chunks of actions that each slot's episode was given.
         restarts: 0; a simulation that fails takes this process with it.
+        unstarted: no slot.
     """
 
     restarts = 0
+    unstarted: frozenset[int] = frozenset()
 
     def __init__(
         self, spec: SimulatorSpec, num_envs: int, chunk_size: int, ignore_terminations: bool, device: str = "cuda"
@@ -67,6 +70,7 @@ class BatchedWorlds:
         self._world._obs_mode = "none"  # steps and resets draw nothing
         self.arrays = _Arrays(spec, num_envs, chunk_size)
         self.texts = [spec.tasks[0].instruction] * num_envs
+        self.executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self._elapsed = np.zeros(num_envs, np.int64)
 
     def reset(self, episodes: dict[int, Episode]) -> None:
@@ -81,13 +85,36 @@ class BatchedWorlds:
         chosen = [episode.task_id for episode in episodes.values()]
         self._world.reset(options={"env_idx": rows, "split": chosen, "episode_id": ids})
         self._elapsed[slots] = 0
+        for slot in slots:
+            self.executed[slot] = []
         self.texts = self._world.get_language_instruction()
         self._observe()
+
+    def restore(self, running: Mapping[int, tuple[Episode, Sequence[np.ndarray]]]) -> None:
+        """Start episodes and execute chunks of actions ``[C, A]``, to where each of them was."""
+        # All end together: the worlds move on whether they are asked to or not.
+        longest = max((len(chunks) for _, chunks in running.values()), default=0)
+        for left in range(longest, -1, -1):
+            self.reset({slot: episode for slot, (episode, chunks) in running.items() if len(chunks) == left})
+            slots = [slot for slot, (_, chunks) in running.items() if left and len(chunks) >= left]
+            for slot in slots:
+                self.arrays.actions[slot] = running[slot][1][-left]
+            if slots:
+                self.step(slots)
+
+    def give_up(self, episodes: Mapping[int, Episode]) -> None:
+        """Start episodes that could not be started elsewhere."""
+        self.reset(dict(episodes))
+
+    def check(self) -> None:
+        """Nothing is ever lost."""
 
     def step(self, slots: Sequence[int]) -> list[int]:
         """Execute ``arrays.actions`` in the given slots and draw all; returns the slots that were lost: none."""
         arrays, n = self.arrays, len(self.texts)
         arrays.rewards[:], arrays.successes[:], arrays.executed[:] = 0, False, False
+        for slot in slots:
+            self.executed[slot].append(arrays.actions[slot].copy())
         running = np.isin(np.arange(n), slots)
         gripper = arrays.actions[:, 0, -1].copy()
         for place in range(arrays.actions.shape[1]):
@@ -143,6 +170,7 @@ class _Arrays:
     successes: np.ndarray
     executed: np.ndarray
     busy: np.ndarray
+    progress: np.ndarray
 
     def __init__(self, spec: SimulatorSpec, num_envs: int, chunk_size: int):
         for name, (shape, dtype) in SharedArrays.layout(spec, num_envs, chunk_size).items():

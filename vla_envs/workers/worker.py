@@ -14,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
 from vla_envs.workers.shared_memory import SharedArrays
 
@@ -33,13 +35,13 @@ class Worker:
         self.simulators: dict[int, Simulator] = {}
         self.elapsed: dict[int, int] = {}
 
-    def reset(self, episodes: dict[int, Episode]) -> tuple[dict[int, str], dict[int, str]]:
-        """Begin an episode in each of some slots."""
-        return self._for_each(episodes, self._reset_one)
+    def begin(self, items: dict[int, tuple[Episode, list[np.ndarray]]]) -> tuple[dict[int, str], dict[int, str]]:
+        """Begin an episode in each of some slots, and execute chunks of actions ``[C, A]`` in it."""
+        return self._for_each(items, self._begin_one)
 
-    def step(self, slots: list[int]) -> tuple[dict[int, str], dict[int, str]]:
+    def step(self, slots: dict[int, None]) -> tuple[dict[int, str], dict[int, str]]:
         """Execute the chunks of actions that lie in the shared memory for some slots."""
-        return self._for_each(dict.fromkeys(slots), self._step_one)
+        return self._for_each(slots, lambda slot, _: self._step_one(slot, self.arrays.actions[slot]))
 
     def call(self, function: str, item: Any, arguments: dict[str, Any]) -> Any:
         """Run ``function(simulator, item, **arguments)`` in this process, for work off the beaten track."""
@@ -57,9 +59,10 @@ class Worker:
         texts, errors = {}, {}
         for slot, item in items.items():
             self.arrays.busy[self.index] = slot  # so that the parent knows whom to blame if this kills us
+            self.arrays.progress[self.index] += 1
             try:
                 texts[slot] = action(slot, item)
-            except Exception:
+            except (Exception, SystemExit):
                 errors[slot] = traceback.format_exc()
                 broken = self.simulators.pop(slot, None)  # in an unknown state: the next reset builds a new one
                 if broken is not None:
@@ -68,14 +71,21 @@ class Worker:
         self.arrays.busy[self.index] = -1
         return texts, errors
 
-    def _reset_one(self, slot: int, episode: Episode) -> str:
+    def _begin_one(self, slot: int, item: tuple[Episode, list[np.ndarray]]) -> str:
+        episode, chunks = item
         self._simulator(slot).reset(episode)
         self.elapsed[slot] = 0
-        return self._observe(slot)
+        text = self._observe(slot)
+        for chunk in chunks:
+            self.arrays.progress[self.index] += 1
+            for outcome in (self.arrays.rewards, self.arrays.successes, self.arrays.executed):
+                outcome[slot] = 0
+            text = self._step_one(slot, chunk)  # with its frame: all is as it was the first time
+        return text
 
-    def _step_one(self, slot: int, _: None) -> str:
+    def _step_one(self, slot: int, chunk: np.ndarray) -> str:
         simulator, arrays = self.simulators[slot], self.arrays
-        for position, action in enumerate(arrays.actions[slot]):
+        for position, action in enumerate(chunk):
             outcome = simulator.step(action)
             arrays.rewards[slot, position] = outcome.reward
             arrays.successes[slot, position] = outcome.success
