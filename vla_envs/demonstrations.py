@@ -10,6 +10,11 @@ from vla_common import keys
 from vla_envs.simulator import Episode, Simulator
 
 
+def has_expert(simulator: Simulator, _: object) -> bool:
+    """Tell whether a simulator has a scripted expert."""
+    return hasattr(simulator, "expert_action")
+
+
 def demonstrate(
     simulator: Simulator,
     episode: Episode,
@@ -39,8 +44,6 @@ def demonstrate(
         ``[K, C, A]`` and ``step_mask`` bool ``[K, C]`` (False past the end of the episode), or ``None`` if it was
         not solved.
     """
-    if not hasattr(simulator, "expert_action"):
-        raise ValueError(f"{simulator.spec.id} has no scripted expert; load a checkpoint instead of cloning one")
     low, high = np.array(simulator.spec.action_low), np.array(simulator.spec.action_high)
     random = np.random.default_rng([episode.seed, episode.task_id, episode.trial_id])
     disturbance = np.zeros_like(low)

@@ -141,6 +141,7 @@ class VLAEnv(EnvBase):
         simulator_spec: the benchmark suite.
         episodes: source of episodes; replaced by :meth:`set_episodes`.
         current_episodes: the episode of each slot, ``None`` where idle.
+        errors: why episodes crashed in the last step, by slot.
         interactions: how often it was reset, stepped or loaded. Whoever goes on from an observation sees here whether
             somebody else came between.
     """
@@ -179,6 +180,7 @@ class VLAEnv(EnvBase):
         self._last_reward = np.zeros((num_envs, 1), np.float32)  # of the benchmark, times the coefficient
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self.interactions = 0
+        self.errors: dict[int, str] = {}
         self._pool = pool
         self._texts: Instructions | None = None
         self._make_specs()
@@ -301,7 +303,9 @@ class VLAEnv(EnvBase):
         arrays = self._pool.arrays
         arrays.actions[:] = self._checked(tensordict.get(keys.ACTION, None), active)
         crashed = np.zeros(self.num_envs, bool)
-        crashed[self._pool.step(np.flatnonzero(active).tolist())] = True
+        lost = self._pool.step(np.flatnonzero(active).tolist())
+        crashed[lost] = True
+        self.errors = {slot: self._pool.errors[slot] for slot in lost}
 
         now = self._statistics
         steps = arrays.executed.sum(1, keepdims=True)
@@ -376,9 +380,7 @@ class VLAEnv(EnvBase):
         unstarted = state_dict.get("unstarted", torch.zeros(self.num_envs, dtype=torch.bool))
         chunks = [[] if saved is None else list(saved.numpy()) for saved in state_dict["actions"]]
         self._pool.give_up({slot: episode for slot, episode in running.items() if unstarted[slot]})
-        self._pool.restore(
-            {slot: (episode, chunks[slot]) for slot, episode in running.items() if not unstarted[slot]}
-        )
+        self._pool.restore({slot: (episode, chunks[slot]) for slot, episode in running.items() if not unstarted[slot]})
         self._pool.check()
         for key, array in self._statistics.items():
             array[:] = state_dict["statistics"][key].numpy()

@@ -243,7 +243,7 @@ class Run:
         if in_a_row == _CRASHED_ITERATIONS:
             raise SimulatorCrash(
                 f"in {in_a_row} iterations in a row every episode that ended had crashed; the log names them. Run "
-                f"`python -m vla_envs` to check the simulator; the same command with hydra.run.dir={self.folder} goes on"
+                f"`python -m vla_envs` to check the simulator; to go on: hydra.run.dir={self.folder}"
             )
         if all_crashed:
             self.write(f"iteration {self._iteration}: no episode finished; all {crashed:.0f} that ended had crashed")

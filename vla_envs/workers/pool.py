@@ -65,6 +65,7 @@ class WorkerPool:
         texts: the current instruction of each slot.
         executed: the chunks of actions, float32 ``[C, A]``, that each slot's episode was given.
         unstarted: slots whose episode could not be started, ``MAX_FAILURES_IN_A_ROW`` times.
+        errors: by slot, why its last episode that was lost was.
         restarts: how often a worker or a simulator had to be started again.
     """
 
@@ -93,6 +94,7 @@ class WorkerPool:
         self.episodes: list[Episode | None] = [None] * num_envs
         self.executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self.unstarted: set[int] = set()
+        self.errors: dict[int, str] = {}
         self.restarts = 0
         self._lost: set[int] = set()  # slots whose episode is over because its simulator failed
         self._displaced: set[int] = set()  # whose simulator went with its worker, and whose episode can go on
@@ -194,6 +196,7 @@ class WorkerPool:
         *,
         timeout: float = 600.0,
         on_result: Callable[[Any], object] | None = None,
+        on_error: Callable[[Any, str], object] | None = None,
         **arguments: Any,
     ) -> list[Any]:
         """Run ``function(simulator, item, **arguments)`` for each item in whichever worker is free.
@@ -203,14 +206,19 @@ class WorkerPool:
             items: picklable values; results come back in their order.
             timeout: seconds per item.
             on_result: called with each result, in the order of finishing.
+            on_error: called with an item that failed ``MAX_FAILURES_IN_A_ROW`` times, each in a new simulator, and with
+                the last error; its result is ``None``.
             **arguments: further arguments of the function, picklable.
 
         Raises:
-            RuntimeError: the function raised; the message holds the worker's traceback.
-            SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again.
+            RuntimeError: the function raised, and there is no ``on_error``; the message holds the worker's traceback.
+            SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again. With
+                ``on_error``: the first ``MAX_LOST_IN_A_ROW`` items failed, or as many as there are.
         """
         results: list[Any] = [None] * len(items)
         waiting, running = deque(range(len(items))), dict[int, int]()
+        failures: Counter[int] = Counter()
+        succeeded, lost = 0, 0
         try:
             while waiting or running:
                 for worker in range(len(self._slots)):
@@ -221,19 +229,32 @@ class WorkerPool:
                 for worker, answer, error in self._answers(running):
                     index = running.pop(worker)
                     if error is not None:
-                        waiting.append(index)
+                        waiting.appendleft(index)
                         failure = f"simulator worker {worker} {error}\n  in {function}({items[index]!r})"
                         self._replace(worker, failure)
-                        if self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
+                        if on_error is None and self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
                             self._failures[worker] = 0
                             raise SimulatorCrash(f"{failure}\n  This was failure {MAX_FAILURES_IN_A_ROW} in a row.")
                     elif answer[0]:
                         results[index] = answer[1]
                         self._failures[worker] = 0
+                        succeeded += 1
                         if on_result is not None:
                             on_result(results[index])
+                        continue
                     else:
-                        raise RuntimeError(f"{function} failed in a worker of {self.spec.id}:\n{answer[1]}")
+                        failure = f"{function} failed in a worker of {self.spec.id}:\n{answer[1]}"
+                        if on_error is None:
+                            raise RuntimeError(failure)
+                        waiting.appendleft(index)
+                        self.restarts += 1
+                    failures[index] += 1
+                    if on_error is not None and failures[index] == MAX_FAILURES_IN_A_ROW:
+                        waiting.remove(index)
+                        lost += 1
+                        on_error(items[index], failure)
+                        if not succeeded and lost == min(MAX_LOST_IN_A_ROW, len(items)):
+                            raise SimulatorCrash(f"{failure}\n  All of the first {lost} failed like this.")
         except BaseException:
             self._abandon(running)
             raise
@@ -273,6 +294,7 @@ class WorkerPool:
         """Give an episode up; without an error it never had a chance."""
         self._lost.add(slot)
         self._displaced.discard(slot)
+        self.errors[slot] = error or "not tried, because the simulator is broken"
         if error is not None:
             episode = self.episodes[slot]
             assert episode is not None

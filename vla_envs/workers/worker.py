@@ -46,7 +46,12 @@ class Worker:
     def call(self, function: str, item: Any, arguments: dict[str, Any]) -> Any:
         """Run ``function(simulator, item, **arguments)`` in this process, for work off the beaten track."""
         module, _, name = function.partition(":")
-        return getattr(importlib.import_module(module), name)(self._simulator(_NO_SLOT), item, **arguments)
+        work = getattr(importlib.import_module(module), name)
+        try:
+            return work(self._simulator(_NO_SLOT), item, **arguments)
+        except Exception:
+            self._drop(_NO_SLOT)
+            raise
 
     def close(self) -> None:
         """Free all simulators."""
@@ -64,12 +69,16 @@ class Worker:
                 texts[slot] = action(slot, item)
             except (Exception, SystemExit):
                 errors[slot] = traceback.format_exc()
-                broken = self.simulators.pop(slot, None)  # in an unknown state: the next reset builds a new one
-                if broken is not None:
-                    with contextlib.suppress(Exception):
-                        broken.close()
+                self._drop(slot)
         self.arrays.busy[self.index] = -1
         return texts, errors
+
+    def _drop(self, slot: int) -> None:
+        """Forget a simulator in an unknown state: the next reset builds a new one."""
+        broken = self.simulators.pop(slot, None)
+        if broken is not None:
+            with contextlib.suppress(Exception):
+                broken.close()
 
     def _begin_one(self, slot: int, item: tuple[Episode, list[np.ndarray]]) -> str:
         episode, chunks = item
