@@ -31,6 +31,7 @@ from vla_common.keys import (
 from vla_common.texts import encode, to_strings
 from vla_envs.env import base_env
 from vla_envs.simulator import Episode, Task
+from vla_envs.workers.pool import reason
 
 Observe = Callable[[TensorDictBase], TensorDictBase]
 _NAMED = 5  # crashed episodes that a table names
@@ -261,7 +262,7 @@ def evaluate(
             attempts=collector.attempts[index],
             group=tasks[wanted[index].task_id].group,
             index=index,
-            error=_last_line(collector.errors.get(index, "")) if crashed else "",
+            error=reason(collector.errors.get(index, "")) if crashed else "",
         )
         if on_episode is not None:
             on_episode(results[index])
@@ -332,10 +333,6 @@ def swap_instructions(tasks: Sequence[Task]) -> Observe:
         return td
 
     return observe
-
-
-def _last_line(error: str) -> str:
-    return error.strip().rpartition("\n")[2]
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -17,6 +17,7 @@ from vla_common.settings import Count, NonNegative, Positive, Whole
 from vla_common.validation import are_numbers
 from vla_envs.env import VLAEnv
 from vla_envs.simulator import Episode
+from vla_envs.workers.pool import reason
 from vla_policies import VLAPolicy
 
 
@@ -61,7 +62,7 @@ def record_demonstrations(
     crashed: list[tuple[Episode, str]] = []
 
     def skip(episode: Episode, error: str) -> None:
-        crashed.append((episode, error.rstrip().rpartition("\n")[2]))
+        crashed.append((episode, reason(error)))
         if on_episode is not None:
             on_episode(False)
 

@@ -7,6 +7,7 @@ without any fault.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import random
 import signal
@@ -203,13 +204,16 @@ def _ppo(faults: Faults, folder: Path, chance: random.Random, share: float) -> s
                 unable = torch.tensor([trial for trial, (_, when, _) in always.items() if not when])
                 if not torch.equal(crashed | ~torch.isin(batch[TRIAL_ID], unable), torch.ones_like(crashed)):
                     raise AssertionError("a state that cannot be simulated has decisions")
-                learner.update(gae(batch))
+                gae(batch)
+                if batch[NEXT, STEP_MASK].any():
+                    learner.update(batch)
                 if iteration == keep:
-                    weights = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-                    parts = (learner.state_dict(), collector.state_dict(), torch.get_rng_state())
-                    kept = (iteration + 1, weights, *parts)
+                    parts = (policy.state_dict(), learner.state_dict(), collector.state_dict(), torch.get_rng_state())
+                    kept = (iteration + 1, *copy.deepcopy(parts))
         finally:
             env.close(raise_if_closed=False)
+        if not all(parameter.isfinite().all() for parameter in policy.parameters()):
+            raise AssertionError("weights are not finite")
         return digest(policy.state_dict()), kept
 
     try:

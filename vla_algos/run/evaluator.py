@@ -81,7 +81,8 @@ class Evaluator:
 
             def note(result: EpisodeResult) -> None:
                 nonlocal finished, solved
-                result = results[left[result.index]] = replace(result, index=left[result.index])
+                result = replace(result, index=left[result.index])
+                results[result.index] = result
                 log.add(result)
                 finished, solved = finished + (not result.crashed), solved + result.success_once
                 bar.update()

@@ -43,6 +43,11 @@ class SimulatorCrash(RuntimeError):
     """A simulator is broken: it lost one episode after the other; the message names the last one and its error."""
 
 
+def reason(error: str) -> str:
+    """Return the one line of a worker's error that says why: the last that is not indented."""
+    return next((line for line in reversed(error.splitlines()) if line.strip() and not line[0].isspace()), "")
+
+
 class WorkerPool:
     """``num_envs`` simulators, spread over ``num_workers`` processes that share arrays with this one.
 
@@ -288,7 +293,13 @@ class WorkerPool:
                 failures[slot] += 1
                 if failures[slot] >= tries:
                     self._lose(slot, error)
-        return {slot for slot in slots if slot in self._lost}
+        given_up = {slot for slot in slots if slot in self._lost}
+        if len(given_up) < len(slots):  # the simulator works: others began beside these, whose states are bad
+            for episode in (self.episodes[slot] for slot in given_up):
+                assert episode is not None
+                if self._failed.pop((episode.task_id, episode.trial_id, episode.seed), None) is not None:
+                    self._losses -= 1
+        return given_up
 
     def _lose(self, slot: int, error: str | None = None) -> None:
         """Give an episode up; without an error it never had a chance."""
