@@ -12,10 +12,11 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, check_levels, gae, parallel
+from vla_algos.advantages import valid_decisions
 from vla_algos.learner import OPTIM
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.run import TRAINING, Run, launch, translate_arguments
-from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, STEP_MASK, VALUE_TARGET
+from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, VALUE_TARGET
 from vla_common.settings import Count, setting_types
 
 SETTINGS = {  # by section: the keyword arguments of one callable
@@ -59,7 +60,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
                 gae(everything, **config.gae)
                 batch.update(parallel.local_rows(everything, len(batch)).select(ADVANTAGE, VALUE_TARGET))
                 policy.train()
-                executed = bool(everything[NEXT, STEP_MASK].any())  # otherwise every episode crashed as it began
+                executed = bool(valid_decisions(everything).any())  # otherwise every episode crashed as it began
                 update = learner.update(batch, before_step=run.stop_if_asked) if executed else {}
             del batch  # before the next is collected
             run.log(everything, env_metrics(everything), rollout_metrics(everything), update)

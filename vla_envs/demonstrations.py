@@ -44,6 +44,8 @@ def demonstrate(
         ``[K, C, A]`` and ``step_mask`` bool ``[K, C]`` (False past the end of the episode), or ``None`` if it was
         not solved.
     """
+    if not hasattr(simulator, "expert_action"):
+        raise ValueError(f"{simulator.spec.id} has no scripted expert; load a checkpoint instead of cloning one")
     low, high = np.array(simulator.spec.action_low), np.array(simulator.spec.action_high)
     random = np.random.default_rng([episode.seed, episode.task_id, episode.trial_id])
     disturbance = np.zeros_like(low)
