@@ -39,6 +39,7 @@ def make_env(
     relative_reward: bool = False,
     step_penalty: float = 0.0,
     step_timeout: Positive = 60.0,
+    start_timeout: Positive = 120.0,
     **options: Any,
 ) -> VLAEnv:
     """Make a batched environment.
@@ -61,6 +62,8 @@ def make_env(
         step_penalty: subtracted for each executed action, after the two above.
         step_timeout: seconds after which a worker that does not get on to its next environment counts as hung and is
             replaced.
+        start_timeout: seconds that the first answer of a new worker may take on top: it imports the simulator, and a
+            first reset may compile shaders or build assets.
         **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
             ``SimulatorSpec``, which has them.
 
@@ -98,6 +101,7 @@ def make_env(
         relative_reward=relative_reward,
         step_penalty=step_penalty,
         step_timeout=step_timeout,
+        start_timeout=start_timeout,
     )
 
 
@@ -159,6 +163,7 @@ class VLAEnv(EnvBase):
         relative_reward: bool = False,
         step_penalty: float = 0.0,
         step_timeout: float = 60.0,
+        start_timeout: float = 120.0,
     ):
         if spec.batched:  # first, because it says so if there is no GPU
             pool = spec.make_batched(num_envs, chunk_size, ignore_terminations)
@@ -170,6 +175,7 @@ class VLAEnv(EnvBase):
                 chunk_size,
                 ignore_terminations=ignore_terminations,
                 step_timeout=step_timeout,
+                start_timeout=start_timeout,
             )
         device = torch.device("cuda" if spec.batched else "cpu")  # where images are drawn, they stay
         super().__init__(device=device, batch_size=torch.Size([num_envs]))

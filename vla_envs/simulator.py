@@ -167,6 +167,11 @@ class SimulatorSpec:
             raise ValueError(f"trial_id counts from 0, got trial_id={episode.trial_id}")
         return self.tasks[episode.task_id]
 
+    def describe(self, episode: Episode) -> str:
+        """Name an episode in a message."""
+        task = self.tasks[episode.task_id].name
+        return f"{self.id} task {task} trial {episode.trial_id} seed {episode.seed}"
+
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""
         return _named(self.entry_point)(self)

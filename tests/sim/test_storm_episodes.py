@@ -22,9 +22,8 @@ def test_one_bad_state_costs_one_episode_whatever_there_is_beside_it(tmp_path):
     result = evaluate(env, straight, [Episode(0, trial, 3) for trial in range(TRIALS)])
     assert [episode.crashed for episode in result.episodes] == [trial in bad for trial in range(TRIALS)]
     assert {episode.attempts for episode in result.episodes} == {1}
-    assert {episode.error for episode in result.crashed} == {
-        f"RuntimeError: this state cannot be simulated: trial {trial}, step 0" for trial in bad
-    }
+    for episode in result.crashed:
+        assert f"this state cannot be simulated: trial {episode.episode.trial_id}, step 0" in episode.error
     env.close()
 
 
@@ -51,7 +50,7 @@ def test_demonstrations_that_crash_are_left_out_and_counted(tmp_path):
     kept = [episode for episode in wanted if episode.trial_id not in (3, 7)]
     alone = make_toy_env(toy_spec({}, tmp_path), 1, 1)
     assert (found == record_demonstrations(alone, policy, kept, noise=0.0)).all()
-    with pytest.raises(SimulatorCrash, match="All of the first 1 failed like this"):
+    with pytest.raises(SimulatorCrash, match="all of the first 1 failed like this"):
         record_demonstrations(env, policy, wanted[3:4])
     for used in (env, alone):
         used.close()

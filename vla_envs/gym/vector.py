@@ -48,6 +48,7 @@ class SimulatorVectorEnv(VectorEnv):
         num_workers: processes that share the simulators; one per available core if ``None``.
         autoreset_mode: of :class:`gymnasium.vector.AutoresetMode`.
         step_timeout: seconds after which a worker that does not get on to its next simulator counts as hung.
+        start_timeout: seconds that the first answer of a new worker may take on top.
         **options: of the benchmark, as for :class:`~vla_envs.gym.SimulatorEnv`.
 
     Raises:
@@ -71,6 +72,7 @@ class SimulatorVectorEnv(VectorEnv):
         num_workers: Count | None = None,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         step_timeout: Positive = 60.0,
+        start_timeout: Positive = 120.0,
         **options: Any,
     ):
         given = {name: value for name, value in locals().items() if name not in _PARTS}
@@ -98,7 +100,9 @@ class SimulatorVectorEnv(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.chunk_size = chunk_size
-        self._pool = WorkerPool(spec, num_envs, num_workers, chunk_size or 1, step_timeout=step_timeout)
+        self._pool = WorkerPool(
+            spec, num_envs, num_workers, chunk_size or 1, step_timeout=step_timeout, start_timeout=start_timeout
+        )
         self._streams = [EpisodeStream(spec) for _ in range(num_envs)]
         self._random: list[tuple[np.random.Generator, int] | None] = [None] * num_envs  # with what it began from
         self._episodes: list[Episode | None] = [None] * num_envs  # None before the first reset

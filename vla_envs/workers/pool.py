@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import subprocess
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
 
-from vla_envs.rendering.egl import WORKER
 from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers.process import WorkerProcess, close_all, wait
 from vla_envs.workers.shared_memory import SharedArrays
 
 _logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 3  # of an episode that cannot be started, of a worker that dies before it does anything
 MAX_LOST_IN_A_ROW = 10  # different episodes, over all slots, without one step that works: the simulator is broken
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}  # one core per worker; Mesa's rasteriser included
 
 
 def count_workers(num_envs: int, num_workers: int | None) -> int:
@@ -86,6 +80,7 @@ class WorkerPool:
         start_timeout: float = 120.0,
     ):
         self._memory: int | None = None
+        self._owner = os.getpid()
         if spec.entry_point.startswith("__main__:"):
             raise ValueError(
                 f"worker processes cannot import {spec.entry_point.replace(':', '.')}: put the simulator into a module "
@@ -113,7 +108,7 @@ class WorkerPool:
             "ignore_terminations": ignore_terminations,
         }
         self._slots = [list(range(worker, num_envs, num_workers)) for worker in range(num_workers)]
-        self._processes: list[_Process | None] = [None] * num_workers
+        self._processes: list[WorkerProcess | None] = [None] * num_workers
         self._failures = [0] * num_workers  # in a row, of workers that did not say on what
         for worker in range(num_workers):
             self._start(worker)
@@ -141,6 +136,7 @@ class WorkerPool:
         for slot, episode in episodes.items():
             self.episodes[slot], self.executed[slot] = episode, []
             self._blank(slot)
+            self.errors[slot] = "it could not be started before this run was resumed"
         self._lost |= episodes.keys()
         self.unstarted |= episodes.keys()
         self._displaced -= episodes.keys()
@@ -187,11 +183,11 @@ class WorkerPool:
         """
         if not self._is_broken():
             return
-        error, count = list(self._failed.values())[-1], self._losses
+        error, count = list(self._failed.values())[-1], max(self._losses, len(self._failed))
         self._failed, self._losses = {}, 0
         raise SimulatorCrash(
-            f"{error}\n  {count} episodes were lost in a row. Run `python -m vla_envs` to check the simulator; if the "
-            "machine is only slow, pass a larger step_timeout."
+            f"{error}. It was the last of {count} in a row, without a step that worked: run `python -m vla_envs` to check "
+            "the simulator; if the machine is only slow, pass a larger step_timeout"
         )
 
     def map(
@@ -235,11 +231,11 @@ class WorkerPool:
                     index = running.pop(worker)
                     if error is not None:
                         waiting.appendleft(index)
-                        failure = f"simulator worker {worker} {error}\n  in {function}({items[index]!r})"
+                        failure = f"simulator worker {worker}: {error}, in {function}({items[index]!r})"
                         self._replace(worker, failure)
                         if on_error is None and self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
                             self._failures[worker] = 0
-                            raise SimulatorCrash(f"{failure}\n  This was failure {MAX_FAILURES_IN_A_ROW} in a row.")
+                            raise SimulatorCrash(f"{failure}; this was failure {MAX_FAILURES_IN_A_ROW} in a row")
                     elif answer[0]:
                         results[index] = answer[1]
                         self._failures[worker] = 0
@@ -259,17 +255,20 @@ class WorkerPool:
                         lost += 1
                         on_error(items[index], failure)
                         if not succeeded and lost == min(MAX_LOST_IN_A_ROW, len(items)):
-                            raise SimulatorCrash(f"{failure}\n  All of the first {lost} failed like this.")
+                            raise SimulatorCrash(f"{reason(failure)}; all of the first {lost} failed like this")
         except BaseException:
             self._abandon(running)
             raise
         return results
 
     def close(self) -> None:
-        """Stop all workers."""
-        for process in self._processes:
-            if process is not None:
-                process.close()
+        """Stop all workers; in a forked child, leave them to its parent."""
+        processes = [process for process in self._processes if process is not None]
+        if os.getpid() == self._owner:
+            close_all(processes)
+        else:
+            for process in processes:
+                process.forget()
         self._processes = [None] * len(self._processes)
         if self._memory is not None:
             os.close(self._memory)
@@ -350,12 +349,11 @@ class WorkerPool:
                         self._displaced |= failed.keys()
                         self.restarts += len(failed)
                         for slot, traceback in failed.items():
-                            errors[slot] = self._report(worker, f"failed:\n{traceback.rstrip()}", [slot])
+                            errors[slot] = self._report(worker, traceback, [slot])
                         continue
-                    failure = error or f"failed:\n{answer[1]}"
                     busy = int(self.arrays.busy[worker])
                     blamed = [busy] if busy >= 0 else mine
-                    failure = self._report(worker, failure, blamed)
+                    failure = self._report(worker, error or answer[1], blamed)
                     self._replace(worker, failure)
                     if busy >= 0 or self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
                         self._failures[worker] = 0
@@ -369,19 +367,17 @@ class WorkerPool:
         """Wait for events: ``(worker, (ok, answer), None)``, or an error if it died or ran out of time."""
         processes = {worker: self._alive(worker) for worker in asked}
         timeout = min(process.deadline for process in processes.values()) - time.monotonic()
-        ready = wait([process.connection for process in processes.values()], max(0.0, timeout))
+        wait(processes.values(), timeout)
         events: list[tuple[int, Any, str | None]] = []
         for worker, process in processes.items():
-            if process.connection in ready:
-                try:
-                    events.append((worker, process.receive(), None))
-                except (EOFError, OSError):
-                    events.append((worker, None, "died"))
-            elif time.monotonic() >= process.deadline:
-                progress = int(self.arrays.progress[worker])
-                if progress != process.progress:  # many slots take a while: it hangs if it does not get on
-                    process.progress, process.deadline = progress, time.monotonic() + process.allowed
-                    continue
+            try:
+                answer = process.receive()
+            except EOFError:
+                events.append((worker, None, process.how_it_ended()))
+                continue
+            if answer is not None:
+                events.append((worker, answer, None))
+            elif process.hangs():
                 events.append((worker, None, f"gave no answer for {process.allowed:.0f} s"))
         return events
 
@@ -404,71 +400,33 @@ class WorkerPool:
             self._failed["start", self.restarts] = failure
 
     def _report(self, worker: int, error: str, slots: Sequence[int]) -> str:
-        """Log an error with the episodes that are to blame, and return what was logged."""
+        """Log an error, perhaps a traceback, with the episodes that are to blame; returns both in one line."""
+        lines = error.strip().splitlines()
+        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+        traceback, error = lines[: frames[-1] + 1] if frames else [], " ".join(lines[frames[-1] + 1 if frames else 0 :])
         names = "; ".join(self._describe(slot) for slot in slots)
-        message = f"simulator worker {worker} {error}\n  while running {names}"
-        _logger.warning("%s\n  Started again, and counted in env/worker_restarts.", message)
+        message = f"simulator worker {worker}: {error}, while running {names}"
+        _logger.warning("%s", "\n".join([f"{message}. Started again, counted in env/worker_restarts.", *traceback]))
         return message
 
     def _describe(self, slot: int) -> str:
         episode = self.episodes[slot]
-        if episode is None:
-            return f"slot {slot}"
-        task = self.spec.tasks[episode.task_id].name
-        return f"{self.spec.id} task {task} trial {episode.trial_id} seed {episode.seed}"
+        return f"slot {slot}" if episode is None else self.spec.describe(episode)
 
-    def _alive(self, worker: int) -> _Process:
+    def _alive(self, worker: int) -> WorkerProcess:
         process = self._processes[worker]
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                f"this environment ({self.spec.id}) belongs to process {self._owner}, from which this one was forked; "
+                "make another one here with make_env"
+            )
         if process is None:
             raise RuntimeError(f"this environment ({self.spec.id}) is closed; make a new one with make_env")
         return process
 
     def _start(self, worker: int) -> None:
         assert self._memory is not None
-        self._processes[worker] = _Process(self._memory, {**self._settings, "index": worker}, self.start_timeout)
-
-
-class _Process:
-    """One worker process, its connection and the time by which it has to answer."""
-
-    def __init__(self, memory: int, settings: dict[str, Any], start_timeout: float):
-        self.connection, theirs = Pipe()
-        environment = {**os.environ, **_ONE_THREAD, WORKER: str(settings["index"])}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "vla_envs.workers.worker", str(theirs.fileno()), str(memory)],
-            pass_fds=(theirs.fileno(), memory),
-            stdin=subprocess.DEVNULL,  # nothing a simulator asks can ever wait for an answer
-            env=environment,
+        arrays, settings = self.arrays, {**self._settings, "index": worker}
+        self._processes[worker] = WorkerProcess(
+            self._memory, settings, self.start_timeout, lambda: int(arrays.progress[worker])
         )
-        theirs.close()
-        self._start_timeout = start_timeout  # until the first answer
-        self.allowed, self.deadline = 0.0, float("inf")
-        self.answered, self.progress = False, 0  # the counter when last looked at
-        self.connection.send(settings)
-
-    def send(self, command: str, arguments: tuple, timeout: float) -> None:
-        """Send a message that has to be answered within ``timeout`` seconds."""
-        self.allowed = timeout + self._start_timeout
-        self.deadline = time.monotonic() + self.allowed
-        with contextlib.suppress(OSError):  # a worker that is dead is noticed when its answer is awaited
-            self.connection.send((command, arguments))
-
-    def receive(self) -> tuple[bool, Any]:
-        answer = self.connection.recv()
-        self._start_timeout, self.answered = 0.0, True
-        return answer
-
-    def kill(self) -> None:
-        self._popen.kill()  # also ends a stopped process
-        self._popen.wait()
-        self.connection.close()
-
-    def close(self) -> None:
-        self.send("close", (), timeout=5.0)
-        try:
-            self._popen.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-        self.connection.close()

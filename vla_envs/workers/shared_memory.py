@@ -26,7 +26,7 @@ class SharedArrays:
     successes: np.ndarray  # bool [N, C], after each executed action
     executed: np.ndarray  # bool [N, C]
     busy: np.ndarray  # int64 [N], entry w: the slot that worker w is working on, -1 when idle
-    progress: np.ndarray  # int64 [N], entry w: a number that changes whenever worker w gets on
+    progress: np.ndarray  # int64 [N], entry w: how many slots and chunks worker w is through with
 
     @classmethod
     def layout(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> dict[str, tuple[tuple[int, ...], type]]:

@@ -1,4 +1,4 @@
-"""The process that runs simulators: ``python -m vla_envs.workers.worker CONNECTION MEMORY``, started by WorkerPool.
+"""The process that runs simulators: ``python -m vla_envs.workers.worker CONNECTION MEMORY PARENT``, of a WorkerPool.
 
 It imports numpy and the simulator, never torch.
 """
@@ -6,7 +6,9 @@ It imports numpy and the simulator, never torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
+import os
 import signal
 import sys
 import traceback
@@ -17,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
+from vla_envs.workers.answers import WrongAnswer, check_observation, check_outcome
 from vla_envs.workers.shared_memory import SharedArrays
 
 _NO_SLOT = -1  # the simulator of calls
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class Worker:
@@ -64,20 +68,23 @@ class Worker:
         texts, errors = {}, {}
         for slot, item in items.items():
             self.arrays.busy[self.index] = slot  # so that the parent knows whom to blame if this kills us
-            self.arrays.progress[self.index] += 1
             try:
                 texts[slot] = action(slot, item)
+            except WrongAnswer as error:
+                errors[slot] = str(error)
+                self._drop(slot)
             except (Exception, SystemExit):
                 errors[slot] = traceback.format_exc()
                 self._drop(slot)
+            self.arrays.progress[self.index] += 1
         self.arrays.busy[self.index] = -1
         return texts, errors
 
     def _drop(self, slot: int) -> None:
-        """Forget a simulator in an unknown state: the next reset builds a new one."""
+        """Close a simulator in an unknown state: the next episode builds a new one."""
         broken = self.simulators.pop(slot, None)
         if broken is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, SystemExit):
                 broken.close()
 
     def _begin_one(self, slot: int, item: tuple[Episode, list[np.ndarray]]) -> str:
@@ -86,21 +93,21 @@ class Worker:
         self.elapsed[slot] = 0
         text = self._observe(slot)
         for chunk in chunks:
-            self.arrays.progress[self.index] += 1
             for outcome in (self.arrays.rewards, self.arrays.successes, self.arrays.executed):
                 outcome[slot] = 0
             text = self._step_one(slot, chunk)  # with its frame: all is as it was the first time
+            self.arrays.progress[self.index] += 1
         return text
 
     def _step_one(self, slot: int, chunk: np.ndarray) -> str:
         simulator, arrays = self.simulators[slot], self.arrays
         for position, action in enumerate(chunk):
-            outcome = simulator.step(action)
-            arrays.rewards[slot, position] = outcome.reward
-            arrays.successes[slot, position] = outcome.success
+            reward, success = check_outcome(simulator.step(action))
+            arrays.rewards[slot, position] = reward
+            arrays.successes[slot, position] = success
             arrays.executed[slot, position] = True
             self.elapsed[slot] += 1
-            if outcome.success and not self.ignore_terminations:
+            if success and not self.ignore_terminations:
                 break
             if self.elapsed[slot] == self.spec.max_episode_steps:
                 break
@@ -108,8 +115,8 @@ class Worker:
 
     def _observe(self, slot: int) -> str:
         observation = self.simulators[slot].observe()
+        self.arrays.states[slot] = check_observation(self.spec, observation)
         self.arrays.images[slot] = observation.images
-        self.arrays.states[slot] = observation.states
         if observation.wrist_images is not None:
             self.arrays.wrist_images[slot] = observation.wrist_images
         return observation.task_description
@@ -122,8 +129,11 @@ class Worker:
 
 def main() -> None:
     """Answer messages until one says ``close`` or the parent is gone."""
+    connection, memory, parent = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, which then closes us
-    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    for file in (connection.fileno(), memory):
+        os.set_inheritable(file, False)  # what a simulator starts has no part in them
     try:
         settings = connection.recv()
         arrays = SharedArrays.attach(memory, settings["spec"], settings["num_envs"], settings["chunk_size"])
@@ -138,6 +148,13 @@ def main() -> None:
                 return
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
+
+
+def _die_with(parent: int) -> None:
+    """Be killed by the kernel when the parent ends, even if stopped, or in a loop that listens to nobody."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that started this worker is gone")
 
 
 if __name__ == "__main__":
