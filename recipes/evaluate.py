@@ -26,6 +26,7 @@ from vla_algos.run.seeds import seed_rank
 from vla_algos.run.summary import describe_spec
 from vla_common.errors import unknown_name
 from vla_common.settings import setting_types
+from vla_envs.workers.pool import SimulatorCrash
 
 SETTINGS = {
     **EVALUATION,
@@ -51,7 +52,9 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
             raise unknown_name("group in mean_of", name, groups)
     ablations = {"blank_images": lambda: blank_images, "swap_instructions": lambda: swap_instructions(run.spec.tasks)}
     observe = ablations[config.ablation]() if config.ablation else None
-    run.make_env(run.make_policy())
+    policy = run.make_policy()
+    run.check_results()
+    run.make_env(policy)
     seed_rank(config.seed)
     result = run.evaluate(config.ablation or "evaluation", greedy=config.greedy, observe=observe)
 
@@ -66,6 +69,9 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
         once, at_end = result.mean_of_groups(config.mean_of)
         metrics |= {"eval/mean/success_once": once, "eval/mean/success_at_end": at_end}
         print(f"mean of {', '.join(config.mean_of)}: success {100 * once:.1f}%, at end {100 * at_end:.1f}%")
+    if result.failure:
+        raise SimulatorCrash(f"{result.failure}; the same command with hydra.run.dir={run.folder} goes on")
+    metrics = {name: None if value != value else value for name, value in metrics.items()}  # JSON has no NaN
     if parallel.is_main():
         write_atomically(run.folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     run.finish(result.metrics())

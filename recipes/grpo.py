@@ -69,7 +69,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
                     update = {**rollout_metrics(learnable), **learner.update(batch, before_step=run.stop_if_asked)}
             del batch  # before the next is collected
             outcomes = concatenate(everything)
-            run.log(outcomes, env_metrics(outcomes), group_metrics(everything, bounds), update)
+            crashed = sum(group.crashed for group in everything)
+            run.log(outcomes, env_metrics(outcomes, crashed), group_metrics(everything, bounds), update)
 
             in_a_row = 0 if learnable is not None else run.state.get("iterations_without_signal", 0) + 1
             run.state["iterations_without_signal"] = in_a_row

@@ -17,6 +17,7 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, check_levels, gae, parallel
+from vla_algos.advantages import valid_decisions
 from vla_algos.learner import OPTIM, check_steps
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.run import TRAINING, Run, launch, run_program
@@ -65,7 +66,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
                 gae(everything, **config.gae)
                 batch.update(parallel.local_rows(everything, len(batch)).select(ADVANTAGE, VALUE_TARGET))
                 policy.train()
-                update = learner.update(batch, before_step=run.stop_if_asked)
+                executed = bool(valid_decisions(everything).any())  # otherwise every episode crashed as it began
+                update = learner.update(batch, before_step=run.stop_if_asked) if executed else {}
             del batch  # before the next is collected
             run.log(everything, env_metrics(everything), rollout_metrics(everything), update)
 

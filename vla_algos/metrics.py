@@ -57,17 +57,24 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def env_metrics(batch: TensorDictBase) -> dict[str, float]:
+def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, float]:
     """Average over the episodes that ended in ``batch``; crashed ones are counted and left out.
 
     ``env/return`` is the mean sum of an episode's rewards, ``env/reward`` that per primitive action. With no finished
     episode there are only the counts, and ``env/actions_clipped``: the share of all executed action elements that the
     simulator clipped.
+
+    Args:
+        batch: any shape.
+        crashed_elsewhere: crashed episodes that were left out of ``batch``, as groups of runs do.
     """
     after = batch[NEXT]
     crashed = after[CRASHED]
     finished = after[DONE] & ~crashed & (after[EPISODE_LEN] > 0)  # an idle slot is "done" after 0 actions
-    metrics = {"env/num_episodes": float(finished.sum()), "env/crashed_episodes": float(crashed.sum())}
+    metrics = {
+        "env/num_episodes": float(finished.sum()),
+        "env/crashed_episodes": float(crashed.sum() + crashed_elsewhere),
+    }
     clipped, executed = after.get(ACTIONS_CLIPPED, None), after[STEP_MASK].sum(-1, keepdim=True)
     if clipped is not None and executed.any():
         metrics["env/actions_clipped"] = float((clipped.double() * executed).sum() / executed.sum())

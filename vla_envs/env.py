@@ -161,6 +161,7 @@ class VLAEnv(EnvBase):
         simulator_spec: the benchmark suite.
         episodes: source of episodes; replaced by :meth:`set_episodes`.
         current_episodes: the episode of each slot, ``None`` where idle.
+        errors: why episodes crashed in the last step, by slot.
         interactions: how often it was reset, stepped or loaded. Whoever goes on from an observation sees here whether
             somebody else came between.
     """
@@ -201,6 +202,7 @@ class VLAEnv(EnvBase):
         self._last_reward = np.zeros((num_envs, 1), np.float32)  # of the benchmark, times the coefficient
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self.interactions = 0
+        self.errors: dict[int, str] = {}
         self._pool = pool
         self._texts: Instructions | None = None
         self._make_specs()
@@ -323,7 +325,9 @@ class VLAEnv(EnvBase):
         arrays = self._pool.arrays
         arrays.actions[:] = self._checked(tensordict.get(keys.ACTION, None), active)
         crashed = np.zeros(self.num_envs, bool)
-        crashed[self._pool.step(np.flatnonzero(active).tolist())] = True
+        lost = self._pool.step(np.flatnonzero(active).tolist())
+        crashed[lost] = True
+        self.errors = {slot: self._pool.errors[slot] for slot in lost}
 
         now = self._statistics
         steps = arrays.executed.sum(1, keepdims=True)

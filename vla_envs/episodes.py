@@ -134,10 +134,15 @@ class QueuedEpisode(Episode):
 
 
 class EpisodeQueue:
-    """A finite list of episodes that is worked off once, and may grow meanwhile: evaluation and grouped rollouts."""
+    """A finite list of episodes that is worked off once, and may grow meanwhile: evaluation and grouped rollouts.
+
+    It remembers what was taken until it is told that it is :meth:`done`, so that nothing is lost where an environment
+    fails between taking an episode and running it.
+    """
 
     def __init__(self, episodes: Iterable[Episode] = ()):
         self._waiting: deque[QueuedEpisode] = deque()
+        self._taken: dict[int, QueuedEpisode] = {}  # by queue index
         self._length = 0
         self.extend(episodes)
 
@@ -162,11 +167,30 @@ class EpisodeQueue:
 
     def next(self) -> QueuedEpisode | None:
         """Return the next episode, or ``None`` when there are no more for now."""
-        return self._waiting.popleft() if self._waiting else None
+        if not self._waiting:
+            return None
+        episode = self._waiting.popleft()
+        self._taken[episode.queue_index] = episode
+        return episode
+
+    def done(self, episode: QueuedEpisode) -> None:
+        """Say that an episode has a result."""
+        self._taken.pop(episode.queue_index, None)
 
     def give_back(self, episode: QueuedEpisode) -> None:
         """Return an episode that has to run again; it is the next one."""
+        self._taken.pop(episode.queue_index, None)
         self._waiting.appendleft(episode)
+
+    def give_back_all(self) -> None:
+        """Return every episode that was taken and has no result; they are the next ones, in their order."""
+        for index in sorted(self._taken, reverse=True):
+            self.give_back(self._taken[index])
+
+    def clear(self) -> None:
+        """Forget the episodes that wait or were taken; indices go on."""
+        self._waiting.clear()
+        self._taken.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the episodes that wait."""
@@ -181,6 +205,7 @@ class EpisodeQueue:
         if "waiting" not in state:
             raise ValueError("the saved episodes are of an EpisodeSampler, this is an EpisodeQueue; set_episodes first")
         self._waiting = deque(QueuedEpisode(*values[:4], queue_index=values[4]) for values in state["waiting"])
+        self._taken.clear()
         self._length = state["length"]
 
 

@@ -16,6 +16,7 @@ from torchrl.collectors import BaseCollector
 from vla_algos import parallel
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
+from vla_algos.run import episode_log
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
 from vla_algos.run.files import write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, say_what_differs
@@ -29,9 +30,11 @@ from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.demonstrations import check_expert
+from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
 
 T = TypeVar("T")
+_CRASHED_ITERATIONS = 10  # in a row, in which no episode finished
 
 
 class Run:
@@ -216,6 +219,7 @@ class Run:
         self._logger.log(logged, self._iteration)
         self._bar.update()
         show_iteration(self._bar, self._iteration, logged)
+        self._check_crashes(logged.get("env/num_episodes", 0), logged.get("env/crashed_episodes", 0))
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
         """Log a step that collects nothing; the first number is shown beside the progress bar."""
@@ -266,6 +270,24 @@ class Run:
         if "state_noise" in self.config.cloning:
             check_state_noise(self.config.cloning["state_noise"], self.spec.state_dim)
 
+    def _check_crashes(self, finished: float, crashed: float) -> None:
+        """Say it once if most episodes crash, each time if all do, and end a run that gets no others."""
+        all_crashed = crashed > 0 and finished == 0
+        in_a_row = self.state["crashed_iterations"] = self.state.get("crashed_iterations", 0) + 1 if all_crashed else 0
+        if in_a_row == _CRASHED_ITERATIONS:
+            raise SimulatorCrash(
+                f"in {in_a_row} iterations in a row every episode that ended had crashed; the log names them. Run "
+                f"`python -m vla_envs` to check the simulator; to go on: hydra.run.dir={self.folder}"
+            )
+        if all_crashed:
+            self.write(f"iteration {self._iteration}: no episode finished; all {crashed:.0f} that ended had crashed")
+        elif crashed > finished and not self.state.get("told_of_crashes"):
+            self.state["told_of_crashes"] = True
+            self.write(
+                f"iteration {self._iteration}: {crashed:.0f} of {crashed + finished:.0f} episodes crashed; nothing is "
+                "learnt from what they would have been. The log names them, env/crashed_episodes counts them"
+            )
+
     def _evaluates_after(self, iteration: int) -> bool:
         every = getattr(self.config, "evaluate_every", 0)
         first = iteration == 0 and self._warm_starts
@@ -273,8 +295,12 @@ class Run:
 
     def _evaluate(self, iteration: int) -> None:
         title = f"evaluation after {iteration}"
-        share = self.interruptible(lambda: self.evaluator.run_both(title, self.env, self.policy))
-        results = {prefix: gather(result) for prefix, result in share.items()}
+        folder = self.folder / "evaluations" / f"iteration_{iteration:04d}"
+        share = self.interruptible(lambda: self.evaluator.run_both(title, self.env, self.policy, folder))
+        results = {prefix: gather(result, folder / f"{prefix}.jsonl") for prefix, result in share.items()}
+        for result in results.values():
+            if result.failure:  # if the simulator is broken for good, the next iteration ends the run
+                self.write(f"{title}: {result.failure}")
         save_videos(self.folder / "videos" / f"iteration_{iteration:04d}", results["eval"])
         metrics = {name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()}
         self.state["evaluations"].append((results["eval"].table(), metrics))
@@ -298,16 +324,27 @@ class Run:
     def evaluate(self, title: str, **options: object) -> EvaluationResult:
         """Evaluate the policy once, write its videos, and close the environment.
 
+        It goes on after the episodes whose results are in the folder, see :meth:`check_results`.
+
         Args:
             title: of the progress bar.
             **options: of :func:`~vla_algos.evaluation.evaluate`.
         """
         self._note_start()
-        share = self.evaluator.run(title, self.env, self.policy, record=self.evaluator.local_videos, **options)
-        result = gather(share)
+        path, videos = self.folder / episode_log.NAME, self.evaluator.local_videos
+        share = self.evaluator.run(title, self.env, self.policy, path, go_on=True, record=videos, **options)
+        result = gather(share, path)
         self.env.close()
         save_videos(self.folder / "videos", result)
         return result
+
+    def check_results(self) -> None:
+        """Refuse to go on in a folder with results of another policy than :meth:`make_policy` has made.
+
+        Raises:
+            ValueError: its weights are others.
+        """
+        episode_log.check_policy(self.folder, self.policy)
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """Note what came of the run; called when everything is written."""

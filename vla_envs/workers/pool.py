@@ -37,6 +37,11 @@ class SimulatorCrash(RuntimeError):
     """A simulator is broken: it lost one episode after the other; the message names the last one and its error."""
 
 
+def reason(error: str) -> str:
+    """Return the one line of a worker's error that says why: the last that is not indented."""
+    return next((line for line in reversed(error.splitlines()) if line.strip() and not line[0].isspace()), "")
+
+
 class WorkerPool:
     """``num_envs`` simulators, spread over ``num_workers`` processes that share arrays with this one.
 
@@ -59,6 +64,7 @@ class WorkerPool:
         texts: the current instruction of each slot.
         executed: the chunks of actions, float32 ``[C, A]``, that each slot's episode was given.
         unstarted: slots whose episode could not be started, ``MAX_FAILURES_IN_A_ROW`` times.
+        errors: by slot, why its last episode that was lost was.
         restarts: how often a worker or a simulator had to be started again.
     """
 
@@ -88,6 +94,7 @@ class WorkerPool:
         self.episodes: list[Episode | None] = [None] * num_envs
         self.executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self.unstarted: set[int] = set()
+        self.errors: dict[int, str] = {}
         self.restarts = 0
         self._lost: set[int] = set()  # slots whose episode is over because its simulator failed
         self._displaced: set[int] = set()  # whose simulator went with its worker, and whose episode can go on
@@ -129,6 +136,7 @@ class WorkerPool:
         for slot, episode in episodes.items():
             self.episodes[slot], self.executed[slot] = episode, []
             self._blank(slot)
+            self.errors[slot] = "it could not be started before this run was resumed"
         self._lost |= episodes.keys()
         self.unstarted |= episodes.keys()
         self._displaced -= episodes.keys()
@@ -189,6 +197,7 @@ class WorkerPool:
         *,
         timeout: float = 600.0,
         on_result: Callable[[Any], object] | None = None,
+        on_error: Callable[[Any, str], object] | None = None,
         **arguments: Any,
     ) -> list[Any]:
         """Run ``function(simulator, item, **arguments)`` for each item in whichever worker is free.
@@ -198,14 +207,19 @@ class WorkerPool:
             items: picklable values; results come back in their order.
             timeout: seconds per item.
             on_result: called with each result, in the order of finishing.
+            on_error: called with an item that failed ``MAX_FAILURES_IN_A_ROW`` times, each in a new simulator, and with
+                the last error; its result is ``None``.
             **arguments: further arguments of the function, picklable.
 
         Raises:
-            RuntimeError: the function raised; the message holds the worker's traceback.
-            SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again.
+            RuntimeError: the function raised, and there is no ``on_error``; the message holds the worker's traceback.
+            SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again. With
+                ``on_error``: the first ``MAX_LOST_IN_A_ROW`` items failed, or as many as there are.
         """
         results: list[Any] = [None] * len(items)
         waiting, running = deque(range(len(items))), dict[int, int]()
+        failures: Counter[int] = Counter()
+        succeeded, lost = 0, 0
         try:
             while waiting or running:
                 for worker in range(len(self._slots)):
@@ -216,19 +230,32 @@ class WorkerPool:
                 for worker, answer, error in self._answers(running):
                     index = running.pop(worker)
                     if error is not None:
-                        waiting.append(index)
+                        waiting.appendleft(index)
                         failure = f"simulator worker {worker}: {error}, in {function}({items[index]!r})"
                         self._replace(worker, failure)
-                        if self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
+                        if on_error is None and self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
                             self._failures[worker] = 0
                             raise SimulatorCrash(f"{failure}; this was failure {MAX_FAILURES_IN_A_ROW} in a row")
                     elif answer[0]:
                         results[index] = answer[1]
                         self._failures[worker] = 0
+                        succeeded += 1
                         if on_result is not None:
                             on_result(results[index])
+                        continue
                     else:
-                        raise RuntimeError(f"{function} failed in a worker of {self.spec.id}:\n{answer[1]}")
+                        failure = f"{function} failed in a worker of {self.spec.id}:\n{answer[1]}"
+                        if on_error is None:
+                            raise RuntimeError(failure)
+                        waiting.appendleft(index)
+                        self.restarts += 1
+                    failures[index] += 1
+                    if on_error is not None and failures[index] == MAX_FAILURES_IN_A_ROW:
+                        waiting.remove(index)
+                        lost += 1
+                        on_error(items[index], failure)
+                        if not succeeded and lost == min(MAX_LOST_IN_A_ROW, len(items)):
+                            raise SimulatorCrash(f"{reason(failure)}; all of the first {lost} failed like this")
         except BaseException:
             self._abandon(running)
             raise
@@ -265,12 +292,19 @@ class WorkerPool:
                 failures[slot] += 1
                 if failures[slot] >= tries:
                     self._lose(slot, error)
-        return {slot for slot in slots if slot in self._lost}
+        given_up = {slot for slot in slots if slot in self._lost}
+        if len(given_up) < len(slots):  # the simulator works: others began beside these, whose states are bad
+            for episode in (self.episodes[slot] for slot in given_up):
+                assert episode is not None
+                if self._failed.pop((episode.task_id, episode.trial_id, episode.seed), None) is not None:
+                    self._losses -= 1
+        return given_up
 
     def _lose(self, slot: int, error: str | None = None) -> None:
         """Give an episode up; without an error it never had a chance."""
         self._lost.add(slot)
         self._displaced.discard(slot)
+        self.errors[slot] = error or "not tried, because the simulator is broken"
         if error is not None:
             episode = self.episodes[slot]
             assert episode is not None

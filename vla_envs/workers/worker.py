@@ -50,7 +50,12 @@ class Worker:
     def call(self, function: str, item: Any, arguments: dict[str, Any]) -> Any:
         """Run ``function(simulator, item, **arguments)`` in this process, for work off the beaten track."""
         module, _, name = function.partition(":")
-        return getattr(importlib.import_module(module), name)(self._simulator(_NO_SLOT), item, **arguments)
+        work = getattr(importlib.import_module(module), name)
+        try:
+            return work(self._simulator(_NO_SLOT), item, **arguments)
+        except Exception:
+            self._drop(_NO_SLOT)
+            raise
 
     def close(self) -> None:
         """Free all simulators."""
