@@ -177,6 +177,8 @@ def live(
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 71
+    except KeyboardInterrupt:  # before or after what can be saved
+        status = 130
     except BaseException:
         traceback.print_exc()
     finally:

@@ -71,6 +71,6 @@ def _disturb(name: str, folder: Path, board: Board, draw: random.Random) -> tupl
     what = f"{name} {wanted.name} {when}"
     if status is None:
         return what, ("hung", "did not end")
-    if status not in (0, 128 + wanted) and not (wanted == signal.SIGINT and status == 70 and when == "starting"):
+    if status not in (0, 128 + wanted):
         return what, ("lost", f"ended with {status}")
     return what, None
