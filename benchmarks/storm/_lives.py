@@ -6,6 +6,7 @@ A life costs half a second, so that a run can be killed, and started again by th
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import importlib
 import json
@@ -168,6 +169,7 @@ def live(
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        faulthandler.dump_traceback_later(100, file=sys.__stderr__)  # where it hangs
         prepare()
         _report_to(board)
         recipe: Any = importlib.import_module(f"recipes.{name}")
@@ -175,6 +177,8 @@ def live(
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 71
+    except KeyboardInterrupt:  # before or after what can be saved
+        status = 130
     except BaseException:
         traceback.print_exc()
     finally:
@@ -184,7 +188,12 @@ def live(
         os._exit(status)
 
 
-def wait(process: int, seconds: float = 60.0) -> int | None:
+def last_words(folder: Path) -> str:
+    """Return the end of what a run's lives have printed."""
+    return folder.with_suffix(".log").read_text()[-4000:]
+
+
+def wait(process: int, seconds: float = 120.0) -> int | None:
     """Wait for a life; its status as a shell shows it, ``None`` (and it is killed) if it does not end in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -37,7 +37,7 @@ def run(count: int, seed: int) -> Tally:
         folder = Path(temporary) / "whole" / "run"
         folder.parent.mkdir()
         if _lives.wait(_lives.live(RECIPE, folder, board, _die_at(folder, board, 0), more)) != 0:
-            raise RuntimeError(f"an undisturbed run fails:\n{folder.with_suffix('.log').read_text()[-3000:]}")
+            raise RuntimeError(f"an undisturbed run fails:\n{_lives.last_words(folder)}")
         whole, operations = _lives.outcome(folder), board[Board.COUNT]
         for number in range(count):
             operation = 1 + (number * operations // count if count < operations else number) % operations
@@ -53,7 +53,7 @@ def run(count: int, seed: int) -> Tally:
             problem = _lives.difference(folder, whole) if status == 0 else f"the same command ends with {status}"
             result = "survived"
             if status is None:
-                result = "hung"
+                result, problem = "hung", _lives.last_words(folder)
             elif board[Board.RESUMED] < wanted:
                 result, problem = "lost", f"resumed after {board[Board.RESUMED] - 1}, not {wanted - 1}"
             elif problem:

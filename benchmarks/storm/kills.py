@@ -30,7 +30,7 @@ def run(count: int, seed: int) -> Tally:
         for name in _lives.OF:
             folder = Path(temporary) / f"{name}_whole"
             if _lives.wait(_lives.live(name, folder, board)) != 0:
-                raise RuntimeError(f"an undisturbed run fails:\n{folder.with_suffix('.log').read_text()[-3000:]}")
+                raise RuntimeError(f"an undisturbed run fails:\n{_lives.last_words(folder)}")
             whole[name] = _lives.outcome(folder)
         number = 0
         while tally.tried < count:
@@ -43,7 +43,7 @@ def run(count: int, seed: int) -> Tally:
             for what, bad in sent:
                 outcome, why = bad or ("survived", "")
                 if status is None:
-                    outcome = "hung"
+                    outcome, why = "hung", _lives.last_words(folder)
                 elif board[Board.RESUMED] < wanted:
                     outcome, why = "lost", f"resumed after {board[Board.RESUMED] - 1}, not {wanted - 1}"
                 elif problem:
@@ -71,6 +71,6 @@ def _disturb(name: str, folder: Path, board: Board, draw: random.Random) -> tupl
     what = f"{name} {wanted.name} {when}"
     if status is None:
         return what, ("hung", "did not end")
-    if status not in (0, 128 + wanted) and not (wanted == signal.SIGINT and status == 70 and when == "starting"):
+    if status not in (0, 128 + wanted):
         return what, ("lost", f"ended with {status}")
     return what, None
