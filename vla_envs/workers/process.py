@@ -22,6 +22,15 @@ from vla_envs.rendering.egl import WORKER
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}  # one core per worker; Mesa's rasteriser included
 _PIECE = 1 << 20  # bytes that are read at once
+# Before anything is imported, which may take a while, the worker asks the kernel to kill it when its parent ends. That
+# reaches it if it is stopped, too, or listens to nobody. 1 is PR_SET_PDEATHSIG of linux/prctl.h.
+_PROGRAM = """
+import ctypes, os, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[3]):
+    sys.exit()  # it has ended in the meantime
+runpy.run_module("vla_envs.workers.worker", run_name="__main__")
+"""
 
 
 class WorkerProcess:
@@ -41,7 +50,7 @@ class WorkerProcess:
         self._socket.setblocking(False)
         environment = {**os.environ, **_ONE_THREAD, WORKER: str(settings["index"])}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        program = [sys.executable, "-m", "vla_envs.workers.worker"]
+        program = [sys.executable, "-c", _PROGRAM]
         arguments = [str(theirs.fileno()), str(memory), str(os.getpid())]
         with theirs:
             self._popen = _in_lasting_thread(

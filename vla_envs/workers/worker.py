@@ -1,4 +1,4 @@
-"""The process that runs simulators: ``python -m vla_envs.workers.worker CONNECTION MEMORY PARENT``, of a WorkerPool.
+"""The process that runs simulators; :mod:`vla_envs.workers.process` starts it, with its connection and the memory.
 
 It imports numpy and the simulator, never torch.
 """
@@ -6,7 +6,6 @@ It imports numpy and the simulator, never torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -23,7 +22,6 @@ from vla_envs.workers.answers import WrongAnswer, check_observation, check_outco
 from vla_envs.workers.shared_memory import SharedArrays
 
 _NO_SLOT = -1  # the simulator of calls
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class Worker:
@@ -129,8 +127,7 @@ class Worker:
 
 def main() -> None:
     """Answer messages until one says ``close`` or the parent is gone."""
-    connection, memory, parent = Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
-    _die_with(parent)
+    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, which then closes us
     for file in (connection.fileno(), memory):
         os.set_inheritable(file, False)  # what a simulator starts has no part in them
@@ -148,13 +145,6 @@ def main() -> None:
                 return
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
-
-
-def _die_with(parent: int) -> None:
-    """Be killed by the kernel when the parent ends, even if stopped, or in a loop that listens to nobody."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the process that started this worker is gone")
 
 
 if __name__ == "__main__":
