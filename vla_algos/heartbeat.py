@@ -82,6 +82,7 @@ class Heartbeat:
         self.timeout = float(os.environ.get("VLA_HEARTBEAT_TIMEOUT", TIMEOUT)) if timeout is None else timeout
         self.lost: str | None = None
         self._known = threading.Event()  # what is lost
+        self._told = False  # the main thread
         self._closed = threading.Event()
         self._lock = threading.RLock()  # the signal handler may find its own thread inside
         self._interval = min(5.0, self.timeout / 10)
@@ -133,6 +134,7 @@ class Heartbeat:
             ProcessLost: says which.
         """
         if self._known.wait(patience):
+            self._told = True
             raise ProcessLost(self.lost)
 
     def _on_continue(self, *_: int | FrameType | None) -> None:
@@ -140,6 +142,7 @@ class Heartbeat:
         with self._lock:
             if not self._closed.is_set():
                 self._round()
+            if not self._closed.is_set() and not self._told:  # whoever is told already may be on the way out
                 self.check()
 
     # ---- of the thread
