@@ -11,6 +11,7 @@ Each batch of faults runs in a forked process with a deadline, which now and the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -216,7 +217,8 @@ def _send_signals(pool: WorkerPool, count: int, seed: float, done: threading.Eve
 def _signal_one(pool: WorkerPool, draw: random.Random) -> None:
     process = draw.choice([process for process in pool._processes if process is not None] or [None])
     if process is not None:
-        os.kill(process._popen.pid, draw.choice([signal.SIGKILL, signal.SIGSTOP]))
+        with contextlib.suppress(ProcessLookupError):  # it has just been replaced
+            os.kill(process._popen.pid, draw.choice([signal.SIGKILL, signal.SIGSTOP]))
 
 
 def _map_large(count: int, draw: random.Random) -> dict[str, Any]:

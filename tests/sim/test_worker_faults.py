@@ -255,7 +255,7 @@ from benchmarks.storm import _faulty
 from vla_envs import Episode, WorkerPool
 pools = []
 def begin():  # in a thread that ends: workers live on
-    faults = {trial: ("step", 0, what, "") for trial, what in enumerate(_faulty.HANGS)}
+    faults = {trial: ("step", 1, what, "") for trial, what in enumerate(_faulty.HANGS)}
     pool = WorkerPool(_faulty.describe(faults), 4, 4, 3)
     pool.reset({slot: Episode(0, slot) for slot in range(4)})
     pools.append(pool)
