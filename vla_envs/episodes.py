@@ -252,7 +252,7 @@ def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 
 
 
 def _check_spec(what: str, spec: Any) -> None:
-    if not isinstance(spec, SimulatorSpec):
+    if not hasattr(spec, "tasks"):
         hint = "pass its .simulator_spec" if hasattr(spec, "simulator_spec") else "pass make_spec(NAME)"
         raise TypeError(f"{what} takes a SimulatorSpec, not {type(spec).__name__}; {hint}")
 

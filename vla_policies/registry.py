@@ -98,6 +98,8 @@ def make_policy(
         raise ValueError(f"policy.{error}") from error
     except ValueError as error:
         if policy_class.needs_checkpoint and (other := _other_family(policy_class, checkpoint)) is not None:
+            if get_policy_class(other).__module__.split(".")[:2] == policy_class.__module__.split(".")[:2]:
+                raise  # of one room: without heads OpenVLA-OFT's files look like OpenVLA's
             raise ValueError(
                 f"policy.checkpoint={checkpoint}: is a checkpoint of {other}, not of {family}; type policy={other}"
             ) from error

@@ -39,7 +39,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 import vla_algos
 from benchmarks.storm.tally import Tally
-from vla_algos.run.arguments import check_composition, translated
+from vla_algos.run.arguments import read_arguments
+from vla_algos.run.explanations import explain
 
 COUNT = 1500
 MISTAKES = [
@@ -156,11 +157,10 @@ def typed(recipe: str, arguments: list[str]) -> BaseException | None:
     """Return what arguments are refused with, as they are typed after ``python recipes/RECIPE.py``."""
 
     def make() -> DictConfig:
-        names = translated(arguments)
-        check_composition(recipe, names, CONF)
-        return _compose(recipe, names)
+        return _compose(recipe, read_arguments(recipe, arguments, CONF))
 
-    return attempt(recipe, make)
+    error = attempt(recipe, make)
+    return None if error is None else explain(error, recipe, arguments, CONF)
 
 
 def told(error: BaseException, name: str) -> bool:
@@ -333,7 +333,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "policy.heads": null_or(whole(1, 16_384)),
     "policy.keypoints": null_or(whole(1, 16_384)),
     "policy.num_steps": null_or(whole(1, 1000)),
-    "policy.noise_level": null_or(number(0, 10, above=True)),
+    "policy.noise_level": null_or(number(0, 10)),  # of which a method may refuse 0, when the checkpoint is there
     "policy.noise_anneal": one_of(None),
     "policy.noise_std_range": null_or(ordered(list_of(number(0, 10, above=True), 2, 2))),
     "policy.method": one_of(None, "flow_sde", "flow_noise", "flow_cps", "flow_ode"),

@@ -219,14 +219,14 @@ def test_exchanged_checkpoints(tmp_path):
 
 def test_a_disk_that_writes_something_else(tmp_path, monkeypatch):
     save_checkpoint(tmp_path, 1, None, {"x": torch.zeros(1000)})
-    flush = checkpoint_module._flush
+    flush = checkpoint_module.flush
 
     def lie(path):
         if path.name == "training.pt":
             damage(path.parent)
         flush(path)
 
-    monkeypatch.setattr(checkpoint_module, "_flush", lie)
+    monkeypatch.setattr(checkpoint_module, "flush", lie)
     with pytest.raises(
         OSError, match=r"step_00000002 could not be written: .* has another training.pt than was written"
     ):

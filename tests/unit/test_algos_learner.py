@@ -178,7 +178,7 @@ def test_metrics_of_an_update(policy, batch):
     metrics = learner(policy, lr=1e-30, loss=loss, epochs=2, minibatch_size=100).update(batch)
     assert metrics["train/steps"] == 2
     assert metrics["train/skipped_steps"] == 0
-    assert metrics["train/actor/lr"] == metrics["train/critic/lr"] == 0
+    assert metrics["train/actor/lr"] == metrics["train/critic/lr"] == 1e-30
     total = metrics["train/actor/policy_loss"] - 0.01 * metrics["train/entropy_loss"]
     assert metrics["train/loss"] == pytest.approx(total + 0.5 * metrics["train/critic/value_loss"], abs=1e-6)
     assert 0 <= metrics["train/actor/log_ratio_at_start"] == metrics["train/actor/log_ratio"] < 1e-6

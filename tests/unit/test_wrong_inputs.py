@@ -73,9 +73,9 @@ GRAMMAR = [
     ("ppo seed=1=2", r"""seed=1=2: Hydra cannot read it .* quoted twice: 'seed="1=2"'"""),
     ("ppo env.id=metaworld/réach-v3", "Hydra cannot read it .*quoted twice"),
     ("ppo optim.lr=1e-4,3e-4", r"one run takes one value; type -m for a run with each, or optim\.lr=\[1e-4,3e-4\]"),
-    ("ppo seed=${nope}", "seed: Interpolation key 'nope' not found"),
+    ("ppo seed=${nope}", "seed: [Ii]nterpolation key 'nope' not found"),
     ("ppo seed=${oc.env:NOPE}", "seed: .*Environment variable 'NOPE' not found"),
-    ("ppo optim.lr=${optim.lr}", r"optim\.lr: Recursive interpolation"),
+    ("ppo optim.lr=${optim.lr}", r"optim\.lr: [Rr]ecursive interpolation"),
     ("ppo policy.checkpoint=", r"policy\.checkpoint= is empty; type a value, policy\.checkpoint=null for none"),
     ("ppo seed=", "seed= is empty; type a value"),
     ("ppo hydra.run.dir=", r"hydra\.run\.dir= is empty; type a value"),
@@ -134,9 +134,9 @@ FILES = [  # {place} is a folder of wrong checkpoints
     ("ppo policy.checkpoint={place}/nope", "no folder .*nope; pass a checkpoint folder or a hub id"),
     ("ppo policy.checkpoint={place}/empty", r"is not a policy folder: it has no config\.json; pass"),
     ("ppo policy.checkpoint={place}/run", r"is not a policy folder.*type policy\.checkpoint=.*/run/policy"),
-    ("ppo policy.checkpoint={place}/cut", r"model\.safetensors is truncated.*copy it again"),
-    ("ppo policy.checkpoint={place}/random", r"model\.safetensors is truncated or no safetensors file.*copy it again"),
-    ("ppo policy.checkpoint={place}/broken", r"config\.json is not a policy configuration .*copy it again"),
+    ("ppo policy.checkpoint={place}/cut", r"has another model\.safetensors than was written.*copy the folder again"),
+    ("ppo policy.checkpoint={place}/random", r"has another model\.safetensors than was written.*copy the folder"),
+    ("ppo policy.checkpoint={place}/broken", r"has another config\.json than was written.*copy the folder again"),
     ("ppo policy.checkpoint={place}/file", "file is a file; pass the checkpoint folder"),
     (
         "ppo policy.checkpoint={place}/small policy.chunk_size=10",
@@ -156,7 +156,8 @@ FILES = [  # {place} is a folder of wrong checkpoints
 ]
 ENVIRONMENT = [
     ("MUJOCO_GL=bogus ppo", "MUJOCO_GL=bogus: .*type MUJOCO_GL=egl .*MUJOCO_GL=osmesa"),
-    ("HOME=/nope VLA_TORCHRL_ASSETS=/nope ppo {libero}", "no LIBERO assets.*Type: hf download"),
+    ("ppo {libero}", "libero/spatial has no scripted expert.*type sft=none"),
+    ("HOME=/nope VLA_TORCHRL_ASSETS=/nope ppo {libero} sft=none", "no LIBERO assets.*Type: hf download"),
 ]
 
 

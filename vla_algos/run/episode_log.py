@@ -13,6 +13,7 @@ from torch import nn
 from vla_algos import parallel
 from vla_algos.evaluation import EpisodeResult
 from vla_algos.run.files import Appended, attempt, remove, write_atomically
+from vla_common import keys
 from vla_envs import Episode
 
 NAME, _IDENTITY = "episodes.jsonl", "evaluation.json"
@@ -120,15 +121,15 @@ def _line(result: EpisodeResult) -> str:
     entry = {
         "index": result.index,
         "task": result.task,
-        "task_id": result.episode.task_id,
-        "trial_id": result.episode.trial_id,
+        keys.TASK_ID: result.episode.task_id,
+        keys.TRIAL_ID: result.episode.trial_id,
         "seed": result.episode.seed,
         "group": result.group,
         "success_once": result.success_once,
-        "success_at_end": result.success_at_end,
+        keys.SUCCESS_AT_END: result.success_at_end,
         "return": result.episode_return,
         "length": result.episode_len,
-        "crashed": result.crashed,
+        keys.CRASHED: result.crashed,
         "attempts": result.attempts,
     }
     return json.dumps(entry | ({"error": result.error} if result.error else {})) + "\n"
@@ -139,16 +140,20 @@ def _read(line: str, episodes: Sequence[Episode]) -> EpisodeResult | None:
     try:
         entry = json.loads(line)
         episode = episodes[entry["index"]]
-        if (entry["task_id"], entry["trial_id"], entry["seed"]) != (episode.task_id, episode.trial_id, episode.seed):
+        if (entry[keys.TASK_ID], entry[keys.TRIAL_ID], entry["seed"]) != (
+            episode.task_id,
+            episode.trial_id,
+            episode.seed,
+        ):
             return None
         return EpisodeResult(
             episode,
             entry["task"],
             entry["success_once"],
-            entry["success_at_end"],
+            entry[keys.SUCCESS_AT_END],
             entry["return"],
             entry["length"],
-            entry["crashed"],
+            entry[keys.CRASHED],
             entry["attempts"],
             entry["group"],
             entry["index"],
