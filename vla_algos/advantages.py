@@ -22,7 +22,7 @@ from vla_common.keys import (
     VALUE_TARGET,
     WEIGHT,
 )
-from vla_common.settings import Fraction, Positive, checked
+from vla_common.settings import Fraction, checked
 
 Bootstrap = Literal["truncation", "none", "any_done"]
 RewardLevel = Literal["chunk", "action"]
@@ -194,7 +194,7 @@ def _per_action(
 
 
 @checked
-def normalize_advantages(advantage: Tensor, valid: Tensor, eps: Positive = 1e-5) -> Tensor:
+def normalize_advantages(advantage: Tensor, valid: Tensor, eps: Fraction = 1e-5) -> Tensor:
     """Compute ``(A - mean) / (std + eps)`` with mean and unbiased std over the valid elements only.
 
     Args:
@@ -212,7 +212,7 @@ def normalize_advantages(advantage: Tensor, valid: Tensor, eps: Positive = 1e-5)
 
 
 @checked
-def group_advantages(scores: Tensor, groups: Tensor, eps: Positive = 1e-6) -> Tensor:
+def group_advantages(scores: Tensor, groups: Tensor, eps: Fraction = 1e-6) -> Tensor:
     """Compute group-relative advantages of GRPO (Shao et al. 2024, arXiv 2402.03300): one number per trajectory.
 
     Args:
