@@ -18,6 +18,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic.errors import PydanticInvalidForJsonSchema
 
 from vla_common.errors import nearest_names, unknown_name
 
@@ -25,7 +26,7 @@ from vla_common.errors import nearest_names, unknown_name
 Count = Annotated[int, Ge(1), Le(1_000_000)]  # 1, 2, ...
 Whole = Annotated[int, Ge(0), Le(1_000_000)]  # 0, 1, 2, ...
 Seed = Annotated[int, Ge(0), Lt(2**32)]  # what numpy takes
-Pixels = Annotated[int, Ge(1), Le(4096)]  # of a side of an image
+Pixels = Annotated[int, Ge(16), Le(4096)]  # of a side of an image
 Length = Annotated[int, Ge(1), Le(1000)]  # of a chunk of actions, steps of a flow: what is computed at once
 Width = Annotated[int, Ge(1), Le(4096)]  # of a layer
 Positive = Annotated[float, Gt(0), Le(1e6)]
@@ -125,7 +126,15 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 @cache
 def _types_of(function: Callable[..., Any]) -> dict[str, Any]:
     types = setting_types(function, without=["self"])
-    return {name: hint for name, hint in types.items() if hint is not Any and _adapter(_Hashed(hint)) is not None}
+    return {name: hint for name, hint in types.items() if hint is not Any and _is_plain(_adapter(_Hashed(hint)))}
+
+
+def _is_plain(adapter: TypeAdapter[Any] | None) -> bool:
+    """Tell whether an annotation is of numbers, texts and lists of them, with no class of ours in it."""
+    try:
+        return adapter is not None and "$defs" not in adapter.json_schema()
+    except PydanticInvalidForJsonSchema:  # a function
+        return False
 
 
 def check_fields(config: Any) -> None:
@@ -208,7 +217,8 @@ def _message(entry: Mapping[str, Any]) -> str:
     message = str(entry["msg"]).replace("Input should be", "must be").replace("None", "null")
     message = where + message[:1].lower() + message[1:]
     if kind == "bool_type":
-        meant = next((name for name, words in _BOOLEANS.items() if str(value).lower() in [name, *words.split()]), None)
+        word = "" if value is None else str(value).lower()
+        meant = next((name for name, words in _BOOLEANS.items() if word in [name, *words.split()]), None)
         return message + (f"; write {meant}" if meant else ": true or false")
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():  # 4e0
         return f"{message}; write {int(value)}"

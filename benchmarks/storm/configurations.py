@@ -144,7 +144,12 @@ def attempt(recipe: str, make: Callable[[], DictConfig]) -> BaseException | None
     except Started:
         return None
     except (FileNotFoundError, RuntimeError, ValueError) as error:
-        accepted = ("/nowhere", "starts from a checkpoint", "sbatch")  # what a valid configuration lacks here
+        accepted = (
+            "/nowhere",
+            "starts from a checkpoint",
+            "neither a folder here",
+            "sbatch",
+        )  # what a valid configuration lacks here
         if any(text in str(error) for text in accepted) and "=/nowhere: " not in str(error):
             return None
         return error

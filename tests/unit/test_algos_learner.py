@@ -175,10 +175,10 @@ def test_trajectory_mean_writes_weights_and_token_mean_does_not(policy, batch):
 
 def test_metrics_of_an_update(policy, batch):
     loss = {"entropy_coeff": 0.01, "critic_coeff": 0.5}
-    metrics = learner(policy, lr=1e-30, loss=loss, epochs=2, minibatch_size=100).update(batch)
+    metrics = learner(policy, lr=1e-30, value_lr=1e-30, loss=loss, epochs=2, minibatch_size=100).update(batch)
     assert metrics["train/steps"] == 2
     assert metrics["train/skipped_steps"] == 0
-    assert metrics["train/actor/lr"] == metrics["train/critic/lr"] == 1e-30
+    assert metrics["train/actor/lr"] == metrics["train/critic/lr"] == 1e-30  # too little to change anything
     total = metrics["train/actor/policy_loss"] - 0.01 * metrics["train/entropy_loss"]
     assert metrics["train/loss"] == pytest.approx(total + 0.5 * metrics["train/critic/value_loss"], abs=1e-6)
     assert 0 <= metrics["train/actor/log_ratio_at_start"] == metrics["train/actor/log_ratio"] < 1e-6

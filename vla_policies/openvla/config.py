@@ -37,7 +37,7 @@ class OpenVLAConfig:
     benchmark: str
     unnorm_key: str | None = None
     statistics: Literal["q99", "min_max"] = "q99"
-    action_dim: Count | None = None
+    action_dim: Length | None = None
     max_prompt_length: Prompt = 128
     image_resize: Literal["bicubic", "lanczos3"] = "bicubic"
     center_crop: bool = False
@@ -80,7 +80,7 @@ class OpenVLAOFTConfig(OpenVLAConfig):
     num_action_chunks: Length = 8
     num_images_in_input: Count = 1
     use_proprio: bool = False
-    proprio_dim: Count | None = None
+    proprio_dim: Length | None = None
     use_film: bool = False
     value_per_action: bool = False
 
