@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,6 +31,17 @@ def begin_program(module: str) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if module == "__main__":
         sys.excepthook = _while_importing
+        signal.signal(signal.SIGINT, _leave)
+
+
+def end_imports() -> None:
+    """Let Ctrl-C raise again: everything is imported."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(*_: object) -> NoReturn:
+    os._exit(report(KeyboardInterrupt()))  # half of an import turns it into errors of its own, and has threads
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
@@ -93,11 +105,10 @@ def _explained(error: BaseException, begun: bool) -> str:
 
 
 def _while_importing(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    if not isinstance(error, (KeyboardInterrupt, ModuleNotFoundError)):
+    if not isinstance(error, ModuleNotFoundError):
         sys.__excepthook__(kind, error, where)
         return
-    if isinstance(error, ModuleNotFoundError):
-        error.msg += f" in {sys.executable}; type the Python that vla-torchrl is installed in (docs/install.md)"
+    error.msg += f" in {sys.executable}; type the Python that vla-torchrl is installed in (docs/install.md)"
     os._exit(report(error))  # threads of half an import must not be waited for
 
 

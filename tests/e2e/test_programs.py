@@ -24,7 +24,9 @@ def refused(done):
 
 def test_a_misspelt_task_is_one_line(tmp_path):
     line = refused(recipe("ppo", tmp_path / "run", "env.id=metaworld/reech-v3"))
-    assert line.startswith("error: unknown Meta-World suite or task 'reech-v3'; did you mean reach-v3")
+    assert line.startswith(
+        "error: env.id=metaworld/reech-v3: unknown Meta-World suite or task 'reech-v3'; did you mean reach-v3"
+    )
 
 
 def test_an_interpreter_without_the_packages_says_which_to_type(tmp_path):

@@ -190,13 +190,17 @@ def test_an_evaluation_goes_on_where_it_stopped(ppo_run, tmp_path):
     recipe_here("evaluate", there, *settings)
     metrics, lines = (there / "metrics.json").read_text(), (there / "episodes.jsonl").read_text().splitlines(True)
     assert [json.loads(line)["index"] for line in lines] == list(range(4))
+    with pytest.raises(ValueError, match="has a finished evaluation in it; take another folder"):
+        recipe_here("evaluate", there, *settings)
+    (there / "metrics.json").unlink()  # as if it had been killed
     (there / "episodes.jsonl").write_text("".join(lines[1:3]))
     run = recipe_here("evaluate", there, *settings)
     assert "2/4" in run.stderr  # the bar began there
     assert (there / "metrics.json").read_text() == metrics
     assert (there / "episodes.jsonl").read_text().splitlines(True) == lines
+    (there / "metrics.json").unlink()
     before = (there / "config.yaml").read_text()
-    with pytest.raises(ValueError, match=r"results of other settings: greedy was True, is False now"):
+    with pytest.raises(ValueError, match=r"run of other settings:\n  greedy: True there, False now"):
         recipe_here("evaluate", there, *settings, "greedy=false")
     assert (there / "config.yaml").read_text() == before
 

@@ -47,6 +47,7 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
     """
     conf = Path(inspect.getfile(inspect.unwrap(main))).resolve().parent / "conf"
     _Program.running, _Program.name, _Program.conf = True, name, conf
+    program.end_imports()
     try:
         with _hydra_raises():
             sys.argv[1:] = read_arguments(name, sys.argv[1:], conf)
