@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vla_common.errors import unknown_name
+from vla_common.program import OneLineParser, report, run_main
 from vla_common.registry import config_packages
 
 HOME = Path(__file__).resolve().parent
@@ -24,7 +25,7 @@ CONF = HOME / "conf"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="vla-recipe",
         description="Run recipes from any folder, or copy one out to change it.",
         epilog="Settings of a recipe: vla-recipe run ppo --help",
@@ -50,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # vla-recipe list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
-        print(f"vla-recipe: {error}", file=sys.stderr)
-        return 2
+        return report(error)
     return 0
 
 
@@ -121,7 +121,7 @@ def _experiments_of(package: str) -> dict[str, str]:
     try:
         folders = map(Path, importlib.import_module(package).__path__)
     except Exception as error:  # whatever the module of a stranger raises
-        print(f"vla-recipe: {package} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"warning: {package} is left out: {type(error).__name__}: {error}", file=sys.stderr)
         return {}
     files = sorted(path for folder in folders for path in (folder / "experiment").glob("*.yaml"))
     return {path.stem: _first_sentence(path) for path in files}
@@ -156,4 +156,4 @@ def _first_sentence(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

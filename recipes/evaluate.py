@@ -1,9 +1,14 @@
 """Success of a saved policy on held-out episodes: ``python recipes/evaluate.py policy.checkpoint=FOLDER``."""
 
-import os
+import sys
 
-# Before torch is imported: a thread that waits must sleep, because the simulators need the cores meanwhile.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+try:
+    from vla_common.program import begin_program
+
+    begin_program(__name__)  # before torch is imported
+except ModuleNotFoundError as error:
+    print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
+    sys.exit(2)
 
 import json
 from collections.abc import Sequence
@@ -15,11 +20,13 @@ from omegaconf import DictConfig
 
 from vla_algos import parallel
 from vla_algos.evaluation import blank_images, swap_instructions
-from vla_algos.run import EVALUATION, Evaluator, Run, launch, translate_arguments
+from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
+from vla_algos.run.files import write_atomically
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.summary import describe_spec
 from vla_common.errors import unknown_name
 from vla_common.settings import setting_types
+from vla_envs.workers.pool import SimulatorCrash
 
 SETTINGS = {
     **EVALUATION,
@@ -45,7 +52,9 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
             raise unknown_name("group in mean_of", name, groups)
     ablations = {"blank_images": lambda: blank_images, "swap_instructions": lambda: swap_instructions(run.spec.tasks)}
     observe = ablations[config.ablation]() if config.ablation else None
-    run.make_env(run.make_policy())
+    policy = run.make_policy()
+    run.check_results()
+    run.make_env(policy)
     seed_rank(config.seed)
     result = run.evaluate(config.ablation or "evaluation", greedy=config.greedy, observe=observe)
 
@@ -60,12 +69,14 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
         once, at_end = result.mean_of_groups(config.mean_of)
         metrics |= {"eval/mean/success_once": once, "eval/mean/success_at_end": at_end}
         print(f"mean of {', '.join(config.mean_of)}: success {100 * once:.1f}%, at end {100 * at_end:.1f}%")
+    if result.failure:
+        raise SimulatorCrash(f"{result.failure}; the same command with hydra.run.dir={run.folder} goes on")
+    metrics = {name: None if value != value else value for name, value in metrics.items()}  # JSON has no NaN
     if parallel.is_main():
-        (run.folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+        write_atomically(run.folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     run.finish(result.metrics())
     print(f"\nresults      {run.folder}")
 
 
 if __name__ == "__main__":
-    translate_arguments("evaluate")
-    main()
+    run_program("evaluate", main)

@@ -1,9 +1,14 @@
 """GRPO fine-tunes a Vision-Language-Action policy: ``python recipes/grpo.py``; settings are in ``conf/grpo.yaml``."""
 
-import os
+import sys
 
-# Before torch is imported: a thread that waits must sleep, because the simulators need the cores meanwhile.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+try:
+    from vla_common.program import begin_program
+
+    begin_program(__name__)  # before torch is imported
+except ModuleNotFoundError as error:
+    print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
+    sys.exit(2)
 
 from types import SimpleNamespace
 from typing import Literal
@@ -13,9 +18,9 @@ from omegaconf import DictConfig
 
 from vla_algos import ChunkClipPPOLoss, EpisodeCollector, Learner, collect_groups, grpo, parallel
 from vla_algos.groups import check_groups, concatenate, describe_groups_without_signal, group_metrics, outcomes_of
-from vla_algos.learner import OPTIM
+from vla_algos.learner import OPTIM, check_steps
 from vla_algos.metrics import env_metrics, rollout_metrics
-from vla_algos.run import TRAINING, Run, launch, translate_arguments
+from vla_algos.run import TRAINING, Run, launch, run_program
 from vla_common.settings import Count, setting_types
 
 CRITIC = ("critic_coeff", "clip_value", "huber_delta")  # GRPO has none
@@ -37,6 +42,7 @@ def main(config: DictConfig) -> None:
 
 
 def train(config: SimpleNamespace, run: Run) -> None:
+    check_steps(**config.optim, **config.update, updates=config.iterations)
     check_groups(config.group_size, **config.collector)
     if config.env.get("group_size", 1) != 1:
         raise ValueError(f"the size of a group is group_size alone; type group_size={config.env['group_size']}")
@@ -63,7 +69,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
                     update = {**rollout_metrics(learnable), **learner.update(batch, before_step=run.stop_if_asked)}
             del batch  # before the next is collected
             outcomes = concatenate(everything)
-            run.log(outcomes, env_metrics(outcomes), group_metrics(everything, bounds), update)
+            crashed = sum(group.crashed for group in everything)
+            run.log(outcomes, env_metrics(outcomes, crashed), group_metrics(everything, bounds), update)
 
             in_a_row = 0 if learnable is not None else run.state.get("iterations_without_signal", 0) + 1
             run.state["iterations_without_signal"] = in_a_row
@@ -75,5 +82,4 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    translate_arguments("grpo")
-    main()
+    run_program("grpo", main)

@@ -1,9 +1,14 @@
 """PPO fine-tunes a Vision-Language-Action policy: ``python recipes/ppo.py``; settings are in ``conf/ppo.yaml``."""
 
-import os
+import sys
 
-# Before torch is imported: a thread that waits must sleep, because the simulators need the cores meanwhile.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+try:
+    from vla_common.program import begin_program
+
+    begin_program(__name__)  # before torch is imported
+except ModuleNotFoundError as error:
+    print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
+    sys.exit(2)
 
 from types import SimpleNamespace
 from typing import Literal
@@ -12,9 +17,10 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, check_levels, gae, parallel
-from vla_algos.learner import OPTIM
+from vla_algos.advantages import valid_decisions
+from vla_algos.learner import OPTIM, check_steps
 from vla_algos.metrics import env_metrics, rollout_metrics
-from vla_algos.run import TRAINING, Run, launch, translate_arguments
+from vla_algos.run import TRAINING, Run, launch, run_program
 from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, VALUE_TARGET
 from vla_common.settings import Count, setting_types
 
@@ -35,6 +41,7 @@ def main(config: DictConfig) -> None:
 
 
 def train(config: SimpleNamespace, run: Run) -> None:
+    check_steps(**config.optim, **config.update, updates=config.iterations)
     policy = run.make_policy()
     loss_module = ChunkClipPPOLoss(policy, **config.loss)
     learner = Learner(loss_module, **config.optim, **config.update, updates=config.iterations)
@@ -59,11 +66,11 @@ def train(config: SimpleNamespace, run: Run) -> None:
                 gae(everything, **config.gae)
                 batch.update(parallel.local_rows(everything, len(batch)).select(ADVANTAGE, VALUE_TARGET))
                 policy.train()
-                update = learner.update(batch, before_step=run.stop_if_asked)
+                executed = bool(valid_decisions(everything).any())  # otherwise every episode crashed as it began
+                update = learner.update(batch, before_step=run.stop_if_asked) if executed else {}
             del batch  # before the next is collected
             run.log(everything, env_metrics(everything), rollout_metrics(everything), update)
 
 
 if __name__ == "__main__":
-    translate_arguments("ppo")
-    main()
+    run_program("ppo", main)

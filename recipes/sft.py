@@ -1,9 +1,14 @@
 """Behaviour cloning of a benchmark's scripted expert: ``python recipes/sft.py``; settings are in ``conf/sft.yaml``."""
 
-import os
+import sys
 
-# Before torch is imported: a thread that waits must sleep, because the simulators need the cores meanwhile.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+try:
+    from vla_common.program import begin_program
+
+    begin_program(__name__)  # before torch is imported
+except ModuleNotFoundError as error:
+    print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
+    sys.exit(2)
 
 from types import SimpleNamespace
 from typing import Literal
@@ -12,12 +17,19 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos import BehaviourCloning
-from vla_algos.run import CLONING, Run, launch, record, translate_arguments
+from vla_algos.run import CLONING, Run, launch, record, run_program
+from vla_common.settings import Count
+
+SETTINGS = {
+    **CLONING,
+    "recipe": Literal["sft"],
+    "demonstrations": {**CLONING["demonstrations"], "episodes": Count},
+}
 
 
 @hydra.main(version_base=None, config_path="conf", config_name="sft")
 def main(config: DictConfig) -> None:
-    launch(train, config, {**CLONING, "recipe": Literal["sft"]}, alone=True)
+    launch(train, config, SETTINGS, alone=True)
 
 
 def train(config: SimpleNamespace, run: Run) -> None:
@@ -32,5 +44,4 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
 
 if __name__ == "__main__":
-    translate_arguments("sft")
-    main()
+    run_program("sft", main)

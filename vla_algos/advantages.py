@@ -22,7 +22,7 @@ from vla_common.keys import (
     VALUE_TARGET,
     WEIGHT,
 )
-from vla_common.settings import Fraction
+from vla_common.settings import Fraction, NonNegative, checked
 
 Bootstrap = Literal["truncation", "none", "any_done"]
 RewardLevel = Literal["chunk", "action"]
@@ -66,6 +66,7 @@ def check_levels(
         )
 
 
+@checked
 def gae(
     batch: TensorDictBase,
     gamma: Fraction = 0.99,
@@ -192,7 +193,8 @@ def _per_action(
     return reward, next_values, (last & done) | unused, (last & final) | unused
 
 
-def normalize_advantages(advantage: Tensor, valid: Tensor, eps: float = 1e-5) -> Tensor:
+@checked
+def normalize_advantages(advantage: Tensor, valid: Tensor, eps: NonNegative = 1e-5) -> Tensor:
     """Compute ``(A - mean) / (std + eps)`` with mean and unbiased std over the valid elements only.
 
     Args:
@@ -209,7 +211,8 @@ def normalize_advantages(advantage: Tensor, valid: Tensor, eps: float = 1e-5) ->
     return (advantage - sample.mean()) / (sample.std() + eps)
 
 
-def group_advantages(scores: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
+@checked
+def group_advantages(scores: Tensor, groups: Tensor, eps: NonNegative = 1e-6) -> Tensor:
     """Compute group-relative advantages of GRPO (Shao et al. 2024, arXiv 2402.03300): one number per trajectory.
 
     Args:

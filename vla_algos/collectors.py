@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, TypeVar, cast, get_args
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -124,6 +125,7 @@ class _ChunkCollector(BaseCollector):
     def _remember(self) -> None:
         """Remember how the environment was left: which episodes run, and that nobody else has used it."""
         self._interactions, self._episodes = self.base_env.interactions, list(self.base_env.current_episodes)
+        self._unstarted = np.array(getattr(self.base_env, "unstarted", np.zeros(len(self._episodes), bool)))
 
     def _timed(self, what: str, function: Callable[..., T], *args: Any) -> T:
         started = perf_counter()
@@ -353,7 +355,10 @@ class EpisodeCollector(_ChunkCollector):
     collector in it begins with fresh episodes.
 
     An episode whose simulator dies runs again, up to ``max_attempts`` times, and is then yielded with ``crashed``
-    in its last decision.
+    in its last decision; one that could not even begin, which the environment has tried several times, at once.
+
+    Where a step fails altogether (:class:`~vla_envs.workers.pool.SimulatorCrash`), and where the caller stops early,
+    episodes without a result go back to the queue: iterating again runs them, and nothing is yielded twice.
 
     Concatenated episodes are TorchRL's flat layout (``traj_format="cat"``): ``done`` ends each.
 
@@ -371,6 +376,7 @@ class EpisodeCollector(_ChunkCollector):
 
     Attributes:
         attempts: by index in the queue, how often an episode was run.
+        errors: by index in the queue, why its last attempt crashed, where that is known.
         deciding: the episode, or ``None``, of each slot in the last decision.
 
     Example:
@@ -409,6 +415,7 @@ class EpisodeCollector(_ChunkCollector):
         self.max_attempts, self.on_episode = max_attempts, on_episode
         self.queue = EpisodeQueue(episodes)
         self.attempts: Counter[int] = Counter()
+        self.errors: dict[int, str] = {}
         self.deciding: list[QueuedEpisode | None] = []
         self._next_index = 0  # of the episode that is yielded next
         self._finished: dict[int, TensorDictBase] = {}  # by queue index, until it is their turn
@@ -422,21 +429,33 @@ class EpisodeCollector(_ChunkCollector):
         """Append episodes to the queue."""
         self.queue.extend(episodes)
 
+    def clear(self) -> None:
+        """Forget the episodes that are still to be yielded, after a failure; not while it iterates."""
+        self.queue.clear()
+        self._finished.clear()
+        self._next_index = len(self.queue)
+
     def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield the episodes of the queue, in its order, until there are no more."""
+        """Yield the episodes of the queue, in its order, until there are no more.
+
+        Raises:
+            RuntimeError: slots stay without an episode although some have no result: somebody else took them.
+        """
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
         self._seconds = {"env": 0.0, "policy": 0.0}
         self._slot_time = self._idle_time = 0
+        self.deciding = []
         running = _RunningEpisodes(self.env.batch_size[0])
         own_episodes = self.base_env.episodes
-        observation = None
         self.base_env.set_episodes(self.queue)
         try:
-            observation = self._reset() if len(self) else None
+            observation = None
             while len(self):
                 while self._next_index not in self._finished:
-                    self.deciding = self._queued_episodes()  # the step may replace them
+                    if observation is None:
+                        observation = self._reset()
+                    self._next_deciding()
                     outcome, observation = self._decide(observation)
                     self._book(running, outcome)
                 episode = self._finished.pop(self._next_index)
@@ -445,16 +464,21 @@ class EpisodeCollector(_ChunkCollector):
                     self.post_collect_hook(episode)
                 yield episode
         finally:
-            # Whoever stops early may continue later: what was running will run again.
-            running_now = [] if observation is None else [e for e in self._queued_episodes() if e is not None]
-            for episode in sorted(running_now, key=lambda episode: -episode.queue_index):
-                self.queue.give_back(episode)
+            # Whoever stops early may continue later: what was running, or was taken to run, will run again.
+            self.queue.give_back_all()
             self.base_env.set_episodes(own_episodes)
         self._iter += 1
 
-    def _queued_episodes(self) -> list[QueuedEpisode | None]:
-        """Return the episode of each slot, all from our queue."""
-        return cast("list[QueuedEpisode | None]", self._episodes)
+    def _next_deciding(self) -> None:
+        """Note which episodes the next step decides in, which may replace them."""
+        idle_before = bool(self.deciding) and not any(self.deciding)
+        self.deciding = cast("list[QueuedEpisode | None]", self._episodes)  # all from our queue
+        self._deciding_unstarted = self._unstarted
+        if not any(self.deciding) and (idle_before or not self.queue.waiting):  # a queue that grew is taken in one step
+            raise RuntimeError(
+                f"{len(self)} episodes have no result, but no slot of the environment takes one: {self.queue.waiting} "
+                "wait in the queue; leave set_episodes and the queue to the collector while it iterates"
+            )
 
     def _book(self, running: _RunningEpisodes, outcome: TensorDictBase) -> None:
         """Store a decision of all slots; those that end their episode hand it over."""
@@ -469,9 +493,12 @@ class EpisodeCollector(_ChunkCollector):
                 continue
             index = episode.queue_index
             self.attempts[index] += 1
-            if decisions[NEXT, CRASHED][-1] and self.attempts[index] < self.max_attempts:
-                self.queue.give_back(episode)
-                continue
+            if decisions[NEXT, CRASHED][-1]:
+                self.errors[index] = getattr(self.base_env, "errors", {}).get(slot, "")
+                if self.attempts[index] < self.max_attempts and not self._deciding_unstarted[slot]:
+                    self.queue.give_back(episode)
+                    continue
+            self.queue.done(episode)
             self._finished[index] = decisions
             if self.on_episode is not None:
                 self.on_episode(index, decisions)

@@ -31,8 +31,10 @@ from vla_common.keys import (
 from vla_common.texts import encode, to_strings
 from vla_envs.env import base_env
 from vla_envs.simulator import Episode, Task
+from vla_envs.workers.pool import reason
 
 Observe = Callable[[TensorDictBase], TensorDictBase]
+_NAMED = 5  # crashed episodes that a table names
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,12 @@ class EpisodeResult:
         success_at_end: solved after the last action.
         episode_return: sum of its rewards.
         episode_len: primitive actions executed.
-        crashed: the simulator died in every attempt; the other fields mean nothing.
-        attempts: runs it took, more than 1 after a crashed one.
+        crashed: it has no result, because the simulator could not begin it, or failed in every attempt; success,
+            return and length mean nothing.
+        attempts: runs it took, more than 1 after a crashed one; 0 if there was no time for it before all simulators
+            were broken.
+        index: its place among the episodes of the evaluation.
+        error: why it crashed, where that is known.
     """
 
     episode: Episode
@@ -60,6 +66,13 @@ class EpisodeResult:
     crashed: bool = False
     attempts: int = 1
     group: str = ""
+    index: int = 0
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """Task, trial and seed, for messages."""
+        return f"{self.task} trial {self.episode.trial_id} seed {self.episode.seed}"
 
 
 @dataclass(frozen=True)
@@ -69,10 +82,12 @@ class EvaluationResult:
     Attributes:
         episodes: one result per episode, in their order.
         videos: frames uint8 ``[decisions + 1, H, W, 3]`` of the recorded episodes by index among the episodes.
+        broken: why it ended before all episodes had run; empty if it did not.
     """
 
     episodes: list[EpisodeResult]
     videos: dict[int, np.ndarray] = field(default_factory=dict)
+    broken: str = ""
 
     @classmethod
     def interleaved(cls, parts: Sequence[EvaluationResult]) -> EvaluationResult:
@@ -84,12 +99,26 @@ class EvaluationResult:
             for number, part in enumerate(parts)
             for index, frames in part.videos.items()
         }
-        return cls(episodes, dict(sorted(videos.items())))
+        return cls(episodes, dict(sorted(videos.items())), next((part.broken for part in parts if part.broken), ""))
 
     @property
     def finished(self) -> list[EpisodeResult]:
         """The episodes that have a result, all but the crashed ones."""
         return [result for result in self.episodes if not result.crashed]
+
+    @property
+    def crashed(self) -> list[EpisodeResult]:
+        """The episodes that were tried and have no result."""
+        return [result for result in self.episodes if result.crashed and result.attempts]
+
+    @property
+    def failure(self) -> str:
+        """Say in one line why there is no result, or not of all episodes; empty if nothing but crashed ones lacks."""
+        if not self.broken and (self.finished or not self.episodes):
+            return ""
+        lacking = len(self.episodes) - len(self.finished)
+        why = self.broken or f"every one crashed: {next((r.error for r in self.crashed if r.error), 'see above')}"
+        return f"{lacking} of {len(self.episodes)} episodes have no result; {why}"
 
     @property
     def success_once(self) -> float:
@@ -131,7 +160,7 @@ class EvaluationResult:
             "return": _mean(result.episode_return for result in self.finished),
             "episode_len": _mean(result.episode_len for result in self.finished),
             "num_episodes": len(self.finished),
-            "crashed_episodes": len(self.episodes) - len(self.finished),
+            "crashed_episodes": len(self.crashed),
         }
         for kind, parts in (("task", self.by_task()), ("group", self.by_group())):
             for name, results in parts.items():
@@ -148,14 +177,21 @@ class EvaluationResult:
         width = max(map(len, rows), default=0)
         lines = [f"{'task':<{width}}  episodes  success  95 % interval  at end  length"]
         for name, results in rows.items():
+            if not results:
+                lines.append(f"{name:<{width}}  {0:8}  {'-':>7}  {'-':^13}  {'-':>6}  {'-':>6}")
+                continue
             low, high = _interval(results)
             lines.append(
                 f"{name:<{width}}  {len(results):8}  {_percent(r.success_once for r in results)}"
                 f"  {100 * low:5.1f} - {100 * high:5.1f}  {_percent(r.success_at_end for r in results)[1:]}"
                 f"  {_mean(r.episode_len for r in results):6.1f}"
             )
-        if crashed := len(self.episodes) - len(self.finished):
-            lines.append(f"crashed: {crashed} (the simulator died in every attempt; no result)")
+        if not_run := len(self.episodes) - len(self.finished) - len(self.crashed):
+            lines.append(f"not run: {not_run} (no result)")
+        if crashed := self.crashed:
+            names = "; ".join(result.name for result in crashed[:_NAMED])
+            more = f"; and {len(crashed) - _NAMED} more" if len(crashed) > _NAMED else ""
+            lines.append(f"crashed: {len(crashed)} (their simulator failed; no result): {names}{more}")
         return "\n".join(lines)
 
 
@@ -185,12 +221,14 @@ def evaluate(
         on_episode: called with each result, in the order of finishing.
         record: keep the frames of the first so many episodes.
         max_attempts: runs of an episode whose simulator dies before it counts as crashed.
+            An episode that could not begin counts at once: the environment has tried it several times.
 
     Returns:
         Results in the order of ``episodes``.
 
     Raises:
         ValueError: it should record, but a transform has changed the images.
+        SimulatorCrash: simulators fail whatever they are to run; ``on_episode`` has got the results so far.
     """
     if record and (env.observation_spec.get(IMAGES, None) is None or env.observation_spec[IMAGES].dtype != torch.uint8):
         raise ValueError(
@@ -223,6 +261,8 @@ def evaluate(
             crashed,
             attempts=collector.attempts[index],
             group=tasks[wanted[index].task_id].group,
+            index=index,
+            error=reason(collector.errors.get(index, "")) if crashed else "",
         )
         if on_episode is not None:
             on_episode(results[index])

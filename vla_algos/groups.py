@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import WHAT_HAPPENED, EpisodeCollector
-from vla_common.keys import ADVANTAGE, CRASHED, DONE, NEXT, REWARD, SUCCESS
-from vla_common.settings import Count, Fraction
+from vla_common.keys import ADVANTAGE, CRASHED, DONE, EPISODE_LEN, NEXT, REWARD, STEP_MASK, SUCCESS
+from vla_common.settings import Count, Fraction, checked
 from vla_envs.episodes import EpisodeSampler
 
 
@@ -26,6 +26,9 @@ def score(episode: TensorDictBase) -> Tensor:
 @dataclass(frozen=True)
 class Group:
     """Runs of one episode (one task, one initial state) by one policy.
+
+    Crashed runs have no score: those that are left are compared with each other, and one alone, or none, carries no
+    signal.
 
     Attributes:
         episodes: each ``[T]``; crashed ones are left out.
@@ -88,6 +91,7 @@ def check_groups(
         )
 
 
+@checked
 def collect_groups(
     collector: EpisodeCollector,
     episodes: EpisodeSampler,
@@ -102,7 +106,7 @@ def collect_groups(
     waits for a group to be complete, and what is queued in vain is no more than the slots hold.
 
     Args:
-        collector: with an exhausted queue.
+        collector: with an exhausted queue; if this fails, what it was to run is forgotten.
         episodes: gives the groups; its ``group_size`` is theirs.
         groups: how many groups with signal are wanted, as far as ``max_groups`` allows.
         max_groups: run no more than that; equal to ``groups`` for no dynamic sampling.
@@ -113,10 +117,14 @@ def collect_groups(
         identities and outcomes alone: what the policy saw is let go as soon as a group is complete.
 
     Raises:
-        ValueError: see :func:`check_groups`.
+        ValueError: see :func:`check_groups`, or the queue is not exhausted.
     """
     size = episodes.group_size
     check_groups(size, groups, max_groups, success_bounds)
+    if len(collector):
+        raise ValueError(
+            f"{len(collector)} episodes wait in the collector, which belong to no group: iterate over it, or clear() it"
+        )
     first = len(collector.queue)
     drawn, complete, useful = 0, 0, 0
     runs: dict[int, list[TensorDictBase]] = {}
@@ -144,9 +152,12 @@ def collect_groups(
         refill()
 
     collector.on_episode = note
-    refill()
-    ordered = list(collector.iterator())
-    collector.on_episode = None
+    try:
+        refill()
+        ordered = list(collector.iterator())
+    finally:
+        collector.on_episode = None
+        collector.clear()  # nothing is left but after a failure
     return [Group.of(ordered[start : start + size]) for start in range(0, len(ordered), size)]
 
 
@@ -195,8 +206,14 @@ def outcomes_of(groups: Sequence[Group]) -> list[Group]:
 
 
 def concatenate(groups: Sequence[Group]) -> TensorDictBase:
-    """Join the decisions ``[D]`` of all episodes of all groups, one after the other, with the entries that all have."""
+    """Join the decisions ``[D]`` of all episodes of all groups, one after the other, with the entries that all have.
+
+    Where every run crashed, that is ``[0]`` with what :func:`~vla_algos.metrics.env_metrics` reads.
+    """
     episodes = [episode for group in groups for episode in group.episodes]
+    if not episodes:
+        flags = {key: torch.zeros(0, 1, dtype=torch.bool) for key in (CRASHED, DONE, STEP_MASK)}
+        return TensorDict({NEXT: TensorDict({**flags, EPISODE_LEN: torch.zeros(0, 1, dtype=torch.int64)}, [0])}, [0])
     shared = set(episodes[0].keys()).intersection(*(episode.keys() for episode in episodes))
     return torch.cat([episode.select(*shared) for episode in episodes])
 
@@ -204,7 +221,10 @@ def concatenate(groups: Sequence[Group]) -> TensorDictBase:
 def describe_groups_without_signal(groups: Sequence[Group]) -> str:
     """Say why a number of groups has nothing to teach."""
     failed, solved = sum(group.failed for group in groups), sum(group.solved for group in groups)
-    return f"none of {len(groups)} groups carries signal ({failed} failed every time, {solved} succeeded every time)"
+    kinds = [f"{failed} failed every time", f"{solved} succeeded every time"]
+    if crashed := sum(not group.episodes for group in groups):
+        kinds.append(f"{crashed} crashed every time")
+    return f"none of {len(groups)} groups carries signal ({', '.join(kinds)})"
 
 
 def group_metrics(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> dict[str, float]:
@@ -214,6 +234,7 @@ def group_metrics(groups: Sequence[Group], success_bounds: tuple[float, float] |
         "rollout/groups": float(len(groups)),
         "rollout/groups_all_failed": float(sum(group.failed for group in without_signal)),
         "rollout/groups_all_solved": float(sum(group.solved for group in without_signal)),
+        "rollout/groups_all_crashed": float(sum(not group.episodes for group in without_signal)),
         "rollout/groups_out_of_bounds": float(sum(g.has_signal and not g.within(success_bounds) for g in groups)),
         "rollout/groups_trained": float(sum(g.has_signal and g.within(success_bounds) for g in groups)),
     }

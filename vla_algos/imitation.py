@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-from annotated_types import Ge, Lt
+from annotated_types import Gt, Le
 from tensordict import TensorDict
 
 from vla_common import keys
-from vla_common.settings import Count, NonNegative, Positive, Whole
+from vla_common.settings import BelowOne, Count, Factor, Fraction, Rate, checked
 from vla_common.validation import are_numbers
+from vla_envs.demonstrations import check_expert
 from vla_envs.env import VLAEnv
 from vla_envs.simulator import Episode
+from vla_envs.workers.pool import reason
 from vla_policies import VLAPolicy
 
 
+@checked
 def record_demonstrations(
     env: VLAEnv,
     policy: VLAPolicy,
     episodes: Sequence[Episode],
     *,
     stride: Count = 4,
-    noise: NonNegative = 0.25,
-    noise_correlation: Annotated[float, Ge(0), Lt(1)] = 0.8,
+    noise: Fraction = 0.25,
+    noise_correlation: BelowOne = 0.8,
     max_steps: Count = 150,
     on_episode: Callable[[bool], object] | None = None,
 ) -> TensorDict:
@@ -35,7 +39,8 @@ def record_demonstrations(
     Args:
         env: its workers record, beside the episodes that run in its slots.
         policy: tokenises the instructions and sets the length of the chunks.
-        episodes: what to solve; those that the expert fails are left out.
+        episodes: what to solve; those that the expert fails are left out, and those whose simulator fails again and
+            again, with a warning that counts them.
         stride: record every so many primitive actions.
         noise: standard deviation of the disturbance, as a fraction of half the action's range.
         noise_correlation: of the disturbance between successive actions, 0 to below 1.
@@ -47,10 +52,20 @@ def record_demonstrations(
         ``[K, C, A]`` and ``step_mask`` ``[K, C]``.
 
     Raises:
+        ValueError: the benchmark has no scripted expert.
         RuntimeError: the expert solved none.
+        SimulatorCrash: the simulator fails whatever it is to do.
     """
     if not episodes:
         raise ValueError("behaviour cloning needs at least 1 demonstration; raise demonstrations.episodes")
+
+    check_expert(env.simulator_spec.simulator_class(), env.simulator_spec)
+    crashed: list[tuple[Episode, str]] = []
+
+    def skip(episode: Episode, error: str) -> None:
+        crashed.append((episode, reason(error)))
+        if on_episode is not None:
+            on_episode(False)
 
     def note(recording: dict[str, Any] | None) -> None:
         if recording is not None:  # frames as the policy keeps them, before the next are recorded
@@ -64,12 +79,20 @@ def record_demonstrations(
         "vla_envs.demonstrations:demonstrate",
         episodes,
         on_result=note,
+        on_error=skip,
         chunk_size=policy.chunk_size,
         stride=stride,
         noise=noise,
         noise_correlation=noise_correlation,
         max_steps=max_steps,
     )
+    if crashed:
+        (episode, error), tasks = crashed[0], env.simulator_spec.tasks
+        warnings.warn(
+            f"{len(crashed)} of {len(episodes)} demonstrations crashed and are left out: the first is task "
+            f"{tasks[episode.task_id].name} trial {episode.trial_id} seed {episode.seed}: {error}",
+            stacklevel=2,
+        )
     solved = [recording for recording in recordings if recording is not None]
     if not solved:
         raise RuntimeError(
@@ -114,17 +137,18 @@ class BehaviourCloning:
         ValueError: ``state_noise`` is neither.
     """
 
+    @checked
     def __init__(
         self,
         policy: VLAPolicy,
         demonstrations: TensorDict,
         *,
-        steps: Whole,
+        steps: Count,
         batch_size: Count = 32,
-        lr: Positive = 1e-3,
-        weight_decay: NonNegative = 1e-4,
-        label_sigma: NonNegative = 0.1,
-        state_noise: NonNegative | Sequence[NonNegative] = 0.01,
+        lr: Rate = 1e-3,
+        weight_decay: Fraction = 1e-4,
+        label_sigma: Annotated[float, Gt(0), Le(1)] = 0.1,
+        state_noise: Factor | Sequence[Factor] = 0.01,
         warmup_steps: Count = 30,
     ):
         states = demonstrations[keys.STATES]

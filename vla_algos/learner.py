@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge, Lt
+from annotated_types import Gt
 from tensordict import TensorDict, TensorDictBase
 from torch.optim import Optimizer
 from torchrl.objectives import LossModule
@@ -19,10 +19,10 @@ from vla_algos.advantages import trajectory_weights, valid_decisions
 from vla_algos.losses import add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
-from vla_common.settings import Count, Fraction, NonNegative, Positive, Whole, check_settings, setting_types
+from vla_common.settings import BelowOne, Count, Fraction, Positive, Rate, Whole, checked
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
-_PARTS = ("self", "loss_module", "optimizer", "updates")  # what is no setting
+_SMOKE = 10  # so few updates only try whether everything works
 OPTIM = ("lr", "value_lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")
 
 
@@ -76,20 +76,21 @@ class Learner:
         ValueError: a setting that cannot be; the message says what would be right.
     """
 
+    @checked
     def __init__(
         self,
         loss_module: LossModule,
         *,
-        lr: NonNegative,
-        value_lr: NonNegative | None = None,
-        betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999),
-        weight_decay: NonNegative = 0.0,
-        max_grad_norm: Positive | None = 1.0,
+        lr: Rate,
+        value_lr: Rate | None = None,
+        betas: tuple[BelowOne, BelowOne] = (0.9, 0.999),
+        weight_decay: Fraction = 0.0,
+        max_grad_norm: Annotated[float, Gt(0)] | None = 1.0,
         schedule: Literal["constant", "cosine"] = "constant",
         warmup_updates: Whole = 0,
         final_lr: Fraction = 0.0,
         optimizer: OptimizerFactory | None = None,
-        updates: int | None = None,
+        updates: Count | None = None,
         aggregation: Literal["token_mean", "trajectory_mean"] = "token_mean",
         epochs: Count = 1,
         minibatch_size: Count | None = 128,
@@ -99,12 +100,19 @@ class Learner:
         critic_warmup_steps: Whole = 0,
         max_log_ratio: Positive | None = 0.1,
     ):
-        given = {name: value for name, value in locals().items() if name not in _PARTS}
-        check_settings("", given, setting_types(Learner, without=_PARTS))
-        if (minibatch_size is None) == (minibatches is None):
-            raise ValueError(
-                f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"
+        if not isinstance(loss_module, LossModule):
+            raise TypeError(
+                f"Learner takes a loss of TorchRL's, which has its policy in it, not {type(loss_module).__name__}; "
+                "such as ChunkClipPPOLoss(policy)"
             )
+        check_steps(
+            betas=betas,
+            warmup_updates=warmup_updates,
+            minibatch_size=minibatch_size,
+            minibatches=minibatches,
+            micro_batch_size=micro_batch_size,
+            updates=updates,
+        )
         if critic_warmup_steps and not getattr(loss_module, "has_critic", True):
             raise ValueError("critic_warmup_steps needs a critic: set critic_warmup_steps=0, or critic_coeff above 0")
         if target_kl is not None and "kl_k3" not in loss_module.out_keys:
@@ -343,6 +351,38 @@ class Learner:
         if "reference" in state:
             self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
             self._reference.load_state_dict(state["reference"])
+
+
+def check_steps(
+    *,
+    betas: Sequence[float] = (0.9, 0.999),
+    warmup_updates: int = 0,
+    minibatch_size: int | None = 128,
+    minibatches: int | None = None,
+    micro_batch_size: int | None = None,
+    updates: int | None = None,
+    **_: Any,
+) -> None:
+    """Raise a ValueError with what would be right for settings of a :class:`Learner` that do not fit each other.
+
+    Recipes ask before they load a policy, which may take minutes; the arguments are those of :class:`Learner`.
+    """
+    if (minibatch_size is None) == (minibatches is None):
+        raise ValueError(
+            f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"
+        )
+    if micro_batch_size is not None and minibatch_size is not None and micro_batch_size > minibatch_size:
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size}: is a part of a minibatch, which has minibatch_size="
+            f"{minibatch_size} decisions; leave it out (null) for no parts"
+        )
+    if betas[0] > betas[1]:
+        raise ValueError(f"betas={list(betas)}: the first is larger than the second; write {sorted(betas)}")
+    if updates is not None and warmup_updates >= updates > _SMOKE:
+        raise ValueError(
+            f"warmup_updates={warmup_updates}: there are only {updates} updates (iterations), so that lr is never "
+            f"reached; take fewer, such as {updates // 10}"
+        )
 
 
 def _executed(batch: TensorDictBase) -> TensorDictBase:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Le, Lt
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -25,9 +25,11 @@ from vla_common.keys import (
     VALUE_TARGET,
     WEIGHT,
 )
-from vla_common.settings import NonNegative, Positive
+from vla_common.settings import Count, Factor, Positive, checked
 
 Level = Literal["token", "action", "chunk"]
+_Below = Annotated[float, Gt(0), Lt(1)]  # a ratio of 1 - x is positive
+_Above = Annotated[float, Gt(0), Le(10)]
 _LARGEST_LOG_RATIO = 20.0  # in the KL to the reference, whose exponential would overflow
 
 
@@ -56,7 +58,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         clip_epsilon: ``x`` clips the ratio to ``[1 - x, 1 + x]``, ``(low, high)`` to ``[1 - low, 1 + high]``.
         dual_clip: ``c > 1`` bounds the loss of a bad action (negative advantage ``A``) at ``c |A|``, however
             likely it has become (Ye et al. 2020, arXiv 1912.09729); ``None`` for no bound.
-        entropy_coeff: weight of the entropy bonus.
+        entropy_coeff: weight of the entropy bonus; below 0 it is a malus.
         entropy_level: the bonus and the reported entropy are means per ``"token"``, per ``"action"`` (sum over
             ``A``) or per ``"chunk"`` (sum over the executed actions and ``A``).
         critic_coeff: weight of the value loss; ``None`` or 0 trains no critic.
@@ -105,23 +107,21 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         "value_clip_fraction": "critic/value_clip_ratio",
     }
 
+    @checked
     def __init__(
         self,
         policy: TensorDictModuleBase,
         *,
         log_prob_level: Level = "token",
-        clip_epsilon: Positive | tuple[Positive, Positive] = 0.2,
-        dual_clip: Annotated[float, Gt(1)] | None = None,
-        entropy_coeff: float = 0.0,
+        clip_epsilon: _Below | tuple[_Below, _Above] = 0.2,
+        dual_clip: Annotated[float, Gt(1), Le(100)] | None = None,
+        entropy_coeff: Annotated[float, Ge(-1), Le(1)] = 0.0,
         entropy_level: Level = "token",
-        critic_coeff: NonNegative | None = 1.0,
+        critic_coeff: Factor | None = 1.0,
         clip_value: Positive | None = 0.2,
         huber_delta: Positive = 10.0,
-        reference_kl_coeff: NonNegative = 0.0,
+        reference_kl_coeff: Factor = 0.0,
     ):
-        for name, level in [("log_prob_level", log_prob_level), ("entropy_level", entropy_level)]:
-            if level not in get_args(Level):
-                raise ValueError(f"{name} is {level!r}, must be 'token', 'action' or 'chunk'")
         lacking = [name for name in ("evaluate_actions", "loss_keys") if not hasattr(policy, name)]
         if lacking:
             raise ValueError(
@@ -133,10 +133,6 @@ class ChunkClipPPOLoss(ClipPPOLoss):
                 "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "
                 "log-probability; clone demonstrations with recipes/sft.py, or set head='tokens' or method='flow_sde'"
             )
-        if dual_clip is not None and dual_clip <= 1:
-            raise ValueError(f"dual_clip is {dual_clip}, must be larger than 1 (3 is usual), or None for no bound")
-        if reference_kl_coeff < 0:
-            raise ValueError(f"reference_kl_coeff is {reference_kl_coeff}, must be 0 (off) or positive")
         # functional=False: the loss works on the policy's own parameters, no copies. The policy is actor
         # and critic at once; without a critic TorchRL wants None.
         super().__init__(
@@ -343,11 +339,12 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         return terms, valid.sum()
 
 
+@checked
 @torch.no_grad()
 def add_reference_log_prob(
     batch: TensorDictBase,
     reference: TensorDictModuleBase,
-    minibatch_size: int,
+    minibatch_size: Count,
     device: torch.device | str | None = None,
 ) -> TensorDictBase:
     """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy.

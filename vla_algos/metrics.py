@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import NormalDist
+from typing import Annotated
 
 import torch
+from annotated_types import Gt, Lt
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from vla_common.keys import (
     SUCCESS_AT_END,
     VALUE_TARGET,
 )
+from vla_common.settings import Whole, checked
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
@@ -54,17 +57,24 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def env_metrics(batch: TensorDictBase) -> dict[str, float]:
+def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, float]:
     """Average over the episodes that ended in ``batch``; crashed ones are counted and left out.
 
     ``env/return`` is the mean sum of an episode's rewards, ``env/reward`` that per primitive action. With no finished
     episode there are only the counts, and ``env/actions_clipped``: the share of all executed action elements that the
     simulator clipped.
+
+    Args:
+        batch: any shape.
+        crashed_elsewhere: crashed episodes that were left out of ``batch``, as groups of runs do.
     """
     after = batch[NEXT]
     crashed = after[CRASHED]
     finished = after[DONE] & ~crashed & (after[EPISODE_LEN] > 0)  # an idle slot is "done" after 0 actions
-    metrics = {"env/num_episodes": float(finished.sum()), "env/crashed_episodes": float(crashed.sum())}
+    metrics = {
+        "env/num_episodes": float(finished.sum()),
+        "env/crashed_episodes": float(crashed.sum() + crashed_elsewhere),
+    }
     clipped, executed = after.get(ACTIONS_CLIPPED, None), after[STEP_MASK].sum(-1, keepdim=True)
     if clipped is not None and executed.any():
         metrics["env/actions_clipped"] = float((clipped.double() * executed).sum() / executed.sum())
@@ -88,7 +98,10 @@ def explained_variance(value: Tensor, target: Tensor) -> Tensor:
     return 1 - (target - value).var() / variance
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+@checked
+def wilson_interval(
+    successes: Whole, trials: Whole, confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
+) -> tuple[float, float]:
     """Score interval of a success rate (Wilson 1927), good for few trials and for rates near 0 and 1.
 
     Returns:

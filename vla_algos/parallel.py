@@ -4,14 +4,18 @@ Each runs the whole recipe with its share of the environments. What is computed 
 gradients, metrics, results of an evaluation) goes through the functions below; a process that is alone tells nobody
 anything, and gets its own data back. Only the first process writes.
 
-All processes must make the same calls in the same order.
+All processes must make the same calls in the same order, from the same functions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
+import signal
+import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -23,12 +27,12 @@ import torch.distributed as dist
 from submitit.slurm.slurm import SlurmJobEnvironment
 from tensordict import TensorDictBase
 
+from vla_algos.heartbeat import START, Heartbeat, ProcessLost
+
 T = TypeVar("T")
-_TIMEOUT = timedelta(hours=2)  # for one process to wait for another: a whole evaluation may lie between them
-
-
-class ProcessLost(RuntimeError):
-    """The processes can no longer talk to each other; mostly because one has failed, whose error is the one to read."""
+_TIMEOUT = timedelta(hours=2)  # for one process to wait for another that is alive: a warm start may lie between them
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_heartbeat: Heartbeat | None = None
 
 
 @contextlib.contextmanager
@@ -39,23 +43,38 @@ def process_group() -> Iterator[None]:
     ``LOCAL_RANK``, if there are several. Numbers on the CPU are exchanged by gloo, those on GPUs by NCCL. Only the
     first process prints.
 
+    A process whose torchrun dies dies with it, and all hear of one that is lost: see
+    :class:`~vla_algos.heartbeat.Heartbeat`.
+
     Raises:
         ValueError: there are fewer GPUs than processes.
+        ProcessLost: another one has failed, has died or was stopped.
     """
+    global _heartbeat
     if processes_started() == 1:
         yield
         return
-    if not _by_torchrun():
+    if _by_torchrun():
+        _die_with_parent()
+        _find_agent()
+    else:
         _name_as_torchrun_does()
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         _choose_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
-    dist.init_process_group(backend, timeout=_TIMEOUT)
-    with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
-        yield
-    # Not after an error: a process that has failed must not wait for anybody.
-    dist.destroy_process_group()
+    store, own_rank, processes = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=START))))
+    # After a restart torchrun's store still has what the processes before it have written.
+    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    with Heartbeat(store, own_rank, processes) as _heartbeat:
+        try:
+            dist.init_process_group(backend, store=store, rank=own_rank, world_size=processes, timeout=_TIMEOUT)
+            with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
+                yield
+        finally:
+            _heartbeat = None
+        # Not after an error: a process that has failed must not wait for anybody.
+        dist.destroy_process_group()
 
 
 def processes_started() -> int:
@@ -65,6 +84,28 @@ def processes_started() -> int:
 
 def _by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when torchrun dies, which could no longer end it.
+
+    By SIGKILL, because a second run may begin at once: it also ends a process that is stopped or waits in a collective,
+    and nothing is written after it. Checkpoints are whole at any time.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _find_agent() -> None:
+    """Raise if torchrun has died before its process came here; nobody would come to the meeting."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(address, START).close()
+        except OSError as error:
+            raise ProcessLost(f"torchrun, which has started this process, is gone from {address}: {error}") from error
 
 
 def _name_as_torchrun_does() -> None:
@@ -127,8 +168,10 @@ def all_gather_object(mine: T) -> list[T]:
     if world_size() == 1:
         return [mine]
     everybodys: list[Any] = [None] * world_size()
-    _exchange(dist.all_gather_object, everybodys, mine)
-    return everybodys
+    call = _call()
+    _exchange(dist.all_gather_object, everybodys, (call, mine))
+    _check_calls([there for there, _ in everybodys])
+    return [value for _, value in everybodys]
 
 
 def all_gather(mine: TensorDictBase | None) -> TensorDictBase | None:
@@ -149,9 +192,12 @@ def broadcast_object(value: T) -> T:
     """Return the value of the first process."""
     if world_size() == 1:
         return value
-    box = [value]
+    call = _call()
+    box = [(call, value)]
     _exchange(dist.broadcast_object_list, box, src=0)
-    return box[0]
+    [(of_first, value)] = box
+    _check_calls([of_first, call])
+    return value
 
 
 def all_reduce_max(number: int) -> int:
@@ -202,14 +248,33 @@ def _wait(starts: Sequence[Callable[[], Any]]) -> None:
 
 def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     try:
-        return function(*arguments, **named)
-    except torch.OutOfMemoryError:
+        with _heartbeat.waiting(_call()) if _heartbeat is not None else contextlib.nullcontext():
+            return function(*arguments, **named)
+    except (torch.OutOfMemoryError, ProcessLost):
         raise
     except RuntimeError as error:
+        if _heartbeat is not None:
+            _heartbeat.check(patience=3.0)
         raise ProcessLost(
             f"process {rank()} of {world_size()} can no longer talk to the others; most likely one of them has failed: "
             "its own error, above or in its log, says why"
         ) from error
+
+
+def _call() -> str:
+    """Name the function of this module that was called, and the function that has called it."""
+    frame = inner = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        inner, frame = frame, frame.f_back
+    return f"{inner.f_code.co_name} of {os.path.basename(frame.f_code.co_filename)}, {frame.f_code.co_name}"
+
+
+def _check_calls(calls: Sequence[str]) -> None:
+    """Raise if the processes have exchanged what does not belong together."""
+    if len(set(calls)) > 1:
+        raise ProcessLost(
+            f"the processes do not make the same calls in the same order: {' and '.join(dict.fromkeys(calls))} have met"
+        )
 
 
 _RENAMED = {

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-
+from vla_common.program import OneLineParser, run_main
 from vla_envs.doctor.report import diagnose
 
 
 def main() -> int:
     """Run the doctor; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m vla_envs", description=__doc__)
+    parser = OneLineParser(prog="python -m vla_envs", description=__doc__)
     parser.add_argument("--all", action="store_true", help="print the name of every environment")
     return diagnose(all_names=parser.parse_args().all)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

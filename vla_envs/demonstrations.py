@@ -7,11 +7,28 @@ from typing import Any
 import numpy as np
 
 from vla_common import keys
-from vla_envs.simulator import Episode, Simulator
+from vla_envs.simulator import Episode, SimulatorSpec
+
+
+def check_expert(simulator: Any, spec: SimulatorSpec) -> None:
+    """Refuse demonstrations of a benchmark that has nobody to give them.
+
+    Args:
+        simulator: one, or its class.
+        spec: its.
+
+    Raises:
+        ValueError: says what to do instead.
+    """
+    if not hasattr(simulator, "expert_action"):
+        raise ValueError(
+            f"{spec.id} has no scripted expert, whom demonstrations are from; type sft=none, and policy.checkpoint="
+            "FOLDER to start from a policy"
+        )
 
 
 def demonstrate(
-    simulator: Simulator,
+    simulator: Any,
     episode: Episode,
     *,
     chunk_size: int,
@@ -39,8 +56,7 @@ def demonstrate(
         ``[K, C, A]`` and ``step_mask`` bool ``[K, C]`` (False past the end of the episode), or ``None`` if it was
         not solved.
     """
-    if not hasattr(simulator, "expert_action"):
-        raise ValueError(f"{simulator.spec.id} has no scripted expert; load a checkpoint instead of cloning one")
+    check_expert(simulator, simulator.spec)
     low, high = np.array(simulator.spec.action_low), np.array(simulator.spec.action_high)
     random = np.random.default_rng([episode.seed, episode.task_id, episode.trial_id])
     disturbance = np.zeros_like(low)

@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
+import math
+import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
+from annotated_types import Gt
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
-from vla_common.settings import Count, Positive, Whole, check_settings, setting_types
+from vla_common.settings import Count, Factor, Length, Positive, Seed, checked, setting_types
 from vla_envs.actions import refuse_actions, share_clipped
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack, unpack
 from vla_envs.instructions import Instructions
 from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
-from vla_envs.workers.pool import SimulatorCrash, WorkerPool, count_workers
+from vla_envs.workers.pool import WorkerPool, count_workers
 
+_SIMULATOR_BYTES = 10_000_000  # no simulator is smaller
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 
 
+@checked
 def make_env(
     id: str | SimulatorSpec,
     num_envs: Count,
-    chunk_size: Count = 5,
+    chunk_size: Length = 5,
     *,
     episodes: EpisodeSampler | EpisodeQueue | None = None,
-    seed: Whole | None = None,
+    seed: Seed | None = None,
     group_size: Count = 1,
     num_workers: Count | None = None,
     ignore_terminations: bool = False,
-    reward_coef: float = 1.0,
+    reward_coef: Annotated[Factor, Gt(0)] = 1.0,
     relative_reward: bool = False,
-    step_penalty: float = 0.0,
+    step_penalty: Factor = 0.0,
     step_timeout: Positive = 60.0,
+    start_timeout: Positive = 120.0,
     **options: Any,
 ) -> VLAEnv:
     """Make a batched environment.
@@ -61,6 +67,8 @@ def make_env(
         step_penalty: subtracted for each executed action, after the two above.
         step_timeout: seconds after which a worker that does not get on to its next environment counts as hung and is
             replaced.
+        start_timeout: seconds that the first answer of a new worker may take on top: it imports the simulator, and a
+            first reset may compile shaders or build assets.
         **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
             ``SimulatorSpec``, which has them.
 
@@ -71,8 +79,6 @@ def make_env(
         >>> env = make_env("metaworld/MT50", num_envs=8, image_size=224, render_quality="fast")
         >>> rollout = env.rollout(4)  # doctest: +SKIP
     """
-    given = {name: value for name, value in locals().items() if name not in ("id", "episodes", "options")}
-    check_settings("", given, setting_types(make_env, without=("id", "episodes")))
     if isinstance(id, SimulatorSpec):
         refuse_options(id, options)
         spec = id
@@ -87,6 +93,7 @@ def make_env(
     if episodes is None:
         episodes = EpisodeSampler(spec, secrets.randbelow(2**31) if seed is None else seed, group_size=group_size)
     num_workers = count_workers(num_envs, num_workers)
+    _check_memory(spec, num_envs)
     return VLAEnv(
         spec,
         num_envs,
@@ -98,7 +105,20 @@ def make_env(
         relative_reward=relative_reward,
         step_penalty=step_penalty,
         step_timeout=step_timeout,
+        start_timeout=start_timeout,
     )
+
+
+def _check_memory(spec: SimulatorSpec, num_envs: int) -> None:
+    """Refuse more environments than could ever be: their frames, and a little for each simulator."""
+    pixels = math.prod(spec.image_shape) + math.prod(spec.wrist_image_shape or (0,))
+    needed = num_envs * (3 * pixels + (0 if spec.batched else _SIMULATOR_BYTES))
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise ValueError(
+            f"num_envs={num_envs}: need at least {needed / 1e9:.0f} GB of memory, this machine has "
+            f"{available / 1e9:.0f}; take fewer, at most {num_envs * available // needed}"
+        )
 
 
 def env_types(id: str) -> dict[str, Any]:
@@ -130,7 +150,9 @@ class VLAEnv(EnvBase):
     ends, which ``step_mask`` tells. A slot that resets takes the next episode from ``episodes``; when there
     are none left it is idle: ``task_id`` is -1, it is never stepped, and each step reports it as truncated.
 
-    A worker process that dies or hangs is replaced; its episodes are reported with ``crashed`` and truncated.
+    A worker process that dies or hangs is replaced. The episode that it was working on is reported with ``crashed`` and
+    truncated; its other episodes go on as if nothing had happened. An episode that cannot be started is
+    :attr:`unstarted`: its observation is zero, and the next step reports it with ``crashed``, nothing executed.
 
     What a step says about what happened (``reward``, ``step_rewards``, ``step_mask``, ``success``, ...) stands in the
     reward specification: under ``"next"`` alone, never part of the next observation.
@@ -139,6 +161,7 @@ class VLAEnv(EnvBase):
         simulator_spec: the benchmark suite.
         episodes: source of episodes; replaced by :meth:`set_episodes`.
         current_episodes: the episode of each slot, ``None`` where idle.
+        errors: why episodes crashed in the last step, by slot.
         interactions: how often it was reset, stepped or loaded. Whoever goes on from an observation sees here whether
             somebody else came between.
     """
@@ -156,6 +179,7 @@ class VLAEnv(EnvBase):
         relative_reward: bool = False,
         step_penalty: float = 0.0,
         step_timeout: float = 60.0,
+        start_timeout: float = 120.0,
     ):
         if spec.batched:  # first, because it says so if there is no GPU
             pool = spec.make_batched(num_envs, chunk_size, ignore_terminations)
@@ -167,6 +191,7 @@ class VLAEnv(EnvBase):
                 chunk_size,
                 ignore_terminations=ignore_terminations,
                 step_timeout=step_timeout,
+                start_timeout=start_timeout,
             )
         device = torch.device("cuda" if spec.batched else "cpu")  # where images are drawn, they stay
         super().__init__(device=device, batch_size=torch.Size([num_envs]))
@@ -175,9 +200,9 @@ class VLAEnv(EnvBase):
         self.ignore_terminations = ignore_terminations
         self.reward_coef, self.relative_reward, self.step_penalty = reward_coef, relative_reward, step_penalty
         self._last_reward = np.zeros((num_envs, 1), np.float32)  # of the benchmark, times the coefficient
-        self._executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]  # chunks of the running episodes
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self.interactions = 0
+        self.errors: dict[int, str] = {}
         self._pool = pool
         self._texts: Instructions | None = None
         self._make_specs()
@@ -216,6 +241,11 @@ class VLAEnv(EnvBase):
     def worker_restarts(self) -> int:
         """How often a worker or simulator had to be started again."""
         return self._pool.restarts
+
+    @property
+    def unstarted(self) -> np.ndarray:
+        """Which running episodes could not be started, three times, bool ``[N]``: another attempt is not worth it."""
+        return np.isin(np.arange(self.num_envs), list(self._pool.unstarted)) & self._active()
 
     @property
     def pool(self) -> WorkerPool:
@@ -270,13 +300,14 @@ class VLAEnv(EnvBase):
         starting: dict[int, Episode] = {}
         for slot in slots:
             self.current_episodes[slot] = episode = self.episodes.next()
-            self._executed[slot] = []
             if episode is not None:
                 self.simulator_spec.task_of(episode)  # an error here, not in a worker
                 starting[slot] = episode
-        self._pool.reset(starting)
         for array in [*self._statistics.values(), self._last_reward]:
             array[list(slots)] = 0
+        self._pool.reset(starting)
+        if mask is None:
+            self._pool.check()  # otherwise the next step does: what ended before this reset is not to be lost
         return self.observe()
 
     def observe(self) -> TensorDictBase:
@@ -290,13 +321,13 @@ class VLAEnv(EnvBase):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._check_open()
         self.interactions += 1
-        active = np.array([episode is not None for episode in self.current_episodes])
+        active = self._active()
         arrays = self._pool.arrays
         arrays.actions[:] = self._checked(tensordict.get(keys.ACTION, None), active)
-        for slot in np.flatnonzero(active):
-            self._executed[slot].append(arrays.actions[slot].copy())
         crashed = np.zeros(self.num_envs, bool)
-        crashed[self._pool.step(np.flatnonzero(active).tolist())] = True
+        lost = self._pool.step(np.flatnonzero(active).tolist())
+        crashed[lost] = True
+        self.errors = {slot: self._pool.errors[slot] for slot in lost}
 
         now = self._statistics
         steps = arrays.executed.sum(1, keepdims=True)
@@ -334,7 +365,12 @@ class VLAEnv(EnvBase):
         state: OrderedDict[str, Any] = OrderedDict(sampler=self.episodes.state_dict())
         if any(episode is not None for episode in self.current_episodes):
             state["episodes"] = [None if episode is None else pack(episode) for episode in self.current_episodes]
-            state["actions"] = [torch.from_numpy(np.stack(chunks)) if chunks else None for chunks in self._executed]
+            chunks = [
+                [] if episode is None else executed
+                for episode, executed in zip(self.current_episodes, self._pool.executed, strict=True)
+            ]
+            state["actions"] = [torch.from_numpy(np.stack(some)) if some else None for some in chunks]
+            state["unstarted"] = torch.from_numpy(self.unstarted)
             state["statistics"] = {key: torch.from_numpy(array.copy()) for key, array in self._statistics.items()}
             state["last_reward"] = torch.from_numpy(self._last_reward.copy())
         return state
@@ -349,7 +385,7 @@ class VLAEnv(EnvBase):
 
         Raises:
             ValueError: the state is of an environment with other slots or episodes.
-            SimulatorCrash: a simulator failed while it repeated its actions.
+            SimulatorCrash: the simulator is broken. One episode that cannot be repeated is :attr:`unstarted`.
         """
         if not strict:
             return
@@ -362,26 +398,18 @@ class VLAEnv(EnvBase):
         self.current_episodes = [None if episode is None else unpack(episode) for episode in saved]
         if "episodes" not in state_dict:
             return
-        self._executed = [[] if chunks is None else list(chunks.numpy()) for chunks in state_dict["actions"]]
-        self._repeat()
+        running = {slot: episode for slot, episode in enumerate(self.current_episodes) if episode is not None}
+        unstarted = state_dict.get("unstarted", torch.zeros(self.num_envs, dtype=torch.bool))
+        chunks = [[] if saved is None else list(saved.numpy()) for saved in state_dict["actions"]]
+        self._pool.give_up({slot: episode for slot, episode in running.items() if unstarted[slot]})
+        self._pool.restore({slot: (episode, chunks[slot]) for slot, episode in running.items() if not unstarted[slot]})
+        self._pool.check()
         for key, array in self._statistics.items():
             array[:] = state_dict["statistics"][key].numpy()
         self._last_reward[:] = state_dict["last_reward"].numpy()
 
-    def _repeat(self) -> None:
-        """Execute the actions of the running episodes again."""
-        running = {slot: episode for slot, episode in enumerate(self.current_episodes) if episode is not None}
-        # All end together: worlds that are simulated together move on whether they are asked to or not.
-        longest = max(map(len, self._executed), default=0)
-        for left in range(longest, -1, -1):
-            starting = {slot: episode for slot, episode in running.items() if len(self._executed[slot]) == left}
-            if starting:
-                self._pool.reset(starting)
-            slots = [slot for slot in running if left and len(self._executed[slot]) >= left]
-            for slot in slots:
-                self._pool.arrays.actions[slot] = self._executed[slot][len(self._executed[slot]) - left]
-            if crashed := self._pool.step(slots):
-                raise SimulatorCrash(f"the simulators of slots {crashed} failed while they repeated the saved actions")
+    def _active(self) -> np.ndarray:
+        return np.array([episode is not None for episode in self.current_episodes])
 
     def _training_rewards(self, rewards: np.ndarray, executed: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Scale the benchmark's rewards ``[N, C]`` by the coefficient, as changes if asked, minus the step penalty."""

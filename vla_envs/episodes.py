@@ -6,14 +6,15 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from vla_common.errors import unknown_name
+from vla_common.settings import Count, Seed, Whole, checked
 from vla_envs.simulator import Episode, SimulatorSpec
 
-MODES = ("random", "ordered", "fixed")
+Mode = Literal["random", "ordered", "fixed"]
+_MOST = 1_000_000  # episodes of an evaluation
 _SETTINGS = ("mode", "group_size", "trials", "groups", "rank", "world_size")
 _TRAINING, _SHUFFLE = 0, 1  # streams of random numbers that never meet
 
@@ -52,24 +53,22 @@ class EpisodeSampler:
         ValueError: an unknown mode or an impossible number.
     """
 
+    @checked
     def __init__(
         self,
         spec: SimulatorSpec,
-        seed: int = 0,
+        seed: Seed = 0,
         *,
-        mode: str = "random",
-        group_size: int = 1,
-        trials: int | None = None,
-        groups: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
+        mode: Mode = "random",
+        group_size: Count = 1,
+        trials: Count | None = None,
+        groups: Count = 1,
+        rank: Whole = 0,
+        world_size: Count = 1,
     ):
-        if mode not in MODES:
-            raise unknown_name("episode mode", mode, MODES)
-        if group_size < 1 or groups < 1 or (trials is not None and trials < 1):
-            raise ValueError(f"group_size, groups and trials must be >= 1, got {group_size}, {groups}, {trials}")
-        if seed < 0 or not 0 <= rank < world_size:
-            raise ValueError(f"need seed >= 0 and 0 <= rank < world_size, got seed {seed}, rank {rank} of {world_size}")
+        if rank >= world_size:
+            raise ValueError(f"rank={rank}: must be below world_size={world_size}")
+        _check_spec("EpisodeSampler", spec)
         _check_trials(spec, trials)
         self.spec = spec
         self.num_tasks, self.trials = len(spec.tasks), trials or spec.trials
@@ -135,10 +134,15 @@ class QueuedEpisode(Episode):
 
 
 class EpisodeQueue:
-    """A finite list of episodes that is worked off once, and may grow meanwhile: evaluation and grouped rollouts."""
+    """A finite list of episodes that is worked off once, and may grow meanwhile: evaluation and grouped rollouts.
+
+    It remembers what was taken until it is told that it is :meth:`done`, so that nothing is lost where an environment
+    fails between taking an episode and running it.
+    """
 
     def __init__(self, episodes: Iterable[Episode] = ()):
         self._waiting: deque[QueuedEpisode] = deque()
+        self._taken: dict[int, QueuedEpisode] = {}  # by queue index
         self._length = 0
         self.extend(episodes)
 
@@ -163,11 +167,30 @@ class EpisodeQueue:
 
     def next(self) -> QueuedEpisode | None:
         """Return the next episode, or ``None`` when there are no more for now."""
-        return self._waiting.popleft() if self._waiting else None
+        if not self._waiting:
+            return None
+        episode = self._waiting.popleft()
+        self._taken[episode.queue_index] = episode
+        return episode
+
+    def done(self, episode: QueuedEpisode) -> None:
+        """Say that an episode has a result."""
+        self._taken.pop(episode.queue_index, None)
 
     def give_back(self, episode: QueuedEpisode) -> None:
         """Return an episode that has to run again; it is the next one."""
+        self._taken.pop(episode.queue_index, None)
         self._waiting.appendleft(episode)
+
+    def give_back_all(self) -> None:
+        """Return every episode that was taken and has no result; they are the next ones, in their order."""
+        for index in sorted(self._taken, reverse=True):
+            self.give_back(self._taken[index])
+
+    def clear(self) -> None:
+        """Forget the episodes that wait or were taken; indices go on."""
+        self._waiting.clear()
+        self._taken.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the episodes that wait."""
@@ -182,6 +205,7 @@ class EpisodeQueue:
         if "waiting" not in state:
             raise ValueError("the saved episodes are of an EpisodeSampler, this is an EpisodeQueue; set_episodes first")
         self._waiting = deque(QueuedEpisode(*values[:4], queue_index=values[4]) for values in state["waiting"])
+        self._taken.clear()
         self._length = state["length"]
 
 
@@ -195,8 +219,9 @@ def unpack(values: tuple[int, ...]) -> Episode:
     return QueuedEpisode(*values[:4], queue_index=values[4]) if len(values) == 5 else Episode(*values)
 
 
+@checked
 def evaluation_episodes(
-    spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1
+    spec: SimulatorSpec, trials: Count | None = None, seed: Seed = 0, repeats: Count = 1
 ) -> list[Episode]:
     """List every (task, trial), tasks interleaved so that a progress bar is representative from the start.
 
@@ -206,10 +231,14 @@ def evaluation_episodes(
         seed: family of trials. Use another one than training does.
         repeats: runs of each, for a policy that samples.
     """
+    _check_spec("evaluation_episodes", spec)
     trials = spec.trials if trials is None else trials
-    if trials < 1 or repeats < 1:
-        raise ValueError(f"an evaluation needs at least 1 trial per task and 1 run of each, got {trials} and {repeats}")
     _check_trials(spec, trials)
+    if (number := trials * len(spec.tasks) * repeats) > _MOST:
+        raise ValueError(
+            f"trials={trials}: {len(spec.tasks)} tasks and repeats={repeats} make {number} episodes; take fewer, at "
+            f"most {_MOST} in all"
+        )
     tasks = range(len(spec.tasks))
     once = [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
     return once * repeats
@@ -220,6 +249,12 @@ def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 
     message = "evaluation_grid is called evaluation_episodes now; the old name will go in the next version"
     warnings.warn(message, DeprecationWarning, stacklevel=2)
     return evaluation_episodes(spec, trials, seed, repeats)
+
+
+def _check_spec(what: str, spec: Any) -> None:
+    if not hasattr(spec, "tasks"):
+        hint = "pass its .simulator_spec" if hasattr(spec, "simulator_spec") else "pass make_spec(NAME)"
+        raise TypeError(f"{what} takes a SimulatorSpec, not {type(spec).__name__}; {hint}")
 
 
 def _check_trials(spec: SimulatorSpec, trials: int | None) -> None:

@@ -172,9 +172,18 @@ class SimulatorSpec:
             raise ValueError(f"trial_id counts from 0, got trial_id={episode.trial_id}")
         return self.tasks[episode.task_id]
 
+    def simulator_class(self) -> Any:
+        """Import the benchmark: the class of its :class:`Simulator`."""
+        return _named(self.entry_point)
+
+    def describe(self, episode: Episode) -> str:
+        """Name an episode in a message."""
+        task = self.tasks[episode.task_id].name
+        return f"{self.id} task {task} trial {episode.trial_id} seed {episode.seed}"
+
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""
-        return _named(self.entry_point)(self)
+        return self.simulator_class()(self)
 
     def make_batched(self, num_envs: int, chunk_size: int, ignore_terminations: bool) -> Any:
         """Import the benchmark and build all worlds: the interface of a :class:`~vla_envs.workers.pool.WorkerPool`."""
@@ -185,7 +194,7 @@ class SimulatorSpec:
 
         A simulator class may offer it as a static method ``check(spec)``.
         """
-        check = getattr(_named(self.entry_point), "check", None)
+        check = getattr(self.simulator_class(), "check", None)
         if check is not None:
             check(self)
 

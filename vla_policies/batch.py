@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from vla_common import keys
+from vla_common.errors import unknown_name
 
 _DIMENSIONS = {keys.IMAGES: 3, keys.STATES: 1}  # of one observation: what stands before is the batch
+
+_FORWARD = {"tensordict", "tensordict_out"}
 
 
 def any_batch(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +64,7 @@ def any_batch(method: Callable[..., Any]) -> Callable[..., Any]:
 def by_name(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``forward`` take its ``in_keys`` by name too and return its ``out_keys``, as modules of tensordict do."""
 
+    @_named_right
     @dispatch(auto_batch_size=False)  # the batch is told from the observations
     def forward(self: Any, tensordict: TensorDictBase) -> Any:
         refuse_vmap(tensordict)
@@ -68,6 +72,20 @@ def by_name(method: Callable[..., Any]) -> Callable[..., Any]:
 
     functools.update_wrapper(forward, method)
     return forward
+
+
+def _named_right(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse observations by names that the policy does not look at."""
+
+    @functools.wraps(forward)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        known = {*_FORWARD, *(str(key) for key in self.in_keys)}
+        for name in named:
+            if name not in known:
+                raise TypeError(str(unknown_name("observation", name, sorted(known - _FORWARD))))
+        return forward(self, *arguments, **named)
+
+    return call
 
 
 def refuse_vmap(tensordict: TensorDictBase) -> None:

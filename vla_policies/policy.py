@@ -26,17 +26,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
 import torch
+from pydantic import StringConstraints
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from vla_common.checksums import verify_checksums
 from vla_common.keys import ACTION, ACTION_LOG_PROB, PROMPT_TOKENS, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.schema import EnvironmentShape
-from vla_common.settings import Count, setting_types
+from vla_common.settings import Count, Width, check_settings, setting_types
 from vla_policies.batch import any_batch, by_name
 from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.hub import resolve
@@ -45,6 +47,8 @@ from vla_policies.checkpoint.report import Report, describe_weights
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged
 from vla_policies.checkpoint.weights import list_weights
 from vla_policies.values import ValueOperator
+
+Device = Annotated[str, StringConstraints(pattern=r"^(cpu|cuda(:[0-9]+)?|mps)$")]
 
 
 class VLAPolicy(TensorDictModuleBase):
@@ -244,6 +248,7 @@ class VLAPolicy(TensorDictModuleBase):
         """
         if checkpoint is not None:
             return cls.from_pretrained(checkpoint, device=cls.default_device(), **settings)
+        check_settings("", settings, cls.setting_types())
         given = {name: getattr(shape, name) for name in cls.shape_settings}
         return cls(cls.config_class(**given, **as_tuples(settings)))
 
@@ -301,7 +306,7 @@ class VLAPolicy(TensorDictModuleBase):
             FileNotFoundError: the folder is not a policy.
             ValueError: another family, other settings, a truncated file, or weights that do not fit the configuration.
         """
-        path = resolve(folder)
+        verify_checksums(path := resolve(folder))
         family, stored = layout.read(path)
         if family != cls.family:
             raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")
@@ -414,9 +419,9 @@ class PretrainedPolicy(VLAPolicy):
         checkpoint: str | Path | None = None,
         *,
         dtype: Literal["float32", "bfloat16"] | None = None,
-        device: str | None = None,
+        device: Device | None = None,
         lora_adapter: str | None = None,
-        lora_rank: Count | None = None,
+        lora_rank: Width | None = None,
         lora_alpha: Count | None = None,
         lora_targets: Sequence[str] | None = None,
         **settings: Any,
@@ -443,6 +448,7 @@ class PretrainedPolicy(VLAPolicy):
                 f"policy={cls.family} starts from a checkpoint; type policy.checkpoint=FOLDER: a folder in the "
                 "published layout, or a hub id"
             )
+        check_settings("", settings, cls.setting_types())
         policy = cls.from_pretrained(
             checkpoint,
             dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,

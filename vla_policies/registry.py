@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Optional
 
+from vla_common.checksums import verify_checksums
 from vla_common.errors import unknown_name
 from vla_common.registry import policies
 from vla_common.schema import EnvironmentShape
@@ -30,6 +31,9 @@ def register_policy(name: str, policy_class: type[VLAPolicy]) -> None:
     Raises:
         ValueError: the name is taken, or the class says another one.
     """
+    if not (isinstance(policy_class, type) and issubclass(policy_class, VLAPolicy)):
+        shown = getattr(policy_class, "__name__", repr(policy_class))
+        raise TypeError(f"{shown} is no VLAPolicy; derive it from vla_policies.VLAPolicy, whose docstring says how")
     if policy_class.family != name:
         raise ValueError(
             f"{policy_class.__name__}.family is {policy_class.family!r} and it is registered as {name!r}; give it one "
@@ -92,7 +96,24 @@ def make_policy(
         policy.check_environment(shape)
     except SettingError as error:
         raise ValueError(f"policy.{error}") from error
+    except ValueError as error:
+        if policy_class.needs_checkpoint and (other := _other_family(policy_class, checkpoint)) is not None:
+            if get_policy_class(other).__module__.split(".")[:2] == policy_class.__module__.split(".")[:2]:
+                raise  # of one room: without heads OpenVLA-OFT's files look like OpenVLA's
+            raise ValueError(
+                f"policy.checkpoint={checkpoint}: is a checkpoint of {other}, not of {family}; type policy={other}"
+            ) from error
+        raise
     return policy
+
+
+def _other_family(policy_class: type[VLAPolicy], checkpoint: str | Path | None) -> str | None:
+    """Find the family of a checkpoint that a class does not recognise; ``None`` if it does, or if none does."""
+    try:
+        path = resolve(checkpoint or "")
+        return None if policy_class.recognises(path) else find_policy_class(path).family
+    except (ValueError, OSError):
+        return None
 
 
 def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
@@ -143,6 +164,7 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
             f"{folder} is a checkpoint of {names}; load it with from_pretrained of the class that you mean"
         )
     if not found:
+        verify_checksums(folder)
         said, config = layout.read(folder)
         kind = said or config.get("model_type")
         raise ValueError(

@@ -11,6 +11,8 @@ import time
 import pytest
 from running import RECIPES, TOY, TOY_OF, metrics, recipe
 
+from benchmarks.storm import torchrun as storm
+
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
 pytestmark = pytest.mark.timeout(600)
 SETTINGS = [
@@ -121,6 +123,7 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
     _, err = process.communicate(timeout=200)
     assert process.returncode
     assert "ArithmeticError: the second process has had enough" in err
+    assert re.search(r"process 1 of 2 \(.*\) has failed: ArithmeticError: the second process has had enough", err)
     last = (tmp_path / "run" / "metrics.jsonl").stat().st_mtime
     assert time.time() - last < 60
 
@@ -134,3 +137,22 @@ def test_numbers_that_cannot_be_shared(tmp_path):
     assert "recipes/sft.py runs in one process, not in 2: leave out torchrun" in process.communicate(timeout=200)[1]
     process = torchrun(RECIPES / "ppo.py", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}")
     assert "under torchrun start each by itself" in process.communicate(timeout=200)[1]
+
+
+def test_a_storm_of_faults():
+    """Torchrun killed, and the first process stopped; the full storm has further kinds, and GRPO."""
+    tally = storm.run(2, seed=0)
+    assert tally.clean, tally.failures
+
+
+def test_torchrun_starts_again_what_failed(tmp_path):
+    script = tmp_path / "failing.py"
+    once = 'os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"'
+    script.write_text(FAILING.replace('os.environ["RANK"] == "1"', once).format(recipe=str(RECIPES / "ppo.py")))
+    settings = [*SETTINGS, *TOY_OF["ppo"], "iterations=3", f"hydra.run.dir={tmp_path / 'run'}"]
+    process = torchrun("--max-restarts=1", script, *settings)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    assert "ArithmeticError: the second process has had enough" in err
+    finished("ppo", tmp_path / "whole", "iterations=3")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")

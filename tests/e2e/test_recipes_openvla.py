@@ -83,6 +83,6 @@ def test_evaluate_a_published_folder_from_the_command_line(checkpoint, tmp_path)
     ran = recipe("evaluate", tmp_path / "run", *toy, "policy=openvla", f"policy.checkpoint={checkpoint}")
     assert ran.returncode == 0, ran.stderr
     assert "95 % interval" in ran.stdout
-    ran = recipe("evaluate", tmp_path / "run", *toy, f"policy.checkpoint={checkpoint}")
-    assert ran.returncode != 0
+    ran = recipe("evaluate", tmp_path / "other", *toy, f"policy.checkpoint={checkpoint}")
+    assert ran.returncode == 2
     assert "policy=openvla" in ran.stderr

@@ -279,3 +279,24 @@ def test_a_second_signal_does_not_break_off_the_save(monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         run("ppo", tmp_path / "run", "checkpoint_every=10", "evaluate_every=0")
     assert load_training_state(latest_checkpoint(tmp_path / "run" / "checkpoints"))["iteration"] == 2
+
+
+def test_a_second_start_is_refused_and_control_c_saves(whole, tmp_path):
+    """As a terminal does it: the same command twice, then Ctrl-C, then the same command again."""
+    name, _, expected = whole
+    again = tmp_path / "run"
+    command = [sys.executable, RECIPES / f"{name}.py", *overrides(name), f"hydra.run.dir={again}"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (again / "checkpoints" / "latest").is_symlink() and first.poll() is None:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGSTOP)
+    second = subprocess.run(command, capture_output=True, text=True)
+    first.send_signal(signal.SIGCONT)
+    first.send_signal(signal.SIGINT)
+    said, _ = first.communicate(timeout=120)
+    assert second.returncode not in (0, None)
+    assert f"{again} is in use: process {first.pid} on" in second.stderr
+    assert first.returncode == 130
+    assert "stopped by SIGINT after" in said
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert metrics(again) == expected

@@ -682,7 +682,7 @@ def test_the_expert_of_push_cube_and_a_camera_of_ones_own():
 
 
 @needs_plate25
-def test_the_batched_simulation_with_one_world_is_the_same(simulator):
+def test_the_batched_simulation_with_one_world_is_the_same(simulator, monkeypatch, caplog):
     """What can be tested of it without CUDA: its rewards, masks, clock and pictures, over the end of an episode."""
     import torch
 
@@ -709,6 +709,16 @@ def test_the_batched_simulation_with_one_world_is_the_same(simulator):
         assert torch.equal(worlds.arrays.images[0], resize(torch.from_numpy(seen.images)[None], 64, 64)[0])
     assert worlds.step([]) == []
     assert not worlds.arrays.executed.any()
+
+    robot = worlds._world.agent.robot
+    with monkeypatch.context() as patch:  # physics that has exploded
+        patch.setattr(type(robot), "get_qpos", lambda self: torch.full((1, 8), torch.nan))
+        worlds.reset({0: Episode(0, 2, 11)})
+        assert not worlds.arrays.states.any()
+    assert worlds.step([0]) == [0]
+    assert not worlds.arrays.executed.any()
+    assert worlds.restarts == 1
+    assert "task Main trial 2 seed 11" in caplog.text.replace(spec.tasks[0].name, "Main")
 
     worlds.reset({0: Episode(0, 3, 11)})  # what the expert does, with its rewards, to success
     simulator.reset(Episode(0, 3, 11))

@@ -265,8 +265,8 @@ def test_trajectory_weights_of_nothing_are_zero():
 @pytest.mark.parametrize(
     ("values", "settings", "message"),
     [
-        (1, {"bootstrap": "always"}, "bootstrap is 'always', must be 'truncation', 'any_done' or 'none'"),
-        (1, {"reward_level": "step"}, "reward_level is 'step', must be 'chunk' or 'action'"),
+        (1, {"bootstrap": "always"}, "bootstrap=always: must be 'truncation', 'none' or 'any_done'"),
+        (1, {"reward_level": "step"}, "reward_level=step: must be 'chunk' or 'action'"),
         (1, {"reward_level": "action"}, "reward_level='action' needs 2 values per decision, the policy has 1"),
         (2, {"reward_level": "chunk"}, "reward_level='chunk' needs 1 values per decision, the policy has 2"),
         (3, {"reward_level": "action"}, "reward_level='action' needs 2 values per decision, the policy has 3"),

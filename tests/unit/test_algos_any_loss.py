@@ -82,7 +82,7 @@ def test_parts_of_a_minibatch_add_up_for_a_loss_of_torchrl(small_batch):
     policy, batch = small_batch
     gradients = []
     for size in (None, 5):
-        learner = Learner(torchrl_loss(policy), lr=0.0, minibatch_size=24, micro_batch_size=size, max_grad_norm=1e9)
+        learner = Learner(torchrl_loss(policy), lr=1e-30, minibatch_size=24, micro_batch_size=size, max_grad_norm=1e9)
         torch.manual_seed(1)
         learner.update(batch)
         gradients.append({name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None})

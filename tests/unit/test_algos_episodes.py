@@ -1,5 +1,8 @@
 """The episode-bound collector: every episode once, in queue order, no slot waiting for another."""
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 from toy import CHUNK, DIM, ToyEnv, ToyPolicy
@@ -21,6 +24,7 @@ from vla_common.keys import (
     TASK_DESCRIPTIONS,
     TRIAL_ID,
 )
+from vla_envs.episodes import EpisodeQueue
 from vla_envs.simulator import Episode
 
 
@@ -176,3 +180,82 @@ def test_hooks_shutdown_and_state(policy):
 def test_impossible_attempts():
     with pytest.raises(ValueError, match="max_attempts"):
         EpisodeCollector(ToyEnv(2), ToyPolicy(), max_attempts=0)
+
+
+class Failing(ToyEnv):
+    """Fails at given steps: before it has done anything, or in the reset within the step, which has taken episodes."""
+
+    def __init__(self, num_envs, steps, resets):
+        self.failing_steps, self.failing_resets, self.taken = list(steps), list(resets), 0
+        super().__init__(num_envs)
+
+    def _step(self, tensordict):
+        self.taken += 1
+        if self.taken in self.failing_steps:
+            raise RuntimeError("a step fails")
+        return super()._step(tensordict)
+
+    def _reset(self, tensordict=None):
+        outcome = super()._reset(tensordict)
+        if self.taken in self.failing_resets:
+            self.failing_resets.remove(self.taken)
+            raise RuntimeError("a reset fails")
+        return outcome
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 8])
+def test_after_a_failure_nothing_is_lost_and_nothing_comes_twice(num_envs):
+    env = Failing(num_envs, steps=[2, 3, 5, 11], resets=[0, 4, 6, 7, 8, 9])
+    own, finished = env.episodes, []
+    collector = EpisodeCollector(env, LastWord(), queue(20), on_episode=lambda index, _: finished.append(index))
+    trials, failures = [], 0
+    while len(collector):
+        try:
+            for episode in collector.iterator():
+                trials.append(int(episode[TRIAL_ID][0]))
+                assert episode[STATES][0, 0] == 0  # from its start
+        except RuntimeError:
+            failures += 1
+            assert env.episodes is own
+    assert trials == list(range(100, 120))
+    assert sorted(finished) == list(range(20))
+    assert failures >= 6
+
+
+def test_a_hook_that_fails_loses_nothing(policy):
+    calls = []
+
+    def fail_sometimes(index, _):
+        calls.append(index)
+        if len(calls) in (1, 4, 5):
+            raise KeyError
+
+    collector = EpisodeCollector(ToyEnv(3), policy, queue(9), on_episode=fail_sometimes)
+    trials = []
+    while len(collector):
+        with contextlib.suppress(KeyError):
+            trials += [int(episode[TRIAL_ID][0]) for episode in collector.iterator()]
+    assert sorted(calls) == list(range(9))
+
+
+def test_slots_that_stay_idle_while_episodes_wait_are_an_error_and_not_an_endless_loop(policy):
+    collector = EpisodeCollector(env := ToyEnv(2), policy, queue(6))
+    collector.on_decision = lambda _: env.set_episodes(EpisodeQueue())  # somebody takes the environment away
+    trials = []
+    collector.post_collect_hook = lambda episode: trials.append(int(episode[TRIAL_ID][0]))
+    with pytest.raises(RuntimeError, match="no slot of the environment takes one"):
+        list(collector.iterator())
+    collector.on_decision = None
+    list(collector.iterator())
+    assert trials == list(range(100, 106))
+
+
+def test_an_episode_that_cannot_begin_is_not_tried_again(policy):
+    env = ToyEnv(2, crashes={100: 99, 103: 99})
+    type(env).unstarted = property(lambda env: np.array([e.trial_id == 100 for e in env.current_episodes]))
+    try:
+        collector = EpisodeCollector(env, policy, queue(4))
+        assert [bool(episode[NEXT, CRASHED].any()) for episode in collector] == [True, False, False, True]
+        assert [collector.attempts[index] for index in range(4)] == [1, 1, 1, 3]
+    finally:
+        del type(env).unstarted

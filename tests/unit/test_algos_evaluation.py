@@ -103,6 +103,20 @@ def test_crashed_episodes_run_again_and_are_counted():
     assert result.metrics()["eval/num_episodes"] == 9
     assert result.success_once == 1.0
     assert result.table().splitlines()[-1].startswith("crashed: 1")
+    assert "task-0 trial 100 seed 1" in result.table().splitlines()[-1]
+    assert not result.failure
+
+
+def test_without_a_finished_episode_there_is_no_result():
+    env = ToyEnv(4, crashes={episode.trial_id: 99 for episode in GRID})
+    result = evaluate(env, LookingPolicy(), GRID)
+    assert result.finished == []
+    assert result.failure.startswith("10 of 10 episodes have no result; every one crashed")
+    assert "nan" not in result.table()
+    assert len({len(line) for line in result.table().splitlines()[:-1]}) == 1
+    some = evaluate(ToyEnv(4, crashes={GRID[0].trial_id: 99}), LookingPolicy(), GRID[:2])  # of task-0 there is none
+    assert "nan" not in some.table()
+    assert not some.failure
 
 
 def test_recorded_frames():

@@ -19,6 +19,7 @@ from vla_algos.groups import (
 )
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
+from vla_algos.metrics import env_metrics
 from vla_common.keys import ADVANTAGE, CRASHED, DONE, IMAGES, NEXT, REWARD, SUCCESS, TRIAL_ID
 from vla_envs.simulator import Episode
 
@@ -122,9 +123,49 @@ def test_all_kinds_of_groups_are_counted():
         "rollout/groups": 5,
         "rollout/groups_all_failed": 2,
         "rollout/groups_all_solved": 1,
+        "rollout/groups_all_crashed": 0,
         "rollout/groups_out_of_bounds": 0,
         "rollout/groups_trained": 2,
     }
+
+
+def test_runs_that_crashed_are_left_out_and_counted():
+    some = Group.of([episode([0, 1]), episode([0, 0]), episode([0, 5], crashed=True)])
+    assert some.has_signal
+    assert (len(some.episodes), some.crashed) == (2, 1)
+    assert not Group.of([episode([0, 1]), episode([0, 0], crashed=True)]).has_signal  # nothing to compare it with
+    none = group(1, 0, crashed=True)
+    assert [none.has_signal, none.failed, none.solved] == [False] * 3
+    assert grpo([none, none]) is None
+    assert group_metrics([none, none, some])["rollout/groups_all_crashed"] == 2
+    assert "2 crashed every time" in describe_groups_without_signal([none, none])
+    assert env_metrics(concatenate([none, none]), 4) == {"env/num_episodes": 0, "env/crashed_episodes": 4}
+
+
+def test_groups_of_which_every_run_crashes(policy):
+    env = ToyEnv(3, crashes=dict.fromkeys(range(4), 99))
+    groups = collect_groups(EpisodeCollector(env, policy), Groups(2), groups=4, max_groups=4)
+    assert [(len(members.episodes), members.crashed) for members in groups] == [(0, 2)] * 4
+
+
+def test_after_a_failure_the_next_groups_are_whole(policy):
+    collector, source = EpisodeCollector(ToyEnv(3), policy), Groups(2)
+    decided = []
+
+    def fail(_):
+        decided.append(1)
+        if len(decided) == 5:
+            raise RuntimeError("the simulator is broken")
+
+    collector.on_decision = fail
+    with pytest.raises(RuntimeError, match="broken"):
+        collect_groups(collector, source, groups=6, max_groups=6)
+    groups = collect_groups(collector, source, groups=3, max_groups=3)
+    trials = [{int(run[TRIAL_ID][0]) for run in members.episodes} for members in groups]
+    assert trials == [{source.drawn // 2 - left} for left in (3, 2, 1)]
+    collector.extend([Episode(0, 1)])
+    with pytest.raises(ValueError, match="1 episodes wait in the collector"):
+        collect_groups(collector, source, groups=3, max_groups=3)
 
 
 @pytest.fixture
@@ -171,7 +212,10 @@ def test_bounds_count_in_dynamic_sampling(policy):
         ({"size": 1, "groups": 2, "max_groups": 2}, "group of one"),
         ({"size": 2, "groups": 3, "max_groups": 2}, "groups=3 and max_groups=2"),
         ({"size": 2, "groups": 0, "max_groups": 2}, "groups=0"),
-        ({"size": 2, "groups": 1, "max_groups": 1, "success_bounds": (0.5, 4.5)}, r"try \[0.1, 0.9\]"),
+        (
+            {"size": 2, "groups": 1, "max_groups": 1, "success_bounds": (0.5, 4.5)},
+            "success_bounds=.*entry 1: must be less",
+        ),
         ({"size": 2, "groups": 1, "max_groups": 1, "success_bounds": (0.9, 0.1)}, r"try \[0.1, 0.9\]"),
     ],
 )

@@ -175,10 +175,10 @@ def test_trajectory_mean_writes_weights_and_token_mean_does_not(policy, batch):
 
 def test_metrics_of_an_update(policy, batch):
     loss = {"entropy_coeff": 0.01, "critic_coeff": 0.5}
-    metrics = learner(policy, lr=0.0, value_lr=0.0, loss=loss, epochs=2, minibatch_size=100).update(batch)
+    metrics = learner(policy, lr=1e-30, value_lr=1e-30, loss=loss, epochs=2, minibatch_size=100).update(batch)
     assert metrics["train/steps"] == 2
     assert metrics["train/skipped_steps"] == 0
-    assert metrics["train/actor/lr"] == metrics["train/critic/lr"] == 0
+    assert metrics["train/actor/lr"] == metrics["train/critic/lr"] == 1e-30  # too little to change anything
     total = metrics["train/actor/policy_loss"] - 0.01 * metrics["train/entropy_loss"]
     assert metrics["train/loss"] == pytest.approx(total + 0.5 * metrics["train/critic/value_loss"], abs=1e-6)
     assert 0 <= metrics["train/actor/log_ratio_at_start"] == metrics["train/actor/log_ratio"] < 1e-6
@@ -212,7 +212,7 @@ def test_target_kl_ends_an_update(policy, batch):
     assert kls == pytest.approx(free[:4])  # the fifth step would start from a KL above the target
     assert len(own.seen) == 5
     assert metrics["train/skipped_steps"] == 0
-    assert len(run(1e9)[0]) == 8
+    assert len(run(1e6)[0]) == 8
 
 
 def test_the_next_update_goes_on_after_target_kl(policy, batch):
@@ -237,9 +237,9 @@ def test_critic_warm_up_changes_the_value_head_only(policy, batch, critic_warmup
 
 
 def test_the_loss_of_the_warm_up_is_the_critics(policy, batch):
-    metrics = learner(policy, lr=0.0, loss={"critic_coeff": 0.5}, minibatch_size=100, critic_warmup_steps=1).update(
-        batch
-    )
+    metrics = learner(
+        policy, lr=1e-30, value_lr=1e-30, loss={"critic_coeff": 0.5}, minibatch_size=100, critic_warmup_steps=1
+    ).update(batch)
     assert metrics["train/loss"] == pytest.approx(0.5 * metrics["train/critic/value_loss"])
 
 
@@ -339,7 +339,7 @@ def test_gradients_are_clipped_apart(batch):
     policy = ToyActorCritic(detach=True)
     batch = collect(policy)
     seen = {}
-    for name, shift, limit in [("small", 0.0, 1e-3), ("huge", 1e4, 1e-3), ("free", 1e4, 1e9)]:
+    for name, shift, limit in [("small", 0.0, 1e-3), ("huge", 1e4, 1e-3), ("free", 1e4, 1e6)]:
         one = learner(copy.deepcopy(policy), minibatch_size=100, max_grad_norm=limit)
         recorded = gradients_at_the_step(one)
         data = batch.clone()

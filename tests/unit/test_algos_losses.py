@@ -424,11 +424,11 @@ def test_a_policy_that_has_diverged_is_not_hidden(level):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"log_prob_level": "tokens"}, "log_prob_level is 'tokens', must be 'token', 'action' or 'chunk'"),
-        ({"entropy_level": "step"}, "entropy_level is 'step', must be 'token', 'action' or 'chunk'"),
-        ({"dual_clip": 1.0}, "larger than 1"),
-        ({"dual_clip": 0.2}, "larger than 1"),
-        ({"reference_kl_coeff": -0.1}, "reference_kl_coeff is -0.1"),
+        ({"log_prob_level": "tokens"}, "log_prob_level=tokens: must be 'token', 'action' or 'chunk'"),
+        ({"entropy_level": "step"}, "entropy_level=step: must be 'token', 'action' or 'chunk'"),
+        ({"dual_clip": 1.0}, "greater than 1"),
+        ({"dual_clip": 0.2}, "greater than 1"),
+        ({"reference_kl_coeff": -0.1}, "reference_kl_coeff=-0.1"),
     ],
 )
 def test_bad_settings(policy, settings, message):

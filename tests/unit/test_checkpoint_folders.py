@@ -330,7 +330,7 @@ def test_a_head_that_would_run_code_is_refused(tmp_path):
             return (os.mkdir, (str(tmp_path / "sprung"),))
 
     torch.save({"fc1.weight": Trap()}, tmp_path / "proprio_projector--1_checkpoint.pt")
-    with pytest.raises(ValueError, match="truncated or not a file of weights"):
+    with pytest.raises(ValueError, match=r"would execute code \(posix.mkdir\)"):
         load_head(ProprioProjector(8, 4), tmp_path / "proprio_projector--1_checkpoint.pt")
     assert not (tmp_path / "sprung").exists()
 
@@ -422,13 +422,13 @@ def test_inspect_lists_what_is_missing(sharded, capsys):
 
 def test_inspect_of_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     code, out, err = inspect(tmp_path, capsys)
-    assert code == 1
+    assert code == 2
     assert out == ""
     assert err.count("\n") == 1
     assert "no config.json" in err
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     code, out, err = inspect(tmp_path, capsys)
-    assert code == 1
+    assert code == 2
     assert err.count("\n") == 1
     assert "'gpt2'" in err
 

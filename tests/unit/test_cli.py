@@ -53,7 +53,7 @@ def test_a_misspelt_recipe_is_one_line_with_the_nearest_name(command, capsys, tm
     monkeypatch.chdir(tmp_path)
     assert main([command, "ppoo"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("vla-recipe: unknown recipe 'ppoo'; did you mean ppo")
+    assert line.startswith("error: unknown recipe 'ppoo'; did you mean ppo")
     assert not list(tmp_path.iterdir())
 
 

@@ -142,7 +142,7 @@ def test_inspect_names_the_file(folder):
     [
         (None, {"use_film": False}, "was trained with FiLM; leave use_film out"),
         ({"vision_backbone.featurizer.pos_embed": torch.zeros(1)}, {}, "no FiLM layers"),
-        (b"nothing", {}, "truncated or not a file of weights"),
+        (b"nothing", {}, "truncated or not a file of tensors"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(folder, tmp_path, content, settings, message):

@@ -241,17 +241,17 @@ def test_a_greedy_value_is_the_mean_over_the_steps(seen):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "flow_grpo"}, "flow_sde, flow_noise, flow_cps, flow_ode"),
-        ({"num_steps": 0}, "num_steps is 0"),
+        ({"method": "flow_grpo"}, "must be 'flow_sde', 'flow_noise', 'flow_cps' or 'flow_ode'"),
+        ({"num_steps": 0}, "num_steps=0"),
         ({"method": "flow_cps", "noise_level": 1.5}, "at most 1"),
-        ({"noise_anneal": (0.5, 0.1)}, "3 numbers"),
-        ({"noise_std_range": 0.1}, "2 numbers"),
+        ({"noise_anneal": (0.5, 0.1)}, "entry 2 is missing"),
+        ({"noise_std_range": 0.1}, "must be a valid array"),
         ({"num_steps": 1, "ignore_last": True}, "at least 2"),
         ({"num_steps": 1, "method": "flow_cps"}, "at least 2"),
         ({"noise_level": 0.0}, "no log-probability"),
         ({"noise_anneal": (0.5, 0.0, 10)}, "no log-probability"),
-        ({"noise_anneal": (0.5, 0.1, 0)}, "iterations"),
-        ({"method": "flow_noise", "noise_std_range": (0.0, 0.1)}, "positive"),
+        ({"noise_anneal": (0.5, 0.1, 0)}, "noise_anneal=.*entry 2: must be greater"),
+        ({"method": "flow_noise", "noise_std_range": (0.0, 0.1)}, "must be greater than 0"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

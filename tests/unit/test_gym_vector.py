@@ -177,9 +177,8 @@ def test_a_worker_that_dies_does_not_hang(make):
     started = time.monotonic()
     *_, truncated, infos = envs.step(np.zeros((N, 2), np.float32))
     assert time.monotonic() - started < 30
-    assert truncated.tolist() == infos[keys.CRASHED].tolist() == [False, True, False, True]
-    *_, truncated, _ = envs.step(np.zeros((N, 2), np.float32))
-    assert not truncated.any()
+    assert not truncated.any()  # it was not working on any episode: both are repeated
+    assert keys.CRASHED not in infos
 
 
 def test_what_is_asked_of_each_environment(make):

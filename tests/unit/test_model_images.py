@@ -1,5 +1,7 @@
 """Frames are stored as the model sees them: the same bits in the update, nothing stale, no more than was observed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from closeness import assert_near
@@ -11,6 +13,8 @@ from torchrl.envs.utils import ExplorationType
 
 from vla_algos.imitation import record_demonstrations
 from vla_common import keys
+from vla_envs.metaworld.simulator import MetaWorldSimulator
+from vla_envs.simulator import Episode
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0
 from vla_policies.processing.images import center_crop, resize_exact, resize_lanczos3, resize_with_pad
 from vla_policies.processing.jpeg import jpeg_round_trip
@@ -162,6 +166,7 @@ class Recorder:
 
     def __init__(self, *recordings):
         self.recordings, self.pool = recordings, self
+        self.simulator_spec = SimpleNamespace(simulator_class=lambda: MetaWorldSimulator)  # one with an expert
 
     def map(self, function, items, *, on_result, **settings):
         for recording in self.recordings:
@@ -186,7 +191,7 @@ def test_demonstrations_are_kept_as_the_policy_sees_them(folders):
     images = observe((240, 320))[keys.IMAGES]
     env = Recorder(demonstration(images, 1, 7), None, demonstration(images[:1], 1, 7))
     solved = []
-    samples = record_demonstrations(env, policy, [None] * 3, on_episode=solved.append)
+    samples = record_demonstrations(env, policy, [Episode(0, trial) for trial in range(3)], on_episode=solved.append)
     assert solved == [True, False, True]
     assert keys.IMAGES not in samples
     assert samples[keys.MODEL_IMAGES].shape == (3, 1, 224, 224, 3)

@@ -241,6 +241,7 @@ def test_adapters_of_a_published_checkpoint_may_have_parts_that_nothing_reads(ma
     rows, width = load_file(folder / "model.safetensors")[f"{last.removeprefix('base_model.model.')}.weight"].shape
     extra = {f"{last}.lora_A.weight": torch.ones(2, width), f"{last}.lora_B.weight": torch.ones(rows, 2)}
     save_file(weights | extra, file)
+    (tmp_path / "SHA256SUMS").unlink()  # a foreign one has none
     load_adapter(make(), tmp_path)
     foreign = "base_model.model.language_model.model.layers.9.mlp.up_proj.lora_A.weight"
     save_file(weights | {foreign: torch.ones(1)}, file)

@@ -247,6 +247,7 @@ def test_pixels_belong_to_the_checkpoint(folder, tmp_path):
     saved = json.loads((ours / "vla_torchrl.json").read_text())
     del saved["image_resize"]  # as before there was a choice
     (ours / "vla_torchrl.json").write_text(json.dumps(saved | {"center_crop": False}))
+    (ours / "SHA256SUMS").unlink()
     assert load(ours) == ("bicubic", False)
 
 
@@ -269,7 +270,7 @@ def test_the_official_layout_sees_every_camera_resized_and_cropped_as_its_code_d
         ({"head": "diffusion"}, "tokens"),
         ({"image_resize": "lanczos"}, "'bicubic' or 'lanczos3'"),
         ({"fast_resize": True, "image_resize": "lanczos3"}, "leave fast_resize out"),
-        ({"center_crop": None}, "center_crop is None, must be True or False"),
+        ({"center_crop": None}, "center_crop=null: must be a valid boolean: true or false"),
         ({"layout": "simplevla"}, "rlinf"),
         ({"head": "l1", "layout": "rlinf"}, "official"),
         ({"use_film": True}, "has no vision_backbone.*leave use_film out"),

@@ -1,9 +1,11 @@
-"""Several processes that learn together learn what one would learn alone, and hear of one that died."""
+"""Several processes that learn together learn what one would learn alone, and hear of one that is lost."""
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from vla_algos import parallel
 from vla_algos.advantages import gae
 from vla_algos.collectors import StepCollector
 from vla_algos.evaluation import EpisodeResult, EvaluationResult
+from vla_algos.heartbeat import ProcessLost
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, VALUE_TARGET
@@ -33,8 +36,8 @@ SPLITS = {
 }
 
 
-def together(work, folder, *arguments, processes=2):
-    """The results of ``work(*arguments)`` in processes that know of each other, by rank."""
+def together(work, folder, *arguments, processes=2, ends=(0, 0), each=lambda running: None):
+    """The results of ``work(*arguments)`` in processes that know of each other, by rank; ``each`` sees them end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -46,13 +49,15 @@ def together(work, folder, *arguments, processes=2):
     try:
         for process in running:
             process.start()
+        each(running)
         for process in running:
             process.join(240)
-        assert [process.exitcode for process in running] == [0] * processes
+        assert [process.exitcode for process in running] == list(ends)
     finally:
         for process in running:
             process.kill()
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
+    found = [folder / f"{rank}.pt" for rank in range(processes)]
+    return [torch.load(path, weights_only=False) if path.exists() else None for path in found]
 
 
 def _one(rank, processes, port, folder, work, arguments):
@@ -127,21 +132,130 @@ def test_what_is_exchanged(results):
     assert exchange() == alone
 
 
-def fail_in_one():
+def die_in_one():
     if parallel.rank() == 1:
         os._exit(0)  # without a word
-    try:
-        parallel.barrier()
-    except parallel.ProcessLost as error:
-        return str(error)
+    return lost_in(parallel.barrier)
+
+
+def lost_in(wait):
+    started = time.monotonic()
+    with pytest.raises(ProcessLost) as caught:
+        wait()
+    assert time.monotonic() - started < 30
+    return str(caught.value)
 
 
 def test_the_others_hear_of_a_process_that_died(tmp_path):
-    torch.save(None, tmp_path / "1.pt")
-    started = time.monotonic()
-    said, _ = together(fail_in_one, tmp_path)
-    assert "process 0 of 2 can no longer talk to the others" in said
-    assert time.monotonic() - started < 60
+    said, _ = together(die_in_one, tmp_path)
+    assert "process 1 of 2 (" in said
+    assert "has ended without a word: it was killed (out of memory?), or its network failed" in said
+
+
+def raise_in_one():
+    if parallel.rank() == 1:
+        raise ArithmeticError("enough\nof this")
+    return lost_in(lambda: time.sleep(60))  # somewhere in Python, not in a collective
+
+
+def test_the_others_hear_what_went_wrong_wherever_they_are(tmp_path):
+    said, _ = together(raise_in_one, tmp_path, ends=(0, 1))
+    assert said.endswith(") has failed: ArithmeticError: enough")
+
+
+def stop_in_one(folder):
+    if parallel.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        (folder / "written").touch()
+    parallel.barrier()
+
+
+def test_a_stopped_process_ends_the_others_and_writes_nothing_when_it_continues(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "2")
+
+    def go_on(running):
+        running[0].join(60)
+        os.kill(running[1].pid, signal.SIGCONT)
+
+    together(stop_in_one, tmp_path, tmp_path, ends=(1, 1), each=go_on)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: process 1 of 2 (")]
+    assert lines
+    assert all(
+        "has given no sign of life for 2 s: it was stopped, or its machine or network failed" in line for line in lines
+    )
+    assert not (tmp_path / "written").exists()
+
+
+def stop_shortly():
+    parallel.barrier()
+    if parallel.rank() == 1:
+        if os.fork() == 0:  # somebody else wakes it up
+            time.sleep(1)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    parallel.barrier()
+    time.sleep(5 * parallel.rank())  # longer than the time-out, alive
+    parallel.barrier()
+    with parallel._heartbeat.waiting("what all wait for"):
+        time.sleep(5)
+    return parallel.all_gather_object(parallel.rank())
+
+
+def test_a_process_that_is_alive_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "4")
+    assert together(stop_shortly, tmp_path) == [[0, 1], [0, 1]]
+
+
+def make_other_calls():
+    if parallel.rank() == 1:
+        return lost_in(parallel.barrier)
+    return lost_in(lambda: parallel.all_reduce_max(1))
+
+
+def wait_for_each_other():
+    def wait():
+        with parallel._heartbeat.waiting(f"call {parallel.rank()}"):
+            time.sleep(60)
+
+    return lost_in(wait)
+
+
+def test_calls_that_do_not_belong_together(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "2")
+    for said in together(make_other_calls, tmp_path):
+        assert "the processes do not make the same calls in the same order: all_reduce_max of" in said
+    for said in together(wait_for_each_other, tmp_path):
+        assert said.startswith("the processes wait for each other: process 0 in call 0, process 1 in call 1; all must")
+
+
+def test_a_process_dies_with_its_parent():
+    reading, writing = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        if os.fork() == 0:
+            parallel._die_with_parent()
+            os.write(writing, f"{os.getpid()}\n".encode())
+        time.sleep(60)
+        os._exit(0)
+    child = int(os.read(reading, 100))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{child}").exists() and " Z " not in Path(f"/proc/{child}/stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_process_whose_torchrun_is_gone_says_so_at_once(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(ProcessLost, match="torchrun, which has started this process, is gone from"):
+        parallel._find_agent()
 
 
 @pytest.mark.parametrize(("gpus", "chosen"), [(1, []), (2, [1]), (8, [1])])

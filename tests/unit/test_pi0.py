@@ -324,6 +324,7 @@ def test_a_setting_that_was_renamed_keeps_loading(make, tmp_path):
     options = json.loads((tmp_path / "vla_torchrl.json").read_text())
     options["prefix_gigabytes"] = options.pop("prefix_cache_gb")  # as versions before wrote it
     (tmp_path / "vla_torchrl.json").write_text(json.dumps(options))
+    (tmp_path / "SHA256SUMS").unlink()
     assert load_policy(tmp_path).config.prefix_cache_gb == 2.5
     with pytest.warns(DeprecationWarning, match="prefix_gigabytes is called prefix_cache_gb now"):
         assert load_policy(tmp_path, prefix_gigabytes=1.5).config.prefix_cache_gb == 1.5
@@ -575,12 +576,12 @@ def spoil(folder, what):
         ("", {"config_name": "pi05_metaworld"}, "checkpoint is of pi0"),
         ("", {"benchmark": "libero"}, "pi0_metaworld is for metaworld"),
         ("", {"benchmark": "robotwin", "config_name": "pi0_aloha_robotwin"}, "room for 8 numbers"),
-        ("", {"num_images_in_input": 4}, "3 slots"),
+        ("", {"num_images_in_input": 4}, "num_images_in_input=4: must be less than or equal to 3"),
         ("", {"num_images_in_input": 2}, "metaworld has 1 cameras"),
         ("", {"num_action_chunks": 7}, "must be 1 to 6"),
-        ("", {"num_steps": 0}, "num_steps is 0"),
+        ("", {"num_steps": 0}, "num_steps=0"),
         ("", {"noise_level": 0.0}, "no log-probability"),
-        ("", {"value_after_vlm": "max"}, "'mean', 'last', 'first'"),
+        ("", {"value_after_vlm": "max"}, "'mean', 'last' or 'first'"),
         ("", {"layout": "official"}, "Pi0 has no settings"),
     ],
 )

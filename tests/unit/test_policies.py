@@ -165,6 +165,7 @@ def test_broken_checkpoints_are_refused_with_a_reason(policy, tmp_path):
     policy.save_pretrained(tmp_path)
     config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     good_config, good_weights = config.read_text(), weights.read_bytes()
+    (tmp_path / "SHA256SUMS").unlink()  # it would be said first that they were changed
 
     weights.write_bytes(good_weights[: len(good_weights) // 2])
     with pytest.raises(ValueError, match="truncated"):
@@ -260,7 +261,7 @@ def test_a_setting_that_a_checkpoint_has_left_open_is_fixed_too(tmp_path):
             {"family": "small", "channels": [16, 30, 48]},
             "policy.channels=[16, 30, 48]: the last two must be multiples of 4",
         ),
-        ({"family": "small_flow", "dim": 9, "heads": 1}, "dim is 9, must be even"),
+        ({"family": "small_flow", "dim": 9, "heads": 1}, "policy.dim=9: must be even"),
         ({"family": "small_flow", "method": "sde"}, "policy.method=sde: must be 'flow_sde', 'flow_noise', 'flow_cps'"),
         ({"family": "small_flow", "noise_level": -1.0}, "policy.noise_level=-1.0: must be greater than or equal to 0"),
         ({"family": "pi0"}, "policy=pi0 starts from a checkpoint; type policy.checkpoint=FOLDER"),

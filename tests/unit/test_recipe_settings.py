@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from running import CONF, Started, composed, main_of
 
 import vla_envs.env
-from vla_algos.run.arguments import check_composition, check_experiment, translated
+from vla_algos.run.arguments import check_experiment, translated
 from vla_algos.run.launcher_settings import launcher_types
 from vla_algos.run.run import Run, make_env_spec
 from vla_common.settings import check_settings
@@ -53,7 +53,7 @@ from vla_envs import EpisodeSampler
         ("ppo", ["iterations=ten"], "iterations=ten: must be a valid integer"),
         ("ppo", ["seed=abc"], "seed=abc: must be a valid integer"),
         ("ppo", ["seed=-1"], "seed=-1: must be greater than or equal to 0"),
-        ("ppo", ["optim.lr=-1"], "optim.lr=-1: must be greater than or equal to 0"),
+        ("ppo", ["optim.lr=-1"], "optim.lr=-1: must be greater than 0"),
         ("ppo", ["optim.lr=abc"], "optim.lr=abc: must be a valid number"),
         ("ppo", ["optim.lr=null"], "optim.lr=null: must be a valid number"),
         ("ppo", ["optim.max_grad_norm=0"], "optim.max_grad_norm=0: must be greater than 0"),
@@ -68,7 +68,7 @@ from vla_envs import EpisodeSampler
         ("ppo", ["eval.sampled=yess"], "eval.sampled=yess: must be a valid boolean"),
         ("ppo", ["eval.videos=-1"], "eval.videos=-1: must be greater than or equal to 0"),
         ("ppo", ["eval.trials=1.5"], "eval.trials=1.5: must be a valid integer"),
-        ("ppo", ["cloning.steps=-1"], "cloning.steps=-1: must be greater than or equal to 0"),
+        ("ppo", ["cloning.steps=-1"], "cloning.steps=-1: must be greater than or equal to 1"),
         ("ppo", ["demonstrations.stride=0"], "demonstrations.stride=0: must be greater than or equal to 1"),
         ("ppo", ["cloning.batch_size=0"], "cloning.batch_size=0: must be greater than or equal to 1"),
         ("ppo", ["env.num_envs=two"], "env.num_envs=two: must be a valid integer"),
@@ -155,33 +155,11 @@ def test_config_files_are_not_empty(group):
     assert yaml.safe_load((CONF / f"{group}.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        (["optim.lrr=1"], "unknown setting 'optim.lrr'; did you mean optim.lr"),
-        (["optim.learning_rate=1"], "unknown setting 'optim.learning_rate'; did you mean"),
-        (["launcher=slurm", "launcher.gpu=1"], "unknown setting 'launcher.gpu'; did you mean launcher.gpus"),
-        (["polcy=small"], "unknown setting 'polcy'; did you mean policy"),
-        (["env=metaworl_button"], "unknown env 'metaworl_button'; did you mean metaworld_button"),
-        (["launcher=slurmm"], "unknown launcher 'slurmm'; did you mean slurm"),
-        (["env=metaworld_faucets", "env.image_sise=3"], "did you mean env.image_size"),
-        (["+optim.lr=1"], "optim.lr is a setting already; type it without the +"),
-        (["policy=[a"], "no viable alternative at input"),
-    ],
-)
-def test_what_hydra_would_not_explain_is_one_line(typed, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        check_composition("ppo", typed, CONF)
-    assert "\n" not in str(error.value)
-
-
 def test_an_experiment_of_another_recipe_is_refused_by_name():
     with pytest.raises(
         ValueError, match=r"is for grpo\.py; type: python recipes/grpo\.py experiment=libero_10_grpo_openpi"
     ):
         check_experiment("ppo", ["experiment=libero_10_grpo_openpi"], CONF / "experiment")
-    with pytest.raises(ValueError, match="did you mean metaworld_faucets_ppo_small"):
-        check_composition("ppo", ["experiment=metaworld_faucet_ppo"], CONF)
     check_experiment("ppo", ["experiment=mine", "--config-dir", "elsewhere"], CONF / "experiment")
     check_experiment("ppo", ["experiment=metaworld_faucets_ppo_small", "seed=1"], CONF / "experiment")
 

@@ -1,9 +1,9 @@
 """Everything of a run that is not its algorithm: folder, configuration, checkpoints, logging, launching."""
 
-from vla_algos.run.arguments import translate_arguments
 from vla_algos.run.config import CLONING, EVALUATION, TRAINING, read_config
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.launch import launch
+from vla_algos.run.program import run_program
 from vla_algos.run.run import Run
 from vla_algos.run.warm_start import record
 
@@ -16,5 +16,5 @@ __all__ = [
     "launch",
     "read_config",
     "record",
-    "translate_arguments",
+    "run_program",
 ]

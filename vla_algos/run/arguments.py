@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from vla_algos.run.renamed import RENAMED
-from vla_common.errors import unknown_name
+from vla_common.program import one_line
 from vla_common.registry import config_packages
 
 _OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<name>[\w./@$][\w./@$:-]*)(?P<rest>=.*)?", re.DOTALL)
@@ -26,6 +29,7 @@ _FLAGS = {"-h", "-r", "-m", "-sc", "--help", "--hydra-help", "--version", "--res
 _FLAGS |= {"--shell-completion"}
 _FLAGS_WITH_VALUE = {"-c", "-p", "-cp", "-cn", "-cd", "-i", "--cfg", "--package", "--config-path", "--config-name"}
 _FLAGS_WITH_VALUE |= {"--config-dir", "--experimental-rerun", "--info"}
+_MOST_COMBINATIONS = 200  # of a sweep that are looked at before the first begins
 
 
 class PluginSearchPath(SearchPathPlugin):
@@ -40,27 +44,41 @@ class PluginSearchPath(SearchPathPlugin):
 Plugins.instance().register(PluginSearchPath)
 
 
-def translate_arguments(recipe: str) -> None:
-    """Replace earlier names of settings in ``sys.argv``, with a line that says so.
-
-    Ends the program, with one line, at what is no setting at all and at an experiment of another recipe.
+def read_arguments(recipe: str, arguments: Sequence[str], conf: Path) -> list[str]:
+    """Check what was typed as far as it can be without composing it, and translate earlier names of settings.
 
     Args:
-        recipe: name of the recipe that is about to run; its ``conf`` is beside the program.
+        recipe: name of the recipe that is about to run.
+        arguments: what was typed.
+        conf: folder of its configuration.
+
+    Raises:
+        ValueError: what is no setting at all, and an experiment of another recipe.
     """
-    try:
-        arguments = translated(sys.argv[1:])
-        conf = Path(sys.argv[0]).resolve().parent / "conf"
-        check_experiment(recipe, arguments, conf / "experiment")
-        check_composition(recipe, arguments, conf)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    sys.argv[1:] = arguments
+    found = translated(arguments)
+    flags = read_flags(found)
+    if flags.experimental_rerun is not None:
+        raise ValueError(
+            "--experimental-rerun reads a pickle, which may run any code; type the settings of that run again, they "
+            "are in its folder: .hydra/overrides.yaml"
+        )
+    if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
+        raise ValueError(f"--config-dir {flags.config_dir}: there is no such folder; type one with groups such as env/")
+    check_experiment(recipe, flags.overrides, conf / "experiment")
+    for argument in flags.overrides:
+        name, equals, value = argument.lstrip("+").partition("=")
+        if equals and not value:
+            raise ValueError(
+                f"{name}= is empty; type a value, {name}=null for none, or leave it out (was it a variable of the "
+                "shell that is not set?)"
+            )
+        if name in ("hydra.run.dir", "hydra.sweep.dir"):
+            _check_folder(name, value.strip("'\""), flags.multirun)
+    return found
 
 
 def translated(arguments: Sequence[str]) -> list[str]:
-    """Replace earlier names of settings by today's.
+    """Replace earlier names of settings by today's, with a line that says so.
 
     Raises:
         ValueError: an argument that is neither a setting nor a flag.
@@ -74,7 +92,8 @@ def translated(arguments: Sequence[str]) -> list[str]:
         match = _OVERRIDE.fullmatch(argument)
         if match is None or (match["rest"] is None and match["prefix"] != "~"):
             name = argument.lstrip("-").partition("=")[0]
-            raise ValueError(f"{argument!r} is no setting; type name=value, such as {name or 'seed'}=1")
+            example = f"{name}=1" if re.fullmatch(r"[A-Za-z][\w.]*", name) else "seed=1"
+            raise ValueError(f"{argument!r} is no setting; type name=value, such as {example}")
         old = f"{match['name']}{match['rest']}" if f"{match['name']}{match['rest']}" in RENAMED else match["name"]
         if old in RENAMED:
             print(
@@ -87,18 +106,20 @@ def translated(arguments: Sequence[str]) -> list[str]:
 
 
 def check_experiment(recipe: str, arguments: Sequence[str], folder: Path) -> None:
-    """Refuse an experiment of ours that was written for another recipe.
+    """Refuse an experiment, or an ``algo``, of ours that was written for another recipe.
 
     Raises:
         ValueError: says which recipe it is for.
     """
     chosen = [argument.partition("=")[2] for argument in arguments if re.match(r"\+?experiment=", argument)]
     known = {file.stem: file for file in folder.glob("*.yaml")}
+    for algorithm in (argument.removeprefix("algo=") for argument in arguments if argument.startswith("algo=")):
+        other = algorithm.partition("_")[0]
+        if other != recipe and (folder.parent / f"{other}.yaml").is_file():
+            raise ValueError(f"algo={algorithm} is for {other}.py; type: python recipes/{other}.py algo={algorithm}")
     for name in chosen:
-        if name in ("", "null") or "," in name:
-            continue
         if name not in known:
-            continue  # in another folder, perhaps: whoever composes the configuration says
+            continue  # none, several, or in another folder: whoever composes the configuration says
         written_for = (yaml.safe_load(known[name].read_text()) or {}).get("recipe", recipe)
         if written_for != recipe:
             raise ValueError(
@@ -106,48 +127,57 @@ def check_experiment(recipe: str, arguments: Sequence[str], folder: Path) -> Non
             )
 
 
-def check_composition(recipe: str, arguments: Sequence[str], conf: Path) -> None:
-    """Compose the configuration as Hydra is about to, and explain in one line what it would not.
+def combinations(recipe: str, arguments: Sequence[str], conf: Path) -> Iterator[tuple[list[str], DictConfig]]:
+    """Yield what is typed for each run of a sweep of Hydra's own sweeper, and its configuration.
 
-    Sweeps and other folders than ``conf`` are left to Hydra.
+    Nothing where there is no sweep, or one that is not known before it runs.
+    """
+    flags = read_flags(arguments)
+    elsewhere = flags.config_dir or flags.config_path or flags.config_name
+    if not flags.multirun or elsewhere or any(re.match(r"\+*hydra[/.](sweeper|launcher)", a) for a in flags.overrides):
+        return
+    choices = []
+    for override in OverridesParser.create().parse_overrides(flags.overrides):
+        if override.is_sweep_override() and ("glob(" in str(override.input_line) or not override.is_discrete_sweep()):
+            return
+        each = override.sweep_string_iterator() if override.is_sweep_override() else None
+        prefix = override.get_key_element()
+        choices.append([f"{prefix}={value}" for value in each] if each else [str(override.input_line)])
+    for typed in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
+        yield list(typed), compose_settings(recipe, typed, conf)
+
+
+def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read Hydra's own flags; the settings are ``overrides``.
 
     Raises:
-        ValueError: a setting or a file that does not exist; offers the nearest names.
+        ValueError: a flag that there is not, or without its value.
     """
-    if not arguments or not conf.is_dir() or any(argument.startswith("-") for argument in arguments):
-        return
-    try:
-        _compose(recipe, arguments, conf)
-    except (ConfigCompositionException, MissingConfigException, OverrideParseException) as error:
-        text = str(error)
-        if missing := re.search(r"Could not find '(?:(.+)/)?(.+?)'", text):
-            group, name = missing[1] or "configuration", missing[2]
-            raise unknown_name(group, name, re.findall(r"^\t(\w+)$", text, re.MULTILINE)) from error
-        if unknown := re.search(r"Could not override '(.+?)'", text):
-            chosen = [argument for argument in arguments if _chooses_a_file(argument, conf)]
-            known = list(_names(OmegaConf.to_container(_compose(recipe, chosen, conf))))
-            raise unknown_name("setting", unknown[1], known) from error
-        if twice := re.search(r"An item is already at '(.+?)'", text):
-            raise ValueError(f"{twice[1]} is a setting already; type it without the +: {twice[1]}=VALUE") from error
-        raise ValueError(f"{' '.join(arguments)}: {text.partition(chr(10))[0]}") from error
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{one_line(message)}; python recipes/NAME.py --hydra-help lists the flags")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_args(list(arguments))
 
 
-def _compose(recipe: str, arguments: Sequence[str], conf: Path) -> DictConfig:
+def _check_folder(name: str, value: str, sweep: bool) -> None:
+    if sweep != (name == "hydra.sweep.dir"):
+        other = {"hydra.run.dir": "hydra.sweep.dir", "hydra.sweep.dir": "hydra.run.dir"}[name]
+        raise ValueError(f"{name} is for runs {'without' if sweep else 'with'} -m; type {other}={value}")
+    if value == "null":
+        raise ValueError(f"{name}={value}: is no folder; type {name}=runs/mine, or leave it out")
+    folder = Path(value)
+    if "${" not in value and next((each for each in (folder, *folder.parents) if each.exists()), folder).is_file():
+        raise ValueError(f"{name}={value}: is a file, or in one; type another folder: {name}=runs/mine")
+
+
+def compose_settings(recipe: str, arguments: Sequence[str], conf: Path) -> DictConfig:
+    """Compose the configuration of a recipe."""
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf), version_base=None):
             return compose(recipe, overrides=list(arguments))
     finally:
         GlobalHydra.instance().clear()
-
-
-def _chooses_a_file(argument: str, conf: Path) -> bool:
-    name = argument.lstrip("+").partition("=")[0]
-    return (conf / name).is_dir()
-
-
-def _names(settings: Any, section: str = "") -> Iterator[str]:
-    """Yield the names of all settings as they are typed."""
-    if isinstance(settings, dict):
-        for name, value in settings.items():
-            yield f"{section}{name}"
-            yield from _names(value, f"{section}{name}.")

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.run.evaluator import Evaluator
-from vla_algos.run.launcher_settings import launcher_types
+from vla_algos.run.launcher_settings import check_job, launcher_types
 from vla_algos.run.warm_start import record
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Whole, check_settings, setting_types
+from vla_common.settings import Count, Seed, Whole, check_settings, setting_types
 from vla_envs.env import env_types
 from vla_policies.registry import policy_types
 
@@ -21,7 +22,7 @@ Types = Mapping[str, Any]  # of settings by name, or of a section's settings
 RESUME = Literal["auto", "force", "never"]
 
 EVALUATION: Types = {
-    "seed": Whole,
+    "seed": Seed,
     "env": env_types,  # of its id
     "policy": policy_types,  # of its family
     "eval": setting_types(Evaluator),
@@ -41,6 +42,7 @@ TRAINING: Types = {
     "episode_order": Literal["random", "ordered", "fixed"],
 }
 _MOVED = {"algo": "gae, loss, update and collector", "sft": "demonstrations and cloning"}
+_SHARED = (("env", "num_envs"), ("collector", "groups"), ("collector", "max_groups"))  # by the processes of a job
 _CHOSEN_BY = {"env": "id", "policy": "family", "launcher": "name"}  # the setting that says which others there are
 
 
@@ -69,22 +71,27 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
         ValueError: a setting that nobody reads, that is missing, of a wrong type or out of range; the message names it
             as it is typed, and the nearest name.
     """
-    settings: Any = OmegaConf.to_container(config, resolve=True)  # a dictionary
+    settings = _plain(config)
     for name in settings:
         if name in _MOVED:
             raise ValueError(f"{name}: is called {_MOVED[name]} now; docs/reference/configuration.md has each setting")
         if name not in types:
-            raise unknown_name("setting", str(name), types)
-    found: dict[str, Any] = {}
-    for name, expected in types.items():
+            raise _unknown(str(name), types)
+    for name in types:
         if name not in settings:
             raise ValueError(f"{name} is missing; type {name}=VALUE")
+    types = {
+        name: _chosen(settings[name], name, expected) if name in _CHOSEN_BY else expected
+        for name, expected in types.items()
+    }
+    found: dict[str, Any] = {}
+    for name, expected in types.items():
         value = settings[name]
-        if callable(expected) and name in _CHOSEN_BY:
-            expected = _chosen(value, name, expected)
-        if name == "recipe" and value not in get_args(expected):
+        named = name == "recipe" and isinstance(value, str) and value.isidentifier()
+        if named and value not in get_args(expected):
             raise ValueError(
-                f"this experiment is for {value}.py, not for {get_args(expected)[0]}.py; run {value}.py with it"
+                f"recipe={value}: this experiment is for {value}.py, not for {get_args(expected)[0]}.py; "
+                f"run {value}.py with it"
             )
         if not isinstance(expected, Mapping):
             check_settings("", {name: value}, {name: expected})
@@ -92,13 +99,46 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
             continue
         if not isinstance(value, dict):
             raise ValueError(f"{name}={value}: is a section; type one of its settings: {name}.NAME=VALUE")
+        for setting in value:
+            if setting not in expected and _elsewhere(str(setting), types):
+                raise _unknown(f"{name}.{setting}", types)
         check_settings(name, value, expected)
         found[name] = Section(name, value)
+    if found["launcher"]["name"] == "slurm":
+        shared = {f"{section}.{name}": found.get(section, {}).get(name) for section, name in _SHARED}
+        check_job(found["launcher"], {name: number for name, number in shared.items() if number is not None})
     return SimpleNamespace(**found)
 
 
+def _plain(config: DictConfig) -> dict[str, Any]:
+    try:
+        settings: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"{error.full_key}: {why[:1].lower()}{why[1:]}; write a value") from error
+    return settings
+
+
+def _unknown(name: str, types: Types) -> ValueError:
+    """Name a setting that nobody reads, and the one of the same name elsewhere, or those that are spelt like it."""
+    if places := _elsewhere(name.rpartition(".")[2], types):
+        return ValueError(f"unknown setting {name!r}, nobody reads it; did you mean {' or '.join(places[:3])}?")
+    return unknown_name("setting", name, types)
+
+
+def _elsewhere(name: str, types: Types) -> list[str]:
+    found = [name] if name in types else []
+    return found + [f"{section}.{name}" for section, its in types.items() if isinstance(its, Mapping) and name in its]
+
+
 def _chosen(section: Any, name: str, types_of: Any) -> Types:
+    if isinstance(types_of, Mapping):
+        return types_of
     choice = _CHOSEN_BY[name]
     if not isinstance(section, dict) or not isinstance(section.get(choice), str):
         raise ValueError(f"{name}.{choice} is missing; type {name}.{choice}=NAME, or choose a file: {name}=NAME")
-    return {choice: str, **types_of(section[choice])}
+    check_settings(name, {choice: section[choice]}, {choice: str})
+    try:
+        return {choice: str, **types_of(section[choice])}
+    except ValueError as error:
+        raise ValueError(f"{name}.{choice}={section[choice] or repr('')}: {error}") from error

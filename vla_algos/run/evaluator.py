@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tensordict.nn import TensorDictModuleBase
+from tqdm import tqdm
 
 from vla_algos import parallel
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
+from vla_algos.run.episode_log import EpisodeLog, finished_episodes
+from vla_algos.run.files import attempt
 from vla_algos.run.logging import progress_bar, write_video
-from vla_common.settings import Count, Whole
+from vla_common.settings import Count, Seed, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
+from vla_envs.workers.pool import SimulatorCrash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class Evaluator:
 
     trials: Count | None = None
     repeats: Count = 1
-    seed: Whole = 9_000_000
+    seed: Seed = 9_000_000
     videos: Whole = 4
     sampled: bool = False
 
@@ -41,33 +46,80 @@ class Evaluator:
         """
         return evaluation_episodes(spec, self.trials, self.seed, self.repeats)
 
-    def run(self, title: str, env: VLAEnv, policy: TensorDictModuleBase, **options: Any) -> EvaluationResult:
+    def run(
+        self,
+        title: str,
+        env: VLAEnv,
+        policy: TensorDictModuleBase,
+        path: Path,
+        *,
+        go_on: bool = False,
+        record: Whole = 0,
+        **options: Any,
+    ) -> EvaluationResult:
         """Evaluate this process's share of the episodes; :func:`gather` puts the shares together.
+
+        Where simulators fail whatever they are to run, the result is ``broken`` and has what finished until then.
 
         Args:
             title: of the progress bar, which shows the success so far.
             env: the episodes that run in it are abandoned.
             policy: writes ``action``.
+            path: where results go as they come, see :class:`~vla_algos.run.episode_log.EpisodeLog`.
+            go_on: skip the episodes whose results are there; those to be filmed run again.
+            record: keep the frames of the first so many episodes of this process.
             **options: of :func:`~vla_algos.evaluation.evaluate`.
         """
         rank, processes = parallel.rank(), parallel.world_size()
-        own = self.episodes(env.simulator_spec)[rank::processes]
-        solved = 0
-        with progress_bar(title, len(own), "episode") as bar:
+        everybodys = self.episodes(env.simulator_spec)
+        own = range(rank, len(everybodys), processes)
+        known = finished_episodes(path, everybodys) if go_on else {}
+        results = {index: known[index] for index in own[record:] if index in known}
+        left = [index for index in own if index not in results]
+        share, broken = EvaluationResult([]), ""
+        finished, solved = len(results), sum(result.success_once for result in results.values())
+        log = EpisodeLog(path, keep=go_on)
+        with progress_bar(title, len(own), "episode", initial=len(results)) as bar:
 
-            def show(result: EpisodeResult) -> None:
-                nonlocal solved
-                solved += result.success_once
+            def note(result: EpisodeResult) -> None:
+                nonlocal finished, solved
+                result = replace(result, index=left[result.index])
+                results[result.index] = result
+                log.add(result)
+                finished, solved = finished + (not result.crashed), solved + result.success_once
                 bar.update()
-                bar.set_postfix(success=f"{100 * solved / max(1, bar.n):.1f}%", refresh=False)
+                bar.set_postfix(success=f"{100 * solved / max(1, finished):.1f}%", refresh=False)
 
-            return evaluate(env, policy, own, on_episode=show, **options)
+            try:
+                if left:
+                    episodes = [everybodys[index] for index in left]
+                    share = evaluate(env, policy, episodes, on_episode=note, record=record, **options)
+            except SimulatorCrash as error:
+                broken = " ".join(str(error).split())  # what it quotes has several lines
+            except BaseException:
+                if go_on:
+                    tqdm.write(f"{len(results)} results are in {path}; the same command in this folder goes on there")
+                raise
+            finally:
+                log.close()
+        tasks = env.simulator_spec.tasks
+        for index in set(own) - results.keys():
+            task = tasks[everybodys[index].task_id]
+            nothing = EpisodeResult(everybodys[index], task.name, False, False, 0.0, 0, True, 0, task.group, index)
+            results[index] = nothing
+        return EvaluationResult([results[index] for index in own], share.videos, broken)
 
-    def run_both(self, title: str, env: VLAEnv, policy: TensorDictModuleBase) -> dict[str, EvaluationResult]:
-        """Evaluate the greedy policy, filmed, and the sampling one if asked: shares by the prefix of their metrics."""
-        results = {"eval": self.run(title, env, policy, record=self.local_videos)}
+    def run_both(
+        self, title: str, env: VLAEnv, policy: TensorDictModuleBase, folder: Path
+    ) -> dict[str, EvaluationResult]:
+        """Evaluate the greedy policy, filmed, and the sampling one if asked: shares by the prefix of their metrics.
+
+        Their results come into ``folder`` under that prefix.
+        """
+        results = {"eval": self.run(title, env, policy, folder / "eval.jsonl", record=self.local_videos)}
         if self.sampled:
-            results["eval_sampled"] = self.run(f"{title}, sampled", env, policy, greedy=False)
+            path = folder / "eval_sampled.jsonl"
+            results["eval_sampled"] = self.run(f"{title}, sampled", env, policy, path, greedy=False)
         return results
 
     @property
@@ -76,9 +128,11 @@ class Evaluator:
         return len(range(parallel.rank(), self.videos, parallel.world_size()))
 
 
-def gather(share: EvaluationResult) -> EvaluationResult:
-    """Join the result of an evaluation of which each process has run its share."""
-    return EvaluationResult.interleaved(parallel.all_gather_object(share))
+def gather(share: EvaluationResult, path: Path) -> EvaluationResult:
+    """Join the result of an evaluation of which each process has run its share, and the files of their episodes."""
+    result = EvaluationResult.interleaved(parallel.all_gather_object(share))
+    EpisodeLog.join(path, (episode for episode in result.episodes if episode.attempts))
+    return result
 
 
 def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> list[Path]:
@@ -90,5 +144,7 @@ def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> lis
         episode = result.episodes[index]
         outcome = "success" if episode.success_once else "failure"
         name = f"{index:03d}_{episode.task}_trial{episode.episode.trial_id}_{outcome}.mp4"
-        paths.append(write_video(folder / name, frames, fps))
+        write = partial(write_video, folder / name, frames, fps)
+        if attempt(f"a video in {folder}", write, "the run goes on without it"):
+            paths.append(folder / name)
     return paths

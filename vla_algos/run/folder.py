@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,60 +12,139 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
+from yaml import YAMLError
 
 from vla_algos import parallel
-from vla_algos.run.provenance import record_result, record_start
+from vla_algos.run.files import attempt, link_atomically, remove, write_atomically
+from vla_algos.run.lock import FolderInUse, FolderLock
+from vla_algos.run.provenance import differences, record_result, record_start
 from vla_algos.run.seeds import seed_everything
 
+_LEFTOVERS = (".unfinished_*", ".old_*", "checkpoints/.unfinished_*", "videos/**/.unfinished_*")
 
-def begin_folder(config: SimpleNamespace, folder: Path) -> None:
-    """Seed everything, and write ``config.yaml`` and ``run.json`` into the run's folder.
 
-    A folder that has a run in it already is resumed, if it is the same run.
+def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
+    """Seed everything and lock the run's folder; nothing of a run that it has already is changed yet.
 
     Args:
         config: the settings; ``resume`` says what to do with a folder that has a run in it.
         folder: of the run.
 
+    Returns:
+        The lock; of several processes the first one holds it.
+
     Raises:
-        ValueError: the folder has a run of other settings.
+        ValueError: the folder has a run of other settings, or something else in it.
+        FolderInUse: another process writes into the folder.
     """
     seed_everything(config.seed)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(parallel.cores())
-    if hasattr(config, "resume"):
-        _check_same_run(config, folder)
-    parallel.barrier()  # they have read what is written now
+    lock, refusal = None, None
     if parallel.is_main():
-        OmegaConf.save(OmegaConf.create(_plain(config)), folder / "config.yaml")
+        try:
+            lock = FolderLock(folder)
+            _check_same_run(config, folder)
+        except (FolderInUse, ValueError) as error:
+            refusal = error
+    refusal = parallel.broadcast_object(refusal)
+    if refusal is None:
+        return lock
+    if lock is not None:
+        lock.release()
+    raise refusal
+
+
+def note_start(config: SimpleNamespace, folder: Path) -> bool:
+    """Write ``config.yaml``, if it differs, and this process into ``run.json``; returns whether there was room.
+
+    What a process left behind that was killed while writing is removed.
+    """
+    if not parallel.is_main():
+        return True
+
+    def write() -> None:
+        for pattern in _LEFTOVERS:
+            for path in folder.glob(pattern):
+                remove(path)
+        write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(_plain(config))))
         record_start(folder)
+
+    return attempt(f"config.yaml or run.json of {folder}", write, "the run goes on, and tries again")
+
+
+def say_what_differs(folder: Path) -> None:
+    """Say in one line that a run is resumed by other code or versions than it had."""
+    if not parallel.is_main():
+        return
+    with contextlib.suppress(OSError):
+        if found := differences(folder):
+            print(f"resumed with other code or versions, numbers may differ from here on: {'; '.join(found)}")
 
 
 def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float) -> None:
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
     if not parallel.is_main():
         return
-    record_result(folder, {"seconds": seconds, "metrics": dict(metrics)})
-    link = folder.parent / f".latest_{folder.name}"  # renamed into place, so that runs may finish together
-    link.symlink_to(folder.name)
-    link.replace(folder.parent / "latest")
+    result = {"seconds": seconds, "metrics": dict(metrics)}
+    attempt(f"the result in {folder / 'run.json'}", lambda: record_result(folder, result), "it is printed below")
+    latest = folder.parent / "latest"
+    attempt(f"the link {latest}", lambda: link_atomically(latest, folder.name), "it points where it did, if it did")
+
+
+def new_folder(path: str) -> str:
+    """Make a folder that was not there: ``path``, or with ``_2``, ``_3``, ... behind it. The default names are such."""
+    for number in itertools.count(1):
+        name = path if number == 1 else f"{path}_{number}"
+        try:
+            Path(name).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:  # whoever writes into it says it better
+            pass
+        return name
+    raise AssertionError
+
+
+# For hydra.run.dir in conf/: asked once per run. Two that start in one second get a folder each.
+OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)
 
 
 def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
-    started = (folder / "config.yaml").is_file() and any((folder / "checkpoints").glob("step_*"))
-    if not started or config.resume == "force":
+    if not (folder / "config.yaml").is_file():
         return
-    if config.resume == "never":
-        raise ValueError(f"{folder} has a run in it, and resume=never; take another folder: hydra.run.dir=...")
-    before, now = _flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))), _flat(_plain(config))
+    before, now = _flat(_settings_of(folder)), _flat(_plain(config))
+    if (recipe := before.get("recipe", config.recipe)) != config.recipe:
+        raise ValueError(f"{folder} is of recipes/{recipe}.py, not {config.recipe}.py; take another: hydra.run.dir=...")
+    if not hasattr(config, "resume"):
+        if (folder / "metrics.json").exists():
+            raise ValueError(f"{folder} has a finished evaluation in it; take another folder: hydra.run.dir=...")
+        advice = "Take another folder: hydra.run.dir=..."
+    else:
+        if config.resume == "force" or not any((folder / "checkpoints").glob("step_*")):
+            return
+        if config.resume == "never":
+            raise ValueError(f"{folder} has a run in it, and resume=never; take another folder: hydra.run.dir=...")
+        advice = "Take another folder (hydra.run.dir=...), or resume it with the new settings: resume=force"
+    if not before:
+        tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
+        return
     keys = [key for key in before.keys() | now.keys() if key != "resume" and not key.startswith("launcher.")]
     other = sorted(key for key in keys if before.get(key) != now.get(key))
     if other:
         shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
-        raise ValueError(
-            f"{folder} has a run of other settings:\n{shown}\n  Take another folder (hydra.run.dir=...), or resume it "
-            "with the new settings: resume=force"
-        )
+        raise ValueError(f"{folder} has a run of other settings:\n{shown}\n  {advice}")
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """Read ``config.yaml``; nothing where it is empty or broken."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        return {}
+    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _plain(config: SimpleNamespace) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from submitit.core.utils import FailedJobError
 from vla_algos import parallel
 from vla_algos.parallel import process_group
 from vla_algos.run.config import Types, read_config
-from vla_algos.run.launcher_settings import SUBMITIT_NAMES
+from vla_algos.run.launcher_settings import SUBMITIT_NAMES, launcher_types
+from vla_algos.run.program import in_program, only_checks, say
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.resume import SIGNALS
 from vla_algos.run.run import Run
@@ -42,7 +43,8 @@ def run_recipe(train: Callable[[SimpleNamespace, Run], None], types: Types, conf
         folder: where everything goes.
     """
     settings = read_config(config, types)
-    train(settings, Run(settings, folder))
+    with Run(settings, folder) as run:
+        train(settings, run)
 
 
 class SlurmRun(submitit.helpers.Checkpointable):
@@ -54,15 +56,23 @@ class SlurmRun(submitit.helpers.Checkpointable):
     def __call__(self) -> None:
         """Run the recipe in the processes of the job."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
-        with process_group():
-            self.recipe(self.config, self.folder)
+        try:
+            with process_group():
+                self.recipe(self.config, self.folder)
+        except Exception as error:
+            sys.exit(say(error))
         # Python takes its own handlers away before it ends; a warning of the time limit would then fail a finished run.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
+@in_program
 def launch(
-    train: Callable[[SimpleNamespace, Run], None], config: DictConfig, types: Types, *, alone: bool = False
+    train: Callable[[SimpleNamespace, Run], None],
+    config: DictConfig,
+    types: Types,
+    *,
+    alone: bool = False,
 ) -> None:
     """Run ``train(config, run)`` of a recipe where ``config.launcher`` says.
 
@@ -77,6 +87,8 @@ def launch(
         RuntimeError: there is no SLURM, or it refuses the job; says why.
     """
     read_config(config, types)  # a job that waits in a queue is checked before it does
+    if only_checks():
+        return
     recipe = functools.partial(run_recipe, train, types)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     settings: Any = OmegaConf.to_container(config.launcher, resolve=True)
@@ -93,6 +105,8 @@ def launch(
         with process_group():
             recipe(config, _common_folder(folder))
         return
+    if missing := launcher_types(launcher).keys() - settings.keys():
+        raise ValueError(f"launcher.{min(missing)} is missing; type launcher={launcher}, which sets all of them")
     wait, seeds = settings.pop("wait"), settings.pop("seeds")
     del settings["name"]
     if shutil.which("sbatch") is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le, MinLen
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Whole
+from vla_common.settings import Seed, Whole
 
 SUBMITIT_NAMES = {
     "partition": "slurm_partition",
@@ -26,12 +28,13 @@ _TEXT = ("partition", "account", "qos", "constraint")
 _LAUNCHERS: dict[str, dict[str, Any]] = {
     "local": {},
     "slurm": {
-        **dict.fromkeys(_TEXT, str | int | None),
-        **dict.fromkeys(("nodes", "tasks_per_node"), Count),
+        **dict.fromkeys(_TEXT, str | Annotated[int, Ge(0)] | None),
+        "nodes": Annotated[int, Ge(1), Le(10_000)],
+        "tasks_per_node": Annotated[int, Ge(1), Le(1000)],
         **dict.fromkeys(("cpus", "memory_gb", "minutes"), Whole | None),
         **dict.fromkeys(("gpus", "signal_delay_s"), Whole | None),
         "setup": Sequence[str] | None,
-        "seeds": Sequence[Whole] | None,
+        "seeds": Annotated[Sequence[Seed], MinLen(1)] | None,
         "wait": bool,
     },
 }
@@ -46,3 +49,30 @@ def launcher_types(name: str) -> dict[str, Any]:
     if name not in _LAUNCHERS:
         raise unknown_name("launcher", name, _LAUNCHERS, example="local")
     return _LAUNCHERS[name]
+
+
+def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
+    """Refuse what would fail only when the job has waited in the queue.
+
+    Args:
+        settings: of a launcher, of the right types.
+        shared: numbers that the processes of the job share, by their names.
+
+    Raises:
+        ValueError: says which setting, and what would be right.
+    """
+    minutes, delay, seeds = (settings.get(name) for name in ("minutes", "signal_delay_s", "seeds"))
+    if minutes and delay and delay >= 60 * minutes:
+        raise ValueError(
+            f"launcher.signal_delay_s={delay}: seconds before the time limit, which is launcher.minutes={minutes}; "
+            "take fewer, such as 120"
+        )
+    if seeds and len(set(seeds)) < len(seeds):
+        raise ValueError(f"launcher.seeds={seeds}: a seed is there twice, two jobs would write into one folder")
+    processes = settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
+    for name, number in shared.items():
+        if number % processes:
+            raise ValueError(
+                f"{name}={number} cannot be shared by the {processes} processes of launcher.nodes and "
+                f"launcher.tasks_per_node; try {name}={-(-number // processes) * processes}"
+            )

@@ -12,5 +12,11 @@ def begin_work() -> None:
 
 
 def has_begun() -> bool:
-    """Tell whether :func:`begin_work` was called in this process."""
+    """Tell whether :func:`begin_work` was called in this process, since the run of a sweep before this one."""
     return _begun
+
+
+def begin_anew() -> None:
+    """Forget it: another run begins in this process."""
+    global _begun
+    _begun = False

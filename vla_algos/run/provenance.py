@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
+
+from vla_algos.run.files import write_atomically
 
 _PACKAGES = (
     *("torch", "torchrl", "tensordict", "gymnasium", "numpy"),
     *("mujoco", "metaworld", "hf-libero", "robosuite", "mani_skill", "sapien"),
 )
+_PYTHON = platform.python_version()
 _CODE = Path(__file__).resolve().parent.parent
 
 
@@ -29,6 +33,20 @@ def record_submission(folder: Path) -> None:
     """Note in ``run.json`` what a job is to run, before it waits in a queue."""
     record = {**_read(folder), "submitted": {"at": _now(), "command": [sys.executable, *sys.argv], "code": code()}}
     _write(folder, record)
+
+
+def differences(folder: Path) -> list[str]:
+    """Say what of code and versions is not what the last process of a run had: it may compute other roundings."""
+    record = _read(folder)
+    then = record["processes"][-1] if record.get("processes") else {}
+    found = []
+    if "code" in then and then["code"] != code():
+        found.append(f"{_shown(code())} now, {_shown(then['code'])} then")
+    before, now = {"python": then.get("python"), **then.get("versions", {})}, {"python": _PYTHON, **versions()}
+    for name in sorted(before.keys() | now.keys()) if then else ():
+        if before.get(name) != now.get(name):
+            found.append(f"{name} {now.get(name) or 'not there'} now, {before.get(name) or 'not there'} then")
+    return found
 
 
 def record_start(folder: Path) -> None:
@@ -52,7 +70,7 @@ def record_start(folder: Path) -> None:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
-            "python": platform.python_version(),
+            "python": _PYTHON,
             "versions": versions(),
             "code": now,
         }
@@ -94,10 +112,10 @@ def code() -> dict[str, Any]:
     return {"commit": commit, "changes": hashlib.sha1(changes.encode()).hexdigest()[:9] if changes else None}
 
 
-def _shown(found: Mapping[str, Any]) -> str:
-    if not found:
+def _shown(found: Any) -> str:
+    if not isinstance(found, dict) or "commit" not in found:
         return "no checkout"
-    return f"commit {found['commit'][:9]}" + (f" with changes {found['changes']}" if found["changes"] else "")
+    return f"commit {found['commit'][:9]}" + (f" with changes {found['changes']}" if found.get("changes") else "")
 
 
 def _now() -> str:
@@ -105,11 +123,30 @@ def _now() -> str:
 
 
 def _read(folder: Path) -> dict[str, Any]:
+    """Read ``run.json``; what is not one of ours is put aside."""
     path = folder / "run.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError:
+        record = None
+    if _is_ours(record):
+        return record
+    aside = path.with_name("run.json.broken")
+    path.replace(aside)
+    tqdm.write(f"{path} could not be read; it is {aside.name} now, and a new one begins")
+    return {}
+
+
+def _is_ours(record: Any) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("submitted", {}), dict):
+        return False
+    processes = record.get("processes", [])
+    return isinstance(processes, list) and all(
+        isinstance(process, dict) and isinstance(process.get("versions", {}), dict) for process in processes
+    )
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
-    unfinished = folder / ".run.json"
-    unfinished.write_text(json.dumps(record, indent=2) + "\n")
-    unfinished.replace(folder / "run.json")
+    write_atomically(folder / "run.json", json.dumps(record, indent=2) + "\n")

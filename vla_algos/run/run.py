@@ -9,15 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar, cast
 
+from safetensors import SafetensorError
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
+from vla_algos.run import episode_log
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
-from vla_algos.run.folder import begin_folder, finish_folder
+from vla_algos.run.files import write_folder_atomically
+from vla_algos.run.folder import finish_folder, note_start, open_folder, say_what_differs
 from vla_algos.run.logging import RunLogger, progress_bar
+from vla_algos.run.phase import begin_work
 from vla_algos.run.resume import ResumableRun, Stateful
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.summary import describe_policy, describe_spec, show_iteration, summarise
@@ -25,15 +29,19 @@ from vla_algos.run.warm_start import demonstration_seed, warm_start
 from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
+from vla_envs.demonstrations import check_expert
+from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
 
 T = TypeVar("T")
+_CRASHED_ITERATIONS = 10  # in a row, in which no episode finished
 
 
 class Run:
     """The folder of a run, its environment and policy, checkpoints, evaluations, the log, and the summary.
 
-    Made by :func:`vla_algos.run.launch.launch` for ``train(config, run)`` of a recipe. A training recipe makes policy
+    Made by :func:`vla_algos.run.launch.launch` for ``train(config, run)`` of a recipe; as a context manager it lets
+    others have the folder afterwards. A training recipe makes policy
     and environment, then::
 
         with run.resumable(learner=learner, collector=collector):
@@ -56,6 +64,7 @@ class Run:
 
     Raises:
         ValueError: settings that do not fit each other, or the folder has a run of other settings.
+        FolderInUse: another process writes into the folder.
     """
 
     def __init__(self, config: SimpleNamespace, folder: Path):
@@ -68,9 +77,17 @@ class Run:
         if hasattr(config, "demonstrations"):
             self.demonstration_seed = demonstration_seed(config.seed, config.eval["seed"])
             self._check_warm_start()
-        begin_folder(config, folder)
+        self._lock = open_folder(config, folder)
+        self._noted = False
         self.state: dict = {}
         self._seconds: dict[str, float] = {}
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     # ---- the parts
 
@@ -114,9 +131,13 @@ class Run:
             **parts: what changes beside the policy's weights: ``learner`` and, where there is one, ``collector``.
         """
         self._parts, self._warm_starts = parts, warm_start
-        with ResumableRun(self.folder, self.policy, parts, self.config.checkpoint_every) as self._checkpoints:
+        every = self.config.checkpoint_every
+        with ResumableRun(self.folder, self.policy, parts, every, lambda: self._logger.sync()) as self._checkpoints:
             resumed = self._checkpoints.resume()
             self._first = resumed or 0
+            if resumed is not None:
+                say_what_differs(self.folder)
+            self._note_start()
             self._logger = RunLogger(self.folder, after=-1 if resumed is None else resumed)
             self._started -= self._checkpoints.seconds
             self.state = self._checkpoints.run_state
@@ -127,7 +148,7 @@ class Run:
                 self._begin()
             yield
         if parallel.is_main():
-            self.policy.save_pretrained(self.folder / "policy")
+            self._save_policy()
         self._finish()
 
     def iterations(self, total: int | None = None, unit: str = "iteration", title: str | None = None) -> Iterator[int]:
@@ -148,6 +169,7 @@ class Run:
                     yield iteration
                 evaluated = self._evaluates_after(iteration)
                 if iteration > self._first:
+                    self._note_start()
                     self._checkpoints.finish(iteration, publish=evaluated)
                 if evaluated:
                     self._evaluate(iteration)
@@ -197,6 +219,7 @@ class Run:
         self._logger.log(logged, self._iteration)
         self._bar.update()
         show_iteration(self._bar, self._iteration, logged)
+        self._check_crashes(logged.get("env/num_episodes", 0), logged.get("env/crashed_episodes", 0))
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
         """Log a step that collects nothing; the first number is shown beside the progress bar."""
@@ -210,6 +233,20 @@ class Run:
         self._bar.write(text)
 
     # ---- what happens in between
+
+    def _note_start(self) -> None:
+        """Work begins: write what this process runs; what a full disk refuses is tried again after an iteration."""
+        begin_work()
+        self._noted = self._noted or note_start(self.config, self.folder)
+
+    def _save_policy(self) -> None:
+        try:
+            write_folder_atomically(self.folder / "policy", self.policy.save_pretrained)
+        except (OSError, RuntimeError, SafetensorError) as error:  # whatever is raised on a full disk
+            raise OSError(
+                f"{self.folder / 'policy'} could not be written: {error}; make room, then type the same command with "
+                f"hydra.run.dir={self.folder}: it resumes after the last iteration"
+            ) from error
 
     def _begin(self) -> None:
         self._checkpoints.interruptible(self._warm_start)
@@ -227,8 +264,29 @@ class Run:
     def _check_warm_start(self) -> None:
         if self.config.demonstrations["episodes"] and "steps" not in self.config.cloning:
             raise ValueError("cloning.steps is missing: how many steps? type sft=expert, or demonstrations.episodes=0")
+        if self.config.demonstrations["episodes"] and not self.config.policy.get("checkpoint"):
+            with contextlib.suppress(ImportError):  # whoever starts it says what to install
+                check_expert(self.spec.simulator_class(), self.spec)
         if "state_noise" in self.config.cloning:
             check_state_noise(self.config.cloning["state_noise"], self.spec.state_dim)
+
+    def _check_crashes(self, finished: float, crashed: float) -> None:
+        """Say it once if most episodes crash, each time if all do, and end a run that gets no others."""
+        all_crashed = crashed > 0 and finished == 0
+        in_a_row = self.state["crashed_iterations"] = self.state.get("crashed_iterations", 0) + 1 if all_crashed else 0
+        if in_a_row == _CRASHED_ITERATIONS:
+            raise SimulatorCrash(
+                f"in {in_a_row} iterations in a row every episode that ended had crashed; the log names them. Run "
+                f"`python -m vla_envs` to check the simulator; to go on: hydra.run.dir={self.folder}"
+            )
+        if all_crashed:
+            self.write(f"iteration {self._iteration}: no episode finished; all {crashed:.0f} that ended had crashed")
+        elif crashed > finished and not self.state.get("told_of_crashes"):
+            self.state["told_of_crashes"] = True
+            self.write(
+                f"iteration {self._iteration}: {crashed:.0f} of {crashed + finished:.0f} episodes crashed; nothing is "
+                "learnt from what they would have been. The log names them, env/crashed_episodes counts them"
+            )
 
     def _evaluates_after(self, iteration: int) -> bool:
         every = getattr(self.config, "evaluate_every", 0)
@@ -237,8 +295,12 @@ class Run:
 
     def _evaluate(self, iteration: int) -> None:
         title = f"evaluation after {iteration}"
-        share = self.interruptible(lambda: self.evaluator.run_both(title, self.env, self.policy))
-        results = {prefix: gather(result) for prefix, result in share.items()}
+        folder = self.folder / "evaluations" / f"iteration_{iteration:04d}"
+        share = self.interruptible(lambda: self.evaluator.run_both(title, self.env, self.policy, folder))
+        results = {prefix: gather(result, folder / f"{prefix}.jsonl") for prefix, result in share.items()}
+        for result in results.values():
+            if result.failure:  # if the simulator is broken for good, the next iteration ends the run
+                self.write(f"{title}: {result.failure}")
         save_videos(self.folder / "videos" / f"iteration_{iteration:04d}", results["eval"])
         metrics = {name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()}
         self.state["evaluations"].append((results["eval"].table(), metrics))
@@ -262,15 +324,27 @@ class Run:
     def evaluate(self, title: str, **options: object) -> EvaluationResult:
         """Evaluate the policy once, write its videos, and close the environment.
 
+        It goes on after the episodes whose results are in the folder, see :meth:`check_results`.
+
         Args:
             title: of the progress bar.
             **options: of :func:`~vla_algos.evaluation.evaluate`.
         """
-        share = self.evaluator.run(title, self.env, self.policy, record=self.evaluator.local_videos, **options)
-        result = gather(share)
+        self._note_start()
+        path, videos = self.folder / episode_log.NAME, self.evaluator.local_videos
+        share = self.evaluator.run(title, self.env, self.policy, path, go_on=True, record=videos, **options)
+        result = gather(share, path)
         self.env.close()
         save_videos(self.folder / "videos", result)
         return result
+
+    def check_results(self) -> None:
+        """Refuse to go on in a folder with results of another policy than :meth:`make_policy` has made.
+
+        Raises:
+            ValueError: its weights are others.
+        """
+        episode_log.check_policy(self.folder, self.policy)
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """Note what came of the run; called when everything is written."""
@@ -284,7 +358,10 @@ def make_env_spec(settings: Mapping) -> SimulatorSpec:
         ValueError: an unknown name or option.
     """
     starting = set(setting_types(make_env)) - {"id"}
-    return make_spec(**{name: value for name, value in settings.items() if name not in starting})
+    try:
+        return make_spec(**{name: value for name, value in settings.items() if name not in starting})
+    except ValueError as error:
+        raise ValueError(f"env.id={settings['id']}: {error}") from error
 
 
 def collector_stats(collector: BaseCollector) -> dict[str, float]:

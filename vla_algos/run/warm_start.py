@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge, Lt
 from tensordict import TensorDict
 
 from vla_algos.imitation import BehaviourCloning, record_demonstrations
 from vla_algos.run.logging import progress_bar
-from vla_common.settings import Count, NonNegative, Whole
+from vla_common.settings import BelowOne, Count, Fraction, Whole
 from vla_envs import Episode, VLAEnv
 from vla_policies import VLAPolicy
 
@@ -38,8 +37,8 @@ def record(
     *,
     episodes: Whole,
     stride: Count = 4,
-    noise: NonNegative = 0.25,
-    noise_correlation: Annotated[float, Ge(0), Lt(1)] = 0.8,
+    noise: Fraction = 0.25,
+    noise_correlation: BelowOne = 0.8,
     max_steps: Count = 150,
 ) -> TensorDict:
     """Record demonstrations of ``env``'s tasks in turn, with a progress bar.

@@ -7,6 +7,7 @@ a standard input and with a time-out: a crash, a prompt or a hang becomes a line
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -18,6 +19,7 @@ from threading import Lock
 from packaging.requirements import Requirement
 
 from vla_envs.probe import ASSETS, RENDERING, Finding, run_probe
+from vla_envs.registry import Benchmark
 from vla_envs.rendering.egl import egl_devices
 
 DISTRIBUTION = "vla-torchrl"
@@ -122,6 +124,16 @@ def check_simulator(
         *check_packages(without_dependencies, without_dependencies=True),
         check_import(module or extra, f"pip install '{DISTRIBUTION}[{extra}]'", code),
     ]
+
+
+def check_entry_point(benchmark: Benchmark) -> list[Finding]:
+    """Import the simulator class of a benchmark's first environment as a worker does; a finding if that fails."""
+    spec = benchmark.make_spec(next(iter(benchmark.suites())))
+    module, _, name = spec.entry_point.partition(":")
+    code = f"import importlib\ngetattr(importlib.import_module({module!r}), {name!r})"
+    ok, detail = run_probe(code, {"MUJOCO_GL": "off", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    remedy = 'entry_point="module:Class" of its SimulatorSpec has to name a class that can be imported'
+    return [] if ok else [Finding("broken", f"import {spec.entry_point}", detail, remedy, required=True)]
 
 
 def check_renderers(extra: str) -> list[Finding]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from vla_common.registry import benchmarks
-from vla_envs.doctor.checks import DISTRIBUTION, check_assets_variable, check_packages
+from vla_envs.doctor.checks import DISTRIBUTION, check_assets_variable, check_entry_point, check_packages
 from vla_envs.probe import ASSETS, RENDERING, SIMULATOR, Finding
 from vla_envs.registry import Benchmark, get_benchmark, one_line
 
@@ -68,7 +68,7 @@ def _find_benchmarks() -> tuple[list[tuple[Benchmark, list[str]]], list[Finding]
 
 def _check(benchmark: Benchmark) -> Sequence[Finding]:
     try:
-        return list(benchmark.checks())
+        return [*benchmark.checks(), *check_entry_point(benchmark)]
     except Exception as error:  # one benchmark's trouble is a line of the report, not its end
         detail = f"its checks failed: {one_line(error)}"
         return [Finding("broken", benchmark.title, detail, required=True)]

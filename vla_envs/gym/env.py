@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -12,7 +14,10 @@ from vla_common.errors import unknown_name
 from vla_envs.gym.episodes import EpisodeStream, check_actions, closed, make_info, resolve_spec
 from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.gym.window import Window, why_no_window
+from vla_envs.registry import one_line
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
+from vla_envs.workers.answers import check_observation, check_outcome
+from vla_envs.workers.pool import SimulatorCrash
 
 
 class SimulatorEnv(gymnasium.Env):
@@ -92,6 +97,8 @@ class SimulatorEnv(gymnasium.Env):
 
         Raises:
             ValueError: an unknown option, or a task that does not exist.
+            SimulatorCrash: the simulator failed, or returned something wrong; the message names the episode. The next
+                reset makes a new simulator.
             gymnasium.error.ClosedEnvironmentError: after ``close``.
         """
         if self._closed:
@@ -101,15 +108,18 @@ class SimulatorEnv(gymnasium.Env):
         if self._simulator is None:
             self.simulator_spec.check()
             self._simulator = self.simulator_spec.make()
-        self._simulator.reset(self._episode)
         self._elapsed = 0
-        return self._observe(self._simulator), make_info(self._episode, success=False)
+        with self._blamed(self._episode):
+            self._simulator.reset(self._episode)
+            observation = self._observe(self._simulator)
+        return observation, make_info(self._episode, success=False)
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute one primitive action and render.
 
         Raises:
             ValueError: an action of the wrong shape or type, not finite, or absurdly far out of bounds.
+            SimulatorCrash: the simulator failed, or returned something wrong; the episode is over.
             gymnasium.error.ResetNeeded: no episode is running.
             gymnasium.error.ClosedEnvironmentError: after ``close``.
         """
@@ -118,14 +128,17 @@ class SimulatorEnv(gymnasium.Env):
         if self._episode is None or self._simulator is None:
             raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
         action = check_actions(self.simulator_spec, action, [self.simulator_spec.action_dim])
-        episode, outcome = self._episode, self._simulator.step(action)
+        episode = self._episode
+        with self._blamed(episode):
+            reward, success = check_outcome(self._simulator.step(action))
+            observation = self._observe(self._simulator)
         self._elapsed += 1
-        terminated = outcome.success
+        terminated = success
         truncated = not terminated and self._elapsed >= self.simulator_spec.max_episode_steps
         if terminated or truncated:
             self._episode = None
-        reward = float(np.float32(outcome.reward))  # the number that make_vec and make_env give, too
-        return self._observe(self._simulator), reward, terminated, truncated, make_info(episode, outcome.success)
+        reward = float(np.float32(reward))  # the number that make_vec and make_env give, too
+        return observation, reward, terminated, truncated, make_info(episode, success)
 
     def render(self) -> np.ndarray | None:
         """Return the image of the last observation, uint8 ``[H, W, 3]``, if the mode is ``"rgb_array"``."""
@@ -142,11 +155,24 @@ class SimulatorEnv(gymnasium.Env):
         self._simulator = self._episode = None
         self._closed = True
 
+    @contextlib.contextmanager
+    def _blamed(self, episode: Episode) -> Iterator[None]:
+        """Name the episode in which a simulator fails, and make a new one for the next."""
+        try:
+            yield
+        except Exception as error:
+            failed, self._simulator, self._episode = self._simulator, None, None
+            with contextlib.suppress(Exception):  # what it was that failed is the news
+                assert failed is not None
+                failed.close()
+            raise SimulatorCrash(f"{one_line(error)}, while running {self.simulator_spec.describe(episode)}") from error
+
     def _observe(self, simulator: Simulator) -> dict[str, Any]:
         seen = simulator.observe()
+        states = check_observation(self.simulator_spec, seen)
         self._observation = {
             keys.IMAGES: np.array(seen.images),  # a copy: the next frame may be drawn into the same memory
-            keys.STATES: seen.states,
+            keys.STATES: states,
             keys.TASK_DESCRIPTIONS: seen.task_description,
         }
         if seen.wrist_images is not None:

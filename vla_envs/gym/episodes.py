@@ -11,6 +11,7 @@ import numpy as np
 
 from vla_common import keys
 from vla_common.errors import unknown_name
+from vla_common.validation import is_whole_number
 from vla_envs.actions import refuse_actions
 from vla_envs.registry import find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
@@ -70,7 +71,8 @@ class EpisodeStream:
         tasks, trials = len(spec.tasks), spec.initial_states or _MAX_SEED
         drawn = int(random.integers(tasks)), int(random.integers(trials))
         task_id, trial_id = options.get(keys.TASK_ID, drawn[0]), options.get(keys.TRIAL_ID, drawn[1])
-        if not 0 <= task_id < tasks or not 0 <= trial_id < trials:
+        whole = is_whole_number(task_id) and is_whole_number(trial_id)  # 3.7 is no task
+        if not whole or not 0 <= task_id < tasks or not 0 <= trial_id < trials:
             raise ValueError(
                 f"{spec.id} has task_id 0 to {tasks - 1} and trial_id 0 to {trials - 1}, "
                 f"got task_id={task_id!r} and trial_id={trial_id!r}"

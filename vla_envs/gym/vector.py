@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 
 from vla_common import keys
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Positive, check_settings, setting_types
+from vla_common.settings import Count, Length, Positive, check_settings, setting_types
 from vla_envs.gym.episodes import RESET_OPTIONS, EpisodeStream, check_actions, closed, make_info, resolve_spec
 from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.simulator import Episode, SimulatorSpec
@@ -34,8 +34,9 @@ class SimulatorVectorEnv(VectorEnv):
     episode ends, one frame is drawn, the reward is the sum over the executed actions, and ``infos`` have ``step_mask``,
     which were executed (bool ``[N, C]``), and their ``step_rewards`` (float32 ``[N, C]``).
 
-    A worker that dies or hangs is started again. Its episodes are truncated, with ``crashed`` in their info, which no
-    other episode has; their last observation is the one before.
+    A worker that dies or hangs is started again. The episode that it was working on is truncated, with ``crashed`` in
+    its info, which no other episode has; its last observation is the one before. An episode that cannot be started is
+    all zeros, and the next step says that it crashed.
 
     Args:
         name: as for :class:`~vla_envs.gym.SimulatorEnv`.
@@ -47,6 +48,7 @@ class SimulatorVectorEnv(VectorEnv):
         num_workers: processes that share the simulators; one per available core if ``None``.
         autoreset_mode: of :class:`gymnasium.vector.AutoresetMode`.
         step_timeout: seconds after which a worker that does not get on to its next simulator counts as hung.
+        start_timeout: seconds that the first answer of a new worker may take on top.
         **options: of the benchmark, as for :class:`~vla_envs.gym.SimulatorEnv`.
 
     Raises:
@@ -66,10 +68,11 @@ class SimulatorVectorEnv(VectorEnv):
         render_mode: str | None = None,
         horizon: Count | None = None,
         max_episode_steps: Count | None = None,
-        chunk_size: Count | None = None,
+        chunk_size: Length | None = None,
         num_workers: Count | None = None,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         step_timeout: Positive = 60.0,
+        start_timeout: Positive = 120.0,
         **options: Any,
     ):
         given = {name: value for name, value in locals().items() if name not in _PARTS}
@@ -97,7 +100,9 @@ class SimulatorVectorEnv(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.chunk_size = chunk_size
-        self._pool = WorkerPool(spec, num_envs, num_workers, chunk_size or 1, step_timeout=step_timeout)
+        self._pool = WorkerPool(
+            spec, num_envs, num_workers, chunk_size or 1, step_timeout=step_timeout, start_timeout=start_timeout
+        )
         self._streams = [EpisodeStream(spec) for _ in range(num_envs)]
         self._random: list[tuple[np.random.Generator, int] | None] = [None] * num_envs  # with what it began from
         self._episodes: list[Episode | None] = [None] * num_envs  # None before the first reset
@@ -127,6 +132,7 @@ class SimulatorVectorEnv(VectorEnv):
 
         Raises:
             ValueError: an unknown option, a task that does not exist, or not as many as there are environments.
+            SimulatorCrash: the simulator is broken: many episodes in a row could not be started or ended by a crash.
             gymnasium.error.ClosedEnvironmentError: after ``close``.
         """
         if self.closed:
@@ -138,6 +144,7 @@ class SimulatorVectorEnv(VectorEnv):
         options = dict(options or {})
         mask = self._check_mask(options.pop(_RESET_MASK, np.ones(self.num_envs, np.bool_)))
         infos = self._restart(np.flatnonzero(mask), seed, self._options_of_each(options))
+        self._pool.check()
         return self._observations(), infos
 
     def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -145,6 +152,7 @@ class SimulatorVectorEnv(VectorEnv):
 
         Raises:
             ValueError: actions of the wrong shape or type, not finite, or absurdly far out of bounds.
+            SimulatorCrash: the simulator is broken.
             gymnasium.error.ResetNeeded: some environments run no episode and do not reset themselves.
             gymnasium.error.ClosedEnvironmentError: after ``close``.
         """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pickletools
 import sys
 import tempfile
 import types
@@ -31,13 +32,7 @@ _ARENAS = [
 ]
 _FOLDERS = ("textures", "articulated_objects", "stable_scanned_objects", "turbosquid_objects", "stable_hope_objects")
 _STAND_INS = "MANIFEST.md"  # in a folder that does not have the benchmark's own meshes and textures
-_INITIAL_STATE_CLASSES = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-}
+_LARGEST_STATES = 64 * 2**20  # bytes; those of LIBERO have 0.1 MB
 
 
 @cache
@@ -119,7 +114,7 @@ def find_assets(assets: str | None = None, download: bool = False) -> Path:
             return folder
     looked = "\n".join(f"  {place}: {_problem(place)}" for place in places)
     raise FileNotFoundError(
-        f"no LIBERO assets. Looked in\n{looked}\n  Type: hf download {ASSETS_REPOSITORY} --repo-type dataset "
+        f"no LIBERO assets. Looked in:\n{looked}\n  Type: hf download {ASSETS_REPOSITORY} --repo-type dataset "
         "--local-dir ~/.cache/libero/assets   (or download_assets=true, or assets=FOLDER)"
     )
 
@@ -165,7 +160,8 @@ def task_file(suite: str, task: str) -> Path:
 def initial_states(suite: str, task: str) -> np.ndarray:
     """Load the initial states of a task, float64 ``[50, 1 + nq + nv]``: time, positions, velocities.
 
-    The file is a pickle that ``torch.save`` wrote. It is read without torch, and nothing but an array may be in it.
+    The file is a pickle that ``torch.save`` wrote. It is read without torch, and nothing but an array may be in it, of
+    at most 64 MB.
 
     Raises:
         RuntimeError: the file is missing or not what LIBERO ships.
@@ -173,11 +169,15 @@ def initial_states(suite: str, task: str) -> np.ndarray:
     path = package_folder() / "init_files" / f"libero_{suite}" / f"{task}.pruned_init"
     try:
         with zipfile.ZipFile(path) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            states = _ArrayUnpickler(io.BytesIO(archive.read(name))).load()
-        if not isinstance(states, np.ndarray) or states.ndim != 2:
-            raise ValueError(f"expected an array of 2 dimensions, got {type(states).__name__}")
-    except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, ValueError, EOFError) as error:
+            entry = next(entry for entry in archive.infolist() if entry.filename.endswith("data.pkl"))
+            if entry.file_size > _LARGEST_STATES:  # no more than that is ever unpacked
+                raise ValueError(f"{entry.file_size} bytes in it, at most {_LARGEST_STATES} are expected")
+            states = _unpickle_array(archive.read(entry))
+        if not isinstance(states, np.ndarray) or states.ndim != 2 or states.dtype != np.float64:
+            raise ValueError(f"expected an array of 2 dimensions of float64, got {type(states).__name__}")
+        if not states.size or not np.isfinite(states).all():
+            raise ValueError("it is empty, or its numbers are not finite")
+    except Exception as error:  # of zipfile and pickle, which promise nothing for a damaged file
         raise RuntimeError(
             f"cannot read LIBERO's initial states from {path}: {error}. Type: pip install --force-reinstall --no-deps "
             f"hf-libero=={VERSIONS['hf-libero']}"
@@ -185,11 +185,36 @@ def initial_states(suite: str, task: str) -> np.ndarray:
     return states
 
 
+def _unpickle_array(content: bytes) -> Any:
+    """Unpickle one array; neither runs code nor takes more memory than the pickle has."""
+    for operation, argument, _ in pickletools.genops(content):  # checks lengths too
+        if operation.name.endswith("PUT") and argument is not None and int(argument) > len(content):
+            raise pickle.UnpicklingError("not a pickle that was written by a program")
+    return _ArrayUnpickler(io.BytesIO(content)).load()
+
+
 class _ArrayUnpickler(pickle.Unpickler):
+    """Knows what an array is pickled with, and of that only what a pickle of one uses."""
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _INITIAL_STATE_CLASSES:
+        allowed = {
+            ("numpy.core.multiarray", "_reconstruct"): _empty_array,
+            ("numpy._core.multiarray", "_reconstruct"): _empty_array,
+            ("numpy", "ndarray"): "ndarray",  # an argument of _reconstruct, never called
+            ("numpy", "dtype"): np.dtype,
+            ("_codecs", "encode"): _latin1,
+        }
+        if (module, name) not in allowed:
             raise pickle.UnpicklingError(f"{module}.{name} in it, only a numpy array is allowed")
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        return allowed[module, name]
+
+
+def _empty_array(*_: Any) -> np.ndarray:
+    return np.empty(0)  # shape, dtype and numbers are set afterwards, and compared with each other by numpy
+
+
+def _latin1(text: str, *_: Any) -> bytes:
+    return text.encode("latin1")
 
 
 # ---- import

@@ -17,9 +17,10 @@ from importlib import resources
 from typing import Literal
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, NonNegative, Whole
+from vla_common.settings import Count, Factor, Pixels, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, is_whole_number
 from vla_envs.libero.package import describe_assets, wrong_versions
+from vla_envs.rendering.egl import check_renderer
 from vla_envs.simulator import SimulatorSpec, Task
 
 IMAGE_SIZE = 256
@@ -82,11 +83,11 @@ def make_spec(
     settle_steps: Whole | None = None,
     reset_gripper_open: bool = True,
     fixtures: Literal["trial", "openvla", "openpi"] = "trial",
-    image_size: Count = IMAGE_SIZE,
+    image_size: Pixels = IMAGE_SIZE,
     render_quality: Literal["benchmark", "fast"] = "benchmark",
     assets: str | None = None,
     download_assets: bool = False,
-    cache_gigabytes: NonNegative = 2.0,
+    cache_gigabytes: Factor = 2.0,
     allow_other_versions: bool = False,
 ) -> SimulatorSpec:
     """Describe a LIBERO suite without importing LIBERO.
@@ -112,6 +113,7 @@ def make_spec(
     Raises:
         ValueError: an unknown suite, task or option value.
     """
+    check_renderer()
     name = suite.removeprefix("libero_")
     if name not in suites():
         raise unknown_name("LIBERO suite", suite, suites(), example="libero/spatial")

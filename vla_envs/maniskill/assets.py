@@ -60,7 +60,7 @@ def find_assets(assets: str | None = None) -> Path:
             return place
     looked = "\n".join(f"  {place}: {_problem(place)}" for place in places)
     raise FileNotFoundError(
-        f"no plate-25 assets. Looked in\n{looked}\n  Type: {DOWNLOAD}   (or name their folder: assets=FOLDER)"
+        f"no plate-25 assets. Looked in:\n{looked}\n  Type: {DOWNLOAD}   (or name their folder: assets=FOLDER)"
     )
 
 

@@ -5,7 +5,8 @@ Images are drawn, given their background and resized on the GPU, and stay there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from vla_envs.maniskill.overlay import resize
 from vla_envs.maniskill.simulator import PlateSimulator, episode_id_of
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.shared_memory import SharedArrays
+
+_logger = logging.getLogger(__name__)
 
 
 class BatchedWorlds:
@@ -34,10 +37,12 @@ class BatchedWorlds:
     Attributes:
         arrays: as those of a pool of workers, but for ``images``, which is a tensor on the device.
         texts: the current instruction of each slot.
-        restarts: 0; a simulation that fails takes this process with it.
+        executed: the chunks of actions that each slot's episode was given.
+        restarts: how many worlds were not finite any more; a simulation that fails takes this process with it.
+        unstarted: no slot.
     """
 
-    restarts = 0
+    unstarted: frozenset[int] = frozenset()
 
     def __init__(
         self, spec: SimulatorSpec, num_envs: int, chunk_size: int, ignore_terminations: bool, device: str = "cuda"
@@ -67,7 +72,11 @@ class BatchedWorlds:
         self._world._obs_mode = "none"  # steps and resets draw nothing
         self.arrays = _Arrays(spec, num_envs, chunk_size)
         self.texts = [spec.tasks[0].instruction] * num_envs
+        self.executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self._elapsed = np.zeros(num_envs, np.int64)
+        self.restarts = 0
+        self._episodes: dict[int, Episode] = {}
+        self._lost: set[int] = set()  # slots whose state or reward was not finite, until their reset
 
     def reset(self, episodes: dict[int, Episode]) -> None:
         """Start ``episodes`` in the given slots, leave the others alone, and draw all."""
@@ -81,14 +90,43 @@ class BatchedWorlds:
         chosen = [episode.task_id for episode in episodes.values()]
         self._world.reset(options={"env_idx": rows, "split": chosen, "episode_id": ids})
         self._elapsed[slots] = 0
+        for slot in slots:
+            self.executed[slot] = []
+        self._episodes |= episodes
+        self._lost -= episodes.keys()
         self.texts = self._world.get_language_instruction()
-        self._observe()
+        self._observe(episodes)
+
+    def restore(self, running: Mapping[int, tuple[Episode, Sequence[np.ndarray]]]) -> None:
+        """Start episodes and execute chunks of actions ``[C, A]``, to where each of them was."""
+        # All end together: the worlds move on whether they are asked to or not.
+        longest = max((len(chunks) for _, chunks in running.values()), default=0)
+        for left in range(longest, -1, -1):
+            self.reset({slot: episode for slot, (episode, chunks) in running.items() if len(chunks) == left})
+            slots = [slot for slot, (_, chunks) in running.items() if left and len(chunks) >= left]
+            for slot in slots:
+                self.arrays.actions[slot] = running[slot][1][-left]
+            if slots:
+                self.step(slots)
+
+    def give_up(self, episodes: Mapping[int, Episode]) -> None:
+        """Start episodes that could not be started elsewhere."""
+        self.reset(dict(episodes))
+
+    def check(self) -> None:
+        """Nothing: worlds that are lost are rare enough."""
 
     def step(self, slots: Sequence[int]) -> list[int]:
-        """Execute ``arrays.actions`` in the given slots and draw all; returns the slots that were lost: none."""
+        """Execute ``arrays.actions`` in the given slots and draw all.
+
+        Returns:
+            The slots whose episode is lost because its states or rewards are not finite.
+        """
         arrays, n = self.arrays, len(self.texts)
         arrays.rewards[:], arrays.successes[:], arrays.executed[:] = 0, False, False
-        running = np.isin(np.arange(n), slots)
+        for slot in slots:
+            self.executed[slot].append(arrays.actions[slot].copy())
+        running = np.isin(np.arange(n), list(set(slots) - self._lost))
         gripper = arrays.actions[:, 0, -1].copy()
         for place in range(arrays.actions.shape[1]):
             if not running.any():
@@ -106,8 +144,12 @@ class BatchedWorlds:
             running &= self._elapsed < self.spec.max_episode_steps
             if not self._ignore_terminations:
                 running &= ~success
-        self._observe()
-        return []
+        for slot in np.flatnonzero(~np.isfinite(arrays.rewards).all(1)).tolist():
+            self._lose(slot, f"rewards are {arrays.rewards[slot].tolist()}")
+        self._observe(slots)
+        crashed = [slot for slot in slots if slot in self._lost]
+        arrays.rewards[crashed], arrays.successes[crashed], arrays.executed[crashed] = 0, False, False
+        return crashed
 
     def map(self, *_: Any, **__: Any) -> list[Any]:
         """Work off the beaten track needs simulators of its own.
@@ -124,12 +166,23 @@ class BatchedWorlds:
         """Free the world."""
         self._world.close()
 
-    def _observe(self) -> None:
+    def _lose(self, slot: int, what: str) -> None:
+        if slot not in self._lost:
+            self._lost.add(slot)
+            self.restarts += 1
+            _logger.warning("%s, while running %s; the episode is lost", what, self.spec.describe(self._episodes[slot]))
+
+    def _observe(self, slots: Iterable[int]) -> None:
+        """Draw all worlds; those of ``slots`` that are not finite are lost, and show zeros."""
         from vla_envs.maniskill.scene import CAMERA
 
         frames = self._world._get_obs_sensor_data()[CAMERA]["rgb"]
         self.arrays.images = resize(frames, *self.spec.image_shape)
-        self.arrays.states[:] = self._world.agent.robot.get_qpos().cpu().numpy()
+        states = self._world.agent.robot.get_qpos().cpu().numpy()
+        broken = ~np.isfinite(states).all(1)
+        for slot in [slot for slot in slots if broken[slot]]:
+            self._lose(slot, f"states are {states[slot].tolist()}")
+        self.arrays.states[:] = np.where(broken[:, None], 0, states)
 
 
 class _Arrays:
@@ -143,6 +196,7 @@ class _Arrays:
     successes: np.ndarray
     executed: np.ndarray
     busy: np.ndarray
+    progress: np.ndarray
 
     def __init__(self, spec: SimulatorSpec, num_envs: int, chunk_size: int):
         for name, (shape, dtype) in SharedArrays.layout(spec, num_envs, chunk_size).items():

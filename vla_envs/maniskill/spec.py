@@ -11,10 +11,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
+
+from annotated_types import MinLen
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Whole
+from vla_common.settings import Count, Pixels, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape, is_whole_number
 from vla_envs.maniskill.assets import describe_assets, list_instructions
 from vla_envs.maniskill.variants import (
@@ -55,6 +57,10 @@ _TEXTURES = {
 }
 # The protocol runs these in training's objects and plates too, among which a second one is new.
 _ALSO_IN_TRAIN = ("PutOnPlateInScene25MultiCarrot-v1", "PutOnPlateInScene25MultiPlate-v1")
+
+
+_Factor = Literal["object", "plate", "extra", "table", "position", "yaw"]
+_Only = Annotated[Mapping[_Factor, Sequence[Whole]], MinLen(1)]
 
 
 @dataclass(frozen=True)
@@ -102,8 +108,8 @@ def make_spec(
     suite: str,
     *,
     object_set: Literal["train", "test", "all"] = "train",
-    only: Mapping[Literal["object", "plate", "extra", "table", "position", "yaw"], Sequence[Whole]] | None = None,
-    image_size: Count | tuple[Count, Count] | None = None,
+    only: _Only | None = None,
+    image_size: Pixels | tuple[Pixels, Pixels] | None = None,
     max_episode_steps: Count | None = None,
     reward_type: Literal["staged", "success", "dense"] | None = None,
     start: Literal["rlinf", "rl4vla"] = "rlinf",

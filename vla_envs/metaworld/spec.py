@@ -14,9 +14,12 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
+import numpy as np
+
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Whole
+from vla_common.settings import Count, Pixels, Whole
 from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape
+from vla_envs.rendering.egl import check_renderer
 from vla_envs.simulator import SimulatorSpec, Task
 
 CAMERA = "corner4"
@@ -61,10 +64,23 @@ def _check_camera(camera: Any) -> None:
         or set(camera) != {"lookat", *angles}
         or not are_numbers(camera["lookat"], 3)
         or not are_numbers([camera[name] for name in angles], 3)
+        or not 0 < camera["distance"] <= 100
+        or not -360 <= camera["azimuth"] <= 360
+        or not -90 <= camera["elevation"] <= 90
     ):
         raise ValueError(
-            "camera takes lookat (3 numbers, metres), distance (metres), azimuth and elevation (degrees), "
+            "camera takes lookat (3 numbers, metres), distance (metres, above 0), azimuth (degrees) and elevation "
+            "(degrees, -90 to 90), "
             f"got {camera!r}; leave it out for the benchmark's camera"
+        )
+
+
+def _check_range(task: str, bounds: Any) -> None:
+    low, high = bounds if isinstance(bounds, Sequence) and len(bounds) == 2 else ((), ())
+    if not low or not are_numbers(low, len(low)) or not are_numbers(high, len(low)) or np.greater(low, high).any():
+        raise ValueError(
+            f"reset_ranges.{task} takes [low, high] of the task's random vector, in metres and as many numbers each, "
+            f"such as [[-0.1, 0.8, 0.0], [0.1, 0.9, 0.0]], got {bounds!r}"
         )
 
 
@@ -85,7 +101,7 @@ def _tasks_of(suite: str) -> tuple[str, ...]:
 def make_spec(
     suite: str,
     *,
-    image_size: Count | tuple[Count, Count] = IMAGE_SIZE,
+    image_size: Pixels | tuple[Pixels, Pixels] = IMAGE_SIZE,
     max_episode_steps: Count = MAX_EPISODE_STEPS,
     render_quality: Literal["benchmark", "fast", "minimal"] = "benchmark",
     settle_steps: Whole = SETTLE_STEPS,
@@ -115,6 +131,7 @@ def make_spec(
     Raises:
         ValueError: an unknown suite, task or option value.
     """
+    check_renderer()
     height, width = image_shape(image_size)
     check_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
     check_name("reward_type", reward_type, REWARD_TYPES, example="sparse")
@@ -126,6 +143,7 @@ def make_spec(
     for name in reset_ranges or {}:
         if name not in names:
             raise unknown_name("task in reset_ranges", name, names)
+        _check_range(name, (reset_ranges or {})[name])
     ranges = {
         name: tuple(tuple(float(x) for x in bound) for bound in bounds) for name, bounds in (reset_ranges or {}).items()
     }

@@ -10,6 +10,21 @@ from typing import Any
 WORKER = "VLA_TORCHRL_WORKER"  # number of this worker process, which the pool sets: workers take turns on the GPUs
 _PLATFORM_DEVICE, _CUDA_DEVICE = 0x313F, 0x323A  # EGL_PLATFORM_DEVICE_EXT, EGL_CUDA_DEVICE_NV
 _MAX_DEVICES = 64
+_RENDERERS = ("egl", "osmesa", "glfw")
+
+
+def check_renderer() -> None:
+    """Refuse a ``MUJOCO_GL`` that no worker could draw with, before one is started.
+
+    Raises:
+        ValueError: it names no renderer.
+    """
+    asked = os.environ.get("MUJOCO_GL", "")
+    if asked not in ("", *_RENDERERS):
+        raise ValueError(
+            f"MUJOCO_GL={asked}: is no renderer of MuJoCo's; type MUJOCO_GL=egl (drawn by a GPU), MUJOCO_GL=osmesa (by "
+            "the CPU), or leave it out"
+        )
 
 
 def choose_device() -> None:

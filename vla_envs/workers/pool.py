@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import subprocess
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from vla_envs.rendering.egl import WORKER
+import numpy as np
+
 from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers.process import WorkerProcess, close_all, wait
 from vla_envs.workers.shared_memory import SharedArrays
 
 _logger = logging.getLogger(__name__)
-MAX_FAILURES_IN_A_ROW = 3
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}  # one core per worker; Mesa's rasteriser included
+MAX_FAILURES_IN_A_ROW = 3  # of an episode that cannot be started, of a worker that dies before it does anything
+MAX_LOST_IN_A_ROW = 10  # different episodes, over all slots, without one step that works: the simulator is broken
 
 
 def count_workers(num_envs: int, num_workers: int | None) -> int:
@@ -37,13 +34,21 @@ def count_workers(num_envs: int, num_workers: int | None) -> int:
 
 
 class SimulatorCrash(RuntimeError):
-    """A simulator failed again and again; the message names benchmark, task, trial and seed."""
+    """A simulator is broken: it lost one episode after the other; the message names the last one and its error."""
+
+
+def reason(error: str) -> str:
+    """Return the one line of a worker's error that says why: the last that is not indented."""
+    return next((line for line in reversed(error.splitlines()) if line.strip() and not line[0].isspace()), "")
 
 
 class WorkerPool:
     """``num_envs`` simulators, spread over ``num_workers`` processes that share arrays with this one.
 
     Workers are started as programs of their own, so that they never import torch nor the caller's script.
+
+    Of a worker that dies or hangs only the episode that it was working on is lost. The others of its slots start again
+    in a new worker, which repeats what they had executed, to the bit.
 
     Args:
         spec: what to simulate.
@@ -57,6 +62,9 @@ class WorkerPool:
     Attributes:
         arrays: the shared arrays; rows are slots.
         texts: the current instruction of each slot.
+        executed: the chunks of actions, float32 ``[C, A]``, that each slot's episode was given.
+        unstarted: slots whose episode could not be started, ``MAX_FAILURES_IN_A_ROW`` times.
+        errors: by slot, why its last episode that was lost was.
         restarts: how often a worker or a simulator had to be started again.
     """
 
@@ -72,6 +80,7 @@ class WorkerPool:
         start_timeout: float = 120.0,
     ):
         self._memory: int | None = None
+        self._owner = os.getpid()
         if spec.entry_point.startswith("__main__:"):
             raise ValueError(
                 f"worker processes cannot import {spec.entry_point.replace(':', '.')}: put the simulator into a module "
@@ -83,8 +92,14 @@ class WorkerPool:
         self.arrays.busy[:] = -1
         self.texts = [spec.tasks[0].instruction] * num_envs  # a policy reads those of idle slots too
         self.episodes: list[Episode | None] = [None] * num_envs
+        self.executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
+        self.unstarted: set[int] = set()
+        self.errors: dict[int, str] = {}
         self.restarts = 0
-        self._gone: set[int] = set()  # slots whose simulator went with its worker and has to be reset
+        self._lost: set[int] = set()  # slots whose episode is over because its simulator failed
+        self._displaced: set[int] = set()  # whose simulator went with its worker, and whose episode can go on
+        self._failed: dict[Any, str] = {}  # by episode, the errors since a step last worked
+        self._losses = 0  # since then
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self._settings = {
             "spec": spec,
@@ -93,24 +108,38 @@ class WorkerPool:
             "ignore_terminations": ignore_terminations,
         }
         self._slots = [list(range(worker, num_envs, num_workers)) for worker in range(num_workers)]
-        self._processes: list[_Process | None] = [None] * num_workers
-        self._failures = [0] * num_workers
+        self._processes: list[WorkerProcess | None] = [None] * num_workers
+        self._failures = [0] * num_workers  # in a row, of workers that did not say on what
         for worker in range(num_workers):
             self._start(worker)
 
-    def reset(self, episodes: dict[int, Episode]) -> None:
+    def reset(self, episodes: Mapping[int, Episode]) -> None:
         """Start ``episodes`` in the given slots and render them. A failure is tried again in a new simulator.
 
-        Raises:
-            SimulatorCrash: it failed ``MAX_FAILURES_IN_A_ROW`` times.
+        An episode that fails ``MAX_FAILURES_IN_A_ROW`` times is given up: its observation is zero, and the next step
+        says that it is lost. If the simulator is broken, :meth:`check` says so, and the next step.
         """
+        self.restore({slot: (episode, ()) for slot, episode in episodes.items()})
+
+    def restore(self, running: Mapping[int, tuple[Episode, Sequence[np.ndarray]]]) -> None:
+        """Start episodes as :meth:`reset` does and execute chunks of actions, to where each of them was."""
+        for slot, (episode, chunks) in running.items():
+            self.episodes[slot], self.executed[slot] = episode, list(chunks)
+        self._lost -= running.keys()
+        self.unstarted -= running.keys()
+        self.unstarted |= self._begin(running, MAX_FAILURES_IN_A_ROW)
+        for slot in self.unstarted & running.keys():
+            self._blank(slot)
+
+    def give_up(self, episodes: Mapping[int, Episode]) -> None:
+        """Have episodes in the given slots that could not be started, without trying."""
         for slot, episode in episodes.items():
-            self.episodes[slot] = episode
-        waiting = episodes
-        while waiting:
-            failed = self._exchange("reset", waiting)
-            self._gone -= waiting.keys() - set(failed)
-            waiting = {slot: episodes[slot] for slot in failed}
+            self.episodes[slot], self.executed[slot] = episode, []
+            self._blank(slot)
+            self.errors[slot] = "it could not be started before this run was resumed"
+        self._lost |= episodes.keys()
+        self.unstarted |= episodes.keys()
+        self._displaced -= episodes.keys()
 
     def step(self, slots: Sequence[int]) -> list[int]:
         """Execute ``arrays.actions`` in the given slots, one message per worker.
@@ -118,19 +147,48 @@ class WorkerPool:
         Afterwards ``arrays`` hold the outcomes; those of all other slots and of lost episodes are zero.
 
         Returns:
-            The slots whose episode is lost because its simulator or worker failed.
+            The slots whose episode is lost because its simulator failed.
 
         Raises:
-            SimulatorCrash: a worker failed ``MAX_FAILURES_IN_A_ROW`` times without success in between.
+            SimulatorCrash: before this step ``MAX_LOST_IN_A_ROW`` different episodes were lost, over all slots, and no
+                step has worked in between.
         """
+        self.check()
         outcomes = (self.arrays.rewards, self.arrays.successes, self.arrays.executed)
         for array in outcomes:
             array[:] = 0  # a worker writes only what it executes
-        gone = [slot for slot in slots if slot in self._gone]
-        crashed = gone + self._exchange("step", {slot: None for slot in slots if slot not in self._gone})
+        running = [slot for slot in slots if slot not in self._lost]
+        for slot in running:
+            self.executed[slot].append(self.arrays.actions[slot].copy())
+        try:
+            errors = self._exchange("step", {slot: None for slot in running if slot not in self._displaced})
+            for slot, error in errors.items():
+                self._lose(slot, error)
+            self._begin([slot for slot in running if slot in self._displaced], 1)
+        except BaseException:  # nobody has seen what this step did
+            self._lost |= set(running)
+            raise
+        crashed = [slot for slot in slots if slot in self._lost]
         for array in outcomes:
             array[crashed] = 0  # a simulator that failed in mid-chunk has written half of it
+        if len(crashed) < len(slots):
+            self._failed, self._losses = {}, 0
         return crashed
+
+    def check(self) -> None:
+        """Say that the simulator is broken. Whoever goes on nevertheless may: it is tried anew.
+
+        Raises:
+            SimulatorCrash: ``MAX_LOST_IN_A_ROW`` different episodes were lost, and no step has worked in between.
+        """
+        if not self._is_broken():
+            return
+        error, count = list(self._failed.values())[-1], max(self._losses, len(self._failed))
+        self._failed, self._losses = {}, 0
+        raise SimulatorCrash(
+            f"{error}. It was the last of {count} in a row without a step that worked: run `python -m vla_envs` to "
+            "check the simulator; if the machine is only slow, pass a larger step_timeout"
+        )
 
     def map(
         self,
@@ -139,6 +197,7 @@ class WorkerPool:
         *,
         timeout: float = 600.0,
         on_result: Callable[[Any], object] | None = None,
+        on_error: Callable[[Any, str], object] | None = None,
         **arguments: Any,
     ) -> list[Any]:
         """Run ``function(simulator, item, **arguments)`` for each item in whichever worker is free.
@@ -148,14 +207,19 @@ class WorkerPool:
             items: picklable values; results come back in their order.
             timeout: seconds per item.
             on_result: called with each result, in the order of finishing.
+            on_error: called with an item that failed ``MAX_FAILURES_IN_A_ROW`` times, each in a new simulator, and with
+                the last error; its result is ``None``.
             **arguments: further arguments of the function, picklable.
 
         Raises:
-            RuntimeError: the function raised; the message holds the worker's traceback.
-            SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again.
+            RuntimeError: the function raised, and there is no ``on_error``; the message holds the worker's traceback.
+            SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again. With
+                ``on_error``: the first ``MAX_LOST_IN_A_ROW`` items failed, or as many as there are.
         """
         results: list[Any] = [None] * len(items)
         waiting, running = deque(range(len(items))), dict[int, int]()
+        failures: Counter[int] = Counter()
+        succeeded, lost = 0, 0
         try:
             while waiting or running:
                 for worker in range(len(self._slots)):
@@ -166,25 +230,45 @@ class WorkerPool:
                 for worker, answer, error in self._answers(running):
                     index = running.pop(worker)
                     if error is not None:
-                        waiting.append(index)
-                        self._replace(worker, f"{error}\n  in {function}({items[index]!r})")
+                        waiting.appendleft(index)
+                        failure = f"simulator worker {worker}: {error}, in {function}({items[index]!r})"
+                        self._replace(worker, failure)
+                        if on_error is None and self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
+                            self._failures[worker] = 0
+                            raise SimulatorCrash(f"{failure}; this was failure {MAX_FAILURES_IN_A_ROW} in a row")
                     elif answer[0]:
                         results[index] = answer[1]
                         self._failures[worker] = 0
+                        succeeded += 1
                         if on_result is not None:
                             on_result(results[index])
+                        continue
                     else:
-                        raise RuntimeError(f"{function} failed in a worker of {self.spec.id}:\n{answer[1]}")
+                        failure = f"{function} failed in a worker of {self.spec.id}:\n{answer[1]}"
+                        if on_error is None:
+                            raise RuntimeError(failure)
+                        waiting.appendleft(index)
+                        self.restarts += 1
+                    failures[index] += 1
+                    if on_error is not None and failures[index] == MAX_FAILURES_IN_A_ROW:
+                        waiting.remove(index)
+                        lost += 1
+                        on_error(items[index], failure)
+                        if not succeeded and lost == min(MAX_LOST_IN_A_ROW, len(items)):
+                            raise SimulatorCrash(f"{reason(failure)}; all of the first {lost} failed like this")
         except BaseException:
             self._abandon(running)
             raise
         return results
 
     def close(self) -> None:
-        """Stop all workers."""
-        for process in self._processes:
-            if process is not None:
-                process.close()
+        """Stop all workers; in a forked child, leave them to its parent."""
+        processes = [process for process in self._processes if process is not None]
+        if os.getpid() == self._owner:
+            close_all(processes)
+        else:
+            for process in processes:
+                process.forget()
         self._processes = [None] * len(self._processes)
         if self._memory is not None:
             os.close(self._memory)
@@ -194,59 +278,106 @@ class WorkerPool:
         if getattr(self, "_memory", None) is not None:
             self.close()
 
-    def _exchange(self, command: str, items: dict[int, Any]) -> list[int]:
-        """Send one message to every worker concerned and wait for all answers; returns the slots that failed."""
+    def _begin(self, slots: Collection[int], tries: int) -> set[int]:
+        """Start the episodes of some slots and repeat what they had executed; returns those that were given up."""
+        self._displaced |= set(slots)
+        failures: Counter[int] = Counter()
+        while waiting := [slot for slot in slots if slot in self._displaced]:
+            if self._is_broken():
+                for slot in waiting:
+                    self._lose(slot)
+                break
+            errors = self._exchange("begin", {slot: (self.episodes[slot], self.executed[slot]) for slot in waiting})
+            for slot, error in errors.items():
+                failures[slot] += 1
+                if failures[slot] >= tries:
+                    self._lose(slot, error)
+        given_up = {slot for slot in slots if slot in self._lost}
+        if len(given_up) < len(slots):  # the simulator works: others began beside these, whose states are bad
+            for episode in (self.episodes[slot] for slot in given_up):
+                assert episode is not None
+                if self._failed.pop((episode.task_id, episode.trial_id, episode.seed), None) is not None:
+                    self._losses -= 1
+        return given_up
+
+    def _lose(self, slot: int, error: str | None = None) -> None:
+        """Give an episode up; without an error it never had a chance."""
+        self._lost.add(slot)
+        self._displaced.discard(slot)
+        self.errors[slot] = error or "not tried, because the simulator is broken"
+        if error is not None:
+            episode = self.episodes[slot]
+            assert episode is not None
+            self._failed[episode.task_id, episode.trial_id, episode.seed] = error
+            self._losses += 1
+
+    def _is_broken(self) -> bool:
+        """Tell whether too many episodes were lost; the same one again and again counts as well, at some point."""
+        most = MAX_LOST_IN_A_ROW * MAX_FAILURES_IN_A_ROW * len(self.episodes)
+        return len(self._failed) >= MAX_LOST_IN_A_ROW or self._losses >= most
+
+    def _blank(self, slot: int) -> None:
+        """Show nothing of the episode before."""
+        for array in (self.arrays.images, self.arrays.wrist_images, self.arrays.states):
+            array[slot] = 0
+        episode = self.episodes[slot]
+        assert episode is not None
+        task = self.spec.tasks[episode.task_id]
+        self.texts[slot] = task.instructions[0] if task.instructions else task.instruction
+
+    def _exchange(self, command: str, items: Mapping[int, Any]) -> dict[int, str]:
+        """Send one message to every worker concerned and wait for all answers; returns the errors of the guilty slots.
+
+        The innocent ones that had their simulators in a worker that failed are displaced afterwards.
+        """
         asked: dict[int, list[int]] = {}
-        failed: set[int] = set()
+        errors: dict[int, str] = {}
         try:
             for worker, slots in enumerate(self._slots):
                 if mine := [slot for slot in slots if slot in items]:
-                    message = {slot: items[slot] for slot in mine} if command == "reset" else mine
                     asked[worker] = mine
-                    process = self._alive(worker)
-                    process.send(command, (message,), self.step_timeout)
-                    process.busy = mine[0]
+                    self._alive(worker).send(command, ({slot: items[slot] for slot in mine},), self.step_timeout)
             while asked:
                 for worker, answer, error in self._answers(asked):
                     mine = asked.pop(worker)
-                    if error is not None or not answer[0]:
-                        failed |= set(mine)
-                        busy = int(self.arrays.busy[worker])
-                        blamed = [busy] if busy >= 0 else mine
-                        self._replace(worker, self._blame(error or f"failed:\n{answer[1]}", blamed))
-                        continue
-                    texts, errors = answer[1]
-                    for slot, text in texts.items():
-                        self.texts[slot] = text
-                    if errors:
-                        failed |= errors.keys()
-                        self.restarts += len(errors)
-                        slot, traceback = next(iter(errors.items()))
-                        self._count_failure(worker, self._blame(f"failed:\n{traceback.rstrip()}", [slot]))
-                    elif command == "step":
+                    if error is None and answer[0]:
                         self._failures[worker] = 0
+                        texts, failed = answer[1]
+                        for slot, text in texts.items():
+                            self.texts[slot] = text
+                        self._displaced -= texts.keys()
+                        self._displaced |= failed.keys()
+                        self.restarts += len(failed)
+                        for slot, traceback in failed.items():
+                            errors[slot] = self._report(worker, traceback, [slot])
+                        continue
+                    busy = int(self.arrays.busy[worker])
+                    blamed = [busy] if busy >= 0 else mine
+                    failure = self._report(worker, error or answer[1], blamed)
+                    self._replace(worker, failure)
+                    if busy >= 0 or self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
+                        self._failures[worker] = 0
+                        errors |= dict.fromkeys(blamed, failure)
         except BaseException:
             self._abandon(asked)
             raise
-        return sorted(failed)
+        return errors
 
     def _answers(self, asked: Iterable[int]) -> list[tuple[int, Any, str | None]]:
         """Wait for events: ``(worker, (ok, answer), None)``, or an error if it died or ran out of time."""
         processes = {worker: self._alive(worker) for worker in asked}
         timeout = min(process.deadline for process in processes.values()) - time.monotonic()
-        ready = wait([process.connection for process in processes.values()], max(0.0, timeout))
+        wait(processes.values(), timeout)
         events: list[tuple[int, Any, str | None]] = []
         for worker, process in processes.items():
-            if process.connection in ready:
-                try:
-                    events.append((worker, process.receive(), None))
-                except (EOFError, OSError):
-                    events.append((worker, None, "died"))
-            elif time.monotonic() >= process.deadline:
-                busy = int(self.arrays.busy[worker])
-                if busy not in (-1, process.busy):  # many slots take a while: it hangs if it does not get on
-                    process.busy, process.deadline = busy, time.monotonic() + process.allowed
-                    continue
+            try:
+                answer = process.receive()
+            except EOFError:
+                events.append((worker, None, process.how_it_ended()))
+                continue
+            if answer is not None:
+                events.append((worker, answer, None))
+            elif process.hangs():
                 events.append((worker, None, f"gave no answer for {process.allowed:.0f} s"))
         return events
 
@@ -254,88 +385,48 @@ class WorkerPool:
         """Start workers again whose answer nobody waits for any more: it must not be taken for a later one."""
         for worker in workers:
             self._alive(worker).kill()
-            self._gone |= set(self._slots[worker])
+            running = {slot for slot in self._slots[worker] if self.episodes[slot] is not None}
+            self._displaced |= running - self._lost
             self._start(worker)
+            self.arrays.busy[worker] = -1
 
-    def _replace(self, worker: int, error: str) -> None:
-        """Kill a worker that failed and start another; the episodes of all its slots are gone."""
+    def _replace(self, worker: int, failure: str) -> None:
+        """Kill a worker that failed and start another."""
+        started, busy = self._alive(worker).answered, int(self.arrays.busy[worker])
         self._abandon([worker])
-        self.arrays.busy[worker] = -1
         self.restarts += 1
-        self._count_failure(worker, error)
-
-    def _count_failure(self, worker: int, error: str) -> None:
         self._failures[worker] += 1
-        message = f"simulator worker {worker} {error}"
-        if self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
-            raise SimulatorCrash(
-                f"{message}\n  This was failure {self._failures[worker]} in a row. Run `python -m vla_envs` to check "
-                "the simulator; if the machine is only slow, pass a larger step_timeout."
-            )
-        _logger.warning("%s\n  Started again; the episode is lost and counted in env/worker_restarts.", message)
+        if busy < 0 and not started:
+            self._failed["start", self.restarts] = failure
 
-    def _blame(self, error: str, slots: Sequence[int]) -> str:
-        return f"{error}\n  while running {'; '.join(self._describe(slot) for slot in slots)}"
+    def _report(self, worker: int, error: str, slots: Sequence[int]) -> str:
+        """Log an error, perhaps a traceback, with the episodes that are to blame; returns both in one line."""
+        lines = error.strip().splitlines()
+        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+        traceback, error = lines[: frames[-1] + 1] if frames else [], " ".join(lines[frames[-1] + 1 if frames else 0 :])
+        names = "; ".join(self._describe(slot) for slot in slots)
+        message = f"simulator worker {worker}: {error}, while running {names}"
+        _logger.warning("%s", "\n".join([f"{message}. Started again, counted in env/worker_restarts.", *traceback]))
+        return message
 
     def _describe(self, slot: int) -> str:
         episode = self.episodes[slot]
-        if episode is None:
-            return f"slot {slot}"
-        task = self.spec.tasks[episode.task_id].name
-        return f"{self.spec.id} task {task} trial {episode.trial_id} seed {episode.seed}"
+        return f"slot {slot}" if episode is None else self.spec.describe(episode)
 
-    def _alive(self, worker: int) -> _Process:
+    def _alive(self, worker: int) -> WorkerProcess:
         process = self._processes[worker]
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                f"this environment ({self.spec.id}) belongs to process {self._owner}, from which this one was forked; "
+                "make another one here with make_env"
+            )
         if process is None:
             raise RuntimeError(f"this environment ({self.spec.id}) is closed; make a new one with make_env")
         return process
 
     def _start(self, worker: int) -> None:
         assert self._memory is not None
-        self._processes[worker] = _Process(self._memory, {**self._settings, "index": worker}, self.start_timeout)
-
-
-class _Process:
-    """One worker process, its connection and the time by which it has to answer."""
-
-    def __init__(self, memory: int, settings: dict[str, Any], start_timeout: float):
-        self.connection, theirs = Pipe()
-        environment = {**os.environ, **_ONE_THREAD, WORKER: str(settings["index"])}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "vla_envs.workers.worker", str(theirs.fileno()), str(memory)],
-            pass_fds=(theirs.fileno(), memory),
-            stdin=subprocess.DEVNULL,  # nothing a simulator asks can ever wait for an answer
-            env=environment,
+        arrays, settings = self.arrays, {**self._settings, "index": worker}
+        self._processes[worker] = WorkerProcess(
+            self._memory, settings, self.start_timeout, lambda: int(arrays.progress[worker])
         )
-        theirs.close()
-        self._start_timeout = start_timeout  # until the first answer
-        self.allowed, self.deadline = 0.0, float("inf")
-        self.busy = -1  # the slot that it was working on when last looked at
-        self.connection.send(settings)
-
-    def send(self, command: str, arguments: tuple, timeout: float) -> None:
-        """Send a message that has to be answered within ``timeout`` seconds."""
-        self.allowed = timeout + self._start_timeout
-        self.deadline = time.monotonic() + self.allowed
-        with contextlib.suppress(OSError):  # a worker that is dead is noticed when its answer is awaited
-            self.connection.send((command, arguments))
-
-    def receive(self) -> tuple[bool, Any]:
-        answer = self.connection.recv()
-        self._start_timeout = 0.0
-        return answer
-
-    def kill(self) -> None:
-        self._popen.kill()  # also ends a stopped process
-        self._popen.wait()
-        self.connection.close()
-
-    def close(self) -> None:
-        self.send("close", (), timeout=5.0)
-        try:
-            self._popen.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-        self.connection.close()

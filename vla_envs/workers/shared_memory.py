@@ -26,6 +26,7 @@ class SharedArrays:
     successes: np.ndarray  # bool [N, C], after each executed action
     executed: np.ndarray  # bool [N, C]
     busy: np.ndarray  # int64 [N], entry w: the slot that worker w is working on, -1 when idle
+    progress: np.ndarray  # int64 [N], entry w: how many slots and chunks worker w is through with
 
     @classmethod
     def layout(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> dict[str, tuple[tuple[int, ...], type]]:
@@ -40,6 +41,7 @@ class SharedArrays:
             "successes": ((n, c), np.bool_),
             "executed": ((n, c), np.bool_),
             "busy": ((n,), np.int64),
+            "progress": ((n,), np.int64),
         }
 
     @classmethod

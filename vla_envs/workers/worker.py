@@ -1,4 +1,4 @@
-"""The process that runs simulators: ``python -m vla_envs.workers.worker CONNECTION MEMORY``, started by WorkerPool.
+"""The process that runs simulators; :mod:`vla_envs.workers.process` starts it, with its connection and the memory.
 
 It imports numpy and the simulator, never torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import signal
 import sys
 import traceback
@@ -14,7 +15,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
+from vla_envs.workers.answers import WrongAnswer, check_observation, check_outcome
 from vla_envs.workers.shared_memory import SharedArrays
 
 _NO_SLOT = -1  # the simulator of calls
@@ -33,18 +37,23 @@ class Worker:
         self.simulators: dict[int, Simulator] = {}
         self.elapsed: dict[int, int] = {}
 
-    def reset(self, episodes: dict[int, Episode]) -> tuple[dict[int, str], dict[int, str]]:
-        """Begin an episode in each of some slots."""
-        return self._for_each(episodes, self._reset_one)
+    def begin(self, items: dict[int, tuple[Episode, list[np.ndarray]]]) -> tuple[dict[int, str], dict[int, str]]:
+        """Begin an episode in each of some slots, and execute chunks of actions ``[C, A]`` in it."""
+        return self._for_each(items, self._begin_one)
 
-    def step(self, slots: list[int]) -> tuple[dict[int, str], dict[int, str]]:
+    def step(self, slots: dict[int, None]) -> tuple[dict[int, str], dict[int, str]]:
         """Execute the chunks of actions that lie in the shared memory for some slots."""
-        return self._for_each(dict.fromkeys(slots), self._step_one)
+        return self._for_each(slots, lambda slot, _: self._step_one(slot, self.arrays.actions[slot]))
 
     def call(self, function: str, item: Any, arguments: dict[str, Any]) -> Any:
         """Run ``function(simulator, item, **arguments)`` in this process, for work off the beaten track."""
         module, _, name = function.partition(":")
-        return getattr(importlib.import_module(module), name)(self._simulator(_NO_SLOT), item, **arguments)
+        work = getattr(importlib.import_module(module), name)
+        try:
+            return work(self._simulator(_NO_SLOT), item, **arguments)
+        except Exception:
+            self._drop(_NO_SLOT)
+            raise
 
     def close(self) -> None:
         """Free all simulators."""
@@ -59,29 +68,44 @@ class Worker:
             self.arrays.busy[self.index] = slot  # so that the parent knows whom to blame if this kills us
             try:
                 texts[slot] = action(slot, item)
-            except Exception:
+            except WrongAnswer as error:
+                errors[slot] = str(error)
+                self._drop(slot)
+            except (Exception, SystemExit):
                 errors[slot] = traceback.format_exc()
-                broken = self.simulators.pop(slot, None)  # in an unknown state: the next reset builds a new one
-                if broken is not None:
-                    with contextlib.suppress(Exception):
-                        broken.close()
+                self._drop(slot)
+            self.arrays.progress[self.index] += 1
         self.arrays.busy[self.index] = -1
         return texts, errors
 
-    def _reset_one(self, slot: int, episode: Episode) -> str:
+    def _drop(self, slot: int) -> None:
+        """Close a simulator in an unknown state: the next episode builds a new one."""
+        broken = self.simulators.pop(slot, None)
+        if broken is not None:
+            with contextlib.suppress(Exception, SystemExit):
+                broken.close()
+
+    def _begin_one(self, slot: int, item: tuple[Episode, list[np.ndarray]]) -> str:
+        episode, chunks = item
         self._simulator(slot).reset(episode)
         self.elapsed[slot] = 0
-        return self._observe(slot)
+        text = self._observe(slot)
+        for chunk in chunks:
+            for outcome in (self.arrays.rewards, self.arrays.successes, self.arrays.executed):
+                outcome[slot] = 0
+            text = self._step_one(slot, chunk)  # with its frame: all is as it was the first time
+            self.arrays.progress[self.index] += 1
+        return text
 
-    def _step_one(self, slot: int, _: None) -> str:
+    def _step_one(self, slot: int, chunk: np.ndarray) -> str:
         simulator, arrays = self.simulators[slot], self.arrays
-        for position, action in enumerate(arrays.actions[slot]):
-            outcome = simulator.step(action)
-            arrays.rewards[slot, position] = outcome.reward
-            arrays.successes[slot, position] = outcome.success
+        for position, action in enumerate(chunk):
+            reward, success = check_outcome(simulator.step(action))
+            arrays.rewards[slot, position] = reward
+            arrays.successes[slot, position] = success
             arrays.executed[slot, position] = True
             self.elapsed[slot] += 1
-            if outcome.success and not self.ignore_terminations:
+            if success and not self.ignore_terminations:
                 break
             if self.elapsed[slot] == self.spec.max_episode_steps:
                 break
@@ -89,8 +113,8 @@ class Worker:
 
     def _observe(self, slot: int) -> str:
         observation = self.simulators[slot].observe()
+        self.arrays.states[slot] = check_observation(self.spec, observation)
         self.arrays.images[slot] = observation.images
-        self.arrays.states[slot] = observation.states
         if observation.wrist_images is not None:
             self.arrays.wrist_images[slot] = observation.wrist_images
         return observation.task_description
@@ -103,8 +127,10 @@ class Worker:
 
 def main() -> None:
     """Answer messages until one says ``close`` or the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, which then closes us
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business, which then closes us
+    for file in (connection.fileno(), memory):
+        os.set_inheritable(file, False)  # what a simulator starts has no part in them
     try:
         settings = connection.recv()
         arrays = SharedArrays.attach(memory, settings["spec"], settings["num_envs"], settings["chunk_size"])

@@ -28,7 +28,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must be a JSON object; copy it again")

@@ -7,20 +7,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from vla_common.checksums import write_checksums
+from vla_common.tensor_files import check_finite
+from vla_policies.checkpoint.hub import read_json
+from vla_policies.checkpoint.weights import load_file
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FAMILY = "policy"  # entry of config.json
 
 
 def save(folder: str | Path, family: str, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Write a policy of a family: its settings, plain values by name, and its weights."""
+    """Write a policy of a family: its settings, plain values by name, its weights, and the digests of the two files.
+
+    Raises:
+        ValueError: weights that are not finite.
+    """
     folder = Path(folder)
+    check_finite(weights, f"the policy {family!r}")
     folder.mkdir(parents=True, exist_ok=True)
     save_file({key: tensor.contiguous() for key, tensor in weights.items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps({_FAMILY: family, **config}, indent=2) + "\n")
+    write_checksums(folder, (CONFIG, WEIGHTS))
 
 
 def read(folder: Path) -> tuple[str | None, dict[str, Any]]:
@@ -32,10 +42,7 @@ def read(folder: Path) -> tuple[str | None, dict[str, Any]]:
     """
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(_not_a_policy(folder, CONFIG))
-    try:
-        config = dict(json.loads((folder / CONFIG).read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{folder / CONFIG} is not a policy configuration ({error})") from error
+    config = read_json(folder / CONFIG)
     family = config.pop(_FAMILY, None)
     if family is not None and not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(_not_a_policy(folder, WEIGHTS))
@@ -54,12 +61,9 @@ def load(module: nn.Module, folder: Path) -> None:
     """Fill a module with the weights of a folder.
 
     Raises:
-        ValueError: a truncated file, or tensors that are missing, unknown or of another shape.
+        ValueError: a truncated file, or tensors that are missing, unknown, of another shape or not finite.
     """
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} is truncated or no safetensors file ({error}); copy it again") from error
+    weights = load_file(folder / WEIGHTS)
     expected = module.state_dict()
     missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     wrong = [
@@ -76,6 +80,8 @@ def load(module: nn.Module, folder: Path) -> None:
 
 
 def _not_a_policy(folder: Path, file: str) -> str:
+    if (folder / "policy" / CONFIG).is_file():
+        return f"{folder} is not a policy folder but a run's; type policy.checkpoint={folder / 'policy'}"
     return (
         f"{folder} is not a policy folder: it has no {file}; pass an OpenVLA checkpoint, or the folder that "
         "save_pretrained or a recipe wrote, such as runs/ppo/latest/policy"

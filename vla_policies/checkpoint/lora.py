@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,7 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vla_policies.checkpoint.weights import list_weights
+from vla_common.checksums import verify_checksums, write_checksums
+from vla_common.tensor_files import check_finite
+from vla_policies.checkpoint.hub import read_json
+from vla_policies.checkpoint.weights import Entry, list_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -114,23 +118,22 @@ def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) 
 
     Raises:
         FileNotFoundError: the folder is no adapter.
-        ValueError: an adapter of another kind or of another model.
+        ValueError: an adapter of another kind or of another model, or numbers that are none.
     """
-    from peft import LoraConfig
-
     folder = Path(folder)
     for file in (_CONFIG, _WEIGHTS):
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{folder} is not a LoRA adapter: it has no {file}; pass the folder that has it")
-    config = LoraConfig.from_pretrained(str(folder))
-    if config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
-        raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA, modules_to_save and other kinds are refused")
+    verify_checksums(folder)
+    config = _read_config(folder)
     entries = {key.removeprefix(_PREFIX): entry for key, entry in list_weights(folder / _WEIGHTS).items()}
     entries = {key: entry for key, entry in entries.items() if not policy.unused(key)}
     layers = {key.partition(".lora_")[0] for key in entries}
     unknown = sorted(layers - {name for name, _ in policy.model.named_modules()})
     if unknown or not layers:
         raise ValueError(f"{folder} adapts layers that this model does not have: {unknown[:5]}; it is of another model")
+    _check_ranks(folder, config, entries)
+    tensors = {key: entry.check_finite(entry.read()) for key, entry in entries.items()}
     config.target_modules, config.inference_mode = sorted(layers), False
     _inject(policy, config)
     parameters = _adapter_parameters(policy.model)
@@ -143,7 +146,7 @@ def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) 
         raise ValueError(f"{folder} does not fit the model: {wrong[:5]}")
     with torch.no_grad():
         for key, parameter in parameters.items():
-            parameter.copy_(entries[key].read())
+            parameter.copy_(tensors[key])
             parameter.requires_grad_(trainable)
 
 
@@ -155,19 +158,22 @@ def restore_adapter(policy: Adaptable, folder: Path, options: Mapping[str, Any],
         load_adapter(policy, chosen)
 
 
-def save_adapter(policy: Adaptable, folder: str | Path) -> None:
-    """Write the adapter alone, in the layout that ``PeftModel.from_pretrained`` reads.
+def save_adapter(policy: Adaptable, folder: str | Path) -> list[str]:
+    """Write the adapter alone, in the layout that ``PeftModel.from_pretrained`` reads; returns names of the files.
 
     Raises:
-        ValueError: the policy has none.
+        ValueError: the policy has none, or its numbers are not finite.
     """
     config = lora_config(policy)
     folder = Path(folder)
+    check_finite(_adapter_parameters(policy.model), "the adapter")
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     parameters = _adapter_parameters(policy.model)
     tensors = {f"{_PREFIX}{key}": tensor.detach().cpu().contiguous() for key, tensor in parameters.items()}
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    write_checksums(folder, (_CONFIG, _WEIGHTS))
+    return [_CONFIG, _WEIGHTS]
 
 
 def merge_adapter(policy: Adaptable) -> None:
@@ -210,6 +216,41 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
     return {
         key.replace(".base_layer.", "."): tensor for key, tensor in model.state_dict().items() if ".lora_" not in key
     }
+
+
+def _read_config(folder: Path) -> LoraConfig:
+    from peft import LoraConfig
+
+    file = folder / _CONFIG
+    content = read_json(file)
+    if content.get("peft_type") != "LORA" or content.get("use_dora") or content.get("modules_to_save"):
+        raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA, modules_to_save and other kinds are refused")
+    numbers = {name: content.get(name) for name in ("r", "lora_alpha")}
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        entries = content.get(pattern) or {}
+        if not isinstance(entries, dict):
+            raise ValueError(f"{file}: {pattern} is {entries!r}, must be numbers by layer; copy it again")
+        numbers |= {f"{pattern}[{layer}]": value for layer, value in entries.items()}
+    for name, value in numbers.items():
+        kinds = (int,) if name.startswith("r") else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+            wanted = "a whole number" if kinds == (int,) else "a finite number"
+            raise ValueError(f"{file}: {name} is {value!r}, must be {wanted} greater than 0; copy it again")
+    try:
+        return LoraConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} is not a configuration that peft reads ({error}); copy it again") from error
+
+
+def _check_ranks(folder: Path, config: LoraConfig, entries: Mapping[str, Entry]) -> None:
+    """Compare ranks with the tensors before layers of that size are made."""
+    ranks = {entry.shape[0] if entry.shape else 0 for key, entry in entries.items() if ".lora_A." in key}
+    known = {config.r, *(config.rank_pattern or {}).values()}
+    if not known >= ranks or max(known) > max(ranks, default=0):
+        raise ValueError(
+            f"{folder / _CONFIG}: the rank is {sorted(known)}, that of the weights {sorted(ranks)}: they are of "
+            "different adapters; copy both again"
+        )
 
 
 def _inject(policy: Adaptable, config: LoraConfig) -> None:

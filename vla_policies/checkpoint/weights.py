@@ -7,7 +7,7 @@ in the dtype that was asked for, plus one tensor.
 from __future__ import annotations
 
 import json
-import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from vla_common.tensor_files import is_finite, load_tensors
+from vla_policies.checkpoint.hub import read_json
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_SIZE = 5_000_000_000  # bytes
+_SHARD = re.compile(r"[\w][\w.-]*\.safetensors")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -40,6 +44,19 @@ class Entry:
         with _open(self.file) as file:
             return file.get_tensor(self.key)
 
+    def check_finite(self, tensor: Tensor) -> Tensor:
+        """Return what was made of the tensor, if all its numbers are finite.
+
+        Raises:
+            ValueError: they are not; names file and entry.
+        """
+        if not is_finite(tensor):
+            raise ValueError(
+                f"{self.file} has numbers that are not finite in {self.key}: damaged, or of a diverged "
+                "training; copy it again or take another checkpoint"
+            )
+        return tensor
+
 
 def has_weights(folder: str | Path) -> bool:
     """Tell whether ``folder`` has ``model.safetensors`` or the index of its shards."""
@@ -58,10 +75,7 @@ def list_weights(source: str | Path) -> dict[str, Entry]:
         return {entry.key: entry for entry in _entries(source if source.is_file() else source / WEIGHTS)}
     if not (source / INDEX).is_file():
         raise FileNotFoundError(f"{source} has no weights: neither {WEIGHTS} nor {INDEX}; copy the whole checkpoint")
-    try:
-        shard_of = json.loads((source / INDEX).read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{source / INDEX} is not an index of shards ({error!r}); copy it again") from error
+    shard_of = read_index(source / INDEX)
     shards = sorted(set(shard_of.values()))
     missing = [shard for shard in shards if not (source / shard).is_file()]
     if missing:
@@ -73,6 +87,24 @@ def list_weights(source: str | Path) -> dict[str, Entry]:
     if lost:
         raise ValueError(f"the shards of {source} are not those of {INDEX}: they lack {_few(lost)}; copy them again")
     return found
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Read which shard each tensor is in: a name of a file in the same folder.
+
+    Raises:
+        ValueError: it is no such index, or names files elsewhere.
+    """
+    shard_of = read_json(file).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise ValueError(f"{file} is not an index of shards: it has no weight_map of names; copy it again")
+    for key, shard in shard_of.items():
+        if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
+            raise ValueError(
+                f"{file} is not an index of shards: {key} is in {shard!r}, must be the name of a safetensors file in "
+                "the same folder; copy it again"
+            )
+    return shard_of
 
 
 def load_weights(
@@ -100,7 +132,8 @@ def load_weights(
         The unused tensors, on the CPU, for :func:`save_weights`: what is saved is as complete as what was loaded.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`list_weights`; tensors that are missing, unknown or of another shape.
+        FileNotFoundError, ValueError: see :func:`list_weights`; tensors that are missing, unknown, of another shape or
+            not finite.
     """
     entries = source if isinstance(source, Mapping) else list_weights(source)
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
@@ -115,6 +148,7 @@ def load_weights(
         owner, name = module.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2]
         wanted = torch.float32 if dtype is not None and float32(key) else dtype
         tensor = tensor.to(device=device, dtype=wanted if tensor.is_floating_point() else None, copy=True)
+        entry.check_finite(tensor)
         parameter = owner._parameters.get(name)
         if parameter is not None:
             owner._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
@@ -157,21 +191,26 @@ def load_head(module: nn.Module, file: str | Path, *, dtype: torch.dtype | None 
     A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed from the names.
 
     Raises:
-        ValueError: not a file of tensors, or tensors that are missing, unknown or of another shape.
+        ValueError: not a file of tensors, or tensors that are missing, unknown, of another shape or not finite.
     """
     file = Path(file)
-    if file.suffix == ".safetensors":
-        weights = {key: entry.read() for key, entry in list_weights(file).items()}
-    else:
-        try:
-            weights = torch.load(file, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(f"{file} is truncated or not a file of weights ({_first_line(error)})") from error
+    weights = load_file(file) if file.suffix == ".safetensors" else load_tensors(file)
+    for key, tensor in weights.items():
+        Entry(file, key, tuple(tensor.shape), tensor.dtype).check_finite(tensor)
     weights = {key.removeprefix("module.").removeprefix(prefix): tensor for key, tensor in weights.items()}
     shapes = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
     check_layout(shapes, {key: tuple(tensor.shape) for key, tensor in weights.items()}, what=str(file))
     weights = {key: tensor.to(dtype or tensor.dtype, copy=True) for key, tensor in weights.items()}
     module.load_state_dict(weights, assign=True)
+
+
+def load_file(file: Path) -> dict[str, Tensor]:
+    """Read all tensors of a small safetensors file.
+
+    Raises:
+        ValueError: it is truncated, or tensors are not finite.
+    """
+    return {key: entry.check_finite(entry.read()) for key, entry in list_weights(file).items()}
 
 
 def save_weights(
@@ -233,7 +272,7 @@ def _entries(file: Path) -> Iterator[Entry]:
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is truncated or no safetensors file ({error}); copy it again") from error
 
 
@@ -244,10 +283,6 @@ def _bytes(tensor: Tensor) -> int:
 def _few(names: list[str], count: int = 5) -> str:
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _name(source: str | Path | Mapping[str, Entry]) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from vla_common.settings import Count, NonNegative, Positive
-from vla_policies.flow.steps import METHODS
+from annotated_types import Ge, Gt, Le
+
+from vla_common.settings import Count, Length, check_fields
+from vla_policies.checkpoint.settings import SettingError
+
+_Noise = Annotated[float, Ge(0), Le(10)]
+_Deviation = Annotated[float, Gt(0), Le(10)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,38 +36,42 @@ class FlowConfig:
     """
 
     method: Literal["flow_sde", "flow_noise", "flow_cps", "flow_ode"] = "flow_sde"
-    num_steps: Count = 5
-    noise_level: NonNegative = 0.5
-    noise_anneal: tuple[NonNegative, NonNegative, Count] | None = None
-    noise_std_range: tuple[Positive, Positive] = (0.08, 0.16)
+    num_steps: Length = 5
+    noise_level: _Noise = 0.5
+    noise_anneal: tuple[_Noise, _Noise, Count] | None = None
+    noise_std_range: tuple[_Deviation, _Deviation] = (0.08, 0.16)
     joint_log_prob: bool | None = None
     ignore_last: bool = False
     value_head: bool = True
     detach_critic: bool = True
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method is {self.method!r}, must be one of {', '.join(METHODS)}")
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps is {self.num_steps}, must be at least 1 (5 is usual)")
+        check_fields(self)
         if self.stochastic_steps < 1:
-            raise ValueError("no step is left to be stochastic (ignore_last, flow_cps); set num_steps to at least 2")
+            raise SettingError(
+                f"num_steps={self.num_steps}: no step is left to be stochastic (ignore_last, flow_cps); set it to at "
+                "least 2"
+            )
         if self.ignore_last and self.joint:
-            raise ValueError("ignore_last is for one stochastic step per decision; all steps are (joint_log_prob)")
-        for name, count in (("noise_std_range", 2), ("noise_anneal", 3)):
-            numbers = getattr(self, name)
-            if numbers is not None and (not isinstance(numbers, Sequence) or len(numbers) != count):
-                raise ValueError(f"{name} is {numbers!r}, must be {count} numbers")
+            raise SettingError(
+                "ignore_last=True: is for one stochastic step per decision; all steps are (joint_log_prob)"
+            )
+        if self.noise_std_range[0] > self.noise_std_range[1]:
+            smallest, largest = self.noise_std_range
+            raise SettingError(f"noise_std_range={[smallest, largest]}: smallest first; write {[largest, smallest]}")
         levels = [self.noise_level] if self.noise_anneal is None else list(self.noise_anneal[:2])
         if self.method == "flow_cps" and max(levels) > 1:
-            raise ValueError(f"noise_level is {max(levels)}: flow_cps renews a share of the noise, at most 1")
+            raise SettingError(f"noise_level={max(levels)}: flow_cps renews a share of the noise, at most 1")
         if self.method in ("flow_sde", "flow_cps") and min(levels) <= 0:
-            raise ValueError(
-                f"noise_level is {min(levels)}: {self.method} then has no log-probability; set it above 0 (0.5 is "
+            raise SettingError(
+                f"noise_level={min(levels)}: {self.method} then has no log-probability; set it above 0 (0.5 is "
                 "usual), or method='flow_ode' for evaluation alone"
             )
-        if self.noise_anneal is not None and self.noise_anneal[2] < 1:
-            raise ValueError(f"noise_anneal is {list(self.noise_anneal)}: the third number, iterations, must be >= 1")
+        if self.noise_anneal is not None and self.noise_anneal[0] < self.noise_anneal[1]:
+            first, last, iterations = self.noise_anneal
+            raise SettingError(
+                f"noise_anneal={[first, last, iterations]}: the noise level falls; write {[last, first, iterations]}"
+            )
 
     @property
     def stochastic_steps(self) -> int:

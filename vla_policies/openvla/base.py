@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
+from vla_common.checksums import verify_checksums, write_checksums
+from vla_common.tensor_files import check_finite
 from vla_common.texts import to_strings
+from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
@@ -22,6 +25,7 @@ from vla_policies.checkpoint.weights import load_weights
 from vla_policies.nn.value_head import ValueHead
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.describe import describe
+from vla_policies.openvla.film import FILE as FILM_FILE
 from vla_policies.openvla.film import Adapted, write_film
 from vla_policies.openvla.folder import VALUE_HEAD, OpenVLAFolder, family_of
 from vla_policies.openvla.loading import empty_model, load_heads, save_heads, unused_by
@@ -142,6 +146,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
             FileNotFoundError: no checkpoint, or a part of it is missing.
             ValueError: settings, statistics, tokenizer or weights that do not fit.
         """
+        verify_checksums(folder := resolve(folder))
         checkpoint = OpenVLAFolder.read(folder, cls.family)
         merged, stored = merge_settings(cls, checkpoint.path, checkpoint.options, settings)
         if "benchmark" not in merged:
@@ -166,20 +171,27 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
 
         A LoRA adapter goes into ``lora_adapter/``; merge it first
         (:func:`vla_policies.checkpoint.lora.merge_adapter`) for weights that any OpenVLA code can load.
+
+        Raises:
+            ValueError: weights that are not finite.
         """
         folder, lora = Path(folder), has_lora(self)
+        check_finite(self.state_dict(), f"the policy {self.family!r}")
         weights = {**plain_weights(self.model), **self.unused_tensors}
         if self.value_head is not None:
             weights |= {f"{VALUE_HEAD}{key}": tensor for key, tensor in self.value_head.state_dict().items()}
         dtype = dtype_name(self.model.language_model.model.norm.weight.dtype)
         options = {"family": self.family, **asdict(self.config), "dtype": dtype, ADAPTER: lora}
+        files = []
         if self.film is not None:
             folder.mkdir(parents=True, exist_ok=True)
             weights = write_film(folder, weights, self.film)
-        self.folder.write(folder, weights=weights, options=options)
-        save_heads(folder, self.heads())
+            files.append(FILM_FILE)
+        files += self.folder.write(folder, weights=weights, options=options)
+        files += save_heads(folder, self.heads())
         if lora:
-            save_adapter(self, folder / ADAPTER)
+            files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
+        write_checksums(folder, files)
 
     def heads(self) -> dict[str, nn.Module | None]:
         """Return heads that have files of their own, by the names of these."""

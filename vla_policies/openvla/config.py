@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from vla_common.settings import Count, Positive, Whole
-from vla_policies.processing.images import RESIZES
+from annotated_types import Ge, Gt, Le
+
+from vla_common.settings import Count, Length, check_fields
+from vla_policies.checkpoint.settings import SettingError
+
+Prompt = Annotated[int, Ge(1), Le(8192)]  # tokens
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class OpenVLAConfig:
         center_crop: keep the central 0.9 of each image's area, as for checkpoints trained with random crops.
         fast_resize: resize bicubically a few times faster, with pixels a little off those of the reference.
         temperature: of the sampling policy, in the rollout and in the update.
-        top_k: draw from the likeliest ``top_k`` tokens only, in the rollout and in the update; 0 for all.
+        top_k: draw from the likeliest ``top_k`` of the 256 tokens only, in the rollout and in the update; 0 for all.
         value_head: build a value head; it starts afresh if the checkpoint has none.
         gradient_checkpointing: recompute activations in the update instead of keeping them.
     """
@@ -33,27 +37,21 @@ class OpenVLAConfig:
     benchmark: str
     unnorm_key: str | None = None
     statistics: Literal["q99", "min_max"] = "q99"
-    action_dim: Count | None = None
-    max_prompt_length: Count = 128
+    action_dim: Length | None = None
+    max_prompt_length: Prompt = 128
     image_resize: Literal["bicubic", "lanczos3"] = "bicubic"
     center_crop: bool = False
     fast_resize: bool = False
-    temperature: Positive = 1.0
-    top_k: Whole = 0
+    temperature: Annotated[float, Gt(0), Le(100)] = 1.0
+    top_k: Annotated[int, Ge(0), Le(256)] = 0
     value_head: bool = True
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        if self.image_resize not in RESIZES:
-            raise ValueError(f"image_resize is {self.image_resize!r}, must be {' or '.join(map(repr, RESIZES))}")
-        for name in ("center_crop", "fast_resize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, must be True or False; leave it out for the checkpoint's"
-                )
+        check_fields(self)
         if self.fast_resize and self.image_resize != "bicubic":
-            raise ValueError(
-                f"fast_resize is bicubic and image_resize is {self.image_resize!r}, the checkpoint's own; leave "
+            raise SettingError(
+                f"fast_resize=True: is bicubic and image_resize is {self.image_resize!r}, the checkpoint's own; leave "
                 "fast_resize out, or set image_resize='bicubic' for other pixels"
             )
 
@@ -79,24 +77,18 @@ class OpenVLAOFTConfig(OpenVLAConfig):
 
     head: Literal["tokens", "l1"] = "tokens"
     layout: Literal["official", "rlinf"] = "official"
-    num_action_chunks: Count = 8
+    num_action_chunks: Length = 8
     num_images_in_input: Count = 1
     use_proprio: bool = False
-    proprio_dim: Count | None = None
+    proprio_dim: Length | None = None
     use_film: bool = False
     value_per_action: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, choices in (("head", ("tokens", "l1")), ("layout", ("official", "rlinf"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, must be {' or '.join(map(repr, choices))}")
         if self.head == "l1" and self.layout != "official":
-            raise ValueError("the L1 head was trained with layout='official'; leave layout out")
-        if self.num_action_chunks < 1 or self.num_images_in_input < 1:
-            raise ValueError(
-                f"num_action_chunks is {self.num_action_chunks} and num_images_in_input {self.num_images_in_input}, "
-                "both must be at least 1"
+            raise SettingError(
+                f"layout={self.layout!r}: the L1 head was trained with layout='official'; leave layout out"
             )
 
 

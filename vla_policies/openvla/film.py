@@ -8,7 +8,6 @@ Source: the layout of openvla-oft; FiLM: Perez et al. 2018, arXiv 1709.07871.
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vla_common.tensor_files import load_tensors
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.nn.dino_siglip_config import PREFIX
 
@@ -58,11 +58,7 @@ def read_film(file: Path) -> tuple[dict[str, Entry], Adapted]:
     Raises:
         ValueError: the file is truncated, or no vision backbone with FiLM.
     """
-    try:
-        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{file} is truncated or not a file of weights ({reason}); copy it again") from error
+    stored = load_tensors(file, mmap=True)
     if not any(name.endswith(".scale.weight") for name in stored):
         raise ValueError(f"{file} has no FiLM layers (blocks.N.scale); it is not the file of an OpenVLA-OFT checkpoint")
     entries: dict[str, Entry] = {}
@@ -73,7 +69,13 @@ def read_film(file: Path) -> tuple[dict[str, Entry], Adapted]:
         ours, lora = _THEIR_BLOCK.sub(r".blocks.\1.", name).replace(_BASE, "."), None
         layer = name.partition(_BASE)[0]
         if name.endswith(f"{_BASE}weight") and f"{layer}{_LORA_A}" in stored:
-            lora = stored[f"{layer}{_LORA_A}"], stored[f"{layer}{_LORA_B}"]
+            lora = stored[f"{layer}{_LORA_A}"], stored.get(f"{layer}{_LORA_B}", tensor.new_empty(0, 0))
+            if (
+                not len(lora[0])
+                or tensor.shape != (len(lora[1]), lora[0].shape[-1])
+                or lora[1].shape[1:] != lora[0].shape[:1]
+            ):
+                raise ValueError(f"{file} has an adapter that does not fit its layer, {layer}; copy it again")
             layers.add(ours.removesuffix(".weight"))
             rank = len(lora[0])
         entries[ours] = _Merged(file, name, tuple(tensor.shape), tensor.dtype, tensor, lora)

@@ -143,7 +143,7 @@ class OpenVLAFolder:
         weights: Mapping[str, Tensor],
         options: Mapping[str, Any],
         max_shard_size: int = MAX_SHARD_SIZE,
-    ) -> Path:
+    ) -> list[str]:
         """Write a folder in this layout: configuration, statistics, tokenizer, options and weights.
 
         Heads in files of their own (``action_head--*``) are written by the policy that has them.
@@ -154,6 +154,9 @@ class OpenVLAFolder:
                 :func:`~vla_policies.checkpoint.weights.load_weights` returned as unused.
             options: for ``vla_torchrl.json``.
             max_shard_size: in bytes.
+
+        Returns:
+            Names of the files.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,8 +166,13 @@ class OpenVLAFolder:
         config = {**self.config, "torch_dtype": str(dtype).removeprefix("torch.")}
         for name, entries in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
             (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
-        save_weights(weights, folder, max_shard_size=max_shard_size)
-        return folder
+        return [
+            *self.files,
+            "config.json",
+            _STATISTICS,
+            OPTIONS,
+            *save_weights(weights, folder, max_shard_size=max_shard_size),
+        ]
 
 
 def family_of(folder: Path) -> str | None:

@@ -68,12 +68,15 @@ def load_heads(checkpoint: OpenVLAFolder, heads: Mapping[str, nn.Module | None],
         load_head(value_head, checkpoint.value_head, dtype=torch.float32, prefix=VALUE_HEAD)
 
 
-def save_heads(folder: Path, heads: Mapping[str, nn.Module | None]) -> None:
-    """Write the heads that have files of their own, instead of those that are there."""
+def save_heads(folder: Path, heads: Mapping[str, nn.Module | None]) -> list[str]:
+    """Write the heads that have files of their own, instead of those that are there; returns names of the files."""
+    written = []
     for name, head in heads.items():
         if head is None:
             continue
         for stale in folder.glob(f"{name}--*"):
             stale.unlink()
         tensors: dict[str, Tensor] = {key: tensor.detach().cpu() for key, tensor in head.state_dict().items()}
-        torch.save(tensors, folder / f"{name}--latest_checkpoint.pt")
+        written.append(f"{name}--latest_checkpoint.pt")
+        torch.save(tensors, folder / written[-1])
+    return written

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from vla_common.settings import Count, NonNegative
+from vla_common.settings import Length, NonNegative
+from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.config import FlowConfig
 
 SLOTS = 3  # of the model, for images: base, left wrist, right wrist
@@ -38,10 +39,10 @@ class Pi0Config(FlowConfig):
     benchmark: str
     config_name: str
     norm_stats_id: str | None = None
-    action_horizon: Count | None = None
-    num_action_chunks: Count = 5
+    action_horizon: Length | None = None
+    num_action_chunks: Length = 5
     num_images_in_input: Annotated[int, Ge(1), Le(SLOTS)] = 1
-    max_prompt_length: Count | None = None
+    max_prompt_length: Annotated[int, Ge(1), Le(8192)] | None = None
     train_expert_only: bool = True
     prefix_cache_gb: NonNegative = 4.0
     value_after_vlm: Literal["mean", "last", "first"] | None = None
@@ -50,9 +51,8 @@ class Pi0Config(FlowConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.num_images_in_input <= SLOTS:
-            raise ValueError(f"num_images_in_input is {self.num_images_in_input}, the model has {SLOTS} slots: 1 to 3")
-        if self.value_after_vlm not in (None, "mean", "last", "first"):
-            raise ValueError(f"value_after_vlm is {self.value_after_vlm!r}, must be 'mean', 'last', 'first' or null")
         if self.chunk_critic_input and self.value_after_vlm is not None:
-            raise ValueError("chunk_critic_input is for a value head on the action expert; value_after_vlm is set")
+            raise SettingError(
+                f"chunk_critic_input=True: is for a value head on the action expert; value_after_vlm="
+                f"{self.value_after_vlm!r}"
+            )

@@ -24,6 +24,7 @@ from vla_policies.checkpoint.hub import read_json, resolve
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
 from vla_policies.pi0.heads import StoredHeads, is_head
 from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
+from vla_policies.processing.normalization import check_order, numbers
 
 OPTIONS = "vla_torchrl.json"
 TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
@@ -67,14 +68,23 @@ class Pi0Statistics:
         """Refuse statistics of another robot.
 
         Raises:
-            ValueError: entries are missing, or have fewer numbers than the benchmark.
+            ValueError: entries are missing, have fewer numbers than the benchmark, or are no statistics.
         """
         names = ("q01", "q99") if self.quantiles else ("mean", "std")
         for what, size in (("state", state_dim), ("actions", action_dim)):
-            entry = self.raw.get(what, {})
-            if any(not isinstance(entry.get(name), list) for name in names):
+            entry = self.raw.get(what) if isinstance(self.raw, Mapping) else None
+            if not isinstance(entry, Mapping) or any(name not in entry for name in names):
                 raise ValueError(f"norm_stats of {self.key!r} have no {' and '.join(names)} of {what}")
-            shortest = min(len(entry[name]) for name in names)
+            of = f"norm_stats of {self.key!r}, {what}"
+            first, second = (numbers(entry[name], f"{of}: {name}") for name in names)
+            if self.quantiles:
+                check_order(first[:size], second[:size], of, names)
+            elif min(second[:size], default=1.0) < 0 or not any(second[:size]):
+                raise ValueError(
+                    f"{of}: std is {list(second[:size])}, must be greater than 0 (0 where a dimension never moves); "
+                    "copy the statistics again"
+                )
+            shortest = min(len(first), len(second))
             if shortest < size:
                 raise ValueError(
                     f"norm_stats of {self.key!r} have {shortest} numbers of {what}, the benchmark has "
@@ -164,7 +174,7 @@ class Pi0Folder:
 
     def write(
         self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], config: Mapping[str, Any]
-    ) -> Path:
+    ) -> list[str]:
         """Write a folder in this layout.
 
         Args:
@@ -172,9 +182,13 @@ class Pi0Folder:
             weights: by the names of the module, the unused ones included.
             options: for ``vla_torchrl.json``.
             config: entries of ``config.json`` to set.
+
+        Returns:
+            Names of the files.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        files = [TOKENIZERS[0], "config.json", OPTIONS, *(f"assets/{key}/{_STATISTICS}" for key in self.statistics)]
         for key, entry in self.statistics.items():
             place = folder / "assets" / key
             place.mkdir(parents=True, exist_ok=True)
@@ -183,8 +197,7 @@ class Pi0Folder:
         (folder / "config.json").write_text(json.dumps({**self.config, **config}, indent=2) + "\n")
         (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
         stored = {LM_HEAD if key == EMBEDDINGS else key: tensor for key, tensor in weights.items()}
-        save_weights(stored, folder, max_shard_size=sys.maxsize)  # the official loader wants one file
-        return folder
+        return [*files, *save_weights(stored, folder, max_shard_size=sys.maxsize)]  # the official loader wants one
 
 
 def _statistics(folder: Path) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class StoredHeads:
             expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
             found = {key: entry.shape for key, entry in entries.items()}
             check_layout(expected, found, what=f"the {head} of {self.path}")
-            module.load_state_dict({key: entry.read() for key, entry in entries.items()})
+            module.load_state_dict({key: entry.check_finite(entry.read()) for key, entry in entries.items()})
 
     def describe(self) -> str:
         """Say which heads there are and where."""
@@ -155,13 +155,14 @@ def is_head(key: str) -> bool:
     return bool(_RLINF_VALUE.fullmatch(key) or _RLINF_NOISE.fullmatch(key)) or key in _RLINF_LOG_VARIANCES
 
 
-def save_heads(folder: Path, heads: Mapping[str, nn.Module | None], noise_level: Tensor) -> None:
-    """Write the heads that a policy has, and its noise level."""
+def save_heads(folder: Path, heads: Mapping[str, nn.Module | None], noise_level: Tensor) -> str:
+    """Write the heads that a policy has, and its noise level; returns the name of the file."""
     tensors = {_NOISE_LEVEL: noise_level}
     for name, module in heads.items():
         if module is not None:
             tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / HEADS)
+    return HEADS
 
 
 def _built(heads: Mapping[str, nn.Module | None]) -> list[str]:

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
+from vla_common.checksums import verify_checksums, write_checksums
+from vla_common.tensor_files import check_finite
 from vla_common.texts import to_strings
+from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
@@ -137,6 +140,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
 
         Norms and what actions, state and time are projected with are float32 too, whatever ``dtype`` is.
         """
+        verify_checksums(folder := resolve(folder))
         checkpoint = Pi0Folder.read(folder)
         merged, _ = merge_settings(cls, checkpoint.path, checkpoint.options, settings)
         for name, example in (("benchmark", "libero"), ("config_name", "pi05_libero")):
@@ -162,18 +166,24 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         return policy
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the checkpoint's layout; heads go into a file of their own, an adapter into ``lora_adapter/``."""
+        """Write the checkpoint's layout; heads go into a file of their own, an adapter into ``lora_adapter/``.
+
+        Raises:
+            ValueError: weights that are not finite.
+        """
         folder, lora = Path(folder), has_lora(self)
+        check_finite(self.state_dict(), f"the policy {self.family!r}")
         options = {"family": self.family, **asdict(self.config), "dtype": dtype_name(self.model.dtype), ADAPTER: lora}
         config = {
             "action_horizon": self.horizon,
             "vision_heads": self.model.config.vision.heads,
             "model_type": self.family,
         }
-        self.folder.write(folder, {**plain_weights(self.model), **self.unused_tensors}, options, config)
-        save_heads(folder, self.heads(), self.noise_level)
+        files = self.folder.write(folder, {**plain_weights(self.model), **self.unused_tensors}, options, config)
+        files.append(save_heads(folder, self.heads(), self.noise_level))
         if lora:
-            save_adapter(self, folder / ADAPTER)
+            files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
+        write_checksums(folder, files)
 
     def heads(self) -> dict[str, nn.Module | None]:
         """Return what is trained beside the model, by name."""

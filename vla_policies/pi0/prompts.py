@@ -30,7 +30,10 @@ class Pi0Prompts:
         try:
             self._tokenizer = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise ValueError(f"the tokenizer is no sentencepiece file ({error}); copy it again") from error
+            raise ValueError(
+                f"the tokenizer (paligemma_tokenizer.model, or tokenizer.model) is no sentencepiece file ({error}); "
+                "copy it again"
+            ) from error
         if self._tokenizer.bos_id() != BOS:
             raise ValueError(f"the tokenizer is not PaliGemma's: <bos> is {self._tokenizer.bos_id()}, must be {BOS}")
         self.max_length = max_length

@@ -7,7 +7,8 @@ bounds are the 1st and 99th percentile of the training data (kind ``q99``, most 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,12 +83,15 @@ class ActionStatistics:
             kind: ``q99`` or ``min_max``.
 
         Raises:
-            ValueError: an unknown kind or key (the message lists what there is), or numbers that are missing.
+            ValueError: an unknown kind or key (the message lists what there is), or numbers that are missing, not
+                finite or inverted.
         """
         if kind not in KINDS:
             raise ValueError(f"unknown kind of statistics {kind!r}; there are {sorted(KINDS)}")
         key = select_statistics(statistics, unnorm_key)
         entry = statistics[key]
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"the statistics {key!r} are {entry!r}, must have an entry {ACTION!r}; copy them again")
         proprio = _bounds(entry, PROPRIO, kind, key) if entry.get(PROPRIO) else None
         return cls(key, kind, _bounds(entry, ACTION, kind, key), proprio)
 
@@ -136,10 +140,45 @@ def select_statistics(statistics: Mapping[str, Any], unnorm_key: str | None) -> 
 
 def _bounds(statistics: Mapping[str, Any], what: str, kind: str, key: str) -> Bounds:
     entry, names = statistics.get(what, {}), KINDS[kind]
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"the statistics {key!r} of {what} are {entry!r}, must be lists by name; copy them again")
     if any(name not in entry for name in names):
         raise ValueError(f"the statistics {key!r} have no {' and '.join(names)} of {what}; they have {sorted(entry)}")
-    low, high = (tuple(float(value) for value in entry[name]) for name in names)
-    mask = tuple(bool(value) for value in entry.get("mask", [True] * len(low)))
+    low, high = (numbers(entry[name], f"the statistics {key!r} of {what}: {name}") for name in names)
+    mask = tuple(entry.get("mask", [True] * len(low)))
+    if not all(isinstance(value, bool) for value in mask):
+        raise ValueError(f"the statistics {key!r} of {what}: mask is {list(mask)}, must be true or false each")
     if not len(low) == len(high) == len(mask):
         raise ValueError(f"the statistics {key!r} of {what} differ in length: {len(low)}, {len(high)}, {len(mask)}")
+    check_order(low, high, f"the statistics {key!r} of {what}", names)
     return Bounds(low, high, mask)
+
+
+def numbers(values: Any, what: str) -> tuple[float, ...]:
+    """Return a list of finite numbers, at least one.
+
+    Raises:
+        ValueError: it is something else; the message begins with ``what``.
+    """
+    plain = isinstance(values, list | tuple) and all(type(value) in (int, float) for value in values)
+    if not plain or not values or not all(map(math.isfinite, values)):
+        shown = repr(values)
+        raise ValueError(
+            f"{what} is {shown[:100]}{'...' if len(shown) > 100 else ''}, must be a list of finite numbers; copy the "
+            "statistics again"
+        )
+    return tuple(map(float, values))
+
+
+def check_order(low: Sequence[float], high: Sequence[float], what: str, names: Sequence[str]) -> None:
+    """Refuse bounds of which the lower is the higher. Equal they are where a dimension never moved.
+
+    Raises:
+        ValueError: names the dimensions; the message begins with ``what``.
+    """
+    inverted = [index for index, (one, other) in enumerate(zip(low, high, strict=False)) if one > other]
+    if inverted:
+        raise ValueError(
+            f"{what} are inverted in dimensions {inverted}: {names[0]} is greater than {names[1]}; copy the statistics "
+            "again"
+        )

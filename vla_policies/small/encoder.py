@@ -84,6 +84,11 @@ class SmallEncoder(nn.Module):
         self.state_std.copy_(state_std)
 
     def forward(self, images: Tensor, states: Tensor, prompt_tokens: Tensor) -> Tensor:
+        if images.dtype != torch.uint8:
+            raise ValueError(
+                f"images are uint8 [N, H, W, 3] from 0 to 255, got {images.dtype}; of values from 0 to 1 pass (255 * "
+                "images).to(torch.uint8)"
+            )
         tokens = (
             self.vision(images),
             self.text_projection(self.text(prompt_tokens)),

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from vla_common import keys
-from vla_common.settings import Count
+from vla_common.settings import Length, Width
 from vla_common.texts import to_strings
+from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.config import FlowConfig
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import embed_time
@@ -41,19 +42,19 @@ class SmallFlowConfig(FlowConfig):
     action_low: tuple[float, ...]
     action_high: tuple[float, ...]
     state_dim: int
-    chunk_size: Count = 5
-    dim: Count = 128
-    layers: Count = 2
-    heads: Count = 4
-    channels: tuple[Count, Count, Count] = (16, 32, 48)
-    keypoints: Count = 32
-    text_buckets: Annotated[int, Ge(2)] = 2048
+    chunk_size: Length = 5
+    dim: Width = 128
+    layers: Annotated[int, Ge(1), Le(100)] = 2
+    heads: Width = 4
+    channels: tuple[Width, Width, Width] = (16, 32, 48)
+    keypoints: Width = 32
+    text_buckets: Annotated[int, Ge(2), Le(1_000_000)] = 2048
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self)
         if self.dim % 2:
-            raise ValueError(f"dim is {self.dim}, must be even: half of it are sines of the time, half cosines")
+            raise SettingError(f"dim={self.dim}: must be even: half of it are sines of the time, half cosines")
 
 
 class SmallFlow(FlowPolicy):

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
 from vla_common.schema import EnvironmentShape
-from vla_common.settings import Count
+from vla_common.settings import Length, Width, check_fields
 from vla_common.texts import to_strings
 from vla_policies.policy import VLAPolicy
 from vla_policies.processing.action_tokens import ActionBins
@@ -50,18 +50,19 @@ class SmallVLAConfig:
     action_low: tuple[float, ...]
     action_high: tuple[float, ...]
     state_dim: int
-    chunk_size: Count = 5
-    num_bins: Annotated[int, Ge(2)] = 256
-    dim: Count = 128
-    layers: Count = 2
-    heads: Count = 4
-    channels: tuple[Count, Count, Count] = (16, 32, 48)
-    keypoints: Count = 32
-    text_buckets: Annotated[int, Ge(2)] = 2048
+    chunk_size: Length = 5
+    num_bins: Annotated[int, Ge(2), Le(65_536)] = 256
+    dim: Width = 128
+    layers: Annotated[int, Ge(1), Le(100)] = 2
+    heads: Width = 4
+    channels: tuple[Width, Width, Width] = (16, 32, 48)
+    keypoints: Width = 32
+    text_buckets: Annotated[int, Ge(2), Le(1_000_000)] = 2048
     critic_detach: bool = True
     value_per_action: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_sizes(self)
 
 

@@ -1,0 +1,78 @@
+"""Recipes as programs of their own: no forks of a warm process, and what only a real process shows."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from paths import RECIPES, ROOT
+from running import TOY, recipe
+
+from vla_common.program import INTERRUPTED, UNREAD, WRONG_USE
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def refused(done):
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: "), line
+    assert done.returncode == WRONG_USE
+    return line
+
+
+def test_a_misspelt_task_is_one_line(tmp_path):
+    line = refused(recipe("ppo", tmp_path / "run", "env.id=metaworld/reech-v3"))
+    assert line.startswith(
+        "error: env.id=metaworld/reech-v3: unknown Meta-World suite or task 'reech-v3'; did you mean reach-v3"
+    )
+
+
+def test_an_interpreter_without_the_packages_says_which_to_type(tmp_path):
+    """Not even ours: -S leaves out what is installed, -E what PYTHONPATH names."""
+    for name in ("ppo", "grpo", "sft", "evaluate"):
+        command = [sys.executable, "-S", "-E", RECIPES / f"{name}.py", "seed=1"]
+        line = refused(subprocess.run(command, capture_output=True, text=True, cwd=tmp_path))
+        assert "No module named 'vla_common' in " in line
+        assert sys.executable in line
+        assert ".venv/bin/python" in line
+
+
+def test_an_interpreter_without_hydra_says_so(tmp_path):
+    command = [sys.executable, "-S", RECIPES / "ppo.py", "seed=1"]
+    line = refused(subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT))
+    assert "No module named 'hydra' in " in line
+    assert "docs/install.md" in line
+
+
+def test_who_stops_reading_gets_no_traceback():
+    """``python recipes/ppo.py --cfg job | head``: the pipe is closed before anything is written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, RECIPES / "ppo.py", "--cfg", "job"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == UNREAD
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
+def test_ctrl_c_before_work_is_one_line(seconds, tmp_path):
+    command = [sys.executable, RECIPES / "ppo.py", *TOY, f"hydra.run.dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)  # while it imports
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert err == "error: interrupted before work began; the same command starts again\n"
+    assert process.returncode == INTERRUPTED
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_mistake_that_all_processes_see_is_said_once(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", RECIPES / "ppo.py"]
+    command += ["optim.lr=abc", f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert said == ["error: optim.lr=abc: must be a valid number"], done.stderr
+    assert done.returncode

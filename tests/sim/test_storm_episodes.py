@@ -1,0 +1,56 @@
+"""Bad initial states and simulators that fail often: a part of ``benchmarks/storm/episodes.py``, and by hand."""
+
+import pytest
+
+from benchmarks.storm import episodes
+from benchmarks.storm.toy import TRIALS, make_toy_env, straight, tiny_policy, toy_spec
+from vla_algos import StepCollector, evaluate, gae, record_demonstrations
+from vla_algos.metrics import env_metrics, rollout_metrics
+from vla_common.keys import CRASHED, NEXT, STEP_MASK
+from vla_envs import Episode, SimulatorCrash
+
+
+def test_storm():
+    tally = episodes.run(15, seed=1)
+    assert tally.clean, tally.failures
+
+
+def test_one_bad_state_costs_one_episode_whatever_there_is_beside_it(tmp_path):
+    """Half of the states that 32 slots begin with: no reason to call the simulator broken."""
+    bad = {trial: ("raise", 0, 0) for trial in range(0, TRIALS, 2)}
+    env = make_toy_env(toy_spec(bad, tmp_path), 32, 2)
+    result = evaluate(env, straight, [Episode(0, trial, 3) for trial in range(TRIALS)])
+    assert [episode.crashed for episode in result.episodes] == [trial in bad for trial in range(TRIALS)]
+    assert {episode.attempts for episode in result.episodes} == {1}
+    for episode in result.crashed:
+        assert f"this state cannot be simulated: trial {episode.episode.trial_id}, step 0" in episode.error
+    env.close()
+
+
+def test_a_batch_in_which_every_episode_crashed(tmp_path):
+    spec = toy_spec({trial: ("raise", 0, 0) for trial in range(TRIALS)}, tmp_path)
+    policy = tiny_policy(spec)
+    env = make_toy_env(spec, 2, 1, seed=0)
+    batch = StepCollector(env, policy, 3).rollout()
+    assert batch[NEXT, CRASHED].all()
+    assert not batch[NEXT, STEP_MASK].any()
+    assert env_metrics(batch) == {"env/num_episodes": 0, "env/crashed_episodes": 6}
+    assert not any(metric == metric for metric in rollout_metrics(gae(batch)).values())
+    env.close()
+
+
+def test_demonstrations_that_crash_are_left_out_and_counted(tmp_path):
+    bad = {3: ("raise", 0, 0), 7: ("exit", 2, 0), 9: ("raise", 1, 1), 11: ("exit", 0, 2)}  # the last two come to work
+    spec = toy_spec(bad, tmp_path)
+    policy, env, solved = tiny_policy(spec), make_toy_env(spec, 2, 2), []
+    wanted = [Episode(0, trial, 3) for trial in range(12)]
+    with pytest.warns(UserWarning, match=r"2 of 12 demonstrations crashed and are left out: the first is task left"):
+        found = record_demonstrations(env, policy, wanted, noise=0.0, on_episode=solved.append)
+    assert sorted(solved) == [False] * 2 + [True] * 10
+    kept = [episode for episode in wanted if episode.trial_id not in (3, 7)]
+    alone = make_toy_env(toy_spec({}, tmp_path), 1, 1)
+    assert (found == record_demonstrations(alone, policy, kept, noise=0.0)).all()
+    with pytest.raises(SimulatorCrash, match="all of the first 1 failed like this"):
+        record_demonstrations(env, policy, wanted[3:4])
+    for used in (env, alone):
+        used.close()

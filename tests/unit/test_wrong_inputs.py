@@ -1,0 +1,294 @@
+"""What a user types wrong is one line ``error: ...`` and status 2, before any simulator starts; the words of each line.
+
+The line says what is wrong, what would be right, and what to type.
+"""
+
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from forked import ForkedPrograms
+from openvla_checkpoint import make_checkpoint
+from paths import ROOT
+from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
+from running import recipe_here
+
+from vla_algos.parallel import ProcessLost
+from vla_algos.run import phase, program
+from vla_algos.run.checkpoints import CheckpointError
+from vla_algos.run.explanations import explain
+from vla_common.program import FAILED, INTERRUPTED, WRONG_USE, one_line, report
+from vla_policies import SmallVLA, SmallVLAConfig
+
+BEFORE_WORK = {".hydra", "config.yaml", "run.json", ".lock"}  # and the log of Hydra's
+
+NAMES = [  # what is typed, and the words that the line has
+    ("ppo env=metaworl_button", "unknown env 'metaworl_button'; did you mean metaworld_button"),
+    ("ppo launcher=slurmm", "unknown launcher 'slurmm'; did you mean slurm"),
+    ("ppo experiment=metaworld_faucet_ppo", "unknown experiment .* did you mean metaworld_faucets_ppo_small"),
+    ("ppo policy=smal", "unknown policy 'smal'; did you mean small"),
+    ("ppo polcy=small", "unknown setting 'polcy'; did you mean policy"),
+    ("ppo optim.lrr=1", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),
+    ("ppo optim.learning_rate=1", r"unknown setting 'optim\.learning_rate'; did you mean optim\.lr or"),
+    ("ppo +optim.learning_rate=1", r"unknown setting 'optim\.learning_rate'; did you mean optim\.lr or"),
+    ("ppo env=metaworld_faucets env.image_sise=3", r"did you mean env\.image_size"),
+    ("ppo +env.img_size=3", r"unknown setting 'env\.img_size'; did you mean env\.image_size"),
+    ("ppo launcher.gpu=1", r"launcher=slurm has launcher\.gpus: type launcher=slurm launcher\.gpus=VALUE"),
+    ("ppo launcher=slurm launcher.gpu=1", r"did you mean launcher\.gpus"),
+    ("ppo policy.lora_rank=8", "policy=openvla has policy.lora_rank: type policy=openvla"),
+    ("ppo env.id=metaworld/reach-v2", r"'reach-v2'; did you mean reach-v3"),
+    ("ppo env.id=reach-v3", "did you mean metaworld/reach-v3"),
+    ("ppo env.id=libero/spatial", r"settings of another benchmark.*; type env=libero env\.id=libero/spatial"),
+    ("ppo policy.family=pi0", "settings of another family.*; type policy=pi0"),
+    ("ppo +section.key=1", "unknown setting 'section'"),
+    ("ppo seed.x=1", r"unknown setting 'seed\.x'; did you mean seed"),
+    ("ppo ~optim.lrr", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),
+    ("ppo -m env=metaworld_button,nope", "unknown env 'nope'; known are base, libero"),
+    ("ppo --cfg job optim.lrr=1", r"did you mean optim\.lr"),
+    ("ppo --config-dir . optim.lrr=1", r"did you mean optim\.lr"),
+    ("ppo -cn nope", "unknown configuration 'nope'"),
+]
+OTHER_ALGORITHM = [
+    ("ppo experiment=libero_10_grpo_openpi", r"type: python recipes/grpo\.py experiment=libero_10_grpo_openpi"),
+    ("ppo algo=grpo", r"algo=grpo is for grpo\.py; type: python recipes/grpo\.py"),
+    ("ppo group_size=4", r"group_size is a setting of grpo\.py, not of ppo\.py"),
+    ("grpo gae.gamma=0.9", r"gae\.gamma is a setting of ppo\.py, not of grpo\.py"),
+    ("ppo greedy=true", r"greedy is a setting of evaluate\.py"),
+    ("ppo recipe=grpo", r"for grpo\.py, not for ppo\.py"),
+]
+GRAMMAR = [
+    ("ppo --seed 1", "'--seed' is no setting; type name=value, such as seed=1"),
+    ("ppo seed 1", "'seed' is no setting; type name=value, such as seed=1"),
+    ("ppo seed:1", "'seed:1' is no setting; type name=value"),
+    ("ppo =1", "'=1' is no setting; type name=value, such as seed=1"),
+    ("ppo @", "'@' is no setting"),
+    ("ppo +optim.lr=1", r"optim\.lr is a setting already; type it without the \+: optim\.lr=VALUE"),
+    ("ppo +env=libero", r"env is chosen already; type it without the \+"),
+    ("ppo ++env=libero", r"env is chosen already; type it without the \+"),
+    ("ppo env=null", "unknown env 'null'; known are base, libero"),
+    ("ppo optim=5", "unknown optim '5'; known are adamw"),
+    ("ppo policy=[a", "Hydra cannot read it .no viable alternative.*a text is quoted twice"),
+    ("ppo seed=1=2", r"""seed=1=2: Hydra cannot read it .* quoted twice: 'seed="1=2"'"""),
+    ("ppo env.id=metaworld/réach-v3", "Hydra cannot read it .*quoted twice"),
+    ("ppo optim.lr=1e-4,3e-4", r"one run takes one value; type -m for a run with each, or optim\.lr=\[1e-4,3e-4\]"),
+    ("ppo seed=${nope}", "seed: [Ii]nterpolation key 'nope' not found"),
+    ("ppo seed=${oc.env:NOPE}", "seed: .*Environment variable 'NOPE' not found"),
+    ("ppo optim.lr=${optim.lr}", r"optim\.lr: [Rr]ecursive interpolation"),
+    ("ppo policy.checkpoint=", r"policy\.checkpoint= is empty; type a value, policy\.checkpoint=null for none"),
+    ("ppo seed=", "seed= is empty; type a value"),
+    ("ppo hydra.run.dir=", r"hydra\.run\.dir= is empty; type a value"),
+    ("ppo hydra.job.chdir=maybe", "hydra.job.chdir=maybe; Value 'maybe' is not a valid bool"),
+    ("ppo ~seed", "seed is missing; type seed=VALUE"),
+    ("ppo ~env", "env is missing; type env=VALUE"),
+    ("ppo ~seed=7", "The value of 'seed' is 0 and not 7"),
+]
+FLAGS = [
+    ("ppo --cfg nope", "invalid choice: 'nope' .choose from 'job', 'hydra', 'all'"),
+    ("ppo --multi seed=1", "'--multi' is no setting"),
+    ("ppo --config-dir /nope", "--config-dir /nope: there is no such folder"),
+    ("ppo -cp /nope", "Check that the config directory '/nope' exists"),
+    ("ppo --experimental-rerun file", r"reads a pickle.*\.hydra/overrides\.yaml"),
+    ("ppo --run --multirun", "Only one of --run, --multirun"),
+    ("ppo --resolve", "only be used in conjunction with --cfg"),
+    ("ppo -m seed=0,1 hydra.run.dir=x", r"without -m; type hydra\.sweep\.dir=x"),
+    ("ppo hydra.sweep.dir=x", r"with -m; type hydra\.run\.dir=x"),
+    ("ppo -m seed=0,1 optim.lr=1e-3,abc", r"seed=0 optim\.lr=abc: optim\.lr=abc: must be a valid number"),
+    ("ppo -m optim.lr=interval(0,1)", "does not support sweep type"),
+]
+VALUES = [
+    ("ppo optim.lr=abc", r"optim\.lr=abc: must be a valid number"),
+    ("ppo iterations=2.5", r"iterations=2\.5: must be a valid integer"),
+    ("ppo iterations=ten", "iterations=ten: must be a valid integer"),
+    ("ppo seed=abc", "seed=abc: must be a valid integer"),
+    ("ppo seed=-1", "seed=-1: must be greater than or equal to 0"),
+    ("ppo seed=null", "seed=null: must be a valid integer"),
+    ("ppo env.num_envs=two", r"env\.num_envs=two: must be a valid integer"),
+    ("ppo env.num_envs=-3", r"env\.num_envs=-3: must be greater than or equal to 1"),
+    ("ppo env.num_envs=2 env.num_workers=100", "num_workers must be between 1 and num_envs=2"),
+    ("ppo env.num_envs=3 env.group_size=4", "num_envs=3 is not a multiple of group_size=4; try num_envs=4"),
+    ("ppo eval.trials=1.5", r"eval\.trials=1\.5: must be a valid integer"),
+    ("ppo eval.sampled=yess", r"eval\.sampled=yess: must be a valid boolean"),
+    ("ppo eval.videos=-1", r"eval\.videos=-1: must be greater than or equal to 0"),
+    ("ppo optim.lr=-1", r"optim\.lr=-1: must be greater than"),
+    ("ppo optim.lr=nan", r"optim\.lr=.*finite"),
+    ("ppo gae.gamma=1.5", r"gae\.gamma=1\.5: must be less than or equal to 1"),
+    ("ppo gae.lmbda=-3", r"gae\.lmbda=-3: must be greater than or equal to 0"),
+    ("ppo optim.max_grad_norm=0", r"optim\.max_grad_norm=0: must be greater than 0"),
+    ("ppo evaluate_every=-5", "evaluate_every=-5: must be greater than or equal to 0"),
+    ("ppo evaluate_every=ten", "evaluate_every=ten: must be a valid integer"),
+    ("ppo checkpoint_every=0", "checkpoint_every=0: must be greater than or equal to 1"),
+    ("ppo collector.decisions=0", r"collector\.decisions=0: must be greater than or equal to 1"),
+    ("sft cloning.steps=-1", r"cloning\.steps=-1: must be greater than or equal to"),
+    ("sft demonstrations.stride=0", r"demonstrations\.stride=0: must be greater than or equal to 1"),
+    ("sft cloning.batch_size=0", r"cloning\.batch_size=0: must be greater than or equal to 1"),
+    ("ppo policy.chunk_size=0", r"policy\.chunk_size=0: must be greater than or equal to 1"),
+    ("ppo policy.chunk_size=-5", r"policy\.chunk_size=-5: must be greater than or equal to 1"),
+    ("ppo policy.heads=3", r"policy\.heads=3: must divide dim=128"),
+    ("ppo launcher=slurm launcher.minutes=long", r"launcher\.minutes=long: must be a valid integer"),
+    ("ppo launcher=local launcher.name=slurm", "type launcher=slurm, which sets all of them"),
+]
+FILES = [  # {place} is a folder of wrong checkpoints
+    ("evaluate", r"which policy\? type: python recipes/evaluate\.py policy\.checkpoint=runs/ppo/latest/policy"),
+    ("ppo policy.checkpoint={place}/nope", "no folder .*nope; pass a checkpoint folder or a hub id"),
+    ("ppo policy.checkpoint={place}/empty", r"is not a policy folder: it has no config\.json; pass"),
+    ("ppo policy.checkpoint={place}/run", r"is not a policy folder.*type policy\.checkpoint=.*/run/policy"),
+    ("ppo policy.checkpoint={place}/cut", r"has another model\.safetensors than was written.*copy the folder again"),
+    ("ppo policy.checkpoint={place}/random", r"has another model\.safetensors than was written.*copy the folder"),
+    ("ppo policy.checkpoint={place}/broken", r"has another config\.json than was written.*copy the folder again"),
+    ("ppo policy.checkpoint={place}/file", "file is a file; pass the checkpoint folder"),
+    (
+        "ppo policy.checkpoint={place}/small policy.chunk_size=10",
+        r"was trained with chunk_size=5.*leave chunk_size out",
+    ),
+    ("ppo policy.checkpoint={place}/small policy.dim=999", "was trained with dim=128.*leave dim out"),
+    ("evaluate {libero} policy=openvla_oft policy.checkpoint={place}/pi0", "is a checkpoint of pi0.*type policy=pi0"),
+    (
+        "evaluate {libero} policy=pi0 policy.checkpoint={place}/openvla",
+        "checkpoint of openvla, not of pi0; type policy=",
+    ),
+    ("evaluate {libero} policy=openvla policy.checkpoint=openvla/openvla-7b", "hf download openvla/openvla-7b"),
+    ("evaluate policy.checkpoint={place}/openvla", "recipes do so with policy=openvla"),
+    ("ppo hydra.run.dir={place}/file", r"is a file, or in one; type another folder: hydra\.run\.dir=runs/mine"),
+    ("ppo hydra.run.dir={place}/file/x", "is a file, or in one; type another folder"),
+    ("ppo hydra.run.dir=/proc/x", r"/proc/x; type another folder: hydra\.run\.dir=runs/mine"),
+]
+ENVIRONMENT = [
+    ("MUJOCO_GL=bogus ppo", "MUJOCO_GL=bogus: .*type MUJOCO_GL=egl .*MUJOCO_GL=osmesa"),
+    ("ppo {libero}", "libero/spatial has no scripted expert.*type sft=none"),
+    ("HOME=/nope VLA_TORCHRL_ASSETS=/nope ppo {libero} sft=none", "no LIBERO assets.*Type: hf download"),
+]
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Recipes in forks of one process."""
+    forked = ForkedPrograms()
+    yield forked
+    forked.close()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder of what is no checkpoint for one reason or another."""
+    folder = tmp_path_factory.mktemp("wrong")
+    SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4)).save_pretrained(folder / "small")
+    for name in ("cut", "random", "broken", "run/policy"):
+        shutil.copytree(folder / "small", folder / name)
+    weights = (folder / "small" / "model.safetensors").read_bytes()
+    (folder / "cut" / "model.safetensors").write_bytes(weights[:1000])
+    (folder / "random" / "model.safetensors").write_bytes(os.urandom(5000))
+    (folder / "broken" / "config.json").write_text("{bad")
+    (folder / "empty").mkdir()
+    (folder / "file").write_text("text")
+    make_checkpoint(folder / "openvla")
+    make_pi0_checkpoint(folder / "pi0", horizon=50)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [*NAMES, *OTHER_ALGORITHM, *GRAMMAR, *FLAGS, *VALUES, *FILES, *ENVIRONMENT],
+    ids=lambda text: text if "=" in text or text[0] in "pegs" else "",
+)
+def test_a_wrong_input_is_one_line(typed, message, programs, place, tmp_path):
+    words = typed.replace("{place}", str(place)).replace("{libero}", "env=libero eval=benchmark").split()
+    environment = {}
+    while "=" in words[0]:
+        environment |= dict([words.pop(0).split("=")])
+    name, *settings = words
+    if not any("hydra.run.dir" in word or word in ("-m", "--multirun") or "sweep" in word for word in settings):
+        settings.append(f"hydra.run.dir={tmp_path / 'run'}")
+    done = programs.run(name, *settings, cwd=tmp_path, **environment)
+    assert done.stderr.startswith("error: "), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr) < 900, done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert done.returncode == WRONG_USE
+    left = {path.name for path in (tmp_path / "run").glob("*") if path.suffix != ".log"}
+    assert left <= BEFORE_WORK
+    assert {path.name for path in tmp_path.iterdir()} <= {"run"}
+
+
+def test_a_traceback_is_shown_if_it_is_asked_for(programs, tmp_path):
+    done = programs.run("ppo", "optim.lr=abc", f"hydra.run.dir={tmp_path / 'run'}", VLA_TRACEBACK="1")
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: optim.lr=abc: must be a valid number"
+    assert done.returncode == WRONG_USE
+
+
+def test_what_is_only_shown_has_no_error(programs, tmp_path):
+    done = programs.run("ppo", "--cfg", "job", "optim.lr=1e-4", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "lr: 0.0001" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("module", "typed", "message"),
+    [
+        ("vla_policies", ["inspect", "nope"], "no folder nope; pass a checkpoint folder or a hub id"),
+        ("vla_policies", ["inspect"], "required: folder; type: python -m vla_policies inspect --help"),
+        ("vla_policies", ["inspekt", "x"], "invalid choice: 'inspekt' .choose from 'inspect'"),
+        ("vla_envs", ["--al", "x"], "unrecognized arguments: x; type: python -m vla_envs --help"),
+        ("recipes", ["run", "ppoo"], "unknown recipe 'ppoo'; did you mean ppo"),
+        ("recipes", ["rum", "ppo"], "invalid choice: 'rum'.*type: vla-recipe --help"),
+        ("recipes", ["copy", "ppo", "--to", "/proc/nope"], "No such file or directory: /proc/nope"),
+    ],
+)
+def test_commands_say_what_is_wrong_in_one_line(module, typed, message, programs, tmp_path):
+    done = programs.run(ROOT / module / "__main__.py", *typed, cwd=tmp_path)
+    assert done.stderr.startswith("error: "), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert done.returncode == WRONG_USE
+
+
+def test_what_fails_after_work_began_keeps_its_traceback_unless_its_message_says_all(capsys):
+    def said(error, **options):
+        try:
+            raise error
+        except BaseException as raised:
+            return report(raised, **options), capsys.readouterr().err
+
+    expected = (CheckpointError, ProcessLost, OSError)
+    status, text = said(IndexError("list index out of range"), begun=True, expected=expected)
+    assert status == FAILED
+    assert text.startswith("Traceback")
+    status, text = said(CheckpointError("broken:\n  torn\nresume with\n another"), begun=True, expected=expected)
+    assert (status, text) == (FAILED, "error: broken: torn; resume with; another\n")
+    status, text = said(IndexError("list index out of range"))
+    assert (status, text) == (WRONG_USE, "error: IndexError: list index out of range; VLA_TRACEBACK=1 shows where\n")
+    status, text = said(OSError(28, "No space left on device", "/run/x"), begun=True, expected=expected)
+    assert (status, text) == (FAILED, "error: No space left on device: /run/x\n")
+    assert said(KeyboardInterrupt())[0] == INTERRUPTED
+    assert "before work began" in said(KeyboardInterrupt())[1]
+
+
+def test_a_message_of_many_lines_is_one():
+    assert one_line("a:\n  b\n  c,\n d") == "a: b; c, d"
+    worker = "worker 0 failed: Traceback (most recent call last):\n  File x\n    y()\nRuntimeError: no display\n"
+    assert one_line(worker) == "worker 0 failed: RuntimeError: no display"
+    assert len(one_line("word " * 10_000)) < 1100
+
+
+def test_other_processes_wait_for_the_first_to_say_it(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(program.time, "sleep", waited.append)
+    program.say(ValueError("wrong"))
+    assert not waited
+    monkeypatch.setenv("RANK", "1")
+    program.say(ValueError("wrong"))
+    assert len(waited) == 1
+    monkeypatch.setattr(phase, "_begun", True)
+    program.say(CheckpointError("broken"))
+    assert len(waited) == 1, "once work has begun, nobody else says it"
+
+
+def test_outside_of_a_program_errors_are_raised(tmp_path):
+    with pytest.raises(ValueError, match="must be a valid number"):
+        recipe_here("ppo", tmp_path / "run", "optim.lr=abc")
+    error = torch.cuda.OutOfMemoryError("full")
+    assert explain(error, "ppo", [], ROOT / "recipes" / "conf") is error

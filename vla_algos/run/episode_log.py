@@ -1,0 +1,163 @@
+"""``episodes.jsonl``: what an evaluation has found so far, a line per episode; a broken one goes on there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vla_algos import parallel
+from vla_algos.evaluation import EpisodeResult
+from vla_algos.run.files import Appended, attempt, remove, write_atomically
+from vla_common import keys
+from vla_envs import Episode
+
+NAME, _IDENTITY = "episodes.jsonl", "evaluation.json"
+
+
+class EpisodeLog:
+    """Writes each result at once; of several processes each has a file, which the first one joins at the end.
+
+    Args:
+        path: of the first process, ending in ``.jsonl``; the others have ``..._rank1.jsonl`` beside it.
+        keep: go on in the files that are there; without it they are begun anew.
+    """
+
+    def __init__(self, path: Path, *, keep: bool):
+        self.path = path
+        own = path if parallel.is_main() else path.with_name(f"{path.stem}_rank{parallel.rank()}{path.suffix}")
+        self._file = Appended(own)
+        if not keep:
+            remove(own)
+        elif own.exists() and not own.read_bytes().endswith(b"\n"):  # torn by a process that died while writing
+            self._file.append(b"\n")
+
+    def add(self, result: EpisodeResult) -> None:
+        """Write a result."""
+        self._file.append(_line(result).encode())
+
+    def close(self) -> None:
+        """Write what a full disk has refused, if there is room now."""
+        self._file.close()
+
+    @staticmethod
+    def join(path: Path, results: Iterable[EpisodeResult]) -> None:
+        """Write all results in the order of the episodes, in place of the files of all processes; in the first one."""
+        if not parallel.is_main():
+            return
+        content = "".join(map(_line, results))
+        if attempt(str(path), lambda: write_atomically(path, content), "it has what was written as it came"):
+            for part in _parts(path):
+                part.unlink()
+
+
+def finished_episodes(path: Path, episodes: Sequence[Episode]) -> dict[int, EpisodeResult]:
+    """Read the results of an evaluation of ``episodes`` that was broken off, by index; crashed episodes have none."""
+    found = {}
+    for part in [path, *_parts(path)] if path.exists() else _parts(path):
+        for line in part.read_text(encoding="utf-8", errors="replace").splitlines():
+            result = _read(line, episodes)
+            if result is not None and not result.crashed:
+                found[result.index] = result
+    return found
+
+
+def check_policy(folder: Path, policy: nn.Module) -> None:
+    """Refuse to go on in a folder with results of another policy; note the policy where there are none.
+
+    Raises:
+        ValueError: its weights are others.
+    """
+    weights = fingerprint(policy)
+    before = _policy_of(folder)
+    parallel.barrier()  # all have read what is written now
+    if before not in (None, weights):
+        raise ValueError(
+            f"{folder} has results of a policy with other weights than this one. {_WAY_OUT.format(folder / NAME)}"
+        )
+    if parallel.is_main():
+        write_atomically(folder / _IDENTITY, json.dumps({"policy": weights}) + "\n")
+
+
+_WAY_OUT = "Take another folder (hydra.run.dir=...), or remove {} to begin anew"
+
+
+def fingerprint(policy: nn.Module) -> str:
+    """Tell weights apart: a hash of the names, shapes and sums of the bits of all of them; reads each once."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(policy.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):  # extra state
+            found.update(f"{name} {tensor!r}".encode())
+            continue
+        flat = tensor.detach().contiguous().view(-1)
+        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {int(bits.sum(dtype=torch.int64))}".encode())
+    return found.hexdigest()
+
+
+def _policy_of(folder: Path) -> str | None:
+    """Read whose results the folder has; ``None`` where it has no results."""
+    path = folder / NAME
+    if not path.exists() and not _parts(path):
+        return None
+    try:
+        return str(json.loads((folder / _IDENTITY).read_text())["policy"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{path} is there, but no readable {_IDENTITY} says of which policy. {_WAY_OUT.format(path)}"
+        ) from None
+
+
+def _parts(path: Path) -> list[Path]:
+    """List the files of the other processes."""
+    return sorted(path.parent.glob(f"{path.stem}_rank*{path.suffix}"))
+
+
+def _line(result: EpisodeResult) -> str:
+    entry = {
+        "index": result.index,
+        "task": result.task,
+        keys.TASK_ID: result.episode.task_id,
+        keys.TRIAL_ID: result.episode.trial_id,
+        "seed": result.episode.seed,
+        "group": result.group,
+        "success_once": result.success_once,
+        keys.SUCCESS_AT_END: result.success_at_end,
+        "return": result.episode_return,
+        "length": result.episode_len,
+        keys.CRASHED: result.crashed,
+        "attempts": result.attempts,
+    }
+    return json.dumps(entry | ({"error": result.error} if result.error else {})) + "\n"
+
+
+def _read(line: str, episodes: Sequence[Episode]) -> EpisodeResult | None:
+    """Read a line; ``None`` of one that is torn or of no episode of these."""
+    try:
+        entry = json.loads(line)
+        episode = episodes[entry["index"]]
+        if (entry[keys.TASK_ID], entry[keys.TRIAL_ID], entry["seed"]) != (
+            episode.task_id,
+            episode.trial_id,
+            episode.seed,
+        ):
+            return None
+        return EpisodeResult(
+            episode,
+            entry["task"],
+            entry["success_once"],
+            entry[keys.SUCCESS_AT_END],
+            entry["return"],
+            entry["length"],
+            entry[keys.CRASHED],
+            entry["attempts"],
+            entry["group"],
+            entry["index"],
+            entry.get("error", ""),
+        )
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None

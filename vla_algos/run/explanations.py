@@ -1,0 +1,136 @@
+"""In one line, what Hydra and OmegaConf say in several, with the nearest of the settings and files that there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from vla_algos.run.arguments import compose_settings, read_flags
+from vla_common.errors import nearest_names, unknown_name
+from vla_common.program import one_line
+
+_NO_NAME = "Config group override must be"  # Hydra says so with a plain ValueError
+
+
+def explain(error: BaseException, recipe: str, arguments: Sequence[str], conf: Path) -> BaseException:
+    """Say in one line what Hydra says in several; other errors are returned as they are.
+
+    Args:
+        error: what was raised.
+        recipe: name of the recipe.
+        arguments: what was typed.
+        conf: folder of its configuration.
+    """
+    if isinstance(error, (HydraException, OmegaConfBaseException)) or _NO_NAME in str(error):
+        said = _explained(error, recipe, arguments, conf)
+    elif isinstance(error, ValueError) and (other := _of_another_file(str(error), arguments, conf)):
+        said = other
+    else:
+        return error
+    explained = ValueError(said)
+    explained.__cause__ = error
+    return explained
+
+
+def _explained(error: BaseException, recipe: str, arguments: Sequence[str], conf: Path) -> str:
+    text = str(error)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if not group and "primary config" in text:
+            return str(unknown_name("configuration", name, [path.stem for path in conf.glob("*.yaml")]))
+        return str(unknown_name(group or "configuration", name, [str(option) for option in error.options or ()]))
+    if isinstance(error, OverrideParseException):
+        name, _, value = error.override.partition("=")
+        quoted = f"""'{name}="{value}"'"""
+        problem = next((line for line in text.splitlines() if not line.startswith("Error parsing")), text)
+        return f"{error.override}: Hydra cannot read it ({problem}); a text is quoted twice: {quoted}"
+    if several := re.search(r"Ambiguous value for argument '(.+?)'", text):
+        name, _, value = several[1].partition("=")
+        return f"{several[1]}: one run takes one value; type -m for a run with each, or {name}=[{value}] for a list"
+    if unknown := re.search(r"Could not override '(.+?)'|Could not delete from config\. '(.+?)' does not exist", text):
+        return _no_such_setting(unknown[1] or unknown[2], recipe, arguments, conf)
+    if twice := re.search(r"An item is already at '(.+?)'", text):
+        return f"{twice[1]} is a setting already; type it without the +: {twice[1]}=VALUE"
+    if again := re.search(r"Multiple values for (\S+?)\.? |force-add of config groups .*: '\+\+(.+?)=", text):
+        name = again[1] or again[2]
+        return f"{name} is chosen already; type it without the +: {name}=NAME"
+    if _NO_NAME in text:
+        return next(
+            filter(None, (_no_file(argument, conf) for argument in read_flags(arguments).overrides)), one_line(text)
+        )
+    if error.__cause__ is not None and str(error.__cause__) not in text:
+        text += f"\n{error.__cause__}"
+    lines = text.splitlines() or [type(error).__name__]
+    where = getattr(error, "full_key", None) or next(iter(re.findall(r"full_key: (\S+)", text)), None)
+    said = one_line(
+        "\n".join(line for line in lines if not re.match(r"\s*(full_key:|object_type=|reference_type=)", line))
+    )
+    return said if not where or where in said else f"{where}: {said}"
+
+
+def _no_file(argument: str, conf: Path) -> str | None:
+    """Say that a group has no file of the name that was typed, if that is so."""
+    group, _, name = argument.partition("=")
+    files = sorted(file.stem for file in (conf / group).glob("*.yaml"))
+    return str(unknown_name(group, name, files)) if files and name not in files else None
+
+
+def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | None:
+    """Explain settings of a file that the user did not type: ``env.id`` of another benchmark, another family."""
+    unknown = re.search(r"unknown setting '((env|policy)\.\w+)'", text)
+    typed = dict(argument.lstrip("+").split("=", 1) for argument in arguments if "=" in argument)
+    if unknown is None or unknown[1] in typed:
+        return None
+    section = unknown[2]
+    setting = {"env": "env.id", "policy": "policy.family"}[section]
+    file = typed.get(setting, "").partition("/")[0]
+    if not (conf / section / f"{file}.yaml").is_file() or typed.get(section) == file:
+        return None
+    return (
+        f"{setting}={typed[setting]}: the file {section}={typed.get(section, 'of the recipe')} has settings of another "
+        f"{'benchmark' if section == 'env' else 'family'}, such as {unknown[1]}; type {section}={file} "
+        f"{setting}={typed[setting]}"
+    )
+
+
+def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Path) -> str:
+    known = sorted(_known(recipe, arguments, conf), key=lambda each: each.count("."))
+    section = name.partition(".")[0]
+    elsewhere = {  # settings that come with another file of the group
+        f"{section}.{setting}": file.stem
+        for file in sorted((conf / section).glob("*.yaml"), reverse=True)  # of several, the first is named
+        for setting in yaml.safe_load(file.read_text()) or {}
+        if f"{section}.{setting}" not in known and setting != "defaults"
+    }
+    nearest = next(iter(nearest_names(name, [*known, *elsewhere])), None)
+    if nearest in elsewhere:
+        choice = f"{section}={elsewhere[nearest]}"
+        return f"unknown setting {name!r}; {choice} has {nearest}: type {choice} {nearest}=VALUE"
+    for other in sorted(path.stem for path in conf.glob("*.yaml") if path.stem != recipe):
+        if name in _names(OmegaConf.to_container(compose_settings(other, [], conf))):
+            return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"
+    return str(unknown_name("setting", name, known))
+
+
+def _known(recipe: str, arguments: Sequence[str], conf: Path) -> list[str]:
+    """List the settings that there are with the files that were chosen."""
+    flags = read_flags(arguments)
+    chosen = [argument for argument in flags.overrides if (conf / argument.lstrip("+").partition("=")[0]).is_dir()]
+    if flags.config_dir is not None:
+        chosen.append(f"hydra.searchpath=[file://{Path(flags.config_dir).resolve()}]")
+    return list(_names(OmegaConf.to_container(compose_settings(recipe, chosen, conf))))
+
+
+def _names(settings: Any, section: str = "") -> Iterator[str]:
+    """Yield the names of all settings as they are typed."""
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield f"{section}{name}"
+            yield from _names(value, f"{section}{name}.")

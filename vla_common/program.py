@@ -1,0 +1,121 @@
+"""What a program says when it fails: one line on stderr and a status; the traceback with ``VLA_TRACEBACK=1``.
+
+Nothing but the standard library is imported here, so that it can be the first import of a program that takes seconds to
+import the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+TRACEBACK = "VLA_TRACEBACK"
+WRONG_USE, FAILED, INTERRUPTED, UNREAD = 2, 1, 130, 141  # exit status; the last two as of the signals
+_LONGEST = 1000  # characters of a line
+_SAID = (ValueError, OSError, RuntimeError, ImportError)  # kinds whose message was written for the user
+
+
+def begin_program(module: str) -> None:
+    """Prepare the imports of a recipe: called before torch is imported.
+
+    Args:
+        module: ``__name__`` of the caller; whoever is only imported leaves the hooks of the interpreter as they are.
+    """
+    # A thread that waits must sleep, because the simulators need the cores meanwhile.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if module == "__main__":
+        sys.excepthook = _while_importing
+        signal.signal(signal.SIGINT, _leave)
+
+
+def end_imports() -> None:
+    """Let Ctrl-C raise again: everything is imported."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(*_: object) -> NoReturn:
+    os._exit(report(KeyboardInterrupt()))  # half of an import turns it into errors of its own, and has threads
+
+
+def run_main(main: Callable[[], int]) -> NoReturn:
+    """Run a command's ``main``, end the program with the status that it returns, or with one line that says why not."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except (Exception, KeyboardInterrupt) as error:
+        status = report(error)
+    sys.exit(status)
+
+
+def report(error: BaseException, *, begun: bool = False, expected: tuple[type[BaseException], ...] = ()) -> int:
+    """Print what went wrong: one line, or a traceback if it was asked for or tells more.
+
+    Args:
+        error: what was raised.
+        begun: work had begun, so that it was hardly a mistake of the user's.
+        expected: kinds that say all in their message even then.
+
+    Returns:
+        The exit status: 2 for what was wrong before work began, 1 for a failure, 130 for Ctrl-C.
+    """
+    if isinstance(error, BrokenPipeError) and error.filename is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+    if os.environ.get(TRACEBACK) == "1":
+        traceback.print_exception(error)
+    elif begun and not isinstance(error, (*expected, KeyboardInterrupt)):
+        traceback.print_exception(error)
+        return FAILED
+    print(f"error: {_explained(error, begun)}", file=sys.stderr, flush=True)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return FAILED if begun else WRONG_USE
+
+
+def one_line(text: str) -> str:
+    """Join the lines of a message, and shorten one that nobody would read to its end."""
+    text, _, of_worker = text.partition("Traceback (most recent call last):\n")  # its last line is the error
+    if of_worker:
+        text += of_worker.strip().rpartition("\n")[2]
+    joined = ""
+    for line in filter(None, map(str.strip, text.splitlines())):
+        joined += ("" if not joined else " " if joined[-1] in ".,:;(" else "; ") + line
+    if len(joined) <= _LONGEST:
+        return joined
+    return f"{joined[:_LONGEST]} ... ({TRACEBACK}=1 shows all)"
+
+
+def _explained(error: BaseException, begun: bool) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted" if begun else "interrupted before work began; the same command starts again"
+    if isinstance(error, BrokenPipeError) and error.filename is None:
+        return "nobody reads the output any more (broken pipe); write it to a file: > log.txt"
+    text = one_line(str(error))
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.strerror}: {error.filename}"
+    if isinstance(error, _SAID) and text:
+        return text
+    return f"{type(error).__name__}: {text}; {TRACEBACK}=1 shows where"
+
+
+def _while_importing(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    if not isinstance(error, ModuleNotFoundError):
+        sys.__excepthook__(kind, error, where)
+        return
+    error.msg += f" in {sys.executable}; type the Python that vla-torchrl is installed in (docs/install.md)"
+    os._exit(report(error))  # threads of half an import must not be waited for
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and end the program."""
+        print(f"error: {one_line(message)}; type: {self.prog} --help", file=sys.stderr)
+        sys.exit(WRONG_USE)

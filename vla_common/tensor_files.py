@@ -1,0 +1,117 @@
+"""Files of tensors that ``torch.save`` wrote, read so that nothing in them is executed; and what is finite."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_CALLS = ("GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "REDUCE", "NEWOBJ", "NEWOBJ_EX")
+
+
+class ExecutableFileError(ValueError):
+    """A pickle asks for code to be executed."""
+
+
+def load_plain(file: Path, *, mmap: bool = False) -> Any:
+    """Load tensors, numbers, text and their lists and dicts onto the CPU; nothing in the file is executed.
+
+    Raises:
+        ExecutableFileError: loading it would execute code.
+        ValueError: it is truncated, damaged, or of another kind.
+    """
+    try:
+        with warnings.catch_warnings():  # torch's, about what it finds in damaged files
+            warnings.simplefilter("ignore")
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error})") from error
+    except Exception as error:  # torch raises a dozen types for a damaged file
+        if code := _code(file, error):
+            raise ExecutableFileError(
+                f"{file} is refused: loading it would execute code ({code}), and only tensors are loaded here; do not "
+                "load it with other tools either, unless you trust whoever made it: ask them for a state_dict of "
+                "tensors alone, or safetensors"
+            ) from None
+        raise ValueError(f"{file} is truncated or not a file of tensors ({_reason(error)}); copy it again") from error
+
+
+def load_tensors(file: Path, *, mmap: bool = False) -> dict[str, Tensor]:
+    """Load tensors by name, see :func:`load_plain`.
+
+    Raises:
+        ValueError: see there, and it holds something else.
+    """
+    content = load_plain(file, mmap=mmap)
+    if not isinstance(content, dict) or not content or not all(isinstance(key, str) for key in content):
+        raise ValueError(f"{file} is not a file of tensors by name; save a module's state_dict() in it")
+    others = [key for key, value in content.items() if not isinstance(value, Tensor)]
+    if others:
+        raise ValueError(
+            f"{file} has {type(content[others[0]]).__name__} under {others[0]!r}, must be a tensor; save a module's "
+            "state_dict() in it"
+        )
+    return content
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether all numbers of a tensor are finite; one pass over it, no memory."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    try:
+        smallest, largest = tensor.detach().aminmax()  # NaN if there is one
+    except RuntimeError:  # a dtype without order, such as float8
+        return bool(tensor.detach().float().isfinite().all())
+    return bool((smallest.isfinite() & largest.isfinite()).item())
+
+
+def not_finite(tensors: Mapping[str, Any]) -> list[str]:
+    """List the names of tensors that have NaN or infinity in them; nested dicts and lists by dotted names."""
+    found: list[str] = []
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            found += [] if is_finite(value) else [name]
+        elif isinstance(value, Mapping):
+            found += not_finite({f"{name}.{key}": item for key, item in value.items()})
+        elif isinstance(value, (list, tuple)):
+            found += not_finite({f"{name}.{index}": item for index, item in enumerate(value)})
+    return found
+
+
+def check_finite(tensors: Mapping[str, Any], what: str) -> None:
+    """Refuse to save what no one could use.
+
+    Raises:
+        ValueError: names the tensors.
+    """
+    if broken := not_finite(tensors):
+        raise ValueError(f"{what} has weights that are not finite, such as {broken[0]}; nothing is saved")
+
+
+def _code(file: Path, error: Exception) -> str | None:
+    """Name the code that a pickle wants executed; ``None`` if it is merely damaged, or no pickle."""
+    if found := _GLOBAL.search(str(error)):  # torch's words
+        return found[1]
+    if not isinstance(error, pickle.UnpicklingError) or zipfile.is_zipfile(file):
+        return None
+    try:  # a plain pickle in a protocol that torch does not read
+        if any(operation.name in _CALLS for operation, _, _ in pickletools.genops(file.read_bytes())):
+            return "a pickle of objects"
+    except Exception:  # nothing is promised of what it raises for other files
+        pass
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """Return torch's reason without its advice to load the file in spite of it."""
+    text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    return f"{type(error).__name__}: {text.partition(chr(10))[0][:120]}"

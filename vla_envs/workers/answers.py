@@ -1,0 +1,96 @@
+"""What a simulator returns is checked where it returns it: nothing wrong gets any further than its own episode."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from vla_envs.simulator import Observation, Outcome, SimulatorSpec
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class WrongAnswer(ValueError):
+    """A simulator has returned what its description does not allow; the message says what, in one line."""
+
+
+def check_outcome(outcome: Outcome) -> tuple[float, bool]:
+    """Return reward and success of a primitive action.
+
+    Raises:
+        WrongAnswer: it is no outcome, the reward is no finite number, or success is neither true nor false.
+    """
+    try:
+        reward, success = outcome.reward, outcome.success
+    except AttributeError:
+        raise WrongAnswer(f"step returned {_kind(outcome)}, must be an Outcome") from None
+    try:
+        number = float("nan") if isinstance(reward, (str, bytes)) else float(reward)
+    except (TypeError, ValueError, OverflowError):
+        raise WrongAnswer(f"reward is {_kind(reward)}, must be a finite number") from None
+    if not -_LARGEST <= number <= _LARGEST:  # so is nan
+        raise WrongAnswer(f"reward is {reward!r}, must be a finite number")
+    if not isinstance(success, (bool, np.bool_)):
+        try:
+            plain = success.item()  # of an array or a tensor
+        except (AttributeError, ValueError, RuntimeError):
+            plain = success
+        if not isinstance(plain, (bool, int, float)) or plain not in (0, 1):
+            raise WrongAnswer(f"success is {_kind(success)}, must be True or False")
+        success = bool(plain)
+    return number, bool(success)
+
+
+def check_observation(spec: SimulatorSpec, seen: Observation) -> np.ndarray:
+    """Check what a policy is shown, and return its states, float32 ``[S]``.
+
+    Raises:
+        WrongAnswer: shapes or types are not those of the description, or a state is not finite.
+    """
+    try:
+        images, wrist, text, states = seen.images, seen.wrist_images, seen.task_description, seen.states
+    except AttributeError:
+        raise WrongAnswer(f"observe returned {_kind(seen)}, must be an Observation") from None
+    _check_images("images", images, (*spec.image_shape, 3))
+    if spec.wrist_image_shape is not None:
+        _check_images("wrist_images", wrist, (*spec.wrist_image_shape, 3))
+    elif wrist is not None:
+        raise WrongAnswer(f"wrist_images are {_kind(wrist)}, must be None: the description has no wrist_image_shape")
+    if not isinstance(text, str):
+        raise WrongAnswer(f"task_description is {_kind(text)}, must be a text")
+    return check_states(spec, states)
+
+
+def check_states(spec: SimulatorSpec, states: Any) -> np.ndarray:
+    """Return states as float32 ``[S]``.
+
+    Raises:
+        WrongAnswer: there are more or fewer, or they are no finite numbers.
+    """
+    try:
+        given = np.asarray(states)
+    except (TypeError, ValueError, RuntimeError):
+        raise WrongAnswer(f"states are {_kind(states)}, must be {spec.state_dim} numbers") from None
+    if given.dtype.kind not in "fiub" or given.shape != (spec.state_dim,):
+        raise WrongAnswer(f"states are {_kind(given)}, must be numbers [{spec.state_dim}]")
+    with np.errstate(over="ignore"):
+        numbers = given.astype(np.float32, copy=False)
+    if not math.isfinite(numbers.sum(dtype=np.float64)):  # cheaper than a look at each
+        wrong = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise WrongAnswer(f"states[{wrong}] is {given[wrong]}")
+    return numbers
+
+
+def _check_images(name: str, images: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape != shape:
+        raise WrongAnswer(f"{name} are {_kind(images)}, must be uint8 {list(shape)}")
+
+
+def _kind(value: Any) -> str:
+    """Say briefly what somebody gave."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    text = repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    return text if len(text) < 60 else f"{text[:56]} ..."

@@ -1,0 +1,239 @@
+"""One worker process as its parent sees it: it dies with us, and no word with it waits without end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from vla_envs.rendering.egl import WORKER
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}  # one core per worker; Mesa's rasteriser included
+_PIECE = 1 << 20  # bytes that are read at once
+# Before anything is imported, which may take a while, the worker asks the kernel to kill it when its parent ends. That
+# reaches it if it is stopped, too, or listens to nobody. 1 is PR_SET_PDEATHSIG of linux/prctl.h.
+_PROGRAM = """
+import ctypes, os, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[3]):
+    sys.exit()  # it has ended in the meantime
+runpy.run_module("vla_envs.workers.worker", run_name="__main__")
+"""
+
+
+class WorkerProcess:
+    """A program of its own in a process group of its own, its connection and the time by which it has to answer.
+
+    Messages are those of :class:`multiprocessing.connection.Connection`, which the worker has; this side never blocks.
+
+    Args:
+        memory: file of the shared arrays.
+        settings: its first message.
+        start_timeout: seconds that its first answer may take on top.
+        progress: a number that changes whenever the process gets on.
+    """
+
+    def __init__(self, memory: int, settings: dict[str, Any], start_timeout: float, progress: Callable[[], int]):
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        environment = {**os.environ, **_ONE_THREAD, WORKER: str(settings["index"])}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        program = [sys.executable, "-c", _PROGRAM]
+        arguments = [str(theirs.fileno()), str(memory), str(os.getpid())]
+        with theirs:
+            self._popen = _in_lasting_thread(
+                lambda: subprocess.Popen(
+                    program + arguments,
+                    pass_fds=(theirs.fileno(), memory),
+                    stdin=subprocess.DEVNULL,  # nothing a simulator asks can ever wait for an answer
+                    env=environment,
+                    process_group=0,
+                )
+            )
+        self.pid = self._popen.pid
+        self._ending = os.pidfd_open(self.pid)  # tells its end even if a child that it leaves holds the connection
+        self._start_timeout = start_timeout  # until the first answer
+        self.allowed, self.deadline = 0.0, float("inf")
+        self.answered = False
+        self._progress = progress
+        self._seen = (0, 0, 0)  # how far it was when last looked at
+        self._outgoing, self._incoming = bytearray(), bytearray()
+        self._write(settings)
+
+    def send(self, command: str, arguments: tuple, timeout: float) -> None:
+        """Send a message that has to be answered within ``timeout`` seconds."""
+        self.allowed = timeout + self._start_timeout
+        self.deadline = time.monotonic() + self.allowed
+        self._write((command, arguments))
+        self._seen = self._state()
+
+    def receive(self) -> Any:
+        """Return an answer, or ``None`` as long as it is not there completely.
+
+        Raises:
+            EOFError: the process has ended.
+        """
+        self._flush()
+        answer = self._read()
+        if answer is None and self._end() is not None:
+            answer = self._read()  # what it has said before it ended
+            if answer is None:
+                raise EOFError
+        return answer
+
+    def hangs(self) -> bool:
+        """Tell whether its time is up; whoever has got on has as much again, as many slots or a large message need."""
+        if time.monotonic() < self.deadline:
+            return False
+        before, self._seen = self._seen, self._state()
+        if self._seen == before:
+            return True
+        self.deadline = time.monotonic() + self.allowed
+        return False
+
+    def how_it_ended(self) -> str:
+        """Say why it is no more."""
+        end = self._end()
+        if end is None or end.si_code == os.CLD_EXITED:
+            return f"died (exit status {end.si_status})" if end else "closed its connection"
+        return f"died ({signal.Signals(end.si_status).name})"
+
+    def watch(self, poll: select.poll) -> None:
+        """Have ``poll`` return when there is something to do."""
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        poll.register(self._ending, select.POLLIN)
+
+    def kill(self) -> None:
+        """End the process, even a stopped one, and all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # its number is not given away before it is waited for
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout=5.0)  # longer only if a driver does not let it go
+        self.forget()
+
+    def forget(self) -> None:
+        """Close this process's ends; a forked child leaves the worker to its parent."""
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            os.close(self._ending)
+
+    def _write(self, message: Any) -> None:
+        data = pickle.dumps(message)
+        header = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", -1, len(data))
+        self._outgoing += header
+        self._outgoing += data
+        self._flush()
+
+    def _state(self) -> tuple[int, int, int]:
+        return self._progress(), len(self._outgoing), len(self._incoming)
+
+    def _flush(self) -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # full; or a worker that is dead, which is noticed when its answer is awaited
+            while self._outgoing:
+                sent = self._socket.send(memoryview(self._outgoing)[:_PIECE])
+                del self._outgoing[:sent]
+
+    def _read(self) -> Any:
+        with contextlib.suppress(OSError):  # nothing there
+            while piece := self._socket.recv(_PIECE):
+                self._incoming += piece
+        data, start = self._incoming, 4
+        if len(data) < start:
+            return None
+        (length,) = struct.unpack_from("!i", data)
+        if length < 0:
+            if len(data) < 12:
+                return None
+            (length,), start = struct.unpack_from("!Q", data, 4), 12
+        if len(data) < start + length:
+            return None
+        self._incoming = bytearray()
+        self._start_timeout, self.answered = 0.0, True
+        return pickle.loads(memoryview(data)[start : start + length])
+
+    def _end(self) -> Any:
+        """How it ended, of ``waitid``; ``None`` as long as it lives."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody else has waited for it
+            return _Gone()
+
+
+class _Gone:
+    si_code, si_status = os.CLD_EXITED, 0
+
+
+def wait(processes: Collection[WorkerProcess], timeout: float) -> None:
+    """Wait until one of some processes has something to say, can be told more, or has ended."""
+    poll = select.poll()
+    for process in processes:
+        process.watch(poll)
+    poll.poll(max(0.0, 1e3 * timeout) if timeout != float("inf") else None)
+
+
+def close_all(processes: Collection[WorkerProcess], timeout: float = 5.0) -> None:
+    """Have processes free what they have, and end those that take longer than ``timeout`` seconds, all at once."""
+    deadline, left = time.monotonic() + timeout, list(processes)
+    for process in left:
+        process.send("close", (), timeout)
+    while left and time.monotonic() < deadline:
+        wait(left, deadline - time.monotonic())
+        for process in list(left):
+            try:
+                process.receive()
+            except EOFError:
+                left.remove(process)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.kill()
+
+
+_jobs: SimpleQueue[tuple[Future, Callable[[], Any]]] | None = None
+
+
+def _in_lasting_thread(function: Callable[[], subprocess.Popen]) -> subprocess.Popen:
+    """Call a function in a thread that lasts as long as this process.
+
+    A worker asks the kernel to be killed when its parent ends, and by that the kernel means the thread that started it.
+    """
+    global _jobs
+    if _jobs is None:
+        _jobs = SimpleQueue()
+        threading.Thread(target=_work, args=(_jobs,), name="starts simulator workers", daemon=True).start()
+    result: Future = Future()
+    _jobs.put((result, function))
+    return result.result()
+
+
+def _work(jobs: SimpleQueue[tuple[Future, Callable[[], Any]]]) -> None:
+    while True:
+        result, function = jobs.get()
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+        del result, function
+
+
+def _forget_thread() -> None:
+    global _jobs
+    _jobs = None
+
+
+os.register_at_fork(after_in_child=_forget_thread)  # threads stay with the parent
