@@ -342,6 +342,7 @@ class VLAEnv(EnvBase):
         ended = crashed | ~active
         terminated = now[keys.SUCCESS] & ~ended[:, None] & (not self.ignore_terminations)
         too_long = now[keys.EPISODE_LEN] >= self.simulator_spec.max_episode_steps
+        too_long |= arrays.ended.any(1, keepdims=True)
         truncated = ~terminated & (too_long | ended[:, None])
         return TensorDict(
             {

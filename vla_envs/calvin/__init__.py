@@ -1,22 +1,11 @@
-"""CALVIN: what policies have to know about it. Its simulator is not built yet."""
-
-from typing import Any
+"""CALVIN: see :func:`make_spec` for its options."""
 
 from vla_common.schema import BenchmarkSchema, Gripper
+from vla_envs.calvin.checks import check
+from vla_envs.calvin.spec import make_spec, suites
 from vla_envs.registry import Benchmark
-from vla_envs.simulator import SimulatorSpec
 
-__all__ = ["BENCHMARK", "make_spec"]
-
-
-def make_spec(suite: str, **options: Any) -> SimulatorSpec:
-    """Refuse: there is no simulator yet.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(f"CALVIN is not built yet, so there is no calvin/{suite}; vla_envs.list_envs() has what there is")
-
+__all__ = ["BENCHMARK", "make_spec", "suites"]
 
 BENCHMARK = Benchmark(
     name="calvin",
@@ -49,5 +38,6 @@ BENCHMARK = Benchmark(
         },
     ),
     make_spec=make_spec,
-    suites=tuple,  # none
+    suites=suites,
+    checks=check,
 )

@@ -130,15 +130,16 @@ class SimulatorEnv(gymnasium.Env):
         action = check_actions(self.simulator_spec, action, [self.simulator_spec.action_dim])
         episode = self._episode
         with self._blamed(episode):
-            reward, success = check_outcome(self._simulator.step(action))
+            outcome = check_outcome(self._simulator.step(action))
             observation = self._observe(self._simulator)
         self._elapsed += 1
-        terminated = success
-        truncated = not terminated and self._elapsed >= self.simulator_spec.max_episode_steps
+        terminated = outcome.success
+        too_long = self._elapsed >= self.simulator_spec.max_episode_steps
+        truncated = not terminated and (too_long or outcome.ends_episode)
         if terminated or truncated:
             self._episode = None
-        reward = float(np.float32(reward))  # the number that make_vec and make_env give, too
-        return observation, reward, terminated, truncated, make_info(episode, success)
+        reward = float(np.float32(outcome.reward))  # the number that make_vec and make_env give, too
+        return observation, reward, terminated, truncated, make_info(episode, outcome.success)
 
     def render(self) -> np.ndarray | None:
         """Return the image of the last observation, uint8 ``[H, W, 3]``, if the mode is ``"rgb_array"``."""

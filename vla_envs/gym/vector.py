@@ -242,7 +242,7 @@ class SimulatorVectorEnv(VectorEnv):
         crashed[self._pool.step(running.tolist())] = True
         self._elapsed += arrays.executed.sum(1)
         terminated = np.any(arrays.successes, 1)
-        truncated = ~terminated & (crashed | (self._elapsed >= spec.max_episode_steps))
+        truncated = ~terminated & (crashed | np.any(arrays.ended, 1) | (self._elapsed >= spec.max_episode_steps))
         truncated[self._ended] = False
         infos = {}
         for slot in running.tolist():

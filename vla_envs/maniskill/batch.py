@@ -195,6 +195,7 @@ class _Arrays:
     rewards: np.ndarray
     successes: np.ndarray
     executed: np.ndarray
+    ended: np.ndarray
     busy: np.ndarray
     progress: np.ndarray
 

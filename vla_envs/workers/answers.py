@@ -16,14 +16,15 @@ class WrongAnswer(ValueError):
     """A simulator has returned what its description does not allow; the message says what, in one line."""
 
 
-def check_outcome(outcome: Outcome) -> tuple[float, bool]:
-    """Return reward and success of a primitive action.
+def check_outcome(outcome: Outcome) -> Outcome:
+    """Return what a primitive action did, in plain numbers.
 
     Raises:
-        WrongAnswer: it is no outcome, the reward is no finite number, or success is neither true nor false.
+        WrongAnswer: it is no outcome, the reward is no finite number, or what is true or false is something else.
     """
     try:
         reward, success = outcome.reward, outcome.success
+        ends = bool(outcome.ends_chunk), bool(outcome.ends_episode)
     except AttributeError:
         raise WrongAnswer(f"step returned {_kind(outcome)}, must be an Outcome") from None
     try:
@@ -40,7 +41,7 @@ def check_outcome(outcome: Outcome) -> tuple[float, bool]:
         if not isinstance(plain, (bool, int, float)) or plain not in (0, 1):
             raise WrongAnswer(f"success is {_kind(success)}, must be True or False")
         success = bool(plain)
-    return number, bool(success)
+    return Outcome(number, bool(success), *ends)
 
 
 def check_observation(spec: SimulatorSpec, seen: Observation) -> np.ndarray:

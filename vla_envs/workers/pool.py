@@ -154,7 +154,7 @@ class WorkerPool:
                 step has worked in between.
         """
         self.check()
-        outcomes = (self.arrays.rewards, self.arrays.successes, self.arrays.executed)
+        outcomes = (self.arrays.rewards, self.arrays.successes, self.arrays.executed, self.arrays.ended)
         for array in outcomes:
             array[:] = 0  # a worker writes only what it executes
         running = [slot for slot in slots if slot not in self._lost]

@@ -25,6 +25,7 @@ class SharedArrays:
     rewards: np.ndarray  # float32 [N, C]
     successes: np.ndarray  # bool [N, C], after each executed action
     executed: np.ndarray  # bool [N, C]
+    ended: np.ndarray  # bool [N, C], the benchmark gave up after that action
     busy: np.ndarray  # int64 [N], entry w: the slot that worker w is working on, -1 when idle
     progress: np.ndarray  # int64 [N], entry w: how many slots and chunks worker w is through with
 
@@ -40,6 +41,7 @@ class SharedArrays:
             "rewards": ((n, c), np.float32),
             "successes": ((n, c), np.bool_),
             "executed": ((n, c), np.bool_),
+            "ended": ((n, c), np.bool_),
             "busy": ((n,), np.int64),
             "progress": ((n,), np.int64),
         }

@@ -91,7 +91,8 @@ class Worker:
         self.elapsed[slot] = 0
         text = self._observe(slot)
         for chunk in chunks:
-            for outcome in (self.arrays.rewards, self.arrays.successes, self.arrays.executed):
+            arrays = self.arrays
+            for outcome in (arrays.rewards, arrays.successes, arrays.executed, arrays.ended):
                 outcome[slot] = 0
             text = self._step_one(slot, chunk)  # with its frame: all is as it was the first time
             self.arrays.progress[self.index] += 1
@@ -100,12 +101,13 @@ class Worker:
     def _step_one(self, slot: int, chunk: np.ndarray) -> str:
         simulator, arrays = self.simulators[slot], self.arrays
         for position, action in enumerate(chunk):
-            reward, success = check_outcome(simulator.step(action))
-            arrays.rewards[slot, position] = reward
-            arrays.successes[slot, position] = success
+            outcome = check_outcome(simulator.step(action))
+            arrays.rewards[slot, position] = outcome.reward
+            arrays.successes[slot, position] = outcome.success
+            arrays.ended[slot, position] = outcome.ends_episode
             arrays.executed[slot, position] = True
             self.elapsed[slot] += 1
-            if success and not self.ignore_terminations:
+            if outcome.ends_chunk or outcome.ends_episode or (outcome.success and not self.ignore_terminations):
                 break
             if self.elapsed[slot] == self.spec.max_episode_steps:
                 break
