@@ -43,6 +43,7 @@ NAMES = [  # what is typed, and the words that the line has
     ("ppo env.id=libero/spatial", r"settings of another benchmark.*; type env=libero env\.id=libero/spatial"),
     ("ppo policy.family=pi0", "settings of another family.*; type policy=pi0"),
     ("ppo +section.key=1", "unknown setting 'section'"),
+    ("ppo eval={trials:5,episodes:3}", r"is a section; type its settings one by one: eval\.NAME=VALUE"),
     ("ppo seed.x=1", r"unknown setting 'seed\.x'; did you mean seed"),
     ("ppo ~optim.lrr", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),
     ("ppo -m env=metaworld_button,nope", "unknown env 'nope'; known are base, libero"),

@@ -101,6 +101,8 @@ def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | N
 
 
 def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Path) -> str:
+    if whole := next((argument for argument in arguments if argument.startswith((f"{name}={{", f"{name}=["))), None):
+        return f"{whole}: is a section; type its settings one by one: {name}.NAME=VALUE"
     known = sorted(_known(recipe, arguments, conf), key=lambda each: each.count("."))
     section = name.partition(".")[0]
     elsewhere = {  # settings that come with another file of the group
@@ -122,7 +124,11 @@ def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Pat
 def _known(recipe: str, arguments: Sequence[str], conf: Path) -> list[str]:
     """List the settings that there are with the files that were chosen."""
     flags = read_flags(arguments)
-    chosen = [argument for argument in flags.overrides if (conf / argument.lstrip("+").partition("=")[0]).is_dir()]
+    chosen = [
+        f"{group}={name}"
+        for group, _, name in (argument.lstrip("+").partition("=") for argument in flags.overrides)
+        if (conf / group).is_dir() and not name.startswith(("{", "["))
+    ]
     if flags.config_dir is not None:
         chosen.append(f"hydra.searchpath=[file://{Path(flags.config_dir).resolve()}]")
     return list(_names(OmegaConf.to_container(compose_settings(recipe, chosen, conf))))
