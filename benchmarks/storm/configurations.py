@@ -294,6 +294,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.num_envs": whole(1, 100_000),
     "env.num_workers": null_or(whole(1, 128)),
     "env.step_timeout": positive,
+    "env.start_timeout": positive,
     "env.ignore_terminations": flag,
     "env.relative_reward": flag,
     "env.reward_coef": number(0, 1000, above=True),
