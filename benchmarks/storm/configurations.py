@@ -457,7 +457,7 @@ def mutations(count: int, seed: int, tally: Tally, accepted: dict[str, set[str]]
                 tally.note("survived", "mutation: legal")
             else:
                 tally.note("wrong", "mutation: accepted", what)
-        elif told(error, name):
+        elif told(explain(error, recipe, [*arguments, f"{name}={value}"], CONF), name):
             tally.note("survived", "mutation: refused")
         else:
             tally.note("lost", "mutation: not told", f"{what}: {_short(error)}")
