@@ -128,8 +128,9 @@ class WorkerProcess:
     def forget(self) -> None:
         """Close this process's ends; a forked child leaves the worker to its parent."""
         self._socket.close()
-        with contextlib.suppress(OSError):
-            os.close(self._ending)
+        ending, self._ending = self._ending, -1  # a second time its number may be another file's
+        if ending >= 0:
+            os.close(ending)
 
     def _write(self, message: Any) -> None:
         data = pickle.dumps(message)
