@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +89,8 @@ def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float) ->
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
     if not parallel.is_main():
         return
-    result = {"seconds": seconds, "metrics": dict(metrics)}
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+    result = {"seconds": seconds, "metrics": finite}
     attempt(f"the result in {folder / 'run.json'}", lambda: record_result(folder, result), "it is printed below")
     latest = folder.parent / "latest"
     attempt(f"the link {latest}", lambda: link_atomically(latest, folder.name), "it points where it did, if it did")
