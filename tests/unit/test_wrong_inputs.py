@@ -22,7 +22,7 @@ from vla_algos.run.explanations import explain
 from vla_common.program import FAILED, INTERRUPTED, WRONG_USE, one_line, report
 from vla_policies import SmallVLA, SmallVLAConfig
 
-BEFORE_WORK = {".hydra", "config.yaml", "run.json", ".lock"}  # and the log of Hydra's
+BEFORE_WORK = {".lock"}  # and the log of Hydra's
 
 NAMES = [  # what is typed, and the words that the line has
     ("ppo env=metaworl_button", "unknown env 'metaworl_button'; did you mean metaworld_button"),
@@ -90,7 +90,7 @@ FLAGS = [
     ("ppo --multi seed=1", "'--multi' is no setting"),
     ("ppo --config-dir /nope", "--config-dir /nope: there is no such folder"),
     ("ppo -cp /nope", "Check that the config directory '/nope' exists"),
-    ("ppo --experimental-rerun file", r"reads a pickle.*\.hydra/overrides\.yaml"),
+    ("ppo --experimental-rerun file", r"reads a pickle.*config\.yaml, and run\.json"),
     ("ppo --run --multirun", "Only one of --run, --multirun"),
     ("ppo --resolve", "only be used in conjunction with --cfg"),
     ("ppo -m seed=0,1 hydra.run.dir=x", r"without -m; type hydra\.sweep\.dir=x"),

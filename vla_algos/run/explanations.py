@@ -32,6 +32,8 @@ def explain(error: BaseException, recipe: str, arguments: Sequence[str], conf: P
         said = _explained(error, recipe, arguments, conf)
     elif isinstance(error, ValueError) and (other := _of_another_file(str(error), arguments, conf)):
         said = other
+    elif isinstance(error, TypeError) and (left_out := _left_out(str(error), arguments)):
+        said = left_out
     else:
         return error
     explained = ValueError(said)
@@ -73,6 +75,14 @@ def _explained(error: BaseException, recipe: str, arguments: Sequence[str], conf
         "\n".join(line for line in lines if not re.match(r"\s*(full_key:|object_type=|reference_type=)", line))
     )
     return said if not where or where in said else f"{where}: {said}"
+
+
+def _left_out(text: str, arguments: Sequence[str]) -> str | None:
+    """Explain a setting without a default that was left out by ``~``."""
+    missing = re.search(r"missing 1 required .*argument: '(\w+)'", text)
+    typed = [argument[1:] for argument in arguments if argument.startswith("~")]
+    name = next((each for each in typed if missing and each.rpartition(".")[2] == missing[1]), None)
+    return f"{name} is missing; type {name}=VALUE" if name else None
 
 
 def _no_file(argument: str, conf: Path) -> str | None:

@@ -47,6 +47,7 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
     if parallel.is_main():
         try:
             lock = FolderLock(folder)
+            _check_place(folder)
             _check_same_run(config, folder)
         except (FolderInUse, ValueError) as error:
             refusal = error
@@ -114,6 +115,23 @@ def new_folder(path: str) -> str:
 OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)
 
 
+def _check_place(folder: Path) -> None:
+    """Refuse a folder in which another run would delete this one, or this one overwrite results.
+
+    Raises:
+        ValueError: says which.
+    """
+    if above := next((each for each in folder.absolute().parents if (each / "run.json").is_file()), None):
+        raise ValueError(
+            f"{folder} is inside of the run {above}, which replaces its folders; take another: hydra.run.dir=..."
+        )
+    if (folder / "policy").is_dir() and not any((folder / "checkpoints").glob("step_*")):
+        raise ValueError(
+            f"{folder} has the policy of a run whose checkpoints are gone: it would begin anew and overwrite it; take "
+            f"another folder (hydra.run.dir=...), or remove {folder / 'policy'}"
+        )
+
+
 def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not (folder / "config.yaml").is_file():
         return
@@ -135,6 +153,8 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
         return
     keys = [key for key in before.keys() | now.keys() if key != "resume" and not key.startswith("launcher.")]
     other = sorted(key for key in keys if before.get(key) != now.get(key))
+    if {"seed", "env.id", "episode_order"} & set(other):
+        advice = "Take another folder: hydra.run.dir=..."  # its episodes are others
     if other:
         shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
         raise ValueError(f"{folder} has a run of other settings:\n{shown}\n  {advice}")
