@@ -8,6 +8,7 @@ import numpy as np
 
 from vla_common import keys
 from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers.answers import WrongAnswer, check_observation, check_outcome
 
 
 def check_expert(simulator: Any, spec: SimulatorSpec) -> None:
@@ -55,6 +56,9 @@ def demonstrate(
         ``images`` uint8 ``[K, H, W, 3]``, ``states`` ``[K, S]``, ``task_descriptions`` (one text), ``action``
         ``[K, C, A]`` and ``step_mask`` bool ``[K, C]`` (False past the end of the episode), or ``None`` if it was
         not solved.
+
+    Raises:
+        WrongAnswer: the simulator returns what its description does not allow.
     """
     check_expert(simulator, simulator.spec)
     low, high = np.array(simulator.spec.action_low), np.array(simulator.spec.action_high)
@@ -67,12 +71,15 @@ def demonstrate(
     while not solved and len(wanted) < max_steps:
         if len(wanted) % stride == 0:
             observation = simulator.observe()
+            check_observation(simulator.spec, observation)
             observations.append((observation.images.copy(), observation.states))
         wanted.append(simulator.expert_action())
+        if not np.isfinite(wanted[-1]).all():
+            raise WrongAnswer(f"the expert's action is {np.asarray(wanted[-1]).tolist()}, must be finite numbers")
         fresh = noise * random.standard_normal(low.shape)
         disturbance = noise_correlation * disturbance + (1 - noise_correlation**2) ** 0.5 * fresh
         action = np.clip(wanted[-1] + disturbance * (high - low) / 2, low, high)
-        solved = simulator.step(action.astype(np.float32)).success
+        _, solved = check_outcome(simulator.step(action.astype(np.float32)))
     if not solved:
         return None
     steps = stride * np.arange(len(observations))[:, None] + np.arange(chunk_size)  # [K, C]

@@ -294,6 +294,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.num_envs": whole(1, 100_000),
     "env.num_workers": null_or(whole(1, 128)),
     "env.step_timeout": positive,
+    "env.start_timeout": positive,
     "env.ignore_terminations": flag,
     "env.relative_reward": flag,
     "env.reward_coef": number(0, 1000, above=True),
@@ -456,7 +457,7 @@ def mutations(count: int, seed: int, tally: Tally, accepted: dict[str, set[str]]
                 tally.note("survived", "mutation: legal")
             else:
                 tally.note("wrong", "mutation: accepted", what)
-        elif told(error, name):
+        elif told(explain(error, recipe, [*arguments, f"{name}={value}"], CONF), name):
             tally.note("survived", "mutation: refused")
         else:
             tally.note("lost", "mutation: not told", f"{what}: {_short(error)}")

@@ -7,6 +7,7 @@ in the life that resumes. Then the run is left to end.
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -44,10 +45,12 @@ def run(count: int, seed: int) -> Tally:
             folder = Path(temporary) / str(number) / "run"
             folder.parent.mkdir()
             deaths = [operation] + [draw.randint(1, operations)] * (draw.random() < 1 / 3)
+            failed = None
             for death in deaths:
                 status = _lives.wait(_lives.live(RECIPE, folder, board, _die_at(folder, board, death), more))
                 if status not in (0, 128 + signal.SIGKILL):
-                    break  # it does not start again: the last life will say so
+                    failed = f"a life ended with {status} by itself: {_lives.last_words(folder)}"
+                    break
             wanted = _lives.newest(folder)
             status = _lives.wait(_lives.live(RECIPE, folder, board, more=more))
             problem = _lives.difference(folder, whole) if status == 0 else f"the same command ends with {status}"
@@ -56,6 +59,8 @@ def run(count: int, seed: int) -> Tally:
                 result, problem = "hung", _lives.last_words(folder)
             elif board[Board.RESUMED] < wanted:
                 result, problem = "lost", f"resumed after {board[Board.RESUMED] - 1}, not {wanted - 1}"
+            elif failed:
+                result, problem = "lost", failed
             elif problem:
                 result = "wrong" if status == 0 else "lost"
             where = f"seed {seed}, operations {deaths} of {operations}: {problem}"
@@ -99,12 +104,13 @@ def _die_at(folder: Path, board: Board, number: int) -> Callable[[], None]:
             setattr(os, function, counted(getattr(os, function)))
         save = torch.save
 
-        def halfway(state: Any, path: Path) -> None:
+        def halfway(state: Any, file: Any) -> None:
             if board[Board.COUNT] + 1 == number:
-                save(state, path)
-                os.truncate(path, os.path.getsize(path) // 2)
+                save(state, whole := io.BytesIO())
+                file.write(whole.getvalue()[: whole.tell() // 2])
+                file.flush()
             count()
-            save(state, path)
+            save(state, file)
 
         torch.save = halfway  # type: ignore[assignment]
         sys.addaudithook(audit)

@@ -718,6 +718,7 @@ def test_the_batched_simulation_with_one_world_is_the_same(simulator, monkeypatc
     assert worlds.step([0]) == [0]
     assert not worlds.arrays.executed.any()
     assert worlds.restarts == 1
+    assert worlds.errors[0].startswith("states are [nan")
     assert "task Main trial 2 seed 11" in caplog.text.replace(spec.tasks[0].name, "Main")
 
     worlds.reset({0: Episode(0, 3, 11)})  # what the expert does, with its rewards, to success

@@ -1,13 +1,16 @@
 """Bad initial states and simulators that fail often: a part of ``benchmarks/storm/episodes.py``, and by hand."""
 
+import numpy as np
 import pytest
 
 from benchmarks.storm import episodes
-from benchmarks.storm.toy import TRIALS, make_toy_env, straight, tiny_policy, toy_spec
+from benchmarks.storm.toy import TRIALS, ToySimulator, make_toy_env, straight, tiny_policy, toy_spec
 from vla_algos import StepCollector, evaluate, gae, record_demonstrations
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_common.keys import CRASHED, NEXT, STEP_MASK
-from vla_envs import Episode, SimulatorCrash
+from vla_envs import Episode, Observation, Outcome, SimulatorCrash
+from vla_envs.demonstrations import demonstrate
+from vla_envs.workers.answers import WrongAnswer
 
 
 def test_storm():
@@ -54,3 +57,18 @@ def test_demonstrations_that_crash_are_left_out_and_counted(tmp_path):
         record_demonstrations(env, policy, wanted[3:4])
     for used in (env, alone):
         used.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "message"),
+    [
+        ("observe", Observation(np.zeros((16, 16, 3), np.uint8), np.array([np.nan, 0]), "go"), r"states\[0\] is nan"),
+        ("step", Outcome(float("nan"), success=True), "reward is nan"),
+        ("expert_action", np.array([0.0, np.inf]), r"the expert's action is \[0.0, inf\]"),
+    ],
+)
+def test_what_a_simulator_shows_in_a_demonstration_is_checked_too(tmp_path, monkeypatch, method, answer, message):
+    monkeypatch.setattr(ToySimulator, method, lambda *_: answer)
+    settings = {"chunk_size": 2, "stride": 1, "noise": 0.0, "noise_correlation": 0.0, "max_steps": 5}
+    with pytest.raises(WrongAnswer, match=message):
+        demonstrate(ToySimulator(toy_spec({}, tmp_path)), Episode(0, 0), **settings)

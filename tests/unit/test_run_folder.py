@@ -131,15 +131,19 @@ def test_a_lock_of_another_machine(holder, silent, free, tmp_path, monkeypatch):
         FolderLock(tmp_path)
 
 
-@pytest.mark.parametrize("pid", ["alive", "dead"])
-def test_a_file_system_without_locks(pid, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "holds", ["alive", "dead", "in another container"]
+)  # where its number is another's, or nobody's
+def test_a_file_system_without_locks(holds, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    holder = other(boot=lock_module._boot(), pid=os.getppid() if pid == "alive" else 2**22 + 1)
+    pid = os.getppid() if holds == "alive" else 2**22 + 1
+    container = "pid:[1]" if holds == "in another container" else lock_module._container()
+    holder = other(boot=lock_module._boot(), container=container, pid=pid)
     (tmp_path / ".lock").write_text(json.dumps(holder))
-    if pid == "alive":
+    if holds != "dead":
         with pytest.raises(FolderInUse):
             FolderLock(tmp_path)
     else:

@@ -22,7 +22,7 @@ from vla_algos.run.explanations import explain
 from vla_common.program import FAILED, INTERRUPTED, WRONG_USE, one_line, report
 from vla_policies import SmallVLA, SmallVLAConfig
 
-BEFORE_WORK = {".hydra", "config.yaml", "run.json", ".lock"}  # and the log of Hydra's
+BEFORE_WORK = {".lock"}  # and the log of Hydra's
 
 NAMES = [  # what is typed, and the words that the line has
     ("ppo env=metaworl_button", "unknown env 'metaworl_button'; did you mean metaworld_button"),
@@ -43,6 +43,7 @@ NAMES = [  # what is typed, and the words that the line has
     ("ppo env.id=libero/spatial", r"settings of another benchmark.*; type env=libero env\.id=libero/spatial"),
     ("ppo policy.family=pi0", "settings of another family.*; type policy=pi0"),
     ("ppo +section.key=1", "unknown setting 'section'"),
+    ("ppo eval={trials:5,episodes:3}", r"is a section; type its settings one by one: eval\.NAME=VALUE"),
     ("ppo seed.x=1", r"unknown setting 'seed\.x'; did you mean seed"),
     ("ppo ~optim.lrr", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),
     ("ppo -m env=metaworld_button,nope", "unknown env 'nope'; known are base, libero"),
@@ -89,7 +90,7 @@ FLAGS = [
     ("ppo --multi seed=1", "'--multi' is no setting"),
     ("ppo --config-dir /nope", "--config-dir /nope: there is no such folder"),
     ("ppo -cp /nope", "Check that the config directory '/nope' exists"),
-    ("ppo --experimental-rerun file", r"reads a pickle.*\.hydra/overrides\.yaml"),
+    ("ppo --experimental-rerun file", r"reads a pickle.*config\.yaml, and run\.json"),
     ("ppo --run --multirun", "Only one of --run, --multirun"),
     ("ppo --resolve", "only be used in conjunction with --cfg"),
     ("ppo -m seed=0,1 hydra.run.dir=x", r"without -m; type hydra\.sweep\.dir=x"),

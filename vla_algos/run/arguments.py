@@ -60,7 +60,7 @@ def read_arguments(recipe: str, arguments: Sequence[str], conf: Path) -> list[st
     if flags.experimental_rerun is not None:
         raise ValueError(
             "--experimental-rerun reads a pickle, which may run any code; type the settings of that run again, they "
-            "are in its folder: .hydra/overrides.yaml"
+            "are in its folder: config.yaml, and run.json has what was typed"
         )
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         raise ValueError(f"--config-dir {flags.config_dir}: there is no such folder; type one with groups such as env/")

@@ -98,7 +98,10 @@ class Evaluator:
                 broken = " ".join(str(error).split())  # what it quotes has several lines
             except BaseException:
                 if go_on:
-                    tqdm.write(f"{len(results)} results are in {path}; the same command in this folder goes on there")
+                    tqdm.write(
+                        f"{len(results)} of {len(own)} episodes are in {path}; to go on: the same command with "
+                        f"hydra.run.dir={path.parent}"
+                    )
                 raise
             finally:
                 log.close()

@@ -32,6 +32,8 @@ def explain(error: BaseException, recipe: str, arguments: Sequence[str], conf: P
         said = _explained(error, recipe, arguments, conf)
     elif isinstance(error, ValueError) and (other := _of_another_file(str(error), arguments, conf)):
         said = other
+    elif isinstance(error, TypeError) and (left_out := _left_out(str(error), arguments)):
+        said = left_out
     else:
         return error
     explained = ValueError(said)
@@ -75,6 +77,14 @@ def _explained(error: BaseException, recipe: str, arguments: Sequence[str], conf
     return said if not where or where in said else f"{where}: {said}"
 
 
+def _left_out(text: str, arguments: Sequence[str]) -> str | None:
+    """Explain a setting without a default that was left out by ``~``."""
+    missing = re.search(r"missing 1 required .*argument: '(\w+)'", text)
+    typed = [argument[1:] for argument in arguments if argument.startswith("~")]
+    name = next((each for each in typed if missing and each.rpartition(".")[2] == missing[1]), None)
+    return f"{name} is missing; type {name}=VALUE" if name else None
+
+
 def _no_file(argument: str, conf: Path) -> str | None:
     """Say that a group has no file of the name that was typed, if that is so."""
     group, _, name = argument.partition("=")
@@ -101,6 +111,8 @@ def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | N
 
 
 def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Path) -> str:
+    if whole := next((argument for argument in arguments if argument.startswith((f"{name}={{", f"{name}=["))), None):
+        return f"{whole}: is a section; type its settings one by one: {name}.NAME=VALUE"
     known = sorted(_known(recipe, arguments, conf), key=lambda each: each.count("."))
     section = name.partition(".")[0]
     elsewhere = {  # settings that come with another file of the group
@@ -122,7 +134,11 @@ def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Pat
 def _known(recipe: str, arguments: Sequence[str], conf: Path) -> list[str]:
     """List the settings that there are with the files that were chosen."""
     flags = read_flags(arguments)
-    chosen = [argument for argument in flags.overrides if (conf / argument.lstrip("+").partition("=")[0]).is_dir()]
+    chosen = [
+        f"{group}={name}"
+        for group, _, name in (argument.lstrip("+").partition("=") for argument in flags.overrides)
+        if (conf / group).is_dir() and not name.startswith(("{", "["))
+    ]
     if flags.config_dir is not None:
         chosen.append(f"hydra.searchpath=[file://{Path(flags.config_dir).resolve()}]")
     return list(_names(OmegaConf.to_container(compose_settings(recipe, chosen, conf))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,7 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
     if parallel.is_main():
         try:
             lock = FolderLock(folder)
+            _check_place(folder)
             _check_same_run(config, folder)
         except (FolderInUse, ValueError) as error:
             refusal = error
@@ -88,7 +90,8 @@ def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float) ->
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
     if not parallel.is_main():
         return
-    result = {"seconds": seconds, "metrics": dict(metrics)}
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+    result = {"seconds": seconds, "metrics": finite}
     attempt(f"the result in {folder / 'run.json'}", lambda: record_result(folder, result), "it is printed below")
     latest = folder.parent / "latest"
     attempt(f"the link {latest}", lambda: link_atomically(latest, folder.name), "it points where it did, if it did")
@@ -112,6 +115,23 @@ def new_folder(path: str) -> str:
 OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)
 
 
+def _check_place(folder: Path) -> None:
+    """Refuse a folder in which another run would delete this one, or this one overwrite results.
+
+    Raises:
+        ValueError: says which.
+    """
+    if above := next((each for each in folder.absolute().parents if (each / "run.json").is_file()), None):
+        raise ValueError(
+            f"{folder} is inside of the run {above}, which replaces its folders; take another: hydra.run.dir=..."
+        )
+    if (folder / "policy").is_dir() and not any((folder / "checkpoints").glob("step_*")):
+        raise ValueError(
+            f"{folder} has the policy of a run whose checkpoints are gone: it would begin anew and overwrite it; take "
+            f"another folder (hydra.run.dir=...), or remove {folder / 'policy'}"
+        )
+
+
 def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not (folder / "config.yaml").is_file():
         return
@@ -133,6 +153,8 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
         return
     keys = [key for key in before.keys() | now.keys() if key != "resume" and not key.startswith("launcher.")]
     other = sorted(key for key in keys if before.get(key) != now.get(key))
+    if {"seed", "env.id", "episode_order"} & set(other):
+        advice = "Take another folder: hydra.run.dir=..."  # its episodes are others
     if other:
         shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
         raise ValueError(f"{folder} has a run of other settings:\n{shown}\n  {advice}")

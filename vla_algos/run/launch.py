@@ -131,7 +131,7 @@ def _common_folder(folder: Path) -> Path:
     common = parallel.broadcast_object(folder)
     if folder != common:
         with contextlib.suppress(FileNotFoundError):  # several may have the same one
-            if {path.name for path in folder.iterdir()} <= {".hydra", f"{HydraConfig.get().job.name}.log"}:
+            if {path.name for path in folder.iterdir()} <= {f"{HydraConfig.get().job.name}.log"}:
                 shutil.rmtree(folder, ignore_errors=True)
     return common
 

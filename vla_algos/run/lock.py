@@ -127,6 +127,7 @@ def _self() -> dict[str, Any]:
         "job": os.environ.get("SLURM_JOB_ID"),
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         "boot": _boot(),
+        "container": _container(),
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -135,6 +136,13 @@ def _boot() -> str | None:
     """Name the running kernel: the same in all containers of a machine, another one after it was started again."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None
+
+
+def _container() -> str | None:
+    """Name the container, among whose processes a number is one: its namespace."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
     return None
 
 
@@ -155,7 +163,8 @@ def _may_live(holder: dict[str, Any], silent: float, unlocked: bool) -> bool:
     if job and job == own["job"] and own["restarts"] > holder["restarts"]:
         return False  # SLURM starts a job again when it is over
     if holder.get("boot") == own["boot"]:
-        return unlocked and silent < _STALE and Path(f"/proc/{holder['pid']}").exists()
+        gone = holder.get("container") == own["container"] and not Path(f"/proc/{holder['pid']}").exists()
+        return unlocked and silent < _STALE and not gone
     if holder.get("host") == own["host"]:
         return False  # this machine was started again
     return silent < _STALE and not (job and _job_is_over(str(job)))

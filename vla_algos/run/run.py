@@ -80,6 +80,7 @@ class Run:
         self._lock = open_folder(config, folder)
         self._noted = False
         self.state: dict = {}
+        self._failure = ""  # of the last evaluation
         self._seconds: dict[str, float] = {}
 
     def __enter__(self) -> Run:
@@ -147,7 +148,8 @@ class Run:
             if resumed is None:
                 self._begin()
             yield
-        if parallel.is_main():
+        done_before = resumed is not None and resumed >= self._last and (self.folder / "policy").is_dir()
+        if parallel.is_main() and not done_before:
             self._save_policy()
         self._finish()
 
@@ -298,6 +300,7 @@ class Run:
         folder = self.folder / "evaluations" / f"iteration_{iteration:04d}"
         share = self.interruptible(lambda: self.evaluator.run_both(title, self.env, self.policy, folder))
         results = {prefix: gather(result, folder / f"{prefix}.jsonl") for prefix, result in share.items()}
+        self._failure = results["eval"].failure
         for result in results.values():
             if result.failure:  # if the simulator is broken for good, the next iteration ends the run
                 self.write(f"{title}: {result.failure}")
@@ -318,6 +321,8 @@ class Run:
         if "ended" in self.state:
             print(f"\nstopped: {self.state['ended']}")
         summarise(self.name.upper(), self.folder, describe_spec(self.spec), evaluations, speed, seconds)
+        if self._failure:
+            raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {self._failure}")
 
     # ---- evaluation alone
 

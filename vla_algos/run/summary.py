@@ -67,6 +67,8 @@ def summarise(
         "curves": f"tensorboard --logdir {folder}   (and {folder / 'metrics.jsonl'})",
         "videos": folder / "videos",
     }
+    if not (folder / "videos").is_dir():
+        del rows["videos"]
     print()
     for name, value in rows.items():
         print(f"{name:<12} {value}")

@@ -40,6 +40,7 @@ class BatchedWorlds:
         executed: the chunks of actions that each slot's episode was given.
         restarts: how many worlds were not finite any more; a simulation that fails takes this process with it.
         unstarted: no slot.
+        errors: by slot, why its last episode that was lost was.
     """
 
     unstarted: frozenset[int] = frozenset()
@@ -76,6 +77,7 @@ class BatchedWorlds:
         self._elapsed = np.zeros(num_envs, np.int64)
         self.restarts = 0
         self._episodes: dict[int, Episode] = {}
+        self.errors: dict[int, str] = {}
         self._lost: set[int] = set()  # slots whose state or reward was not finite, until their reset
 
     def reset(self, episodes: dict[int, Episode]) -> None:
@@ -170,7 +172,8 @@ class BatchedWorlds:
         if slot not in self._lost:
             self._lost.add(slot)
             self.restarts += 1
-            _logger.warning("%s, while running %s; the episode is lost", what, self.spec.describe(self._episodes[slot]))
+            self.errors[slot] = f"{what}, while running {self.spec.describe(self._episodes[slot])}"
+            _logger.warning("%s; the episode is lost", self.errors[slot])
 
     def _observe(self, slots: Iterable[int]) -> None:
         """Draw all worlds; those of ``slots`` that are not finite are lost, and show zeros."""

@@ -67,6 +67,7 @@ class WorkerProcess:
         self._start_timeout = start_timeout  # until the first answer
         self.allowed, self.deadline = 0.0, float("inf")
         self.answered = False
+        self._silent = False  # has closed its connection: its end is awaited
         self._progress = progress
         self._seen = (0, 0, 0)  # how far it was when last looked at
         self._outgoing, self._incoming = bytearray(), bytearray()
@@ -106,13 +107,14 @@ class WorkerProcess:
     def how_it_ended(self) -> str:
         """Say why it is no more."""
         end = self._end()
-        if end is None or end.si_code == os.CLD_EXITED:
-            return f"died (exit status {end.si_status})" if end else "closed its connection"
+        if end.si_code == os.CLD_EXITED:
+            return f"died (exit status {end.si_status})"
         return f"died ({signal.Signals(end.si_status).name})"
 
     def watch(self, poll: select.poll) -> None:
         """Have ``poll`` return when there is something to do."""
-        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        if not self._silent:
+            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
         poll.register(self._ending, select.POLLIN)
 
     def kill(self) -> None:
@@ -126,8 +128,9 @@ class WorkerProcess:
     def forget(self) -> None:
         """Close this process's ends; a forked child leaves the worker to its parent."""
         self._socket.close()
-        with contextlib.suppress(OSError):
-            os.close(self._ending)
+        ending, self._ending = self._ending, -1  # a second time its number may be another file's
+        if ending >= 0:
+            os.close(ending)
 
     def _write(self, message: Any) -> None:
         data = pickle.dumps(message)
@@ -151,6 +154,7 @@ class WorkerProcess:
         with contextlib.suppress(OSError):  # nothing there
             while piece := self._socket.recv(_PIECE):
                 self._incoming += piece
+            self._silent = True
         data, start = self._incoming, 4
         if len(data) < start:
             return None
