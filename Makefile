@@ -5,7 +5,7 @@ VENV ?= .venv
 # The first interpreter that really runs and is new enough.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; do \
     $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
-EXTRAS ?= metaworld,libero,maniskill,dev
+EXTRAS ?= metaworld,libero,maniskill,calvin,dev
 # The commit whose list of modules with type errors must hold all of today's (make lint).
 BASE ?= HEAD
 # Arguments for what is run: make run ARGS="seed=1", make test ARGS="-k determinism".

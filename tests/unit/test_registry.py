@@ -120,7 +120,7 @@ def test_a_name_that_no_id_can_have(name, title):
         ("toi/hard", "unknown environment 'toi/hard'; did you mean toy/hard"),
         ("hard", "unknown environment 'hard'; did you mean metaworld/hard or toy/hard"),
         ("toy", "unknown environment 'toy'"),
-        ("calvin/D_D", "CALVIN is not built yet"),
+        ("calvin/D_D", "unknown CALVIN suite or task"),
         ("robotwin/place_empty_cup", "RoboTwin is not built yet"),
     ],
 )

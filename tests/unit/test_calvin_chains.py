@@ -1,0 +1,122 @@
+"""CALVIN without its simulator: conditions, chains, initial states, names and options."""
+
+import collections
+import json
+
+import numpy as np
+import pytest
+
+from vla_envs import make_spec
+from vla_envs.calvin import chains, single, states
+from vla_envs.calvin.scenes import CABINET_SHIFT
+from vla_envs.calvin.spec import all_sentences
+
+
+def test_there_are_192_conditions_and_34_tasks():
+    assert len(chains.conditions()) == 192
+    assert len(chains.tasks()) == 34
+    assert max(chains.tasks().values()) == 11
+    assert set(all_sentences()["validation"]) == set(all_sentences()["training"]) == set(chains.tasks())
+
+
+def test_the_published_chains_are_chains_and_the_published_procedure_draws_the_first_ones():
+    published = chains.published_chains()
+    assert len(published) == chains.PUBLISHED
+    assert len({(tuple(condition.items()), names) for condition, names in published}) == chains.PUBLISHED
+    # calvin_agent's procedure for condition 0 with seed 0: five different tasks, drawn until they are a chain.
+    condition, random = chains.conditions()[0], np.random.RandomState(0)
+    while not chains.is_chain(condition, drawn := tuple(random.choice(list(chains.tasks()), 5, replace=False))):
+        pass
+    assert any(dict(start) == dict(condition) and names == drawn for start, names in published)
+
+
+def test_drawn_chains_are_as_likely_as_published_ones():
+    drawn = [chains.draw_chain(0, number) for number in range(1000)]
+    assert all(chains.is_chain(*chain) for chain in drawn)
+    assert drawn[:3] == [chains.draw_chain(0, number) for number in range(3)]
+    count = collections.Counter(name for _, names in drawn for name in names)
+    published = collections.Counter(name for _, names in chains.published_chains() for name in names)
+    for name in chains.tasks():  # four standard deviations of the difference of two draws of 1000
+        spread = 4 * (published[name] + count[name] + 1) ** 0.5
+        assert abs(count[name] - published[name]) < spread, name
+
+
+def test_a_hash_of_the_publication():
+    condition, _ = chains.published_chains()[0]
+    assert states.fnv(str(condition.values())) == 2138410836  # pyhash.fnv1_32
+
+
+def test_states_of_a_condition():
+    for condition in chains.conditions():
+        robot, scene = states.published_state(condition, 0.0)
+        shifted = states.published_state(condition, 0.18)[1]
+        assert robot.shape == (15,)
+        assert scene.shape == (24,)
+        assert scene[0] == (0.28 if condition["slider"] == "left" else 0)
+        for number, color in enumerate(("red", "blue", "pink")):
+            moved = shifted[6 + 6 * number] - scene[6 + 6 * number]
+            assert moved == pytest.approx(0.18 if "slider" in condition[f"{color}_block"] else 0)
+    assert set(CABINET_SHIFT) == set("ABCD")
+
+
+def test_every_task_has_states_in_which_it_is_possible_in_one_way():
+    for task in chains.tasks():
+        possible = single.starts(task)
+        assert len(possible) >= 48
+        assert all(len(chains.outcomes(condition, task)) == 1 for condition in possible)
+    first, again, other = (single.start_of("open_drawer", "D", True, *seed) for seed in ((0, 1), (0, 1), (0, 2)))
+    assert np.array_equal(first.scene, again.scene)
+    assert not np.array_equal(first.scene, other.scene)
+
+
+def test_names_and_what_they_say():
+    evaluation = make_spec("calvin/lh-mtlc")
+    assert evaluation.trials == evaluation.initial_states == 1000
+    assert evaluation.max_episode_steps == 5 * 360
+    assert not any("mended" in text for text in evaluation.protocol_deviations)  # scene D is right as it is
+    training = make_spec("calvin/ABC")
+    assert [task.name for task in training.tasks] == ["chains in A", "chains in B", "chains in C"]
+    assert training.max_episode_steps == 480
+    assert sum("mended" in text for text in training.protocol_deviations) == 3
+    assert not any("mended" in text for text in make_spec("calvin/ABC", scene_fixes=False).protocol_deviations)
+    assert len(training.tasks[0].instructions) > 300
+    alone = make_spec("calvin/open_drawer+close_drawer", wrist_camera=False, image_size=64)
+    assert [task.instruction for task in alone.tasks] == [
+        "pull the handle to open the drawer",
+        "push the handle to close the drawer",
+    ]
+    assert alone.wrist_image_shape is None
+    assert make_spec("calvin/D", chains="published").initial_states == 1000
+
+
+@pytest.mark.parametrize(
+    ("suite", "options", "message"),
+    [
+        ("open_drawr", {}, "did you mean open_drawer"),
+        ("E", {}, "unknown CALVIN suite or task 'E'"),
+        ("AA", {}, "unknown CALVIN suite or task 'AA'"),
+        ("open_drawer+open_drawer", {}, "names a task twice"),
+        ("D", {"scene": "A"}, "type calvin/A"),
+        ("lh-mtlc", {"chains": "drawn"}, "has its own"),
+        ("lh-mtlc", {"max_episode_steps": 480}, "360 steps for each task"),
+        ("D", {"chains_file": "x.json"}, "type chains=published too"),
+        ("D", {"sentences": "both"}, "'validation' or 'training'"),
+        ("D", {"scene_fixes": "no"}, "must be a valid boolean"),
+    ],
+)
+def test_what_cannot_be_is_one_line(suite, options, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        make_spec(f"calvin/{suite}", **options)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("damage", ["", "[", "{}", "[[1, 2]]", "no list", "other order"])
+def test_a_damaged_file_of_chains_is_refused(tmp_path, damage):
+    file = tmp_path / "chains.json"
+    condition, names = chains.published_chains()[0]
+    file.write_text(json.dumps([[condition, names[::-1]]]) if damage == "other order" else damage)
+    with pytest.raises(ValueError, match="chain"):
+        make_spec("calvin/lh-mtlc", chains_file=str(file))
+    file.write_text(json.dumps([[condition, names]]))
+    chains.published_chains.cache_clear()
+    assert make_spec("calvin/lh-mtlc", chains_file=str(file)).trials == 1
