@@ -100,7 +100,7 @@ def test_names_and_what_they_say():
         ("lh-mtlc", {"chains": "drawn"}, "has its own"),
         ("lh-mtlc", {"max_episode_steps": 480}, "360 steps for each task"),
         ("D", {"chains_file": "x.json"}, "type chains=published too"),
-        ("D", {"sentences": "both"}, "'validation' or 'training'"),
+        ("D", {"sentences": "both"}, "unknown sentences 'both'"),
         ("D", {"scene_fixes": "no"}, "must be a valid boolean"),
     ],
 )

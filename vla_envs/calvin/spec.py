@@ -21,6 +21,7 @@ from typing import Literal
 
 from vla_common.errors import unknown_name
 from vla_common.settings import Count
+from vla_common.validation import check_name, is_whole_number
 from vla_envs.calvin.chains import LENGTH, published_chains, tasks
 from vla_envs.calvin.scenes import SCENES, describe_fixes
 from vla_envs.simulator import SimulatorSpec, Task
@@ -82,6 +83,14 @@ def make_spec(
     Raises:
         ValueError: an unknown suite, scene or task, or an option that the suite does not have.
     """
+    check_name("scene", scene, SCENES, example="D")
+    check_name("renderer", renderer, ("auto", "tiny", "egl"), example="auto")
+    if chains is not None:
+        check_name("chains", chains, ("drawn", "published"), example="drawn")
+    if sentences is not None:
+        check_name("sentences", sentences, ("validation", "training"), example="validation")
+    if not is_whole_number(image_size) or image_size < 16:
+        raise ValueError(f"image_size is a number of pixels, at least 16, got {image_size!r}; try image_size=200")
     kind, scenes, names = _parts(suite, scene)
     if kind != "chain" and chains is not None:
         raise ValueError(f"chains={chains} is for training in scenes such as calvin/D; calvin/{suite} has its own")
