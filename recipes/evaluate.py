@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from vla_algos import parallel
 from vla_algos.evaluation import blank_images, swap_instructions
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
-from vla_algos.run.files import write_atomically
+from vla_algos.run.files import finite_or_none, write_atomically
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.summary import describe_spec
 from vla_common.errors import unknown_name
@@ -71,9 +71,8 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
         print(f"mean of {', '.join(config.mean_of)}: success {100 * once:.1f}%, at end {100 * at_end:.1f}%")
     if result.failure:
         raise SimulatorCrash(f"{result.failure}; the same command with hydra.run.dir={run.folder} goes on")
-    metrics = {name: None if value != value else value for name, value in metrics.items()}  # JSON has no NaN
     if parallel.is_main():
-        write_atomically(run.folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+        write_atomically(run.folder / "metrics.json", json.dumps(finite_or_none(metrics), indent=2) + "\n")
     run.finish(result.metrics())
     print(f"\nresults      {run.folder}")
 

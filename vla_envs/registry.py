@@ -110,7 +110,7 @@ def register_installed() -> None:
             if _is_being_imported(name):
                 _unfinished.add(name)
             else:
-                warnings.warn(f"benchmark {name!r} is left out: {one_line(error)}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"benchmark {name!r} is left out: {describe_error(error)}", RuntimeWarning, stacklevel=2)
 
 
 def get_benchmark(name: str) -> Benchmark:
@@ -249,6 +249,6 @@ def _is_being_imported(name: str) -> bool:
     return any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules)
 
 
-def one_line(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Say what an error of somebody's package says."""
     return " ".join(str(error).split()) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"

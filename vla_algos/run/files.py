@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -36,6 +38,14 @@ def attempt(what: str, work: Callable[[], object], otherwise: str, errors: type[
         _failing.discard(what)
         tqdm.write(f"{what} is written again")
     return True
+
+
+def finite_or_none(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace NaN and infinities, which JSON does not have, by ``None``."""
+    return {
+        name: None if isinstance(number, float) and not math.isfinite(number) else number
+        for name, number in numbers.items()
+    }
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from yaml import YAMLError
 
 from vla_algos import parallel
-from vla_algos.run.files import attempt, link_atomically, remove, write_atomically
+from vla_algos.run.files import attempt, finite_or_none, link_atomically, remove, write_atomically
 from vla_algos.run.lock import FolderInUse, FolderLock
 from vla_algos.run.provenance import differences, record_result, record_start
 from vla_algos.run.seeds import seed_everything
@@ -90,8 +89,7 @@ def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float) ->
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
     if not parallel.is_main():
         return
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-    result = {"seconds": seconds, "metrics": finite}
+    result = {"seconds": seconds, "metrics": finite_or_none(metrics)}
     attempt(f"the result in {folder / 'run.json'}", lambda: record_result(folder, result), "it is printed below")
     latest = folder.parent / "latest"
     attempt(f"the link {latest}", lambda: link_atomically(latest, folder.name), "it points where it did, if it did")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import math
 import os
 import platform
 import time
@@ -22,7 +21,7 @@ from torchrl.record.loggers import Logger
 from tqdm import tqdm
 
 from vla_algos import parallel
-from vla_algos.run.files import Appended, attempt, write_atomically
+from vla_algos.run.files import Appended, attempt, finite_or_none, write_atomically
 
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
@@ -60,7 +59,7 @@ class RunLogger:
         if not self._writes:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
-        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        finite = finite_or_none(numbers)
         self._lines.append(json.dumps({"step": step, **finite}).encode() + b"\n")
         values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add_event(step=step, summary=Summary(value=values))

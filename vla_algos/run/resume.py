@@ -314,9 +314,7 @@ class ResumableRun:
 
     def _check_finite(self, state: Mapping[str, Any]) -> None:
         """Refuse to save a run that has diverged over one that has not."""
-        trained = {name for name, parameter in self.policy.named_parameters() if parameter.requires_grad}
-        weights = {name: tensor for name, tensor in state["weights"].items() if name in trained}  # a mask may be -inf
-        found = not_finite({"weights": weights, "learner": state["learner"]})
+        found = not_finite({"weights": state["weights"], "learner": state["learner"]})
         if found:
             good = next(iter(by_preference(self.checkpoints)), None)
             raise CheckpointError(

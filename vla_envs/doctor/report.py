@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from vla_common.registry import benchmarks
 from vla_envs.doctor.checks import DISTRIBUTION, check_assets_variable, check_entry_point, check_packages
 from vla_envs.probe import ASSETS, RENDERING, SIMULATOR, Finding
-from vla_envs.registry import Benchmark, get_benchmark, one_line
+from vla_envs.registry import Benchmark, describe_error, get_benchmark
 
 
 def diagnose(all_names: bool = False) -> int:
@@ -61,7 +61,7 @@ def _find_benchmarks() -> tuple[list[tuple[Benchmark, list[str]]], list[Finding]
             benchmark = get_benchmark(name)
             found.append((benchmark, [f"{name}/{suite}" for suite in benchmark.suites()]))
         except Exception as error:  # whatever the package of a stranger raises
-            detail, _, remedy = one_line(error).partition("; repair it, or type: ")
+            detail, _, remedy = describe_error(error).partition("; repair it, or type: ")
             broken.append(Finding("broken", f"benchmark {name}", detail, remedy))
     return found, broken
 
@@ -70,7 +70,7 @@ def _check(benchmark: Benchmark) -> Sequence[Finding]:
     try:
         return [*benchmark.checks(), *check_entry_point(benchmark)]
     except Exception as error:  # one benchmark's trouble is a line of the report, not its end
-        detail = f"its checks failed: {one_line(error)}"
+        detail = f"its checks failed: {describe_error(error)}"
         return [Finding("broken", benchmark.title, detail, required=True)]
 
 

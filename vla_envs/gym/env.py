@@ -14,7 +14,7 @@ from vla_common.errors import unknown_name
 from vla_envs.gym.episodes import EpisodeStream, check_actions, closed, make_info, resolve_spec
 from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.gym.window import Window, why_no_window
-from vla_envs.registry import one_line
+from vla_envs.registry import describe_error
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
 from vla_envs.workers.answers import check_observation, check_outcome
 from vla_envs.workers.pool import SimulatorCrash
@@ -166,7 +166,9 @@ class SimulatorEnv(gymnasium.Env):
             with contextlib.suppress(Exception):  # what it was that failed is the news
                 assert failed is not None
                 failed.close()
-            raise SimulatorCrash(f"{one_line(error)}, while running {self.simulator_spec.describe(episode)}") from error
+            raise SimulatorCrash(
+                f"{describe_error(error)}, while running {self.simulator_spec.describe(episode)}"
+            ) from error
 
     def _observe(self, simulator: Simulator) -> dict[str, Any]:
         seen = simulator.observe()
