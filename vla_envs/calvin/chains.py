@@ -180,12 +180,13 @@ def published_chains(file: str | None = None) -> tuple[tuple[Condition, tuple[st
         chains = json.loads(path.read_text())
         found = tuple((dict(condition), tuple(names)) for condition, names in chains)
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a file of chains ({error}); it takes {advice}") from error
+        raise ValueError(f"chains_file={path}: is not a file of chains ({error}); it takes {advice}") from error
     known = [dict(condition) for condition in conditions()]
     for number, (condition, names) in enumerate(found):
         possible = condition in known and len(names) == LENGTH and set(names) <= tasks().keys()
         if not possible or not is_chain(condition, names):
-            raise ValueError(f"chain {number} of {path} is none: {', '.join(map(str, names))}; the file takes {advice}")
+            said = ", ".join(map(str, names))
+            raise ValueError(f"chains_file={path}: chain {number} is none: {said}; the file takes {advice}")
     if not found:
-        raise ValueError(f"{path} has no chains; it takes {advice}")
+        raise ValueError(f"chains_file={path}: has no chains; it takes {advice}")
     return found
