@@ -1,7 +1,7 @@
 """OpenVLA-OFT, pi0 and pi0.5 on CALVIN: states, actions, gripper, cameras and prompts as their data sets have them.
 
 Facts, by hand: calvin_env (``robot_obs``, relative actions, gripper 1 opens and -1 closes), openpi (normalisation,
-padding, prompts) and RLinf at a3816b596 (``calvin_policy.py``, ``calvin_dataconfig.py``, ``prepare_actions_for_calvin``).
+padding, prompts), RLinf at a3816b596 (``calvin_policy.py``, ``calvin_dataconfig.py``, ``prepare_actions_for_calvin``).
 """
 
 import json
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from openvla_checkpoint import make_checkpoint as make_openvla
-from PIL import Image
 from pi0_checkpoint import make_checkpoint
+from PIL import Image
 from sentencepiece import SentencePieceProcessor
 
 from vla_common import keys
