@@ -394,3 +394,13 @@ def test_swapped_instructions_keep_their_form(instructions):
     swapped = swap_instructions([Task("1", "a"), Task("2", "b")])(td)
     assert to_strings(swapped) == ["b", "a", ""]
     assert type(swapped.get(keys.TASK_DESCRIPTIONS)) is type(instructions)
+
+
+def test_each_sentence_of_a_task_is_swapped():
+    tasks = make_spec("calvin/open_drawer+close_drawer", sentences="training").tasks  # about ten sentences each
+    said = [text for task in tasks for text in task.instructions]
+    td = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack(*said)}, [len(said)])
+    swapped = to_strings(swap_instructions(tasks)(td))
+    half = len(tasks[0].instructions)
+    assert set(swapped[:half]) <= set(tasks[1].instructions)
+    assert set(swapped[half:]) <= set(tasks[0].instructions)
