@@ -18,7 +18,7 @@ from toy import ToyEnv, ToyPolicy
 from vla_algos.evaluation import swap_instructions
 from vla_common import keys
 from vla_common.texts import WIDTH, decode, encode, to_strings
-from vla_envs import InstructionsToBytes
+from vla_envs import InstructionsToBytes, make_spec
 from vla_envs.instructions import Instructions
 from vla_envs.simulator import Task
 from vla_policies import Pi0, SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig, make_example
