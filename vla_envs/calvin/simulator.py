@@ -92,6 +92,7 @@ class CalvinSimulator:
             success=self.done == len(self.chain),
             ends_chunk=published and solved,
             ends_episode=published and self._steps == SUBTASK_STEPS,
+            subtasks=self.done,
         )
 
     def observe(self) -> Observation:
