@@ -255,18 +255,18 @@ class EvaluationResult:
         if self.chain_length == 1:
             return []
         width = max(map(len, rows), default=0)
-        names = ["avg_num_subtasks", *(f"success_len_{length}" for length in range(1, self.chain_length + 1))]
-        header = "".join(f"  {name:>16}" for name in names)
-        lines = ["", f"of chains of {self.chain_length} tasks, with 95 % intervals", f"{'task':<{width}}{header}"]
+        shares = [f"{name:>16}" for name in list(estimate_chains([], self.chain_length))[1:]]
+        header = "  ".join([f"{'task':<{width}}", f"{'avg_num_subtasks':>17}", *shares])
+        lines = ["", f"of chains of {self.chain_length} tasks, with 95 % intervals", header]
         for row, results in rows.items():
-            cells = [f"  {'-':>16}"] * len(names)
+            cells = [f"{'-':>17}", *[f"{'-':>16}"] * self.chain_length]
             if results:
-                mean, *shares = estimate_chains(results, self.chain_length).values()
-                cells = [f"  {mean.value:4.2f}, {mean.low:4.2f} - {mean.high:4.2f}"]
-                for share in shares:
+                mean, *estimates = estimate_chains(results, self.chain_length).values()
+                cells = [f"{mean.value:.2f}, {mean.low:.2f} - {mean.high:.2f}"]
+                for share in estimates:
                     interval = f"{100 * share.low:.0f} - {100 * share.high:.0f}"
-                    cells.append(f"  {100 * share.value:5.1f}%, {interval:>8}")
-            lines.append(f"{row:<{width}}{''.join(cells)}")
+                    cells.append(f"{100 * share.value:5.1f}%, {interval:>8}")
+            lines.append("  ".join([f"{row:<{width}}", *cells]))
         return lines
 
 
