@@ -97,8 +97,8 @@ class _ChunkCollector(BaseCollector):
         written = [ACTION, ACTION_LOG_PROB] if ACTION_LOG_PROB in self.policy.out_keys else [ACTION]
         root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
         root_keys += [STATE_VALUE] if self.has_value else []
-        has_chains = SUBTASKS in env.full_reward_spec.keys()
-        outcome_keys = [(NEXT, key) for key in OUTCOME_KEYS if key != SUBTASKS or has_chains]
+        declared = set(env.full_reward_spec.keys())
+        outcome_keys = [(NEXT, key) for key in OUTCOME_KEYS if key != SUBTASKS or key in declared]
         self.stored_keys = [*dict.fromkeys(root_keys), *outcome_keys]
         self._remember()
         self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads

@@ -250,7 +250,6 @@ class EvaluationResult:
             lines.append(f"crashed: {len(crashed)} (their simulator failed; no result): {names}{more}")
         return "\n".join(lines)
 
-
     def _chain_lines(self, rows: Mapping[str, Sequence[EpisodeResult]]) -> list[str]:
         if self.chain_length == 1:
             return []

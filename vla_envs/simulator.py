@@ -157,8 +157,8 @@ class SimulatorSpec:
     def __post_init__(self) -> None:
         if not is_whole_number(self.chain_length) or self.chain_length < 1:
             raise ValueError(
-                f"{self.id}: chain_length is {self.chain_length!r}, must be a whole number of tasks that an episode asks "
-                "for; type chain_length=1 where it asks for one"
+                f"{self.id}: chain_length is {self.chain_length!r}, must be a whole number of tasks that an episode "
+                "asks for; type chain_length=1 where it asks for one"
             )
         if not isinstance(self.protocol, str) or "\n" in self.protocol:
             raise ValueError(f"{self.id}: protocol is {self.protocol!r}, must be one line of text, or '' for none")

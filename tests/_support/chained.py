@@ -9,7 +9,9 @@ from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec, Tas
 KILL = 0.5  # an action that ends the process
 
 
-def chained_spec(*solved_at: list[tuple[int, ...]], length: int = 3, patience: int = 4, **fields: object) -> SimulatorSpec:
+def chained_spec(
+    *solved_at: list[tuple[int, ...]], length: int = 3, patience: int = 4, **fields: object
+) -> SimulatorSpec:
     """Trial ``t`` of task ``i`` solves its tasks by its actions number ``solved_at[i][t]``, counted from 1.
 
     An episode is given up after ``patience`` actions without one.

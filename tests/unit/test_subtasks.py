@@ -44,7 +44,7 @@ SOLVED, LENGTHS = [3, 1, 0, 2, 3, 0, 0, 1], [7, 8, 4, 6, 3, 4, 4, 7]
 
 
 class Still(torch.nn.Module):
-    in_keys, out_keys = [STATES], [ACTION]  # noqa: RUF012
+    in_keys, out_keys = [STATES], [ACTION]
 
     def __init__(self, chunk):
         super().__init__()
@@ -85,7 +85,7 @@ def steps(env, td, number, action=0.0):
 def test_a_decision_says_how_much_of_the_chain_is_solved(make):
     env = make(num_envs=1, chunk_size=4, episodes=EpisodeQueue([Episode(0, 0), Episode(0, 2)]))
     td = env.reset()
-    assert SUBTASKS not in td.keys()
+    assert SUBTASKS not in td
     found, _ = steps(env, td, 6)
     assert [row[SUBTASKS].item() for row in found] == [1, 2, 3, 0, 0, 0]  # two episodes, and an idle slot
     assert [row[EPISODE_LEN].item() for row in found] == [2, 3, 7, 4, 0, 0]
@@ -99,9 +99,9 @@ def test_a_decision_says_how_much_of_the_chain_is_solved(make):
 def test_without_chains_nothing_is_there(make):
     spec = chained_spec(FIRST, chain_length=1, protocol="")
     env = make(spec, episodes=EpisodeSampler(spec, 0))
-    assert SUBTASKS not in env.reward_spec.keys()
+    assert SUBTASKS not in set(env.reward_spec.keys())
     batch = StepCollector(env, Still(2), 8).rollout()
-    assert SUBTASKS not in batch[NEXT].keys()
+    assert SUBTASKS not in batch[NEXT]
     assert not [name for name in env_metrics(batch) if "subtasks" in name]
     result = evaluate(env, Still(2), [Episode(0, trial) for trial in range(4)])
     assert {result.subtasks for result in result.episodes} == {None}
@@ -116,7 +116,7 @@ def test_a_chain_goes_on_where_it_was_saved(make):
     whole, _ = steps(env := make(episodes=EpisodeQueue(episodes)), env.reset(), 12)
     for saved_after in (1, 3, 6):
         first = make(episodes=EpisodeQueue(episodes))
-        _, td = steps(first, first.reset(), saved_after)
+        steps(first, first.reset(), saved_after)
         state = first.state_dict()
         second = make(episodes=EpisodeQueue(episodes))
         second.load_state_dict(state)
@@ -336,7 +336,11 @@ def test_groups_log_it_too(make):
 
 def test_results_name_their_protocol(tmp_path):
     spec = chained_spec(FIRST, protocol_deviations=("two instead of three",))
-    assert describe_spec(spec).splitlines() == ["chained", "  protocol: by hand", "  not the benchmark's: two instead of three"]
+    assert describe_spec(spec).splitlines() == [
+        "chained",
+        "  protocol: by hand",
+        "  not the benchmark's: two instead of three",
+    ]
     (tmp_path / "run").mkdir()
     finish_folder(tmp_path / "run", {"x": 1.0}, 2.0, spec.protocol)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["protocol"] == "by hand"

@@ -46,7 +46,9 @@ def check_outcome(spec: SimulatorSpec, outcome: Outcome) -> Outcome:
     if not is_whole_number(subtasks) or not 0 <= subtasks <= spec.chain_length:
         raise WrongAnswer(f"subtasks is {_kind(subtasks)}, must be a whole number from 0 to {spec.chain_length}")
     if success and 1 < spec.chain_length != subtasks:
-        raise WrongAnswer(f"success after {subtasks} of {spec.chain_length} tasks of a chain, must come with the last one")
+        raise WrongAnswer(
+            f"success after {subtasks} of {spec.chain_length} tasks of a chain, must come with the last one"
+        )
     return Outcome(number, bool(success), *ends, int(subtasks))
 
 
