@@ -59,8 +59,9 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     result = run.evaluate(config.ablation or "evaluation", greedy=config.greedy, observe=observe)
 
     setting = {"greedy": config.greedy, "ablation": config.ablation}
+    setting |= {"protocol": run.spec.protocol} if run.spec.protocol else {}
     setting["protocol_deviations"] = run.spec.protocol_deviations
-    metrics = {**result.metrics(), "eval/interval": result.interval, **setting}
+    metrics = {**result.metrics(), **result.intervals(), **setting}
     print(
         f"\n{describe_spec(run.spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}"
     )

@@ -32,6 +32,7 @@ from vla_common.keys import (
     STATE_VALUE,
     STEP_MASK,
     STEP_REWARDS,
+    SUBTASKS,
     SUCCESS,
     SUCCESS_AT_END,
     TASK_ID,
@@ -58,6 +59,7 @@ OUTCOME_KEYS = (
     EPISODE_RETURN,
     EPISODE_LEN,
     ACTIONS_CLIPPED,
+    SUBTASKS,  # where episodes are chains of tasks
 )
 WHAT_HAPPENED = (ACTION, TASK_ID, TRIAL_ID, GROUP_ID, *((NEXT, key) for key in OUTCOME_KEYS))
 """What is kept of a decision that nothing is learnt from."""
@@ -95,7 +97,9 @@ class _ChunkCollector(BaseCollector):
         written = [ACTION, ACTION_LOG_PROB] if ACTION_LOG_PROB in self.policy.out_keys else [ACTION]
         root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
         root_keys += [STATE_VALUE] if self.has_value else []
-        self.stored_keys = [*dict.fromkeys(root_keys), *((NEXT, key) for key in OUTCOME_KEYS)]
+        declared = set(env.full_reward_spec.keys())
+        outcome_keys = [(NEXT, key) for key in OUTCOME_KEYS if key != SUBTASKS or key in declared]
+        self.stored_keys = [*dict.fromkeys(root_keys), *outcome_keys]
         self._remember()
         self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
         self._seconds = {"env": 0.0, "policy": 0.0}
@@ -410,7 +414,7 @@ class EpisodeCollector(_ChunkCollector):
             post_collect_hook=post_collect_hook,
         )
         if not for_learning:
-            self.stored_keys = list(WHAT_HAPPENED)
+            self.stored_keys = [key for key in self.stored_keys if key in WHAT_HAPPENED]
         self.total_frames = -1
         self.max_attempts, self.on_episode = max_attempts, on_episode
         self.queue = EpisodeQueue(episodes)

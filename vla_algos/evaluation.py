@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ from torchrl.envs.utils import ExplorationType
 
 from vla_algos.acting import Policy, as_module
 from vla_algos.collectors import EpisodeCollector
-from vla_algos.metrics import wilson_interval
+from vla_algos.metrics import mean_interval, wilson_interval
 from vla_common.keys import (
     ACTION,
     CRASHED,
@@ -23,6 +23,7 @@ from vla_common.keys import (
     IMAGES,
     NEXT,
     STEP_MASK,
+    SUBTASKS,
     SUCCESS,
     SUCCESS_AT_END,
     TASK_DESCRIPTIONS,
@@ -50,11 +51,12 @@ class EpisodeResult:
         episode_return: sum of its rewards.
         episode_len: primitive actions executed.
         crashed: it has no result, because the simulator could not begin it, or failed in every attempt; success,
-            return and length mean nothing.
+            return, length and subtasks mean nothing.
         attempts: runs it took, more than 1 after a crashed one; 0 if there was no time for it before all simulators
             were broken.
         index: its place among the episodes of the evaluation.
         error: why it crashed, where that is known.
+        subtasks: how many tasks of its chain were solved; ``None`` where episodes are no chains.
     """
 
     episode: Episode
@@ -68,11 +70,38 @@ class EpisodeResult:
     group: str = ""
     index: int = 0
     error: str = ""
+    subtasks: int | None = None
 
     @property
     def name(self) -> str:
         """Task, trial and seed, for messages."""
         return f"{self.task} trial {self.episode.trial_id} seed {self.episode.seed}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over episodes with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimate_chains(results: Sequence[EpisodeResult], chain_length: int) -> dict[str, Estimate]:
+    """Estimate how far chains of tasks get, by name; nothing where ``chain_length`` is 1.
+
+    Returns:
+        ``avg_num_subtasks``, the mean number of solved tasks (:func:`~vla_algos.metrics.mean_interval`), and for each
+        length of a chain ``success_len_1`` ..., the share of the episodes that solved so many or more (Wilson).
+    """
+    if chain_length == 1:
+        return {}
+    solved = [result.subtasks or 0 for result in results]
+    found = {"avg_num_subtasks": Estimate(_mean(solved), *mean_interval(solved, chain_length))}
+    for length in range(1, chain_length + 1):
+        reached = [number >= length for number in solved]
+        found[f"success_len_{length}"] = Estimate(_mean(reached), *wilson_interval(sum(reached), len(reached)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -83,11 +112,13 @@ class EvaluationResult:
         episodes: one result per episode, in their order.
         videos: frames uint8 ``[decisions + 1, H, W, 3]`` of the recorded episodes by index among the episodes.
         broken: why it ended before all episodes had run; empty if it did not.
+        chain_length: tasks that an episode asked for one after the other.
     """
 
     episodes: list[EpisodeResult]
     videos: dict[int, np.ndarray] = field(default_factory=dict)
     broken: str = ""
+    chain_length: int = 1
 
     @classmethod
     def interleaved(cls, parts: Sequence[EvaluationResult]) -> EvaluationResult:
@@ -99,7 +130,8 @@ class EvaluationResult:
             for number, part in enumerate(parts)
             for index, frames in part.videos.items()
         }
-        return cls(episodes, dict(sorted(videos.items())), next((part.broken for part in parts if part.broken), ""))
+        broken = next((part.broken for part in parts if part.broken), "")
+        return cls(episodes, dict(sorted(videos.items())), broken, parts[0].chain_length)
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -153,7 +185,10 @@ class EvaluationResult:
         )
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
-        """Return means over the finished episodes, and the success of every task and group, under ``prefix/``."""
+        """Return means over the finished episodes, and the success of every task and group, under ``prefix/``.
+
+        Where episodes are chains of tasks, :func:`estimate_chains` too, over all and for every task and group.
+        """
         metrics = {
             "success_once": self.success_once,
             "success_at_end": _mean(result.success_at_end for result in self.finished),
@@ -161,15 +196,35 @@ class EvaluationResult:
             "episode_len": _mean(result.episode_len for result in self.finished),
             "num_episodes": len(self.finished),
             "crashed_episodes": len(self.crashed),
+            **self._chain_means(self.finished),
         }
         for kind, parts in (("task", self.by_task()), ("group", self.by_group())):
             for name, results in parts.items():
                 metrics[f"{kind}/{name}/success_once"] = _mean(result.success_once for result in results)
                 metrics[f"{kind}/{name}/success_at_end"] = _mean(result.success_at_end for result in results)
+                metrics |= {f"{kind}/{name}/{key}": mean for key, mean in self._chain_means(results).items()}
         return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
+    def intervals(self, prefix: str = "eval") -> dict[str, tuple[float, float]]:
+        """Return 95 % intervals: :attr:`interval`, and of what :func:`estimate_chains` adds to :meth:`metrics`."""
+        found = {f"{prefix}/interval": self.interval}
+        for place, results in [
+            ("", self.finished),
+            *((f"task/{name}/", results) for name, results in self.by_task().items()),
+            *((f"group/{name}/", results) for name, results in self.by_group().items()),
+        ]:
+            for name, estimate in estimate_chains(results, self.chain_length).items():
+                found[f"{prefix}/{place}{name}/interval"] = (estimate.low, estimate.high)
+        return found
+
+    def _chain_means(self, results: Sequence[EpisodeResult]) -> dict[str, float]:
+        return {name: estimate.value for name, estimate in estimate_chains(results, self.chain_length).items()}
+
     def table(self) -> str:
-        """Tabulate success per task, per group and over all, with 95 % intervals, for the terminal."""
+        """Tabulate success per task, per group and over all, with 95 % intervals, for the terminal.
+
+        Below it, where episodes are chains of tasks, how far they got.
+        """
         rows = self.by_task()
         if len(rows) > 1:
             rows |= {f"all {name}": results for name, results in self.by_group().items()}
@@ -186,6 +241,7 @@ class EvaluationResult:
                 f"  {100 * low:5.1f} - {100 * high:5.1f}  {_percent(r.success_at_end for r in results)[1:]}"
                 f"  {_mean(r.episode_len for r in results):6.1f}"
             )
+        lines += self._chain_lines(rows)
         if not_run := len(self.episodes) - len(self.finished) - len(self.crashed):
             lines.append(f"not run: {not_run} (no result)")
         if crashed := self.crashed:
@@ -193,6 +249,24 @@ class EvaluationResult:
             more = f"; and {len(crashed) - _NAMED} more" if len(crashed) > _NAMED else ""
             lines.append(f"crashed: {len(crashed)} (their simulator failed; no result): {names}{more}")
         return "\n".join(lines)
+
+    def _chain_lines(self, rows: Mapping[str, Sequence[EpisodeResult]]) -> list[str]:
+        if self.chain_length == 1:
+            return []
+        width = max(map(len, rows), default=0)
+        shares = [f"{name:>16}" for name in list(estimate_chains([], self.chain_length))[1:]]
+        header = "  ".join([f"{'task':<{width}}", f"{'avg_num_subtasks':>17}", *shares])
+        lines = ["", f"of chains of {self.chain_length} tasks, with 95 % intervals", header]
+        for row, results in rows.items():
+            cells = [f"{'-':>17}", *[f"{'-':>16}"] * self.chain_length]
+            if results:
+                mean, *estimates = estimate_chains(results, self.chain_length).values()
+                cells = [f"{mean.value:.2f}, {mean.low:.2f} - {mean.high:.2f}"]
+                for share in estimates:
+                    interval = f"{100 * share.low:.0f} - {100 * share.high:.0f}"
+                    cells.append(f"{100 * share.value:5.1f}%, {interval:>8}")
+            lines.append("  ".join([f"{row:<{width}}", *cells]))
+        return lines
 
 
 def evaluate(
@@ -238,7 +312,8 @@ def evaluate(
     wanted = list(episodes)
     frames: dict[int, list[np.ndarray]] = {}
     results: dict[int, EpisodeResult] = {}
-    tasks = base_env(env).simulator_spec.tasks
+    spec = base_env(env).simulator_spec
+    tasks = spec.tasks
 
     def film(outcome: TensorDictBase) -> None:
         for slot, episode in enumerate(collector.deciding):
@@ -263,6 +338,7 @@ def evaluate(
             group=tasks[wanted[index].task_id].group,
             index=index,
             error=reason(collector.errors.get(index, "")) if crashed else "",
+            subtasks=int(outcome[SUBTASKS]) if spec.chain_length > 1 else None,
         )
         if on_episode is not None:
             on_episode(results[index])
@@ -287,7 +363,8 @@ def evaluate(
         for module in training:  # a module that was set to eval() by itself stays so
             module.training = True
     videos = {index: np.stack(shots) for index, shots in sorted(frames.items()) if not results[index].crashed}
-    return EvaluationResult([results[index] for index in range(len(wanted))], videos)
+    ordered = [results[index] for index in range(len(wanted))]
+    return EvaluationResult(ordered, videos, chain_length=spec.chain_length)
 
 
 class _Observing(TensorDictModuleBase):

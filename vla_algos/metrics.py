@@ -6,7 +6,7 @@ Names: ``rollout/...`` describes the data that is learnt from, ``env/...`` the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Annotated
 
@@ -28,6 +28,7 @@ from vla_common.keys import (
     STATE_VALUE,
     STEP_MASK,
     STEP_REWARDS,
+    SUBTASKS,
     SUCCESS,
     SUCCESS_AT_END,
     VALUE_TARGET,
@@ -62,7 +63,7 @@ def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, 
 
     ``env/return`` is the mean sum of an episode's rewards, ``env/reward`` that per primitive action. With no finished
     episode there are only the counts, and ``env/actions_clipped``: the share of all executed action elements that the
-    simulator clipped.
+    simulator clipped. Where episodes are chains of tasks, ``env/avg_num_subtasks`` is how many of them were solved.
 
     Args:
         batch: any shape.
@@ -85,6 +86,8 @@ def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, 
         metrics["env/return"] = float(returns.mean())
         metrics["env/reward"] = float((returns / lengths).mean())
         metrics["env/episode_len"] = float(lengths.mean())
+        if (subtasks := after.get(SUBTASKS, None)) is not None:
+            metrics["env/avg_num_subtasks"] = float(subtasks[finished].double().mean())
     return metrics
 
 
@@ -115,6 +118,29 @@ def wilson_interval(
     margin = z * (rate * (1 - rate) / trials + z * z / (4 * trials * trials)) ** 0.5
     scale = 1 + z * z / trials
     return max(0.0, (centre - margin) / scale), min(1.0, (centre + margin) / scale)
+
+
+@checked
+def mean_interval(
+    values: Sequence[float], largest: Annotated[float, Gt(0)], confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
+) -> tuple[float, float]:
+    """Interval of the mean of numbers from 0 to ``largest``, such as the solved tasks of chains.
+
+    That of Agresti and Coull (1998), which it is where all numbers are 0 or ``largest``: the normal interval after
+    ``z^2`` more numbers, half of them 0 and half ``largest``. So a few episodes that went alike are not taken for
+    certainty, as the plain normal interval and the bootstrap take them, and with many it is the normal interval.
+
+    Returns:
+        Lower and upper bound, within 0 and ``largest``; these themselves without numbers.
+    """
+    if not values:
+        return 0.0, float(largest)
+    z2 = NormalDist().inv_cdf(0.5 + confidence / 2) ** 2
+    number = len(values) + z2
+    mean = (sum(values) + z2 * largest / 2) / number
+    square = (sum(value * value for value in values) + z2 * largest * largest / 2) / number
+    margin = (z2 * max(0.0, square - mean * mean) / number) ** 0.5
+    return max(0.0, mean - margin), min(float(largest), mean + margin)
 
 
 class WeightedMean:

@@ -44,6 +44,7 @@ SUCCESS = "success"  # bool [N, 1], success so far in this episode
 SUCCESS_AT_END = "success_at_end"  # bool [N, 1], success after the last executed action
 EPISODE_RETURN = "episode_return"  # float32 [N, 1]
 EPISODE_LEN = "episode_len"  # int64 [N, 1], in primitive actions
+SUBTASKS = "subtasks"  # int64 [N, 1], tasks of the episode's chain that are solved so far; only where there are chains
 CRASHED = "crashed"  # bool [N, 1], the simulator died: this episode has no result
 ACTIONS_CLIPPED = "actions_clipped"  # float32 [N, 1], share of the executed action elements that the simulator clipped
 

@@ -79,7 +79,7 @@ def demonstrate(
         fresh = noise * random.standard_normal(low.shape)
         disturbance = noise_correlation * disturbance + (1 - noise_correlation**2) ** 0.5 * fresh
         action = np.clip(wanted[-1] + disturbance * (high - low) / 2, low, high)
-        solved = check_outcome(simulator.step(action.astype(np.float32))).success
+        solved = check_outcome(simulator.spec, simulator.step(action.astype(np.float32))).success
     if not solved:
         return None
     steps = stride * np.arange(len(observations))[:, None] + np.arange(chunk_size)  # [K, C]

@@ -217,6 +217,8 @@ class VLAEnv(EnvBase):
             keys.CRASHED: np.zeros((n, 1), bool),
             keys.ACTIONS_CLIPPED: np.zeros((n, 1), np.float32),
         }
+        if spec.chain_length > 1:
+            self._statistics[keys.SUBTASKS] = np.zeros((n, 1), np.int64)
         self.is_closed = False
 
     def set_episodes(self, source: EpisodeSource) -> None:
@@ -289,6 +291,8 @@ class VLAEnv(EnvBase):
             keys.CRASHED: flag(1),
             keys.ACTIONS_CLIPPED: number(1),
         }
+        if spec.chain_length > 1:
+            outcome[keys.SUBTASKS] = number(1, dtype=torch.int64)
         self.reward_spec = Composite(outcome, shape=(n,))
         self.done_spec = Composite({key: flag(1) for key in (keys.DONE, keys.TERMINATED, keys.TRUNCATED)}, shape=(n,))
 
@@ -339,6 +343,8 @@ class VLAEnv(EnvBase):
         now[keys.EPISODE_LEN] += steps
         now[keys.SUCCESS] |= arrays.successes.any(1, keepdims=True)
         now[keys.SUCCESS_AT_END][:] = np.where(steps > 0, last, now[keys.SUCCESS_AT_END])
+        if keys.SUBTASKS in now:
+            now[keys.SUBTASKS][:] = np.where(steps > 0, arrays.subtasks[:, None], now[keys.SUBTASKS])
         ended = crashed | ~active
         terminated = now[keys.SUCCESS] & ~ended[:, None] & (not self.ignore_terminations)
         too_long = now[keys.EPISODE_LEN] >= self.simulator_spec.max_episode_steps

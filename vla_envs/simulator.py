@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from vla_common.validation import is_whole_number
+
 
 @dataclass(frozen=True)
 class Episode:
@@ -53,16 +55,18 @@ class Outcome:
 
     Attributes:
         reward: the reward of this action.
-        success: whether the task counts as solved in the state after this action.
+        success: whether the task counts as solved in the state after this action; of a chain, all of its tasks.
         ends_chunk: what the rest of the chunk was decided for is over, such as the first task of a chain: it is not
             executed, and ``step_mask`` says so.
         ends_episode: the benchmark gives up here, solved or not: the episode is truncated.
+        subtasks: how many tasks of the episode's chain have been solved since its reset, 0 to ``spec.chain_length``.
     """
 
     reward: float
     success: bool
     ends_chunk: bool = False
     ends_episode: bool = False
+    subtasks: int = 0
 
 
 class Simulator(Protocol):
@@ -112,6 +116,8 @@ class SimulatorSpec:
         trials: number of evaluation trials per task in the benchmark's protocol.
         initial_states: number of initial states per task where they are few, because the benchmark ships them or the
             options choose some; training and evaluation then share them. ``None``: as many as are asked for.
+        chain_length: tasks that an episode asks for one after the other; if more than 1, what is solved of a chain is
+            counted and reported (``Outcome.subtasks``).
         image_shape: ``(H, W)`` of ``images``.
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
@@ -123,7 +129,9 @@ class SimulatorSpec:
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
         batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
             processes do.
-        protocol_deviations: what differs from the benchmark's own protocol, to be shown wherever a result is shown.
+        protocol: the one under which results are measured, in a line, where the benchmark has several; shown wherever a
+            result is shown.
+        protocol_deviations: what differs from the benchmark's own protocol, or from the one named, shown likewise.
         options: further keyword arguments of the entry point (camera, render quality, ...).
     """
 
@@ -140,9 +148,20 @@ class SimulatorSpec:
     clips_actions: bool = True
     wrist_image_shape: tuple[int, int, int] | None = None
     initial_states: int | None = None
+    chain_length: int = 1
     batched: str = ""
+    protocol: str = ""
     protocol_deviations: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not is_whole_number(self.chain_length) or self.chain_length < 1:
+            raise ValueError(
+                f"{self.id}: chain_length is {self.chain_length!r}, must be a whole number of tasks that an episode "
+                "asks for; type chain_length=1 where it asks for one"
+            )
+        if not isinstance(self.protocol, str) or "\n" in self.protocol:
+            raise ValueError(f"{self.id}: protocol is {self.protocol!r}, must be one line of text, or '' for none")
 
     @property
     def benchmark(self) -> str:

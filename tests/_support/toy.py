@@ -79,7 +79,7 @@ class ToyEnv(EnvBase):
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self.worker_restarts = self.interactions = 0
         tasks = [Task(f"task-{i}", text) for i, text in enumerate(INSTRUCTIONS)]
-        self.simulator_spec = SimpleNamespace(tasks=tasks)
+        self.simulator_spec = SimpleNamespace(tasks=tasks, chain_length=1)
         n, flag = num_envs, Binary(1, (num_envs, 1), dtype=torch.bool)
         self.action_spec = Bounded(-1, 1, (n, CHUNK, DIM))
         done_keys = (DONE, TERMINATED, TRUNCATED)

@@ -1,6 +1,8 @@
-"""CALVIN: the real scenes; the same episode is the same in every process and order; chains as both protocols have them."""
+"""CALVIN: the real scenes; an episode is the same in every process and order; chains as both protocols have them."""
 
+import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
@@ -9,16 +11,20 @@ import pytest
 import torch
 
 import vla_envs.calvin.package as package
+import vla_envs.calvin.spec as spec_of_calvin
+from vla_algos.evaluation import evaluate
 from vla_common import keys
 from vla_envs import Episode, make_env, make_spec
 from vla_envs.calvin import chains
 from vla_envs.calvin.scenes import BLOCKS, CABINET_SHIFT
+from vla_envs.calvin.simulator import CalvinSimulator
 from vla_envs.calvin.states import published_state
 from vla_envs.episodes import EpisodeQueue
 
 pytestmark = pytest.mark.skipif(
     bool(package.missing_files(package.package_places()[0])), reason=f"no checkout of calvin_env: {package.CLONE}"
 )
+WILLING = (3, 20, 22, 400)
 OPEN = np.array([0, 0, 0, 0, 0, 0, 1], np.float32)
 
 
@@ -26,7 +32,7 @@ def actions(number, steps):
     """A walk down to the table."""
     random = np.random.default_rng(number)
     for _ in range(steps):
-        action = np.clip(random.normal(0, 1, 7) + [0.3, 0.2, -0.6, 0, 0, 0, 0], -1, 1)
+        action = np.clip(random.normal(0, 1, 7) + np.array([0.3, 0.2, -0.6, 0, 0, 0, 0]), -1, 1)
         yield action.astype(np.float32)
 
 
@@ -136,9 +142,57 @@ def test_the_published_evaluation_gives_up_after_360_steps():
     env.close()
 
 
+class Willing(CalvinSimulator):
+    """The real desk, with an oracle that is content at these actions of an episode, counted from 1."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.world.solved = lambda task, before: self.taken in WILLING
+
+    def reset(self, episode):
+        super().reset(episode)
+        self.taken = 0
+
+    def step(self, action):
+        self.taken += 1
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("suite", "solved", "length"),
+    [("lh-mtlc", 3, 22 + 360), ("D", 4, 480)],  # the fourth comes 378 steps after the third: too late, and in time
+)
+def test_both_protocols_count_the_tasks_that_are_solved(suite, solved, length):
+    spec = make_spec(f"calvin/{suite}", image_size=32, wrist_camera=False)
+    env = make_env(replace(spec, entry_point="test_calvin:Willing"), num_envs=1, chunk_size=50)
+    still = torch.zeros(1, 50, 7)
+    decided = []
+
+    def policy(td):
+        decided.append(td[keys.TASK_DESCRIPTIONS][0])
+        return td.set(keys.ACTION, still)
+
+    try:
+        result = evaluate(env, policy, [Episode(0, 0)])
+    finally:
+        env.close()
+    (episode,) = result.episodes
+    assert (episode.subtasks, episode.episode_len, episode.episode_return) == (solved, length, solved)
+    assert not episode.success_once
+    assert result.metrics()["eval/avg_num_subtasks"] == solved
+    assert [result.metrics()[f"eval/success_len_{n}"] for n in range(1, 6)] == [1.0] * solved + [0.0] * (5 - solved)
+    # A new sentence begins a new decision in the evaluation; in training it waits for the chunk to end.
+    chain = chains.published_chains()[0][1] if suite == "lh-mtlc" else chains.draw_chain(0, ord("D"), 0)[1]
+    said = [spec_of_calvin.spoken(task, "validation")[0] for task in chain]
+    told = [text for text, _ in itertools.groupby(decided)]
+    assert told == (said[:4] if suite == "lh-mtlc" else [said[0], said[3], said[4]])
+    assert len(decided) == (1 + 1 + 1 + 8 if suite == "lh-mtlc" else 10)
+
+
 def test_gymnasium_shows_the_running_task():
     env = gymnasium.make("vla_envs:vla/CALVIN-D-v0", disable_env_checker=True, image_size=32)
-    observation, _ = env.reset(seed=1)
+    observation, info = env.reset(seed=1)
+    assert info[keys.SUBTASKS] == 0
     assert observation[keys.IMAGES].shape == (32, 32, 3)
     assert observation[keys.WRIST_IMAGES].shape == (1, 84, 84, 3)
     assert observation[keys.STATES].shape == (7,)

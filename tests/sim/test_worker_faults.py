@@ -158,7 +158,9 @@ def test_wrist_images_are_checked_where_they_are_declared():
 
 @pytest.mark.parametrize("success", [True, False, np.True_, 1, 0.0, np.array(True), torch.tensor(False)])
 def test_what_may_be_a_success_is_one(success):
-    assert check_outcome(Outcome(np.float32(1), success)) == (1.0, bool(success))
+    checked = check_outcome(_faulty.describe({}), Outcome(np.float32(1), success))
+    assert checked == Outcome(1.0, bool(success))
+    assert (type(checked.reward), type(checked.success)) == (float, bool)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +172,38 @@ def test_what_may_be_a_success_is_one(success):
         (Outcome(1.0, None), "success is None"),
         (Outcome(1.0, "yes"), "success is 'yes'"),
         (Outcome(1.0, np.zeros(2)), r"success is float64 \[2\]"),
+        (Outcome(1.0, True, subtasks=2), "subtasks is 2, must be a whole number from 0 to 1"),
         ((1.0, True), "step returned tuple, must be an Outcome"),
     ],
 )
 def test_a_wrong_outcome_is_named(outcome, message):
     with pytest.raises(WrongAnswer, match=message):
-        check_outcome(outcome)
+        check_outcome(_faulty.describe({}), outcome)
+
+
+@pytest.mark.parametrize("subtasks", [3, np.int64(3), np.uint8(3)])
+def test_how_much_of_a_chain_is_solved_is_a_plain_number(subtasks):
+    chain = replace(_faulty.describe({}), chain_length=3)
+    checked = check_outcome(chain, Outcome(1.0, True, True, False, subtasks))
+    assert checked == Outcome(1.0, True, True, False, 3)
+    assert type(checked.subtasks) is int
+    check_outcome(chain, Outcome(0.0, False, subtasks=2))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (Outcome(1.0, False, subtasks=4), "subtasks is 4, must be a whole number from 0 to 3"),
+        (Outcome(1.0, False, subtasks=-1), "subtasks is -1, must be"),
+        (Outcome(1.0, False, subtasks=1.0), r"subtasks is 1\.0, must be"),
+        (Outcome(1.0, False, subtasks=True), "subtasks is True, must be"),
+        (Outcome(1.0, False, subtasks=np.ones(1)), r"subtasks is float64 \[1\], must be"),
+        (Outcome(1.0, True), "success after 0 of 3 tasks of a chain"),
+    ],
+)
+def test_a_wrong_number_of_subtasks_is_named(outcome, message):
+    with pytest.raises(WrongAnswer, match=message):
+        check_outcome(replace(_faulty.describe({}), chain_length=3), outcome)
 
 
 def ended(processes, within=5.0):

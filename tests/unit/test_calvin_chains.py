@@ -74,7 +74,11 @@ def test_names_and_what_they_say():
     assert evaluation.trials == evaluation.initial_states == 1000
     assert evaluation.max_episode_steps == 5 * 360
     assert not any("mended" in text for text in evaluation.protocol_deviations)  # scene D is right as it is
+    assert evaluation.chain_length == 5
+    assert evaluation.protocol == "LH-MTLC: chains of 5 tasks, 360 steps for each, ended by the first failure"
     training = make_spec("calvin/ABC")
+    assert training.chain_length == 5
+    assert training.protocol.startswith("training chain: 5 tasks in 480 steps")
     assert [task.name for task in training.tasks] == ["chains in A", "chains in B", "chains in C"]
     assert training.max_episode_steps == 480
     assert sum("mended" in text for text in training.protocol_deviations) == 3
@@ -86,6 +90,8 @@ def test_names_and_what_they_say():
         "push the handle to close the drawer",
     ]
     assert alone.wrist_image_shape is None
+    assert alone.chain_length == 1
+    assert "no protocol of the benchmark" in alone.protocol
     assert make_spec("calvin/D", chains="published").initial_states == 1000
 
 

@@ -55,12 +55,15 @@ class EpisodeLog:
                 part.unlink()
 
 
-def finished_episodes(path: Path, episodes: Sequence[Episode]) -> dict[int, EpisodeResult]:
-    """Read the results of an evaluation of ``episodes`` that was broken off, by index; crashed episodes have none."""
+def finished_episodes(path: Path, episodes: Sequence[Episode], chain_length: int = 1) -> dict[int, EpisodeResult]:
+    """Read the results of an evaluation of ``episodes`` that was broken off, by index; crashed episodes have none.
+
+    Of chains of tasks a line without the number of those that were solved is no result.
+    """
     found = {}
     for part in [path, *_parts(path)] if path.exists() else _parts(path):
         for line in part.read_text(encoding="utf-8", errors="replace").splitlines():
-            result = _read(line, episodes)
+            result = _read(line, episodes, chain_length)
             if result is not None and not result.crashed:
                 found[result.index] = result
     return found
@@ -132,13 +135,18 @@ def _line(result: EpisodeResult) -> str:
         keys.CRASHED: result.crashed,
         "attempts": result.attempts,
     }
+    if result.subtasks is not None:
+        entry[keys.SUBTASKS] = result.subtasks
     return json.dumps(entry | ({"error": result.error} if result.error else {})) + "\n"
 
 
-def _read(line: str, episodes: Sequence[Episode]) -> EpisodeResult | None:
+def _read(line: str, episodes: Sequence[Episode], chain_length: int) -> EpisodeResult | None:
     """Read a line; ``None`` of one that is torn or of no episode of these."""
     try:
         entry = json.loads(line)
+        subtasks = entry[keys.SUBTASKS] if chain_length > 1 else None
+        if subtasks is not None and subtasks not in range(chain_length + 1):
+            return None
         episode = episodes[entry["index"]]
         if (entry[keys.TASK_ID], entry[keys.TRIAL_ID], entry["seed"]) != (
             episode.task_id,
@@ -158,6 +166,7 @@ def _read(line: str, episodes: Sequence[Episode]) -> EpisodeResult | None:
             entry["group"],
             entry["index"],
             entry.get("error", ""),
+            subtasks,
         )
     except (ValueError, KeyError, TypeError, IndexError):
         return None

@@ -73,7 +73,7 @@ class Evaluator:
         rank, processes = parallel.rank(), parallel.world_size()
         everybodys = self.episodes(env.simulator_spec)
         own = range(rank, len(everybodys), processes)
-        known = finished_episodes(path, everybodys) if go_on else {}
+        known = finished_episodes(path, everybodys, env.simulator_spec.chain_length) if go_on else {}
         results = {index: known[index] for index in own[record:] if index in known}
         left = [index for index in own if index not in results]
         share, broken = EvaluationResult([]), ""
@@ -110,7 +110,8 @@ class Evaluator:
             task = tasks[everybodys[index].task_id]
             nothing = EpisodeResult(everybodys[index], task.name, False, False, 0.0, 0, True, 0, task.group, index)
             results[index] = nothing
-        return EvaluationResult([results[index] for index in own], share.videos, broken)
+        ordered = [results[index] for index in own]
+        return EvaluationResult(ordered, share.videos, broken, env.simulator_spec.chain_length)
 
     def run_both(
         self, title: str, env: VLAEnv, policy: TensorDictModuleBase, folder: Path

@@ -85,11 +85,12 @@ def say_what_differs(folder: Path) -> None:
             print(f"resumed with other code or versions, numbers may differ from here on: {'; '.join(found)}")
 
 
-def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float) -> None:
+def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float, protocol: str = "") -> None:
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
     if not parallel.is_main():
         return
-    result = {"seconds": seconds, "metrics": finite_or_none(metrics)}
+    named = {"protocol": protocol} if protocol else {}
+    result = {"seconds": seconds, **named, "metrics": finite_or_none(metrics)}
     attempt(f"the result in {folder / 'run.json'}", lambda: record_result(folder, result), "it is printed below")
     latest = folder.parent / "latest"
     attempt(f"the link {latest}", lambda: link_atomically(latest, folder.name), "it points where it did, if it did")

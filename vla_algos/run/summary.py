@@ -13,8 +13,9 @@ from vla_policies import VLAPolicy
 
 
 def describe_spec(spec: SimulatorSpec) -> str:
-    """Name a suite and what differs from the benchmark's own protocol, for printing beside a result."""
-    return "\n".join([spec.id, *(f"  not the benchmark's: {deviation}" for deviation in spec.protocol_deviations)])
+    """Name a suite, its protocol and what differs from the benchmark's own one, for printing beside a result."""
+    protocol = [f"  protocol: {spec.protocol}"] if spec.protocol else []
+    return "\n".join([spec.id, *protocol, *(f"  not the benchmark's: {text}" for text in spec.protocol_deviations)])
 
 
 def describe_policy(policy: VLAPolicy) -> str:
@@ -27,7 +28,8 @@ def describe_policy(policy: VLAPolicy) -> str:
 def show_iteration(bar: tqdm, iteration: int, metrics: Mapping[str, float]) -> None:
     """Show success and speed beside the progress bar, and as a line in the log of a SLURM job."""
     success = 100 * metrics.get("env/success_once", float("nan"))
-    text = f"success {success:.0f}%, {metrics['env_steps_per_s']:.0f} env steps/s"
+    subtasks = f", {metrics['env/avg_num_subtasks']:.2f} subtasks" if "env/avg_num_subtasks" in metrics else ""
+    text = f"success {success:.0f}%{subtasks}, {metrics['env_steps_per_s']:.0f} env steps/s"
     bar.set_postfix_str(text)
     if "SLURM_JOB_ID" in os.environ:
         print(f"iteration {iteration} of {bar.total}: {text}", flush=True)

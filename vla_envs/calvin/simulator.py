@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_envs.calvin.chains import LENGTH, conditions, draw_chain, published_chains
+from vla_envs.calvin.chains import draw_chain, published_chains
 from vla_envs.calvin.package import check_packages, find_package
 from vla_envs.calvin.scenes import CABINET_SHIFT
 from vla_envs.calvin.single import begin, start_of
@@ -92,6 +92,7 @@ class CalvinSimulator:
             success=self.done == len(self.chain),
             ends_chunk=published and solved,
             ends_episode=published and self._steps == SUBTASK_STEPS,
+            subtasks=self.done,
         )
 
     def observe(self) -> Observation:

@@ -32,6 +32,11 @@ SUBTASK_STEPS = 360  # for each task of the published evaluation, and for a task
 CHAIN_STEPS = 480  # for five tasks in training
 EVALUATION = "lh-mtlc"
 TRIALS_OF_A_TASK = 50
+_PROTOCOLS = {
+    EVALUATION: f"LH-MTLC: chains of {LENGTH} tasks, {SUBTASK_STEPS} steps for each, ended by the first failure",
+    "chain": f"training chain: {LENGTH} tasks in {CHAIN_STEPS} steps, as RLinf has it; not LH-MTLC",
+    "task": f"tasks one by one, {SUBTASK_STEPS} steps; no protocol of the benchmark",
+}
 
 
 @cache
@@ -126,6 +131,7 @@ def make_spec(
         tasks=tuple(_task(kind, name, said) for name in names),
         trials=number or (TRIALS_OF_A_TASK if kind == "task" else 1000 // len(scenes)),
         initial_states=number,
+        chain_length=1 if kind == "task" else LENGTH,
         image_shape=(image_size, image_size),
         wrist_image_shape=(1, WRIST_IMAGE_SIZE, WRIST_IMAGE_SIZE) if wrist_camera else None,
         state_dim=7,
@@ -134,6 +140,7 @@ def make_spec(
         clips_actions=False,
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
+        protocol=_PROTOCOLS[kind],
         protocol_deviations=tuple(deviations),
         options={
             "kind": kind,

@@ -27,7 +27,8 @@ class SimulatorEnv(gymnasium.Env):
     ``states`` float32 ``[S]``, ``task_descriptions`` text and, where the benchmark has them, ``wrist_images``
     uint8 ``[V, H, W, 3]``. Actions are float32 ``[A]`` in the simulator's units. An episode is terminated by
     success and truncated at the horizon. ``info`` has ``is_success`` and the identity of the episode:
-    ``task_id``, ``trial_id`` and ``episode_seed``.
+    ``task_id``, ``trial_id`` and ``episode_seed``; where episodes are chains of tasks (``chain_length`` of the
+    specification is more than 1) also ``subtasks``, how many of them are solved since the reset.
 
     Args:
         name: such as ``"metaworld/reach-v3"``; :func:`vla_envs.list_envs` has them all. Or a
@@ -112,7 +113,7 @@ class SimulatorEnv(gymnasium.Env):
         with self._blamed(self._episode):
             self._simulator.reset(self._episode)
             observation = self._observe(self._simulator)
-        return observation, make_info(self._episode, success=False)
+        return observation, make_info(self.simulator_spec, self._episode)
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute one primitive action and render.
@@ -130,7 +131,7 @@ class SimulatorEnv(gymnasium.Env):
         action = check_actions(self.simulator_spec, action, [self.simulator_spec.action_dim])
         episode = self._episode
         with self._blamed(episode):
-            outcome = check_outcome(self._simulator.step(action))
+            outcome = check_outcome(self.simulator_spec, self._simulator.step(action))
             observation = self._observe(self._simulator)
         self._elapsed += 1
         terminated = outcome.success
@@ -139,7 +140,8 @@ class SimulatorEnv(gymnasium.Env):
         if terminated or truncated:
             self._episode = None
         reward = float(np.float32(outcome.reward))  # the number that make_vec and make_env give, too
-        return observation, reward, terminated, truncated, make_info(episode, outcome.success)
+        info = make_info(self.simulator_spec, episode, outcome.success, outcome.subtasks)
+        return observation, reward, terminated, truncated, info
 
     def render(self) -> np.ndarray | None:
         """Return the image of the last observation, uint8 ``[H, W, 3]``, if the mode is ``"rgb_array"``."""

@@ -107,6 +107,7 @@ class SimulatorVectorEnv(VectorEnv):
         self._random: list[tuple[np.random.Generator, int] | None] = [None] * num_envs  # with what it began from
         self._episodes: list[Episode | None] = [None] * num_envs  # None before the first reset
         self._elapsed = np.zeros(num_envs, np.int64)
+        self._subtasks = np.zeros(num_envs, np.int64)  # of each environment's chain that are solved
         self._ended = np.zeros(num_envs, np.bool_)
         self.closed = False
 
@@ -241,6 +242,7 @@ class SimulatorVectorEnv(VectorEnv):
         crashed = np.zeros(self.num_envs, np.bool_)
         crashed[self._pool.step(running.tolist())] = True
         self._elapsed += arrays.executed.sum(1)
+        self._subtasks = np.where(arrays.executed.any(1), arrays.subtasks, self._subtasks)
         terminated = np.any(arrays.successes, 1)
         truncated = ~terminated & (crashed | np.any(arrays.ended, 1) | (self._elapsed >= spec.max_episode_steps))
         truncated[self._ended] = False
@@ -248,7 +250,7 @@ class SimulatorVectorEnv(VectorEnv):
         for slot in running.tolist():
             episode = self._episodes[slot]
             assert episode is not None
-            infos[slot] = make_info(episode, bool(terminated[slot]))
+            infos[slot] = make_info(spec, episode, bool(terminated[slot]), int(self._subtasks[slot]))
             if crashed[slot]:
                 infos[slot][keys.CRASHED] = True
         return arrays.rewards.sum(1).astype(np.float64), terminated, truncated, infos
@@ -272,8 +274,8 @@ class SimulatorVectorEnv(VectorEnv):
         self._pool.reset(starting)
         for slot, episode in starting.items():
             self._episodes[slot] = episode
-            self._elapsed[slot] = 0
-            infos = self._add_info(infos, make_info(episode, success=False), slot)
+            self._elapsed[slot] = self._subtasks[slot] = 0
+            infos = self._add_info(infos, make_info(self.simulator_spec, episode), slot)
         self._ended[slots] = False
         return infos
 

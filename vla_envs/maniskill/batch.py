@@ -199,6 +199,7 @@ class _Arrays:
     successes: np.ndarray
     executed: np.ndarray
     ended: np.ndarray
+    subtasks: np.ndarray
     busy: np.ndarray
     progress: np.ndarray
 

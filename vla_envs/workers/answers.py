@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vla_common.validation import is_whole_number
 from vla_envs.simulator import Observation, Outcome, SimulatorSpec
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -16,15 +17,16 @@ class WrongAnswer(ValueError):
     """A simulator has returned what its description does not allow; the message says what, in one line."""
 
 
-def check_outcome(outcome: Outcome) -> Outcome:
-    """Return what a primitive action did, in plain numbers.
+def check_outcome(spec: SimulatorSpec, outcome: Outcome) -> Outcome:
+    """Check what a primitive action did, and return it in plain numbers.
 
     Raises:
-        WrongAnswer: it is no outcome, the reward is no finite number, or what is true or false is something else.
+        WrongAnswer: it is no outcome, the reward is no finite number, what is true or false is something else, or there
+            cannot be so many tasks of a chain.
     """
     try:
         reward, success = outcome.reward, outcome.success
-        ends = bool(outcome.ends_chunk), bool(outcome.ends_episode)
+        ends, subtasks = (bool(outcome.ends_chunk), bool(outcome.ends_episode)), outcome.subtasks
     except AttributeError:
         raise WrongAnswer(f"step returned {_kind(outcome)}, must be an Outcome") from None
     try:
@@ -41,7 +43,13 @@ def check_outcome(outcome: Outcome) -> Outcome:
         if not isinstance(plain, (bool, int, float)) or plain not in (0, 1):
             raise WrongAnswer(f"success is {_kind(success)}, must be True or False")
         success = bool(plain)
-    return Outcome(number, bool(success), *ends)
+    if not is_whole_number(subtasks) or not 0 <= subtasks <= spec.chain_length:
+        raise WrongAnswer(f"subtasks is {_kind(subtasks)}, must be a whole number from 0 to {spec.chain_length}")
+    if success and 1 < spec.chain_length != subtasks:
+        raise WrongAnswer(
+            f"success after {subtasks} of {spec.chain_length} tasks of a chain, must come with the last one"
+        )
+    return Outcome(number, bool(success), *ends, int(subtasks))
 
 
 def check_observation(spec: SimulatorSpec, seen: Observation) -> np.ndarray:

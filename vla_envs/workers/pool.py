@@ -154,8 +154,7 @@ class WorkerPool:
                 step has worked in between.
         """
         self.check()
-        outcomes = (self.arrays.rewards, self.arrays.successes, self.arrays.executed, self.arrays.ended)
-        for array in outcomes:
+        for array in self.arrays.outcomes:
             array[:] = 0  # a worker writes only what it executes
         running = [slot for slot in slots if slot not in self._lost]
         for slot in running:
@@ -169,7 +168,7 @@ class WorkerPool:
             self._lost |= set(running)
             raise
         crashed = [slot for slot in slots if slot in self._lost]
-        for array in outcomes:
+        for array in self.arrays.outcomes:
             array[crashed] = 0  # a simulator that failed in mid-chunk has written half of it
         if len(crashed) < len(slots):
             self._failed, self._losses = {}, 0

@@ -26,8 +26,14 @@ class SharedArrays:
     successes: np.ndarray  # bool [N, C], after each executed action
     executed: np.ndarray  # bool [N, C]
     ended: np.ndarray  # bool [N, C], the benchmark gave up after that action
+    subtasks: np.ndarray  # int64 [N], tasks of the chain that are solved after the last executed action
     busy: np.ndarray  # int64 [N], entry w: the slot that worker w is working on, -1 when idle
     progress: np.ndarray  # int64 [N], entry w: how many slots and chunks worker w is through with
+
+    @property
+    def outcomes(self) -> tuple[np.ndarray, ...]:
+        """What a worker writes of the actions that it executes; zero before."""
+        return self.rewards, self.successes, self.executed, self.ended, self.subtasks
 
     @classmethod
     def layout(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> dict[str, tuple[tuple[int, ...], type]]:
@@ -42,6 +48,7 @@ class SharedArrays:
             "successes": ((n, c), np.bool_),
             "executed": ((n, c), np.bool_),
             "ended": ((n, c), np.bool_),
+            "subtasks": ((n,), np.int64),
             "busy": ((n,), np.int64),
             "progress": ((n,), np.int64),
         }

@@ -91,9 +91,8 @@ class Worker:
         self.elapsed[slot] = 0
         text = self._observe(slot)
         for chunk in chunks:
-            arrays = self.arrays
-            for outcome in (arrays.rewards, arrays.successes, arrays.executed, arrays.ended):
-                outcome[slot] = 0
+            for array in self.arrays.outcomes:
+                array[slot] = 0
             text = self._step_one(slot, chunk)  # with its frame: all is as it was the first time
             self.arrays.progress[self.index] += 1
         return text
@@ -101,10 +100,11 @@ class Worker:
     def _step_one(self, slot: int, chunk: np.ndarray) -> str:
         simulator, arrays = self.simulators[slot], self.arrays
         for position, action in enumerate(chunk):
-            outcome = check_outcome(simulator.step(action))
+            outcome = check_outcome(self.spec, simulator.step(action))
             arrays.rewards[slot, position] = outcome.reward
             arrays.successes[slot, position] = outcome.success
             arrays.ended[slot, position] = outcome.ends_episode
+            arrays.subtasks[slot] = outcome.subtasks
             arrays.executed[slot, position] = True
             self.elapsed[slot] += 1
             if outcome.ends_chunk or outcome.ends_episode or (outcome.success and not self.ignore_terminations):
