@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 from vla_envs.calvin.chains import Condition, conditions, outcomes
-from vla_envs.calvin.scenes import BLOCKS, CABINET_SHIFT, DRAWER_PLACE
+from vla_envs.calvin.scenes import BLOCKS, DRAWER_PLACE
 from vla_envs.calvin.states import FIRST_BLOCK, drawn_state
 from vla_envs.calvin.world import World
 
@@ -74,7 +74,7 @@ def start_of(task: str, letter: str, fixes: bool, *seed: int) -> Start:
     """
     possible = starts(task)
     condition = possible[np.random.default_rng(seed).integers(len(possible))]
-    robot, scene = drawn_state(condition, CABINET_SHIFT[letter] * fixes, *seed)
+    robot, scene = drawn_state(condition, letter if fixes else "D", *seed)
     blocks = {color: scene[FIRST_BLOCK + 6 * number :][:6] for number, color in enumerate(BLOCKS)}
     for color, block in blocks.items():
         where = condition[f"{color}_block"]
