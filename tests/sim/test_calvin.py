@@ -118,7 +118,7 @@ def test_upstream_drops_blocks_where_ours_does_not():
 
 @pytest.mark.parametrize("task", expert_tasks())
 def test_the_expert_solves_its_task(task):
-    made = make_spec(task, wrist_camera=False).make()
+    made = make_spec(f"calvin/{task}", wrist_camera=False).make()
     solved = []
     for trial in range(8):
         made.reset(Episode(0, trial, seed=31))
