@@ -312,7 +312,7 @@ def blank_images(td: TensorDictBase) -> TensorDictBase:
 
 
 def swap_instructions(tasks: Sequence[Task]) -> Observe:
-    """Ablation: the policy is told to do the next of ``tasks`` instead of its own.
+    """Ablation: the policy is told to do the next of ``tasks`` instead of its own, in whichever words it was told.
 
     Raises:
         ValueError: the tasks share one instruction, so there is nothing to swap.
@@ -323,7 +323,12 @@ def swap_instructions(tasks: Sequence[Task]) -> Observe:
             f"swapping instructions needs tasks with at least 2 different ones, got {instructions}; "
             "evaluate an environment with several tasks"
         )
-    swapped = dict(zip(instructions, instructions[1:] + instructions[:1], strict=True))
+    said = {task.instruction: task.instructions or (task.instruction,) for task in tasks}
+    swapped = {
+        text: said[other][number % len(said[other])]
+        for own, other in zip(instructions, instructions[1:] + instructions[:1], strict=True)
+        for number, text in enumerate(said[own])
+    }
 
     def observe(td: TensorDictBase) -> TensorDictBase:
         # An idle slot has an instruction of no task, or none, and keeps it.

@@ -84,6 +84,7 @@ VALUES = (
 BASES = [("ppo", []), ("grpo", []), ("sft", []), ("evaluate", ["policy.checkpoint=/nowhere"])]
 BASES += [("ppo", ["policy=small_flow"]), ("ppo", ["launcher=slurm"]), ("ppo", ["env=maniskill_push_cube"])]
 BASES += [("ppo", ["env=libero", "eval.trials=10", "sft=none"]), ("ppo", ["env=maniskill", "sft=none"])]
+BASES += [("ppo", ["env=calvin", "sft=none"])]
 
 
 class Started(Exception):
@@ -321,6 +322,14 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.start": one_of("rlinf", "rl4vla"),
     "env.textures": one_of("rlinf", "rl4vla"),
     "env.backend": one_of("processes", "cuda"),
+    "env.scene": one_of("A", "B", "C", "D"),
+    "env.chains": one_of(None, "drawn", "published"),
+    "env.chains_file": one_of(None),
+    "env.sentences": one_of(None, "validation", "training"),
+    "env.wrist_camera": flag,
+    "env.scene_fixes": flag,
+    "env.renderer": one_of("auto", "tiny", "egl"),
+    "env.path": null_or(text),
     "env.control_mode": one_of("pd_ee_delta_pose", "pd_ee_delta_pos"),
     "policy.family": never,
     "policy.checkpoint": null_or(text),

@@ -18,6 +18,11 @@ from vla_policies.registry import get_policy_class
 GUIDE = json.loads((GOLDEN / "rlinf_experiments.json").read_text())
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 WITHOUT_A_ROW = {
+    "calvin_abc_d_grpo_openvlaoft": "the guide names it and RLinf has no file of it but a smoke test",
+    "calvin_evaluate_abc_d_openpi": "evaluation",
+    "calvin_evaluate_abc_d_openvlaoft": "evaluation",
+    "calvin_evaluate_abcd_d_openpi": "evaluation",
+    "calvin_evaluate_d_d_openpi": "evaluation",
     "libero_10_ppo_openvlaoft": "the guide names it and RLinf has no file of it",
     "libero_evaluate_openpi": "evaluation: RLinf has a file for each suite, and they do not agree",
     "libero_evaluate_rl_openvlaoft": "evaluation",
@@ -31,7 +36,7 @@ WITHOUT_A_ROW = {
     "metaworld_faucets_ppo_small": "ours alone",
 }
 FAMILIES = {"openpi": "pi0", "openvla": "openvla", "openvla_oft": "openvla_oft"}
-SUITES = {"metaworld_50": "metaworld/MT50", "metaworld_45_ind": "metaworld/ML45-train"}
+SUITES = {"calvin_d": "calvin/D", "metaworld_50": "metaworld/MT50", "metaworld_45_ind": "metaworld/ML45-train"}
 
 
 class Row(dict):
@@ -140,6 +145,8 @@ def settings_of_env(row):
         yield "env.image_size", row["env.train.init_params.camera_heights"]
     if kind == "libero":
         yield "env.reset_gripper_open", row["env.train.reset_gripper_open"]
+    if kind == "calvin":
+        yield "env.chains", "published"  # its calvin_gym_env.py has these alone
     yield "env.num_envs", row["env.train.total_num_envs"]
     yield "env.max_episode_steps", row["env.train.max_episode_steps"]
     yield "env.ignore_terminations", row["env.train.ignore_terminations"]

@@ -18,7 +18,7 @@ from toy import ToyEnv, ToyPolicy
 from vla_algos.evaluation import swap_instructions
 from vla_common import keys
 from vla_common.texts import WIDTH, decode, encode, to_strings
-from vla_envs import InstructionsToBytes
+from vla_envs import InstructionsToBytes, make_spec
 from vla_envs.instructions import Instructions
 from vla_envs.simulator import Task
 from vla_policies import Pi0, SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig, make_example
@@ -394,3 +394,13 @@ def test_swapped_instructions_keep_their_form(instructions):
     swapped = swap_instructions([Task("1", "a"), Task("2", "b")])(td)
     assert to_strings(swapped) == ["b", "a", ""]
     assert type(swapped.get(keys.TASK_DESCRIPTIONS)) is type(instructions)
+
+
+def test_each_sentence_of_a_task_is_swapped():
+    tasks = make_spec("calvin/open_drawer+close_drawer", sentences="training").tasks  # about ten sentences each
+    said = [text for task in tasks for text in task.instructions]
+    td = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack(*said)}, [len(said)])
+    swapped = to_strings(swap_instructions(tasks)(td))
+    half = len(tasks[0].instructions)
+    assert set(swapped[:half]) <= set(tasks[1].instructions)
+    assert set(swapped[half:]) <= set(tasks[0].instructions)

@@ -20,7 +20,9 @@ from vla_envs.calvin.scenes import BLOCKS
 
 LENGTH = 5  # tasks of a chain
 PUBLISHED = 1000  # chains of the published evaluation
-Condition = Mapping[str, Any]  # {"led": 0, "lightbulb": 1, "slider": "left", "drawer": "open", "red_block": "table", ...}
+Condition = Mapping[
+    str, Any
+]  # {"led": 0, "lightbulb": 1, "slider": "left", "drawer": "open", "red_block": "table", ...}
 _CHOICES: dict[str, list[Any]] = {
     "led": [0, 1],
     "lightbulb": [0, 1],
@@ -40,7 +42,9 @@ def tasks() -> dict[str, int]:
         found[f"{verb}_{color}_block_{side}"] = 1
     found |= {"move_slider_left": 2, "move_slider_right": 2, "open_drawer": 3, "close_drawer": 3}
     for color in BLOCKS:
-        found |= {f"lift_{color}_block_{place}": 4 + number for number, place in enumerate(("table", "slider", "drawer"))}
+        found |= {
+            f"lift_{color}_block_{place}": 4 + number for number, place in enumerate(("table", "slider", "drawer"))
+        }
     found |= {"place_in_slider": 7, "place_in_drawer": 7}
     found |= {name: 10 for name in ("stack_block",)} | {"unstack_block": 11}
     found |= {f"turn_{switch}_{light}": 8 for light in ("lightbulb", "led") for switch in ("on", "off")}
@@ -180,12 +184,13 @@ def published_chains(file: str | None = None) -> tuple[tuple[Condition, tuple[st
         chains = json.loads(path.read_text())
         found = tuple((dict(condition), tuple(names)) for condition, names in chains)
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a file of chains ({error}); it takes {advice}") from error
+        raise ValueError(f"chains_file={path}: is not a file of chains ({error}); it takes {advice}") from error
     known = [dict(condition) for condition in conditions()]
     for number, (condition, names) in enumerate(found):
         possible = condition in known and len(names) == LENGTH and set(names) <= tasks().keys()
         if not possible or not is_chain(condition, names):
-            raise ValueError(f"chain {number} of {path} is none: {', '.join(map(str, names))}; the file takes {advice}")
+            said = ", ".join(map(str, names))
+            raise ValueError(f"chains_file={path}: chain {number} is none: {said}; the file takes {advice}")
     if not found:
-        raise ValueError(f"{path} has no chains; it takes {advice}")
+        raise ValueError(f"chains_file={path}: has no chains; it takes {advice}")
     return found

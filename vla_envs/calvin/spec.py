@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count
+from vla_common.settings import Count, Pixels
 from vla_common.validation import check_name, is_whole_number
 from vla_envs.calvin.chains import LENGTH, published_chains, tasks
 from vla_envs.calvin.expert import expert_tasks
@@ -56,7 +56,7 @@ def make_spec(
     chains_file: str | None = None,
     sentences: Literal["validation", "training"] | None = None,
     max_episode_steps: Count | None = None,
-    image_size: Count = IMAGE_SIZE,
+    image_size: Pixels = IMAGE_SIZE,
     wrist_camera: bool = True,
     scene_fixes: bool = True,
     renderer: Literal["auto", "tiny", "egl"] = "auto",
