@@ -1,4 +1,4 @@
-"""A scripted expert for 17 of the 34 tasks, in all four scenes: it knows where things are and moves from point to point.
+"""A scripted expert for 17 of the 34 tasks, in all scenes: it knows where things are and moves from point to point.
 
 It steers the target pose, which the actions add up to, so that it comes back from disturbed actions too.
 """
@@ -76,7 +76,10 @@ class Expert:
         self._last = place
         self._actions += 1
         place, angles = self._world.hand_target()
-        wanted = (_difference(angle, now) for angle, now in zip((_DOWN, -self._point.tilt, self._point.yaw), angles, strict=True))
+        wanted = (
+            _difference(angle, now)
+            for angle, now in zip((_DOWN, -self._point.tilt, self._point.yaw), angles, strict=True)
+        )
         action = [*((self._point.place - place) / _STEP), *(np.array([*wanted]) / _TURN), self._point.gripper]
         return np.clip(action, -1, 1).astype(np.float32)
 
@@ -159,6 +162,10 @@ _MOTIONS: dict[str, tuple[Any, ...]] = {
     "turn_off_lightbulb": (_flip_switch, False),
     "turn_on_led": (_press_button,),
     "turn_off_led": (_press_button,),
-    **{f"push_{color}_block_{side}": (_push_block, color, side == "left") for color in BLOCKS for side in ("left", "right")},
+    **{
+        f"push_{color}_block_{side}": (_push_block, color, side == "left")
+        for color in BLOCKS
+        for side in ("left", "right")
+    },
     **{f"lift_{color}_block_table": (_lift_block, color) for color in BLOCKS},
 }

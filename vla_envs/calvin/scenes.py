@@ -2,9 +2,9 @@
 
 Initial conditions and the task oracle take the blocks for red, blue and pink, in this order. Upstream lists them in
 another one in scenes A (pink, blue, red) and C (blue, red, pink), so that a chain about the red block begins with
-another block in its place. And the places of a block in the sliding cabinet are those of scenes A and D; in B and C the
-cabinet's floor lies 18 cm further to the right, and the block falls off it. In B the button is at one of the two places on
-the table.
+another block in its place. And the places of a block in the sliding cabinet are those of scenes A and D; in B and C
+the cabinet's floor lies 18 cm further to the right, and the block falls off it. In B the button is at one of the two
+places on the table.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DRAWER_PLACE = {  # of a block that lies in the open drawer, m
 }
 FIXES = {  # what is mended, for protocol_deviations
     "A": "blocks in the order red, blue, pink (upstream: pink, blue, red)",
-    "B": "places in the cabinet 18 cm further to the right, where its floor is, and one on the table 3 cm further to the "
-    "left, off the button",
+    "B": "places in the cabinet 18 cm further to the right, where its floor is, and one on the table 3 cm further to "
+    "the left, off the button",
     "C": "blocks in the order red, blue, pink (upstream: blue, red, pink), places in the cabinet 18 cm further to the "
     "right, where its floor is",
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_envs.calvin.chains import LENGTH, conditions, draw_chain, published_chains
+from vla_envs.calvin.chains import draw_chain, published_chains
 from vla_envs.calvin.expert import Expert
 from vla_envs.calvin.package import check_packages, find_package
 from vla_envs.calvin.single import begin, start_of
