@@ -8,7 +8,7 @@ import pytest
 
 from vla_envs import make_spec
 from vla_envs.calvin import chains, single, states
-from vla_envs.calvin.scenes import CABINET_SHIFT
+from vla_envs.calvin.scenes import CABINET_SHIFT, TABLE_SHIFT
 from vla_envs.calvin.spec import all_sentences
 
 
@@ -48,15 +48,15 @@ def test_a_hash_of_the_publication():
 
 def test_states_of_a_condition():
     for condition in chains.conditions():
-        robot, scene = states.published_state(condition, 0.0)
-        shifted = states.published_state(condition, 0.18)[1]
+        robot, scene = states.published_state(condition, "D")
+        shifted = states.published_state(condition, "C")[1]
         assert robot.shape == (15,)
         assert scene.shape == (24,)
         assert scene[0] == (0.28 if condition["slider"] == "left" else 0)
         for number, color in enumerate(("red", "blue", "pink")):
             moved = shifted[6 + 6 * number] - scene[6 + 6 * number]
             assert moved == pytest.approx(0.18 if "slider" in condition[f"{color}_block"] else 0)
-    assert set(CABINET_SHIFT) == set("ABCD")
+    assert set(CABINET_SHIFT) == set(TABLE_SHIFT) == set("ABCD")
 
 
 def test_every_task_has_states_in_which_it_is_possible_in_one_way():

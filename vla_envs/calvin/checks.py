@@ -6,6 +6,7 @@ from vla_envs.calvin import package
 from vla_envs.doctor.checks import check_asset_folder, check_simulator
 from vla_envs.probe import Finding
 
+
 def check() -> list[Finding]:
     """Find what this machine has and lacks."""
     return [

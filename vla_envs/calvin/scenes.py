@@ -2,8 +2,9 @@
 
 Initial conditions and the task oracle take the blocks for red, blue and pink, in this order. Upstream lists them in
 another one in scenes A (pink, blue, red) and C (blue, red, pink), so that a chain about the red block begins with
-another block in its place. And the places of a block in the sliding cabinet are those of scenes A and D; in B and C the
-cabinet's floor lies 18 cm further to the right, and the block falls off it.
+another block in its place. And the places of a block in the sliding cabinet are those of scenes A and D; in B and C
+the cabinet's floor lies 18 cm further to the right, and the block falls off it. In B the button is at one of the two
+places on the table.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ SCENES = ("A", "B", "C", "D")
 BLOCKS = ("red", "blue", "pink")
 # Where the cabinet's floor is, relative to scene D, metres: the origin of plank_link in the URDF, times the scale 0.8.
 CABINET_SHIFT = {"A": 0.0, "B": 0.18, "C": 0.18, "D": 0.0}
+# Of the right one of the two places on the table, metres: in B the button is there, on which a block would lie, and
+# calvin_env's oracle then never sees it pushed (it must touch at the end what it touched in the beginning).
+TABLE_SHIFT = {"A": 0.0, "B": -0.03, "C": 0.0, "D": 0.0}
 DRAWER_PLACE = {  # of a block that lies in the open drawer, m
     scene: (x, -0.23, 0.362) for scene, x in {"A": 0.10, "B": 0.18, "C": 0.10, "D": 0.18}.items()
 }
 FIXES = {  # what is mended, for protocol_deviations
     "A": "blocks in the order red, blue, pink (upstream: pink, blue, red)",
-    "B": "places in the cabinet 18 cm further to the right, where its floor is",
+    "B": "places in the cabinet 18 cm further to the right, where its floor is, and one on the table 3 cm further to "
+    "the left, off the button",
     "C": "blocks in the order red, blue, pink (upstream: blue, red, pink), places in the cabinet 18 cm further to the "
     "right, where its floor is",
 }

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from vla_envs.calvin.chains import draw_chain, published_chains
+from vla_envs.calvin.expert import Expert
 from vla_envs.calvin.package import check_packages, find_package
-from vla_envs.calvin.scenes import CABINET_SHIFT
 from vla_envs.calvin.single import begin, start_of
 from vla_envs.calvin.spec import EVALUATION, SUBTASK_STEPS, spoken
 from vla_envs.calvin.states import published_state
@@ -60,7 +60,7 @@ class CalvinSimulator:
         else:
             letter = options["scenes"][episode.task_id]
             condition, self.chain = self._chain_of(episode, letter)
-            self.world.reset(letter, *published_state(condition, CABINET_SHIFT[letter] * fixes))
+            self.world.reset(letter, *published_state(condition, letter if fixes else "D"))
         draw = np.random.default_rng([episode.seed, episode.trial_id, *map(ord, options["kind"])])
         said = [spoken(name, options["sentences"]) for name in self.chain]
         self._sentences = tuple(sentences[draw.integers(len(sentences))] for sentences in said)
@@ -106,6 +106,25 @@ class CalvinSimulator:
 
     def close(self) -> None:
         self.world.close()
+
+
+class ExpertSimulator(CalvinSimulator):
+    """Tasks for each of which there is a scripted expert."""
+
+    _expert: Expert | None = None
+
+    def reset(self, episode: Episode) -> None:
+        super().reset(episode)
+        self._expert = None
+
+    def expert_action(self) -> np.ndarray:
+        """Ask the scripted expert for an action in the running episode, float32 ``[7]`` within the bounds.
+
+        It knows where blocks and handles are, which no policy is told.
+        """
+        if self._expert is None:
+            self._expert = Expert(self.world, self.chain[0])
+        return self._expert.action()
 
 
 def _take_turns_on_gpus() -> None:

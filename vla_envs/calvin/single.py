@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 from vla_envs.calvin.chains import Condition, conditions, outcomes
-from vla_envs.calvin.scenes import BLOCKS, CABINET_SHIFT, DRAWER_PLACE
+from vla_envs.calvin.scenes import BLOCKS, DRAWER_PLACE
 from vla_envs.calvin.states import FIRST_BLOCK, drawn_state
 from vla_envs.calvin.world import World
 
@@ -39,8 +39,8 @@ class Start:
 def starts(task: str) -> tuple[Condition, ...]:
     """List the conditions in which a task is possible, in one way, as in chains.
 
-    They are some of the 192; or, where it is possible in none of these, such with a block that is held, in the drawer or
-    on another one.
+    They are some of the 192; or, where it is possible in none of these, such with a block that is held, in the drawer
+    or on another one.
     """
     changed = ({**condition, **change} for condition in conditions() for change in _special(condition))
     for candidates in (conditions(), changed):
@@ -74,7 +74,7 @@ def start_of(task: str, letter: str, fixes: bool, *seed: int) -> Start:
     """
     possible = starts(task)
     condition = possible[np.random.default_rng(seed).integers(len(possible))]
-    robot, scene = drawn_state(condition, CABINET_SHIFT[letter] * fixes, *seed)
+    robot, scene = drawn_state(condition, letter if fixes else "D", *seed)
     blocks = {color: scene[FIRST_BLOCK + 6 * number :][:6] for number, color in enumerate(BLOCKS)}
     for color, block in blocks.items():
         where = condition[f"{color}_block"]
@@ -89,7 +89,7 @@ def start_of(task: str, letter: str, fixes: bool, *seed: int) -> Start:
 
 
 def begin(world: World, letter: str, start: Start) -> None:
-    """Put a world into an initial state, close the hand around a block that is held, and let what was put come to rest."""
+    """Put a world into an initial state, the hand around a block that is held, and let everything come to rest."""
     world.reset(letter, start.robot, start.scene)
     held = [number for number, color in enumerate(BLOCKS) if start.condition[f"{color}_block"] == "grasped"]
     for number in held:

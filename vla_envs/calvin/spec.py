@@ -23,6 +23,7 @@ from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels
 from vla_common.validation import check_name, is_whole_number
 from vla_envs.calvin.chains import LENGTH, published_chains, tasks
+from vla_envs.calvin.expert import expert_tasks
 from vla_envs.calvin.scenes import SCENES, describe_fixes
 from vla_envs.simulator import SimulatorSpec, Task
 
@@ -110,6 +111,7 @@ def make_spec(
     steps = horizon if max_episode_steps is None else max_episode_steps
     number = len(published_chains(chains_file)) if published else None
     drawer = _renderer(renderer)
+    demonstrated = kind == "task" and set(names) <= set(expert_tasks())
     deviations = [
         text
         for deviates, text in [
@@ -127,7 +129,7 @@ def make_spec(
         deviations += describe_fixes(scenes)
     return SimulatorSpec(
         id=f"calvin/{suite}",
-        entry_point="vla_envs.calvin.simulator:CalvinSimulator",
+        entry_point=f"vla_envs.calvin.simulator:{'Expert' if demonstrated else 'Calvin'}Simulator",
         tasks=tuple(_task(kind, name, said) for name in names),
         trials=number or (TRIALS_OF_A_TASK if kind == "task" else 1000 // len(scenes)),
         initial_states=number,

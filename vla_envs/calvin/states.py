@@ -1,7 +1,7 @@
 """Initial states: where robot, blocks, drawer, slider, switch and lights are in a condition.
 
 Numbers and order of the draws are those of calvin_agent (``get_env_state_for_initial_condition``), of which each
-condition has one state. Scenes B and C have their cabinet further to the right: :data:`~.scenes.CABINET_SHIFT`.
+condition has one state. They are those of scene D; :mod:`~vla_envs.calvin.scenes` says where other scenes' places are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vla_envs.calvin.chains import Condition
-from vla_envs.calvin.scenes import BLOCKS
+from vla_envs.calvin.scenes import BLOCKS, CABINET_SHIFT, TABLE_SHIFT
 
 _ROBOT = (  # hand x, y, z (m), its Euler angles (rad), opening (m), seven joints (rad), last command of the gripper
     *(0.02586889, -0.2313129, 0.5712808, 3.09045411, -0.02908596, 1.50013585, 0.07999963),
@@ -30,23 +30,23 @@ SLIDER, DRAWER, BUTTON, SWITCH, LIGHTBULB, LED, FIRST_BLOCK = range(
 _SLIDER_LEFT, _DRAWER_OPEN, _SWITCH_ON = 0.28, 0.22, 0.088  # m, m, m
 
 
-def published_state(condition: Condition, cabinet_shift: float) -> tuple[np.ndarray, np.ndarray]:
+def published_state(condition: Condition, scene: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the state of a condition in the published evaluation.
 
     Args:
         condition: one of :func:`~vla_envs.calvin.chains.conditions`; the order of its entries counts.
-        cabinet_shift: how far to the right the cabinet's places are, m.
+        scene: whose places they are; upstream's are D's in every scene.
 
     Returns:
         ``robot_obs``, float64 ``[15]``, and ``scene_obs``, float64 ``[24]``.
     """
-    return _state(condition, cabinet_shift, np.random.RandomState(fnv(str(condition.values()))))
+    return _state(condition, scene, np.random.RandomState(fnv(str(condition.values()))))
 
 
-def drawn_state(condition: Condition, cabinet_shift: float, *seed: int) -> tuple[np.ndarray, np.ndarray]:
+def drawn_state(condition: Condition, scene: str, *seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return a state of a condition in which the blocks' rotations, and who lies where on the table, are drawn."""
     seeds = np.random.SeedSequence(seed).generate_state(4)
-    return _state(condition, cabinet_shift, np.random.RandomState(seeds))
+    return _state(condition, scene, np.random.RandomState(seeds))
 
 
 def fnv(text: str) -> int:
@@ -57,8 +57,9 @@ def fnv(text: str) -> int:
     return number
 
 
-def _state(condition: Condition, cabinet_shift: float, random: Any) -> tuple[np.ndarray, np.ndarray]:
+def _state(condition: Condition, letter: str, random: Any) -> tuple[np.ndarray, np.ndarray]:
     table = [np.array(place) for place in _TABLE]
+    table[1][0] += TABLE_SHIFT[letter]
     random.shuffle(table)
     scene = np.zeros(24)
     scene[SLIDER] = _SLIDER_LEFT * (condition["slider"] == "left")
@@ -70,7 +71,7 @@ def _state(condition: Condition, cabinet_shift: float, random: Any) -> tuple[np.
         place = condition[f"{color}_block"]
         if place in _CABINET:
             block[:3] = _CABINET[place]
-            block[0] += cabinet_shift
+            block[0] += CABINET_SHIFT[letter]
         elif color == "blue":
             block[:3] = table[int(condition["red_block"] in ("table", "stacked_bottom"))]
         else:

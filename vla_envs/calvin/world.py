@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from vla_envs.calvin.package import import_calvin, silence
-from vla_envs.calvin.scenes import read_camera, read_oracle, read_robot, read_scene
+from vla_envs.calvin.scenes import BLOCKS, read_camera, read_oracle, read_robot, read_scene
+from vla_envs.calvin.states import FIRST_BLOCK
 
 PHYSICS_RATE = 240  # Hz
 PHYSICS_STEPS = 8  # per action
@@ -80,7 +81,7 @@ class World:
         client.stepSimulation()
 
     def grasp(self, block: int, pose: np.ndarray, steps: int) -> None:
-        """Close the gripper around a block, which is kept at a pose (m and rad, float64 ``[6]``) for so many actions."""
+        """Close the gripper around a block, kept at a pose (m and rad, float64 ``[6]``), for so many actions."""
         self._calvin.use(self._client)
         for _ in range(steps):
             self.robot.apply_action(np.array([0, 0, 0, 0, 0, 0, -1.0]))
@@ -109,6 +110,26 @@ class World:
         """Return ``robot_obs``, float64 ``[15]``, and ``scene_obs``, float64 ``[24]``."""
         self._calvin.use(self._client)
         return self.robot.get_observation()[0], self.scene.get_obs()
+
+    def hand(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the finger tips are, m, and the hand's Euler angles, rad; float64 ``[3]`` each."""
+        observation = self.states()[0]
+        return observation[:3], observation[3:6]
+
+    def hand_target(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pose that the actions add up to, as :meth:`hand`."""
+        return self.robot.target_pos, self.robot.target_orn
+
+    def block(self, color: str) -> tuple[np.ndarray, float]:
+        """Return the middle of a block, m, float64 ``[3]``, and its rotation about the vertical, rad."""
+        pose = self.states()[1][FIRST_BLOCK + 6 * BLOCKS.index(color) :][:6]
+        return pose[:3], pose[5]
+
+    def bounds(self, link: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lowest and highest corner of the box around a part of the table, m, float64 ``[3]`` each."""
+        table = self.scene.fixed_objects[0]
+        low, high = self._client.getAABB(table.uid, self.scene.get_info()["fixed_objects"]["table"]["links"][link])
+        return np.array(low), np.array(high)
 
     def render(self, size: int, *, wrist: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """Draw what the static camera and the one in the hand see.
