@@ -7,6 +7,7 @@ not: it draws both cameras at every step, wants a git checkout, ``gym``, OpenCV 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 COMMIT = "797142c588c21e76717268b7b430958dbd13bf48"
 REPOSITORY = "https://github.com/mees/calvin_env"
 VERSIONS = {"pybullet": "3.2.7"}  # whose physics and renderer results belong to
+_MODULES = {"pybullet": "pybullet", "quaternion": "numpy-quaternion", "git": "gitpython", "scipy": "scipy"}
 INSTALL = "make setup  (or: pip install 'vla-torchrl[calvin]')"
 CLONE = (
     f"git clone {REPOSITORY} ~/.cache/calvin_env && git -C ~/.cache/calvin_env checkout {COMMIT[:12]}   "
@@ -78,7 +80,7 @@ def check_packages(path: str | None = None) -> None:
         RuntimeError: PyBullet is of another version.
         FileNotFoundError: there is no checkout of calvin_env.
     """
-    missing = [name for name in ("pybullet", "quaternion", "git", "scipy") if find_spec(name) is None]
+    missing = [name for module, name in _MODULES.items() if find_spec(module) is None]
     if missing:
         raise ModuleNotFoundError(f"CALVIN needs {', '.join(missing)}, not installed; type: {INSTALL}")
     version = metadata.version("pybullet")
@@ -88,6 +90,12 @@ def check_packages(path: str | None = None) -> None:
             f"pip install pybullet=={VERSIONS['pybullet']}"
         )
     find_package(path)
+
+
+def import_pybullet() -> Any:
+    """Import PyBullet, which announces its build on the standard error."""
+    with silence():
+        return importlib.import_module("pybullet")
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,7 @@ def import_calvin(folder: Path) -> Calvin:
     Raises:
         ImportError: another folder of that name has been imported in this process.
     """
+    import_pybullet()
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # GitPython is imported, git is not needed
     sys.path.insert(0, str(folder))  # first: the current folder may have one of that name
     importlib.invalidate_caches()
@@ -150,17 +159,30 @@ def import_calvin(folder: Path) -> Calvin:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Keep what PyBullet writes to the standard output of the process from being seen."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    """Keep what PyBullet and its renderers write to the outputs of the process from being seen; exceptions pass."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    _flush()
+    kept: dict[int, int] = {}
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            kept[number] = os.dup(number)
+            os.dup2(nowhere, number)
+    os.close(nowhere)
     try:
         yield
     finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+        _flush()
+        for number, output in kept.items():
+            os.dup2(output, number)
+            os.close(output)
+
+
+def _flush() -> None:
+    """Write what Python and the C library hold back, which would go to wherever the outputs lead by then."""
+    for output in (sys.stdout, sys.stderr):
+        if output is not None:
+            output.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def _installed() -> list[Path]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_envs.calvin.package import import_calvin, silence
+from vla_envs.calvin.package import import_calvin, import_pybullet, silence
 from vla_envs.calvin.scenes import read_camera, read_oracle, read_robot, read_scene
 
 PHYSICS_RATE = 240  # Hz
@@ -30,7 +30,7 @@ class World:
     """
 
     def __init__(self, folder: Path, *, fixes: bool, egl: bool):
-        import pybullet
+        pybullet = import_pybullet()
         from pybullet_utils.bullet_client import BulletClient
 
         self._folder, self._fixes = folder, fixes
@@ -129,7 +129,8 @@ class World:
     def close(self) -> None:
         """Free the world."""
         if self._client is not None:
-            self._client.disconnect()
+            with silence():
+                self._client.disconnect()
             self._client = None
 
 
