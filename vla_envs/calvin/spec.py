@@ -23,6 +23,7 @@ from vla_common.errors import unknown_name
 from vla_common.settings import Count
 from vla_common.validation import check_name, is_whole_number
 from vla_envs.calvin.chains import LENGTH, published_chains, tasks
+from vla_envs.calvin.package import describe_package
 from vla_envs.calvin.scenes import SCENES, describe_fixes
 from vla_envs.simulator import SimulatorSpec, Task
 
@@ -104,7 +105,7 @@ def make_spec(
     horizon = {"chain": CHAIN_STEPS, "task": SUBTASK_STEPS, EVALUATION: LENGTH * SUBTASK_STEPS}[kind]
     steps = horizon if max_episode_steps is None else max_episode_steps
     number = len(published_chains(chains_file)) if published else None
-    drawer = _renderer(renderer)
+    drawer = choose_renderer(renderer)
     deviations = [
         text
         for deviates, text in [
@@ -118,6 +119,7 @@ def make_spec(
         ]
         if deviates
     ]
+    deviations += describe_package(path)
     if scene_fixes:
         deviations += describe_fixes(scenes)
     return SimulatorSpec(
@@ -178,7 +180,8 @@ def spoken(task: str, said: str) -> tuple[str, ...]:
     return all_sentences()[said][task]
 
 
-def _renderer(asked: str) -> str:
+def choose_renderer(asked: str) -> str:
+    """Return ``"egl"`` or ``"tiny"`` for what was asked, of which ``"auto"`` is the former where there is a GPU."""
     if asked != "auto":
         return asked
     return "egl" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "tiny"
