@@ -96,36 +96,35 @@ def test_a_chunk_says_its_last_task():
 
 
 class Solving:
-    """Solves a task with the last action of every second decision."""
+    """Solves a task with the last action of each decision."""
 
     def __init__(self, length):
-        self.length, self.decisions = length, 0
+        self.length = length
 
     def __call__(self, td):
-        self.decisions += 1
-        actions = chunk(self.length, *([self.length - 1] if self.decisions % 2 == 0 else []), envs=td.shape[0])
-        return td.set(keys.ACTION, torch.from_numpy(actions))
+        return td.set(keys.ACTION, torch.from_numpy(chunk(self.length, self.length - 1, envs=td.shape[0])))
 
 
 def test_a_video_shows_what_the_policy_is_told_in_each_frame(tmp_path):
     env = make_env(commanded("calvin/lh-mtlc", image_size=200), 1, 4, num_workers=1)
     result = evaluate(env, Solving(4), [Episode(0, 0)], record=1)
     env.close()
-    told = [sentence for sentence in SENTENCES for _ in range(2)] + [SENTENCES[-1]]
+    told = [*SENTENCES, SENTENCES[-1]]
     assert result.instructions == {0: told}
     (path,) = save_videos(tmp_path, result)
     video = imageio.v3.imread(path)
     expected = caption(result.videos[0], told)
-    assert video.shape[:2] == expected.shape[:2]
+    assert len(video) == len(expected)
+    assert video.shape[1] - expected.shape[1] in (0, 1)  # made even
     assert np.abs(video[:, : expected.shape[1]].astype(int) - expected).mean() < 6  # it is compressed
     assert (expected[:, :200] == result.videos[0]).all()
     strips = expected[:, 200:]
     differ = [bool((one != other).any()) for one, other in zip(strips, strips[1:], strict=False)]
-    assert differ == [number % 2 == 1 and number < 9 for number in range(10)]
+    assert differ == [True, True, True, True, False]
 
 
 def rollout(spec, kill=None):
-    """Two chains in one worker, ten decisions: what was seen, told, paid; and how many workers were started again."""
+    """Two chains in one worker, twelve decisions: what was seen, told, paid; and how many workers were started again."""
     env = make_env(spec, 2, 4, num_workers=1, episodes=EpisodeQueue([Episode(0, trial) for trial in range(8)]))
     td, found = env.reset(), []
     policy = Solving(4)
@@ -153,12 +152,12 @@ def equal(first, second, slot):
 def test_the_other_chain_of_a_worker_goes_on_as_if_nothing_had_happened(how):
     undisturbed, restarts = rollout(commanded("calvin/lh-mtlc"))
     assert restarts == 0
-    # In mid-chain: three tasks are done, of the fourth three actions.
-    disturbed, restarts = rollout(commanded("calvin/lh-mtlc", fails=(0, 27, how, "")))
-    assert restarts == (how == "kill")
-    assert [bool(row[-2][0]) for row in disturbed] == [number == 6 for number in range(12)]
+    # In mid-chain: two tasks are done, of the third three actions.
+    disturbed, restarts = rollout(commanded("calvin/lh-mtlc", fails=(0, 11, how, "")))
+    assert restarts == 1
+    assert [bool(row[-2][0]) for row in disturbed] == [number == 2 for number in range(12)]
     assert all(equal(*rows, slot=1) for rows in zip(undisturbed, disturbed, strict=True))
-    assert undisturbed[5][-1][1] == disturbed[5][-1][1] != disturbed[0][-1][1]
+    assert undisturbed[2][-1][1] == disturbed[2][-1][1] != disturbed[0][-1][1]
 
 
 def test_a_worker_that_is_killed_between_decisions_costs_nothing():
@@ -185,12 +184,12 @@ def test_an_evaluation_runs_a_chain_again_and_has_the_same_result(how, tmp_path)
         return result
 
     undisturbed = run()
-    again = run(fails=(1, 27, how, str(tmp_path / "once")))
+    again = run(fails=(1, 11, how, str(tmp_path / "once")))
     assert [row.attempts for row in undisturbed.episodes] == [1, 1, 1]
     assert [row.attempts for row in again.episodes] == [1, 2, 1]
     for one, other in zip(undisturbed.episodes, again.episodes, strict=True):
-        assert (one.success_once, one.total_reward, one.crashed) == (other.success_once, other.total_reward, False)
+        assert (one.success_once, one.episode_return, one.crashed) == (other.success_once, other.episode_return, False)
         assert one.success_once
-    lost = run(fails=(1, 27, how, ""))
+    lost = run(fails=(1, 11, how, ""))
     assert [row.crashed for row in lost.episodes] == [False, True, False]
     assert lost.metrics()["eval/crashed_episodes"] == 1
