@@ -193,3 +193,35 @@ def test_an_evaluation_runs_a_chain_again_and_has_the_same_result(how, tmp_path)
     lost = run(fails=(1, 11, how, ""))
     assert [row.crashed for row in lost.episodes] == [False, True, False]
     assert lost.metrics()["eval/crashed_episodes"] == 1
+
+
+def test_actions_that_are_nothing_are_refused_and_the_grippers_sign_is_taken():
+    env = gymnasium.make("vla/CALVIN-D-v0", disable_env_checker=True, **SMALL)
+    states = {}
+    for grip in (-0.2, 0.0, -1.0, 0.3, 1.0, 7.0):
+        env.reset(seed=0, options={keys.TRIAL_ID: 0})
+        action = chunk(1)[0, 0]
+        action[6] = grip
+        for _ in range(5):
+            states[grip] = env.step(action)[0][keys.STATES]
+    assert all((states[grip] == states[-1.0]).all() for grip in (-0.2, 0.0))
+    assert all((states[grip] == states[1.0]).all() for grip in (0.3, 7.0))
+    assert states[-1.0][6] < states[1.0][6]
+    for wrong, message in ((np.nan, "is not finite"), (1e6, "more than 1000 times the bounds' width outside")):
+        with pytest.raises(ValueError, match=message):
+            env.step(np.full(7, wrong, np.float32))
+    env.close()
+
+
+def test_what_is_out_of_bounds_is_executed_as_calvin_env_does():
+    moved = []
+    for far in (1.0, 2.0):
+        env = make_env("calvin/D", 1, 4, num_workers=1, episodes=EpisodeQueue([Episode(0, 0)]), **SMALL)
+        td = env.reset()
+        actions = chunk(4)
+        actions[..., 2] = -far
+        after = env.step(td.set(keys.ACTION, torch.from_numpy(actions)))[keys.NEXT]
+        assert after[keys.ACTIONS_CLIPPED].item() == 0
+        moved.append((td[keys.STATES] - after[keys.STATES])[0, 2].item())
+        env.close()
+    assert moved[1] > 1.5 * moved[0] > 0

@@ -9,6 +9,9 @@ angles and the gripper's opening; relative actions; 30 Hz. Chains of five tasks 
   of 1 for each, the sentence advances without a reset and in the midst of a chunk, terminated after the fifth.
 
 And the tasks one by one: ``calvin/open_drawer``.
+
+Actions out of bounds are executed as they are, as calvin_env and its evaluation do (the published data were clipped to
+-1 to 1 when they were recorded). Of the gripper only the sign counts: above 0 opens, everything else closes.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count
+from vla_common.settings import Count, Pixels
 from vla_common.validation import check_name, is_whole_number
 from vla_envs.calvin.chains import LENGTH, published_chains, tasks
 from vla_envs.calvin.package import describe_package
@@ -56,7 +59,7 @@ def make_spec(
     chains_file: str | None = None,
     sentences: Literal["validation", "training"] | None = None,
     max_episode_steps: Count | None = None,
-    image_size: Count = IMAGE_SIZE,
+    image_size: Pixels = IMAGE_SIZE,
     wrist_camera: bool = True,
     scene_fixes: bool = True,
     renderer: Literal["auto", "tiny", "egl"] = "auto",
@@ -160,6 +163,8 @@ def _parts(suite: str, scene: str) -> tuple[str, str, tuple[str, ...]]:
         return "chain", suite, tuple(f"chains in {letter}" for letter in suite)
     names = tuple(suite.split("+"))
     for name in names:
+        if name and len(names) > 1 and set(name) <= set(SCENES):
+            raise ValueError(f"calvin/{suite} joins scenes and tasks; type calvin/ABC for scenes, scene=A for tasks")
         if name not in tasks():
             raise unknown_name("CALVIN suite or task", name, suites(), example="calvin/D")
     if len(set(names)) != len(names):
