@@ -244,7 +244,9 @@ def show(result: dict[str, Any]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env", default="metaworld/pick-place-v3", help="a task, also of libero/ or maniskill/; or calvin/D")
+    parser.add_argument(
+        "--env", default="metaworld/pick-place-v3", help="a task, also of libero/ or maniskill/; or calvin/D"
+    )
     parser.add_argument("--task", type=int, default=0, help="number of the task, for LIBERO")
     parser.add_argument("--envs", type=int, default=8)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes of VLAEnv")

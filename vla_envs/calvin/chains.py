@@ -21,7 +21,9 @@ from vla_envs.calvin.scenes import BLOCKS
 
 LENGTH = 5  # tasks of a chain
 PUBLISHED = 1000  # chains of the published evaluation
-Condition = Mapping[str, Any]  # {"led": 0, "lightbulb": 1, "slider": "left", "drawer": "open", "red_block": "table", ...}
+Condition = Mapping[
+    str, Any
+]  # {"led": 0, "lightbulb": 1, "slider": "left", "drawer": "open", "red_block": "table", ...}
 _CHOICES: dict[str, list[Any]] = {
     "led": [0, 1],
     "lightbulb": [0, 1],
@@ -41,7 +43,9 @@ def tasks() -> dict[str, int]:
         found[f"{verb}_{color}_block_{side}"] = 1
     found |= {"move_slider_left": 2, "move_slider_right": 2, "open_drawer": 3, "close_drawer": 3}
     for color in BLOCKS:
-        found |= {f"lift_{color}_block_{place}": 4 + number for number, place in enumerate(("table", "slider", "drawer"))}
+        found |= {
+            f"lift_{color}_block_{place}": 4 + number for number, place in enumerate(("table", "slider", "drawer"))
+        }
     found |= {"place_in_slider": 7, "place_in_drawer": 7}
     found |= {name: 10 for name in ("stack_block",)} | {"unstack_block": 11}
     found |= {f"turn_{switch}_{light}": 8 for light in ("lightbulb", "led") for switch in ("on", "off")}
@@ -195,12 +199,18 @@ def _why_no_chain(condition: Condition, names: tuple[Any, ...]) -> str:
         return f"it has {len(names)} tasks instead of {LENGTH}"
     for number, name in enumerate(names):
         if not isinstance(name, str) or name not in tasks():
-            return str(unknown_name("task", name, tasks())).rstrip("?") if isinstance(name, str) else f"{name!r} is no task"
+            return (
+                str(unknown_name("task", name, tasks())).rstrip("?")
+                if isinstance(name, str)
+                else f"{name!r} is no task"
+            )
         same = next((other for other in names[:number] if tasks()[other] == tasks()[name]), None)
         if same is not None:
             return f"{name} and {same} are of one category, of which a chain has no two"
         after = outcomes(condition, name)
         if len(after) != 1:
-            return f"{name}, its task {number + 1}, is {'not possible' if not after else 'possible in several ways'} then"
+            return (
+                f"{name}, its task {number + 1}, is {'not possible' if not after else 'possible in several ways'} then"
+            )
         condition = after[0]
     return ""

@@ -37,7 +37,11 @@ _FILES = (
     *(f"conf/cameras/cameras/{name}.yaml" for name in ("static", "gripper")),
     *("conf/tasks/new_playtable_tasks.yaml", "conf/robot/panda.yaml", "conf/robot/panda_longer_finger.yaml"),
     *(f"data/calvin_table_{scene}/urdf/calvin_table_{scene}.urdf" for scene in "ABCD"),
-    *(f"data/blocks/block_{color}_{size}.urdf" for color in ("red", "blue", "pink") for size in ("small", "middle", "big")),
+    *(
+        f"data/blocks/block_{color}_{size}.urdf"
+        for color in ("red", "blue", "pink")
+        for size in ("small", "middle", "big")
+    ),
     *("data/plane/plane.urdf", "data/franka_panda/panda_longer_finger.urdf"),
 )
 _DIGEST = "6eae733562191a4abb597e6aaf1bc967065758385519c3702879a6db173c0dad"  # of these files at COMMIT
