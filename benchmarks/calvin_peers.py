@@ -1,4 +1,4 @@
-"""What ``rollouts.py`` compares CALVIN with: both cameras drawn after every action, as calvin_env's own wrapper does."""
+"""What ``rollouts.py`` compares CALVIN with: both cameras drawn after every action, as calvin_env does."""
 
 from __future__ import annotations
 

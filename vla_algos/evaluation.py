@@ -29,7 +29,6 @@ from vla_common.keys import (
     TASK_DESCRIPTIONS,
     WRIST_IMAGES,
 )
-from vla_common.texts import to_strings
 from vla_common.texts import encode, to_strings
 from vla_envs.env import base_env
 from vla_envs.simulator import Episode, Task

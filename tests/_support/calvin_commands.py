@@ -1,4 +1,4 @@
-"""CALVIN whose tasks are solved on command, and whose simulator fails on command: the flow of chains without a policy."""
+"""CALVIN whose tasks are solved, and whose simulator fails, on command: the flow of chains without a policy."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""CALVIN: the real scenes; the same episode is the same in every process and order; chains as both protocols have them."""
+"""CALVIN: the real scenes; an episode is the same in every process and order; chains as both protocols have them."""
 
 import os
 from pathlib import Path
@@ -26,7 +26,7 @@ def actions(number, steps):
     """A walk down to the table."""
     random = np.random.default_rng(number)
     for _ in range(steps):
-        action = np.clip(random.normal(0, 1, 7) + [0.3, 0.2, -0.6, 0, 0, 0, 0], -1, 1)
+        action = np.clip(random.normal(0, 1, 7) + np.array([0.3, 0.2, -0.6, 0, 0, 0, 0]), -1, 1)
         yield action.astype(np.float32)
 
 

@@ -1,5 +1,6 @@
 """CALVIN by Gymnasium, in videos and after faults: the sentence is that of the running task, and no chain is lost."""
 
+import itertools
 import os
 import signal
 
@@ -40,7 +41,7 @@ def test_every_suite_and_task_has_an_id():
 @pytest.mark.parametrize("suite", ["D", "lh-mtlc", "stack_block"])
 def test_gymnasiums_checker_passes(suite):
     env = gymnasium.make(f"vla_envs:vla/CALVIN-{suite}-v0", render_mode="rgb_array", **SMALL)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="observation space m") as caught:
         check_env(env.unwrapped)
     env.close()
     assert all("observation space m" in str(warning.message) for warning in caught)  # states have no natural bounds
@@ -119,12 +120,12 @@ def test_a_video_shows_what_the_policy_is_told_in_each_frame(tmp_path):
     assert np.abs(video[:, : expected.shape[1]].astype(int) - expected).mean() < 6  # it is compressed
     assert (expected[:, :200] == result.videos[0]).all()
     strips = expected[:, 200:]
-    differ = [bool((one != other).any()) for one, other in zip(strips, strips[1:], strict=False)]
+    differ = [bool((one != other).any()) for one, other in itertools.pairwise(strips)]
     assert differ == [True, True, True, True, False]
 
 
 def rollout(spec, kill=None):
-    """Two chains in one worker, twelve decisions: what was seen, told, paid; and how many workers were started again."""
+    """Two chains in one worker, twelve decisions: what was seen, told, paid; and the number of restarts."""
     env = make_env(spec, 2, 4, num_workers=1, episodes=EpisodeQueue([Episode(0, trial) for trial in range(8)]))
     td, found = env.reset(), []
     policy = Solving(4)

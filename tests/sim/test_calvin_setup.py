@@ -111,7 +111,7 @@ def test_a_checkout_that_is_named_is_the_only_one(machine, monkeypatch):
     incomplete = finding("assets")
     assert incomplete.status == "missing"
     assert incomplete.detail == f"{copy}: incomplete, lacks conf/cameras/cameras/static.yaml"
-    with pytest.raises(FileNotFoundError, match="lacks conf/cameras/cameras/static.yaml"):
+    with pytest.raises(FileNotFoundError, match=r"lacks conf/cameras/cameras/static\.yaml"):
         make_env("calvin/D", num_envs=1)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         make_env("calvin/D", num_envs=1, path=str(machine / "nowhere"))

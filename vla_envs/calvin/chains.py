@@ -138,10 +138,8 @@ def draw_chain(*seed: int) -> tuple[Condition, tuple[str, ...]]:
     for length in range(LENGTH, 0, -1):
         nexts = _continuations(tuple(condition.items()), left, length)
         chosen = random.integers(sum(number for _, _, number in nexts))
-        for name, after, number in nexts:
-            if chosen < number:
-                break
-            chosen -= number
+        ends = np.cumsum([number for _, _, number in nexts])
+        name, after, _ = nexts[np.searchsorted(ends, chosen, side="right")]
         chain.append(name)
         condition, left = dict(after), left - {tasks()[name]}
     return start, tuple(chain)

@@ -39,8 +39,8 @@ class Start:
 def starts(task: str) -> tuple[Condition, ...]:
     """List the conditions in which a task is possible, in one way, as in chains.
 
-    They are some of the 192; or, where it is possible in none of these, such with a block that is held, in the drawer or
-    on another one.
+    They are some of the 192; or, where it is possible in none of these, such with a block that is held, in the drawer
+    or on another one.
     """
     changed = ({**condition, **change} for condition in conditions() for change in _special(condition))
     for candidates in (conditions(), changed):
@@ -89,7 +89,7 @@ def start_of(task: str, letter: str, fixes: bool, *seed: int) -> Start:
 
 
 def begin(world: World, letter: str, start: Start) -> None:
-    """Put a world into an initial state, close the hand around a block that is held, and let what was put come to rest."""
+    """Put a world into an initial state: the hand closes around a block that is held, and what was put comes to rest."""
     world.reset(letter, start.robot, start.scene)
     held = [number for number, color in enumerate(BLOCKS) if start.condition[f"{color}_block"] == "grasped"]
     for number in held:

@@ -82,7 +82,7 @@ class World:
         client.stepSimulation()
 
     def grasp(self, block: int, pose: np.ndarray, steps: int) -> None:
-        """Close the gripper around a block, which is kept at a pose (m and rad, float64 ``[6]``) for so many actions."""
+        """Close the gripper around a block, kept at a pose (m and rad, float64 ``[6]``) for so many actions."""
         self._calvin.use(self._client)
         for _ in range(steps):
             self.robot.apply_action(np.array([0, 0, 0, 0, 0, 0, -1.0]))
