@@ -89,7 +89,7 @@ def start_of(task: str, letter: str, fixes: bool, *seed: int) -> Start:
 
 
 def begin(world: World, letter: str, start: Start) -> None:
-    """Put a world into an initial state: the hand closes around a block that is held, and what was put comes to rest."""
+    """Put a world into an initial state: the hand closes around a block that is held, and what was put down rests."""
     world.reset(letter, start.robot, start.scene)
     held = [number for number, color in enumerate(BLOCKS) if start.condition[f"{color}_block"] == "grasped"]
     for number in held:
