@@ -11,6 +11,8 @@ one frame per chunk, and ``bare simulators``, which do the same work without any
   TorchRL's ``LiberoWrapper`` with ``ParallelEnv`` and ``MultiAction``. Resets and memory are measured as well.
 * ManiSkill on a CPU (``maniskill_peers.py``): the same environment with one worker process, and ManiSkill's own
   ``step`` in this process, which draws a frame after every action.
+* CALVIN (``calvin_peers.py``): the same simulator in this process, which draws both cameras after every action, as
+  calvin_env's own ``PlayTableSimEnv`` does.
 
 The *ideal* is cores / (C x CPU time of a physics step + CPU time of a frame), measured on one simulator in
 this process. Repetitions are interleaved; the table shows medians, and ratios are taken within a repetition.
@@ -23,6 +25,7 @@ Mesa's software rasteriser takes ``LP_NUM_THREADS`` threads per process: 1 for V
     python benchmarks/rollouts.py --quality fast --output rollouts.json
     python benchmarks/rollouts.py --env libero/spatial --envs 2
     python benchmarks/rollouts.py --env maniskill/PutOnPlateInScene25Main-v3 --envs 4
+    python benchmarks/rollouts.py --env calvin/D --envs 4
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def env_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "image_size": options.size,
         "max_episode_steps": HORIZON,
-        "render_quality": options.quality,
+        **({} if options.env.startswith("calvin/") else {"render_quality": options.quality}),
         **({"task_ids": [options.task]} if options.env.startswith("libero/") else {}),
     }
 
@@ -147,6 +150,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
         def peers(options: argparse.Namespace) -> list[Contender]:
             return [vla_env(options, 1, "VLAEnv, one worker"), frame_per_action(options)]
+    elif options.env.startswith("calvin/"):
+        from calvin_peers import frame_per_action
+
+        def peers(options: argparse.Namespace) -> list[Contender]:
+            return [frame_per_action(options)]
     else:
         from metaworld_peers import peers
     peers = peers(options)
@@ -236,12 +244,14 @@ def show(result: dict[str, Any]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env", default="metaworld/pick-place-v3", help="a task, also of libero/ or maniskill/")
+    parser.add_argument(
+        "--env", default="metaworld/pick-place-v3", help="a task, also of libero/ or maniskill/; or calvin/D"
+    )
     parser.add_argument("--task", type=int, default=0, help="number of the task, for LIBERO")
     parser.add_argument("--envs", type=int, default=8)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes of VLAEnv")
     parser.add_argument("--chunk", type=int, help="primitive actions; 5, for LIBERO 8")
-    parser.add_argument("--size", type=int, help="image size in pixels; 224, for LIBERO 256")
+    parser.add_argument("--size", type=int, help="image size in pixels; 224, for LIBERO 256, for CALVIN 200")
     parser.add_argument("--quality", choices=["benchmark", "fast"], default="benchmark")
     parser.add_argument("--decisions", type=int, default=10, help="per repetition")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -250,7 +260,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     libero = options.env.startswith("libero/")
     options.chunk = options.chunk or (8 if libero else 5)
-    options.size = options.size or (256 if libero else 224)
+    options.size = options.size or {"libero": 256, "calvin": 200}.get(options.env.partition("/")[0], 224)
     if (options.decisions + 1) * options.chunk >= HORIZON:
         parser.error(f"(decisions + 1) x chunk must stay below {HORIZON} steps, the horizon of the episodes here")
     if options.quality != "benchmark" and not options.env.startswith(("metaworld/", "maniskill/PutOn")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,11 +114,13 @@ class EvaluationResult:
         videos: frames uint8 ``[decisions + 1, H, W, 3]`` of the recorded episodes by index among the episodes.
         broken: why it ended before all episodes had run; empty if it did not.
         chain_length: tasks that an episode asked for one after the other.
+        instructions: what the policy was told in each of the frames of ``videos``; in a chain of tasks it changes.
     """
 
     episodes: list[EpisodeResult]
     videos: dict[int, np.ndarray] = field(default_factory=dict)
     broken: str = ""
+    instructions: dict[int, list[str]] = field(default_factory=dict)
     chain_length: int = 1
 
     @classmethod
@@ -125,13 +128,18 @@ class EvaluationResult:
         """Join the results of an evaluation of which part ``p`` of ``P`` has every ``P``-th episode from ``p`` on."""
         length = sum(len(part.episodes) for part in parts)
         episodes = [parts[index % len(parts)].episodes[index // len(parts)] for index in range(length)]
-        videos = {
-            index * len(parts) + number: frames
-            for number, part in enumerate(parts)
-            for index, frames in part.videos.items()
-        }
-        broken = next((part.broken for part in parts if part.broken), "")
-        return cls(episodes, dict(sorted(videos.items())), broken, parts[0].chain_length)
+
+        def joined(of_parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
+            found = {index * len(parts) + n: value for n, part in enumerate(of_parts) for index, value in part.items()}
+            return dict(sorted(found.items()))
+
+        return cls(
+            episodes,
+            joined([part.videos for part in parts]),
+            next((part.broken for part in parts if part.broken), ""),
+            joined([part.instructions for part in parts]),
+            parts[0].chain_length,
+        )
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -311,17 +319,21 @@ def evaluate(
         )
     wanted = list(episodes)
     frames: dict[int, list[np.ndarray]] = {}
+    instructions: dict[int, list[str]] = {}
     results: dict[int, EpisodeResult] = {}
     spec = base_env(env).simulator_spec
     tasks = spec.tasks
 
     def film(outcome: TensorDictBase) -> None:
+        told, told_next = to_strings(outcome), to_strings(outcome, (NEXT, TASK_DESCRIPTIONS))
         for slot, episode in enumerate(collector.deciding):
             if episode is not None and episode.queue_index < record:
                 before = outcome[NEXT, EPISODE_LEN][slot] - outcome[NEXT, STEP_MASK][slot].sum()
                 if before == 0:  # its first decision, perhaps after a crash
                     frames[episode.queue_index] = [outcome[IMAGES][slot].cpu().numpy().copy()]
+                    instructions[episode.queue_index] = [told[slot]]
                 frames[episode.queue_index].append(outcome[NEXT, IMAGES][slot].cpu().numpy().copy())
+                instructions[episode.queue_index].append(told_next[slot])
 
     def note(index: int, decisions: TensorDictBase) -> None:
         outcome = decisions[NEXT][-1]
@@ -363,8 +375,9 @@ def evaluate(
         for module in training:  # a module that was set to eval() by itself stays so
             module.training = True
     videos = {index: np.stack(shots) for index, shots in sorted(frames.items()) if not results[index].crashed}
+    told = {index: instructions[index] for index in videos}
     ordered = [results[index] for index in range(len(wanted))]
-    return EvaluationResult(ordered, videos, chain_length=spec.chain_length)
+    return EvaluationResult(ordered, videos, "", told, spec.chain_length)
 
 
 class _Observing(TensorDictModuleBase):

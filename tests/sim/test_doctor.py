@@ -16,9 +16,11 @@ from vla_envs.doctor.checks import (
     check_simulator,
     check_vulkan,
 )
+from vla_envs.doctor.report import _environments
 from vla_envs.libero import package
 from vla_envs.libero.package import _ARENAS, _FOLDERS
 from vla_envs.probe import run_probe
+from vla_envs.registry import get_benchmark
 from vla_envs.rendering import vulkan
 
 
@@ -39,6 +41,13 @@ def test_report_of_a_working_machine():
     assert done.returncode == (0 if can_draw else 1), done.stdout
     assert "metaworld" in done.stdout.splitlines()[-1].removeprefix("Usable now: ").split(", ")
     assert set(list_envs()) <= set(done.stdout.split())
+
+
+def test_tasks_alone_are_one_line():
+    calvin = get_benchmark("calvin")
+    lines = _environments(calvin, [f"calvin/{suite}" for suite in calvin.suites()], all_names=False)
+    assert len(lines) == 8
+    assert lines[-1].startswith("  calvin/<task>  for each of 34 tasks: rotate_red_block_right, ")
 
 
 def test_no_renderer_means_not_usable_and_says_what_to_type():

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from vla_envs import make_spec
+from vla_envs import evaluation_episodes, make_spec
 from vla_envs.calvin import chains, single, states
 from vla_envs.calvin.scenes import CABINET_SHIFT, TABLE_SHIFT
 from vla_envs.calvin.spec import all_sentences
@@ -108,6 +108,14 @@ def test_names_and_what_they_say():
         ("D", {"chains_file": "x.json"}, "type chains=published too"),
         ("D", {"sentences": "both"}, "unknown sentences 'both'"),
         ("D", {"scene_fixes": "no"}, "must be a valid boolean"),
+        ("D+open_drawer", {}, "joins scenes and tasks; type calvin/ABC for scenes, scene=A for tasks"),
+        ("open_drawer", {"scene": "E"}, "unknown scene 'E'; known are A, B, C, D"),
+        ("open_drawer", {"chains": "published"}, "is for training in scenes such as calvin/D"),
+        ("D", {"image_size": 0}, "at least 16, got 0; try image_size=200"),
+        ("D", {"image_size": 100_000}, "image_size=100000: must be less than"),
+        ("D", {"renderer": "eg"}, "did you mean egl"),
+        ("D", {"pth": "x"}, "did you mean path"),
+        ("lh-mtlc", {"chains_file": "/nowhere.json"}, "is not a file of chains .*No such file"),
     ],
 )
 def test_what_cannot_be_is_one_line(suite, options, message):
@@ -116,13 +124,46 @@ def test_what_cannot_be_is_one_line(suite, options, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("damage", ["", "[", "{}", "[[1, 2]]", "no list", "other order"])
-def test_a_damaged_file_of_chains_is_refused(tmp_path, damage):
-    file = tmp_path / "chains.json"
+def _first(**changes):
     condition, names = chains.published_chains()[0]
-    file.write_text(json.dumps([[condition, names[::-1]]]) if damage == "other order" else damage)
-    with pytest.raises(ValueError, match="chain"):
+    return [[{**condition, **changes.get("condition", {})}, changes.get("names", list(names))]]
+
+
+NAMES = list(chains.published_chains()[0][1])
+DAMAGED = [  # what the file has, and what is said of it
+    ("", "is not a file of chains"),
+    ("[", "is not a file of chains"),
+    ("null", "is not a file of chains"),
+    ("[[1, 2]]", "is not a file of chains"),
+    ("[]", "has no chains"),
+    (_first(names=NAMES[:4]), "it has 4 tasks instead of 5"),
+    (_first(names=[*NAMES[:4], "turn_of_led"]), "unknown task 'turn_of_led'; did you mean turn_off_led"),
+    (_first(names=[*NAMES[:4], ["turn_off_led"]]), "is no task"),
+    (_first(names=[*NAMES[:4], NAMES[0]]), "are of one category"),
+    (_first(names=NAMES[::-1]), "place_in_slider, its task 2, is not possible then"),
+    (_first(condition={"led": 7}), "its condition is not one of the 192"),
+    (_first(condition={"lamp": 0}), "its condition is not one of the 192"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), DAMAGED, ids=lambda value: "")
+def test_a_damaged_file_of_chains_is_refused(tmp_path, content, message):
+    file = tmp_path / "chains.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=message) as raised:
         make_spec("calvin/lh-mtlc", chains_file=str(file))
-    file.write_text(json.dumps([[condition, names]]))
-    chains.published_chains.cache_clear()
-    assert make_spec("calvin/lh-mtlc", chains_file=str(file)).trials == 1
+    assert "\n" not in str(raised.value)
+    assert "it takes a list of" in str(raised.value) or "the file takes a list of" in str(raised.value)
+
+
+def test_a_file_of_chains_may_be_short_and_in_any_order(tmp_path):
+    (condition, names), file = chains.published_chains()[0], tmp_path / "chains.json"
+    file.write_text(json.dumps([[dict(reversed(condition.items())), names]]))
+    spec = make_spec("calvin/lh-mtlc", chains_file=str(file))
+    assert spec.trials == 1
+    (found,) = chains.published_chains(str(file))
+    assert str(found[0].values()) == str(condition.values())  # which is what its initial state is drawn from
+    with pytest.raises(ValueError, match=r"has 1 initial states per task, got trials=2; take fewer"):
+        evaluation_episodes(spec, trials=2)
+    with pytest.raises(ValueError, match=r"has 1000 initial states per task, got trials=1001"):
+        evaluation_episodes(make_spec("calvin/lh-mtlc"), trials=1001)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from vla_algos import parallel
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
+from vla_algos.run.captions import caption
 from vla_algos.run.episode_log import EpisodeLog, finished_episodes
 from vla_algos.run.files import attempt
 from vla_algos.run.logging import progress_bar, write_video
@@ -111,7 +112,7 @@ class Evaluator:
             nothing = EpisodeResult(everybodys[index], task.name, False, False, 0.0, 0, True, 0, task.group, index)
             results[index] = nothing
         ordered = [results[index] for index in own]
-        return EvaluationResult(ordered, share.videos, broken, env.simulator_spec.chain_length)
+        return EvaluationResult(ordered, share.videos, broken, share.instructions, env.simulator_spec.chain_length)
 
     def run_both(
         self, title: str, env: VLAEnv, policy: TensorDictModuleBase, folder: Path
@@ -140,7 +141,10 @@ def gather(share: EvaluationResult, path: Path) -> EvaluationResult:
 
 
 def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> list[Path]:
-    """Write the recorded episodes of an evaluation as mp4, named after task, trial and outcome."""
+    """Write the recorded episodes of an evaluation as mp4, named after task, trial and outcome.
+
+    What the policy was told stands below each frame.
+    """
     paths: list[Path] = []
     if not parallel.is_main():
         return paths
@@ -148,7 +152,8 @@ def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> lis
         episode = result.episodes[index]
         outcome = "success" if episode.success_once else "failure"
         name = f"{index:03d}_{episode.task}_trial{episode.episode.trial_id}_{outcome}.mp4"
-        write = partial(write_video, folder / name, frames, fps)
+        shown = caption(frames, result.instructions[index])
+        write = partial(write_video, folder / name, shown, fps)
         if attempt(f"a video in {folder}", write, "the run goes on without it"):
             paths.append(folder / name)
     return paths

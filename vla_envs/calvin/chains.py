@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vla_common.errors import unknown_name
 from vla_envs.calvin.scenes import BLOCKS
 
 LENGTH = 5  # tasks of a chain
@@ -122,12 +123,7 @@ def _changes(now: Condition, task: str) -> Iterator[dict[str, Any]]:
 
 def is_chain(condition: Condition, names: tuple[str, ...]) -> bool:
     """Tell whether tasks are possible one after the other, in one way each, and no two are of a category."""
-    for name in names:
-        after = outcomes(condition, name)
-        if len(after) != 1:
-            return False
-        condition = after[0]
-    return len({tasks()[name] for name in names}) == len(names)
+    return not _why_no_chain(condition, names)
 
 
 def draw_chain(*seed: int) -> tuple[Condition, tuple[str, ...]]:
@@ -178,16 +174,40 @@ def published_chains(file: str | None = None) -> tuple[tuple[Condition, tuple[st
     path: Any = resources.files("vla_envs.calvin").joinpath("chains.json") if file is None else Path(file).expanduser()
     advice = f"a list of [condition, [five tasks]] as in {resources.files('vla_envs.calvin').joinpath('chains.json')}"
     try:
-        chains = json.loads(path.read_text())
-        found = tuple((dict(condition), tuple(names)) for condition, names in chains)
+        pairs = [(condition, tuple(names)) for condition, names in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"chains_file={path}: is not a file of chains ({error}); it takes {advice}") from error
-    known = [dict(condition) for condition in conditions()]
-    for number, (condition, names) in enumerate(found):
-        possible = condition in known and len(names) == LENGTH and set(names) <= tasks().keys()
-        if not possible or not is_chain(condition, names):
-            said = ", ".join(map(str, names))
-            raise ValueError(f"chains_file={path}: chain {number} is none: {said}; the file takes {advice}")
-    if not found:
+    if not pairs:
         raise ValueError(f"chains_file={path}: has no chains; it takes {advice}")
-    return found
+    found = []
+    for number, (condition, names) in enumerate(pairs):
+        # One of ours that is equal: the order of its entries decides how the blocks lie.
+        known = next((one for one in conditions() if one == condition), None)
+        wrong = "its condition is not one of the 192" if known is None else _why_no_chain(known, names)
+        if known is None or wrong:
+            raise ValueError(f"chains_file={path}: chain {number}, counted from 0, is none: {wrong}; it takes {advice}")
+        found.append((known, names))
+    return tuple(found)
+
+
+def _why_no_chain(condition: Condition, names: tuple[Any, ...]) -> str:
+    """Say what is wrong with the tasks of a chain; nothing if it is one."""
+    if len(names) != LENGTH:
+        return f"it has {len(names)} tasks instead of {LENGTH}"
+    for number, name in enumerate(names):
+        if not isinstance(name, str) or name not in tasks():
+            return (
+                str(unknown_name("task", name, tasks())).rstrip("?")
+                if isinstance(name, str)
+                else f"{name!r} is no task"
+            )
+        same = next((other for other in names[:number] if tasks()[other] == tasks()[name]), None)
+        if same is not None:
+            return f"{name} and {same} are of one category, of which a chain has no two"
+        after = outcomes(condition, name)
+        if len(after) != 1:
+            return (
+                f"{name}, its task {number + 1}, is {'not possible' if not after else 'possible in several ways'} then"
+            )
+        condition = after[0]
+    return ""

@@ -7,6 +7,8 @@ not: it draws both cameras at every step, wants a git checkout, ``gym``, OpenCV 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
 import importlib
 import os
 import sys
@@ -21,27 +23,37 @@ from typing import Any
 COMMIT = "797142c588c21e76717268b7b430958dbd13bf48"
 REPOSITORY = "https://github.com/mees/calvin_env"
 VERSIONS = {"pybullet": "3.2.7"}  # whose physics and renderer results belong to
+_MODULES = {"pybullet": "pybullet", "quaternion": "numpy-quaternion", "git": "gitpython", "scipy": "scipy"}
 INSTALL = "make setup  (or: pip install 'vla-torchrl[calvin]')"
 CLONE = (
     f"git clone {REPOSITORY} ~/.cache/calvin_env && git -C ~/.cache/calvin_env checkout {COMMIT[:12]}   "
     "(or a clone elsewhere and export CALVIN_ENV_PATH=FOLDER)"
 )
 _FILES = (
-    *("calvin_env/robot/robot.py", "calvin_env/scene/play_table_scene.py", "calvin_env/envs/tasks.py"),
+    *(f"calvin_env/robot/{name}.py" for name in ("robot", "mixed_ik")),
+    *("calvin_env/scene/play_table_scene.py", "calvin_env/envs/tasks.py", "calvin_env/utils/utils.py"),
+    *(f"calvin_env/camera/{name}_camera.py" for name in ("static", "gripper")),
     *(f"conf/scene/calvin_scene_{scene}.yaml" for scene in "ABCD"),
+    *(f"conf/cameras/cameras/{name}.yaml" for name in ("static", "gripper")),
+    *("conf/tasks/new_playtable_tasks.yaml", "conf/robot/panda.yaml", "conf/robot/panda_longer_finger.yaml"),
     *(f"data/calvin_table_{scene}/urdf/calvin_table_{scene}.urdf" for scene in "ABCD"),
-    *("conf/tasks/new_playtable_tasks.yaml", "conf/robot/panda_longer_finger.yaml", "data/plane/plane.urdf"),
-    *("data/franka_panda/panda_longer_finger.urdf", "data/blocks/block_red_middle.urdf"),
+    *(
+        f"data/blocks/block_{color}_{size}.urdf"
+        for color in ("red", "blue", "pink")
+        for size in ("small", "middle", "big")
+    ),
+    *("data/plane/plane.urdf", "data/franka_panda/panda_longer_finger.urdf"),
 )
+_DIGEST = "6eae733562191a4abb597e6aaf1bc967065758385519c3702879a6db173c0dad"  # of these files at COMMIT
 
 
 def package_places(path: str | None = None) -> list[Path]:
-    """List folders that may be a checkout of calvin_env, in order of looking; an explicit one alone."""
+    """List folders that may be a checkout of calvin_env, in order of looking; one that was named is alone."""
     if path is not None:
         return [Path(path).expanduser()]
+    if named := os.environ.get("CALVIN_ENV_PATH"):
+        return [Path(named).expanduser()]
     places = []
-    if own := os.environ.get("CALVIN_ENV_PATH"):
-        places.append(Path(own).expanduser())
     if root := os.environ.get("VLA_TORCHRL_ASSETS"):
         places.append(Path(root) / "calvin" / "calvin_env")
     return [*places, *_installed(), Path.home() / ".cache" / "calvin_env"]
@@ -51,8 +63,8 @@ def find_package(path: str | None = None) -> Path:
     """Find the folder with ``calvin_env/``, ``conf/`` and ``data/``.
 
     Args:
-        path: an explicit one. Otherwise the first of these that is complete: ``$CALVIN_ENV_PATH``,
-            ``$VLA_TORCHRL_ASSETS/calvin/calvin_env``, an editable installation, ``~/.cache/calvin_env``.
+        path: an explicit one. Otherwise ``$CALVIN_ENV_PATH``; where that is not set, the first of these that is
+            complete: ``$VLA_TORCHRL_ASSETS/calvin/calvin_env``, an editable installation, ``~/.cache/calvin_env``.
 
     Raises:
         FileNotFoundError: there is none; says where was looked and what to type.
@@ -70,6 +82,24 @@ def missing_files(folder: Path) -> list[str]:
     return [name for name in _FILES if not (folder / name).is_file()]
 
 
+@cache
+def is_pinned(folder: Path) -> bool:
+    """Tell whether a complete checkout is that of :data:`COMMIT`, as far as episodes depend on it."""
+    digest = hashlib.sha256()
+    for name in _FILES:
+        digest.update((folder / name).read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest() == _DIGEST
+
+
+def describe_package(path: str | None = None) -> tuple[str, ...]:
+    """Say what differs from the benchmark in the checkout that would be used: another commit, or edited files."""
+    try:
+        folder = find_package(path)
+    except FileNotFoundError:
+        return ()
+    return () if is_pinned(folder) else (f"{folder} is not calvin_env at {COMMIT[:12]}",)
+
+
 def check_packages(path: str | None = None) -> None:
     """Check that everything is there, without importing it.
 
@@ -78,7 +108,18 @@ def check_packages(path: str | None = None) -> None:
         RuntimeError: PyBullet is of another version.
         FileNotFoundError: there is no checkout of calvin_env.
     """
-    missing = [name for name in ("pybullet", "quaternion", "git", "scipy") if find_spec(name) is None]
+    check_modules()
+    find_package(path)
+
+
+def check_modules() -> None:
+    """Check that the packages from PyPI are there, without importing them.
+
+    Raises:
+        ModuleNotFoundError: one is missing.
+        RuntimeError: PyBullet is of another version.
+    """
+    missing = [name for module, name in _MODULES.items() if find_spec(module) is None]
     if missing:
         raise ModuleNotFoundError(f"CALVIN needs {', '.join(missing)}, not installed; type: {INSTALL}")
     version = metadata.version("pybullet")
@@ -87,7 +128,12 @@ def check_packages(path: str | None = None) -> None:
             f"CALVIN's episodes belong to PyBullet {VERSIONS['pybullet']}, there is {version}; type: "
             f"pip install pybullet=={VERSIONS['pybullet']}"
         )
-    find_package(path)
+
+
+def import_pybullet() -> Any:
+    """Import PyBullet, which announces its build on the standard error."""
+    with silence():
+        return importlib.import_module("pybullet")
 
 
 @dataclass(frozen=True)
@@ -125,6 +171,7 @@ def import_calvin(folder: Path) -> Calvin:
     Raises:
         ImportError: another folder of that name has been imported in this process.
     """
+    import_pybullet()
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # GitPython is imported, git is not needed
     sys.path.insert(0, str(folder))  # first: the current folder may have one of that name
     importlib.invalidate_caches()
@@ -148,19 +195,47 @@ def import_calvin(folder: Path) -> Calvin:
     )
 
 
+def import_all() -> None:
+    """Import what there is: PyBullet, and the parts of calvin_env if there is a checkout.
+
+    Raises:
+        ImportError, RuntimeError: see :func:`check_modules` and :func:`import_calvin`.
+    """
+    check_modules()
+    try:
+        folder = find_package()
+    except FileNotFoundError:
+        import_pybullet()
+    else:
+        import_calvin(folder)
+
+
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Keep what PyBullet writes to the standard output of the process from being seen."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    """Keep what PyBullet and its renderers write to the outputs of the process from being seen; exceptions pass."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    _flush()
+    kept: dict[int, int] = {}
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            kept[number] = os.dup(number)
+            os.dup2(nowhere, number)
+    os.close(nowhere)
     try:
         yield
     finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+        _flush()
+        for number, output in kept.items():
+            os.dup2(output, number)
+            os.close(output)
+
+
+def _flush() -> None:
+    """Write what Python and the C library hold back, which would go to wherever the outputs lead by then."""
+    for output in (sys.stdout, sys.stderr):
+        if output is not None:
+            output.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def _installed() -> list[Path]:

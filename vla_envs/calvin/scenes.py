@@ -72,7 +72,9 @@ def read_robot(folder: Path, scene: Any) -> dict[str, Any]:
     robots = folder / "conf" / "robot"
     robot: dict[str, Any] = {}
     for name in ("panda", "panda_longer_finger"):
-        robot |= OmegaConf.to_container(OmegaConf.load(robots / f"{name}.yaml"))  # type: ignore[operator]
+        settings = OmegaConf.to_container(OmegaConf.load(robots / f"{name}.yaml"))
+        assert isinstance(settings, dict)
+        robot |= {str(key): value for key, value in settings.items()}
     for place in ("base_position", "base_orientation", "initial_joint_positions"):
         robot[place] = list(scene[f"robot_{place}"])
     return {name: value for name, value in robot.items() if name not in ("_target_", "defaults")}

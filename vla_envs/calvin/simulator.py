@@ -14,7 +14,7 @@ from vla_envs.calvin.package import check_packages, find_package
 from vla_envs.calvin.single import begin, start_of
 from vla_envs.calvin.spec import EVALUATION, SUBTASK_STEPS, spoken
 from vla_envs.calvin.states import published_state
-from vla_envs.calvin.world import World
+from vla_envs.calvin.world import World, check_egl
 from vla_envs.rendering.egl import WORKER, device_of_worker, egl_devices
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
@@ -40,6 +40,8 @@ class CalvinSimulator:
     def check(spec: SimulatorSpec) -> None:
         """Raise what making a simulator would raise, before any worker is started."""
         check_packages(spec.options["path"])
+        if spec.options["renderer"] == "egl":
+            check_egl()
 
     def reset(self, episode: Episode) -> None:
         """Begin a chain, or a task alone.

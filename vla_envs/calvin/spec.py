@@ -9,6 +9,9 @@ angles and the gripper's opening; relative actions; 30 Hz. Chains of five tasks 
   of 1 for each, the sentence advances without a reset and in the midst of a chunk, terminated after the fifth.
 
 And the tasks one by one: ``calvin/open_drawer``.
+
+Actions out of bounds are executed as they are, as calvin_env and its evaluation do (the published data were clipped to
+-1 to 1 when they were recorded). Of the gripper only the sign counts: above 0 opens, everything else closes.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from vla_common.settings import Count, Pixels
 from vla_common.validation import check_name, is_whole_number
 from vla_envs.calvin.chains import LENGTH, published_chains, tasks
 from vla_envs.calvin.expert import expert_tasks
+from vla_envs.calvin.package import describe_package
 from vla_envs.calvin.scenes import SCENES, describe_fixes
 from vla_envs.simulator import SimulatorSpec, Task
 
@@ -110,7 +114,7 @@ def make_spec(
     horizon = {"chain": CHAIN_STEPS, "task": SUBTASK_STEPS, EVALUATION: LENGTH * SUBTASK_STEPS}[kind]
     steps = horizon if max_episode_steps is None else max_episode_steps
     number = len(published_chains(chains_file)) if published else None
-    drawer = _renderer(renderer)
+    drawer = choose_renderer(renderer)
     demonstrated = kind == "task" and set(names) <= set(expert_tasks())
     deviations = [
         text
@@ -125,6 +129,7 @@ def make_spec(
         ]
         if deviates
     ]
+    deviations += describe_package(path)
     if scene_fixes:
         deviations += describe_fixes(scenes)
     return SimulatorSpec(
@@ -167,6 +172,8 @@ def _parts(suite: str, scene: str) -> tuple[str, str, tuple[str, ...]]:
         return "chain", suite, tuple(f"chains in {letter}" for letter in suite)
     names = tuple(suite.split("+"))
     for name in names:
+        if name and len(names) > 1 and set(name) <= set(SCENES):
+            raise ValueError(f"calvin/{suite} joins scenes and tasks; type calvin/ABC for scenes, scene=A for tasks")
         if name not in tasks():
             raise unknown_name("CALVIN suite or task", name, suites(), example="calvin/D")
     if len(set(names)) != len(names):
@@ -187,7 +194,8 @@ def spoken(task: str, said: str) -> tuple[str, ...]:
     return all_sentences()[said][task]
 
 
-def _renderer(asked: str) -> str:
+def choose_renderer(asked: str) -> str:
+    """Return ``"egl"`` or ``"tiny"`` for what was asked, of which ``"auto"`` is the former where there is a GPU."""
     if asked != "auto":
         return asked
     return "egl" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "tiny"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vla_envs.calvin.package import import_calvin, silence
+from vla_envs.calvin.package import import_calvin, import_pybullet, silence
 from vla_envs.calvin.scenes import BLOCKS, read_camera, read_oracle, read_robot, read_scene
 from vla_envs.calvin.states import FIRST_BLOCK
+from vla_envs.probe import run_probe
 
 PHYSICS_RATE = 240  # Hz
 PHYSICS_STEPS = 8  # per action
@@ -31,7 +33,7 @@ class World:
     """
 
     def __init__(self, folder: Path, *, fixes: bool, egl: bool):
-        import pybullet
+        pybullet = import_pybullet()
         from pybullet_utils.bullet_client import BulletClient
 
         self._folder, self._fixes = folder, fixes
@@ -150,14 +152,58 @@ class World:
     def close(self) -> None:
         """Free the world."""
         if self._client is not None:
-            self._client.disconnect()
+            with silence():
+                self._client.disconnect()
             self._client = None
 
 
-def _load_egl(client: Any) -> None:
-    from importlib.util import find_spec
+def check_egl() -> None:
+    """Draw a ball with PyBullet's EGL renderer in a process of its own, because where that fails the process ends.
 
+    Raises:
+        RuntimeError: it cannot be used.
+    """
+    ok, detail = try_renderer(egl=True)
+    if not ok:
+        raise RuntimeError(f"PyBullet's EGL renderer cannot be used on this machine ({detail}); type renderer=tiny")
+
+
+def try_renderer(*, egl: bool) -> tuple[bool, str]:
+    """Draw a ball in a process of its own: whether it can be seen, and otherwise what went wrong."""
+    ok, detail = run_probe(f"from vla_envs.calvin import world; world.draw_ball(egl={egl})")
+    return ok, "" if ok else detail.rstrip(".")
+
+
+def draw_ball(*, egl: bool) -> None:
+    """Draw a red ball; what :func:`try_renderer` runs.
+
+    Raises:
+        RuntimeError: the renderer cannot be loaded, or the frame is empty.
+    """
+    pybullet = import_pybullet()
+    from pybullet_utils.bullet_client import BulletClient
+
+    client = BulletClient(pybullet.DIRECT)
+    if egl:
+        _load_egl(client)
+    client.createMultiBody(
+        baseVisualShapeIndex=client.createVisualShape(pybullet.GEOM_SPHERE, radius=0.5, rgbaColor=[1, 0, 0, 1])
+    )
+    view = client.computeViewMatrix([2, 0, 0], [0, 0, 0], [0, 0, 1])
+    image = client.getCameraImage(64, 64, view, client.computeProjectionMatrixFOV(60, 1, 0.1, 10))[2]
+    if np.reshape(image, (64, 64, 4))[..., :3].std() < 1:
+        raise RuntimeError("the frame is empty")
+
+
+def _load_egl(client: Any) -> None:
+    """Have a client draw with EGL.
+
+    Its first two frames have other shadows than all that follow, and its announcements come with them: they are drawn
+    here, so that an episode looks the same whether it is the first or not.
+    """
     found = find_spec("eglRenderer")
     library = (found.origin, "_eglRendererPlugin") if found and found.origin else ("eglRendererPlugin",)
     if client.loadPlugin(*library) < 0:
-        raise RuntimeError("PyBullet's EGL renderer cannot be used on this machine; type renderer=tiny")
+        raise RuntimeError("PyBullet's EGL renderer cannot be loaded; type renderer=tiny")
+    for _ in range(2):
+        client.getCameraImage(200, 200)

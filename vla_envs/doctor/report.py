@@ -5,6 +5,7 @@ It asks each benchmark for its checks and knows none by name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -31,8 +32,8 @@ def diagnose(all_names: bool = False) -> int:
     found, broken = _find_benchmarks()
     built = [benchmark for benchmark, names in found if names]
     print("\nEnvironments")
-    for _, names in found:
-        print("".join(f"{line}\n" for line in _environments(names, all_names)), end="")
+    for benchmark, names in found:
+        print("".join(f"{line}\n" for line in _environments(benchmark, names, all_names)), end="")
     if planned := [benchmark.title for benchmark, names in found if not names]:
         print(f"  (not built yet: {', '.join(planned)})")
     with ThreadPoolExecutor() as threads:
@@ -74,14 +75,23 @@ def _check(benchmark: Benchmark) -> Sequence[Finding]:
         return [Finding("broken", benchmark.title, detail, required=True)]
 
 
-def _environments(names: Sequence[str], all_names: bool) -> list[str]:
+def _environments(benchmark: Benchmark, names: Sequence[str], all_names: bool) -> list[str]:
     """List the names that ``make_env`` takes of one benchmark: each, or a line for all single tasks."""
-    tasks = [] if all_names else [name for name in names if re.search(r"-v\d+$", name)]  # they end in a version
+    tasks = [] if all_names else [name for name in names if _is_task(benchmark, name.partition("/")[2])]
     lines = [f"  {name}" for name in names if name not in tasks]
     if tasks:
         shown = ", ".join(name.partition("/")[2] for name in tasks[:3])
         lines.append(f"  {tasks[0].partition('/')[0]}/<task>  for each of {len(tasks)} tasks: {shown}, ...")
     return lines
+
+
+def _is_task(benchmark: Benchmark, suite: str) -> bool:
+    """Tell whether a suite is a task alone: it ends in a version, or is called as the only task that it has."""
+    if re.search(r"-v\d+$", suite):
+        return True
+    with contextlib.suppress(Exception):  # what cannot be described is listed
+        return [task.name for task in benchmark.make_spec(suite).tasks] == [suite]
+    return False
 
 
 def _part(findings: Iterable[Finding], part: str) -> list[Finding]:
