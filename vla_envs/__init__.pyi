@@ -3,13 +3,14 @@ from .episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes
 from .episodes import evaluation_grid as evaluation_grid
 from .instructions import InstructionsToBytes
 from .registry import Benchmark, BenchmarkSchema, Gripper, list_envs, make_spec, register_benchmark
-from .simulator import Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
+from .simulator import ChunkSimulator, Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
 from .workers.pool import SimulatorCrash, WorkerPool
 
 __version__: str
 __all__ = [
     "Benchmark",
     "BenchmarkSchema",
+    "ChunkSimulator",
     "Episode",
     "EpisodeQueue",
     "EpisodeSampler",

@@ -8,7 +8,8 @@ import numpy as np
 
 from vla_common import keys
 from vla_envs.simulator import Episode, SimulatorSpec
-from vla_envs.workers.answers import WrongAnswer, check_observation, check_outcome
+from vla_envs.workers.answers import WrongAnswer, check_observation
+from vla_envs.workers.chunks import executes_chunks, run_chunk
 
 
 def check_expert(simulator: Any, spec: SimulatorSpec) -> None:
@@ -21,7 +22,7 @@ def check_expert(simulator: Any, spec: SimulatorSpec) -> None:
     Raises:
         ValueError: says what to do instead.
     """
-    if not hasattr(simulator, "expert_action"):
+    if not hasattr(simulator, "expert_chunk" if executes_chunks(simulator) else "expert_action"):
         raise ValueError(
             f"{spec.id} has no scripted expert, whom demonstrations are from; type sft=none, and policy.checkpoint="
             "FOLDER to start from a policy"
@@ -44,10 +45,12 @@ def demonstrate(
     states that a perfect execution never visits (DART, Laskey et al. 2017).
 
     Args:
-        simulator: one with ``expert_action()``.
+        simulator: one with ``expert_action()``, float ``[A]``; with ``expert_chunk(C)``, float ``[C, A]``, where chunks
+            are executed as a whole: it is asked once for each, and all of it is disturbed.
         episode: what to solve; it also seeds the disturbance.
         chunk_size: actions per label, ``C``.
-        stride: record every so many primitive actions; only recorded states are rendered.
+        stride: record every so many primitive actions, or decisions where chunks are executed as a whole; only recorded
+            states are rendered.
         noise: standard deviation of the disturbance, as a fraction of half the action's range.
         noise_correlation: of the disturbance between successive actions, 0 to below 1.
         max_steps: give up after that many actions.
@@ -65,24 +68,34 @@ def demonstrate(
     random = np.random.default_rng([episode.seed, episode.task_id, episode.trial_id])
     disturbance = np.zeros_like(low)
     simulator.reset(episode)
+    chunked = executes_chunks(simulator)
     observations: list[tuple[np.ndarray, np.ndarray]] = []
-    wanted: list[np.ndarray] = []
-    solved = False
+    recorded: list[int] = []  # which actions the observations came before
+    wanted: list[np.ndarray] = []  # of each action that was executed
+    solved, decisions = False, 0
     while not solved and len(wanted) < max_steps:
-        if len(wanted) % stride == 0:
+        if decisions % stride == 0:
             observation = simulator.observe()
             check_observation(simulator.spec, observation)
             observations.append((observation.images.copy(), observation.states))
-        wanted.append(simulator.expert_action())
-        if not np.isfinite(wanted[-1]).all():
-            raise WrongAnswer(f"the expert's action is {np.asarray(wanted[-1]).tolist()}, must be finite numbers")
-        fresh = noise * random.standard_normal(low.shape)
-        disturbance = noise_correlation * disturbance + (1 - noise_correlation**2) ** 0.5 * fresh
-        action = np.clip(wanted[-1] + disturbance * (high - low) / 2, low, high)
-        solved = check_outcome(simulator.spec, simulator.step(action.astype(np.float32))).success
+            recorded.append(len(wanted))
+        decisions += 1
+        plan = simulator.expert_chunk(chunk_size) if chunked else simulator.expert_action()[None]
+        if not np.isfinite(plan).all():
+            raise WrongAnswer(f"the expert's action is {np.asarray(plan).tolist()}, must be finite numbers")
+        actions = []
+        for action in plan:
+            fresh = noise * random.standard_normal(low.shape)
+            disturbance = noise_correlation * disturbance + (1 - noise_correlation**2) ** 0.5 * fresh
+            actions.append(np.clip(action + disturbance * (high - low) / 2, low, high))
+        outcomes = list(run_chunk(simulator.spec, simulator, np.array(actions, np.float32), len(wanted)))
+        wanted += list(plan[: len(outcomes)])
+        solved = outcomes[-1].success
+        if chunked and (outcomes[-1].ends_episode or len(wanted) >= simulator.spec.max_episode_steps):
+            break
     if not solved:
         return None
-    steps = stride * np.arange(len(observations))[:, None] + np.arange(chunk_size)  # [K, C]
+    steps = np.array(recorded)[:, None] + np.arange(chunk_size)  # [K, C]
     images, states = zip(*observations, strict=True)
     return {
         keys.IMAGES: np.stack(images),

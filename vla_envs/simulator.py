@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,13 +78,31 @@ class Simulator(Protocol):
         """Put the world into the initial state that ``episode`` determines."""
 
     def step(self, action: np.ndarray) -> Outcome:
-        """Execute a primitive action, float32 ``[A]``, in the units of ``spec``; clip it if ``spec.clips_actions``."""
+        """Execute a primitive action, float32 ``[A]``, in the units of ``spec``; clip it if ``spec.clips_actions``.
+
+        A simulator of whole chunks has ``execute`` instead, see :class:`ChunkSimulator`.
+        """
 
     def observe(self) -> Observation:
         """Render the current state."""
 
     def close(self) -> None:
         """Free the world and its graphics memory."""
+
+
+class ChunkSimulator(Simulator, Protocol):
+    """One world in which a chunk of actions is one motion, not its actions one after the other.
+
+    ``execute`` is called and ``step`` never, so it may be missing. Such a benchmark has no ``control_frequency``, and
+    another chunk size is another environment.
+    """
+
+    def execute(self, chunk: np.ndarray) -> Sequence[Outcome]:
+        """Execute a chunk, float32 ``[C, A]``: what each action did that was executed, the first ``1`` to ``C``.
+
+        What comes after an outcome that ends the chunk or the episode (success, unless terminations are ignored) does
+        not count. The horizon never lies within the chunk: only the actions up to it are given.
+        """
 
 
 @dataclass(frozen=True)
@@ -125,7 +143,8 @@ class SimulatorSpec:
             nobody else does. What it clips is counted (``actions_clipped``). False where they are only the usual range,
             for policies that are made new, and what is outside is executed as it is.
         max_episode_steps: horizon in primitive actions.
-        control_frequency: primitive actions per simulated second.
+        control_frequency: primitive actions per simulated second; ``None`` where an action has no duration of its own,
+            because chunks are executed as a whole (:class:`ChunkSimulator`).
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
         batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
             processes do.
@@ -144,7 +163,7 @@ class SimulatorSpec:
     action_low: tuple[float, ...]
     action_high: tuple[float, ...]
     max_episode_steps: int
-    control_frequency: int
+    control_frequency: int | None
     clips_actions: bool = True
     wrist_image_shape: tuple[int, int, int] | None = None
     initial_states: int | None = None

@@ -11,12 +11,14 @@ import numpy as np
 
 from vla_common import keys
 from vla_common.errors import unknown_name
-from vla_envs.gym.episodes import EpisodeStream, check_actions, closed, make_info, resolve_spec
+from vla_common.settings import Length, check_settings
+from vla_envs.gym.episodes import EpisodeStream, check_actions, closed, frames_per_second, make_info, resolve_spec
 from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.gym.window import Window, why_no_window
 from vla_envs.registry import describe_error
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
-from vla_envs.workers.answers import check_observation, check_outcome
+from vla_envs.workers.answers import check_observation
+from vla_envs.workers.chunks import run_chunk
 from vla_envs.workers.pool import SimulatorCrash
 
 
@@ -30,13 +32,19 @@ class SimulatorEnv(gymnasium.Env):
     ``task_id``, ``trial_id`` and ``episode_seed``; where episodes are chains of tasks (``chain_length`` of the
     specification is more than 1) also ``subtasks``, how many of them are solved since the reset.
 
+    Where the benchmark executes a chunk of actions as one motion (RoboTwin), a step is such a chunk: ``chunk_size`` has
+    to be said, actions are float32 ``[C, A]``, the reward is the sum over the executed actions, and ``info`` has
+    ``step_mask``, which were executed (bool ``[C]``), and their ``step_rewards`` (float32 ``[C]``). Another chunk size
+    is another environment; so are single steps, which ``chunk_size=1`` takes.
+
     Args:
         name: such as ``"metaworld/reach-v3"``; :func:`vla_envs.list_envs` has them all. Or a
             :class:`~vla_envs.simulator.SimulatorSpec`, of a simulator that belongs to no registered benchmark.
         render_mode: ``"rgb_array"``: ``render()`` returns the image of the last observation; ``"human"``: a window
             shows each of them, by pygame (``pip install 'vla-torchrl[video]'``); or ``None``.
         horizon: primitive actions until truncation; the benchmark's own if ``None``. (The
-            ``max_episode_steps`` of ``gymnasium.make`` can only shorten an episode.)
+            ``max_episode_steps`` of ``gymnasium.make`` can only shorten an episode, and counts steps.)
+        chunk_size: primitive actions per step, ``C``; for benchmarks that execute chunks as a whole, and no others.
         **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
             ``SimulatorSpec``, which has them.
 
@@ -56,20 +64,26 @@ class SimulatorEnv(gymnasium.Env):
         name: str | SimulatorSpec,
         render_mode: str | None = None,
         horizon: int | None = None,
+        chunk_size: int | None = None,
         **options: Any,
     ):
-        if belongs := [name for name in ("num_envs", "chunk_size", "num_workers", "autoreset_mode") if name in options]:
+        if belongs := [name for name in ("num_envs", "num_workers", "autoreset_mode") if name in options]:
             raise ValueError(f"{belongs[0]} is for many environments: gymnasium.make_vec(id, {belongs[0]}=...)")
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise unknown_name("render_mode", render_mode, self.metadata["render_modes"])
         self.render_mode, self.simulator_spec = render_mode, resolve_spec(name, horizon, options)
-        fps = self.simulator_spec.control_frequency
+        if chunk_size is not None:
+            if self.simulator_spec.control_frequency is not None:
+                raise ValueError("chunk_size is for many environments: gymnasium.make_vec(id, chunk_size=...)")
+            check_settings("", {"chunk_size": chunk_size}, {"chunk_size": Length})
+        self.chunk_size = chunk_size
+        fps = frames_per_second(self.simulator_spec, chunk_size)
         works = [
             mode for mode in self.metadata["render_modes"] if mode != "human" or not why_no_window()
         ]  # for check_env
         self.metadata = {"render_modes": works, "render_fps": fps}  # a recorded video is in real time
         self.observation_space = make_observation_space(self.simulator_spec)
-        self.action_space = make_action_space(self.simulator_spec)
+        self.action_space = make_action_space(self.simulator_spec, chunk_size)
         self._window = Window(fps) if render_mode == "human" else None
         self._episodes = EpisodeStream(self.simulator_spec)
         self._simulator: Simulator | None = None
@@ -116,7 +130,7 @@ class SimulatorEnv(gymnasium.Env):
         return observation, make_info(self.simulator_spec, self._episode)
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Execute one primitive action and render.
+        """Execute one primitive action, or one chunk of them where the benchmark does that, and render.
 
         Raises:
             ValueError: an action of the wrong shape or type, not finite, or absurdly far out of bounds.
@@ -128,20 +142,26 @@ class SimulatorEnv(gymnasium.Env):
             raise closed(self.simulator_spec)
         if self._episode is None or self._simulator is None:
             raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
-        action = check_actions(self.simulator_spec, action, [self.simulator_spec.action_dim])
-        episode = self._episode
+        spec, episode = self.simulator_spec, self._episode
+        assert self.action_space.shape is not None
+        action = check_actions(spec, action, self.action_space.shape)
+        chunk = action if self.chunk_size else action[None]
         with self._blamed(episode):
-            outcome = check_outcome(self.simulator_spec, self._simulator.step(action))
+            outcomes = list(run_chunk(spec, self._simulator, chunk, self._elapsed))
             observation = self._observe(self._simulator)
-        self._elapsed += 1
-        terminated = outcome.success
-        too_long = self._elapsed >= self.simulator_spec.max_episode_steps
-        truncated = not terminated and (too_long or outcome.ends_episode)
+        self._elapsed += len(outcomes)
+        last = outcomes[-1]
+        terminated = last.success
+        too_long = self._elapsed >= spec.max_episode_steps
+        truncated = not terminated and (too_long or last.ends_episode)
         if terminated or truncated:
             self._episode = None
-        reward = float(np.float32(outcome.reward))  # the number that make_vec and make_env give, too
-        info = make_info(self.simulator_spec, episode, outcome.success, outcome.subtasks)
-        return observation, reward, terminated, truncated, info
+        info = make_info(spec, episode, last.success, last.subtasks)
+        rewards = np.zeros(len(chunk), np.float32)  # the numbers that make_vec and make_env give, too
+        rewards[: len(outcomes)] = [outcome.reward for outcome in outcomes]
+        if self.chunk_size:
+            info[keys.STEP_MASK], info[keys.STEP_REWARDS] = np.arange(len(chunk)) < len(outcomes), rewards
+        return observation, float(rewards.sum()), terminated, truncated, info
 
     def render(self) -> np.ndarray | None:
         """Return the image of the last observation, uint8 ``[H, W, 3]``, if the mode is ``"rgb_array"``."""

@@ -17,6 +17,7 @@ from vla_envs.registry import find_benchmark, make_spec, option_types, refuse_op
 from vla_envs.simulator import Episode, SimulatorSpec
 
 RESET_OPTIONS = (keys.TASK_ID, keys.TRIAL_ID)
+DECISIONS_PER_SECOND = 2  # of a recorded video, where actions have no duration
 _MAX_SEED = 2**31
 
 
@@ -39,6 +40,22 @@ def resolve_spec(name: str | SimulatorSpec, horizon: int | None, options: dict[s
             options["max_episode_steps"] = horizon  # so that it is among the deviations from the protocol
         spec = make_spec(name, **options)
     return spec if horizon is None else replace(spec, max_episode_steps=horizon)
+
+
+def frames_per_second(spec: SimulatorSpec, chunk_size: int | None) -> float:
+    """Return how fast frames are shown: in real time, one for each step.
+
+    Raises:
+        ValueError: chunks are executed as a whole, and nobody has said how long they are.
+    """
+    if spec.control_frequency is not None:
+        return spec.control_frequency / chunk_size if chunk_size else spec.control_frequency
+    if chunk_size is None:
+        raise ValueError(
+            f"{spec.id} executes a chunk of actions as one motion, so single steps are another environment; type "
+            "chunk_size=25, or the number that the policy decides at once (chunk_size=1 for single steps)"
+        )
+    return DECISIONS_PER_SECOND
 
 
 class EpisodeStream:
@@ -105,7 +122,7 @@ def check_actions(
             f"{spec.id} takes actions of float32 {list(expected)}, got {actions.dtype} {list(actions.shape)}"
         )
     actions = actions.astype(np.float32)
-    refuse_actions(spec, actions if len(expected) > 1 else actions[None], running)
+    refuse_actions(spec, actions[None] if running is None else actions, running)
     return actions
 
 

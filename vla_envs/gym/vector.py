@@ -14,7 +14,15 @@ from gymnasium.vector.utils import batch_space
 from vla_common import keys
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Length, Positive, check_settings, setting_types
-from vla_envs.gym.episodes import RESET_OPTIONS, EpisodeStream, check_actions, closed, make_info, resolve_spec
+from vla_envs.gym.episodes import (
+    RESET_OPTIONS,
+    EpisodeStream,
+    check_actions,
+    closed,
+    frames_per_second,
+    make_info,
+    resolve_spec,
+)
 from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.pool import WorkerPool, count_workers
@@ -44,7 +52,8 @@ class SimulatorVectorEnv(VectorEnv):
         render_mode: ``"rgb_array"``: ``render()`` returns the images of the last observations; or ``None``.
         horizon: primitive actions until truncation; the benchmark's own if ``None``.
         max_episode_steps: the same under Gymnasium's name.
-        chunk_size: primitive actions per step, ``C``; one without a dimension of its own if ``None``.
+        chunk_size: primitive actions per step, ``C``; one without a dimension of its own if ``None``, which is refused
+            where chunks are executed as a whole: single steps are another environment there.
         num_workers: processes that share the simulators; one per available core if ``None``.
         autoreset_mode: of :class:`gymnasium.vector.AutoresetMode`.
         step_timeout: seconds after which a worker that does not get on to its next simulator counts as hung.
@@ -91,7 +100,7 @@ class SimulatorVectorEnv(VectorEnv):
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = {
             **self.metadata,
-            "render_fps": spec.control_frequency / (chunk_size or 1),  # a recorded video is in real time
+            "render_fps": frames_per_second(spec, chunk_size),  # a recorded video is in real time
             "autoreset_mode": self.autoreset_mode,
         }
         self.single_observation_space = space = make_observation_space(spec)

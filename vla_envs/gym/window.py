@@ -34,7 +34,7 @@ class Window:
         gymnasium.error.DependencyNotInstalled: there is no pygame, or no screen.
     """
 
-    def __init__(self, fps: int):
+    def __init__(self, fps: float):
         if reason := why_no_window():
             raise gymnasium.error.DependencyNotInstalled(reason)
         self._fps = fps

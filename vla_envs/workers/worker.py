@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
-from vla_envs.workers.answers import WrongAnswer, check_observation, check_outcome
+from vla_envs.workers.answers import WrongAnswer, check_observation
+from vla_envs.workers.chunks import run_chunk
 from vla_envs.workers.shared_memory import SharedArrays
 
 _NO_SLOT = -1  # the simulator of calls
@@ -99,18 +100,16 @@ class Worker:
 
     def _step_one(self, slot: int, chunk: np.ndarray) -> str:
         simulator, arrays = self.simulators[slot], self.arrays
-        for position, action in enumerate(chunk):
-            outcome = check_outcome(self.spec, simulator.step(action))
+        outcomes = run_chunk(
+            self.spec, simulator, chunk, self.elapsed[slot], ignore_terminations=self.ignore_terminations
+        )
+        for position, outcome in enumerate(outcomes):
             arrays.rewards[slot, position] = outcome.reward
             arrays.successes[slot, position] = outcome.success
             arrays.ended[slot, position] = outcome.ends_episode
             arrays.subtasks[slot] = outcome.subtasks
             arrays.executed[slot, position] = True
             self.elapsed[slot] += 1
-            if outcome.ends_chunk or outcome.ends_episode or (outcome.success and not self.ignore_terminations):
-                break
-            if self.elapsed[slot] == self.spec.max_episode_steps:
-                break
         return self._observe(slot)
 
     def _observe(self, slot: int) -> str:
