@@ -1,24 +1,11 @@
-"""RoboTwin 2.0: what policies have to know about it. Its simulator is not built yet."""
-
-from typing import Any
+"""RoboTwin 2.0: see :func:`make_spec` for its options."""
 
 from vla_common.schema import BenchmarkSchema
 from vla_envs.registry import Benchmark
-from vla_envs.simulator import SimulatorSpec
+from vla_envs.robotwin.checks import check
+from vla_envs.robotwin.spec import make_spec, suites
 
-__all__ = ["BENCHMARK", "make_spec"]
-
-
-def make_spec(suite: str, **options: Any) -> SimulatorSpec:
-    """Refuse: there is no simulator yet.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        f"RoboTwin is not built yet, so there is no robotwin/{suite}; vla_envs.list_envs() has what there is"
-    )
-
+__all__ = ["BENCHMARK", "make_spec", "suites"]
 
 _JOINTS = (
     *(f"left joint {number} (rad)" for number in range(1, 7)),
@@ -57,5 +44,6 @@ BENCHMARK = Benchmark(
         },
     ),
     make_spec=make_spec,
-    suites=tuple,  # none
+    suites=suites,
+    checks=check,
 )

@@ -1,0 +1,94 @@
+"""RoboTwin behind the :class:`~vla_envs.simulator.ChunkSimulator` protocol: a chunk of actions is one motion."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+from vla_envs.rendering.vulkan import check_driver
+from vla_envs.robotwin.package import check_packages, find_assets, find_package
+from vla_envs.robotwin.seeds import seeds_of
+from vla_envs.robotwin.world import UnstableEpisode, World
+from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
+
+MOST_REPLACEMENTS = 20  # of a seed whose objects do not come to rest, by the next one
+
+
+class RoboTwinSimulator:
+    """One world; an episode sets its task up anew (0.1 s).
+
+    What is solved stays solved, and the world stands still from then on, as RoboTwin has it.
+
+    Attributes:
+        seed: RoboTwin's, of the running episode: the one that its trial names, or a later one if that is unstable.
+        replaced: how many episodes had a later one.
+    """
+
+    def __init__(self, spec: SimulatorSpec):
+        options = spec.options
+        self.spec = spec
+        assets = find_assets(options["assets_path"], options["path"])
+        self.world = World(find_package(options["path"]), assets, options, wrist=spec.wrist_image_shape is not None)
+        self.seed, self.replaced = -1, 0
+        self._left = 0  # actions until the task's limit
+        self._solved = False
+
+    @staticmethod
+    def check(spec: SimulatorSpec) -> None:
+        """Raise what making a simulator would raise, before any worker is started."""
+        options = spec.options
+        arms = [name for name in options["embodiment"] if isinstance(name, str)]
+        check_packages(options["path"], options["assets_path"], [task.name for task in spec.tasks], arms)
+        check_driver()
+
+    def reset(self, episode: Episode) -> None:
+        """Set the task up with the seed that the trial names; ``episode.seed`` decides nothing.
+
+        Raises:
+            ValueError: there is no such trial.
+            RuntimeError: RoboTwin has failed, or many seeds in a row are unstable.
+        """
+        name = self.spec.task_of(episode).name
+        seeds = seeds_of(name, self.spec.options["seeds"])
+        if episode.trial_id >= len(seeds):
+            raise ValueError(f"{self.spec.id} has trials 0 to {len(seeds) - 1} of {name}, got {episode.trial_id}")
+        named = seeds[episode.trial_id]
+        for seed in range(named, named + MOST_REPLACEMENTS + 1):
+            try:
+                self.world.reset(name, seed)
+                break
+            except UnstableEpisode as error:
+                reason = error
+        else:
+            raise RuntimeError(f"RoboTwin's {name} is unstable with each of the seeds {named} to {seed}: {reason}")
+        if seed != named:
+            self.replaced += 1
+            warnings.warn(
+                f"{self.spec.describe(episode)}: RoboTwin's seed {named} is unstable, {seed} runs in its place",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.seed, self._left, self._solved = seed, self.spec.options["limits"][name], False
+
+    def execute(self, chunk: np.ndarray) -> list[Outcome]:
+        chunk = chunk[: max(self._left, 1)]
+        solved_in = 0 if self._solved else self.world.execute(chunk)
+        self._left -= len(chunk)
+        self._solved = solved_in is not None
+        first = len(chunk) if solved_in is None else solved_in
+        outcomes = [Outcome(float(number >= first), success=number >= first) for number in range(len(chunk))]
+        outcomes[-1].ends_episode = self._left <= 0
+        return outcomes
+
+    def observe(self) -> Observation:
+        images, wrist = self.world.render()
+        return Observation(
+            images=images,
+            states=self.world.states().astype(np.float32),
+            task_description=self.world.instruction,
+            wrist_images=wrist,
+        )
+
+    def close(self) -> None:
+        self.world.close()

@@ -1,0 +1,203 @@
+"""The tasks of RoboTwin 2.0, and what is to be known about them without starting the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Literal
+
+from vla_common.errors import unknown_name
+from vla_common.settings import Count
+from vla_common.validation import check_name, check_whole_number
+from vla_envs.robotwin.package import describe_package
+from vla_envs.robotwin.seeds import KINDS, RANGE, seeds_of, solved_seeds
+from vla_envs.simulator import SimulatorSpec, Task
+
+ALL = "all"
+EPISODES = 100  # of a task in RoboTwin's own evaluation
+CROPPED = 224  # pixels of a side
+TASK_CONFIGS = ("demo_clean", "demo_randomized")
+CAMERAS = {"D435": (240, 320), "L515": (180, 320), "Large_D435": (480, 640), "Large_L515": (360, 640)}
+SHADERS = ("default", "rt")
+INSTRUCTION_TYPES = ("seen", "unseen")
+ARMS = {("aloha-agilex",): "one robot with two arms", ("piper", "piper"): "two arms, so many metres apart"}
+_DISTANCE = 0.6  # m between two arms, the guide's
+_Camera = Literal["D435", "L515", "Large_D435", "Large_L515"]
+
+# Each with its step limit in RoboTwin's own evaluation (task_config/_eval_step_limit.yml).
+TASKS = {
+    **dict.fromkeys(("adjust_bottle", "beat_block_hammer", "click_alarmclock", "click_bell", "grab_roller"), 400),
+    **dict.fromkeys(("lift_pot", "move_can_pot", "move_pillbottle_pad", "move_playingcard_away"), 400),
+    **dict.fromkeys(("move_stapler_pad", "pick_diverse_bottles", "pick_dual_bottles", "place_a2b_left"), 400),
+    **dict.fromkeys(("place_a2b_right", "place_container_plate", "place_mouse_pad", "place_object_stand"), 400),
+    **dict.fromkeys(("place_phone_stand", "press_stapler", "rotate_qrcode", "stamp_seal", "turn_switch"), 400),
+    **dict.fromkeys(("place_bread_skillet", "place_burger_fries", "place_empty_cup", "place_shoe", "scan_object"), 500),
+    **dict.fromkeys(("dump_bin_bigbin", "handover_mic", "place_dual_shoes"), 600),
+    **dict.fromkeys(("place_bread_basket", "place_can_basket", "place_object_basket", "shake_bottle"), 700),
+    "shake_bottle_horizontally": 700,
+    **dict.fromkeys(("handover_block", "place_cans_plasticbox", "stack_blocks_two"), 800),
+    **dict.fromkeys(("hanging_mug", "stack_bowls_two"), 900),
+    **dict.fromkeys(("blocks_ranking_rgb", "blocks_ranking_size", "stack_blocks_three", "stack_bowls_three"), 1200),
+    "open_microwave": 1500,
+    "put_bottles_dustbin": 1700,
+}
+_SET_BY_DEMONSTRATION = "its success check needs what only a scripted demonstration sets"
+REFUSED = {
+    "place_fan": "its reset fails",
+    **dict.fromkeys(("open_laptop", "place_object_scale", "put_object_cabinet"), _SET_BY_DEMONSTRATION),
+}
+
+
+@cache
+def suites() -> tuple[str, ...]:
+    """List the names that :func:`make_spec` takes, besides several tasks joined by ``+``."""
+    return (*sorted(TASKS), ALL)
+
+
+def make_spec(
+    suite: str,
+    *,
+    task_config: Literal["demo_clean", "demo_randomized"] = "demo_clean",
+    embodiment: Sequence[str | float] = ("aloha-agilex",),
+    head_camera_type: _Camera = "D435",
+    wrist_camera_type: _Camera = "D435",
+    collect_wrist_camera: bool = True,
+    center_crop: bool = False,
+    step_lim: Count | None = None,
+    instruction_type: Literal["seen", "unseen"] = "seen",
+    seeds: Literal["train", "eval", "range"] = "train",
+    shader: Literal["default", "rt"] = "default",
+    path: str | None = None,
+    assets_path: str | None = None,
+) -> SimulatorSpec:
+    """Describe a part of RoboTwin without importing it.
+
+    A chunk of actions is one motion (:class:`~vla_envs.simulator.ChunkSimulator`): another chunk size is another
+    environment. An action is where the joints shall go, ``[left 6, left gripper, right 6, right gripper]``.
+
+    Args:
+        suite: a task such as ``"place_empty_cup"``, several joined by ``+``, or ``"all"`` 46.
+        task_config: RoboTwin's file of that name: ``"demo_randomized"`` draws backgrounds, light, clutter and the
+            table's height.
+        embodiment: ``["aloha-agilex"]``, one robot with two arms, or ``["piper", "piper", 0.6]``, two and the metres
+            between them.
+        head_camera_type, wrist_camera_type: cameras of RoboTwin's ``_camera_config.yml``.
+        collect_wrist_camera: draw what the cameras in the hands see, left and right.
+        center_crop: keep the middle 0.9 of each image's area, at 224 x 224 pixels.
+        step_lim: primitive actions of an episode; ``None`` for each task's own in RoboTwin's evaluation.
+        instruction_type: which of RoboTwin's sentences an episode has.
+        seeds: which initial states there are, see :func:`vla_envs.robotwin.seeds.seeds_of`; trials are their numbers.
+        shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, 100 times as slow on a CPU.
+        path: a checkout of RoboTwin; ``None`` looks for it, see :func:`vla_envs.robotwin.package.find_package`.
+        assets_path: the folder around its ``assets/``; ``None`` looks for it, see
+            :func:`vla_envs.robotwin.package.find_assets`.
+
+    Raises:
+        ValueError: an unknown task or option value.
+    """
+    check_name("task_config", task_config, TASK_CONFIGS)
+    check_name("head_camera_type", head_camera_type, CAMERAS)
+    check_name("wrist_camera_type", wrist_camera_type, CAMERAS)
+    check_name("instruction_type", instruction_type, INSTRUCTION_TYPES)
+    check_name("seeds", seeds, KINDS)
+    check_name("shader", shader, SHADERS)
+    if step_lim is not None:
+        check_whole_number("step_lim", step_lim, 1)
+    arms = _checked_arms(embodiment)
+    names = _tasks_of(suite)
+    limits = {name: step_lim or TASKS[name] for name in names}
+    states = min(len(seeds_of(name, seeds)) for name in names)
+    unlisted = seeds == "range" or not set(names) <= set(solved_seeds("eval"))
+    other = [name for name in names if limits[name] != TASKS[name]]
+    deviations = [
+        *describe_package(path, assets_path),
+        *(
+            text
+            for deviates, text in [
+                (shader == "default", "rasterised, not ray-traced as the published data are"),
+                (other, f"at most {step_lim} actions instead of {_numbers(TASKS[name] for name in names)}"),
+                (arms[2:] not in ((), (_DISTANCE,)), f"arms {arms[-1]} m apart instead of {_DISTANCE}"),
+                (
+                    (head_camera_type, wrist_camera_type) != ("D435", "D435"),
+                    f"cameras {head_camera_type} (head) and {wrist_camera_type} (wrists) instead of D435",
+                ),
+                (not collect_wrist_camera, "no cameras in the hands"),
+                (center_crop, f"images are their middle 0.9 by area, {CROPPED} x {CROPPED}"),
+                (instruction_type == "seen", "sentences of the seen split, as RLinf has it; RoboTwin's own are unseen"),
+                (unlisted, f"seeds from {RANGE.start} to {RANGE.stop - 1} that nobody has tried"),
+            ]
+            if deviates
+        ),
+    ]
+    shape, wrist = CAMERAS[head_camera_type], CAMERAS[wrist_camera_type]
+    if center_crop:
+        shape = wrist = (CROPPED, CROPPED)
+    joint = math.pi
+    return SimulatorSpec(
+        id=f"robotwin/{suite}",
+        entry_point="vla_envs.robotwin.simulator:RoboTwinSimulator",
+        # What is said differs between episodes: objects and arms have several names each.
+        tasks=tuple(Task(name, name.replace("_", " ")) for name in names),
+        trials=min(EPISODES, states),
+        initial_states=states,
+        image_shape=shape,
+        wrist_image_shape=(2, *wrist) if collect_wrist_camera else None,
+        state_dim=14,
+        action_low=(*(-joint,) * 6, 0.0) * 2,
+        action_high=(*(joint,) * 6, 1.0) * 2,
+        clips_actions=False,
+        max_episode_steps=max(limits.values()),
+        control_frequency=None,
+        protocol=f"{task_config}, {_describe(arms)}, {seeds} seeds, {_numbers(limits.values())} actions",
+        protocol_deviations=tuple(deviations),
+        options={
+            "task_config": task_config,
+            "embodiment": arms,
+            "head_camera_type": head_camera_type,
+            "wrist_camera_type": wrist_camera_type,
+            "center_crop": center_crop,
+            "limits": limits,
+            "instruction_type": instruction_type,
+            "seeds": seeds,
+            "shader": shader,
+            "path": path,
+            "assets_path": assets_path,
+        },
+    )
+
+
+def _tasks_of(suite: str) -> tuple[str, ...]:
+    if suite == ALL:
+        return tuple(sorted(TASKS))
+    names = tuple(suite.split("+"))
+    for name in names:
+        if name in REFUSED:
+            raise ValueError(f"RoboTwin's task {name} cannot be run: {REFUSED[name]}; robotwin/{ALL} are those that can")
+        if name not in TASKS:
+            raise unknown_name("RoboTwin task", name, suites(), example="robotwin/place_empty_cup")
+    if len(set(names)) != len(names):
+        raise ValueError(f"RoboTwin suite {suite!r} names a task twice; name each task once")
+    return names
+
+
+def _checked_arms(embodiment: Sequence[str | float]) -> tuple[str | float, ...]:
+    given = (embodiment,) if isinstance(embodiment, str) else tuple(embodiment)
+    names = given[:2] if len(given) == 3 else given
+    distance = given[2] if len(given) == 3 else 0.0
+    number = isinstance(distance, (int, float)) and not isinstance(distance, bool) and 0 <= distance <= 2
+    if names not in ARMS or len(given) != (3 if len(names) == 2 else 1) or not number:
+        raise ValueError(
+            f"embodiment={list(given)!r}: is [aloha-agilex] (one robot with two arms) or [piper, piper, {_DISTANCE}] "
+            f"(two arms and the metres between them, at most 2); type embodiment=[piper,piper,{_DISTANCE}]"
+        )
+    return names if len(names) == 1 else (*names, float(distance))
+
+
+def _describe(arms: Sequence[str | float]) -> str:
+    return str(arms[0]) if len(arms) == 1 else f"{arms[0]} and {arms[1]} {arms[2]} m apart"
+
+
+def _numbers(values: Iterable[int]) -> str:
+    least, *_, most = sorted([*values] * 2)
+    return str(least) if least == most else f"{least} to {most}"

@@ -1,0 +1,274 @@
+"""A task of RoboTwin in a SAPIEN scene; several worlds may be in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from vla_envs.rendering.vulkan import choose_driver, has_gpu
+from vla_envs.robotwin.package import RoboTwin, import_robotwin
+
+LONGEST = 500  # physics steps of a chunk; longer ones are sampled down to it (_base_task.py:453)
+STANDING = 50  # physics steps of a chunk for which there is no motion
+_KEPT_AREA = 0.9  # of an image that is cropped
+_RESETS_PER_CLEANING = 8  # of SAPIEN's caches of meshes and textures
+_system: list[Any] = []  # SAPIEN compiles its shaders anew (6.5 s) where no scene and no render system is left
+
+
+class UnstableEpisode(RuntimeError):
+    """Objects of a seed do not come to rest."""
+
+
+class World:
+    """One scene, made anew for each episode.
+
+    RoboTwin seeds numpy's global generator and draws from it, also while it moves. Each world has that generator for
+    itself, so that neither another world nor anybody else in the process matters, nor notices.
+
+    Args:
+        folder, assets: of :func:`~vla_envs.robotwin.package.find_package` and ``find_assets``.
+        options: of the specification.
+        wrist: draw with the cameras in the hands.
+
+    Attributes:
+        task: RoboTwin's, of the last :meth:`reset`.
+        instruction: of its episode.
+    """
+
+    def __init__(self, folder: Path, assets: Path, options: Mapping[str, Any], *, wrist: bool):
+        choose_driver()
+        self._robotwin = import_robotwin(folder, assets)
+        self._options, self._wrist = options, wrist
+        self._settings = _read_settings(folder, assets, options, wrist)
+        self._random: Any = None  # numpy's state, of this world
+        self._resets = 0
+        self.task: Any = None
+        self.instruction = ""
+
+    def reset(self, name: str, seed: int) -> None:
+        """Set a task up.
+
+        Raises:
+            UnstableEpisode: its objects do not come to rest.
+            RuntimeError: RoboTwin has failed.
+        """
+        self.close(clear_cache=self._resets % _RESETS_PER_CLEANING == 0)
+        self._resets += 1
+        _hold_render_system()
+        # A new one each time: without curobo RoboTwin cannot set one up twice, and nothing of it stays behind.
+        self.task = _task_class(self._robotwin, name, self._options["shader"])()
+        said = io.StringIO()
+        try:
+            with self._own_random(), contextlib.redirect_stdout(said):
+                self.task.setup_demo(now_ep_num=seed, seed=seed, task_name=name, **copy.deepcopy(self._settings))
+                kept = np.random.get_state()
+                self.instruction = self._describe(name, seed)
+                np.random.set_state(kept)
+        except self._robotwin.UnStableError as error:
+            self.close()
+            raise UnstableEpisode(str(error)) from error
+        except (Exception, SystemExit) as error:  # it calls exit() where a file is missing
+            self.close()
+            detail = f"{type(error).__name__}: {error}"
+            if isinstance(error, SystemExit):
+                detail = (said.getvalue().strip().splitlines() or ["exit()"])[-1]
+            raise RuntimeError(
+                f"RoboTwin cannot set up {name} with seed {seed}, of {self._robotwin.folder} with the assets of "
+                f"{self._robotwin.assets}: {' '.join(detail.split())}"
+            ) from error
+        # Ours are counted outside, where an episode ends with the limit and not at the first chunk after it.
+        self.task.step_lim = math.inf
+        self.task.moving = False
+
+    def _describe(self, name: str, seed: int) -> str:
+        """Return the sentence of the task that is set up: the scene and the seed decide it."""
+        task, before = self.task, dict(vars(self.task))
+        task.plan_success = False  # otherwise three tasks act out their demonstrations here
+        try:
+            info = {key: str(value) for key, value in task.get_info().items()}  # one task has an arm for a text
+        finally:
+            vars(task).clear()
+            vars(task).update(before)
+        (found,) = self._robotwin.describe(name, [info], 1, seed)
+        return found[self._options["instruction_type"]][0]
+
+    def execute(self, chunk: np.ndarray) -> int | None:
+        """Move through a chunk of joint positions ``[C, 14]``, until the task is solved.
+
+        Returns:
+            The action in which it was solved, ``None`` if it was not. Both arms' motions take as long as the longer
+            one; the actions share that time evenly, as RoboTwin divides it for the grippers.
+        """
+        task = self.task
+        planners = [arm.planner for arm in (task.robot.left_mplib_planner, task.robot.right_mplib_planner)]
+        for planner in planners:
+            planner.last_steps = None
+        task.checks, task.moving = 0, True
+        try:
+            with self._own_random():
+                _, solved, _, _ = task.gen_sparse_reward_data(np.asarray(chunk, np.float64))
+        finally:
+            task.moving = False
+        if not solved[0]:
+            return None
+        steps = max(min(planner.last_steps or STANDING, LONGEST) for planner in planners)
+        return min((task.checks - 1) * len(chunk) // steps, len(chunk) - 1)
+
+    def states(self) -> np.ndarray:
+        """Return where the joints are to be, rad, and the grippers' openings, float64 ``[14]``; not where they are."""
+        robot = self.task.robot
+        return np.array(robot.get_left_arm_jointState() + robot.get_right_arm_jointState(), np.float64)
+
+    def render(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Draw what the head camera sees, uint8 ``[H, W, 3]``, and both in the hands, ``[2, H, W, 3]``, if asked."""
+        task, cameras = self.task, self.task.cameras
+        used = [cameras.static_camera_list[cameras.static_camera_name.index("head_camera")]]
+        if self._wrist:
+            used += [cameras.left_camera, cameras.right_camera]
+        with self._own_random():
+            kept, ambient = np.random.get_state(), np.array(task.scene.ambient_light)
+            task._update_render()  # which draws other lights in some episodes
+            for camera in used:
+                camera.take_picture()
+            images = [self._image(camera.get_picture("Color")) for camera in used]
+            np.random.set_state(kept)  # looking changes nothing
+            if task.crazy_random_light:
+                task.scene.set_ambient_light(ambient)
+        return images[0], np.stack(images[1:]) if self._wrist else None
+
+    def _image(self, color: np.ndarray) -> np.ndarray:
+        image = (color[..., :3] * 255).clip(0, 255).astype(np.uint8)
+        return crop(image) if self._options["center_crop"] else np.ascontiguousarray(image)
+
+    def close(self, clear_cache: bool = True) -> None:
+        """Free the scene."""
+        task, self.task = self.task, None
+        if task is not None:
+            task.close_env(clear_cache=clear_cache)
+
+    @contextlib.contextmanager
+    def _own_random(self) -> Iterator[None]:
+        outside = np.random.get_state()
+        if self._random is not None:
+            np.random.set_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = np.random.get_state()
+            np.random.set_state(outside)
+
+
+def crop(image: np.ndarray, size: int = 224) -> np.ndarray:
+    """Keep the middle :data:`_KEPT_AREA` of an image's area and scale it, bilinearly, as TensorFlow's crop_and_resize.
+
+    Args:
+        image: uint8 ``[H, W, 3]``.
+        size: pixels of a side of the result.
+    """
+    side = math.sqrt(_KEPT_AREA)
+    rows, columns = (
+        np.linspace((1 - side) / 2, (1 + side) / 2, size) * (length - 1) for length in image.shape[:2]
+    )
+    above, left = np.floor(rows).astype(int), np.floor(columns).astype(int)
+    below, right = np.minimum(above + 1, image.shape[0] - 1), np.minimum(left + 1, image.shape[1] - 1)
+    down, across = (rows - above)[:, None, None], (columns - left)[None, :, None]
+    upper = image[above][:, left] * (1 - across) + image[above][:, right] * across
+    lower = image[below][:, left] * (1 - across) + image[below][:, right] * across
+    return np.floor(upper * (1 - down) + lower * down + 0.5).clip(0, 255).astype(np.uint8)
+
+
+def _hold_render_system() -> None:
+    import sapien
+
+    if not _system:
+        _system.append(sapien.render.RenderSystem(*([] if has_gpu() else [sapien.Device("cpu")])))
+
+
+def _read_settings(folder: Path, assets: Path, options: Mapping[str, Any], wrist: bool) -> dict[str, Any]:
+    """Read what RoboTwin's ``VectorEnv`` makes of a file in ``task_config/``."""
+
+    def read(file: Path) -> Any:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+    configs = folder / "task_config"
+    settings = read(configs / f"{options['task_config']}.yml")
+    places, cameras = read(configs / "_embodiment_config.yml"), read(configs / "_camera_config.yml")
+    arms = [name for name in options["embodiment"] if isinstance(name, str)]
+    folders = [str(assets / places[name]["file_path"]) for name in arms]
+    left, right = folders[0], folders[-1]
+    head = cameras[options["head_camera_type"]]
+    settings.update(
+        planner_backend="mplib",
+        embodiment=list(options["embodiment"]),
+        left_robot_file=left,
+        right_robot_file=right,
+        dual_arm_embodied=len(arms) == 1,
+        left_embodiment_config=read(Path(left, "config.yml")),
+        right_embodiment_config=read(Path(right, "config.yml")),
+        head_camera_h=head["h"],
+        head_camera_w=head["w"],
+        eval_mode=True,  # textures that no training data has
+        eval_video_log=False,
+        render_freq=0,
+        save_data=False,
+    )
+    if len(arms) == 2:
+        settings["embodiment_dis"] = options["embodiment"][2]
+    settings["camera"] = {
+        **settings["camera"],
+        "head_camera_type": options["head_camera_type"],
+        "wrist_camera_type": options["wrist_camera_type"],
+        "collect_head_camera": True,
+        "collect_wrist_camera": wrist,
+    }
+    return settings
+
+
+@cache
+def _task_class(robotwin: RoboTwin, name: str, shader: str) -> Any:
+    """Derive from RoboTwin's task one that counts, draws as it is told, and changes nobody's defaults."""
+    base = robotwin.task(name)
+
+    class Task(base):
+        """RoboTwin's, with hooks.
+
+        Attributes:
+            checks: how often success was asked for, which is once after each physics step.
+            moving: whether a chunk is being executed, in which nothing is drawn.
+        """
+
+        checks = 0
+        moving = False
+
+        def setup_scene(self, **options: Any) -> None:
+            """Do as told, and draw with the shader that was asked for: RoboTwin's own asks for the ray tracer."""
+            import sapien
+
+            super().setup_scene(**options)
+            sapien.render.set_camera_shader_dir(shader)
+
+        def get_cluttered_table(self, cluttered_numbers: int = 10, *_: Any, **__: Any) -> None:
+            """Give fresh limits: RoboTwin adds the table's shift to its defaults, for every task of the process."""
+            super().get_cluttered_table(cluttered_numbers, [-0.59, 0.59], [-0.34, 0.34], [0.741])
+
+        def check_success(self, *arguments: Any, **options: Any) -> Any:
+            """Count."""
+            self.checks += 1
+            return super().check_success(*arguments, **options)
+
+        def _update_render(self) -> None:
+            """Leave out what nobody sees, unless it draws random numbers."""
+            if not self.moving or self.crazy_random_light:
+                super()._update_render()
+
+    Task.__name__ = Task.__qualname__ = name
+    return Task
