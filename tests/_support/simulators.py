@@ -5,6 +5,7 @@ import pytest
 import vla_envs.libero.package as package
 from vla_envs.maniskill import assets
 from vla_envs.rendering import vulkan
+from vla_envs.robotwin import package as robotwin
 
 
 def libero_assets():
@@ -34,3 +35,12 @@ def needs_maniskill_driver(test):
 def needs_plate25(test):
     """Skip a test without a Vulkan driver or plate-25's assets."""
     return _unless(vulkan.check_driver, assets.find_assets)(test)
+
+
+def need_robotwin():
+    """Skip the calling module without a Vulkan driver, a checkout of RoboTwin or assets."""
+    try:
+        vulkan.check_driver()
+        robotwin.check_packages()
+    except (vulkan.VulkanError, ImportError, FileNotFoundError) as error:
+        pytest.skip(str(error).splitlines()[-1].strip(), allow_module_level=True)

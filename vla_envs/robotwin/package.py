@@ -293,10 +293,7 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
     importlib.invalidate_caches()
     try:
         with _silence(), stand_ins():
-            base, transforms, create = (
-                importlib.import_module(f"envs.{name}")
-                for name in ("_base_task", "utils.transforms", "utils.create_actor")
-            )
+            base, create = (importlib.import_module(f"envs.{name}") for name in ("_base_task", "utils.create_actor"))
             sentences = importlib.import_module("description.utils.generate_episode_instructions")
     finally:
         sys.path.remove(str(folder))
@@ -307,8 +304,7 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
                 "new process"
             )
     base.torch = types.SimpleNamespace(manual_seed=lambda seed: None)  # type: ignore[attr-defined]  # its one use
-    # transforms3d 0.4.2 asks numpy 2 for what it refuses unless the matrix is of float64.
-    transforms.t3d = _with_float64(transforms.t3d)  # type: ignore[attr-defined]
+    _mend_transforms3d()
     return RoboTwin(folder, assets, create.UnStableError, sentences.generate_episode_descriptions)
 
 
@@ -334,15 +330,17 @@ def _sorted_files(pattern: str) -> list[str]:
     return sorted(glob.glob(pattern))
 
 
-def _with_float64(t3d: Any) -> Any:
-    """Return ``transforms3d`` with a ``mat2euler`` that takes any matrix."""
-    angles, whole = types.ModuleType("transforms3d.euler"), types.ModuleType("transforms3d")
-    vars(whole).update(vars(t3d))
-    vars(angles).update(vars(t3d.euler))
-    original = t3d.euler.mat2euler
-    vars(angles).update(mat2euler=lambda mat, axes="sxyz": original(np.array(mat, np.float64), axes))
-    vars(whole).update(euler=angles)
-    return whole
+def _mend_transforms3d() -> None:
+    """Have ``mat2euler`` take any matrix: 0.4.2, the newest, asks numpy 2 for what it refuses unless it is float64."""
+    import transforms3d.euler as euler
+
+    original = euler.mat2euler
+    if original.__module__ != __name__:
+
+        def mat2euler(mat: Any, axes: str = "sxyz") -> Any:
+            return original(np.asarray(mat, np.float64), axes)
+
+        euler.mat2euler = mat2euler
 
 
 @contextlib.contextmanager

@@ -183,7 +183,8 @@ def crop(image: np.ndarray, size: int = 224) -> np.ndarray:
     down, across = (rows - above)[:, None, None], (columns - left)[None, :, None]
     upper = image[above][:, left] * (1 - across) + image[above][:, right] * across
     lower = image[below][:, left] * (1 - across) + image[below][:, right] * across
-    return np.floor(upper * (1 - down) + lower * down + 0.5).clip(0, 255).astype(np.uint8)
+    image = upper * (1 - down) + lower * down
+    return (image * (255.5 / 255)).astype(np.uint8)  # TensorFlow's way from numbers up to 1 to bytes
 
 
 def _hold_render_system() -> None:
