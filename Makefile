@@ -5,7 +5,7 @@ VENV ?= .venv
 # The first interpreter that really runs and is new enough.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; do \
     $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
-EXTRAS ?= metaworld,libero,maniskill,calvin,dev
+EXTRAS ?= metaworld,libero,maniskill,calvin,robotwin,dev
 # The commit whose list of modules with type errors must hold all of today's (make lint).
 BASE ?= HEAD
 # Arguments for what is run: make run ARGS="seed=1", make test ARGS="-k determinism".
@@ -83,7 +83,7 @@ clean:  ## remove the virtual environment
 
 # torch goes first and alone: its version is exact, so nothing that follows can pull a second build of it.
 # hf-libero goes last and without what it asks for, which would pull torchvision.
-# ManiSkill draws with Vulkan: where no GPU brings a driver, one is fetched into ~/.cache (docs/install.md).
+# ManiSkill and RoboTwin draw with Vulkan: where no GPU brings a driver, one is fetched into ~/.cache (docs/install.md).
 # The last step renders one frame; only if that fails are system libraries needed.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || \
@@ -92,7 +92,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	$(if $(findstring libero,$(EXTRAS)),$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps hf-libero)
-	$(if $(findstring maniskill,$(EXTRAS)),@$(RUN) scripts/install_vulkan_driver.py || true)
+	$(if $(or $(findstring maniskill,$(EXTRAS)),$(findstring robotwin,$(EXTRAS))),@$(RUN) scripts/install_vulkan_driver.py || true)
 	@if $(RUN) -m vla_envs >/dev/null; then :; \
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "Some simulator cannot draw yet, installing: $(SYSTEM_PACKAGES)"; \

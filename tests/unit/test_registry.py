@@ -121,7 +121,7 @@ def test_a_name_that_no_id_can_have(name, title):
         ("hard", "unknown environment 'hard'; did you mean metaworld/hard or toy/hard"),
         ("toy", "unknown environment 'toy'"),
         ("calvin/D_D", "unknown CALVIN suite or task"),
-        ("robotwin/place_empty_cup", "RoboTwin is not built yet"),
+        ("robotwin/place_fan", "RoboTwin's task place_fan cannot be run"),
     ],
 )
 def test_an_unknown_environment(id, message):

@@ -106,8 +106,8 @@ def stand_ins() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, module in before.items():
-            if module is None:
+        for name, was in before.items():
+            if was is None:
                 del sys.modules[name]
             else:
-                sys.modules[name] = module
+                sys.modules[name] = was

@@ -82,13 +82,15 @@ def make_spec(
             table's height.
         embodiment: ``["aloha-agilex"]``, one robot with two arms, or ``["piper", "piper", 0.6]``, two and the metres
             between them.
-        head_camera_type, wrist_camera_type: cameras of RoboTwin's ``_camera_config.yml``.
+        head_camera_type: camera of RoboTwin's ``_camera_config.yml``.
+        wrist_camera_type: likewise, of both.
         collect_wrist_camera: draw what the cameras in the hands see, left and right.
         center_crop: keep the middle 0.9 of each image's area, at 224 x 224 pixels.
         step_lim: primitive actions of an episode; ``None`` for each task's own in RoboTwin's evaluation.
         instruction_type: which of RoboTwin's sentences an episode has.
         seeds: which initial states there are, see :func:`vla_envs.robotwin.seeds.seeds_of`; trials are their numbers.
-        shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, 100 times as slow on a CPU.
+        shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
+            CPU.
         path: a checkout of RoboTwin; ``None`` looks for it, see :func:`vla_envs.robotwin.package.find_package`.
         assets_path: the folder around its ``assets/``; ``None`` looks for it, see
             :func:`vla_envs.robotwin.package.find_assets`.
@@ -173,7 +175,9 @@ def _tasks_of(suite: str) -> tuple[str, ...]:
     names = tuple(suite.split("+"))
     for name in names:
         if name in REFUSED:
-            raise ValueError(f"RoboTwin's task {name} cannot be run: {REFUSED[name]}; robotwin/{ALL} are those that can")
+            raise ValueError(
+                f"RoboTwin's task {name} cannot be run: {REFUSED[name]}; robotwin/{ALL} are those that can"
+            )
         if name not in TASKS:
             raise unknown_name("RoboTwin task", name, suites(), example="robotwin/place_empty_cup")
     if len(set(names)) != len(names):

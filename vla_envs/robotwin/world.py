@@ -175,9 +175,7 @@ def crop(image: np.ndarray, size: int = 224) -> np.ndarray:
         size: pixels of a side of the result.
     """
     side = math.sqrt(_KEPT_AREA)
-    rows, columns = (
-        np.linspace((1 - side) / 2, (1 + side) / 2, size) * (length - 1) for length in image.shape[:2]
-    )
+    rows, columns = (np.linspace((1 - side) / 2, (1 + side) / 2, size) * (length - 1) for length in image.shape[:2])
     above, left = np.floor(rows).astype(int), np.floor(columns).astype(int)
     below, right = np.minimum(above + 1, image.shape[0] - 1), np.minimum(left + 1, image.shape[1] - 1)
     down, across = (rows - above)[:, None, None], (columns - left)[None, :, None]
@@ -239,7 +237,7 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str) -> Any:
     """Derive from RoboTwin's task one that counts, draws as it is told, and changes nobody's defaults."""
     base = robotwin.task(name)
 
-    class Task(base):
+    class Task(base):  # type: ignore[misc, valid-type]
         """RoboTwin's, with hooks.
 
         Attributes:

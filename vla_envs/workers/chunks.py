@@ -1,4 +1,4 @@
-"""A chunk of actions is executed here, action by action or as a whole, whoever asks: worker, Gymnasium, demonstrations."""
+"""A chunk of actions is executed here, one by one or as a whole, whoever asks: worker, Gymnasium, demonstrations."""
 
 from __future__ import annotations
 

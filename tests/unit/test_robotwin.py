@@ -1,0 +1,260 @@
+"""RoboTwin without its simulator: names, options, seeds, packages and assets that lack, what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vla_envs import list_envs, make_spec
+from vla_envs.robotwin import package, planning
+from vla_envs.robotwin.seeds import RANGE, seeds_of, solved_seeds
+from vla_envs.robotwin.spec import REFUSED, TASKS
+from vla_envs.robotwin.world import crop
+from vla_policies.processing.images import center_crop
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """A checkout and assets in outline."""
+    for name in ("ROBOTWIN_PATH", "ASSETS_PATH", "VLA_TORCHRL_ASSETS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    checkout, assets = tmp_path / "code", tmp_path / "data"
+    for name in package._FILES:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).touch()
+    (checkout / "envs" / "click_bell.py").write_text('create_actor(modelname="050_bell")')
+    for name in ("objects/objaverse", "objects/050_bell", "background_texture/unseen", "embodiments/aloha-agilex"):
+        (assets / "assets" / name).mkdir(parents=True)
+    for name in ("objects/same.json", "objects/objaverse/list.json", "embodiments/aloha-agilex/config.yml"):
+        (assets / "assets" / name).touch()
+    return checkout, assets
+
+
+def test_46_tasks_and_all_of_them():
+    assert len(TASKS) == 46
+    assert sum(name.startswith("robotwin/") for name in list_envs()) == 47
+    spec = make_spec("robotwin/all")
+    assert [task.name for task in spec.tasks] == sorted(TASKS)
+    assert spec.control_frequency is None
+    assert (spec.action_dim, spec.state_dim, spec.chain_length) == (14, 14, 1)
+    assert len(make_spec("robotwin/click_bell+turn_switch").tasks) == 2
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_four_tasks_are_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match=f"RoboTwin's task {name} cannot be run: its (reset|success)"):
+        make_spec(f"robotwin/{name}")
+
+
+def test_options_with_the_guides_names():
+    openvla = make_spec(
+        "robotwin/place_empty_cup",
+        embodiment=["piper", "piper", 0.6],
+        task_config="demo_randomized",
+        collect_wrist_camera=False,
+        center_crop=True,
+        step_lim=200,
+    )
+    assert openvla.image_shape == (224, 224)
+    assert openvla.wrist_image_shape is None
+    assert openvla.max_episode_steps == 200
+    assert openvla.protocol == "demo_randomized, piper and piper 0.6 m apart, train seeds, 200 actions"
+    assert "at most 200 actions instead of 500" in openvla.protocol_deviations
+    assert "images are their middle 0.9 by area, 224 x 224" in openvla.protocol_deviations
+    pi0 = make_spec("robotwin/adjust_bottle", head_camera_type="L515")
+    assert pi0.image_shape == (180, 320)
+    assert pi0.wrist_image_shape == (2, 240, 320)
+    assert pi0.max_episode_steps == 400
+    own = make_spec("robotwin/place_shoe", shader="rt", instruction_type="unseen", seeds="eval")
+    assert [text for text in own.protocol_deviations if "STAND-IN" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embodiment": ["piper", "piper"]}, r"embodiment=\['piper', 'piper'\]: is \[aloha-agilex\]"),
+        ({"embodiment": ["franka-panda"]}, "type embodiment="),
+        ({"embodiment": ["piper", "piper", -1]}, "at most 2"),
+        ({"embodiment": ["piper", "piper", True]}, "at most 2"),
+        ({"embodiment": []}, "embodiment="),
+        ({"task_config": "demo_random"}, "unknown task_config 'demo_random'; did you mean demo_randomized"),
+        ({"instruction_type": "train"}, "unknown instruction_type 'train'; known are seen, unseen"),
+        ({"seeds": "test"}, "unknown seeds 'test'"),
+        ({"shader": "raytracing"}, "unknown shader 'raytracing'"),
+        ({"step_lim": 0}, "step_lim must be >= 1 and whole, got 0"),
+        ({"wrist_camera_type": "D345"}, "unknown wrist_camera_type 'D345'; did you mean D435"),
+        ({"center_crop": "perhaps"}, "center_crop"),
+        ({"collect_wrist_cameras": True}, "did you mean collect_wrist_camera"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_spec("robotwin/click_bell", **options)
+
+
+def test_wrong_tasks_are_refused():
+    with pytest.raises(ValueError, match="unknown RoboTwin task 'place_empty_cups'; did you mean place_empty_cup"):
+        make_spec("robotwin/place_empty_cups")
+    with pytest.raises(ValueError, match="names a task twice"):
+        make_spec("robotwin/click_bell+click_bell")
+
+
+def test_training_and_evaluation_never_share_a_seed():
+    assert set(solved_seeds("train")) == set(solved_seeds("eval"))
+    assert len(solved_seeds("eval")) == 22
+    assert set(solved_seeds("eval")) <= set(TASKS)
+    for name in TASKS:
+        train, held_out = seeds_of(name, "train"), seeds_of(name, "eval")
+        assert not set(train) & set(held_out)
+        assert len(set(train)) == len(train)
+        assert len(held_out) >= 150
+    # Of RLinf's files: numbers, first and last, also where they are in no order.
+    numbers = {name: (len(found), found[0], found[-1]) for name, found in solved_seeds("train").items()}
+    assert numbers["adjust_bottle"] == (1000, 0, 1262)
+    assert numbers["pick_dual_bottles"] == (1250, 100002, 108340)
+    assert numbers["put_bottles_dustbin"][0] == 996
+    sums = {kind: sum(map(sum, solved_seeds(kind).values())) for kind in ("train", "eval")}
+    assert sums == {"train": 2_561_678_910, "eval": 500_653_262_622}
+    assert (max(solved_seeds("train")["place_shoe"]), max(solved_seeds("eval")["place_shoe"])) == (244490, 100287909)
+    assert seeds_of("click_bell", "range") == seeds_of("turn_switch", "range") == RANGE
+    assert (RANGE[0], len(RANGE)) == (10000, 190000)
+    assert (seeds_of("turn_switch", "train")[-1], seeds_of("turn_switch", "eval")[0]) == (149999, 150000)
+
+
+def test_trials_are_as_many_as_there_are_seeds():
+    assert make_spec("robotwin/adjust_bottle").initial_states == 1000
+    assert make_spec("robotwin/adjust_bottle", seeds="eval").initial_states == 150
+    assert make_spec("robotwin/turn_switch", seeds="eval").initial_states == 50000
+    assert make_spec("robotwin/all", seeds="eval").initial_states == 150
+    assert make_spec("robotwin/all", seeds="eval").trials == 100
+
+
+def test_the_step_limits_are_those_of_the_checkout():
+    try:
+        folder = package.find_package()
+    except FileNotFoundError as error:
+        pytest.skip(str(error).splitlines()[-1])
+    lines = (folder / "task_config" / "_eval_step_limit.yml").read_text().splitlines()
+    published = {name: int(limit) for name, limit in (line.split(":") for line in lines)}
+    assert {name: published[name] for name in TASKS} == TASKS
+    assert set(published) == set(TASKS) | set(REFUSED)
+    assert package.is_pinned(folder)
+
+
+def test_checkout_and_assets_are_found_where_they_are_named(folders, monkeypatch):
+    checkout, assets = folders
+    with pytest.raises(
+        FileNotFoundError, match=r"no checkout of RoboTwin. Looked in\n.*no such folder\n  Type: git clone"
+    ):
+        package.find_package()
+    monkeypatch.setenv("ROBOTWIN_PATH", str(checkout))
+    monkeypatch.setenv("ASSETS_PATH", str(assets))
+    assert package.find_package() == checkout
+    assert package.find_assets() == assets
+    assert not package.is_standin(assets)
+    assert package.missing_assets(assets, ["click_bell"], ["aloha-agilex"], checkout) == []
+    assert package.describe_package() == (f"{checkout} is not RoboTwin at {package.COMMIT[:12]}",)
+    (assets / "STANDIN.json").write_text('{"standin": "robotwin"}')
+    assert package.describe_package()[0].startswith("STAND-IN objects and arms")
+    spec = make_spec("robotwin/click_bell")
+    assert spec.protocol_deviations[0].startswith("STAND-IN objects and arms")
+    with pytest.raises(FileNotFoundError, match="no checkout of RoboTwin"):
+        package.find_package("/nowhere")
+
+
+def test_real_assets_in_the_checkout_come_before_stand_ins(folders, monkeypatch, tmp_path):
+    checkout, assets = folders
+    pack = tmp_path / "packs" / "robotwin"
+    pack.mkdir(parents=True)
+    (pack / "RoboTwin").symlink_to(checkout)
+    (pack / "objects_standin").symlink_to(assets)
+    monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(pack.parent))
+    assert package.find_assets() == assets
+    (checkout / "assets").symlink_to(assets / "assets")
+    assert package.find_assets() == checkout
+
+
+def test_incomplete_assets_are_one_line_that_says_what_to_type(folders, monkeypatch):
+    checkout, assets = folders
+    monkeypatch.setenv("ROBOTWIN_PATH", str(checkout))
+    monkeypatch.setenv("ASSETS_PATH", str(assets))
+    package.check_packages(tasks=["click_bell"], arms=["aloha-agilex"])
+    with pytest.raises(
+        FileNotFoundError, match=r"lacks assets/embodiments/piper/config.yml; type: cd ~/.cache/RoboTwin"
+    ):
+        package.check_packages(tasks=["click_bell"], arms=["piper"])
+    (assets / "assets" / "objects" / "050_bell").rmdir()
+    with pytest.raises(FileNotFoundError, match="lacks assets/objects/050_bell; type:"):
+        package.check_packages(tasks=["click_bell"])
+    package.check_packages(tasks=["turn_switch"])
+    monkeypatch.setenv("ASSETS_PATH", str(assets / "assets"))
+    with pytest.raises(FileNotFoundError, match="it is the folder around assets/ that is to be named"):
+        package.find_assets()
+
+
+def test_missing_packages_and_other_versions(monkeypatch):
+    monkeypatch.setattr(package, "_MODULES", {"no_such_module": "no-such-package"})
+    with pytest.raises(ModuleNotFoundError, match="RoboTwin needs no-such-package, not installed; type: pip install"):
+        package.check_modules()
+    monkeypatch.setattr(package, "_MODULES", {})
+    monkeypatch.setattr(package, "VERSIONS", {"numpy": "0.1"})
+    with pytest.raises(RuntimeError, match=r"RoboTwin's episodes belong to numpy 0.1, there is .*; type: pip install"):
+        package.check_modules()
+
+
+def test_the_digest_does_not_depend_on_line_ends_or_pictures(folders):
+    checkout, _ = folders
+    before = package.digest_of(checkout)
+    (checkout / "envs" / "picture.png").touch()
+    file = checkout / "envs" / "click_bell.py"
+    file.write_bytes(file.read_bytes() + b"\n")
+    changed = package.digest_of(checkout)
+    assert changed != before
+    file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    assert package.digest_of(checkout) == changed
+
+
+def test_the_crop_is_that_of_the_policies_adapter():
+    image = np.random.default_rng(0).integers(0, 256, (240, 320, 3), dtype=np.uint8)
+    ours = crop(image)
+    theirs = center_crop(torch.from_numpy(image)[None], 0.9, (224, 224))[0].numpy()
+    difference = np.abs(ours.astype(int) - theirs)
+    assert difference.max() <= 1
+    assert (difference > 0).mean() < 1e-3  # float32 there
+
+
+def test_topp_obeys_its_limits_and_goes_through_the_path():
+    pytest.importorskip("toppra")
+    path = np.array([[0.0, 0.0], [0.3, 0.1], [0.5, -0.2], [0.2, 0.4]])
+    planner = planning.Planner()
+    times, positions, velocities, _, duration = planner.TOPP(path, 1 / planning.PHYSICS_RATE)
+    assert len(times) == len(positions) == planner.last_steps == int(duration * planning.PHYSICS_RATE)
+    assert np.allclose(positions[[0, -1]], path[[0, -1]], atol=1e-6)
+    assert np.abs(velocities).max() <= planning.VELOCITY_LIMIT + 1e-3
+    assert np.abs(np.diff(velocities, axis=0)).max() * planning.PHYSICS_RATE <= planning.ACCELERATION_LIMIT + 0.05
+    for point in path:
+        assert np.abs(positions - point).max(1).min() < 5e-3
+    # Rest to rest over a distance d, at most v and a: v / a + d / v seconds where v is reached.
+    far = planner.TOPP(np.linspace([0.0], [2.0], 5), 1 / planning.PHYSICS_RATE)[-1]
+    assert far == pytest.approx(3.0, rel=0.02)
+    with pytest.raises(planning.NoPlanning, match="motion planning"):
+        planner.plan_pose()
+
+
+def test_stand_ins_are_seen_only_while_they_are_needed():
+    before = {name: sys.modules.get(name) for name in ("mplib", "open3d")}
+    with planning.stand_ins():
+        import mplib.sapien_utils
+
+        assert mplib.sapien_utils.SapienPlanner is planning.Planner
+    assert {name: sys.modules.get(name) for name in before} == before
+
+
+def test_the_seeds_are_data_of_the_package():
+    file = Path(package.__file__).parent / "seeds.json"
+    assert file.stat().st_size < 100_000
+    assert set(json.loads(file.read_text())) == {"train", "eval"}
