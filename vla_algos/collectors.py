@@ -420,6 +420,7 @@ class EpisodeCollector(_ChunkCollector):
         self.queue = EpisodeQueue(episodes)
         self.attempts: Counter[int] = Counter()
         self.errors: dict[int, str] = {}
+        self.remarks: dict[int, str] = {}
         self.deciding: list[QueuedEpisode | None] = []
         self._next_index = 0  # of the episode that is yielded next
         self._finished: dict[int, TensorDictBase] = {}  # by queue index, until it is their turn
@@ -478,6 +479,7 @@ class EpisodeCollector(_ChunkCollector):
         idle_before = bool(self.deciding) and not any(self.deciding)
         self.deciding = cast("list[QueuedEpisode | None]", self._episodes)  # all from our queue
         self._deciding_unstarted = self._unstarted
+        self._deciding_remarks = getattr(self.base_env, "remarks", {})
         if not any(self.deciding) and (idle_before or not self.queue.waiting):  # a queue that grew is taken in one step
             raise RuntimeError(
                 f"{len(self)} episodes have no result, but no slot of the environment takes one: {self.queue.waiting} "
@@ -502,6 +504,8 @@ class EpisodeCollector(_ChunkCollector):
                 if self.attempts[index] < self.max_attempts and not self._deciding_unstarted[slot]:
                     self.queue.give_back(episode)
                     continue
+            if remark := self._deciding_remarks.get(slot):
+                self.remarks[index] = remark
             self.queue.done(episode)
             self._finished[index] = decisions
             if self.on_episode is not None:

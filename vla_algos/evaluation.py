@@ -58,6 +58,7 @@ class EpisodeResult:
         index: its place among the episodes of the evaluation.
         error: why it crashed, where that is known.
         subtasks: how many tasks of its chain were solved; ``None`` where episodes are no chains.
+        remark: what its simulator has said of it, such as another seed than the one asked for.
     """
 
     episode: Episode
@@ -72,6 +73,7 @@ class EpisodeResult:
     index: int = 0
     error: str = ""
     subtasks: int | None = None
+    remark: str = ""
 
     @property
     def name(self) -> str:
@@ -351,6 +353,7 @@ def evaluate(
             index=index,
             error=reason(collector.errors.get(index, "")) if crashed else "",
             subtasks=int(outcome[SUBTASKS]) if spec.chain_length > 1 else None,
+            remark=collector.remarks.get(index, ""),
         )
         if on_episode is not None:
             on_episode(results[index])

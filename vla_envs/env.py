@@ -245,6 +245,11 @@ class VLAEnv(EnvBase):
         return self._pool.restarts
 
     @property
+    def remarks(self) -> dict[int, str]:
+        """What simulators have said of the running episodes, by slot."""
+        return dict(getattr(self._pool, "remarks", {}))  # none where all worlds are simulated together
+
+    @property
     def unstarted(self) -> np.ndarray:
         """Which running episodes could not be started, three times, bool ``[N]``: another attempt is not worth it."""
         return np.isin(np.arange(self.num_envs), list(self._pool.unstarted)) & self._active()

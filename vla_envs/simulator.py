@@ -70,7 +70,11 @@ class Outcome:
 
 
 class Simulator(Protocol):
-    """One world. ``step`` never renders, ``observe`` does: a decision costs C steps and one frame."""
+    """One world. ``step`` never renders, ``observe`` does: a decision costs C steps and one frame.
+
+    It may have a text ``remark``: what has to be said of the running episode beside its result, such as that the
+    benchmark could not run its seed and ran another; empty for nothing.
+    """
 
     spec: SimulatorSpec
 

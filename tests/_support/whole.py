@@ -29,7 +29,7 @@ class WholeSimulator:
     """A point that moves by the mean of a chunk, times its length squared; it is solved at 4 and stays so.
 
     Its options make it misbehave: ``returns`` is what ``execute`` returns in place of outcomes, ``gives_up`` the number
-    of actions after which the episode is over.
+    of actions after which the episode is over, ``remarks`` what is said of some trials.
     """
 
     def __init__(self, spec):
@@ -37,6 +37,7 @@ class WholeSimulator:
 
     def reset(self, episode: Episode):
         self.x, self.done, self.chunks = 0.1 * episode.trial_id, 0, []
+        self.remark = self.spec.options.get("remarks", {}).get(episode.trial_id, "")
 
     def execute(self, chunk):
         self.chunks.append(len(chunk))

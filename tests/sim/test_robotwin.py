@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +23,7 @@ from vla_envs import Episode, make_env, make_spec
 from vla_envs.episodes import EpisodeQueue
 from vla_envs.robotwin import package
 from vla_envs.robotwin.spec import TASKS
+from vla_envs.robotwin.world import UnstableEpisode
 
 need_robotwin()
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SAPIEN, at RoboTwin
@@ -197,17 +197,37 @@ def test_looking_changes_nothing_even_where_lights_flicker(worlds):
     assert not np.array_equal(found[0][1], found[0][3])
 
 
-def test_an_unstable_seed_is_replaced_by_the_next_and_it_is_said(worlds):
+def test_an_unstable_seed_is_replaced_by_the_next_and_it_is_said(worlds, caplog):
     simulator = worlds("demo_randomized")
-    before = simulator.replaced
-    with pytest.warns(RuntimeWarning, match="trial 2 seed 0: RoboTwin's seed 10002 is unstable, 10003 runs"):
-        unstable = trajectory(simulator, episode("place_dual_shoes", 10002), chunks=0)
+    unstable = trajectory(simulator, episode("place_dual_shoes", 10002), chunks=0)
     assert simulator.seed == 10003
-    assert simulator.replaced == before + 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        named = trajectory(simulator, episode("place_dual_shoes", 10003), chunks=0)
+    said = "RoboTwin's seed 10002 is unstable, 10003 runs in its place"
+    assert simulator.remark == said
+    named = trajectory(simulator, episode("place_dual_shoes", 10003), chunks=0)
+    assert simulator.remark == ""
     assert digest(unstable).hexdigest() == digest(named).hexdigest()
+    options = {"task_config": "demo_randomized", "seeds": "range", "num_envs": 1, "num_workers": 1}
+    queue = EpisodeQueue([Episode(0, 2), Episode(0, 3)])
+    env = make_env("robotwin/place_dual_shoes", episodes=queue, **options)
+    images = env.reset()[keys.IMAGES]
+    assert env.remarks == {0: said}
+    assert f"task place_dual_shoes trial 2 seed 0: {said}" in caplog.text
+    assert torch.equal(images, env.reset()[keys.IMAGES])
+    assert env.remarks == {}
+    env.close()
+
+
+def test_a_task_that_is_never_stable_is_given_up(worlds, monkeypatch):
+    simulator, tried = worlds(), []
+
+    def unstable(name, seed):
+        tried.append(seed)
+        raise UnstableEpisode("Objects is unstable")
+
+    monkeypatch.setattr(simulator.world, "reset", unstable)
+    with pytest.raises(RuntimeError, match="click_bell is unstable with each of the seeds 10007 to 10027: Objects"):
+        simulator.reset(episode("click_bell", 10007))
+    assert tried == list(range(10007, 10028))
 
 
 def test_limits_end_episodes_within_a_chunk():

@@ -137,7 +137,8 @@ def _line(result: EpisodeResult) -> str:
     }
     if result.subtasks is not None:
         entry[keys.SUBTASKS] = result.subtasks
-    return json.dumps(entry | ({"error": result.error} if result.error else {})) + "\n"
+    said = {"error": result.error, "remark": result.remark}
+    return json.dumps(entry | {name: text for name, text in said.items() if text}) + "\n"
 
 
 def _read(line: str, episodes: Sequence[Episode], chain_length: int) -> EpisodeResult | None:
@@ -167,6 +168,7 @@ def _read(line: str, episodes: Sequence[Episode], chain_length: int) -> EpisodeR
             entry["index"],
             entry.get("error", ""),
             subtasks,
+            entry.get("remark", ""),
         )
     except (ValueError, KeyError, TypeError, IndexError):
         return None

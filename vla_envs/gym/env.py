@@ -17,7 +17,7 @@ from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.gym.window import Window, why_no_window
 from vla_envs.registry import describe_error
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
-from vla_envs.workers.answers import check_observation
+from vla_envs.workers.answers import check_observation, remark_of
 from vla_envs.workers.chunks import run_chunk
 from vla_envs.workers.pool import SimulatorCrash
 
@@ -30,7 +30,8 @@ class SimulatorEnv(gymnasium.Env):
     uint8 ``[V, H, W, 3]``. Actions are float32 ``[A]`` in the simulator's units. An episode is terminated by
     success and truncated at the horizon. ``info`` has ``is_success`` and the identity of the episode:
     ``task_id``, ``trial_id`` and ``episode_seed``; where episodes are chains of tasks (``chain_length`` of the
-    specification is more than 1) also ``subtasks``, how many of them are solved since the reset.
+    specification is more than 1) also ``subtasks``, how many of them are solved since the reset; and ``remark`` where
+    the simulator has one on the episode, such as another seed than the one asked for.
 
     Where the benchmark executes a chunk of actions as one motion (RoboTwin), a step is such a chunk: ``chunk_size`` has
     to be said, actions are float32 ``[C, A]``, the reward is the sum over the executed actions, and ``info`` has
@@ -127,7 +128,7 @@ class SimulatorEnv(gymnasium.Env):
         with self._blamed(self._episode):
             self._simulator.reset(self._episode)
             observation = self._observe(self._simulator)
-        return observation, make_info(self.simulator_spec, self._episode)
+        return observation, make_info(self.simulator_spec, self._episode, remark=remark_of(self._simulator))
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute one primitive action, or one chunk of them where the benchmark does that, and render.
@@ -156,7 +157,7 @@ class SimulatorEnv(gymnasium.Env):
         truncated = not terminated and (too_long or last.ends_episode)
         if terminated or truncated:
             self._episode = None
-        info = make_info(spec, episode, last.success, last.subtasks)
+        info = make_info(spec, episode, last.success, last.subtasks, remark_of(self._simulator))
         rewards = np.zeros(len(chunk), np.float32)  # the numbers that make_vec and make_env give, too
         rewards[: len(outcomes)] = [outcome.reward for outcome in outcomes]
         if self.chunk_size:

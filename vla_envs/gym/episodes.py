@@ -97,14 +97,17 @@ class EpisodeStream:
         return Episode(int(task_id), int(trial_id), self._seed)
 
 
-def make_info(spec: SimulatorSpec, episode: Episode, success: bool = False, subtasks: int = 0) -> dict[str, Any]:
-    """Say whether the task is solved, how many tasks of a chain are, and which episode this is."""
+def make_info(
+    spec: SimulatorSpec, episode: Episode, success: bool = False, subtasks: int = 0, remark: str = ""
+) -> dict[str, Any]:
+    """Say whether the task is solved, how many tasks of a chain are, which episode this is, and what is to be said."""
     return {
         "is_success": success,
         **({keys.SUBTASKS: subtasks} if spec.chain_length > 1 else {}),
         keys.TASK_ID: episode.task_id,
         keys.TRIAL_ID: episode.trial_id,
         "episode_seed": episode.seed,
+        **({"remark": remark} if remark else {}),
     }
 
 

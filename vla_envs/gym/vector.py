@@ -259,7 +259,8 @@ class SimulatorVectorEnv(VectorEnv):
         for slot in running.tolist():
             episode = self._episodes[slot]
             assert episode is not None
-            infos[slot] = make_info(spec, episode, bool(terminated[slot]), int(self._subtasks[slot]))
+            remark = self._pool.remarks.get(slot, "")
+            infos[slot] = make_info(spec, episode, bool(terminated[slot]), int(self._subtasks[slot]), remark)
             if crashed[slot]:
                 infos[slot][keys.CRASHED] = True
         return arrays.rewards.sum(1).astype(np.float64), terminated, truncated, infos
@@ -284,7 +285,8 @@ class SimulatorVectorEnv(VectorEnv):
         for slot, episode in starting.items():
             self._episodes[slot] = episode
             self._elapsed[slot] = self._subtasks[slot] = 0
-            infos = self._add_info(infos, make_info(self.simulator_spec, episode), slot)
+            info = make_info(self.simulator_spec, episode, remark=self._pool.remarks.get(slot, ""))
+            infos = self._add_info(infos, info, slot)
         self._ended[slots] = False
         return infos
 

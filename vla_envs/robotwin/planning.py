@@ -1,8 +1,8 @@
 """What RoboTwin's checkout imports and does not need here: mplib, of which its TOPP alone is used, and open3d.
 
-mplib 0.2.1 ends the process when it is imported under numpy 2. A chunk of joint positions needs of it the time-optimal
-path parametrisation, which is toppra's; it is written here over that package. Motion planning, which RoboTwin's scripted
-demonstrations use, is not there.
+mplib 0.2.1 ends the process when it is imported under numpy 2. A chunk of joint positions needs the time-optimal path
+parametrisation of it, which is toppra's; it is written here over that package. Motion planning, which RoboTwin's
+scripted demonstrations use, is not there.
 """
 
 from __future__ import annotations

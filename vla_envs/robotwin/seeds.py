@@ -1,7 +1,7 @@
 """Which seed of RoboTwin an episode is: lists of seeds that the scripted demonstrations have solved, and ranges.
 
-The lists are RLinf's (rlinf/envs/robotwin/seeds at a3816b596), of 22 tasks; ``seeds.json`` has of each its first seed and
-the differences to the next ones.
+The lists are RLinf's (rlinf/envs/robotwin/seeds at a3816b596), of 22 tasks; ``seeds.json`` has of each its first seed
+and the differences to the next ones.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 
 from vla_envs.rendering.vulkan import check_driver
@@ -22,7 +20,7 @@ class RoboTwinSimulator:
 
     Attributes:
         seed: RoboTwin's, of the running episode: the one that its trial names, or a later one if that is unstable.
-        replaced: how many episodes had a later one.
+        remark: says so where it is a later one.
     """
 
     def __init__(self, spec: SimulatorSpec):
@@ -30,7 +28,7 @@ class RoboTwinSimulator:
         self.spec = spec
         assets = find_assets(options["assets_path"], options["path"])
         self.world = World(find_package(options["path"]), assets, options, wrist=spec.wrist_image_shape is not None)
-        self.seed, self.replaced = -1, 0
+        self.seed, self.remark = -1, ""
         self._left = 0  # actions until the task's limit
         self._solved = False
 
@@ -62,13 +60,7 @@ class RoboTwinSimulator:
                 reason = error
         else:
             raise RuntimeError(f"RoboTwin's {name} is unstable with each of the seeds {named} to {seed}: {reason}")
-        if seed != named:
-            self.replaced += 1
-            warnings.warn(
-                f"{self.spec.describe(episode)}: RoboTwin's seed {named} is unstable, {seed} runs in its place",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self.remark = "" if seed == named else f"RoboTwin's seed {named} is unstable, {seed} runs in its place"
         self.seed, self._left, self._solved = seed, self.spec.options["limits"][name], False
 
     def execute(self, chunk: np.ndarray) -> list[Outcome]:

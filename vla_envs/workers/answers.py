@@ -72,6 +72,11 @@ def check_observation(spec: SimulatorSpec, seen: Observation) -> np.ndarray:
     return check_states(spec, states)
 
 
+def remark_of(simulator: Any) -> str:
+    """Return what a simulator says of the running episode, in one line; empty for nothing."""
+    return " ".join(str(getattr(simulator, "remark", "") or "").split())
+
+
 def check_states(spec: SimulatorSpec, states: Any) -> np.ndarray:
     """Return states as float32 ``[S]``.
 

@@ -65,6 +65,7 @@ class WorkerPool:
         executed: the chunks of actions, float32 ``[C, A]``, that each slot's episode was given.
         unstarted: slots whose episode could not be started, ``MAX_FAILURES_IN_A_ROW`` times.
         errors: by slot, why its last episode that was lost was.
+        remarks: by slot, what its simulator has said of the running episode, if anything.
         restarts: how often a worker or a simulator had to be started again.
     """
 
@@ -95,6 +96,7 @@ class WorkerPool:
         self.executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self.unstarted: set[int] = set()
         self.errors: dict[int, str] = {}
+        self.remarks: dict[int, str] = {}
         self.restarts = 0
         self._lost: set[int] = set()  # slots whose episode is over because its simulator failed
         self._displaced: set[int] = set()  # whose simulator went with its worker, and whose episode can go on
@@ -125,6 +127,7 @@ class WorkerPool:
         """Start episodes as :meth:`reset` does and execute chunks of actions, to where each of them was."""
         for slot, (episode, chunks) in running.items():
             self.episodes[slot], self.executed[slot] = episode, list(chunks)
+            self.remarks.pop(slot, None)
         self._lost -= running.keys()
         self.unstarted -= running.keys()
         self.unstarted |= self._begin(running, MAX_FAILURES_IN_A_ROW)
@@ -341,9 +344,13 @@ class WorkerPool:
                     mine = asked.pop(worker)
                     if error is None and answer[0]:
                         self._failures[worker] = 0
-                        texts, failed = answer[1]
+                        texts, failed, remarks = answer[1]
                         for slot, text in texts.items():
                             self.texts[slot] = text
+                        for slot, remark in remarks.items():
+                            if self.remarks.get(slot) != remark:
+                                _logger.warning("%s: %s", self._describe(slot), remark)
+                                self.remarks[slot] = remark
                         self._displaced -= texts.keys()
                         self._displaced |= failed.keys()
                         self.restarts += len(failed)

@@ -18,18 +18,19 @@ from typing import Any
 import numpy as np
 
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec
-from vla_envs.workers.answers import WrongAnswer, check_observation
+from vla_envs.workers.answers import WrongAnswer, check_observation, remark_of
 from vla_envs.workers.chunks import run_chunk
 from vla_envs.workers.shared_memory import SharedArrays
 
 _NO_SLOT = -1  # the simulator of calls
+_Answer = tuple[dict[int, str], dict[int, str], dict[int, str]]
 
 
 class Worker:
     """Several simulators, stepped one after the other.
 
-    Each method answers one message. It returns ``(texts, errors)``: the instruction and the traceback, if
-    any, of each slot it was asked for.
+    Each method answers one message. It returns ``(texts, errors, remarks)``: the instruction, or else the traceback, of
+    each slot it was asked for, and the remark on its episode, if any.
     """
 
     def __init__(self, index: int, spec: SimulatorSpec, arrays: SharedArrays, ignore_terminations: bool):
@@ -38,11 +39,11 @@ class Worker:
         self.simulators: dict[int, Simulator] = {}
         self.elapsed: dict[int, int] = {}
 
-    def begin(self, items: dict[int, tuple[Episode, list[np.ndarray]]]) -> tuple[dict[int, str], dict[int, str]]:
+    def begin(self, items: dict[int, tuple[Episode, list[np.ndarray]]]) -> _Answer:
         """Begin an episode in each of some slots, and execute chunks of actions ``[C, A]`` in it."""
         return self._for_each(items, self._begin_one)
 
-    def step(self, slots: dict[int, None]) -> tuple[dict[int, str], dict[int, str]]:
+    def step(self, slots: dict[int, None]) -> _Answer:
         """Execute the chunks of actions that lie in the shared memory for some slots."""
         return self._for_each(slots, lambda slot, _: self._step_one(slot, self.arrays.actions[slot]))
 
@@ -61,14 +62,14 @@ class Worker:
         for simulator in self.simulators.values():
             simulator.close()
 
-    def _for_each(
-        self, items: dict[int, Any], action: Callable[[int, Any], str]
-    ) -> tuple[dict[int, str], dict[int, str]]:
-        texts, errors = {}, {}
+    def _for_each(self, items: dict[int, Any], action: Callable[[int, Any], str]) -> _Answer:
+        texts, errors, remarks = {}, {}, {}
         for slot, item in items.items():
             self.arrays.busy[self.index] = slot  # so that the parent knows whom to blame if this kills us
             try:
                 texts[slot] = action(slot, item)
+                if remark := remark_of(self.simulators[slot]):
+                    remarks[slot] = remark
             except WrongAnswer as error:
                 errors[slot] = str(error)
                 self._drop(slot)
@@ -77,7 +78,7 @@ class Worker:
                 self._drop(slot)
             self.arrays.progress[self.index] += 1
         self.arrays.busy[self.index] = -1
-        return texts, errors
+        return texts, errors, remarks
 
     def _drop(self, slot: int) -> None:
         """Close a simulator in an unknown state: the next episode builds a new one."""

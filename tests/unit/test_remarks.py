@@ -1,0 +1,48 @@
+"""What a simulator has to say of an episode stands beside its result, wherever that is shown."""
+
+import json
+
+import gymnasium
+import torch
+from tensordict.nn import TensorDictModule
+from whole import whole_spec
+
+from vla_algos.evaluation import evaluate
+from vla_algos.run.episode_log import _line, _read
+from vla_common import keys
+from vla_envs import Episode, make_env
+from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
+
+SAID = "trial 2 ran as trial 3"
+
+
+def spec():
+    return whole_spec(options={"remarks": {2: SAID}})
+
+
+def test_results_have_it_beside_the_episode(caplog):
+    episodes = [Episode(0, trial) for trial in (0, 2, 1, 2)]
+    env = make_env(spec(), num_envs=2, chunk_size=4, num_workers=1)
+    still = TensorDictModule(lambda x: torch.zeros(x.shape[0], 4, 1), in_keys=[keys.STATES], out_keys=[keys.ACTION])
+    results = evaluate(env, still, episodes).episodes
+    env.close()
+    assert [result.remark for result in results] == ["", SAID, "", SAID]
+    assert f"toy/whole task far trial 2 seed 0: {SAID}" in caplog.text
+    for result in results:
+        entry = _line(result)
+        assert json.loads(entry).get("remark", "") == result.remark
+        assert _read(entry, episodes, 1) == result
+
+
+def test_gymnasium_has_it_in_its_infos():
+    single, many = SimulatorEnv(spec(), chunk_size=4), SimulatorVectorEnv(spec(), 2, chunk_size=4, num_workers=1)
+    for trial, expected in ((2, SAID), (1, None)):
+        assert single.reset(options={"trial_id": trial})[1].get("remark") == expected
+        assert single.step(single.action_space.sample())[4].get("remark") == expected
+    infos = many.reset(options={"trial_id": [1, 2]})[1]
+    assert infos["remark"].tolist() == [None, SAID]
+    assert infos["_remark"].tolist() == [False, True]
+    assert many.step(many.action_space.sample())[4]["remark"].tolist() == [None, SAID]
+    assert isinstance(single, gymnasium.Env)
+    single.close()
+    many.close()
