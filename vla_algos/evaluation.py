@@ -258,6 +258,8 @@ class EvaluationResult:
             names = "; ".join(result.name for result in crashed[:_NAMED])
             more = f"; and {len(crashed) - _NAMED} more" if len(crashed) > _NAMED else ""
             lines.append(f"crashed: {len(crashed)} (their simulator failed; no result): {names}{more}")
+        if remarked := [result for result in self.episodes if result.remark]:
+            lines.append(f"with a remark: {len(remarked)}, such as {remarked[0].name}: {remarked[0].remark}")
         return "\n".join(lines)
 
     def _chain_lines(self, rows: Mapping[str, Sequence[EpisodeResult]]) -> list[str]:

@@ -24,9 +24,11 @@ def test_results_have_it_beside_the_episode(caplog):
     episodes = [Episode(0, trial) for trial in (0, 2, 1, 2)]
     env = make_env(spec(), num_envs=2, chunk_size=4, num_workers=1)
     still = TensorDictModule(lambda x: torch.zeros(x.shape[0], 4, 1), in_keys=[keys.STATES], out_keys=[keys.ACTION])
-    results = evaluate(env, still, episodes).episodes
+    evaluation = evaluate(env, still, episodes)
+    results = evaluation.episodes
     env.close()
     assert [result.remark for result in results] == ["", SAID, "", SAID]
+    assert f"with a remark: 2, such as far trial 2 seed 0: {SAID}" in evaluation.table()
     assert f"toy/whole task far trial 2 seed 0: {SAID}" in caplog.text
     for result in results:
         entry = _line(result)

@@ -37,7 +37,7 @@ class Planner:
 
     def TOPP(  # noqa: N802  mplib calls it so
         self, path: np.ndarray, step: float = 0.1, verbose: bool = False
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, None, float]:
         """Move through joint positions as fast as the limits allow.
 
         Args:
@@ -46,7 +46,8 @@ class Planner:
             verbose: of mplib; nothing is said.
 
         Returns:
-            Of ``T`` samples the times, positions, velocities and accelerations ``[T, J]``, and the duration in seconds.
+            Of ``T`` samples the times, positions and velocities ``[T, J]``; no accelerations, which nobody reads; and
+            the duration in seconds.
 
         Raises:
             RuntimeError: there is no such motion. RoboTwin then lets the arm stand.
@@ -65,7 +66,7 @@ class Planner:
             raise RuntimeError("there is no time-optimal motion through these joint positions")
         times = np.linspace(0, moved.duration, int(moved.duration / step))
         self.last_steps = len(times)
-        return times, moved(times), moved(times, 1), moved(times, 2), moved.duration
+        return times, moved(times), moved(times, 1), None, moved.duration
 
     def set_base_pose(self, pose: Any) -> None:
         """Do nothing: only plans depend on where the arm stands."""

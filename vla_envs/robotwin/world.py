@@ -87,7 +87,7 @@ class World:
             ) from error
         # Ours are counted outside, where an episode ends with the limit and not at the first chunk after it.
         self.task.step_lim = math.inf
-        self.task.moving = False
+        self.task.robot._entity_qf = self.task.balance
 
     def _describe(self, name: str, seed: int) -> str:
         """Return the sentence of the task that is set up: the scene and the seed decide it."""
@@ -109,10 +109,11 @@ class World:
             one; the actions share that time evenly, as RoboTwin divides it for the grippers.
         """
         task = self.task
-        planners = [arm.planner for arm in (task.robot.left_mplib_planner, task.robot.right_mplib_planner)]
+        robot = task.robot
+        planners = [arm.planner for arm in (robot.left_mplib_planner, robot.right_mplib_planner)]
         for planner in planners:
             planner.last_steps = None
-        task.checks, task.moving = 0, True
+        task.checks, task.moving, task.balanced = 0, True, ()
         try:
             with self._own_random():
                 _, solved, _, _ = task.gen_sparse_reward_data(np.asarray(chunk, np.float64))
@@ -130,20 +131,35 @@ class World:
 
     def render(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Draw what the head camera sees, uint8 ``[H, W, 3]``, and both in the hands, ``[2, H, W, 3]``, if asked."""
-        task, cameras = self.task, self.task.cameras
-        used = [cameras.static_camera_list[cameras.static_camera_name.index("head_camera")]]
-        if self._wrist:
-            used += [cameras.left_camera, cameras.right_camera]
+        task = self.task
         with self._own_random():
             kept, ambient = np.random.get_state(), np.array(task.scene.ambient_light)
             task._update_render()  # which draws other lights in some episodes
-            for camera in used:
-                camera.take_picture()
-            images = [self._image(camera.get_picture("Color")) for camera in used]
+            images = [self._image(picture) for picture in self._pictures()]
             np.random.set_state(kept)  # looking changes nothing
             if task.crazy_random_light:
                 task.scene.set_ambient_light(ambient)
         return images[0], np.stack(images[1:]) if self._wrist else None
+
+    def _pictures(self) -> Iterator[np.ndarray]:
+        """Draw each view, float32 ``[H, W, 4]``.
+
+        A camera that draws keeps 240 MB of shadow maps. So one of them draws all views of its kind, from the poses of
+        the others: the same pixels in a third of the memory, and of the time of an episode's first frames.
+        """
+        cameras = self.task.cameras
+        drawing = cameras.static_camera_list[cameras.static_camera_name.index("head_camera")]
+        yield _draw(drawing)
+        if not self._wrist:
+            return
+        if self._options["head_camera_type"] != self._options["wrist_camera_type"]:
+            drawing = cameras.left_camera
+        own = drawing.entity.pose
+        for pose in [camera.entity.pose for camera in (cameras.left_camera, cameras.right_camera)]:
+            drawing.entity.set_pose(pose)
+            self.task.scene.update_render()
+            yield _draw(drawing)
+        drawing.entity.set_pose(own)
 
     def _image(self, color: np.ndarray) -> np.ndarray:
         image = (color[..., :3] * 255).clip(0, 255).astype(np.uint8)
@@ -183,6 +199,11 @@ def crop(image: np.ndarray, size: int = 224) -> np.ndarray:
     lower = image[below][:, left] * (1 - across) + image[below][:, right] * across
     image = upper * (1 - down) + lower * down
     return (image * (255.5 / 255)).astype(np.uint8)  # TensorFlow's way from numbers up to 1 to bytes
+
+
+def _draw(camera: Any) -> np.ndarray:
+    camera.take_picture()
+    return camera.get_picture("Color")
 
 
 def _hold_render_system() -> None:
@@ -243,10 +264,23 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str) -> Any:
         Attributes:
             checks: how often success was asked for, which is once after each physics step.
             moving: whether a chunk is being executed, in which nothing is drawn.
+            balanced: which robots have been given the forces of this physics step.
         """
 
         checks = 0
         moving = False
+        balanced: tuple[Any, ...] = ()
+
+        def balance(self, robot: Any) -> None:
+            """Weigh a robot's own weight up, as RoboTwin does; but once in a physics step of a chunk, not eight times.
+
+            The forces depend on its joints alone, which do not move in between.
+            """
+            if self.moving:
+                if any(robot is done for done in self.balanced):
+                    return
+                self.balanced += (robot,)
+            robot.set_qf(robot.compute_passive_force(gravity=True, coriolis_and_centrifugal=True))
 
         def setup_scene(self, **options: Any) -> None:
             """Do as told, and draw with the shader that was asked for: RoboTwin's own asks for the ray tracer."""
@@ -260,8 +294,9 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str) -> Any:
             super().get_cluttered_table(cluttered_numbers, [-0.59, 0.59], [-0.34, 0.34], [0.741])
 
         def check_success(self, *arguments: Any, **options: Any) -> Any:
-            """Count."""
+            """Count physics steps."""
             self.checks += 1
+            self.balanced = ()
             return super().check_success(*arguments, **options)
 
         def _update_render(self) -> None:
