@@ -282,6 +282,29 @@ def test_one_camera_draws_what_the_benchmarks_cameras_do(options):
     simulator.close()
 
 
+def test_fast_drawing_is_nearly_the_same_and_moves_the_same():
+    found = {}
+    for quality in ("benchmark", "fast"):
+        simulator = make_spec("robotwin/place_empty_cup", seeds="range", render_quality=quality).make()
+        simulator.reset(Episode(0, 1))
+        simulator.execute(wander(simulator))
+        head, wrists = simulator.world.render()
+        lights = simulator.world.task.point_light_lst + simulator.world.task.direction_light_lst
+        joints = [articulation.get_qpos() for articulation in simulator.world.task.scene.get_all_articulations()]
+        found[quality] = np.concatenate(joints), np.stack([head, *wrists]), lights
+        simulator.close()
+    (expected, images, lights), (joints, fast, fast_lights) = found.values()
+    assert np.array_equal(expected, joints)
+    difference = np.abs(images.astype(int) - fast)
+    assert 0 < difference.mean() < 1.5
+    assert (difference > 8).mean() < 0.005
+    for light, other in zip(lights, fast_lights, strict=True):
+        assert (light.shadow_map_size, other.shadow_map_size) == (2048, 1024)
+        assert np.allclose(light.color, other.color)
+        for name in ("shadow_near", "shadow_far", "shadow_half_size"):
+            assert getattr(light, name, None) == getattr(other, name, None)
+
+
 _REFERENCE = """
 import contextlib, io, json, sys, types
 import numpy as np, yaml

@@ -85,6 +85,7 @@ def test_options_with_the_guides_names():
         ({"instruction_type": "train"}, "unknown instruction_type 'train'; known are seen, unseen"),
         ({"seeds": "test"}, "unknown seeds 'test'"),
         ({"shader": "raytracing"}, "unknown shader 'raytracing'"),
+        ({"render_quality": "quick"}, "unknown render_quality 'quick'"),
         ({"step_lim": 0}, "step_lim must be >= 1 and whole, got 0"),
         ({"wrist_camera_type": "D345"}, "unknown wrist_camera_type 'D345'; did you mean D435"),
         ({"center_crop": "perhaps"}, "center_crop"),

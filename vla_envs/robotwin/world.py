@@ -17,6 +17,7 @@ import yaml
 from vla_envs.rendering.vulkan import choose_driver, has_gpu
 from vla_envs.robotwin.package import RoboTwin, import_robotwin
 
+FAST_SHADOWS = 1024  # pixels of a side of a shadow map where drawing is to be fast; SAPIEN's are 2048
 LONGEST = 500  # physics steps of a chunk; longer ones are sampled down to it (_base_task.py:453)
 STANDING = 50  # physics steps of a chunk for which there is no motion
 _KEPT_AREA = 0.9  # of an image that is cropped
@@ -65,7 +66,7 @@ class World:
         self._resets += 1
         _hold_render_system()
         # A new one each time: without curobo RoboTwin cannot set one up twice, and nothing of it stays behind.
-        self.task = _task_class(self._robotwin, name, self._options["shader"])()
+        self.task = _task_class(self._robotwin, name, self._options["shader"], self._options["render_quality"])()
         said = io.StringIO()
         try:
             with self._own_random(), contextlib.redirect_stdout(said):
@@ -206,6 +207,16 @@ def _draw(camera: Any) -> np.ndarray:
     return camera.get_picture("Color")
 
 
+def _with_small_shadows(scene: Any, light: Any) -> Any:
+    """Put a light that casts coarser shadows in the place of another: SAPIEN sizes a shadow map when it is made."""
+    pose, directed = light.entity.pose, hasattr(light, "shadow_half_size")
+    light.entity.remove_from_scene()
+    add, place = (scene.add_directional_light, [0, 0, -1]) if directed else (scene.add_point_light, [0, 0, 0])
+    smaller = add(place, light.color, shadow=True, shadow_map_size=FAST_SHADOWS)
+    smaller.entity.set_pose(pose)
+    return smaller
+
+
 def _hold_render_system() -> None:
     import sapien
 
@@ -254,7 +265,7 @@ def _read_settings(folder: Path, assets: Path, options: Mapping[str, Any], wrist
 
 
 @cache
-def _task_class(robotwin: RoboTwin, name: str, shader: str) -> Any:
+def _task_class(robotwin: RoboTwin, name: str, shader: str, render_quality: str) -> Any:
     """Derive from RoboTwin's task one that counts, draws as it is told, and changes nobody's defaults."""
     base = robotwin.task(name)
 
@@ -288,6 +299,9 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str) -> Any:
 
             super().setup_scene(**options)
             sapien.render.set_camera_shader_dir(shader)
+            if render_quality == "fast":
+                for lights in (self.point_light_lst, self.direction_light_lst):
+                    lights[:] = [_with_small_shadows(self.scene, light) for light in lights]
 
         def get_cluttered_table(self, cluttered_numbers: int = 10, *_: Any, **__: Any) -> None:
             """Give fresh limits: RoboTwin adds the table's shift to its defaults, for every task of the process."""
