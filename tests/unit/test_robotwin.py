@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vla_envs import list_envs, make_spec
-from vla_envs.robotwin import package, planning
+from vla_envs.probe import Finding
+from vla_envs.robotwin import checks, package, planning
 from vla_envs.robotwin.seeds import RANGE, seeds_of, solved_seeds
 from vla_envs.robotwin.spec import REFUSED, TASKS
 from vla_envs.robotwin.world import crop
@@ -259,3 +260,22 @@ def test_the_seeds_are_data_of_the_package():
     file = Path(package.__file__).parent / "seeds.json"
     assert file.stat().st_size < 100_000
     assert set(json.loads(file.read_text())) == {"train", "eval"}
+
+
+def test_the_doctor_says_what_lacks_and_what_to_type(folders, monkeypatch):
+    checkout, assets = folders
+    monkeypatch.setattr(checks, "check_simulator", lambda *_: [])
+    monkeypatch.setattr(checks, "check_vulkan", lambda _: Finding("ok", "Vulkan", ""))
+    found = {finding.name: finding for finding in checks.check()}
+    assert [found[f"RoboTwin's {what}"].status for what in ("checkout", "assets")] == ["missing", "missing"]
+    assert found["RoboTwin's checkout"].remedy.startswith(
+        "git clone -b RLinf_support https://github.com/RoboTwin-Platform"
+    )
+    assert package.COMMIT[:12] in found["RoboTwin's checkout"].remedy
+    assert "TianxingChen/RoboTwin2.0" in found["RoboTwin's assets"].remedy
+    monkeypatch.setenv("ROBOTWIN_PATH", str(checkout))
+    monkeypatch.setenv("ASSETS_PATH", str(assets))
+    (assets / "STANDIN.json").write_text('{"standin": "robotwin"}')
+    found = {finding.name: finding for finding in checks.check()}
+    assert all(finding.status == "ok" for finding in found.values())
+    assert "STAND-IN" in found["RoboTwin's assets"].detail
