@@ -56,7 +56,8 @@ class CalvinSimulator:
         fixes = options["scene_fixes"]
         if options["kind"] == "task":
             # The name, not the index, goes into the seed: an episode is the same beside other tasks and on its own.
-            letter, seed = options["scenes"], (episode.seed, zlib.crc32(task.name.encode()), episode.trial_id)
+            seed = (episode.seed, zlib.crc32(task.name.encode()), episode.trial_id)
+            letter = options["scenes"][np.random.default_rng([*seed, 1]).integers(len(options["scenes"]))]
             self.chain = (task.name,)
             begin(self.world, letter, start_of(task.name, letter, fixes, *seed))
         else:
