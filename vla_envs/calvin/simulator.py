@@ -89,12 +89,12 @@ class CalvinSimulator:
             self._steps = 0
             if self.done < len(self.chain):
                 self._before = self.world.info()
-        published = self.spec.options["kind"] == EVALUATION
+        published, complete = self.spec.options["kind"] == EVALUATION, self.done == len(self.chain)
         return Outcome(
             reward=float(solved),
-            success=self.done == len(self.chain),
+            success=complete,
             ends_chunk=published and solved,
-            ends_episode=published and self._steps == SUBTASK_STEPS,
+            ends_episode=published and not complete and self._steps == SUBTASK_STEPS,
             subtasks=self.done,
         )
 
