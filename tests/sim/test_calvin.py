@@ -274,3 +274,21 @@ def test_a_folder_of_that_name_is_not_taken_for_the_package(monkeypatch, tmp_pat
     env.reset()
     env.close()
     assert Path(os.getcwd()) == tmp_path
+
+
+def test_a_task_in_several_scenes_is_in_each_as_in_that_one_alone():
+    several = make_spec("calvin/turn_on_led", scene="ABCD", wrist_camera=False, image_size=32).make()
+    places = {"A": -0.28, "B": 0.28, "C": -0.12, "D": -0.12}  # of the button, m; by URDF
+    found = {}
+    for trial in range(24):
+        several.reset(Episode(0, trial, seed=2))
+        low, high = several.world.bounds("button_link")
+        found.setdefault(round((low[0] + high[0]) / 2, 2), []).append((trial, np.concatenate(several.world.states())))
+    assert set(found) == set(places.values())
+    assert max(map(len, found.values())) < 20  # C and D are half
+    alone = make_spec("calvin/turn_on_led", scene="B", wrist_camera=False, image_size=32).make()
+    for trial, states in found[places["B"]]:
+        alone.reset(Episode(0, trial, seed=2))
+        assert np.array_equal(np.concatenate(alone.world.states()), states)
+    several.close()
+    alone.close()

@@ -173,7 +173,7 @@ CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
     ("ppo {calvin} env.id=calvin/open_drawr", r"unknown CALVIN suite or task 'open_drawr'; did you mean open_drawer"),
     ("ppo {calvin} env.id=calvin/D+open_drawer", "joins scenes and tasks; type calvin/ABC for scenes, scene=A for"),
     ("ppo {calvin} env.id=calvin/A env.scene=D", "scene=D: calvin/A says by its name where it is; type calvin/D"),
-    ("ppo {calvin} env.scene=E", r"env\.scene=E: must be 'A', 'B', 'C' or 'D'"),
+    ("ppo {calvin} env.scene=E", "scene=E: is not of A, B, C, D, or some of them; type scene=D or scene=ABC"),
     ("ppo {calvin} env.renderer=eg", r"env\.renderer=eg: must be 'auto', 'tiny' or 'egl'"),
     ("ppo {calvin} env.image_size=0", r"env\.image_size=0: must be greater than or equal to 16"),
     ("ppo {calvin} env.path=/nope sft=none", "no checkout of calvin_env. Looked in; /nope: no such folder; Type: git"),
