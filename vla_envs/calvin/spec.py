@@ -39,8 +39,8 @@ EVALUATION = "lh-mtlc"
 TRIALS_OF_A_TASK = 50
 _PROTOCOLS = {
     EVALUATION: f"LH-MTLC: chains of {LENGTH} tasks, {SUBTASK_STEPS} steps for each, ended by the first failure",
-    "chain": f"training chain: {LENGTH} tasks in {CHAIN_STEPS} steps, as RLinf has it; not LH-MTLC; {{chains}} chains",
-    "task": f"tasks one by one, {SUBTASK_STEPS} steps; no protocol of the benchmark",
+    "chain": f"training chain: {LENGTH} tasks in {{steps}} steps, as RLinf has it; not LH-MTLC; {{chains}} chains",
+    "task": "tasks one by one, {steps} steps; no protocol of the benchmark",
 }
 
 
@@ -148,7 +148,7 @@ def make_spec(
         clips_actions=False,
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
-        protocol=_PROTOCOLS[kind].format(chains="the published" if published else "drawn"),
+        protocol=_PROTOCOLS[kind].format(steps=steps, chains="the published" if published else "drawn"),
         protocol_deviations=tuple(deviations),
         options={
             "kind": kind,
