@@ -60,7 +60,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
 
     setting = {"greedy": config.greedy, "ablation": config.ablation}
     setting |= {"protocol": run.spec.protocol} if run.spec.protocol else {}
-    spec = as_evaluated(run.spec, config.eval.trials)
+    spec = as_evaluated(run.spec, config.eval.get("trials"))
     setting["protocol_deviations"] = spec.protocol_deviations
     metrics = {**result.metrics(), **result.intervals(), **setting}
     print(f"\n{describe_spec(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
