@@ -194,19 +194,16 @@ def _why_no_chain(condition: Condition, names: tuple[Any, ...]) -> str:
     if len(names) != LENGTH:
         return f"it has {len(names)} tasks instead of {LENGTH}"
     for number, name in enumerate(names):
-        if not isinstance(name, str) or name not in tasks():
-            return (
-                str(unknown_name("task", name, tasks())).rstrip("?")
-                if isinstance(name, str)
-                else f"{name!r} is no task"
-            )
+        if not isinstance(name, str):
+            return f"{name!r} is no task"
+        if name not in tasks():
+            return str(unknown_name("task", name, tasks())).rstrip("?")
         same = next((other for other in names[:number] if tasks()[other] == tasks()[name]), None)
         if same is not None:
             return f"{name} and {same} are of one category, of which a chain has no two"
         after = outcomes(condition, name)
         if len(after) != 1:
-            return (
-                f"{name}, its task {number + 1}, is {'not possible' if not after else 'possible in several ways'} then"
-            )
+            problem = "possible in several ways" if after else "not possible"
+            return f"{name}, its task {number + 1}, is {problem} then"
         condition = after[0]
     return ""
