@@ -23,7 +23,7 @@ from vla_algos.evaluation import blank_images, swap_instructions
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
 from vla_algos.run.files import finite_or_none, write_atomically
 from vla_algos.run.seeds import seed_rank
-from vla_algos.run.summary import describe_spec
+from vla_algos.run.summary import as_evaluated, describe_spec
 from vla_common.errors import unknown_name
 from vla_common.settings import setting_types
 from vla_envs.workers.pool import SimulatorCrash
@@ -60,11 +60,10 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
 
     setting = {"greedy": config.greedy, "ablation": config.ablation}
     setting |= {"protocol": run.spec.protocol} if run.spec.protocol else {}
-    setting["protocol_deviations"] = run.spec.protocol_deviations
+    spec = as_evaluated(run.spec, config.eval.get("trials"))
+    setting["protocol_deviations"] = spec.protocol_deviations
     metrics = {**result.metrics(), **result.intervals(), **setting}
-    print(
-        f"\n{describe_spec(run.spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}"
-    )
+    print(f"\n{describe_spec(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
     print(f"\n{result.table()}")
     if config.mean_of:
         once, at_end = result.mean_of_groups(config.mean_of)

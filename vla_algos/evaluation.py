@@ -416,7 +416,7 @@ def swap_instructions(tasks: Sequence[Task]) -> Observe:
     if len(instructions) < 2:
         raise ValueError(
             f"swapping instructions needs tasks with at least 2 different ones, got {instructions}; "
-            "evaluate an environment with several tasks"
+            "evaluate an environment with several tasks, each of which is an episode"
         )
     said = {task.instruction: task.instructions or (task.instruction,) for task in tasks}
     swapped = {

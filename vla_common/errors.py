@@ -24,6 +24,11 @@ _ALSO_CALLED = {  # elsewhere in the field, and here
     "horizon": "max_episode_steps",
     "total_timesteps": "iterations",
     "max_steps": "iterations",
+    "max_epochs": "iterations",
+    "ep_len": "max_episode_steps",
+    "num_sequences": "trials",
+    "task_suite_name": "id",
+    "camera_heights": "image_size",
 }
 
 

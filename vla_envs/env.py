@@ -63,7 +63,8 @@ def make_env(
         ignore_terminations: continue after success until the horizon.
         reward_coef: factor of the benchmark's reward.
         relative_reward: each action is paid the change of the reward since the one before it, from 0 at the start:
-            success pays once however long it lasts, and losing it costs as much.
+            success pays once however long it lasts, and losing it costs as much. Refused where rewards are paid once
+            already (``SimulatorSpec.pays_once``).
         step_penalty: subtracted for each executed action, after the two above.
         step_timeout: seconds after which a worker that does not get on to its next environment counts as hung and is
             replaced.
@@ -85,6 +86,11 @@ def make_env(
     else:
         check_options(find_benchmark(id)[0], options, _own_types())
         spec = make_spec(id, **options)
+    if relative_reward and spec.pays_once:
+        raise ValueError(
+            f"relative_reward=True: {spec.id} pays once for what is done, and would take it back with the next action; "
+            "leave relative_reward out (false)"
+        )
     if num_envs % group_size:
         raise ValueError(
             f"num_envs={num_envs} is not a multiple of group_size={group_size}; "

@@ -140,6 +140,8 @@ class SimulatorSpec:
             options choose some; training and evaluation then share them. ``None``: as many as are asked for.
         chain_length: tasks that an episode asks for one after the other; if more than 1, what is solved of a chain is
             counted and reported (``Outcome.subtasks``).
+        pays_once: whether the reward of an action is for what it has brought about, not for the state it led to, so
+            that its changes mean nothing: ``relative_reward`` is refused.
         image_shape: ``(H, W)`` of ``images``.
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
@@ -172,6 +174,7 @@ class SimulatorSpec:
     wrist_image_shape: tuple[int, int, int] | None = None
     initial_states: int | None = None
     chain_length: int = 1
+    pays_once: bool = False
     batched: str = ""
     protocol: str = ""
     protocol_deviations: tuple[str, ...] = ()

@@ -322,7 +322,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.start": one_of("rlinf", "rl4vla"),
     "env.textures": one_of("rlinf", "rl4vla"),
     "env.backend": one_of("processes", "cuda"),
-    "env.scene": one_of("A", "B", "C", "D"),
+    "env.scene": one_of(None, "A", "B", "C", "D", "ABC", "ABCD"),
     "env.chains": one_of(None, "drawn", "published"),
     "env.chains_file": one_of(None),
     "env.sentences": one_of(None, "validation", "training"),

@@ -16,7 +16,7 @@ from vla_algos.evaluation import evaluate
 from vla_common import keys
 from vla_envs import Episode, make_env, make_spec
 from vla_envs.calvin import chains
-from vla_envs.calvin.expert import expert_tasks
+from vla_envs.calvin.expert import Expert, expert_tasks
 from vla_envs.calvin.scenes import BLOCKS
 from vla_envs.calvin.simulator import CalvinSimulator
 from vla_envs.calvin.states import published_state
@@ -45,7 +45,8 @@ def trajectory(simulator, episode, steps=40):
         simulator.step(action)
         found.append(np.concatenate(simulator.world.states()))
     seen.append(simulator.observe())
-    return [np.stack(found), *(image for each in seen for image in (each.images, each.wrist_images))]
+    said = [each.task_description for each in seen]
+    return [np.stack(found), *(image for each in seen for image in (each.images, each.wrist_images)), *said]
 
 
 def trajectory_after(simulator, others):
@@ -110,6 +111,23 @@ def test_blocks_lie_where_the_condition_says(simulator, scene):
         assert lights == {"lightbulb": condition["lightbulb"], "led": condition["led"]}
 
 
+def test_upstreams_scenes_are_upstreams():
+    made = make_spec("calvin/ABC", scene_fixes=False, chains="published").make()
+    for number, order in enumerate([("pink", "blue", "red"), BLOCKS, ("blue", "red", "pink")]):
+        made.reset(Episode(number, 0))
+        placed = published_state(chains.published_chains()[0][0], "D")[1]
+        for index, color in enumerate(order):
+            assert made.world.block(color)[0][:2] == pytest.approx(placed[6 + 6 * index :][:2], abs=0.01)
+    made.close()
+    alone = make_spec("calvin/push_red_block_left", scene="B", scene_fixes=False).make()
+    places = set()
+    for trial in range(16):
+        alone.reset(Episode(0, trial))
+        places.add(round(alone.world.block("red")[0][0], 2))
+    alone.close()
+    assert places == {0.05, 0.23}  # the latter is on the button
+
+
 def test_upstream_drops_blocks_where_ours_does_not():
     condition = next(c for c in chains.conditions() if c["red_block"] == "slider_left")
     for fixes, lies in ((True, True), (False, False)):
@@ -131,6 +149,29 @@ def test_the_expert_solves_its_task(task):
         solved.append(any(made.step(made.expert_action()).success for _ in range(120)))
     made.close()
     assert sum(solved) >= 7
+
+
+def test_the_oracle_compares_with_where_the_last_task_ended():
+    made = make_spec("calvin/D", image_size=32, wrist_camera=False).make()
+    made.reset(Episode(0, 0))
+    is_on = made.world.info()["scene_info"]["lights"]["led"]["logical_state"]
+    made.chain = ("turn_off_led", "turn_on_led") if is_on else ("turn_on_led", "turn_off_led")  # the same at both ends
+    for number, task in enumerate(made.chain):
+        expert = Expert(made.world, task)
+        assert any(made.step(expert.action()).subtasks == number + 1 for _ in range(100)), task
+    made.close()
+
+
+def test_a_finished_chain_goes_on_where_that_is_asked_for():
+    spec = make_spec("calvin/lh-mtlc", image_size=32, wrist_camera=False)
+    made = replace(spec, entry_point="test_calvin:Willing").make()
+    made.reset(Episode(0, 0))
+    made.done = len(made.chain) - 1
+    outcomes = [made.step(OPEN) for _ in range(3 + 361)]
+    assert [outcome.success for outcome in outcomes] == [False] * 2 + [True] * 362
+    assert [outcome.reward for outcome in outcomes] == [0, 0, 1] + [0] * 361
+    assert not any(outcome.ends_episode for outcome in outcomes)
+    made.close()
 
 
 def test_the_published_evaluation_gives_up_after_360_steps():
@@ -233,3 +274,21 @@ def test_a_folder_of_that_name_is_not_taken_for_the_package(monkeypatch, tmp_pat
     env.reset()
     env.close()
     assert Path(os.getcwd()) == tmp_path
+
+
+def test_a_task_in_several_scenes_is_in_each_as_in_that_one_alone():
+    several = make_spec("calvin/turn_on_led", scene="ABCD", wrist_camera=False, image_size=32).make()
+    places = {"A": -0.28, "B": 0.28, "C": -0.12, "D": -0.12}  # of the button, m; by URDF
+    found = {}
+    for trial in range(24):
+        several.reset(Episode(0, trial, seed=2))
+        low, high = several.world.bounds("button_link")
+        found.setdefault(round((low[0] + high[0]) / 2, 2), []).append((trial, np.concatenate(several.world.states())))
+    assert set(found) == set(places.values())
+    assert max(map(len, found.values())) < 20  # C and D are half
+    alone = make_spec("calvin/turn_on_led", scene="B", wrist_camera=False, image_size=32).make()
+    for trial, states in found[places["B"]]:
+        alone.reset(Episode(0, trial, seed=2))
+        assert np.array_equal(np.concatenate(alone.world.states()), states)
+    several.close()
+    alone.close()

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from vla_envs import evaluation_episodes, make_spec
+from vla_envs import evaluation_episodes, make_env, make_spec
 from vla_envs.calvin import chains, single, states
 from vla_envs.calvin.scenes import CABINET_SHIFT, TABLE_SHIFT
 from vla_envs.calvin.spec import all_sentences
@@ -49,13 +49,18 @@ def test_a_hash_of_the_publication():
 def test_states_of_a_condition():
     for condition in chains.conditions():
         robot, scene = states.published_state(condition, "D")
-        shifted = states.published_state(condition, "C")[1]
+        shifted, off_button = (states.published_state(condition, letter)[1] for letter in "CB")
         assert robot.shape == (15,)
         assert scene.shape == (24,)
         assert scene[0] == (0.28 if condition["slider"] == "left" else 0)
         for number, color in enumerate(("red", "blue", "pink")):
             moved = shifted[6 + 6 * number] - scene[6 + 6 * number]
             assert moved == pytest.approx(0.18 if "slider" in condition[f"{color}_block"] else 0)
+            right = scene[6 + 6 * number] > 0.2  # of the two places on the table; in B the button is there
+            moved = off_button[6 + 6 * number] - scene[6 + 6 * number]
+            assert moved == pytest.approx(-0.03 if right else 0.18 if "slider" in condition[f"{color}_block"] else 0)
+        assert np.array_equal(np.delete(off_button, [6, 12, 18]), np.delete(scene, [6, 12, 18]))
+        assert np.array_equal(states.published_state(condition, "A")[1], scene)
     assert set(CABINET_SHIFT) == set(TABLE_SHIFT) == set("ABCD")
 
 
@@ -78,7 +83,13 @@ def test_names_and_what_they_say():
     assert evaluation.protocol == "LH-MTLC: chains of 5 tasks, 360 steps for each, ended by the first failure"
     training = make_spec("calvin/ABC")
     assert training.chain_length == 5
-    assert training.protocol.startswith("training chain: 5 tasks in 480 steps")
+    assert training.protocol == "training chain: 5 tasks in 480 steps, as RLinf has it; not LH-MTLC; drawn chains"
+    assert make_spec("calvin/D", chains="published").protocol.endswith("; the published chains")
+    assert make_spec("calvin/CBA").tasks[0].instructions == training.tasks[0].instructions  # the training ones
+    assert len(make_spec("calvin/AB").tasks[0].instructions) == 34
+    assert make_spec("calvin/A", scene="A") == make_spec("calvin/A")  # said twice
+    off_the_button = [text for text in training.protocol_deviations if "off the button" in text]
+    assert [text.partition(" mended")[0] for text in off_the_button] == ["scene B"]
     assert [task.name for task in training.tasks] == ["chains in A", "chains in B", "chains in C"]
     assert training.max_episode_steps == 480
     assert sum("mended" in text for text in training.protocol_deviations) == 3
@@ -103,13 +114,16 @@ def test_names_and_what_they_say():
         ("AA", {}, "unknown CALVIN suite or task 'AA'"),
         ("open_drawer+open_drawer", {}, "names a task twice"),
         ("D", {"scene": "A"}, "type calvin/A"),
+        ("A", {"scene": "D"}, "scene=D: calvin/A says by its name where it is; type calvin/D"),
         ("lh-mtlc", {"chains": "drawn"}, "has its own"),
         ("lh-mtlc", {"max_episode_steps": 480}, "360 steps for each task"),
         ("D", {"chains_file": "x.json"}, "type chains=published too"),
         ("D", {"sentences": "both"}, "unknown sentences 'both'"),
         ("D", {"scene_fixes": "no"}, "must be a valid boolean"),
         ("D+open_drawer", {}, "joins scenes and tasks; type calvin/ABC for scenes, scene=A for tasks"),
-        ("open_drawer", {"scene": "E"}, "unknown scene 'E'; known are A, B, C, D"),
+        ("open_drawer", {"scene": "E"}, "scene=E: is not of A, B, C, D"),
+        ("open_drawer", {"scene": "AAB"}, "scene=AAB: is not of A, B, C, D, or some of them"),
+        ("lh-mtlc", {"scene": "AB"}, "runs in one scene; type scene=B"),
         ("open_drawer", {"chains": "published"}, "is for training in scenes such as calvin/D"),
         ("D", {"image_size": 0}, "at least 16, got 0; try image_size=200"),
         ("D", {"image_size": 100_000}, "image_size=100000: must be less than"),
@@ -122,6 +136,13 @@ def test_what_cannot_be_is_one_line(suite, options, message):
     with pytest.raises(ValueError, match=message) as raised:
         make_spec(f"calvin/{suite}", **options)
     assert "\n" not in str(raised.value)
+
+
+def test_what_is_paid_once_is_not_paid_as_a_change():
+    for name in ("calvin/D", "calvin/lh-mtlc", "calvin/open_drawer"):
+        with pytest.raises(ValueError, match=r"relative_reward=True: .* leave relative_reward out") as raised:
+            make_env(name, 1, relative_reward=True)
+        assert "\n" not in str(raised.value)
 
 
 def _first(**changes):
@@ -153,7 +174,7 @@ def test_a_damaged_file_of_chains_is_refused(tmp_path, content, message):
     with pytest.raises(ValueError, match=message) as raised:
         make_spec("calvin/lh-mtlc", chains_file=str(file))
     assert "\n" not in str(raised.value)
-    assert "it takes a list of" in str(raised.value) or "the file takes a list of" in str(raised.value)
+    assert "it takes a list of" in str(raised.value)
 
 
 def test_a_file_of_chains_may_be_short_and_in_any_order(tmp_path):

@@ -23,7 +23,7 @@ WITHOUT_A_ROW = {
     "calvin_evaluate_abc_d_openvlaoft": "evaluation",
     "calvin_evaluate_abcd_d_openpi": "evaluation",
     "calvin_evaluate_d_d_openpi": "evaluation",
-    "calvin_push_ppo_small": "ours alone: on a CPU",
+    "calvin_scenes_ppo_small": "ours alone: on a CPU",
     "libero_10_ppo_openvlaoft": "the guide names it and RLinf has no file of it",
     "libero_evaluate_openpi": "evaluation: RLinf has a file for each suite, and they do not agree",
     "libero_evaluate_rl_openvlaoft": "evaluation",

@@ -19,7 +19,7 @@ from vla_algos.groups import collect_groups, concatenate
 from vla_algos.metrics import env_metrics, mean_interval, wilson_interval
 from vla_algos.run.evaluator import Evaluator, gather
 from vla_algos.run.folder import finish_folder
-from vla_algos.run.summary import describe_spec
+from vla_algos.run.summary import as_evaluated, describe_spec
 from vla_common.keys import (
     ACTION,
     CRASHED,
@@ -33,7 +33,7 @@ from vla_common.keys import (
     TERMINATED,
     TRUNCATED,
 )
-from vla_envs import make_env
+from vla_envs import make_env, make_spec
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes
 from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
 from vla_envs.simulator import Episode
@@ -342,7 +342,7 @@ def test_results_name_their_protocol(tmp_path):
         "  not the benchmark's: two instead of three",
     ]
     (tmp_path / "run").mkdir()
-    finish_folder(tmp_path / "run", {"x": 1.0}, 2.0, spec.protocol)
+    finish_folder(tmp_path / "run", {"x": 1.0}, 2.0, spec)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["protocol"] == "by hand"
 
 
@@ -361,3 +361,12 @@ def test_a_description_that_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=message) as raised:
         chained_spec(FIRST, **fields)
     assert "\n" not in str(raised.value)
+
+
+def test_fewer_initial_states_than_the_benchmark_has_are_said():
+    published = make_spec("calvin/lh-mtlc")
+    assert "2 of its 1000 initial states" in describe_spec(as_evaluated(published, 2))
+    for trials in (None, 1000):
+        assert as_evaluated(published, trials) is published
+    drawn = make_spec("calvin/D")
+    assert as_evaluated(drawn, 2) is drawn

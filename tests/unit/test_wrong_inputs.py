@@ -3,6 +3,7 @@
 The line says what is wrong, what would be right, and what to type.
 """
 
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from vla_algos.run import phase, program
 from vla_algos.run.checkpoints import CheckpointError
 from vla_algos.run.explanations import explain
 from vla_common.program import FAILED, INTERRUPTED, WRONG_USE, one_line, report
+from vla_envs.calvin.chains import published_chains
 from vla_policies import SmallVLA, SmallVLAConfig
 
 BEFORE_WORK = {".lock"}  # and the log of Hydra's
@@ -46,7 +48,7 @@ NAMES = [  # what is typed, and the words that the line has
     ("ppo eval={trials:5,episodes:3}", r"is a section; type its settings one by one: eval\.NAME=VALUE"),
     ("ppo seed.x=1", r"unknown setting 'seed\.x'; did you mean seed"),
     ("ppo ~optim.lrr", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),
-    ("ppo -m env=metaworld_button,nope", "unknown env 'nope'; known are base, libero"),
+    ("ppo -m env=metaworld_button,nope", "unknown env 'nope'; known are base, calvin"),
     ("ppo --cfg job optim.lrr=1", r"did you mean optim\.lr"),
     ("ppo --config-dir . optim.lrr=1", r"did you mean optim\.lr"),
     ("ppo -cn nope", "unknown configuration 'nope'"),
@@ -68,7 +70,7 @@ GRAMMAR = [
     ("ppo +optim.lr=1", r"optim\.lr is a setting already; type it without the \+: optim\.lr=VALUE"),
     ("ppo +env=libero", r"env is chosen already; type it without the \+"),
     ("ppo ++env=libero", r"env is chosen already; type it without the \+"),
-    ("ppo env=null", "unknown env 'null'; known are base, libero"),
+    ("ppo env=null", "unknown env 'null'; known are base, calvin"),
     ("ppo optim=5", "unknown optim '5'; known are adamw"),
     ("ppo policy=[a", "Hydra cannot read it .no viable alternative.*a text is quoted twice"),
     ("ppo seed=1=2", r"""seed=1=2: Hydra cannot read it .* quoted twice: 'seed="1=2"'"""),
@@ -160,6 +162,31 @@ ENVIRONMENT = [
     ("ppo {libero}", "libero/spatial has no scripted expert.*type sft=none"),
     ("HOME=/nope VLA_TORCHRL_ASSETS=/nope ppo {libero} sft=none", "no LIBERO assets.*Type: hf download"),
 ]
+SHORT = {
+    "libero": "env=libero eval=benchmark",
+    "calvin": "env=calvin env.id=calvin/open_drawer",
+    "lh-mtlc": "env=calvin_lh_mtlc sft=none",
+    "chains": "{place}/chains.json",
+}
+CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
+    ("ppo {calvin} env.id=calvin/E", "unknown CALVIN suite or task 'E'; known are lh-mtlc, A, B"),
+    ("ppo {calvin} env.id=calvin/open_drawr", r"unknown CALVIN suite or task 'open_drawr'; did you mean open_drawer"),
+    ("ppo {calvin} env.id=calvin/D+open_drawer", "joins scenes and tasks; type calvin/ABC for scenes, scene=A for"),
+    ("ppo {calvin} env.id=calvin/A env.scene=D", "scene=D: calvin/A says by its name where it is; type calvin/D"),
+    ("ppo {calvin} env.scene=E", "scene=E: is not of A, B, C, D, or some of them; type scene=D or scene=ABC"),
+    ("ppo {calvin} env.renderer=eg", r"env\.renderer=eg: must be 'auto', 'tiny' or 'egl'"),
+    ("ppo {calvin} env.image_size=0", r"env\.image_size=0: must be greater than or equal to 16"),
+    ("ppo {calvin} env.path=/nope sft=none", "no checkout of calvin_env. Looked in; /nope: no such folder; Type: git"),
+    ("ppo {calvin} env.relative_reward=true sft=none", "relative_reward=True: .* leave relative_reward out"),
+    ("ppo {calvin} env.chains=published", "chains=published is for training in scenes such as calvin/D"),
+    ("ppo {calvin} env.id=calvin/D env.chains_file={chains}", "type chains=published too, or calvin/lh-mtlc"),
+    ("ppo {calvin} env.id=calvin/D", "calvin/D has no scripted expert, .*type sft=none"),
+    ("sft {calvin} env.id=calvin/open_drawer+stack_block", r"calvin/open_drawer\+stack_block has no scripted expert"),
+    ("ppo {lh-mtlc} env.max_episode_steps=480", "has 360 steps for each task; leave max_episode_steps out"),
+    ("ppo {lh-mtlc} env.chains_file=/nope.json", r"chains_file=/nope\.json: is not a file of chains .*No such file"),
+    ("ppo {lh-mtlc} env.chains_file={place}/file", "file: is not a file of chains .*it takes a list of"),
+    ("ppo {lh-mtlc} env.chains_file={chains} eval.trials=2", "has 1 initial states per task, got trials=2; take fewer"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +212,19 @@ def place(tmp_path_factory):
     (folder / "file").write_text("text")
     make_checkpoint(folder / "openvla")
     make_pi0_checkpoint(folder / "pi0", horizon=50)
+    (folder / "chains.json").write_text(json.dumps(published_chains()[:1]))
     return folder
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
-    [*NAMES, *OTHER_ALGORITHM, *GRAMMAR, *FLAGS, *VALUES, *FILES, *ENVIRONMENT],
+    [*NAMES, *OTHER_ALGORITHM, *GRAMMAR, *FLAGS, *VALUES, *FILES, *ENVIRONMENT, *CALVIN],
     ids=lambda text: text if "=" in text or text[0] in "pegs" else "",
 )
 def test_a_wrong_input_is_one_line(typed, message, programs, place, tmp_path):
-    words = typed.replace("{place}", str(place)).replace("{libero}", "env=libero eval=benchmark").split()
+    for name, stands_for in SHORT.items():
+        typed = typed.replace(f"{{{name}}}", stands_for)
+    words = typed.replace("{place}", str(place)).split()
     environment = {}
     while "=" in words[0]:
         environment |= dict([words.pop(0).split("=")])

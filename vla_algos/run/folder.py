@@ -21,6 +21,7 @@ from vla_algos.run.files import attempt, finite_or_none, link_atomically, remove
 from vla_algos.run.lock import FolderInUse, FolderLock
 from vla_algos.run.provenance import differences, record_result, record_start
 from vla_algos.run.seeds import seed_everything
+from vla_envs import SimulatorSpec
 
 _LEFTOVERS = (".unfinished_*", ".old_*", "checkpoints/.unfinished_*", "videos/**/.unfinished_*")
 
@@ -85,12 +86,15 @@ def say_what_differs(folder: Path) -> None:
             print(f"resumed with other code or versions, numbers may differ from here on: {'; '.join(found)}")
 
 
-def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float, protocol: str = "") -> None:
+def finish_folder(
+    folder: Path, metrics: Mapping[str, float], seconds: float, spec: SimulatorSpec | None = None
+) -> None:
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
     if not parallel.is_main():
         return
-    named = {"protocol": protocol} if protocol else {}
-    result = {"seconds": seconds, **named, "metrics": finite_or_none(metrics)}
+    named = {"protocol": spec.protocol} if spec and spec.protocol else {}
+    differs = {"protocol_deviations": spec.protocol_deviations} if spec else {}
+    result = {"seconds": seconds, **named, **differs, "metrics": finite_or_none(metrics)}
     attempt(f"the result in {folder / 'run.json'}", lambda: record_result(folder, result), "it is printed below")
     latest = folder.parent / "latest"
     attempt(f"the link {latest}", lambda: link_atomically(latest, folder.name), "it points where it did, if it did")

@@ -314,7 +314,7 @@ class Run:
     def _finish(self) -> None:
         seconds = time.perf_counter() - self._started
         evaluations, speeds = self.state["evaluations"], sorted(self.state["speeds"])
-        finish_folder(self.folder, evaluations[-1][1], seconds, self.spec.protocol)
+        finish_folder(self.folder, evaluations[-1][1], seconds, self.spec)
         self._logger.close()
         self.env.close()
         speed = speeds[len(speeds) // 2] if speeds else None
@@ -353,7 +353,7 @@ class Run:
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """Note what came of the run; called when everything is written."""
-        finish_folder(self.folder, metrics, time.perf_counter() - self._started, self.spec.protocol)
+        finish_folder(self.folder, metrics, time.perf_counter() - self._started, self.spec)
 
 
 def make_env_spec(settings: Mapping) -> SimulatorSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -16,6 +17,17 @@ def describe_spec(spec: SimulatorSpec) -> str:
     """Name a suite, its protocol and what differs from the benchmark's own one, for printing beside a result."""
     protocol = [f"  protocol: {spec.protocol}"] if spec.protocol else []
     return "\n".join([spec.id, *protocol, *(f"  not the benchmark's: {text}" for text in spec.protocol_deviations)])
+
+
+def as_evaluated(spec: SimulatorSpec, trials: int | None) -> SimulatorSpec:
+    """Add to what differs from the benchmark's protocol that it has more initial states of each task than ``trials``.
+
+    Of benchmarks that draw their initial states any number will do, and nothing is added.
+    """
+    if spec.initial_states is None or trials is None or trials >= spec.initial_states:
+        return spec
+    fewer = f"{trials} of its {spec.initial_states} initial states of each task (eval=benchmark has all)"
+    return replace(spec, protocol_deviations=(*spec.protocol_deviations, fewer))
 
 
 def describe_policy(policy: VLAPolicy) -> str:

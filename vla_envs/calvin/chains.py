@@ -21,9 +21,8 @@ from vla_envs.calvin.scenes import BLOCKS
 
 LENGTH = 5  # tasks of a chain
 PUBLISHED = 1000  # chains of the published evaluation
-Condition = Mapping[
-    str, Any
-]  # {"led": 0, "lightbulb": 1, "slider": "left", "drawer": "open", "red_block": "table", ...}
+# {"led": 0, "lightbulb": 1, "slider": "left", "drawer": "open", "red_block": "table", ...}
+Condition = Mapping[str, Any]
 _CHOICES: dict[str, list[Any]] = {
     "led": [0, 1],
     "lightbulb": [0, 1],
@@ -47,7 +46,7 @@ def tasks() -> dict[str, int]:
             f"lift_{color}_block_{place}": 4 + number for number, place in enumerate(("table", "slider", "drawer"))
         }
     found |= {"place_in_slider": 7, "place_in_drawer": 7}
-    found |= {name: 10 for name in ("stack_block",)} | {"unstack_block": 11}
+    found |= {"stack_block": 10, "unstack_block": 11}
     found |= {f"turn_{switch}_{light}": 8 for light in ("lightbulb", "led") for switch in ("on", "off")}
     found["push_into_drawer"] = 9
     return found
@@ -195,19 +194,16 @@ def _why_no_chain(condition: Condition, names: tuple[Any, ...]) -> str:
     if len(names) != LENGTH:
         return f"it has {len(names)} tasks instead of {LENGTH}"
     for number, name in enumerate(names):
-        if not isinstance(name, str) or name not in tasks():
-            return (
-                str(unknown_name("task", name, tasks())).rstrip("?")
-                if isinstance(name, str)
-                else f"{name!r} is no task"
-            )
+        if not isinstance(name, str):
+            return f"{name!r} is no task"
+        if name not in tasks():
+            return str(unknown_name("task", name, tasks())).rstrip("?")
         same = next((other for other in names[:number] if tasks()[other] == tasks()[name]), None)
         if same is not None:
             return f"{name} and {same} are of one category, of which a chain has no two"
         after = outcomes(condition, name)
         if len(after) != 1:
-            return (
-                f"{name}, its task {number + 1}, is {'not possible' if not after else 'possible in several ways'} then"
-            )
+            problem = "possible in several ways" if after else "not possible"
+            return f"{name}, its task {number + 1}, is {problem} then"
         condition = after[0]
     return ""

@@ -56,7 +56,8 @@ class CalvinSimulator:
         fixes = options["scene_fixes"]
         if options["kind"] == "task":
             # The name, not the index, goes into the seed: an episode is the same beside other tasks and on its own.
-            letter, seed = options["scenes"], (episode.seed, zlib.crc32(task.name.encode()), episode.trial_id)
+            seed = (episode.seed, zlib.crc32(task.name.encode()), episode.trial_id)
+            letter = options["scenes"][np.random.default_rng([*seed, 1]).integers(len(options["scenes"]))]
             self.chain = (task.name,)
             begin(self.world, letter, start_of(task.name, letter, fixes, *seed))
         else:
@@ -88,12 +89,12 @@ class CalvinSimulator:
             self._steps = 0
             if self.done < len(self.chain):
                 self._before = self.world.info()
-        published = self.spec.options["kind"] == EVALUATION
+        published, complete = self.spec.options["kind"] == EVALUATION, self.done == len(self.chain)
         return Outcome(
             reward=float(solved),
-            success=self.done == len(self.chain),
+            success=complete,
             ends_chunk=published and solved,
-            ends_episode=published and self._steps == SUBTASK_STEPS,
+            ends_episode=published and not complete and self._steps == SUBTASK_STEPS,
             subtasks=self.done,
         )
 

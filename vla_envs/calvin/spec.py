@@ -8,7 +8,7 @@ angles and the gripper's opening; relative actions; 30 Hz. Chains of five tasks 
 - ``calvin/D``, ``calvin/ABC`` and so on, for training, as RLinf's guide has it: 480 steps for all five tasks, a reward
   of 1 for each, the sentence advances without a reset and in the midst of a chunk, terminated after the fifth.
 
-And the tasks one by one: ``calvin/open_drawer``.
+And the tasks one by one: ``calvin/open_drawer``. A task is paid once, by the action that does it.
 
 Actions out of bounds are executed as they are, as calvin_env and its evaluation do (the published data were clipped to
 -1 to 1 when they were recorded). Of the gripper only the sign counts: above 0 opens, everything else closes.
@@ -25,7 +25,7 @@ from typing import Literal
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels
 from vla_common.validation import check_name, is_whole_number
-from vla_envs.calvin.chains import LENGTH, published_chains, tasks
+from vla_envs.calvin.chains import LENGTH, PUBLISHED, published_chains, tasks
 from vla_envs.calvin.expert import expert_tasks
 from vla_envs.calvin.package import describe_package
 from vla_envs.calvin.scenes import SCENES, describe_fixes
@@ -39,8 +39,8 @@ EVALUATION = "lh-mtlc"
 TRIALS_OF_A_TASK = 50
 _PROTOCOLS = {
     EVALUATION: f"LH-MTLC: chains of {LENGTH} tasks, {SUBTASK_STEPS} steps for each, ended by the first failure",
-    "chain": f"training chain: {LENGTH} tasks in {CHAIN_STEPS} steps, as RLinf has it; not LH-MTLC",
-    "task": f"tasks one by one, {SUBTASK_STEPS} steps; no protocol of the benchmark",
+    "chain": f"training chain: {LENGTH} tasks in {{steps}} steps, as RLinf has it; not LH-MTLC; {{chains}} chains",
+    "task": "tasks one by one, {steps} steps; no protocol of the benchmark",
 }
 
 
@@ -60,7 +60,7 @@ def suites() -> tuple[str, ...]:
 def make_spec(
     suite: str,
     *,
-    scene: Literal["A", "B", "C", "D"] = "D",
+    scene: str | None = None,
     chains: Literal["drawn", "published"] | None = None,
     chains_file: str | None = None,
     sentences: Literal["validation", "training"] | None = None,
@@ -76,12 +76,13 @@ def make_spec(
     Args:
         suite: ``"lh-mtlc"``, scenes to draw chains from such as ``"D"`` and ``"ABC"``, a task such as
             ``"open_drawer"``, or several tasks joined by ``+``.
-        scene: of ``"lh-mtlc"`` and of tasks.
+        scene: of ``"lh-mtlc"`` and of tasks; ``None`` for D. Of a task also several, such as ``"ABC"``: which one an
+            episode is in is then drawn from its seed.
         chains: in training ``"drawn"`` ones, anew for each episode, or the 1000 ``"published"`` ones of the evaluation,
             as RLinf trains on; the evaluation has these.
         chains_file: a file with other chains in place of the published ones.
         sentences: ``"validation"``, one for each task; ``"training"``: one of about eleven is drawn. ``None``:
-            validation, and training for ``ABC`` and ``ABCD``, as RLinf has it.
+            validation, and training for chains in A, B and C, and in all four, as RLinf has it.
         max_episode_steps: horizon of an episode in training or of a task; ``None`` for 480 and 360.
         image_size: pixels of a side of the static camera.
         wrist_camera: draw what the camera in the hand sees.
@@ -93,7 +94,6 @@ def make_spec(
     Raises:
         ValueError: an unknown suite, scene or task, or an option that the suite does not have.
     """
-    check_name("scene", scene, SCENES, example="D")
     check_name("renderer", renderer, ("auto", "tiny", "egl"), example="auto")
     if chains is not None:
         check_name("chains", chains, ("drawn", "published"), example="drawn")
@@ -109,7 +109,7 @@ def make_spec(
     published = kind == EVALUATION or chains == "published"
     if chains_file is not None and not published:
         raise ValueError("chains_file replaces the published chains; type chains=published too, or calvin/lh-mtlc")
-    usual = "training" if suite in ("ABC", "ABCD") else "validation"
+    usual = "training" if kind == "chain" and {*"ABC"} <= {*scenes} else "validation"
     said = usual if sentences is None else sentences
     horizon = {"chain": CHAIN_STEPS, "task": SUBTASK_STEPS, EVALUATION: LENGTH * SUBTASK_STEPS}[kind]
     steps = horizon if max_episode_steps is None else max_episode_steps
@@ -120,7 +120,7 @@ def make_spec(
         text
         for deviates, text in [
             (steps != horizon, f"horizon {steps} instead of {horizon}"),
-            (kind == EVALUATION and scene != "D", f"scene {scene} instead of D"),
+            (kind == EVALUATION and scenes != "D", f"scene {scenes} instead of D"),
             (said != usual, f"{said} sentences instead of {usual} ones"),
             (chains_file is not None, f"{number} chains of {chains_file}"),
             (image_size != IMAGE_SIZE, f"{image_size} x {image_size} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
@@ -136,9 +136,10 @@ def make_spec(
         id=f"calvin/{suite}",
         entry_point=f"vla_envs.calvin.simulator:{'Expert' if demonstrated else 'Calvin'}Simulator",
         tasks=tuple(_task(kind, name, said) for name in names),
-        trials=number or (TRIALS_OF_A_TASK if kind == "task" else 1000 // len(scenes)),
+        trials=number or (TRIALS_OF_A_TASK if kind == "task" else PUBLISHED // len(scenes)),
         initial_states=number,
         chain_length=1 if kind == "task" else LENGTH,
+        pays_once=True,
         image_shape=(image_size, image_size),
         wrist_image_shape=(1, WRIST_IMAGE_SIZE, WRIST_IMAGE_SIZE) if wrist_camera else None,
         state_dim=7,
@@ -147,7 +148,7 @@ def make_spec(
         clips_actions=False,
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
-        protocol=_PROTOCOLS[kind],
+        protocol=_PROTOCOLS[kind].format(steps=steps, chains="the published" if published else "drawn"),
         protocol_deviations=tuple(deviations),
         options={
             "kind": kind,
@@ -162,13 +163,18 @@ def make_spec(
     )
 
 
-def _parts(suite: str, scene: str) -> tuple[str, str, tuple[str, ...]]:
+def _parts(suite: str, asked: str | None) -> tuple[str, str, tuple[str, ...]]:
     """Return the kind of a suite, its scenes, and the names of its tasks."""
+    scene = "D" if asked is None else asked
+    if not _are_scenes(scene):
+        raise ValueError(f"scene={scene}: is not of {', '.join(SCENES)}, or some of them; type scene=D or scene=ABC")
     if suite == EVALUATION:
+        if len(scene) > 1:
+            raise ValueError(f"scene={scene}: calvin/{EVALUATION} runs in one scene; type scene={scene[-1]}")
         return EVALUATION, scene, (f"chains in {scene}",)
-    if suite and set(suite) <= set(SCENES) and len(set(suite)) == len(suite):
-        if scene != "D":
-            raise ValueError(f"scene={scene}: calvin/{suite} says by its name where it is; type calvin/{scene}")
+    if _are_scenes(suite):
+        if asked not in (None, suite):
+            raise ValueError(f"scene={asked}: calvin/{suite} says by its name where it is; type calvin/{asked}")
         return "chain", suite, tuple(f"chains in {letter}" for letter in suite)
     names = tuple(suite.split("+"))
     for name in names:
@@ -179,6 +185,11 @@ def _parts(suite: str, scene: str) -> tuple[str, str, tuple[str, ...]]:
     if len(set(names)) != len(names):
         raise ValueError(f"CALVIN suite {suite!r} names a task twice; name each task once")
     return "task", scene, names
+
+
+def _are_scenes(letters: object) -> bool:
+    """Tell whether a text names scenes, each once."""
+    return isinstance(letters, str) and 0 < len(letters) == len({*letters} & {*SCENES})
 
 
 def _task(kind: str, name: str, said: str) -> Task:

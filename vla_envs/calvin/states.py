@@ -24,9 +24,8 @@ _CABINET = {
 }
 _TABLE = ((0.0500000896, -0.120000177, 0.459990009), (0.229995412, -0.119995140, 0.459990010))
 _ROTATIONS = (math.pi / 2 - math.pi / 8, math.pi / 2 + math.pi / 8)  # of a block about the vertical
-SLIDER, DRAWER, BUTTON, SWITCH, LIGHTBULB, LED, FIRST_BLOCK = range(
-    7
-)  # entries of scene_obs; blocks have 6 numbers each
+# Entries of scene_obs; blocks have 6 numbers each.
+SLIDER, DRAWER, BUTTON, SWITCH, LIGHTBULB, LED, FIRST_BLOCK = range(7)
 _SLIDER_LEFT, _DRAWER_OPEN, _SWITCH_ON = 0.28, 0.22, 0.088  # m, m, m
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vla_envs.calvin.package import import_calvin, import_pybullet, silence
-from vla_envs.calvin.scenes import BLOCKS, read_camera, read_oracle, read_robot, read_scene
+from vla_envs.calvin.scenes import read_camera, read_oracle, read_robot, read_scene
 from vla_envs.calvin.states import FIRST_BLOCK
 from vla_envs.probe import run_probe
 
@@ -124,7 +124,8 @@ class World:
 
     def block(self, color: str) -> tuple[np.ndarray, float]:
         """Return the middle of a block, m, float64 ``[3]``, and its rotation about the vertical, rad."""
-        pose = self.states()[1][FIRST_BLOCK + 6 * BLOCKS.index(color) :][:6]
+        number = [block.name for block in self.scene.movable_objects].index(f"block_{color}")
+        pose = self.states()[1][FIRST_BLOCK + 6 * number :][:6]
         return pose[:3], pose[5]
 
     def bounds(self, link: str) -> tuple[np.ndarray, np.ndarray]:
