@@ -46,7 +46,7 @@ def demonstrate(
 
     Args:
         simulator: one with ``expert_action()``, float ``[A]``; with ``expert_chunk(C)``, float ``[C, A]``, where chunks
-            are executed as a whole: it is asked once for each, and all of it is disturbed.
+            are executed as a whole: it is asked once for each, and all of it is disturbed. ``None`` gives up.
         episode: what to solve; it also seeds the disturbance.
         chunk_size: actions per label, ``C``.
         stride: record every so many primitive actions, or decisions where chunks are executed as a whole; only recorded
@@ -81,6 +81,8 @@ def demonstrate(
             recorded.append(len(wanted))
         decisions += 1
         plan = simulator.expert_chunk(chunk_size) if chunked else simulator.expert_action()[None]
+        if plan is None:
+            break
         if not np.isfinite(plan).all():
             raise WrongAnswer(f"the expert's action is {np.asarray(plan).tolist()}, must be finite numbers")
         actions = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vla_envs import list_envs, make_spec
+from vla_envs.episodes import EpisodeSampler, evaluation_episodes
 from vla_envs.probe import Finding
 from vla_envs.robotwin import checks, package, planning
 from vla_envs.robotwin.seeds import RANGE, seeds_of, solved_seeds
@@ -63,14 +64,14 @@ def test_options_with_the_guides_names():
     assert openvla.image_shape == (224, 224)
     assert openvla.wrist_image_shape is None
     assert openvla.max_episode_steps == 200
-    assert openvla.protocol == "demo_randomized, piper and piper 0.6 m apart, train seeds, 200 actions"
+    assert openvla.protocol == "demo_randomized, piper and piper 0.6 m apart, seeds solved, 200 actions"
     assert "at most 200 actions instead of 500" in openvla.protocol_deviations
     assert "images are their middle 0.9 by area, 224 x 224" in openvla.protocol_deviations
     pi0 = make_spec("robotwin/adjust_bottle", head_camera_type="L515")
     assert pi0.image_shape == (180, 320)
     assert pi0.wrist_image_shape == (2, 240, 320)
     assert pi0.max_episode_steps == 400
-    own = make_spec("robotwin/place_shoe", shader="rt", instruction_type="unseen", seeds="eval")
+    own = make_spec("robotwin/place_shoe", shader="rt", instruction_type="unseen")
     assert [text for text in own.protocol_deviations if "STAND-IN" not in text] == []
 
 
@@ -110,7 +111,7 @@ def test_training_and_evaluation_never_share_a_seed():
     assert len(solved_seeds("eval")) == 22
     assert set(solved_seeds("eval")) <= set(TASKS)
     for name in TASKS:
-        train, held_out = seeds_of(name, "train"), seeds_of(name, "eval")
+        train, held_out = seeds_of(name, "solved")
         assert not set(train) & set(held_out)
         assert len(set(train)) == len(train)
         assert len(held_out) >= 150
@@ -122,17 +123,31 @@ def test_training_and_evaluation_never_share_a_seed():
     sums = {kind: sum(map(sum, solved_seeds(kind).values())) for kind in ("train", "eval")}
     assert sums == {"train": 2_561_678_910, "eval": 500_653_262_622}
     assert (max(solved_seeds("train")["place_shoe"]), max(solved_seeds("eval")["place_shoe"])) == (244490, 100287909)
-    assert seeds_of("click_bell", "range") == seeds_of("turn_switch", "range") == RANGE
+    assert seeds_of("click_bell", "range") == seeds_of("turn_switch", "solved")
     assert (RANGE[0], len(RANGE)) == (10000, 190000)
-    assert (seeds_of("turn_switch", "train")[-1], seeds_of("turn_switch", "eval")[0]) == (149999, 150000)
+    assert [(part[0], part[-1]) for part in seeds_of("click_bell", "range")] == [(10000, 149999), (150000, 199999)]
 
 
 def test_trials_are_as_many_as_there_are_seeds():
-    assert make_spec("robotwin/adjust_bottle").initial_states == 1000
-    assert make_spec("robotwin/adjust_bottle", seeds="eval").initial_states == 150
-    assert make_spec("robotwin/turn_switch", seeds="eval").initial_states == 50000
-    assert make_spec("robotwin/all", seeds="eval").initial_states == 150
-    assert make_spec("robotwin/all", seeds="eval").trials == 100
+    def numbers(suite):
+        spec = make_spec(suite)
+        return spec.initial_states, spec.evaluation_states, spec.trials
+
+    assert numbers("robotwin/adjust_bottle") == (1000, 150, 100)
+    assert numbers("robotwin/turn_switch") == (140_000, 50_000, 100)
+    assert numbers("robotwin/all")[1:] == (150, 100)
+
+
+def test_training_never_begins_where_evaluation_does():
+    spec = make_spec("robotwin/adjust_bottle+lift_pot")
+    evaluated = {(episode.task_id, episode.trial_id) for episode in evaluation_episodes(spec, seed=0)}
+    assert len(evaluated) == 200
+    for mode in ("random", "ordered"):
+        sampler = EpisodeSampler(spec, seed=0, mode=mode)
+        drawn = [sampler.next() for _ in range(2000)]
+        assert not evaluated & {(episode.task_id, episode.trial_id) for episode in drawn}
+    with pytest.raises(ValueError, match="has 150 initial states per task, got trials=151"):
+        evaluation_episodes(spec, 151)
 
 
 def test_the_step_limits_are_those_of_the_checkout():

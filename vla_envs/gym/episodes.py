@@ -87,6 +87,7 @@ class EpisodeStream:
         # Both are always drawn, so that fixing one does not change the other.
         tasks, trials = len(spec.tasks), spec.initial_states or _MAX_SEED
         drawn = int(random.integers(tasks)), int(random.integers(trials))
+        trials += spec.evaluation_states or 0
         task_id, trial_id = options.get(keys.TASK_ID, drawn[0]), options.get(keys.TRIAL_ID, drawn[1])
         whole = is_whole_number(task_id) and is_whole_number(trial_id)  # 3.7 is no task
         if not whole or not 0 <= task_id < tasks or not 0 <= trial_id < trials:

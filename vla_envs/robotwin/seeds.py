@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from itertools import accumulate
 
-KINDS = ("train", "eval", "range")
+KINDS = ("solved", "range")
 RANGE = range(10_000, 200_000)  # what RLinf draws from for tasks without a list
 _FIRST_OF_EVALUATION = 150_000
 
@@ -24,17 +24,14 @@ def solved_seeds(kind: str) -> dict[str, tuple[int, ...]]:
     return {task: tuple(accumulate(steps)) for task, steps in table[kind].items()}
 
 
-def seeds_of(task: str, kind: str) -> Sequence[int]:
-    """List the seeds of a task's trials.
+def seeds_of(task: str, kind: str) -> tuple[Sequence[int], Sequence[int]]:
+    """List the seeds that a task is trained with and those that it is evaluated with; none is in both.
 
     Args:
         task: its name.
-        kind: ``"train"`` or ``"eval"``: the list, or where there is none the lower or the upper part of
-            :data:`RANGE`. ``"range"``: all of that, which nobody has tried.
+        kind: ``"solved"``: the task's lists, where it has some. ``"range"``, and for the other tasks: the lower and the
+            upper part of :data:`RANGE`, which nobody has tried.
     """
-    if kind == "range":
-        return RANGE
-    if task in solved_seeds(kind):
-        return solved_seeds(kind)[task]
-    parts = {"train": range(RANGE.start, _FIRST_OF_EVALUATION), "eval": range(_FIRST_OF_EVALUATION, RANGE.stop)}
-    return parts[kind]
+    if kind == "solved" and task in solved_seeds("train"):
+        return solved_seeds("train")[task], solved_seeds("eval")[task]
+    return range(RANGE.start, _FIRST_OF_EVALUATION), range(_FIRST_OF_EVALUATION, RANGE.stop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vla_envs.rendering.vulkan import check_driver
+from vla_envs.robotwin.expert import Expert
 from vla_envs.robotwin.package import check_packages, find_assets, find_package
 from vla_envs.robotwin.seeds import seeds_of
 from vla_envs.robotwin.world import UnstableEpisode, World
@@ -48,10 +49,11 @@ class RoboTwinSimulator:
             RuntimeError: RoboTwin has failed, or many seeds in a row are unstable.
         """
         name = self.spec.task_of(episode).name
-        seeds = seeds_of(name, self.spec.options["seeds"])
-        if episode.trial_id >= len(seeds):
-            raise ValueError(f"{self.spec.id} has trials 0 to {len(seeds) - 1} of {name}, got {episode.trial_id}")
-        named = seeds[episode.trial_id]
+        training, evaluation = seeds_of(name, self.spec.options["seeds"])
+        first, trials = self.spec.initial_states or 0, (self.spec.evaluation_states or 0)
+        if not episode.trial_id < first + trials:
+            raise ValueError(f"{self.spec.id} has trials 0 to {first + trials - 1}, got {episode.trial_id}")
+        named = training[episode.trial_id] if episode.trial_id < first else evaluation[episode.trial_id - first]
         for seed in range(named, named + MOST_REPLACEMENTS + 1):
             try:
                 self.world.reset(name, seed)
@@ -84,3 +86,23 @@ class RoboTwinSimulator:
 
     def close(self) -> None:
         self.world.close()
+
+
+class ExpertSimulator(RoboTwinSimulator):
+    """Tasks for each of which there is a scripted expert."""
+
+    _expert: Expert | None = None
+    _task = ""
+
+    def reset(self, episode: Episode) -> None:
+        super().reset(episode)
+        self._expert, self._task = None, self.spec.task_of(episode).name
+
+    def expert_chunk(self, length: int) -> np.ndarray | None:
+        """Ask the scripted expert what to do next in the running episode, float64 ``[C, 14]``.
+
+        It knows where things are, which no policy is told. ``None`` if an arm does not reach them.
+        """
+        if self._expert is None:
+            self._expert = Expert(self.world, self._task)
+        return self._expert.chunk(length)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count
-from vla_common.validation import check_name, check_whole_number
+from vla_common.settings import Count, Pixels
+from vla_common.validation import check_name, check_whole_number, image_shape
+from vla_envs.robotwin.expert import expert_tasks
 from vla_envs.robotwin.package import describe_package
 from vla_envs.robotwin.seeds import KINDS, RANGE, seeds_of, solved_seeds
 from vla_envs.simulator import SimulatorSpec, Task
@@ -65,9 +66,10 @@ def make_spec(
     wrist_camera_type: _Camera = "D435",
     collect_wrist_camera: bool = True,
     center_crop: bool = False,
+    image_size: tuple[Pixels, Pixels] | Pixels | None = None,
     step_lim: Count | None = None,
     instruction_type: Literal["seen", "unseen"] = "seen",
-    seeds: Literal["train", "eval", "range"] = "train",
+    seeds: Literal["solved", "range"] = "solved",
     shader: Literal["default", "rt"] = "default",
     render_quality: Literal["benchmark", "fast"] = "benchmark",
     path: str | None = None,
@@ -88,9 +90,13 @@ def make_spec(
         wrist_camera_type: likewise, of both.
         collect_wrist_camera: draw what the cameras in the hands see, left and right.
         center_crop: keep the middle 0.9 of each image's area, at 224 x 224 pixels.
+        image_size: ``(height, width)`` that frames are reduced to, by averaging, or the pixels of a side; divisors of what
+            they have otherwise. ``None`` for the camera's.
         step_lim: primitive actions of an episode; ``None`` for each task's own in RoboTwin's evaluation.
         instruction_type: which of RoboTwin's sentences an episode has.
-        seeds: which initial states there are, see :func:`vla_envs.robotwin.seeds.seeds_of`; trials are their numbers.
+        seeds: ``"solved"``, those that RoboTwin's demonstrations have solved, of the 22 tasks that have such lists;
+            ``"range"``: any, see :func:`vla_envs.robotwin.seeds.seeds_of`. Trials are their numbers: first those of
+            training, then those of evaluation, and no seed is in both.
         shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
             CPU.
         render_quality: ``"fast"`` draws shadows of half the resolution, in half the time on a CPU; 0.2 % of the pixels
@@ -114,9 +120,15 @@ def make_spec(
     arms = _checked_arms(embodiment)
     names = _tasks_of(suite)
     limits = {name: step_lim or TASKS[name] for name in names}
-    states = min(len(seeds_of(name, seeds)) for name in names)
+    states, heldout = (min(map(len, parts)) for parts in zip(*(seeds_of(name, seeds) for name in names), strict=True))
     unlisted = seeds == "range" or not set(names) <= set(solved_seeds("eval"))
+    demonstrated = set(names) <= set(expert_tasks())
     other = [name for name in names if limits[name] != TASKS[name]]
+    shape, wrist = CAMERAS[head_camera_type], CAMERAS[wrist_camera_type]
+    if center_crop:
+        shape = wrist = (CROPPED, CROPPED)
+    if image_size is not None:
+        shape = wrist = _reduced(image_size, {shape, wrist} if collect_wrist_camera else {shape})
     deviations = [
         *describe_package(path, assets_path),
         *(
@@ -131,6 +143,7 @@ def make_spec(
                     f"cameras {head_camera_type} (head) and {wrist_camera_type} (wrists) instead of D435",
                 ),
                 (not collect_wrist_camera, "no cameras in the hands"),
+                (image_size is not None, f"images reduced to {' x '.join(map(str, shape))} pixels"),
                 (center_crop, f"images are their middle 0.9 by area, {CROPPED} x {CROPPED}"),
                 (instruction_type == "seen", "sentences of the seen split, as RLinf has it; RoboTwin's own are unseen"),
                 (unlisted, f"seeds from {RANGE.start} to {RANGE.stop - 1} that nobody has tried"),
@@ -138,17 +151,15 @@ def make_spec(
             if deviates
         ),
     ]
-    shape, wrist = CAMERAS[head_camera_type], CAMERAS[wrist_camera_type]
-    if center_crop:
-        shape = wrist = (CROPPED, CROPPED)
     joint = math.pi
     return SimulatorSpec(
         id=f"robotwin/{suite}",
-        entry_point="vla_envs.robotwin.simulator:RoboTwinSimulator",
+        entry_point=f"vla_envs.robotwin.simulator:{'Expert' if demonstrated else 'RoboTwin'}Simulator",
         # What is said differs between episodes: objects and arms have several names each.
         tasks=tuple(Task(name, name.replace("_", " ")) for name in names),
-        trials=min(EPISODES, states),
+        trials=EPISODES,
         initial_states=states,
+        evaluation_states=heldout,
         image_shape=shape,
         wrist_image_shape=(2, *wrist) if collect_wrist_camera else None,
         state_dim=14,
@@ -157,7 +168,7 @@ def make_spec(
         clips_actions=False,
         max_episode_steps=max(limits.values()),
         control_frequency=None,
-        protocol=f"{task_config}, {_describe(arms)}, {seeds} seeds, {_numbers(limits.values())} actions",
+        protocol=f"{task_config}, {_describe(arms)}, seeds {seeds}, {_numbers(limits.values())} actions",
         protocol_deviations=tuple(deviations),
         options={
             "task_config": task_config,
@@ -165,6 +176,7 @@ def make_spec(
             "head_camera_type": head_camera_type,
             "wrist_camera_type": wrist_camera_type,
             "center_crop": center_crop,
+            "image_shape": shape,
             "limits": limits,
             "instruction_type": instruction_type,
             "seeds": seeds,
@@ -190,6 +202,19 @@ def _tasks_of(suite: str) -> tuple[str, ...]:
     if len(set(names)) != len(names):
         raise ValueError(f"RoboTwin suite {suite!r} names a task twice; name each task once")
     return names
+
+
+def _reduced(image_size: Any, shapes: Collection[tuple[int, int]]) -> tuple[int, int]:
+    """Return what frames of these shapes are reduced to, where that is an average of whole pixels."""
+    wanted = image_shape(image_size)
+    for shape in shapes:
+        if any(have % want for have, want in zip(shape, wanted, strict=True)):
+            height, width = (side // 4 for side in shape)
+            raise ValueError(
+                f"image_size={list(wanted)} does not divide frames of {shape[0]} x {shape[1]} pixels; type "
+                f"image_size=[{height},{width}], or null for all of them"
+            )
+    return wanted
 
 
 def _checked_arms(embodiment: Sequence[str | float]) -> tuple[str | float, ...]:
