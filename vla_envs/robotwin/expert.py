@@ -1,4 +1,4 @@
-"""A scripted expert for four tasks that are solved by pressing: go near the place, press, and again if nothing happened.
+"""A scripted expert for four tasks that are solved by pressing. Each chunk is one press.
 
 RoboTwin's own demonstrations need a motion planner. Here joint angles come from SAPIEN's inverse kinematics, and an arm
 goes straight from angles to angles: enough where nothing stands in the way. It plans from where the arms are, so that it
@@ -7,7 +7,7 @@ comes back from disturbed actions too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 _CLOSED = 0.0
 _ABOVE, _THROUGH = 0.06, 0.012  # m: a finger tip before it presses, and how far below the surface it wants to get
 _BEFORE, _BEHIND = 0.05, 0.03  # m: the same of the switch, along its normal
-_STEEP, _LEVEL = np.arange(1.5, 0.25, -0.1), np.arange(0.5, -0.35, -0.1)  # rad that a hand may point down, best first
+_DOWN, _LEVEL = (0.9, 0.7, 0.5, 0.3, 1.1, 1.3), (0.3, 0.1, -0.1, 0.5)  # rad that a hand may point down, best first
 _REACHED = 1e-3  # m and rad that inverse kinematics may be off
 
 
@@ -33,7 +33,7 @@ class Press:
     left: bool
     near: np.ndarray
     on: np.ndarray
-    pitches: np.ndarray
+    pitches: Sequence[float]
 
 
 def expert_tasks() -> tuple[str, ...]:
@@ -54,26 +54,24 @@ class Expert:
         press = _PRESSES[name](world.task)
         self._hand = slice(0, 7) if press.left else slice(7, 14)
         self._poses = _reach(world.task.robot, press)
-        self._decisions = 0
 
     def chunk(self, length: int) -> np.ndarray | None:
         """Tell what to do from where the arms are, float64 ``[C, 14]``; ``None`` if the place is out of reach."""
         if self._poses is None:
             return None
-        now = self._world.states()
-        goal = now.copy()
-        goal[self._hand] = [*self._poses[self._decisions % 2], _CLOSED]
-        self._decisions += 1
-        parts = np.arange(1, length + 1)[:, None] / length
-        return now + parts * (goal - now)
+        points = [self._world.states() for _ in range(3)]
+        for point, angles in zip(points[1:], self._poses, strict=True):
+            point[self._hand] = [*angles, _CLOSED]
+        times = 2 * np.arange(1, length + 1) / length
+        return np.stack([np.interp(times, range(3), values) for values in np.transpose(points)], 1)
 
 
 def _from_above(name: str, contact: int) -> Callable[[Any], Press]:
     def press(task: Any) -> Press:
         actor = getattr(task, name)
         point = np.array(actor.get_contact_point(contact)[:3])
-        near, on = point + [0, 0, _ABOVE], point - [0, 0, _THROUGH]
-        return Press(actor.get_pose().p[0] < 0, near, on, _STEEP)
+        near, on = (point + np.array([0, 0, height]) for height in (_ABOVE, -_THROUGH))
+        return Press(actor.get_pose().p[0] < 0, near, on, _DOWN)
 
     return press
 
@@ -126,7 +124,7 @@ class _Arm:
         self._limits = np.concatenate([joint.get_limits() for joint in joints])
 
     def angles(self, place: np.ndarray, pitch: float, start: np.ndarray | None = None) -> np.ndarray | None:
-        """Find angles that hold the finger tips at a place, the hand pointing away from the shoulder and down by a pitch.
+        """Find angles that hold the finger tips at a place; the hand points away from the shoulder, down by a pitch.
 
         Args:
             place: m ``[3]``, in the world.

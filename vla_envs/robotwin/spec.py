@@ -90,8 +90,8 @@ def make_spec(
         wrist_camera_type: likewise, of both.
         collect_wrist_camera: draw what the cameras in the hands see, left and right.
         center_crop: keep the middle 0.9 of each image's area, at 224 x 224 pixels.
-        image_size: ``(height, width)`` that frames are reduced to, by averaging, or the pixels of a side; divisors of what
-            they have otherwise. ``None`` for the camera's.
+        image_size: ``(height, width)`` that frames are reduced to, by averaging, or the pixels of a side; divisors of
+            what they have otherwise. ``None`` for the camera's.
         step_lim: primitive actions of an episode; ``None`` for each task's own in RoboTwin's evaluation.
         instruction_type: which of RoboTwin's sentences an episode has.
         seeds: ``"solved"``, those that RoboTwin's demonstrations have solved, of the 22 tasks that have such lists;
