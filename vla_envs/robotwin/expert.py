@@ -1,7 +1,7 @@
 """A scripted expert for four tasks that are solved by pressing. Each chunk is one press.
 
 RoboTwin's own demonstrations need a motion planner. Here joint angles come from SAPIEN's inverse kinematics, and an arm
-goes straight from angles to angles: enough where nothing stands in the way. It plans from where the arms are, so that it
+goes straight from angles to angles: enough where nothing stands in the way. It plans from where the arms are, and so
 comes back from disturbed actions too.
 """
 
