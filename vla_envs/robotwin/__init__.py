@@ -14,8 +14,9 @@ _JOINTS = (
     "right gripper opening (0 to 1)",
 )
 _BOTH_ARMS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12)
-# openvla-oft's ALOHA_CONSTANTS, which RLinf sets by ROBOT_PLATFORM: the extremes of the data for actions and states, all
-# 14 numbers of them normalised (JOINT_POS_BIMANUAL), 25 actions. Its frames are cropped by the environment.
+# openvla-oft's ALOHA_CONSTANTS, which RLinf sets by ROBOT_PLATFORM: chunks of 25, bounds of actions and states are the
+# extremes of the data. All 14 numbers are normalised (JOINT_POS_BIMANUAL) and nothing is done to the grippers after
+# that. RLinf's environment crops the frames, its model does not.
 _PUBLISHED_OPENVLA = {
     "layout": "official",
     "statistics": "min_max",

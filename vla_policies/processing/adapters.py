@@ -108,7 +108,7 @@ class Adapter:
             image_size=schema.image_size,
             wrist_images=schema.wrist_images,
             instruction=schema.instruction,
-            joints=JointSpace(joints or {}),
+            joints=JointSpace.from_names(joints or {}, min(schema.state_dim, schema.action_dim)),
         )
 
     @property
