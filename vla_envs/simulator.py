@@ -154,6 +154,8 @@ class SimulatorSpec:
         control_frequency: primitive actions per simulated second; ``None`` where an action has no duration of its own,
             because chunks are executed as a whole (:class:`ChunkSimulator`).
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
+        center_crop: whether the images are the middle of the cameras' already, so that a policy does not crop them
+            again; ``None`` where the benchmark has no such option.
         batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
             processes do.
         protocol: the one under which results are measured, in a line, where the benchmark has several; shown wherever a
@@ -178,6 +180,7 @@ class SimulatorSpec:
     evaluation_states: int | None = None
     chain_length: int = 1
     pays_once: bool = False
+    center_crop: bool | None = None
     batched: str = ""
     protocol: str = ""
     protocol_deviations: tuple[str, ...] = ()

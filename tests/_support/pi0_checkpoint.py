@@ -33,6 +33,22 @@ def make_checkpoint(folder, name="pi0_tiny", size=8, horizon=6):
     return folder
 
 
+def make_bimanual(folder, name="pi0_tiny", statistics=None, horizon=50):
+    """A tiny checkpoint with room for 32 numbers, as the published ones have, and statistics of 14."""
+    make_checkpoint(folder, name, size=14, horizon=horizon)
+    if statistics is not None:
+        (folder / "assets" / "tiny" / "norm_stats.json").write_text(json.dumps({"norm_stats": statistics}))
+    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(6)
+    for key, dim in (("action_in_proj.weight", 1), ("state_proj.weight", 1), ("action_out_proj.weight", 0)):
+        if key in weights:
+            shape = list(weights[key].shape)
+            shape[dim] = 32
+            weights[key] = 0.2 * torch.randn(shape, generator=generator)
+    weights["action_out_proj.bias"] = torch.zeros(32)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 def add_rlinf_heads(folder, read, hidden, actions, widths=(20, 12, 6), noise_widths=(10, 7), bounds=(0.05, 0.3)):
     """Add a value head of ``read`` numbers and a noise head to a checkpoint, by RLinf's names; returns their tensors.
 

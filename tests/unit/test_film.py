@@ -1,11 +1,10 @@
 """Checkpoints of OpenVLA-OFT with FiLM: the file of the official code is read, merged, used and written again."""
 
-import re
-
 import pytest
 import torch
 from closeness import assert_near
-from openvla_checkpoint import act, make_checkpoint, observations
+from openvla_checkpoint import FILM as FILE
+from openvla_checkpoint import RANK, act, add_film, make_checkpoint, observations
 from safetensors.torch import load_file
 from torchrl.envs.utils import ExplorationType
 
@@ -15,43 +14,12 @@ from vla_policies.openvla.model import BOS, STOP
 from vla_policies.openvla.prompts import PAD
 from vla_policies.registry import inspect_policy
 
-RANK, FILE = 32, "vision_backbone--150000_checkpoint.pt"
 SETTINGS = {"benchmark": "libero", "layout": "official", "num_action_chunks": 2}
-
-
-def official(weights, hidden_size):
-    """The vision backbone as openvla-oft saves it: wrapped blocks, FiLM layers, unmerged adapters."""
-    torch.manual_seed(3)
-    stored = {}
-    for name, tensor in weights.items():
-        if not name.startswith("vision_backbone."):
-            continue
-        theirs = re.sub(r"\.blocks\.(\d+)\.", r".blocks.\1.block.", name)
-        linear = re.search(r"(qkv|attn\.proj|fc1|fc2)\.(weight|bias)$", name)
-        if not linear:
-            stored[theirs] = tensor
-            continue
-        layer, _, kind = theirs.rpartition(".")
-        stored[f"{layer}.base_layer.{kind}"] = tensor
-        if kind == "weight":
-            stored[f"{layer}.lora_A.default.weight"] = 0.05 * torch.randn(RANK, tensor.shape[1])
-            stored[f"{layer}.lora_B.default.weight"] = 0.05 * torch.randn(tensor.shape[0], RANK)
-    blocks = {re.match(r"vision_backbone\.\w+\.blocks\.\d+", name) for name in weights}
-    for block in sorted({found[0] for found in blocks if found}):
-        dim = weights[f"{block}.norm1.weight"].shape[0]
-        for name in ("scale", "shift"):
-            stored[f"{block}.{name}.weight"] = 0.3 * torch.randn(dim, hidden_size)
-            stored[f"{block}.{name}.bias"] = 0.1 * torch.randn(dim)
-    return stored
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = make_checkpoint(tmp_path_factory.mktemp("film"))
-    weights = load_file(folder / "model.safetensors")
-    hidden_size = weights["language_model.model.norm.weight"].shape[0]
-    torch.save(official(weights, hidden_size), folder / FILE)
-    return folder
+    return add_film(make_checkpoint(tmp_path_factory.mktemp("film")))
 
 
 @pytest.fixture(scope="module")

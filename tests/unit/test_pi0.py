@@ -296,7 +296,7 @@ def test_presets_name_benchmarks_that_have_an_adapter(config_name):
     preset = get_preset(config_name)
     assert config_name.startswith("pi05_" if preset.pi05 else "pi0_")
     assert preset.benchmark in config_name
-    assert all(joint < get_adapter(preset.benchmark).state_dim for joint in preset.relative)
+    assert all(joint < get_adapter(config_name).state_dim for joint in preset.relative)
 
 
 def test_relative_actions_are_relative_to_the_state(tmp_path):

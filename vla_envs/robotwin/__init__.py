@@ -14,6 +14,19 @@ _JOINTS = (
     "right gripper opening (0 to 1)",
 )
 _BOTH_ARMS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12)
+# openvla-oft's ALOHA_CONSTANTS, which RLinf sets by ROBOT_PLATFORM: chunks of 25, bounds of actions and states are the
+# extremes of the data. All 14 numbers are normalised (JOINT_POS_BIMANUAL) and nothing is done to the grippers after
+# that. RLinf's environment crops the frames, its model does not.
+_PUBLISHED_OPENVLA = {
+    "layout": "official",
+    "statistics": "min_max",
+    "num_action_chunks": 25,
+    "image_resize": "bicubic",
+    "center_crop": False,
+}
+# RLinf's configurations of that name (openpi/dataconfig/__init__.py at a3816b596). Joints move relative to the state,
+# grippers do not. adapt_to_pi is False for pi0 and, left at its default, True for pi0.5; the signs are openpi's.
+_PI = {"horizon": 50, "relative": _BOTH_ARMS, "joints": {"flip": (1, 2, 8, 9), "aloha_gripper": (6, 13)}}
 BENCHMARK = Benchmark(
     name="robotwin",
     title="RoboTwin",
@@ -24,21 +37,11 @@ BENCHMARK = Benchmark(
         actions=_JOINTS,  # positions to go to
         instruction="place the empty cup on the coaster",
         families={
-            "openvla": {"model_action_dim": 14, "dimensions": tuple(range(14))},
+            "openvla": {"model_action_dim": 14, "dimensions": tuple(range(14)), "published": _PUBLISHED_OPENVLA},
             "pi0": {
                 "presets": {
-                    "pi0_aloha_robotwin": {
-                        "pi05": False,
-                        "horizon": 50,
-                        "relative": _BOTH_ARMS,
-                        "state_in_prompt": False,
-                    },
-                    "pi05_aloha_robotwin": {
-                        "pi05": True,
-                        "horizon": 50,
-                        "relative": _BOTH_ARMS,
-                        "state_in_prompt": True,
-                    },
+                    "pi0_aloha_robotwin": {**_PI, "pi05": False, "state_in_prompt": False},
+                    "pi05_aloha_robotwin": {**_PI, "pi05": True, "adapt_to_pi": True, "state_in_prompt": True},
                 }
             },
         },

@@ -162,6 +162,7 @@ def make_spec(
         evaluation_states=heldout,
         image_shape=shape,
         wrist_image_shape=(2, *wrist) if collect_wrist_camera else None,
+        center_crop=center_crop,
         state_dim=14,
         action_low=(*(-joint,) * 6, 0.0) * 2,
         action_high=(*(joint,) * 6, 1.0) * 2,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,12 +16,13 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
 from vla_common.checksums import verify_checksums, write_checksums
+from vla_common.schema import EnvironmentShape
 from vla_common.tensor_files import check_finite
 from vla_common.texts import to_strings
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
 from vla_policies.checkpoint.report import Report
-from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
+from vla_policies.checkpoint.settings import SettingError, dtype_name, merge_settings, saved_dtype
 from vla_policies.checkpoint.weights import load_weights
 from vla_policies.nn.value_head import ValueHead
 from vla_policies.openvla.config import OpenVLAConfig
@@ -33,7 +35,7 @@ from vla_policies.openvla.model import Prismatic
 from vla_policies.openvla.prompts import Prompts
 from vla_policies.policy import PretrainedPolicy
 from vla_policies.processing.action_tokens import ActionTokens
-from vla_policies.processing.adapters import get_adapter
+from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
 from vla_policies.processing.normalization import ActionStatistics
@@ -209,14 +211,35 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
 
     @classmethod
     def infer_settings(cls, checkpoint: OpenVLAFolder, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
-        """Add the settings that can be seen in a checkpoint.
+        """Add the settings that can be seen in a checkpoint, and those that all published ones of the benchmark have.
 
         Args:
             checkpoint: its folder.
             settings: what the user asks for over what was stored.
             stored: whether anything was; only then the class's defaults are what it was trained with.
         """
+        if not stored:
+            known = {entry.name for entry in fields(cls.config_class)}
+            for name, value in published_settings(settings["benchmark"], "openvla").items():
+                if name in known:
+                    settings.setdefault(name, value)
         return settings
+
+    def check_environment(self, shape: EnvironmentShape) -> None:
+        """Refuse an environment that the policy cannot act in, such as one that crops what it crops itself."""
+        super().check_environment(shape)
+        cropped: bool | None = getattr(shape, "center_crop", None)
+        if cropped and self.config.center_crop:
+            raise SettingError(
+                f"center_crop=true: the images of {shape.id} are cropped already (env.center_crop=true); type "
+                "policy.center_crop=false"
+            )
+        if cropped is False and not self.config.center_crop:
+            warnings.warn(
+                f"nobody crops the images of {shape.id}, and published checkpoints see the middle 0.9 of their area: "
+                "type env.center_crop=true for those",
+                stacklevel=2,
+            )
 
     @abstractmethod
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor) -> Tensor:

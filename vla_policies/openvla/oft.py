@@ -70,7 +70,7 @@ class OpenVLAOFT(PrismaticPolicy):
         Raises:
             ValueError: FiLM that the checkpoint has not, or nobody knows how its sequences end.
         """
-        film = checkpoint.film is not None
+        settings, film = super().infer_settings(checkpoint, settings, stored), checkpoint.film is not None
         if settings.setdefault("use_film", film) != film:
             has = "was trained with FiLM" if film else "has no vision_backbone--*.pt, where FiLM's weights are"
             raise ValueError(f"use_film is {settings['use_film']}, but {checkpoint.path} {has}; leave use_film out")

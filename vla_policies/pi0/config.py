@@ -21,6 +21,8 @@ class Pi0Config(FlowConfig):
     Attributes:
         benchmark: whose cameras, states and actions are used.
         config_name: the published variant, see :func:`vla_policies.pi0.presets.list_presets`.
+        adapt_to_pi: the checkpoint counts joints and grippers as pi's own robots do, not as the benchmark (openpi's
+            setting of that name); ``None`` for what the published variant does. No file says it.
         norm_stats_id: data set whose statistics are used; may be left out if the checkpoint has one.
         action_horizon: actions that are denoised together; ``None`` for the checkpoint's or the preset's.
         num_action_chunks: ``C``, how many of them are executed.
@@ -38,6 +40,7 @@ class Pi0Config(FlowConfig):
 
     benchmark: str
     config_name: str
+    adapt_to_pi: bool | None = None
     norm_stats_id: str | None = None
     action_horizon: Length | None = None
     num_action_chunks: Length = 5

@@ -62,7 +62,9 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
 
     family: ClassVar[str] = FAMILY
     config_class: ClassVar[type[Pi0Config]] = Pi0Config
-    checkpoint_settings: ClassVar[tuple[str, ...]] = ("config_name", "num_images_in_input", "action_horizon")
+    checkpoint_settings: ClassVar[tuple[str, ...]] = (
+        *("config_name", "adapt_to_pi", "num_images_in_input", "action_horizon"),
+    )
     renamed_settings: ClassVar[Mapping[str, str]] = {"prefix_gigabytes": "prefix_cache_gb"}
     lora_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
@@ -79,7 +81,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
             raise ValueError(f"the checkpoint is of {kind}, config_name is {config.config_name!r}; set its own")
         if preset.benchmark != config.benchmark:
             raise ValueError(f"{config.config_name} is for {preset.benchmark}, not for {config.benchmark!r}")
-        adapter, size = get_adapter(config.benchmark), model.config.action_dim
+        adapter, size = get_adapter(config.config_name, config.adapt_to_pi), model.config.action_dim
         if config.num_images_in_input > adapter.max_images:
             raise ValueError(
                 f"num_images_in_input is {config.num_images_in_input} and {config.benchmark} has "
@@ -227,6 +229,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
             return self.prompts(task_descriptions).to(self.device)
         if states is None:
             raise ValueError(f"prompts of {self.config.config_name} list the state; pass states")
+        states = self.adapter.joints.states(states)
         return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
 
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -331,8 +334,8 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         return self.statistics.normalize("actions", self.adapter.to_model(actions) - self._offset(states))
 
     def _offset(self, states: Tensor) -> Tensor:
-        """Return what relative actions are relative to, ``[N, 1, A]``."""
+        """Return what relative actions are relative to, ``[N, 1, A]``: the model's states, as openpi adapts them."""
         offset = states.new_zeros(len(states), 1, self.action_dim)
         relative = list(self.preset.relative)
-        offset[:, 0, relative] = states[:, relative]
+        offset[:, 0, relative] = self.adapter.joints.states(states)[:, relative]
         return offset

@@ -1,16 +1,18 @@
 """The published variants of pi0 and pi0.5 by the names of openpi and RLinf, and how they meet each benchmark.
 
-Horizons, relative actions and prompts are facts of the checkpoints' training configurations (openpi; RLinf's data
-configurations); each benchmark's schema has those of its variants. Actions and states are the benchmark's own numbers,
-padded by the network to 32.
+Horizons, relative actions, joints and prompts are facts of the checkpoints' training configurations (openpi; RLinf's
+data configurations); each benchmark's schema has those of its variants. Actions and states are the benchmark's own
+numbers, or as ``joints`` convert them, padded by the network to 32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from vla_common.registry import benchmarks
 from vla_common.schema import get_schema
+from vla_policies.checkpoint.settings import SettingError
 from vla_policies.processing.adapters import Adapter
 
 FAMILY = "pi0"
@@ -24,7 +26,9 @@ class Pi0Preset:
         benchmark: where it acts.
         pi05: pi0.5 rather than pi0.
         horizon: actions that are denoised together.
-        relative: dimensions whose actions are relative to the state.
+        relative: dimensions whose actions are relative to the state, in the model's joints.
+        joints: the joints of pi's own robots by the name of a transform, see :mod:`vla_policies.processing.joints`.
+        adapt_to_pi: the variant was trained on ``joints``, and not on the benchmark's own numbers.
         state_in_prompt: pi0.5 only: the prompt lists the state; otherwise pi0.5 does not see it at all.
         value_head: hidden widths of the value head that its published checkpoints have, if they have one.
     """
@@ -33,6 +37,8 @@ class Pi0Preset:
     pi05: bool
     horizon: int
     relative: tuple[int, ...] = ()
+    joints: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    adapt_to_pi: bool = False
     state_in_prompt: bool = False
     value_head: tuple[int, ...] | None = None
 
@@ -58,10 +64,24 @@ def get_preset(config_name: str) -> Pi0Preset:
     return presets[config_name]
 
 
-def get_adapter(benchmark: str) -> Adapter:
-    """Build the adapter: actions as the simulator takes them, the gripper rounded where the schema says so.
+def get_adapter(config_name: str, adapt_to_pi: bool | None = None) -> Adapter:
+    """Build the adapter of a preset: actions as the simulator takes them, the gripper rounded where the schema says so.
+
+    Args:
+        config_name: the preset's.
+        adapt_to_pi: whether the checkpoint counts joints as pi's own robots do; ``None`` for the preset's.
 
     Raises:
-        ValueError: there is no such benchmark; offers the nearest names.
+        ValueError: there is no such preset; lists those there are.
+        SettingError: joints are to be adapted and the preset does not know how.
     """
-    return Adapter.from_schema(benchmark, gripper=get_schema(benchmark).families.get(FAMILY, {}).get("gripper"))
+    preset = get_preset(config_name)
+    if adapt_to_pi and not preset.joints:
+        known = [name for name, other in sorted(list_presets().items()) if other.joints]
+        raise SettingError(
+            f"adapt_to_pi=True: {config_name} has no joints to adapt; leave adapt_to_pi out (it is for "
+            f"{', '.join(known)})"
+        )
+    adapted = preset.adapt_to_pi if adapt_to_pi is None else adapt_to_pi
+    gripper = get_schema(preset.benchmark).families.get(FAMILY, {}).get("gripper")
+    return Adapter.from_schema(preset.benchmark, gripper=gripper, joints=preset.joints if adapted else None)

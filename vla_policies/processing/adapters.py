@@ -9,6 +9,7 @@ the checkpoint (:mod:`vla_policies.processing.normalization`).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,10 @@ from torch import Tensor
 from vla_common import keys
 from vla_common.registry import benchmarks
 from vla_common.schema import get_schema
+from vla_policies.processing.joints import JointSpace
 from vla_policies.processing.normalization import ActionStatistics
+
+PUBLISHED = "published"  # of a family's entry: settings, see published_settings
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Adapter:
         image_size: height and width of ``images``.
         wrist_images: number, height and width of ``wrist_images``.
         instruction: one of the benchmark's.
+        joints: of the model, where they are not the simulator's.
     """
 
     benchmark: str
@@ -61,6 +66,7 @@ class Adapter:
     image_size: tuple[int, int]
     wrist_images: tuple[int, int, int]
     instruction: str
+    joints: JointSpace
 
     @classmethod
     def from_schema(
@@ -70,6 +76,7 @@ class Adapter:
         model_action_dim: int | None = None,
         dimensions: tuple[int, ...] | None = None,
         gripper: tuple[float, float] | None = None,
+        joints: Mapping[str, Sequence[int]] | None = None,
     ) -> Adapter:
         """Build the adapter of a registered benchmark.
 
@@ -78,9 +85,10 @@ class Adapter:
             model_action_dim: ``A`` of the model; ``None`` for the simulator's.
             dimensions: those of the model's action that the simulator takes, in its order; ``None`` for all.
             gripper: what means closed and open to the model; ``None`` where the number passes through.
+            joints: transforms of joints by name, see :mod:`vla_policies.processing.joints`; ``None`` for none.
 
         Raises:
-            ValueError: there is no such benchmark, or its gripper is to be converted and it has none.
+            ValueError: there is no such benchmark or transform, or its gripper is to be converted and it has none.
         """
         schema = get_schema(benchmark)
         dimensions = tuple(range(schema.action_dim)) if dimensions is None else tuple(dimensions)
@@ -100,6 +108,7 @@ class Adapter:
             image_size=schema.image_size,
             wrist_images=schema.wrist_images,
             instruction=schema.instruction,
+            joints=JointSpace.from_names(joints or {}, min(schema.state_dim, schema.action_dim)),
         )
 
     @property
@@ -142,7 +151,7 @@ class Adapter:
         return cameras[:num_images]
 
     def states(self, tensordict: TensorDictBase) -> Tensor:
-        """Return proprioception float32 ``[N, S]`` in the simulator's units, for the checkpoint's statistics.
+        """Return proprioception float32 ``[N, S]`` as the model counts it, for the checkpoint's statistics.
 
         Raises:
             ValueError: the observation has none, or of another size.
@@ -151,20 +160,20 @@ class Adapter:
         if states is None or states.shape[-1] != self.state_dim:
             found = "none" if states is None else f"{states.shape[-1]} numbers"
             raise ValueError(f"states of {self.benchmark} have {self.state_dim} numbers, the observation has {found}")
-        return states.to(torch.float32)
+        return self.joints.states(states.to(torch.float32))
 
     def to_simulator(self, actions: Tensor) -> Tensor:
         """Convert un-normalised actions ``[..., A_model]`` to actions ``[..., A]`` of the simulator."""
         self._check(actions, self.model_action_dim, "the model")
         if self.gripper is not None:
             actions = _switch(actions, self.gripper.dimension, self.gripper.model, self.gripper.simulator)
-        return actions[..., list(self.dimensions)]
+        return self.joints.to_simulator(actions[..., list(self.dimensions)])
 
     def to_model(self, actions: Tensor) -> Tensor:
         """Invert :meth:`to_simulator` for learning from demonstrations; dimensions that it drops become 0."""
         self._check(actions, self.action_dim, "the simulator")
         full = actions.new_zeros(*actions.shape[:-1], self.model_action_dim)
-        full[..., list(self.dimensions)] = actions
+        full[..., list(self.dimensions)] = self.joints.to_model(actions)
         if self.gripper is not None:
             full = _switch(full, self.gripper.dimension, self.gripper.simulator, self.gripper.model)
         return full
@@ -213,7 +222,17 @@ def get_adapter(benchmark: str, family: str = "openvla") -> Adapter:
     Raises:
         ValueError: there is no such benchmark; offers the nearest names.
     """
-    return Adapter.from_schema(benchmark, **get_schema(benchmark).families.get(family, {}))
+    known = get_schema(benchmark).families.get(family, {})
+    return Adapter.from_schema(benchmark, **{name: value for name, value in known.items() if name != PUBLISHED})
+
+
+def published_settings(benchmark: str, family: str) -> dict[str, Any]:
+    """Return settings of a family's published checkpoints of a benchmark that their files do not say.
+
+    Raises:
+        ValueError: there is no such benchmark; offers the nearest names.
+    """
+    return dict(get_schema(benchmark).families.get(family, {}).get(PUBLISHED, {}))
 
 
 def make_example(benchmark: str, batch_size: int = 1) -> TensorDict:
