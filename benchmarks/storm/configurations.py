@@ -267,6 +267,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "optim.lr": rate,
     "optim.value_lr": null_or(rate),
     "optim.betas": ordered(list_of(number(0, 1, below=True), 2, 2)),
+    "optim.eps": rate,
     "optim.weight_decay": share,
     "optim.max_grad_norm": null_or(number(0, math.inf, above=True)),
     "optim.schedule": one_of("constant", "cosine"),
