@@ -69,7 +69,7 @@ class EpisodeSampler:
         if rank >= world_size:
             raise ValueError(f"rank={rank}: must be below world_size={world_size}")
         _check_spec("EpisodeSampler", spec)
-        _check_trials(spec, trials)
+        _check_trials(spec, trials, spec.initial_states)
         self.spec = spec
         self.num_tasks, self.trials = len(spec.tasks), trials or spec.trials
         self.seed, self.mode, self.group_size, self.groups = seed, mode, group_size, groups
@@ -227,20 +227,26 @@ def evaluation_episodes(
 
     Args:
         spec: the suite.
-        trials: initial states per task; the benchmark's own number if ``None``.
+        trials: initial states per task; the benchmark's own number if ``None``. They are those that the benchmark has
+            for evaluations (``spec.evaluation_trials``), if it has any.
         seed: family of trials. Use another one than training does.
         repeats: runs of each, for a policy that samples.
     """
     _check_spec("evaluation_episodes", spec)
     trials = spec.trials if trials is None else trials
-    _check_trials(spec, trials)
+    first = spec.evaluation_trials.start if spec.evaluation_trials else 0
+    _check_trials(spec, trials, len(spec.evaluation_trials) if spec.evaluation_trials else spec.initial_states)
     if (number := trials * len(spec.tasks) * repeats) > _MOST:
         raise ValueError(
             f"trials={trials}: {len(spec.tasks)} tasks and repeats={repeats} make {number} episodes; take fewer, at "
             f"most {_MOST} in all"
         )
     tasks = range(len(spec.tasks))
-    once = [Episode(task, trial, seed, group_id=trial * len(tasks) + task) for trial in range(trials) for task in tasks]
+    once = [
+        Episode(task, first + trial, seed, group_id=trial * len(tasks) + task)
+        for trial in range(trials)
+        for task in tasks
+    ]
     return once * repeats
 
 
@@ -257,9 +263,9 @@ def _check_spec(what: str, spec: Any) -> None:
         raise TypeError(f"{what} takes a SimulatorSpec, not {type(spec).__name__}; {hint}")
 
 
-def _check_trials(spec: SimulatorSpec, trials: int | None) -> None:
-    if trials is not None and spec.initial_states is not None and trials > spec.initial_states:
+def _check_trials(spec: SimulatorSpec, trials: int | None, states: int | None) -> None:
+    if trials is not None and states is not None and trials > states:
         raise ValueError(
-            f"{spec.id} has {spec.initial_states} initial states per task, got trials={trials}; take fewer, or the "
+            f"{spec.id} has {states} initial states per task, got trials={trials}; take fewer, or the "
             "benchmark's own number with null (recipes: eval.trials=null)"
         )

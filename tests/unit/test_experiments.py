@@ -241,6 +241,7 @@ def settings_of_tokens(row, family, head):
         yield f"policy.{name}", row[f"actor.model.{name}"]
     if row["env.train.env_type"] == "robotwin":
         assert row["actor.model.proprio_dim"] == len(BENCHMARK.schema.states)
+        yield "policy.statistics", "min_max"  # ROBOT_PLATFORM=ALOHA, of the guide
         yield "policy.center_crop", False  # actor.model.center_crop does nothing, and env.train.center_crop has cropped
         yield "policy.image_resize", "bicubic"  # of frames that have the model's size
     if head:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from vla_envs import list_envs, make_spec
+from vla_envs import EpisodeSampler, evaluation_episodes, list_envs, make_spec
 from vla_envs.probe import Finding
 from vla_envs.robotwin import checks, package, planning
-from vla_envs.robotwin.seeds import RANGE, seeds_of, solved_seeds
+from vla_envs.robotwin.seeds import RANGE, seed_of, seeds_of, solved_seeds
 from vla_envs.robotwin.spec import REFUSED, TASKS
 from vla_envs.robotwin.world import crop
 from vla_policies.processing.images import center_crop
@@ -63,7 +63,7 @@ def test_options_with_the_guides_names():
     assert openvla.image_shape == (224, 224)
     assert openvla.wrist_image_shape is None
     assert openvla.max_episode_steps == 200
-    assert openvla.protocol == "demo_randomized, piper and piper 0.6 m apart, train seeds, 200 actions"
+    assert openvla.protocol == "demo_randomized, piper and piper 0.6 m apart, train seeds, evaluated on eval seeds, 200 actions"
     assert "at most 200 actions instead of 500" in openvla.protocol_deviations
     assert "images are their middle 0.9 by area, 224 x 224" in openvla.protocol_deviations
     pi0 = make_spec("robotwin/adjust_bottle", head_camera_type="L515")
@@ -125,6 +125,20 @@ def test_training_and_evaluation_never_share_a_seed():
     assert seeds_of("click_bell", "range") == seeds_of("turn_switch", "range") == RANGE
     assert (RANGE[0], len(RANGE)) == (10000, 190000)
     assert (seeds_of("turn_switch", "train")[-1], seeds_of("turn_switch", "eval")[0]) == (149999, 150000)
+
+
+def test_evaluations_and_training_never_run_the_same_seed():
+    for task in ("click_bell", "turn_switch"):
+        spec = make_spec(f"robotwin/{task}")
+        trained = {seed_of(task, "train", EpisodeSampler(spec, seed).next().trial_id) for seed in range(200)}
+        evaluated = [seed_of(task, "train", episode.trial_id) for episode in evaluation_episodes(spec, 150)]
+        assert evaluated == list(seeds_of(task, "eval")[:150])
+        assert trained <= set(seeds_of(task, "train"))
+        assert not trained & set(seeds_of(task, "eval"))
+    with pytest.raises(ValueError, match="has 150 initial states per task, got trials=151"):
+        evaluation_episodes(make_spec("robotwin/click_bell"), 151)
+    with pytest.raises(ValueError, match="trials 0 to 999 and 1000000 to 1000149, got trial_id=1000"):
+        seed_of("click_bell", "train", 1000)
 
 
 def test_trials_are_as_many_as_there_are_seeds():

@@ -24,9 +24,9 @@ def as_evaluated(spec: SimulatorSpec, trials: int | None) -> SimulatorSpec:
 
     Of benchmarks that draw their initial states any number will do, and nothing is added.
     """
-    if spec.initial_states is None or trials is None or trials >= spec.initial_states:
+    if spec.initial_states is None or trials is None or trials >= spec.trials:
         return spec
-    fewer = f"{trials} of its {spec.initial_states} initial states of each task (eval=benchmark has all)"
+    fewer = f"{trials} of its {spec.trials} initial states of each task (eval=benchmark has all)"
     return replace(spec, protocol_deviations=(*spec.protocol_deviations, fewer))
 
 

@@ -13,6 +13,7 @@ from importlib import resources
 from itertools import accumulate
 
 KINDS = ("train", "eval", "range")
+EVALUATION = 1_000_000  # trials from here on are of the seeds for evaluation, where others are trained on
 RANGE = range(10_000, 200_000)  # what RLinf draws from for tasks without a list
 _FIRST_OF_EVALUATION = 150_000
 
@@ -38,3 +39,22 @@ def seeds_of(task: str, kind: str) -> Sequence[int]:
         return solved_seeds(kind)[task]
     parts = {"train": range(RANGE.start, _FIRST_OF_EVALUATION), "eval": range(_FIRST_OF_EVALUATION, RANGE.stop)}
     return parts[kind]
+
+
+def seed_of(task: str, kind: str, trial: int) -> int:
+    """Return the seed of a trial.
+
+    Args:
+        task: its name.
+        kind: of :func:`seeds_of`; trials of ``"train"`` from :data:`EVALUATION` on are those of ``"eval"``.
+        trial: counts from 0.
+
+    Raises:
+        ValueError: there is no such trial.
+    """
+    held_out = kind == "train" and trial >= EVALUATION
+    seeds, index = (seeds_of(task, "eval"), trial - EVALUATION) if held_out else (seeds_of(task, kind), trial)
+    if not 0 <= index < len(seeds):
+        evaluation = f" and {EVALUATION} to {EVALUATION + len(seeds_of(task, 'eval')) - 1}" if kind == "train" else ""
+        raise ValueError(f"{task} has trials 0 to {len(seeds_of(task, kind)) - 1}{evaluation}, got trial_id={trial}")
+    return seeds[index]

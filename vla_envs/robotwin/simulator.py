@@ -6,7 +6,7 @@ import numpy as np
 
 from vla_envs.rendering.vulkan import check_driver
 from vla_envs.robotwin.package import check_packages, find_assets, find_package
-from vla_envs.robotwin.seeds import seeds_of
+from vla_envs.robotwin.seeds import seed_of
 from vla_envs.robotwin.world import UnstableEpisode, World
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
@@ -48,10 +48,7 @@ class RoboTwinSimulator:
             RuntimeError: RoboTwin has failed, or many seeds in a row are unstable.
         """
         name = self.spec.task_of(episode).name
-        seeds = seeds_of(name, self.spec.options["seeds"])
-        if episode.trial_id >= len(seeds):
-            raise ValueError(f"{self.spec.id} has trials 0 to {len(seeds) - 1} of {name}, got {episode.trial_id}")
-        named = seeds[episode.trial_id]
+        named = seed_of(name, self.spec.options["seeds"], episode.trial_id)
         for seed in range(named, named + MOST_REPLACEMENTS + 1):
             try:
                 self.world.reset(name, seed)

@@ -11,7 +11,7 @@ from vla_common.errors import unknown_name
 from vla_common.settings import Count
 from vla_common.validation import check_name, check_whole_number
 from vla_envs.robotwin.package import describe_package
-from vla_envs.robotwin.seeds import KINDS, RANGE, seeds_of, solved_seeds
+from vla_envs.robotwin.seeds import EVALUATION, KINDS, RANGE, seeds_of, solved_seeds
 from vla_envs.simulator import SimulatorSpec, Task
 
 ALL = "all"
@@ -23,6 +23,7 @@ SHADERS = ("default", "rt")
 QUALITIES = ("benchmark", "fast")
 INSTRUCTION_TYPES = ("seen", "unseen")
 ARMS = {("aloha-agilex",): "one robot with two arms", ("piper", "piper"): "two arms, so many metres apart"}
+_SEEDS = {"train": "train seeds, evaluated on eval seeds", "eval": "eval seeds", "range": "seeds as they come"}
 _DISTANCE = 0.6  # m between two arms, the guide's
 _Camera = Literal["D435", "L515", "Large_D435", "Large_L515"]
 
@@ -91,6 +92,7 @@ def make_spec(
         step_lim: primitive actions of an episode; ``None`` for each task's own in RoboTwin's evaluation.
         instruction_type: which of RoboTwin's sentences an episode has.
         seeds: which initial states there are, see :func:`vla_envs.robotwin.seeds.seeds_of`; trials are their numbers.
+            With ``"train"`` evaluations run those of ``"eval"``.
         shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
             CPU.
         render_quality: ``"fast"`` draws shadows of half the resolution, in half the time on a CPU; 0.2 % of the pixels
@@ -115,6 +117,7 @@ def make_spec(
     names = _tasks_of(suite)
     limits = {name: step_lim or TASKS[name] for name in names}
     states = min(len(seeds_of(name, seeds)) for name in names)
+    held_out = min(len(seeds_of(name, "eval")) for name in names) if seeds == "train" else 0
     unlisted = seeds == "range" or not set(names) <= set(solved_seeds("eval"))
     other = [name for name in names if limits[name] != TASKS[name]]
     deviations = [
@@ -147,8 +150,9 @@ def make_spec(
         entry_point="vla_envs.robotwin.simulator:RoboTwinSimulator",
         # What is said differs between episodes: objects and arms have several names each.
         tasks=tuple(Task(name, name.replace("_", " ")) for name in names),
-        trials=min(EPISODES, states),
+        trials=min(EPISODES, held_out or states),
         initial_states=states,
+        evaluation_trials=range(EVALUATION, EVALUATION + held_out) if held_out else None,
         image_shape=shape,
         wrist_image_shape=(2, *wrist) if collect_wrist_camera else None,
         state_dim=14,
@@ -157,7 +161,7 @@ def make_spec(
         clips_actions=False,
         max_episode_steps=max(limits.values()),
         control_frequency=None,
-        protocol=f"{task_config}, {_describe(arms)}, {seeds} seeds, {_numbers(limits.values())} actions",
+        protocol=f"{task_config}, {_describe(arms)}, {_SEEDS[seeds]}, {_numbers(limits.values())} actions",
         protocol_deviations=tuple(deviations),
         options={
             "task_config": task_config,
