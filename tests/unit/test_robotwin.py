@@ -63,7 +63,10 @@ def test_options_with_the_guides_names():
     assert openvla.image_shape == (224, 224)
     assert openvla.wrist_image_shape is None
     assert openvla.max_episode_steps == 200
-    assert openvla.protocol == "demo_randomized, piper and piper 0.6 m apart, train seeds, evaluated on eval seeds, 200 actions"
+    assert (
+        openvla.protocol
+        == "demo_randomized, piper and piper 0.6 m apart, train seeds, evaluated on eval seeds, 200 actions"
+    )
     assert "at most 200 actions instead of 500" in openvla.protocol_deviations
     assert "images are their middle 0.9 by area, 224 x 224" in openvla.protocol_deviations
     pi0 = make_spec("robotwin/adjust_bottle", head_camera_type="L515")
