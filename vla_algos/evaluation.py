@@ -427,7 +427,13 @@ def swap_instructions(tasks: Sequence[Task]) -> Observe:
 
     def observe(td: TensorDictBase) -> TensorDictBase:
         # An idle slot has an instruction of no task, or none, and keeps it.
-        texts, given = [swapped.get(text, text) for text in to_strings(td)], td.get(TASK_DESCRIPTIONS)
+        told, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
+        if not any(text in swapped for text in told):
+            raise ValueError(
+                f"swapping instructions needs those of the tasks, and the policy is told others, such as {told[0]!r}: "
+                "this benchmark words each episode anew; take another ablation"
+            )
+        texts = [swapped.get(text, text) for text in told]
         as_bytes = isinstance(given, torch.Tensor)
         td[TASK_DESCRIPTIONS] = encode(texts, given.shape[-1]).to(given.device) if as_bytes else NonTensorStack(*texts)
         return td

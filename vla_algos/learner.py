@@ -23,7 +23,7 @@ from vla_common.settings import BelowOne, Count, Fraction, Positive, Rate, Whole
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 _SMOKE = 10  # so few updates only try whether everything works
-OPTIM = ("lr", "value_lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")
+OPTIM = ("lr", "value_lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")
 
 
 class Learner:
@@ -48,13 +48,13 @@ class Learner:
         loss_module: the loss, with the policy in it.
         lr: learning rate of the policy.
         value_lr: that of the critic; ``None`` for the same.
-        betas, weight_decay: of AdamW.
+        betas, eps, weight_decay: of AdamW.
         max_grad_norm: largest norm of a gradient; ``None`` for any.
         schedule: ``"constant"`` or ``"cosine"``, which falls to ``final_lr`` times the rate at the last update.
         warmup_updates: updates before which the learning rate rises linearly.
         final_lr: see ``schedule``.
         optimizer: makes another optimizer of two parameter groups, policy and critic, each with its ``lr``; ``None``
-            for AdamW with ``betas`` and ``weight_decay``.
+            for AdamW with ``betas``, ``eps`` and ``weight_decay``.
         updates: how many there will be, for ``"cosine"``.
         aggregation: what the loss is a mean over: ``"token_mean"``, every valid element counts the same, or
             ``"trajectory_mean"``, every trajectory does (:func:`~vla_algos.advantages.trajectory_weights`).
@@ -84,6 +84,7 @@ class Learner:
         lr: Rate,
         value_lr: Rate | None = None,
         betas: tuple[BelowOne, BelowOne] = (0.9, 0.999),
+        eps: Rate = 1e-8,
         weight_decay: Fraction = 0.0,
         max_grad_norm: Annotated[float, Gt(0)] | None = 1.0,
         schedule: Literal["constant", "cosine"] = "constant",
@@ -147,7 +148,9 @@ class Learner:
         rates = [(self._actor, lr), (self._critic, lr if value_lr is None else value_lr)]
         groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
         if optimizer is None:
-            self.optimizer: Optimizer = torch.optim.AdamW(groups, betas=(betas[0], betas[1]), weight_decay=weight_decay)
+            self.optimizer: Optimizer = torch.optim.AdamW(
+                groups, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay
+            )
         else:
             self.optimizer = optimizer(groups)
 
@@ -337,7 +340,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken, with this learner's rates; the policy's own weights are not in it."""
-        names = ("betas", "weight_decay", "initial_lr")
+        names = ("betas", "eps", "weight_decay", "initial_lr")
         settings = [{name: group[name] for name in names if name in group} for group in self.optimizer.param_groups]
         rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])

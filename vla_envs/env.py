@@ -91,6 +91,11 @@ def make_env(
             f"relative_reward=True: {spec.id} pays once for what is done, and would take it back with the next action; "
             "leave relative_reward out (false)"
         )
+    if chunk_size > spec.max_episode_steps and spec.control_frequency is None:
+        raise ValueError(
+            f"chunk_size={chunk_size}: a chunk of {spec.id} is one motion, and its episodes end after "
+            f"{spec.max_episode_steps} actions; take a chunk_size of at most that, or longer episodes"
+        )
     if num_envs % group_size:
         raise ValueError(
             f"num_envs={num_envs} is not a multiple of group_size={group_size}; "

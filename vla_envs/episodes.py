@@ -229,21 +229,21 @@ def evaluation_episodes(
 
     Args:
         spec: the suite.
-        trials: initial states per task; the benchmark's own number if ``None``.
+        trials: initial states per task; the benchmark's own number if ``None``. They are those that the benchmark has
+            for evaluations (``spec.evaluation_trials``), if it has any.
         seed: family of trials. Use another one than training does.
         repeats: runs of each, for a policy that samples.
     """
     _check_spec("evaluation_episodes", spec)
     trials = spec.trials if trials is None else trials
-    apart = spec.evaluation_states is not None and spec.initial_states is not None
-    _check_trials(spec, trials, spec.evaluation_states if apart else spec.initial_states)
+    first = spec.evaluation_trials.start if spec.evaluation_trials else 0
+    _check_trials(spec, trials, len(spec.evaluation_trials) if spec.evaluation_trials else spec.initial_states)
     if (number := trials * len(spec.tasks) * repeats) > _MOST:
         raise ValueError(
             f"trials={trials}: {len(spec.tasks)} tasks and repeats={repeats} make {number} episodes; take fewer, at "
             f"most {_MOST} in all"
         )
     tasks = range(len(spec.tasks))
-    first = (spec.initial_states or 0) if apart else 0
     once = [
         Episode(task, first + trial, seed, group_id=trial * len(tasks) + task)
         for trial in range(trials)

@@ -138,8 +138,8 @@ class SimulatorSpec:
         trials: number of evaluation trials per task in the benchmark's protocol.
         initial_states: number of initial states per task where they are few, because the benchmark ships them or the
             options choose some; training and evaluation then share them. ``None``: as many as are asked for.
-        evaluation_states: further initial states per task, with which training never begins: the trials from
-            ``initial_states`` on. ``None`` where there are no such.
+        evaluation_trials: trials that evaluations run, where the benchmark has other initial states for them; training
+            draws from those below ``initial_states``.
         chain_length: tasks that an episode asks for one after the other; if more than 1, what is solved of a chain is
             counted and reported (``Outcome.subtasks``).
         pays_once: whether the reward of an action is for what it has brought about, not for the state it led to, so
@@ -177,7 +177,7 @@ class SimulatorSpec:
     clips_actions: bool = True
     wrist_image_shape: tuple[int, int, int] | None = None
     initial_states: int | None = None
-    evaluation_states: int | None = None
+    evaluation_trials: range | None = None
     chain_length: int = 1
     pays_once: bool = False
     center_crop: bool | None = None

@@ -84,7 +84,7 @@ VALUES = (
 BASES = [("ppo", []), ("grpo", []), ("sft", []), ("evaluate", ["policy.checkpoint=/nowhere"])]
 BASES += [("ppo", ["policy=small_flow"]), ("ppo", ["launcher=slurm"]), ("ppo", ["env=maniskill_push_cube"])]
 BASES += [("ppo", ["env=libero", "eval.trials=10", "sft=none"]), ("ppo", ["env=maniskill", "sft=none"])]
-BASES += [("ppo", ["env=calvin", "sft=none"])]
+BASES += [("ppo", ["env=calvin", "sft=none"]), ("ppo", ["env=robotwin", "sft=none"])]
 
 
 class Started(Exception):
@@ -267,6 +267,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "optim.lr": rate,
     "optim.value_lr": null_or(rate),
     "optim.betas": ordered(list_of(number(0, 1, below=True), 2, 2)),
+    "optim.eps": rate,
     "optim.weight_decay": share,
     "optim.max_grad_norm": null_or(number(0, math.inf, above=True)),
     "optim.schedule": one_of("constant", "cosine"),
@@ -330,6 +331,16 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.scene_fixes": flag,
     "env.renderer": one_of("auto", "tiny", "egl"),
     "env.path": null_or(text),
+    "env.assets_path": null_or(text),
+    "env.task_config": one_of("demo_clean", "demo_randomized"),
+    "env.embodiment": lambda v: v in (["aloha-agilex"], ["piper", "piper", 0.6]),
+    "env.*_camera_type": one_of("D435", "L515", "Large_D435", "Large_L515"),
+    "env.collect_wrist_camera": flag,
+    "env.center_crop": flag,
+    "env.step_lim": null_or(count),
+    "env.instruction_type": one_of("seen", "unseen"),
+    "env.seeds": one_of("solved", "range"),
+    "env.shader": one_of("default", "rt"),
     "env.control_mode": one_of("pd_ee_delta_pose", "pd_ee_delta_pos"),
     "policy.family": never,
     "policy.checkpoint": null_or(text),

@@ -5,6 +5,7 @@ import functools
 import inspect
 import textwrap
 
+import bimanual_checkpoint
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -47,6 +48,9 @@ def checkpoints(tmp_path_factory):
     make_checkpoint(folder / "openvla")
     make_pi0_checkpoint(folder / "pi0", horizon=50)
     make_pi0_checkpoint(folder / "pi05", "pi05_tiny", horizon=10)
+    bimanual_checkpoint.make_openvla(folder / "openvla_bimanual")
+    bimanual_checkpoint.make_pi0(folder / "pi0_bimanual")
+    bimanual_checkpoint.make_pi0(folder / "pi05_bimanual", "pi05_tiny")
     return folder
 
 
@@ -70,11 +74,12 @@ def overrides_of(name, overrides, folder):
     if name != "evaluate" and kind == "policy":
         return overrides
     if chosen.startswith("experiment=") and "_evaluate_" in chosen and chosen.endswith("openpi"):
-        benchmark = chosen.removeprefix("experiment=").partition("_")[0]
+        benchmark = chosen.removeprefix("experiment=").partition("_")[0].replace("robotwin", "aloha_robotwin")
         overrides = [*overrides, f"policy.config_name=pi0_{benchmark}"]  # not said in a published folder
     if kind == "openvla":
         overrides = [*overrides, "policy.unnorm_key=golden_ds"]  # all that this checkpoint has statistics of
-    return [*overrides, f"policy.checkpoint={folder / kind}"]
+    arms = "_bimanual" if "robotwin" in chosen else ""
+    return [*overrides, f"policy.checkpoint={folder / (kind + arms)}"]
 
 
 def run_checks(name, config, folder):

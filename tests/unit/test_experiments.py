@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from paths import CONF, GOLDEN, ROOT
 
 from vla_algos.run.run import make_env_spec
+from vla_envs.robotwin import BENCHMARK
 from vla_policies.registry import get_policy_class
 
 GUIDE = json.loads((GOLDEN / "rlinf_experiments.json").read_text())
@@ -35,9 +36,31 @@ WITHOUT_A_ROW = {
     "metaworld_button_ppo_smallflow": "ours alone",
     "metaworld_evaluate_openpi": "evaluation",
     "metaworld_faucets_ppo_small": "ours alone",
+    "robotwin_evaluate_openpi": "evaluation",
+    "robotwin_evaluate_openvlaoft": "evaluation",
 }
 FAMILIES = {"openpi": "pi0", "openvla": "openvla", "openvla_oft": "openvla_oft"}
 SUITES = {"calvin_d": "calvin/D", "metaworld_50": "metaworld/MT50", "metaworld_45_ind": "metaworld/ML45-train"}
+RANDOMIZATION = {  # of RoboTwin's task_config/
+    "demo_clean": {
+        "random_background": False,
+        "cluttered_table": False,
+        "clean_background_rate": 1,
+        "random_head_camera_dis": 0,
+        "random_table_height": 0,
+        "random_light": False,
+        "crazy_random_light_rate": 0,
+    },
+    "demo_randomized": {
+        "random_background": True,
+        "cluttered_table": True,
+        "clean_background_rate": 0.02,
+        "random_head_camera_dis": 0,
+        "random_table_height": 0.03,
+        "random_light": True,
+        "crazy_random_light_rate": 0.02,
+    },
+}
 
 
 class Row(dict):
@@ -120,6 +143,7 @@ def settings_of_grpo(row):
     episodes = row["env.train.total_num_envs"] * row["env.train.rollout_epoch"]
     yield "group_size", row["algorithm.group_size"]
     alike, fixed = row["env.train.group_size"], row["env.train.use_fixed_reset_state_ids"]
+    fixed |= row["env.train.env_type"] == "robotwin"  # which repeats a seed in a group either way
     yield "runs of a group that start alike", alike if fixed else 1
     yield "collector.groups", episodes // row["algorithm.group_size"]
     yield "collector.max_groups", episodes // row["algorithm.group_size"]
@@ -140,6 +164,8 @@ def settings_of_env(row):
     if kind == "maniskill":
         yield "env.id", f"maniskill/{row['env.train.init_params.id']}"
         yield "env.object_set", row["env.train.init_params.obj_set"]
+    elif kind == "robotwin":
+        yield from settings_of_robotwin(row)
     else:
         suite = row["env.train.task_suite_name"]
         yield "env.id", SUITES.get(suite) or f"{kind}/{suite.removeprefix('libero_')}"
@@ -156,8 +182,24 @@ def settings_of_env(row):
     yield "env.step_penalty", float(row["env.train.use_step_penalty"])
 
 
+def settings_of_robotwin(row):
+    task = "env.train.task_config."
+    yield "env.id", f"robotwin/{row[task + 'task_name']}"
+    assert row[task + "step_lim"] == row["env.train.max_episode_steps"]
+    assert row["env.train.use_custom_reward"]  # of success, not the task's unfinished dense one
+    yield "env.embodiment", row[task + "embodiment"]
+    for name in ("head_camera_type", "wrist_camera_type", "collect_wrist_camera"):
+        yield f"env.{name}", row[f"{task}camera.{name}"]
+    yield "env.center_crop", row["env.train.center_crop"]
+    assert row["env.train.seeds_path"] == "train_seeds.json"
+    yield "env.seeds", "solved"
+    yield "env.instruction_type", "seen"  # its envs/robotwin asks for these alone
+    drawn = {name: row[f"{task}domain_randomization.{name}"] for name in RANDOMIZATION["demo_clean"]}
+    yield "env.task_config", next(name for name, values in RANDOMIZATION.items() if values == drawn)
+
+
 def settings_of_optim(row):
-    assert row["actor.optim.adam_eps"] == 1e-8  # torch's own
+    yield "optim.eps", row["actor.optim.adam_eps"]
     yield "optim.lr", row["actor.optim.lr"]
     yield "optim.betas", [row["actor.optim.adam_beta1"], row["actor.optim.adam_beta2"]]
     yield "optim.weight_decay", row["actor.optim.weight_decay"]
@@ -178,6 +220,8 @@ def settings_of_policy(row):
     yield "policy.gradient_checkpointing", row["actor.fsdp_config.gradient_checkpointing"]
     yield "policy.lora_rank", row["actor.model.lora_rank"] if row["actor.model.is_lora"] else None
     chunk = row["actor.model.num_action_chunks"]
+    if row["env.train.env_type"] == "robotwin":
+        assert row["actor.model.action_dim"] == len(BENCHMARK.schema.actions)
     if family == "openvla":
         assert chunk == 1
     else:
@@ -196,6 +240,11 @@ def settings_of_tokens(row, family, head):
     yield "policy.layout", row["actor.model.implement_version"]
     for name in ("num_images_in_input", "use_proprio", "use_film"):
         yield f"policy.{name}", row[f"actor.model.{name}"]
+    if row["env.train.env_type"] == "robotwin":
+        assert row["actor.model.proprio_dim"] == len(BENCHMARK.schema.states)
+        yield "policy.statistics", "min_max"  # ROBOT_PLATFORM=ALOHA, of the guide
+        yield "policy.center_crop", False  # actor.model.center_crop does nothing, and env.train.center_crop has cropped
+        yield "policy.image_resize", "bicubic"  # of frames that have the model's size
     if head:
         yield "policy.value_per_action", row["actor.model.value_type"] == "action_level"
 
@@ -298,7 +347,7 @@ def test_a_value_that_differs_is_found():
     """The comparison can fail: for each setting of a row, another value in RLinf's file gives another one of ours."""
     row = GUIDE["runs"]["libero_10_ppo_openpi_pi05"]
     changed = {name: value for name, value in row.items() if type(value) in (int, float)}
-    derived = {"actor.optim.total_training_steps", "actor.optim.adam_eps", "actor.optim.num_cycles"}
+    derived = {"actor.optim.total_training_steps", "actor.optim.num_cycles"}
     asserted = {"algorithm.group_size", "env.train.group_size", "runner.max_epochs"} | derived
     before = in_our_words(Row(row))
     for name in changed.keys() - asserted:

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from vla_envs import list_envs, make_spec
-from vla_envs.episodes import EpisodeSampler, evaluation_episodes
+from vla_envs import EpisodeSampler, evaluation_episodes, list_envs, make_spec
 from vla_envs.probe import Finding
 from vla_envs.robotwin import checks, package, planning
-from vla_envs.robotwin.seeds import RANGE, seeds_of, solved_seeds
+from vla_envs.robotwin.seeds import RANGE, seed_of, seeds_of, solved_seeds
 from vla_envs.robotwin.spec import REFUSED, TASKS
 from vla_envs.robotwin.world import crop
 from vla_policies.processing.images import center_crop
@@ -64,7 +63,8 @@ def test_options_with_the_guides_names():
     assert openvla.image_shape == (224, 224)
     assert openvla.wrist_image_shape is None
     assert openvla.max_episode_steps == 200
-    assert openvla.protocol == "demo_randomized, piper and piper 0.6 m apart, seeds solved, 200 actions"
+    arms, seeds = "piper and piper 0.6 m apart", "seeds that demonstrations have solved"
+    assert openvla.protocol == f"demo_randomized, {arms}, {seeds}, 200 actions"
     assert "at most 200 actions instead of 500" in openvla.protocol_deviations
     assert "images are their middle 0.9 by area, 224 x 224" in openvla.protocol_deviations
     pi0 = make_spec("robotwin/adjust_bottle", head_camera_type="L515")
@@ -128,26 +128,34 @@ def test_training_and_evaluation_never_share_a_seed():
     assert [(part[0], part[-1]) for part in seeds_of("click_bell", "range")] == [(10000, 149999), (150000, 199999)]
 
 
+@pytest.mark.parametrize("seeds", ["solved", "range"])
+@pytest.mark.parametrize("task", ["click_bell", "turn_switch"])
+def test_evaluations_and_training_never_run_the_same_seed(task, seeds):
+    spec = make_spec(f"robotwin/{task}", seeds=seeds)
+    training, evaluation = seeds_of(task, seeds)
+    assert [seed_of(task, seeds, episode.trial_id) for episode in evaluation_episodes(spec, 150)] == [*evaluation[:150]]
+    for mode in ("random", "ordered"):
+        drawn = {seed_of(task, seeds, EpisodeSampler(spec, seed, mode=mode).next().trial_id) for seed in range(200)}
+        assert drawn <= set(training)
+        assert not drawn & set(evaluation)
+
+
+def test_there_are_no_more_trials_than_seeds():
+    with pytest.raises(ValueError, match="has 150 initial states per task, got trials=151"):
+        evaluation_episodes(make_spec("robotwin/click_bell"), 151)
+    with pytest.raises(ValueError, match="trials 0 to 999 and 1000000 to 1000149, got trial_id=1000"):
+        seed_of("click_bell", "solved", 1000)
+
+
 def test_trials_are_as_many_as_there_are_seeds():
-    def numbers(suite):
-        spec = make_spec(suite)
-        return spec.initial_states, spec.evaluation_states, spec.trials
+    def numbers(suite, **options):
+        spec = make_spec(suite, **options)
+        return spec.initial_states, len(spec.evaluation_trials), spec.trials
 
     assert numbers("robotwin/adjust_bottle") == (1000, 150, 100)
+    assert numbers("robotwin/adjust_bottle", seeds="range") == (140_000, 50_000, 100)
     assert numbers("robotwin/turn_switch") == (140_000, 50_000, 100)
     assert numbers("robotwin/all")[1:] == (150, 100)
-
-
-def test_training_never_begins_where_evaluation_does():
-    spec = make_spec("robotwin/adjust_bottle+lift_pot")
-    evaluated = {(episode.task_id, episode.trial_id) for episode in evaluation_episodes(spec, seed=0)}
-    assert len(evaluated) == 200
-    for mode in ("random", "ordered"):
-        sampler = EpisodeSampler(spec, seed=0, mode=mode)
-        drawn = [sampler.next() for _ in range(2000)]
-        assert not evaluated & {(episode.task_id, episode.trial_id) for episode in drawn}
-    with pytest.raises(ValueError, match="has 150 initial states per task, got trials=151"):
-        evaluation_episodes(spec, 151)
 
 
 def test_the_step_limits_are_those_of_the_checkout():

@@ -404,3 +404,9 @@ def test_each_sentence_of_a_task_is_swapped():
     half = len(tasks[0].instructions)
     assert set(swapped[:half]) <= set(tasks[1].instructions)
     assert set(swapped[half:]) <= set(tasks[0].instructions)
+
+
+def test_instructions_that_no_task_has_are_not_swapped_silently():
+    td = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack("tap the small bell", "tap it")}, batch_size=[2])
+    with pytest.raises(ValueError, match="such as 'tap the small bell': this benchmark words each episode anew"):
+        swap_instructions([Task("1", "click bell"), Task("2", "lift pot")])(td)

@@ -167,6 +167,8 @@ SHORT = {
     "calvin": "env=calvin env.id=calvin/open_drawer",
     "lh-mtlc": "env=calvin_lh_mtlc sft=none",
     "chains": "{place}/chains.json",
+    "robotwin": "env=robotwin sft=none",
+    "pi0": "policy=pi0 policy.checkpoint={place}/pi0",
 }
 CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
     ("ppo {calvin} env.id=calvin/E", "unknown CALVIN suite or task 'E'; known are lh-mtlc, A, B"),
@@ -186,6 +188,43 @@ CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
     ("ppo {lh-mtlc} env.chains_file=/nope.json", r"chains_file=/nope\.json: is not a file of chains .*No such file"),
     ("ppo {lh-mtlc} env.chains_file={place}/file", "file: is not a file of chains .*it takes a list of"),
     ("ppo {lh-mtlc} env.chains_file={chains} eval.trials=2", "has 1 initial states per task, got trials=2; take fewer"),
+]
+ROBOTWIN = [
+    (
+        "ppo {robotwin} env.id=robotwin/place_emty_cup",
+        "unknown RoboTwin task 'place_emty_cup'; did you mean place_empty",
+    ),
+    (
+        "ppo {robotwin} env.id=robotwin/place_fan",
+        "place_fan cannot be run: its reset fails; robotwin/all are those that",
+    ),
+    ("ppo {robotwin} env.id=robotwin/open_laptop", "open_laptop cannot be run: its success check needs what only a"),
+    ("ppo {robotwin} env.id=robotwin/click_bell+click_bell", "names a task twice; name each task once"),
+    ("ppo {robotwin} env.embodiment=[piper]", r"is \[aloha-agilex\] .* type embodiment=\[piper,piper,0\.6\]"),
+    ("ppo {robotwin} env.embodiment=[piper,piper,7]", r"the metres between them, at most 2.; type embodiment="),
+    ("ppo {robotwin} env.embodiment=piper", r"env\.embodiment=piper: must be a valid array"),
+    ("ppo {robotwin} env.task_config=clean", r"must be 'demo_clean' or 'demo_randomized'; did you mean demo_clean"),
+    ("ppo {robotwin} env.instruction_type=unsen", r"must be 'seen' or 'unseen'; did you mean unseen"),
+    ("ppo {robotwin} env.seeds=test", r"env\.seeds=test: must be 'solved' or 'range'"),
+    ("ppo {robotwin} env.shader=raytrace", r"env\.shader=raytrace: must be 'default' or 'rt'"),
+    (
+        "ppo {robotwin} env.head_camera_type=D415",
+        r"env\.head_camera_type=D415: must be 'D435', 'L515'.* did you mean D435",
+    ),
+    ("ppo {robotwin} env.center_crop=224", r"env\.center_crop=224: must be a valid boolean"),
+    ("ppo {robotwin} env.step_lim=0", r"env\.step_lim=0: must be greater than or equal to 1"),
+    (
+        "ppo {robotwin} env.step_lim=20 policy.chunk_size=25",
+        "chunk_size=25: a chunk of .* its episodes end after 20 act",
+    ),
+    ("ppo {robotwin} eval.trials=261", "has 260 initial states per task, got trials=261; take fewer"),
+    (
+        "ppo {robotwin} env.path=/nope",
+        "no checkout of RoboTwin. Looked in; /nope: no such folder; Type: git clone -b RL",
+    ),
+    ("ppo {robotwin} env.assets_path={place}", "incomplete, lacks assets/objects/same.json and .* more; Type: cd"),
+    ("sft env=robotwin", "place_empty_cup has no scripted expert, .*type sft=none"),
+    ("ppo {robotwin} {pi0} policy.config_name=pi0_aloha_robotwin", "room for 8 numbers, robotwin needs more"),
 ]
 
 
@@ -218,7 +257,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("typed", "message"),
-    [*NAMES, *OTHER_ALGORITHM, *GRAMMAR, *FLAGS, *VALUES, *FILES, *ENVIRONMENT, *CALVIN],
+    [*NAMES, *OTHER_ALGORITHM, *GRAMMAR, *FLAGS, *VALUES, *FILES, *ENVIRONMENT, *CALVIN, *ROBOTWIN],
     ids=lambda text: text if "=" in text or text[0] in "pegs" else "",
 )
 def test_a_wrong_input_is_one_line(typed, message, programs, place, tmp_path):

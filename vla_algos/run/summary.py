@@ -24,10 +24,9 @@ def as_evaluated(spec: SimulatorSpec, trials: int | None) -> SimulatorSpec:
 
     Of benchmarks that draw their initial states any number will do, and nothing is added.
     """
-    states = spec.initial_states if spec.evaluation_states is None else spec.trials
-    if states is None or trials is None or trials >= states:
+    if spec.initial_states is None or trials is None or trials >= spec.trials:
         return spec
-    fewer = f"{trials} of its {states} initial states of each task (eval=benchmark has all)"
+    fewer = f"{trials} of its {spec.trials} initial states of each task (eval=benchmark has all)"
     return replace(spec, protocol_deviations=(*spec.protocol_deviations, fewer))
 
 

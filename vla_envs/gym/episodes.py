@@ -87,12 +87,13 @@ class EpisodeStream:
         # Both are always drawn, so that fixing one does not change the other.
         tasks, trials = len(spec.tasks), spec.initial_states or _MAX_SEED
         drawn = int(random.integers(tasks)), int(random.integers(trials))
-        trials += spec.evaluation_states or 0
         task_id, trial_id = options.get(keys.TASK_ID, drawn[0]), options.get(keys.TRIAL_ID, drawn[1])
         whole = is_whole_number(task_id) and is_whole_number(trial_id)  # 3.7 is no task
-        if not whole or not 0 <= task_id < tasks or not 0 <= trial_id < trials:
+        evaluation = spec.evaluation_trials or range(0)
+        if not whole or not 0 <= task_id < tasks or not (0 <= trial_id < trials or trial_id in evaluation):
+            also = f" and {evaluation[0]} to {evaluation[-1]}" if evaluation else ""
             raise ValueError(
-                f"{spec.id} has task_id 0 to {tasks - 1} and trial_id 0 to {trials - 1}, "
+                f"{spec.id} has task_id 0 to {tasks - 1} and trial_id 0 to {trials - 1}{also}, "
                 f"got task_id={task_id!r} and trial_id={trial_id!r}"
             )
         return Episode(int(task_id), int(trial_id), self._seed)

@@ -13,6 +13,7 @@ from importlib import resources
 from itertools import accumulate
 
 KINDS = ("solved", "range")
+EVALUATION = 1_000_000  # trials from here on have the seeds of evaluations
 RANGE = range(10_000, 200_000)  # what RLinf draws from for tasks without a list
 _FIRST_OF_EVALUATION = 150_000
 
@@ -35,3 +36,24 @@ def seeds_of(task: str, kind: str) -> tuple[Sequence[int], Sequence[int]]:
     if kind == "solved" and task in solved_seeds("train"):
         return solved_seeds("train")[task], solved_seeds("eval")[task]
     return range(RANGE.start, _FIRST_OF_EVALUATION), range(_FIRST_OF_EVALUATION, RANGE.stop)
+
+
+def seed_of(task: str, kind: str, trial: int) -> int:
+    """Return the seed of a trial.
+
+    Args:
+        task: its name.
+        kind: of :func:`seeds_of`.
+        trial: counts from 0 the seeds of training, from :data:`EVALUATION` on those of evaluations.
+
+    Raises:
+        ValueError: there is no such trial.
+    """
+    training, evaluation = seeds_of(task, kind)
+    seeds, index = (training, trial) if trial < EVALUATION else (evaluation, trial - EVALUATION)
+    if not 0 <= index < len(seeds):
+        raise ValueError(
+            f"{task} has trials 0 to {len(training) - 1} and {EVALUATION} to {EVALUATION + len(evaluation) - 1}, got "
+            f"trial_id={trial}"
+        )
+    return seeds[index]

@@ -7,7 +7,7 @@ import numpy as np
 from vla_envs.rendering.vulkan import check_driver
 from vla_envs.robotwin.expert import Expert
 from vla_envs.robotwin.package import check_packages, find_assets, find_package
-from vla_envs.robotwin.seeds import seeds_of
+from vla_envs.robotwin.seeds import seed_of
 from vla_envs.robotwin.world import UnstableEpisode, World
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
@@ -49,11 +49,7 @@ class RoboTwinSimulator:
             RuntimeError: RoboTwin has failed, or many seeds in a row are unstable.
         """
         name = self.spec.task_of(episode).name
-        training, evaluation = seeds_of(name, self.spec.options["seeds"])
-        first, trials = self.spec.initial_states or 0, (self.spec.evaluation_states or 0)
-        if not episode.trial_id < first + trials:
-            raise ValueError(f"{self.spec.id} has trials 0 to {first + trials - 1}, got {episode.trial_id}")
-        named = training[episode.trial_id] if episode.trial_id < first else evaluation[episode.trial_id - first]
+        named = seed_of(name, self.spec.options["seeds"], episode.trial_id)
         for seed in range(named, named + MOST_REPLACEMENTS + 1):
             try:
                 self.world.reset(name, seed)

@@ -12,7 +12,7 @@ from vla_common.settings import Count, Pixels
 from vla_common.validation import check_name, check_whole_number, image_shape
 from vla_envs.robotwin.expert import expert_tasks
 from vla_envs.robotwin.package import describe_package
-from vla_envs.robotwin.seeds import KINDS, RANGE, seeds_of, solved_seeds
+from vla_envs.robotwin.seeds import EVALUATION, KINDS, RANGE, seeds_of, solved_seeds
 from vla_envs.simulator import SimulatorSpec, Task
 
 ALL = "all"
@@ -24,6 +24,7 @@ SHADERS = ("default", "rt")
 QUALITIES = ("benchmark", "fast")
 INSTRUCTION_TYPES = ("seen", "unseen")
 ARMS = {("aloha-agilex",): "one robot with two arms", ("piper", "piper"): "two arms, so many metres apart"}
+_SEEDS = {"solved": "seeds that demonstrations have solved", "range": "any seeds"}
 _DISTANCE = 0.6  # m between two arms, the guide's
 _Camera = Literal["D435", "L515", "Large_D435", "Large_L515"]
 
@@ -95,8 +96,8 @@ def make_spec(
         step_lim: primitive actions of an episode; ``None`` for each task's own in RoboTwin's evaluation.
         instruction_type: which of RoboTwin's sentences an episode has.
         seeds: ``"solved"``, those that RoboTwin's demonstrations have solved, of the 22 tasks that have such lists;
-            ``"range"``: any, see :func:`vla_envs.robotwin.seeds.seeds_of`. Trials are their numbers: first those of
-            training, then those of evaluation, and no seed is in both.
+            ``"range"``: any, see :func:`vla_envs.robotwin.seeds.seeds_of`. Evaluations have seeds of their own
+            (:func:`vla_envs.robotwin.seeds.seed_of`).
         shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
             CPU.
         render_quality: ``"fast"`` draws shadows of half the resolution, in half the time on a CPU; 0.2 % of the pixels
@@ -159,7 +160,7 @@ def make_spec(
         tasks=tuple(Task(name, name.replace("_", " ")) for name in names),
         trials=EPISODES,
         initial_states=states,
-        evaluation_states=heldout,
+        evaluation_trials=range(EVALUATION, EVALUATION + heldout),
         image_shape=shape,
         wrist_image_shape=(2, *wrist) if collect_wrist_camera else None,
         center_crop=center_crop,
@@ -169,7 +170,7 @@ def make_spec(
         clips_actions=False,
         max_episode_steps=max(limits.values()),
         control_frequency=None,
-        protocol=f"{task_config}, {_describe(arms)}, seeds {seeds}, {_numbers(limits.values())} actions",
+        protocol=f"{task_config}, {_describe(arms)}, {_SEEDS[seeds]}, {_numbers(limits.values())} actions",
         protocol_deviations=tuple(deviations),
         options={
             "task_config": task_config,
