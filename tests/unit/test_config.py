@@ -5,12 +5,11 @@ import functools
 import inspect
 import textwrap
 
-import bimanual_checkpoint
+import openvla_checkpoint
+import pi0_checkpoint
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from openvla_checkpoint import make_checkpoint
-from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from running import CONF, RECIPES, Started, composed, main_of
 
 import vla_envs.env
@@ -45,12 +44,12 @@ def checkpoints(tmp_path_factory):
     """A folder with a small checkpoint of each family."""
     folder = tmp_path_factory.mktemp("checkpoints")
     SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4)).save_pretrained(folder / "policy")
-    make_checkpoint(folder / "openvla")
-    make_pi0_checkpoint(folder / "pi0", horizon=50)
-    make_pi0_checkpoint(folder / "pi05", "pi05_tiny", horizon=10)
-    bimanual_checkpoint.make_openvla(folder / "openvla_bimanual")
-    bimanual_checkpoint.make_pi0(folder / "pi0_bimanual")
-    bimanual_checkpoint.make_pi0(folder / "pi05_bimanual", "pi05_tiny")
+    openvla_checkpoint.make_checkpoint(folder / "openvla")
+    openvla_checkpoint.make_bimanual(folder / "openvla_bimanual", key="golden_ds")
+    pi0_checkpoint.make_checkpoint(folder / "pi0", horizon=50)
+    pi0_checkpoint.make_checkpoint(folder / "pi05", "pi05_tiny", horizon=10)
+    pi0_checkpoint.make_bimanual(folder / "pi0_bimanual")
+    pi0_checkpoint.make_bimanual(folder / "pi05_bimanual", "pi05_tiny")
     return folder
 
 
