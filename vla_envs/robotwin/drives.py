@@ -1,4 +1,4 @@
-"""Where a robot's joints are told to go at each physics step, in a third of RoboTwin's own time and to the same bits."""
+"""Where a robot's joints are told to go at each physics step, in a third of RoboTwin's time and to the same bits."""
 
 from __future__ import annotations
 

@@ -149,13 +149,13 @@ def missing_assets(
     names = ["objects/same.json", "objects/objaverse/list.json", "background_texture/unseen"]
     names += [f"embodiments/{arm}/config.yml" for arm in arms] or ["embodiments"]
     if checkout is not None:
-        objects = {name for task in tasks for name in _objects_of(checkout, task)}
+        objects = {name for task in tasks for name in objects_of(checkout, task)}
         names += [f"objects/{name}" for name in sorted(objects)]
     return [f"assets/{name}" for name in names if not (folder / "assets" / name).exists()]
 
 
 @cache
-def _objects_of(checkout: Path, task: str) -> tuple[str, ...]:
+def objects_of(checkout: Path, task: str) -> tuple[str, ...]:
     """List the objects that the code of a task names."""
     file = checkout / "envs" / f"{task}.py"
     return tuple(re.findall(r"[\"'](\d{3}_[\w-]+)[\"']", file.read_text())) if file.is_file() else ()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from vla_common.errors import unknown_name
 from vla_common.settings import Count
 from vla_common.validation import check_name, check_whole_number
-from vla_envs.robotwin.package import describe_package
+from vla_envs.robotwin.package import describe_package, find_package
 from vla_envs.robotwin.seeds import KINDS, RANGE, seeds_of, solved_seeds
+from vla_envs.robotwin.sentences import longest_sentences
 from vla_envs.simulator import SimulatorSpec, Task
 
 ALL = "all"
@@ -93,8 +96,8 @@ def make_spec(
         seeds: which initial states there are, see :func:`vla_envs.robotwin.seeds.seeds_of`; trials are their numbers.
         shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
             CPU.
-        render_quality: ``"fast"`` draws shadows of half the resolution, in half the time on a CPU; 0.2 % of the pixels
-            differ by more than 8 levels.
+        render_quality: ``"fast"`` draws shadows of half the resolution, and none of the wall: less than half the time
+            on a CPU; 0.2 % of the pixels differ by more than 8 levels.
         path: a checkout of RoboTwin; ``None`` looks for it, see :func:`vla_envs.robotwin.package.find_package`.
         assets_path: the folder around its ``assets/``; ``None`` looks for it, see
             :func:`vla_envs.robotwin.package.find_assets`.
@@ -123,7 +126,7 @@ def make_spec(
             text
             for deviates, text in [
                 (shader == "default", "rasterised, not ray-traced as the published data are"),
-                (render_quality == "fast", "shadows of half the resolution"),
+                (render_quality == "fast", "shadows of half the resolution, and none of the wall"),
                 (other, f"at most {step_lim} actions instead of {_numbers(TASKS[name] for name in names)}"),
                 (arms[2:] not in ((), (_DISTANCE,)), f"arms {arms[-1]} m apart instead of {_DISTANCE}"),
                 (
@@ -138,6 +141,13 @@ def make_spec(
             if deviates
         ),
     ]
+    checkout: Path | None = None
+    with suppress(FileNotFoundError):
+        checkout = find_package(path)
+
+    def said(task: str) -> tuple[str, ...]:
+        return longest_sentences(checkout, task, instruction_type) if checkout else ()
+
     shape, wrist = CAMERAS[head_camera_type], CAMERAS[wrist_camera_type]
     if center_crop:
         shape = wrist = (CROPPED, CROPPED)
@@ -146,7 +156,7 @@ def make_spec(
         id=f"robotwin/{suite}",
         entry_point="vla_envs.robotwin.simulator:RoboTwinSimulator",
         # What is said differs between episodes: objects and arms have several names each.
-        tasks=tuple(Task(name, name.replace("_", " ")) for name in names),
+        tasks=tuple(Task(name, name.replace("_", " "), instructions=said(name)) for name in names),
         trials=min(EPISODES, states),
         initial_states=states,
         image_shape=shape,

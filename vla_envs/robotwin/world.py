@@ -43,6 +43,8 @@ class World:
     Attributes:
         task: RoboTwin's, of the last :meth:`reset`.
         instruction: of its episode.
+        untouchable: what has lost some of its shape for contacts, because PhysX cannot cook it; a line for each.
+        stood: whether an arm stood still in the last chunk, because there is no motion through its positions.
     """
 
     def __init__(self, folder: Path, assets: Path, options: Mapping[str, Any], *, wrist: bool):
@@ -54,14 +56,17 @@ class World:
         self._resets = 0
         self.task: Any = None
         self.instruction = ""
+        self.untouchable: list[str] = []
+        self.stood = False
 
     def reset(self, name: str, seed: int) -> None:
         """Set a task up.
 
         Raises:
             UnstableEpisode: its objects do not come to rest.
-            RuntimeError: RoboTwin has failed.
+            RuntimeError: RoboTwin has failed, or an object has no shape for contacts.
         """
+        self.untouchable, self.stood = [], False
         self.close(clear_cache=self._resets % _RESETS_PER_CLEANING == 0)
         self._resets += 1
         _hold_render_system()
@@ -69,7 +74,7 @@ class World:
         self.task = _task_class(self._robotwin, name, self._options["shader"], self._options["render_quality"])()
         said = io.StringIO()
         try:
-            with self._own_random(), contextlib.redirect_stdout(said):
+            with self._own_random(), contextlib.redirect_stdout(said), _lost_shapes(self.untouchable):
                 self.task.setup_demo(now_ep_num=seed, seed=seed, task_name=name, **copy.deepcopy(self._settings))
                 kept = np.random.get_state()
                 self.instruction = self._describe(name, seed)
@@ -122,6 +127,7 @@ class World:
                 _, solved, _, _ = task.gen_sparse_reward_data(np.asarray(chunk, np.float64))
         finally:
             task.moving = False
+        self.stood = any(planner.failed for planner in planners)
         if not solved[0]:
             return None
         steps = max(planner.last_steps or STANDING for planner in planners)
@@ -217,6 +223,35 @@ def _with_small_shadows(scene: Any, light: Any) -> Any:
     smaller = add(place, light.color, shadow=True, shadow_map_size=FAST_SHADOWS)
     smaller.entity.set_pose(pose)
     return smaller
+
+
+@contextlib.contextmanager
+def _lost_shapes(lost: list[str]) -> Iterator[None]:
+    """Note what is built meanwhile without shapes for contacts that it should have: SAPIEN leaves them out silently.
+
+    Raises:
+        RuntimeError: an object has none left. It would fall through the table, and nothing could touch it.
+    """
+    from sapien.wrapper.actor_builder import ActorBuilder
+
+    build = ActorBuilder.build_physx_component
+
+    def build_physx_component(builder: Any, *arguments: Any, **options: Any) -> Any:
+        body = build(builder, *arguments, **options)
+        there, wanted = len(body.collision_shapes), len(builder.collision_records)
+        if there < wanted:  # a file may give several
+            files = ", ".join(sorted({record.filename for record in builder.collision_records if record.filename}))
+            what = f"{builder.name} has {there} of {wanted} shapes for contacts: PhysX cannot cook {files}"
+            if not there and builder.physx_body_type != "link":
+                raise RuntimeError(what)
+            lost.append(what)
+        return body
+
+    ActorBuilder.build_physx_component = build_physx_component
+    try:
+        yield
+    finally:
+        ActorBuilder.build_physx_component = build
 
 
 def _hide_shadow(entity: Any) -> None:
