@@ -13,6 +13,8 @@ one frame per chunk, and ``bare simulators``, which do the same work without any
   ``step`` in this process, which draws a frame after every action.
 * CALVIN (``calvin_peers.py``): the same simulator in this process, which draws both cameras after every action, as
   calvin_env's own ``PlayTableSimEnv`` does.
+* RoboTwin (``robotwin_peers.py``): RoboTwin's own ``VectorEnv``, with a thread for each world. A chunk is one motion
+  there, so that *a step* is the chunk's time divided by its actions. Memory is measured as well.
 
 The *ideal* is cores / (C x CPU time of a physics step + CPU time of a frame), measured on one simulator in
 this process. Repetitions are interleaved; the table shows medians, and ratios are taken within a repetition.
@@ -26,6 +28,7 @@ Mesa's software rasteriser takes ``LP_NUM_THREADS`` threads per process: 1 for V
     python benchmarks/rollouts.py --env libero/spatial --envs 2
     python benchmarks/rollouts.py --env maniskill/PutOnPlateInScene25Main-v3 --envs 4
     python benchmarks/rollouts.py --env calvin/D --envs 4
+    python benchmarks/rollouts.py --env robotwin/place_empty_cup --envs 2
 """
 
 from __future__ import annotations
@@ -51,11 +54,14 @@ from timing import Contender
 
 from vla_common import keys
 from vla_envs import Episode, Simulator, SimulatorSpec, WorkerPool, make_env, make_spec
+from vla_envs.workers.chunks import executes_chunks, run_chunk
 
 HORIZON = 500  # of every episode; Meta-World's own, past which it raises
 
 
 def env_options(options: argparse.Namespace) -> dict[str, Any]:
+    if options.env.startswith("robotwin/"):
+        return {"seeds": "range", "step_lim": HORIZON, "render_quality": options.quality}
     return {
         "image_size": options.size,
         "max_episode_steps": HORIZON,
@@ -106,9 +112,14 @@ def run_bare(simulator: Simulator, decisions: int, actions: np.ndarray) -> None:
     for decision in range(decisions):
         if decision % (HORIZON // len(actions)) == 0:
             simulator.reset(Episode(0, 0))
-        for action in actions:
-            simulator.step(action)
+        execute(simulator, actions)
         simulator.observe()
+
+
+def execute(simulator: Simulator, actions: np.ndarray) -> None:
+    """Execute a chunk, float32 ``[C, A]``, as a worker does."""
+    for _ in run_chunk(simulator.spec, simulator, actions, 0, ignore_terminations=True):
+        pass
 
 
 class SingleSimulator:
@@ -119,10 +130,14 @@ class SingleSimulator:
         self.step: list[float] = []
         self.render: list[float] = []
 
-    def measure(self, action: np.ndarray, steps: int = 300, frames: int = 25) -> None:
+    def measure(self, actions: np.ndarray, steps: int = 300, frames: int = 25) -> None:
         self.simulator.reset(Episode(0, 0))
         self.simulator.observe()
-        self.step.append(_cpu_of(partial(self.simulator.step, action), steps))
+        if executes_chunks(self.simulator):
+            chunks = steps // len(actions)
+            self.step.append(_cpu_of(partial(execute, self.simulator, actions), chunks) / len(actions))
+        else:
+            self.step.append(_cpu_of(partial(self.simulator.step, actions[0]), steps))
         self.render.append(_cpu_of(self.simulator.observe, frames))
 
 
@@ -139,6 +154,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     libero = options.env.startswith("libero/")
     shape = (options.envs, options.chunk, spec_of(options).action_dim)
     actions = np.random.default_rng(0).uniform(-0.3, 0.3, shape).astype(np.float32)
+    robotwin = options.env.startswith("robotwin/")
+    if robotwin:  # joint positions, a walk that begins where RoboTwin's arms stand; 500 physics steps
+        actions = np.random.default_rng(0).normal(0, 0.05, shape).cumsum(1).astype(np.float32)
+        actions[..., [6, 13]] = 1  # open grippers
+    costs: dict[str, Any] = {}
     # Processes inherit LP_NUM_THREADS. Gymnasium's are forked, hence before this process opens a graphics context.
     os.environ["LP_NUM_THREADS"] = options.peer_raster_threads
     if libero:
@@ -155,6 +175,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
         def peers(options: argparse.Namespace) -> list[Contender]:
             return [frame_per_action(options)]
+    elif robotwin:
+        from robotwin_peers import memory as memory_of_worlds
+        from robotwin_peers import vector_env
+
+        costs = {"memory_mb": memory_of_worlds(options, spec_of(options))}
+
+        def peers(options: argparse.Namespace) -> list[Contender]:
+            return [vector_env(options)]
     else:
         from metaworld_peers import peers
     peers = peers(options)
@@ -166,7 +194,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     try:
         for repetition in range(options.repetitions + 1):
             print(f"repetition {repetition} of {options.repetitions}, 0 warms up", flush=True)
-            single.measure(actions[0, 0])
+            single.measure(actions[0])
             for contender in contenders:
                 contender.measure(actions)
             if repetition == 0:
@@ -205,7 +233,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             }
             for contender in contenders
         ],
-        **(costs if libero else {}),
+        **costs,
     }
 
 
@@ -233,6 +261,8 @@ def show(result: dict[str, Any]) -> None:
         f"{result['share_of_bare_simulators_in_wall_time']:.0%} of the speed of the bare simulators.\n"
         "Milliseconds are per decision of one environment."
     )
+    for name, size in result.get("memory_mb", {}).items():
+        print(f"memory of {name}: {size:.0f} MB")
     if "reset" in result:
         ours, hard = result["reset"]["ours_cpu_ms"], result["reset"]["hard_cpu_ms"]
         print(f"\nreset with frames: {ours:.0f} CPU ms, hard reset {hard:.0f}: {hard / ours:.1f} times as long")
@@ -245,26 +275,31 @@ def show(result: dict[str, Any]) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--env", default="metaworld/pick-place-v3", help="a task, also of libero/ or maniskill/; or calvin/D"
+        "--env", default="metaworld/pick-place-v3", help="a task, also of libero/, maniskill/ or robotwin/; or calvin/D"
     )
     parser.add_argument("--task", type=int, default=0, help="number of the task, for LIBERO")
     parser.add_argument("--envs", type=int, default=8)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes of VLAEnv")
-    parser.add_argument("--chunk", type=int, help="primitive actions; 5, for LIBERO 8")
-    parser.add_argument("--size", type=int, help="image size in pixels; 224, for LIBERO 256, for CALVIN 200")
+    parser.add_argument("--chunk", type=int, help="primitive actions; 5, for LIBERO 8, for RoboTwin 25")
+    parser.add_argument(
+        "--size", type=int, help="image size in pixels; 224, for LIBERO 256, for CALVIN 200; not for RoboTwin"
+    )
     parser.add_argument("--quality", choices=["benchmark", "fast"], default="benchmark")
     parser.add_argument("--decisions", type=int, default=10, help="per repetition")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--peer-raster-threads", default="1", metavar="N", help="LP_NUM_THREADS of the others")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     options = parser.parse_args()
-    libero = options.env.startswith("libero/")
-    options.chunk = options.chunk or (8 if libero else 5)
-    options.size = options.size or {"libero": 256, "calvin": 200}.get(options.env.partition("/")[0], 224)
+    options.chunk = options.chunk or {"libero": 8, "robotwin": 25}.get(options.env.partition("/")[0], 5)
+    options.size = options.size or {"libero": 256, "calvin": 200, "robotwin": 240}.get(
+        options.env.partition("/")[0], 224
+    )
     if (options.decisions + 1) * options.chunk >= HORIZON:
         parser.error(f"(decisions + 1) x chunk must stay below {HORIZON} steps, the horizon of the episodes here")
-    if options.quality != "benchmark" and not options.env.startswith(("metaworld/", "maniskill/PutOn")):
-        parser.error(f"--quality {options.quality} is for Meta-World and plate-25; on {options.env} leave it out")
+    if options.quality != "benchmark" and not options.env.startswith(("metaworld/", "maniskill/PutOn", "robotwin/")):
+        parser.error(
+            f"--quality {options.quality} is for Meta-World, plate-25 and RoboTwin; on {options.env} leave it out"
+        )
     return options
 
 

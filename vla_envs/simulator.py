@@ -117,8 +117,9 @@ class Task:
         name: the benchmark's own name, such as ``"reach-v3"``.
         instruction: the sentence the policy is given, or its pattern where it differs between episodes.
         group: the benchmark's difficulty or suite group, for tables by group; may be empty.
-        instructions: where ``instruction`` is a pattern, every sentence that an episode may have, as far as they are
-            known before a simulator starts: a policy refuses one that it cannot take before any work.
+        instructions: where ``instruction`` is a pattern, every sentence that an episode may have, or the longest ones,
+            as far as they are known before a simulator starts: a policy refuses one that it cannot take before any
+            work.
     """
 
     name: str

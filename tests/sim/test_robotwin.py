@@ -21,7 +21,8 @@ from simulators import need_robotwin
 from vla_common import keys
 from vla_envs import Episode, make_env, make_spec
 from vla_envs.episodes import EpisodeQueue
-from vla_envs.robotwin import package
+from vla_envs.robotwin import package, planning
+from vla_envs.robotwin.simulator import STOOD
 from vla_envs.robotwin.spec import TASKS
 from vla_envs.robotwin.world import UnstableEpisode
 
@@ -33,12 +34,13 @@ NUMBERS = {name: number for number, name in enumerate(sorted(TASKS))}
 
 @pytest.fixture(scope="module")
 def worlds():
-    """Simulators of all tasks by ``task_config``, whose trials are the seeds from 10000."""
+    """Simulators of all tasks by ``task_config``, whose trials are the seeds from 10000; they draw fast."""
     made = {}
 
     def get(task_config="demo_clean"):
         if task_config not in made:
-            made[task_config] = make_spec("robotwin/all", task_config=task_config, seeds="range").make()
+            options = {"task_config": task_config, "seeds": "range", "render_quality": "fast"}
+            made[task_config] = make_spec("robotwin/all", **options).make()
         return made[task_config]
 
     yield get
@@ -155,7 +157,8 @@ def test_the_same_episode_is_the_same_in_any_order_and_process(worlds):
     alone = digest(trajectory(simulator, episode("put_bottles_dustbin", 10000))).hexdigest()
     others = ("put_bottles_dustbin", "stack_bowls_two", "place_a2b_right", "dump_bin_bigbin")
     assert digest_after(simulator, others) == alone
-    env = make_env("robotwin/all", task_config="demo_randomized", seeds="range", num_envs=1, num_workers=1)
+    options = {"task_config": "demo_randomized", "seeds": "range", "render_quality": "fast"}
+    env = make_env("robotwin/all", num_envs=1, num_workers=1, **options)
     try:
         elsewhere = env.pool.map("test_robotwin:digest_after", [(), ("dump_bin_bigbin", "click_bell")])
     finally:
@@ -206,7 +209,8 @@ def test_an_unstable_seed_is_replaced_by_the_next_and_it_is_said(worlds, caplog)
     named = trajectory(simulator, episode("place_dual_shoes", 10003), chunks=0)
     assert simulator.remark == ""
     assert digest(unstable).hexdigest() == digest(named).hexdigest()
-    options = {"task_config": "demo_randomized", "seeds": "range", "num_envs": 1, "num_workers": 1}
+    options = {"task_config": "demo_randomized", "seeds": "range", "render_quality": "fast"}
+    options |= {"num_envs": 1, "num_workers": 1}
     queue = EpisodeQueue([Episode(0, 2), Episode(0, 3)])
     env = make_env("robotwin/place_dual_shoes", episodes=queue, **options)
     images = env.reset()[keys.IMAGES]
@@ -231,12 +235,12 @@ def test_a_task_that_is_never_stable_is_given_up(worlds, monkeypatch):
 
 
 def test_limits_end_episodes_within_a_chunk():
-    env = make_env("robotwin/click_bell", num_envs=1, chunk_size=25, step_lim=60, seed=0)
-    td, executed, truncated = env.reset(), [], []
+    env = gymnasium.make("vla_envs:vla/RoboTwin-click_bell-v0", chunk_size=25, step_lim=60, render_quality="fast")
+    (seen, _), executed, truncated = env.reset(seed=0), [], []
     for _ in range(3):
-        td = env.step(td.set(keys.ACTION, td[keys.STATES][:, None].expand(1, 25, 14).clone()))["next"]
-        executed.append(td[keys.STEP_MASK].sum().item())
-        truncated.append(td[keys.TRUNCATED].item())
+        seen, _, _, ended, info = env.step(np.repeat(seen[keys.STATES][None], 25, 0))
+        executed.append(info[keys.STEP_MASK].sum())
+        truncated.append(ended)
     env.close()
     assert (executed, truncated) == ([25, 25, 10], [False, False, True])
 
@@ -263,6 +267,9 @@ def test_every_task_runs_and_repeats_itself(worlds, name):
     instruction, before, after, head, wrists, states = found[0]
     assert instruction
     assert "{" not in instruction
+    longest = simulator.spec.tasks[NUMBERS[name]].instructions
+    assert len(instruction) <= len(longest[0])
+    assert len(set(longest)) == len(longest) == 3
     assert not np.array_equal(before, after)
     assert np.isfinite(after).all()
     assert (head.shape, wrists.shape, states.shape) == ((240, 320, 3), (2, 240, 320, 3), (14,))
@@ -345,8 +352,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(("name", "seed"), [("place_empty_cup", 10001), ("stack_bowls_three", 10000)])
-def test_moves_as_the_benchmarks_own_vector_env_does(worlds, name, seed):
-    simulator = worlds()
+def test_moves_as_the_benchmarks_own_vector_env_does(name, seed):
     command = [
         sys.executable,
         "-c",
@@ -359,12 +365,14 @@ def test_moves_as_the_benchmarks_own_vector_env_does(worlds, name, seed):
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     instruction, *expected = json.loads(done.stdout.splitlines()[-1])
-    simulator.reset(episode(name, seed))
+    simulator = make_spec(f"robotwin/{name}", seeds="range").make()
+    simulator.reset(Episode(0, seed - 10000))
     assert simulator.world.instruction == instruction
     for number, wanted in enumerate(expected):
         if number:
             simulator.execute(wander(simulator, number - 1))
         assert np.array_equal(poses(simulator), np.array(wanted, np.float32)), number
+    simulator.close()
 
 
 def test_the_policys_side_two_arms_randomized_cropped_and_in_gymnasium():
@@ -406,3 +414,70 @@ def test_nothing_that_is_not_finite_reaches_the_simulator():
     with pytest.raises(ValueError, match=r"takes actions of float32 \[2, 14\], got float32 \[2, 7\]"):
         env.step(np.zeros((2, 7), np.float32))
     env.close()
+
+
+def test_what_cannot_be_touched_is_an_error_or_said(worlds, monkeypatch):
+    """SAPIEN leaves shapes out that PhysX cannot cook, and says nothing."""
+    from sapien.wrapper.actor_builder import ActorBuilder
+
+    simulator, build = worlds(), ActorBuilder.build_physx_component
+
+    def lose(name):
+        def build_physx_component(builder, *arguments, **options):
+            kept = builder.collision_records
+            if builder.name == name:
+                builder.collision_records = []
+            body = build(builder, *arguments, **options)
+            builder.collision_records = kept
+            return body
+
+        monkeypatch.setattr(ActorBuilder, "build_physx_component", build_physx_component)
+
+    lose("021_cup")
+    with pytest.raises(RuntimeError, match=r"021_cup has 0 of 1 shapes for contacts: PhysX cannot cook .*021_cup"):
+        simulator.reset(episode("place_empty_cup", 10000))
+    lose("fl_link3")
+    simulator.reset(episode("place_empty_cup", 10000))
+    assert simulator.remark.startswith("fl_link3 has 0 of 1 shapes for contacts")
+    monkeypatch.undo()
+    simulator.reset(episode("place_empty_cup", 10000))
+    assert simulator.remark == ""
+
+
+def test_an_arm_that_stands_still_is_said_once(worlds, monkeypatch):
+    simulator = worlds()
+    simulator.reset(episode("click_bell", 10000))
+    simulator.execute(wander(simulator))
+    assert simulator.remark == ""
+
+    def fail(*_):
+        raise RuntimeError("no motion")
+
+    monkeypatch.setattr(planning, "Motion", fail)
+    states = simulator.world.states()
+    for _ in range(2):
+        assert len(simulator.execute(wander(simulator))) == 25
+        assert simulator.remark == STOOD
+    assert np.abs(simulator.world.states() - states).reshape(2, 7)[:, :6].max() == 0
+    simulator.reset(episode("click_bell", 10000))
+    assert simulator.remark == ""
+
+
+@pytest.mark.parametrize("embodiment", [["aloha-agilex"], ["piper", "piper", 0.6]])
+def test_drives_do_to_the_bit_what_robotwins_robot_does(embodiment):
+    """A chunk with our setters, and one with RoboTwin's own, in which grippers open, close and jump."""
+    found = {False: [], True: []}
+    for theirs in found:
+        simulator = make_spec("robotwin/place_empty_cup", seeds="range", embodiment=embodiment).make()
+        simulator.reset(Episode(0, 2))
+        if theirs:
+            robot = simulator.world.task.robot
+            del robot.set_arm_joints, robot.set_gripper
+        for number, openings in enumerate([(0, 1), (1, -0.5), (0.3, 1.5)]):
+            chunk = wander(simulator, number)
+            chunk[:, 6] = np.linspace(*openings, 25)
+            chunk[12:, 13] = openings[1]
+            simulator.execute(chunk)
+            found[theirs] += [poses(simulator), simulator.world.states(), np.array(simulator.world.task.checks)]
+        simulator.close()
+    assert digest(found[False]).hexdigest() == digest(found[True]).hexdigest()

@@ -75,7 +75,7 @@ def test_the_simulator_never_sees_an_action_past_the_horizon():
         ((), "execute returned 0 outcomes of 4 actions, must be 1 to 4"),
         ((None,) * 5, "execute returned 5 outcomes of 4 actions, must be 1 to 4"),
         (None, "execute returned NoneType, must be a list of Outcomes"),
-        ((3,), "step returned 3, must be an Outcome"),
+        ((3,), "item 0 of what execute returned is 3, must be an Outcome"),
     ],
 )
 def test_what_execute_may_not_return(returns, message):

@@ -18,7 +18,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,13 +149,13 @@ def missing_assets(
     names = ["objects/same.json", "objects/objaverse/list.json", "background_texture/unseen"]
     names += [f"embodiments/{arm}/config.yml" for arm in arms] or ["embodiments"]
     if checkout is not None:
-        objects = {name for task in tasks for name in _objects_of(checkout, task)}
+        objects = {name for task in tasks for name in objects_of(checkout, task)}
         names += [f"objects/{name}" for name in sorted(objects)]
     return [f"assets/{name}" for name in names if not (folder / "assets" / name).exists()]
 
 
 @cache
-def _objects_of(checkout: Path, task: str) -> tuple[str, ...]:
+def objects_of(checkout: Path, task: str) -> tuple[str, ...]:
     """List the objects that the code of a task names."""
     file = checkout / "envs" / f"{task}.py"
     return tuple(re.findall(r"[\"'](\d{3}_[\w-]+)[\"']", file.read_text())) if file.is_file() else ()
@@ -331,16 +331,30 @@ def _sorted_files(pattern: str) -> list[str]:
 
 
 def _mend_transforms3d() -> None:
-    """Have ``mat2euler`` take any matrix: 0.4.2, the newest, asks numpy 2 for what it refuses unless it is float64."""
+    """Have ``mat2euler`` take any matrix, and ``mat2quat`` know those that it has been asked for before.
+
+    transforms3d 0.4.2, the newest, asks numpy 2 for what it refuses unless a matrix is float64. Success is checked at
+    each physics step, mostly of objects that lie still, and the eigenvectors of their rotations are a third of that.
+    """
     import transforms3d.euler as euler
+    import transforms3d.quaternions as quaternions
 
-    original = euler.mat2euler
-    if original.__module__ != __name__:
+    to_euler, to_quaternion = euler.mat2euler, quaternions.mat2quat
+    if to_euler.__module__ == __name__:
+        return
 
-        def mat2euler(mat: Any, axes: str = "sxyz") -> Any:
-            return original(np.asarray(mat, np.float64), axes)
+    def mat2euler(mat: Any, axes: str = "sxyz") -> Any:
+        return to_euler(np.asarray(mat, np.float64), axes)
 
-        euler.mat2euler = mat2euler
+    @lru_cache(maxsize=256)
+    def known(shape: tuple[int, ...], kind: str, numbers: bytes) -> Any:
+        return to_quaternion(np.frombuffer(numbers, kind).reshape(shape))
+
+    def mat2quat(M: Any) -> Any:  # noqa: N803  transforms3d calls it so
+        matrix = np.asarray(M)
+        return known(matrix.shape, matrix.dtype.str, matrix.tobytes()).copy()
+
+    euler.mat2euler, quaternions.mat2quat = mat2euler, mat2quat
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from vla_envs.robotwin.seeds import seed_of
 from vla_envs.robotwin.world import UnstableEpisode, World
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
+STOOD = "an arm stood still in a chunk: there is no time-optimal motion through its joint positions"
 MOST_REPLACEMENTS = 20  # of a seed whose objects do not come to rest, by the next one
 
 
@@ -21,7 +22,7 @@ class RoboTwinSimulator:
 
     Attributes:
         seed: RoboTwin's, of the running episode: the one that its trial names, or a later one if that is unstable.
-        remark: says so where it is a later one.
+        remark: says so where it is a later one; and what else has gone otherwise than one would expect.
     """
 
     def __init__(self, spec: SimulatorSpec):
@@ -58,12 +59,15 @@ class RoboTwinSimulator:
                 reason = error
         else:
             raise RuntimeError(f"RoboTwin's {name} is unstable with each of the seeds {named} to {seed}: {reason}")
-        self.remark = "" if seed == named else f"RoboTwin's seed {named} is unstable, {seed} runs in its place"
+        replaced = [] if seed == named else [f"RoboTwin's seed {named} is unstable, {seed} runs in its place"]
+        self.remark = "; ".join([*replaced, *self.world.untouchable])
         self.seed, self._left, self._solved = seed, self.spec.options["limits"][name], False
 
     def execute(self, chunk: np.ndarray) -> list[Outcome]:
         chunk = chunk[: max(self._left, 1)]
         solved_in = 0 if self._solved else self.world.execute(chunk)
+        if self.world.stood and STOOD not in self.remark:
+            self.remark = "; ".join(filter(None, [self.remark, STOOD]))
         self._left -= len(chunk)
         self._solved = solved_in is not None
         first = len(chunk) if solved_in is None else solved_in

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels
 from vla_common.validation import check_name, check_whole_number, image_shape
 from vla_envs.robotwin.expert import expert_tasks
-from vla_envs.robotwin.package import describe_package
+from vla_envs.robotwin.package import describe_package, find_package
 from vla_envs.robotwin.seeds import EVALUATION, KINDS, RANGE, seeds_of, solved_seeds
+from vla_envs.robotwin.sentences import longest_sentences
 from vla_envs.simulator import SimulatorSpec, Task
 
 ALL = "all"
@@ -100,8 +103,8 @@ def make_spec(
             (:func:`vla_envs.robotwin.seeds.seed_of`).
         shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
             CPU.
-        render_quality: ``"fast"`` draws shadows of half the resolution, in half the time on a CPU; 0.2 % of the pixels
-            differ by more than 8 levels.
+        render_quality: ``"fast"`` draws shadows of half the resolution, and none of the wall: less than half the time
+            on a CPU; 0.2 % of the pixels differ by more than 8 levels.
         path: a checkout of RoboTwin; ``None`` looks for it, see :func:`vla_envs.robotwin.package.find_package`.
         assets_path: the folder around its ``assets/``; ``None`` looks for it, see
             :func:`vla_envs.robotwin.package.find_assets`.
@@ -136,7 +139,7 @@ def make_spec(
             text
             for deviates, text in [
                 (shader == "default", "rasterised, not ray-traced as the published data are"),
-                (render_quality == "fast", "shadows of half the resolution"),
+                (render_quality == "fast", "shadows of half the resolution, and none of the wall"),
                 (other, f"at most {step_lim} actions instead of {_numbers(TASKS[name] for name in names)}"),
                 (arms[2:] not in ((), (_DISTANCE,)), f"arms {arms[-1]} m apart instead of {_DISTANCE}"),
                 (
@@ -152,12 +155,19 @@ def make_spec(
             if deviates
         ),
     ]
+    checkout: Path | None = None
+    with suppress(FileNotFoundError):
+        checkout = find_package(path)
+
+    def said(task: str) -> tuple[str, ...]:
+        return longest_sentences(checkout, task, instruction_type) if checkout else ()
+
     joint = math.pi
     return SimulatorSpec(
         id=f"robotwin/{suite}",
         entry_point=f"vla_envs.robotwin.simulator:{'Expert' if demonstrated else 'RoboTwin'}Simulator",
         # What is said differs between episodes: objects and arms have several names each.
-        tasks=tuple(Task(name, name.replace("_", " ")) for name in names),
+        tasks=tuple(Task(name, name.replace("_", " "), instructions=said(name)) for name in names),
         trials=EPISODES,
         initial_states=states,
         evaluation_trials=range(EVALUATION, EVALUATION + heldout),

@@ -15,10 +15,10 @@ import numpy as np
 import yaml
 
 from vla_envs.rendering.vulkan import choose_driver, has_gpu
+from vla_envs.robotwin.drives import Drives
 from vla_envs.robotwin.package import RoboTwin, import_robotwin
 
 FAST_SHADOWS = 1024  # pixels of a side of a shadow map where drawing is to be fast; SAPIEN's are 2048
-LONGEST = 500  # physics steps of a chunk; longer ones are sampled down to it (_base_task.py:453)
 STANDING = 50  # physics steps of a chunk for which there is no motion
 _KEPT_AREA = 0.9  # of an image that is cropped
 _RESETS_PER_CLEANING = 8  # of SAPIEN's caches of meshes and textures
@@ -43,6 +43,8 @@ class World:
     Attributes:
         task: RoboTwin's, of the last :meth:`reset`.
         instruction: of its episode.
+        untouchable: what has lost some of its shape for contacts, because PhysX cannot cook it; a line for each.
+        stood: whether an arm stood still in the last chunk, because there is no motion through its positions.
     """
 
     def __init__(self, folder: Path, assets: Path, options: Mapping[str, Any], *, wrist: bool):
@@ -54,14 +56,17 @@ class World:
         self._resets = 0
         self.task: Any = None
         self.instruction = ""
+        self.untouchable: list[str] = []
+        self.stood = False
 
     def reset(self, name: str, seed: int) -> None:
         """Set a task up.
 
         Raises:
             UnstableEpisode: its objects do not come to rest.
-            RuntimeError: RoboTwin has failed.
+            RuntimeError: RoboTwin has failed, or an object has no shape for contacts.
         """
+        self.untouchable, self.stood = [], False
         self.close(clear_cache=self._resets % _RESETS_PER_CLEANING == 0)
         self._resets += 1
         _hold_render_system()
@@ -69,7 +74,7 @@ class World:
         self.task = _task_class(self._robotwin, name, self._options["shader"], self._options["render_quality"])()
         said = io.StringIO()
         try:
-            with self._own_random(), contextlib.redirect_stdout(said):
+            with self._own_random(), contextlib.redirect_stdout(said), _lost_shapes(self.untouchable):
                 self.task.setup_demo(now_ep_num=seed, seed=seed, task_name=name, **copy.deepcopy(self._settings))
                 kept = np.random.get_state()
                 self.instruction = self._describe(name, seed)
@@ -88,7 +93,9 @@ class World:
             ) from error
         # Ours are counted outside, where an episode ends with the limit and not at the first chunk after it.
         self.task.step_lim = math.inf
-        self.task.robot._entity_qf = self.task.balance
+        self.task.drives = Drives(self.task.robot)
+        if self._options["render_quality"] == "fast":
+            _hide_shadow(self.task.wall.actor)
 
     def _describe(self, name: str, seed: int) -> str:
         """Return the sentence of the task that is set up: the scene and the seed decide it."""
@@ -113,16 +120,17 @@ class World:
         robot = task.robot
         planners = [arm.planner for arm in (robot.left_mplib_planner, robot.right_mplib_planner)]
         for planner in planners:
-            planner.last_steps = None
-        task.checks, task.moving, task.balanced = 0, True, ()
+            planner.last_steps, planner.failed = None, False
+        task.checks, task.moving, task.drives.weighed = 0, True, False
         try:
             with self._own_random():
                 _, solved, _, _ = task.gen_sparse_reward_data(np.asarray(chunk, np.float64))
         finally:
             task.moving = False
+        self.stood = any(planner.failed for planner in planners)
         if not solved[0]:
             return None
-        steps = max(min(planner.last_steps or STANDING, LONGEST) for planner in planners)
+        steps = max(planner.last_steps or STANDING for planner in planners)
         return min((task.checks - 1) * len(chunk) // steps, len(chunk) - 1)
 
     def states(self) -> np.ndarray:
@@ -226,6 +234,45 @@ def _with_small_shadows(scene: Any, light: Any) -> Any:
     return smaller
 
 
+@contextlib.contextmanager
+def _lost_shapes(lost: list[str]) -> Iterator[None]:
+    """Note what is built meanwhile without shapes for contacts that it should have: SAPIEN leaves them out silently.
+
+    Raises:
+        RuntimeError: an object has none left. It would fall through the table, and nothing could touch it.
+    """
+    from sapien.wrapper.actor_builder import ActorBuilder
+
+    build = ActorBuilder.build_physx_component
+
+    def build_physx_component(builder: Any, *arguments: Any, **options: Any) -> Any:
+        body = build(builder, *arguments, **options)
+        there, wanted = len(body.collision_shapes), len(builder.collision_records)
+        if there < wanted:  # a file may give several
+            files = ", ".join(sorted({record.filename for record in builder.collision_records if record.filename}))
+            what = f"{builder.name} has {there} of {wanted} shapes for contacts: PhysX cannot cook {files}"
+            if not there and builder.physx_body_type != "link":
+                raise RuntimeError(what)
+            lost.append(what)
+        return body
+
+    ActorBuilder.build_physx_component = build_physx_component
+    try:
+        yield
+    finally:
+        ActorBuilder.build_physx_component = build
+
+
+def _hide_shadow(entity: Any) -> None:
+    """Have the wall behind the table throw no shadow: it falls where few look, and costs a quarter of a picture."""
+    import sapien
+
+    for component in entity.components:
+        if isinstance(component, sapien.render.RenderBodyComponent):
+            for shape in component._internal_node.children:
+                shape.cast_shadow = False
+
+
 def _hold_render_system() -> None:
     import sapien
 
@@ -284,23 +331,12 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str, render_quality: str)
         Attributes:
             checks: how often success was asked for, which is once after each physics step.
             moving: whether a chunk is being executed, in which nothing is drawn.
-            balanced: which robots have been given the forces of this physics step.
+            drives: of its robot.
         """
 
         checks = 0
         moving = False
-        balanced: tuple[Any, ...] = ()
-
-        def balance(self, robot: Any) -> None:
-            """Weigh a robot's own weight up, as RoboTwin does; but once in a physics step of a chunk, not eight times.
-
-            The forces depend on its joints alone, which do not move in between.
-            """
-            if self.moving:
-                if any(robot is done for done in self.balanced):
-                    return
-                self.balanced += (robot,)
-            robot.set_qf(robot.compute_passive_force(gravity=True, coriolis_and_centrifugal=True))
+        drives: Drives | None = None
 
         def setup_scene(self, **options: Any) -> None:
             """Do as told, and draw with the shader that was asked for: RoboTwin's own asks for the ray tracer."""
@@ -319,7 +355,8 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str, render_quality: str)
         def check_success(self, *arguments: Any, **options: Any) -> Any:
             """Count physics steps."""
             self.checks += 1
-            self.balanced = ()
+            if self.drives is not None:
+                self.drives.weighed = False
             return super().check_success(*arguments, **options)
 
         def _update_render(self) -> None:

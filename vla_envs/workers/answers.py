@@ -17,8 +17,8 @@ class WrongAnswer(ValueError):
     """A simulator has returned what its description does not allow; the message says what, in one line."""
 
 
-def check_outcome(spec: SimulatorSpec, outcome: Outcome) -> Outcome:
-    """Check what a primitive action did, and return it in plain numbers.
+def check_outcome(spec: SimulatorSpec, outcome: Outcome, source: str = "step returned") -> Outcome:
+    """Check what a primitive action did, which comes from ``source``, and return it in plain numbers.
 
     Raises:
         WrongAnswer: it is no outcome, the reward is no finite number, what is true or false is something else, or there
@@ -28,7 +28,7 @@ def check_outcome(spec: SimulatorSpec, outcome: Outcome) -> Outcome:
         reward, success = outcome.reward, outcome.success
         ends, subtasks = (bool(outcome.ends_chunk), bool(outcome.ends_episode)), outcome.subtasks
     except AttributeError:
-        raise WrongAnswer(f"step returned {_kind(outcome)}, must be an Outcome") from None
+        raise WrongAnswer(f"{source} {_kind(outcome)}, must be an Outcome") from None
     try:
         number = float("nan") if isinstance(reward, (str, bytes)) else float(reward)
     except (TypeError, ValueError, OverflowError):

@@ -37,8 +37,9 @@ def run_chunk(
     left = spec.max_episode_steps - elapsed
     if left > 0:
         chunk = chunk[:left]
-    for outcome in _execute(simulator, chunk):
-        checked = check_outcome(spec, outcome)
+    source = "item {} of what execute returned is" if executes_chunks(simulator) else "step returned"
+    for number, outcome in enumerate(_execute(simulator, chunk)):
+        checked = check_outcome(spec, outcome, source.format(number))
         yield checked
         if checked.ends_chunk or checked.ends_episode or (checked.success and not ignore_terminations):
             return

@@ -257,7 +257,9 @@ def test_topp_obeys_its_limits_and_goes_through_the_path():
     path = np.array([[0.0, 0.0], [0.3, 0.1], [0.5, -0.2], [0.2, 0.4]])
     planner = planning.Planner()
     times, positions, velocities, _, duration = planner.TOPP(path, 1 / planning.PHYSICS_RATE)
-    assert len(times) == len(positions) == planner.last_steps == int(duration * planning.PHYSICS_RATE)
+    assert len(times) == len(positions) == planner.last_steps == planning.LONGEST
+    times = np.linspace(0, duration, int(duration * planning.PHYSICS_RATE))  # all of them
+    positions, velocities = planning.Motion(path).sample(times)
     assert np.allclose(positions[[0, -1]], path[[0, -1]], atol=1e-6)
     assert np.abs(velocities).max() <= planning.VELOCITY_LIMIT + 1e-3
     assert np.abs(np.diff(velocities, axis=0)).max() * planning.PHYSICS_RATE <= planning.ACCELERATION_LIMIT + 0.05
@@ -268,6 +270,52 @@ def test_topp_obeys_its_limits_and_goes_through_the_path():
     assert far == pytest.approx(3.0, rel=0.02)
     with pytest.raises(planning.NoPlanning, match="motion planning"):
         planner.plan_pose()
+
+
+def test_motions_are_toppras_own_to_the_bit():
+    """Its grid and its samples, computed another way; more than 500 samples are those that RoboTwin takes of them."""
+    pytest.importorskip("toppra")
+    from toppra import SplineInterpolator, algorithm, constraint
+
+    random = np.random.default_rng(0)
+    for number in range(20):
+        path = random.normal(0, 10 ** random.uniform(-3, 0), (random.integers(2, 40), 6)).cumsum(0)
+        limits = [
+            constraint.JointVelocityConstraint(np.full(6, planning.VELOCITY_LIMIT)),
+            constraint.JointAccelerationConstraint(np.full(6, planning.ACCELERATION_LIMIT)),
+        ]
+        spline = SplineInterpolator(np.linspace(0, 1, len(path)), path)
+        moved = algorithm.TOPPRA(limits, spline, parametrizer="ParametrizeConstAccel").compute_trajectory()
+        times = np.linspace(0, moved.duration, int(moved.duration * planning.PHYSICS_RATE))
+        if len(times) > 500:
+            times = times[np.unique(np.linspace(0, len(times) - 1, 500).astype(int))]
+        planner = planning.Planner()
+        found = planner.TOPP(path, 1 / planning.PHYSICS_RATE)
+        assert found[-1] == moved.duration
+        assert planner.last_steps == len(times)
+        assert not planner.failed
+        for ours, theirs in zip(found, (times, moved(times), moved(times, 1)), strict=False):
+            assert np.array_equal(ours, theirs), number
+
+
+def test_the_longest_sentences_are_known_before_a_simulator_starts(folders, monkeypatch):
+    checkout, assets = folders
+    monkeypatch.setenv("ROBOTWIN_PATH", str(checkout))
+    monkeypatch.setenv("ASSETS_PATH", str(assets))
+    assert make_spec("robotwin/turn_switch").tasks[0].instructions == ()
+    texts = checkout / "description"
+    (texts / "task_instruction").mkdir()
+    (texts / "objects_description" / "050_bell").mkdir(parents=True)
+    (texts / "objects_description" / "050_bell" / "base0.json").write_text(
+        json.dumps({"seen": ["bell", "round golden bell"], "unseen": []})
+    )
+    patterns = {"seen": ["Click {A}.", "Click {A} with {a}."], "unseen": ["Ring {A} by {B}."]}
+    (texts / "task_instruction" / "click_bell.json").write_text(json.dumps(patterns))
+    code = checkout / "envs" / "click_bell.py"
+    code.write_text('info = {"{A}": f"050_bell/base{number}", "{a}": str(arm), "{B}": "red block"}')
+    said = {kind: make_spec("robotwin/click_bell", instruction_type=kind).tasks[0].instructions for kind in patterns}
+    assert said["seen"] == ("Click the round golden bell with the right arm.", "Click the round golden bell.")
+    assert said["unseen"] == ("Ring the round golden bell by red block.",)
 
 
 def test_stand_ins_are_seen_only_while_they_are_needed():

@@ -1,0 +1,164 @@
+"""RoboTwin by Gymnasium and under TorchRL's transforms, and after faults: chunks are repeated to the bit.
+
+What is seen are stand-in objects and arms, drawn fast and by the head camera alone.
+"""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gym_vector import assert_same
+from gymnasium.utils.env_checker import check_env
+from simulators import need_robotwin
+from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs.utils import check_env_specs
+
+from vla_common import keys
+from vla_envs import Episode, EpisodeQueue, InstructionsToBytes, WorkerPool, make_env, make_spec
+from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
+from vla_envs.robotwin.simulator import RoboTwinSimulator
+from vla_envs.robotwin.spec import suites
+
+need_robotwin()
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SAPIEN, at RoboTwin
+SMALL = {"render_quality": "fast", "collect_wrist_camera": False, "step_lim": 12, "seeds": "range"}
+BELL = "vla_envs:vla/RoboTwin-click_bell-v0"
+
+
+class Commanded(RoboTwinSimulator):
+    """Fails where ``$ROBOTWIN_FAULT`` says, once: who makes that folder has the fault."""
+
+    def __init__(self, spec):
+        if _is_asked_for("setup"):
+            time.sleep(600)
+        super().__init__(spec)
+        self.trial = -1
+
+    def reset(self, episode):
+        super().reset(episode)
+        self.trial = episode.trial_id
+
+    def execute(self, chunk):
+        if self.trial == 0 and _is_asked_for("chunk"):
+            task, check = self.world.task, self.world.task.check_success
+
+            def check_success():
+                if task.checks == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return check()
+
+            task.check_success = check_success
+        return super().execute(chunk)
+
+
+def _is_asked_for(where):
+    what, _, folder = os.environ.get("ROBOTWIN_FAULT", "").partition(":")
+    if what != where:
+        return False
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return False
+    return True
+
+
+def actions(number, envs=2, length=3):
+    """A smooth walk of all joints."""
+    return np.random.default_rng(number).normal(0, 0.03, (envs, length, 14)).cumsum(1).astype(np.float32)
+
+
+def test_every_suite_and_task_has_an_id_that_needs_a_chunk_size():
+    import vla_envs  # noqa: F401
+
+    ids = {id for id in gymnasium.registry if id.startswith("vla/RoboTwin-")}
+    assert ids == {f"vla/RoboTwin-{suite}-v0" for suite in suites()}
+    assert len(ids) == 46 + 1
+    with pytest.raises(ValueError, match="chunk_size"):
+        gymnasium.make("vla/RoboTwin-click_bell-v0")
+
+
+def test_gymnasiums_checker_passes():
+    env = gymnasium.make(BELL, chunk_size=3, render_mode="rgb_array", **SMALL)
+    with pytest.warns(UserWarning, match="observation space m") as caught:
+        check_env(env.unwrapped, skip_render_check=True)
+    env.close()
+    said = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    assert all("observation space m" in text for text in said)  # states have no natural bounds
+
+
+def test_many_environments_are_gymnasiums_own():
+    spec = make_spec("robotwin/click_bell", **SMALL)
+    theirs = gymnasium.vector.SyncVectorEnv([lambda: SimulatorEnv(spec, chunk_size=3)] * 2)
+    ours = SimulatorVectorEnv(spec, 2, chunk_size=3, num_workers=1)
+    options = {keys.TRIAL_ID: 3}
+    assert_same(theirs.reset(seed=[0, 1], options=dict(options)), ours.reset(seed=[0, 1], options=options))
+    for number in range(5):  # the fourth ends the episode, the fifth begins the next one
+        *one, info = theirs.step(actions(number))
+        *other, same = ours.step(actions(number))
+        assert_same(tuple(one), tuple(other))
+        executed = (keys.STEP_MASK, keys.STEP_REWARDS) if number < 4 else ()
+        for key in ("is_success", keys.TRIAL_ID, *executed):
+            np.testing.assert_array_equal(info[key], same[key])
+        assert ours.call("task_description") == theirs.call("task_description")
+    theirs.close()
+    ours.close()
+
+
+def test_specs_under_transforms():
+    env = make_env("robotwin/click_bell+turn_switch", 2, 3, num_workers=1, **{**SMALL, "collect_wrist_camera": True})
+    check_env_specs(env)
+    transformed = TransformedEnv(env, Compose(InstructionsToBytes(), RewardSum(in_keys=[keys.REWARD]), StepCounter()))
+    check_env_specs(transformed)
+    transformed.close()
+
+
+def rollout():
+    """Two episodes in one worker, five decisions: what was seen and paid; who was lost, and the number of restarts."""
+    spec = replace(make_spec("robotwin/place_empty_cup", **SMALL), entry_point="test_robotwin_gym:Commanded")
+    queue = EpisodeQueue([Episode(0, trial) for trial in range(8)])
+    env = make_env(spec, 2, 3, num_workers=1, episodes=queue)
+    td, found, lost = env.reset(), [], []
+    for decision in range(5):
+        td.set(keys.ACTION, torch.from_numpy(actions(decision)))
+        outcome, td = env.step_and_maybe_reset(td)
+        after = outcome[keys.NEXT]
+        names = (keys.IMAGES, keys.STATES, keys.STEP_REWARDS, keys.STEP_MASK, keys.DONE, keys.EPISODE_LEN)
+        found.append([after[name].clone() for name in names])
+        lost.append(after[keys.CRASHED].squeeze(-1).tolist())
+    restarts = env.worker_restarts
+    env.close()
+    return found, lost, restarts
+
+
+def equal(first, second, slots):
+    return all(torch.equal(a[slots], b[slots]) for a, b in zip(first, second, strict=True))
+
+
+def test_after_a_fault_all_others_go_on_as_if_nothing_had_happened(monkeypatch, tmp_path):
+    undisturbed, lost, restarts = rollout()
+    assert (restarts, sum(map(sum, lost))) == (0, 0)
+
+    # In mid-chunk, which costs that episode.
+    monkeypatch.setenv("ROBOTWIN_FAULT", f"chunk:{tmp_path / 'chunk'}")
+    disturbed, lost, restarts = rollout()
+    assert (restarts, lost) == (1, [[True, False], *[[False, False]] * 4])
+    assert all(equal(*rows, [1]) for rows in zip(undisturbed, disturbed, strict=True))
+
+
+def test_a_world_that_hangs_while_it_is_set_up_is_started_again_and_named(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("ROBOTWIN_FAULT", f"setup:{tmp_path / 'setup'}")
+    spec = replace(make_spec("robotwin/click_bell", **SMALL), entry_point="test_robotwin_gym:Commanded")
+    pool = WorkerPool(spec, 1, 1, 3, step_timeout=10.0, start_timeout=25.0)
+    pool.reset({0: Episode(0, 0)})
+    assert pool.step([0]) == []
+    assert pool.restarts >= 1  # more on a machine that is busy
+    pool.close()
+    line = caplog.records[0].getMessage()
+    assert "\n" not in line
+    assert "robotwin/click_bell task click_bell trial 0" in line
+    assert "Started again" in line

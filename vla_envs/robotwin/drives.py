@@ -1,0 +1,70 @@
+"""Where a robot's joints are told to go at each physics step, in a third of RoboTwin's time and to the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_CLOSED, _OPEN = np.float64(0), np.float64(1)
+_WIDEST_STEP = 0.1  # of a gripper's opening
+
+
+class Drives:
+    """Takes the place of a robot's ``set_arm_joints`` and ``set_gripper``.
+
+    RoboTwin clips single numbers with numpy, and weighs both arms' own weight up in each of these calls, four times in
+    a physics step in which nothing moves. The kinds of numbers are RoboTwin's (float32 what a joint says of itself,
+    float64 what it is told), for its bits.
+
+    Args:
+        robot: of RoboTwin, of a task that is set up.
+
+    Attributes:
+        weighed: whether both arms' weight is weighed up for the next physics step.
+    """
+
+    def __init__(self, robot: Any):
+        self._robot = robot
+        self._arms = {"left": robot.left_arm_joints, "right": robot.right_arm_joints}
+        self._grippers = {
+            "left": (robot.left_gripper, robot.left_gripper_scale),
+            "right": (robot.right_gripper, robot.right_gripper_scale),
+        }
+        self._bodies = [robot.left_entity]
+        if robot.right_entity is not robot.left_entity:
+            self._bodies.append(robot.right_entity)
+        self.weighed = False
+        robot.set_arm_joints, robot.set_gripper = self.set_arm_joints, self.set_gripper
+
+    def set_arm_joints(self, target_position: np.ndarray, target_velocity: np.ndarray, arm_tag: str) -> None:
+        """Send an arm to joint positions, rad ``[6]``, at velocities, rad/s ``[6]``."""
+        self._weigh()
+        positions, velocities = target_position.tolist(), target_velocity.tolist()
+        for joint, position, velocity in zip(self._arms[arm_tag], positions, velocities, strict=False):
+            joint.set_drive_target(position)
+            joint.set_drive_velocity_target(velocity)
+
+    def set_gripper(self, gripper_val: Any, arm_tag: str) -> None:
+        """Send a gripper to an opening from 0 to 1, at most :data:`_WIDEST_STEP` wider than it is told to be now."""
+        self._weigh()
+        opening = min(max(np.float64(gripper_val), _CLOSED), _OPEN)
+        setattr(self._robot, f"{arm_tag}_gripper_val", opening)
+        joints, (least, most) = self._grippers[arm_tag]
+        has = (joints[0][0].get_drive_target()[0] - least) / (most - least)
+        has = min(max(has, np.float32(0)), np.float32(1))
+        if opening - has > _WIDEST_STEP:
+            opening = has + _WIDEST_STEP
+        width = least + opening * (most - least)
+        for joint, factor, offset in joints:
+            target = width * factor + offset
+            velocity = min(max(target - joint.drive_target[0], -1.0), 1.0) * 0.05
+            joint.set_drive_target(target)
+            joint.set_drive_velocity_target(velocity)
+
+    def _weigh(self) -> None:
+        """Set the forces that hold both arms up: they depend on their joints alone, which move in physics steps."""
+        if not self.weighed:
+            self.weighed = True
+            for body in self._bodies:
+                body.set_qf(body.compute_passive_force(gravity=True, coriolis_and_centrifugal=True))
