@@ -21,7 +21,9 @@ class Counting(ToyEnv):
         self.begun, self.left = [], broken_at
         super().__init__(num_envs, **options)
         tasks = self.simulator_spec.tasks
-        self.simulator_spec = SimpleNamespace(id="toy", tasks=tasks, trials=6, initial_states=None, chain_length=1)
+        self.simulator_spec = SimpleNamespace(
+            id="toy", tasks=tasks, trials=6, initial_states=None, evaluation_trials=None, chain_length=1
+        )
 
     def _reset(self, tensordict=None):
         outcome = super()._reset(tensordict)
