@@ -153,12 +153,13 @@ def test_after_a_fault_all_others_go_on_as_if_nothing_had_happened(monkeypatch, 
 def test_a_world_that_hangs_while_it_is_set_up_is_started_again_and_named(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("ROBOTWIN_FAULT", f"setup:{tmp_path / 'setup'}")
     spec = replace(make_spec("robotwin/click_bell", **SMALL), entry_point="test_robotwin_gym:Commanded")
-    pool = WorkerPool(spec, 1, 1, 3, step_timeout=10.0, start_timeout=25.0)
+    pool = WorkerPool(spec, 1, 1, 3, step_timeout=15.0, start_timeout=5.0)
+    pool.start_timeout = 120.0  # of its successor
     pool.reset({0: Episode(0, 0)})
     assert pool.step([0]) == []
-    assert pool.restarts >= 1  # more on a machine that is busy
+    assert pool.restarts == 1
     pool.close()
-    line = caplog.records[0].getMessage()
+    (line,) = [record.getMessage() for record in caplog.records]
     assert "\n" not in line
     assert "robotwin/click_bell task click_bell trial 0" in line
     assert "Started again" in line
