@@ -104,6 +104,20 @@ def test_a_worker_that_dies_while_it_repeats_is_tried_again_and_then_costs_one_e
         env.close()
 
 
+def test_a_simulator_that_hangs_while_it_is_built_is_named_in_a_line_and_started_again(tmp_path, caplog):
+    options = {"faults": {}, "once": str(tmp_path / "once")}
+    spec = replace(_faulty.describe({}), entry_point="hanging:HangsInSetup", options=options)
+    pool = WorkerPool(spec, 1, 1, _faulty.CHUNK, step_timeout=4.0, start_timeout=6.0)
+    pool.start_timeout = 60.0  # of the one that comes after it
+    pool.reset({0: Episode(0, 0)})
+    assert pool.step([0]) == []
+    assert pool.restarts == 1
+    pool.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("simulator worker 0: gave no answer for 10 s, while running storm/faulty task go trial 0")
+    assert "\n" not in line
+
+
 def test_gymnasium_names_the_episode_and_goes_on():
     env = SimulatorEnv(always("raise", "reset", 0, [1]))
     with pytest.raises(SimulatorCrash, match="on command, while running storm/faulty task go trial 1 seed 0"):
