@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vla_common import keys
 
-WIDTH = 256  # bytes; the longest instruction of the benchmarks has 88
+WIDTH = 288  # bytes; the longest instruction of the benchmarks has 267, in RoboTwin
 
 
 def encode(texts: Sequence[str], width: int = WIDTH) -> Tensor:

@@ -92,7 +92,7 @@ def test_one_text_for_a_whole_batch_is_read_for_each_of_its_rows():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: encode(["°" * 129]), r"has 258 bytes and there is room for 256; use InstructionsToBytes\(width=258\)"),
+        (lambda: encode(["°" * 145]), r"has 290 bytes and there is room for 288; use InstructionsToBytes\(width=290\)"),
         (lambda: encode(["a\0"]), "has a character 0, which pads the bytes; leave it out"),
         (lambda: decode(torch.zeros(2, 3)), r"text or uint8 .* got torch.float32 \[2, 3\]"),
         (lambda: decode([1]), "text or uint8 .* got int 1"),
