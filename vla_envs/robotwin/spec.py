@@ -188,7 +188,7 @@ def make_spec(
             "head_camera_type": head_camera_type,
             "wrist_camera_type": wrist_camera_type,
             "center_crop": center_crop,
-            "image_shape": shape,
+            "image_size": None if image_size is None else shape,
             "limits": limits,
             "instruction_type": instruction_type,
             "seeds": seeds,

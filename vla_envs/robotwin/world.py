@@ -172,7 +172,8 @@ class World:
 
     def _image(self, color: np.ndarray) -> np.ndarray:
         image = (color[..., :3] * 255).clip(0, 255).astype(np.uint8)
-        return reduce(crop(image) if self._options["center_crop"] else image, self._options["image_shape"])
+        image = crop(image) if self._options["center_crop"] else np.ascontiguousarray(image)
+        return reduce(image, self._options["image_size"]) if self._options["image_size"] else image
 
     def close(self, clear_cache: bool = True) -> None:
         """Free the scene."""
@@ -213,8 +214,6 @@ def crop(image: np.ndarray, size: int = 224) -> np.ndarray:
 def reduce(image: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Average blocks of pixels, uint8 ``[H, W, 3]``, so that ``shape`` are left."""
     height, width = shape
-    if image.shape[:2] == (height, width):
-        return np.ascontiguousarray(image)
     blocks = image.reshape(height, image.shape[0] // height, width, image.shape[1] // width, 3)
     return (blocks.mean((1, 3)) + 0.5).astype(np.uint8)
 
