@@ -84,7 +84,8 @@ def demonstrate(
         if plan is None:
             break
         if not np.isfinite(plan).all():
-            raise WrongAnswer(f"the expert's action is {np.asarray(plan).tolist()}, must be finite numbers")
+            what, given = ("chunk", plan) if chunked else ("action", plan[0])
+            raise WrongAnswer(f"the expert's {what} is {np.asarray(given).tolist()}, must be finite numbers")
         actions = []
         for action in plan:
             fresh = noise * random.standard_normal(low.shape)
