@@ -173,6 +173,7 @@ class VLAEnv(EnvBase):
         episodes: source of episodes; replaced by :meth:`set_episodes`.
         current_episodes: the episode of each slot, ``None`` where idle.
         errors: why episodes crashed in the last step, by slot.
+        step_remarks: what simulators had said of the episodes of the last step, by slot.
         interactions: how often it was reset, stepped or loaded. Whoever goes on from an observation sees here whether
             somebody else came between.
     """
@@ -214,6 +215,7 @@ class VLAEnv(EnvBase):
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self.interactions = 0
         self.errors: dict[int, str] = {}
+        self.step_remarks: dict[int, str] = {}
         self._pool = pool
         self._texts: Instructions | None = None
         self._make_specs()
@@ -348,6 +350,7 @@ class VLAEnv(EnvBase):
         lost = self._pool.step(np.flatnonzero(active).tolist())
         crashed[lost] = True
         self.errors = {slot: self._pool.errors[slot] for slot in lost}
+        self.step_remarks = self.remarks  # the episode's last word: a reset forgets it
 
         now = self._statistics
         steps = arrays.executed.sum(1, keepdims=True)
