@@ -431,8 +431,8 @@ def swap_instructions(tasks: Sequence[Task]) -> Observe:
         told, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
         if unknown := [text for text in told if text not in known]:
             raise ValueError(
-                f"swapping instructions needs those of the tasks, and the policy is told others, such as {unknown[0]!r}: "
-                "this benchmark words each episode anew; take another ablation"
+                "swapping instructions needs those of the tasks, and the policy is told others, such as "
+                f"{unknown[0]!r}: this benchmark words each episode anew; take another ablation"
             )
         texts = [swapped.get(text, text) for text in told]
         as_bytes = isinstance(given, torch.Tensor)

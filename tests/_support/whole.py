@@ -29,7 +29,8 @@ class WholeSimulator:
     """A point that moves by the mean of a chunk, times its length squared; it is solved at 4 and stays so.
 
     Its options make it misbehave: ``returns`` is what ``execute`` returns in place of outcomes, ``gives_up`` the number
-    of actions after which the episode is over, ``remarks`` what is said of some trials, ``last_word`` what is said once an episode is solved.
+    of actions after which the episode is over, ``remarks`` what is said of some trials, ``last_word`` what is said once
+    an episode is solved.
     """
 
     def __init__(self, spec):
