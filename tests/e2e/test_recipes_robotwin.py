@@ -23,6 +23,7 @@ from simulators import need_robotwin
 from vla_common import keys
 from vla_common.texts import to_strings
 from vla_envs import Episode, make_spec
+from vla_envs.robotwin.seeds import EVALUATION
 from vla_policies import OpenVLAOFT, Pi0
 
 need_robotwin()
@@ -149,7 +150,7 @@ def test_each_evaluates_on_its_own(kind, acting, tmp_path):
     else:
         checkpoint = make_openvla(tmp_path / "checkpoint", film="FiLM" in kind)
         small = ["policy=openvla_oft", *OFT]
-    small += [f"policy.checkpoint={checkpoint}", *SIMULATOR, "env.seeds=eval"]
+    small += [f"policy.checkpoint={checkpoint}", *SIMULATOR]
     main_of("evaluate")(composed("evaluate", small, tmp_path / "run"))
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["eval/episode_len"] == LIMIT
@@ -157,4 +158,5 @@ def test_each_evaluates_on_its_own(kind, acting, tmp_path):
     assert any("STAND-IN" in text for text in metrics["protocol_deviations"])
     first, second = acting.decisions
     assert first.told == second.told != "click bell"
+    assert first.trial == second.trial == EVALUATION
     assert not torch.equal(first.action, second.action)  # the policy sees what has moved
