@@ -479,7 +479,6 @@ class EpisodeCollector(_ChunkCollector):
         idle_before = bool(self.deciding) and not any(self.deciding)
         self.deciding = cast("list[QueuedEpisode | None]", self._episodes)  # all from our queue
         self._deciding_unstarted = self._unstarted
-        self._deciding_remarks = getattr(self.base_env, "remarks", {})
         if not any(self.deciding) and (idle_before or not self.queue.waiting):  # a queue that grew is taken in one step
             raise RuntimeError(
                 f"{len(self)} episodes have no result, but no slot of the environment takes one: {self.queue.waiting} "
@@ -504,7 +503,7 @@ class EpisodeCollector(_ChunkCollector):
                 if self.attempts[index] < self.max_attempts and not self._deciding_unstarted[slot]:
                     self.queue.give_back(episode)
                     continue
-            if remark := self._deciding_remarks.get(slot):
+            if remark := getattr(self.base_env, "step_remarks", {}).get(slot):
                 self.remarks[index] = remark
             self.queue.done(episode)
             self._finished[index] = decisions

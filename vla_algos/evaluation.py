@@ -425,13 +425,14 @@ def swap_instructions(tasks: Sequence[Task]) -> Observe:
         for number, text in enumerate(said[own])
     }
 
+    known = {*swapped, *instructions, ""}  # an idle slot may have a pattern, or nothing, and keeps it
+
     def observe(td: TensorDictBase) -> TensorDictBase:
-        # An idle slot has an instruction of no task, or none, and keeps it.
         told, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
-        if not any(text in swapped for text in told):
+        if unknown := [text for text in told if text not in known]:
             raise ValueError(
-                f"swapping instructions needs those of the tasks, and the policy is told others, such as {told[0]!r}: "
-                "this benchmark words each episode anew; take another ablation"
+                "swapping instructions needs those of the tasks, and the policy is told others, such as "
+                f"{unknown[0]!r}: this benchmark words each episode anew; take another ablation"
             )
         texts = [swapped.get(text, text) for text in told]
         as_bytes = isinstance(given, torch.Tensor)

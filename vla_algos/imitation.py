@@ -41,7 +41,7 @@ def record_demonstrations(
         policy: tokenises the instructions and sets the length of the chunks.
         episodes: what to solve; those that the expert fails are left out, and those whose simulator fails again and
             again, with a warning that counts them.
-        stride: record every so many primitive actions.
+        stride: record every so many primitive actions, or decisions where a chunk is one motion.
         noise: standard deviation of the disturbance, as a fraction of half the action's range.
         noise_correlation: of the disturbance between successive actions, 0 to below 1.
         max_steps: give up after that many actions.

@@ -80,7 +80,7 @@ def demonstrate(
             observations.append((observation.images.copy(), observation.states))
             recorded.append(len(wanted))
         decisions += 1
-        plan = simulator.expert_chunk(chunk_size) if chunked else simulator.expert_action()[None]
+        plan = simulator.expert_chunk(chunk_size) if chunked else np.asarray(simulator.expert_action())[None]
         if plan is None:
             break
         if not np.isfinite(plan).all():

@@ -23,6 +23,7 @@ from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack,
 from vla_envs.instructions import Instructions
 from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers.chunks import check_chunk_size
 from vla_envs.workers.pool import WorkerPool, count_workers
 
 _SIMULATOR_BYTES = 10_000_000  # no simulator is smaller
@@ -91,11 +92,7 @@ def make_env(
             f"relative_reward=True: {spec.id} pays once for what is done, and would take it back with the next action; "
             "leave relative_reward out (false)"
         )
-    if chunk_size > spec.max_episode_steps and spec.control_frequency is None:
-        raise ValueError(
-            f"chunk_size={chunk_size}: a chunk of {spec.id} is one motion, and its episodes end after "
-            f"{spec.max_episode_steps} actions; take a chunk_size of at most that, or longer episodes"
-        )
+    check_chunk_size(spec, chunk_size)
     if num_envs % group_size:
         raise ValueError(
             f"num_envs={num_envs} is not a multiple of group_size={group_size}; "
@@ -173,6 +170,7 @@ class VLAEnv(EnvBase):
         episodes: source of episodes; replaced by :meth:`set_episodes`.
         current_episodes: the episode of each slot, ``None`` where idle.
         errors: why episodes crashed in the last step, by slot.
+        step_remarks: what simulators had said of the episodes of the last step, by slot.
         interactions: how often it was reset, stepped or loaded. Whoever goes on from an observation sees here whether
             somebody else came between.
     """
@@ -214,6 +212,7 @@ class VLAEnv(EnvBase):
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self.interactions = 0
         self.errors: dict[int, str] = {}
+        self.step_remarks: dict[int, str] = {}
         self._pool = pool
         self._texts: Instructions | None = None
         self._make_specs()
@@ -348,6 +347,7 @@ class VLAEnv(EnvBase):
         lost = self._pool.step(np.flatnonzero(active).tolist())
         crashed[lost] = True
         self.errors = {slot: self._pool.errors[slot] for slot in lost}
+        self.step_remarks = self.remarks  # the episode's last word: a reset forgets it
 
         now = self._statistics
         steps = arrays.executed.sum(1, keepdims=True)

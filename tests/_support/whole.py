@@ -29,7 +29,8 @@ class WholeSimulator:
     """A point that moves by the mean of a chunk, times its length squared; it is solved at 4 and stays so.
 
     Its options make it misbehave: ``returns`` is what ``execute`` returns in place of outcomes, ``gives_up`` the number
-    of actions after which the episode is over, ``remarks`` what is said of some trials.
+    of actions after which the episode is over, ``remarks`` what is said of some trials, ``last_word`` what is said once
+    an episode is solved.
     """
 
     def __init__(self, spec):
@@ -48,6 +49,8 @@ class WholeSimulator:
             if self.x < GOAL:
                 self.x += float(action[0]) * len(chunk)
             self.done += 1
+            if self.x >= GOAL:
+                self.remark = self.spec.options.get("last_word", self.remark)
             outcomes.append(
                 Outcome(
                     float(self.x >= GOAL),

@@ -23,6 +23,7 @@ from simulators import need_robotwin
 from vla_common import keys
 from vla_common.texts import to_strings
 from vla_envs import Episode, make_spec
+from vla_envs.robotwin.seeds import EVALUATION
 from vla_policies import OpenVLAOFT, Pi0
 
 need_robotwin()
@@ -158,4 +159,5 @@ def test_each_evaluates_on_its_own(kind, acting, tmp_path):
     assert any("STAND-IN" in text for text in metrics["protocol_deviations"])
     first, second = acting.decisions
     assert first.told == second.told != "click bell"
+    assert first.trial == second.trial == EVALUATION
     assert not torch.equal(first.action, second.action)  # the policy sees what has moved

@@ -36,6 +36,14 @@ def test_results_have_it_beside_the_episode(caplog):
         assert _read(entry, episodes, 1) == result
 
 
+def test_what_is_said_in_an_episodes_last_chunk_is_not_lost():
+    env = make_env(whole_spec(options={"last_word": SAID}), num_envs=1, chunk_size=4, num_workers=1)
+    run = TensorDictModule(lambda x: torch.ones(x.shape[0], 4, 1), in_keys=[keys.STATES], out_keys=[keys.ACTION])
+    results = evaluate(env, run, [Episode(0, 0), Episode(0, 1)]).episodes
+    env.close()
+    assert [result.remark for result in results] == [SAID, SAID]
+
+
 def test_gymnasium_has_it_in_its_infos():
     single, many = SimulatorEnv(spec(), chunk_size=4), SimulatorVectorEnv(spec(), 2, chunk_size=4, num_workers=1)
     for trial, expected in ((2, SAID), (1, None)):

@@ -91,12 +91,28 @@ def test_options_with_the_guides_names():
         ({"step_lim": 0}, "step_lim must be >= 1 and whole, got 0"),
         ({"wrist_camera_type": "D345"}, "unknown wrist_camera_type 'D345'; did you mean D435"),
         ({"center_crop": "perhaps"}, "center_crop"),
+        ({"wrist_camera_type": "L515", "collect_wrist_camera": False}, "wrist_camera_type=L515: nothing is drawn in"),
         ({"collect_wrist_cameras": True}, "did you mean collect_wrist_camera"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_spec("robotwin/click_bell", **options)
+
+
+def test_frames_of_two_cameras_are_reduced_to_one_size():
+    both = {"wrist_camera_type": "L515"}
+    with pytest.raises(ValueError, match=r"does not divide frames of 180 x 320 pixels; type image_size=\[30,80\]"):
+        make_spec("robotwin/click_bell", image_size=[80, 80], **both)
+    spec = make_spec("robotwin/click_bell", image_size=[30, 80], **both)
+    assert (spec.image_shape, spec.wrist_image_shape) == ((30, 80), (2, 30, 80))
+    assert "cameras L515 in the hands instead of D435" in spec.protocol_deviations
+    assert "images reduced to 30 x 80 pixels" in spec.protocol_deviations
+    cropped = make_spec("robotwin/click_bell", center_crop=True, image_size=56, **both)
+    assert (cropped.image_shape, cropped.wrist_image_shape) == ((56, 56), (2, 56, 56))
+    for options in (both, {"image_size": [240, 320]}):
+        whole = make_spec("robotwin/click_bell", **options)
+        assert not any("reduced" in text for text in whole.protocol_deviations)
 
 
 def test_wrong_tasks_are_refused():

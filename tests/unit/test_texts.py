@@ -407,6 +407,10 @@ def test_each_sentence_of_a_task_is_swapped():
 
 
 def test_instructions_that_no_task_has_are_not_swapped_silently():
-    td = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack("tap the small bell", "tap it")}, batch_size=[2])
-    with pytest.raises(ValueError, match="such as 'tap the small bell': this benchmark words each episode anew"):
-        swap_instructions([Task("1", "click bell"), Task("2", "lift pot")])(td)
+    swap = swap_instructions([Task("1", "click bell", instructions=("click it",)), Task("2", "lift pot")])
+    for told in (["tap the small bell", "tap it"], ["click it", "tap the small bell"]):  # neither some of them
+        td = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack(*told)}, batch_size=[2])
+        with pytest.raises(ValueError, match="such as 'tap the small bell': this benchmark words each episode anew"):
+            swap(td)
+    idle = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack("click bell", "")}, batch_size=[2])
+    assert to_strings(swap(idle)) == ["click bell", ""]

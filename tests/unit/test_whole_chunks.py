@@ -135,6 +135,9 @@ def test_gymnasiums_checker_and_what_is_refused():
     check_env(SimulatorEnv(whole_spec(), chunk_size=4), skip_render_check=True)
     with pytest.raises(ValueError, match="chunk_size=0: must be greater than or equal to 1"):
         SimulatorEnv(whole_spec(), chunk_size=0)
+    for kind in (SimulatorEnv, SimulatorVectorEnv):
+        with pytest.raises(ValueError, match="chunk_size=12: a chunk of toy/whole is one motion, and its episodes end"):
+            kind(whole_spec(), chunk_size=12)
     with pytest.raises(ValueError, match=r"chunk_size is for many environments: gymnasium.make_vec"):
         SimulatorEnv(counting_spec(), chunk_size=4)
     env = SimulatorEnv(whole_spec(), chunk_size=4)

@@ -15,6 +15,7 @@ from vla_common.validation import is_whole_number
 from vla_envs.actions import refuse_actions
 from vla_envs.registry import find_benchmark, make_spec, option_types, refuse_options
 from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers.chunks import check_chunk_size
 
 RESET_OPTIONS = (keys.TASK_ID, keys.TRIAL_ID)
 DECISIONS_PER_SECOND = 2  # of a recorded video, where actions have no duration
@@ -46,7 +47,7 @@ def frames_per_second(spec: SimulatorSpec, chunk_size: int | None) -> float:
     """Return how fast frames are shown: in real time, one for each step.
 
     Raises:
-        ValueError: chunks are executed as a whole, and nobody has said how long they are.
+        ValueError: chunks are executed as a whole, and nobody has said how long they are, or they do not fit.
     """
     if spec.control_frequency is not None:
         return spec.control_frequency / chunk_size if chunk_size else spec.control_frequency
@@ -55,6 +56,7 @@ def frames_per_second(spec: SimulatorSpec, chunk_size: int | None) -> float:
             f"{spec.id} executes a chunk of actions as one motion, so single steps are another environment; type "
             "chunk_size=25, or the number that the policy decides at once (chunk_size=1 for single steps)"
         )
+    check_chunk_size(spec, chunk_size)
     return DECISIONS_PER_SECOND
 
 

@@ -26,9 +26,10 @@ CAMERAS = {"D435": (240, 320), "L515": (180, 320), "Large_D435": (480, 640), "La
 SHADERS = ("default", "rt")
 QUALITIES = ("benchmark", "fast")
 INSTRUCTION_TYPES = ("seen", "unseen")
-ARMS = {("aloha-agilex",): "one robot with two arms", ("piper", "piper"): "two arms, so many metres apart"}
+ARMS = (("aloha-agilex",), ("piper", "piper"))  # one robot with two arms, or two robots
 _SEEDS = {"solved": "seeds that demonstrations have solved", "range": "any seeds"}
 _DISTANCE = 0.6  # m between two arms, the guide's
+_CAMERA = "D435"  # of RoboTwin's task_config/
 _Camera = Literal["D435", "L515", "Large_D435", "Large_L515"]
 
 # Each with its step limit in RoboTwin's own evaluation (task_config/_eval_step_limit.yml).
@@ -66,8 +67,8 @@ def make_spec(
     *,
     task_config: Literal["demo_clean", "demo_randomized"] = "demo_clean",
     embodiment: Sequence[str | float] = ("aloha-agilex",),
-    head_camera_type: _Camera = "D435",
-    wrist_camera_type: _Camera = "D435",
+    head_camera_type: _Camera = _CAMERA,
+    wrist_camera_type: _Camera = _CAMERA,
     collect_wrist_camera: bool = True,
     center_crop: bool = False,
     image_size: tuple[Pixels, Pixels] | Pixels | None = None,
@@ -121,6 +122,11 @@ def make_spec(
     check_name("render_quality", render_quality, QUALITIES)
     if step_lim is not None:
         check_whole_number("step_lim", step_lim, 1)
+    if wrist_camera_type != _CAMERA and not collect_wrist_camera:
+        raise ValueError(
+            f"wrist_camera_type={wrist_camera_type}: nothing is drawn in the hands (collect_wrist_camera=false); leave "
+            "it out"
+        )
     arms = _checked_arms(embodiment)
     names = _tasks_of(suite)
     limits = {name: step_lim or TASKS[name] for name in names}
@@ -131,8 +137,11 @@ def make_spec(
     shape, wrist = CAMERAS[head_camera_type], CAMERAS[wrist_camera_type]
     if center_crop:
         shape = wrist = (CROPPED, CROPPED)
+    reduced = False
     if image_size is not None:
-        shape = wrist = _reduced(image_size, {shape, wrist} if collect_wrist_camera else {shape})
+        drawn = [shape, wrist] if collect_wrist_camera else [shape]
+        shape = wrist = _reduced(image_size, drawn)
+        reduced = any(each != shape for each in drawn)
     deviations = [
         *describe_package(path, assets_path),
         *(
@@ -142,12 +151,10 @@ def make_spec(
                 (render_quality == "fast", "shadows of half the resolution, and none of the wall"),
                 (other, f"at most {step_lim} actions instead of {_numbers(TASKS[name] for name in names)}"),
                 (arms[2:] not in ((), (_DISTANCE,)), f"arms {arms[-1]} m apart instead of {_DISTANCE}"),
-                (
-                    (head_camera_type, wrist_camera_type) != ("D435", "D435"),
-                    f"cameras {head_camera_type} (head) and {wrist_camera_type} (wrists) instead of D435",
-                ),
+                (head_camera_type != _CAMERA, f"head camera {head_camera_type} instead of {_CAMERA}"),
+                (wrist_camera_type != _CAMERA, f"cameras {wrist_camera_type} in the hands instead of {_CAMERA}"),
                 (not collect_wrist_camera, "no cameras in the hands"),
-                (image_size is not None, f"images reduced to {' x '.join(map(str, shape))} pixels"),
+                (reduced, f"images reduced to {' x '.join(map(str, shape))} pixels"),
                 (center_crop, f"images are their middle 0.9 by area, {CROPPED} x {CROPPED}"),
                 (instruction_type == "seen", "sentences of the seen split, as RLinf has it; RoboTwin's own are unseen"),
                 (unlisted, f"seeds from {RANGE.start} to {RANGE.stop - 1} that nobody has tried"),
@@ -221,12 +228,17 @@ def _reduced(image_size: Any, shapes: Collection[tuple[int, int]]) -> tuple[int,
     wanted = image_shape(image_size)
     for shape in shapes:
         if any(have % want for have, want in zip(shape, wanted, strict=True)):
-            height, width = (side // 4 for side in shape)
+            height, width = (_quarter(sides) for sides in zip(*shapes, strict=True))
             raise ValueError(
                 f"image_size={list(wanted)} does not divide frames of {shape[0]} x {shape[1]} pixels; type "
                 f"image_size=[{height},{width}], or null for all of them"
             )
     return wanted
+
+
+def _quarter(sides: Sequence[int]) -> int:
+    """Return the largest number up to a quarter of each side that divides all of them."""
+    return max(number for number in range(1, min(sides) // 4 + 1) if not math.gcd(*sides) % number)
 
 
 def _checked_arms(embodiment: Sequence[str | float]) -> tuple[str | float, ...]:

@@ -16,6 +16,19 @@ def executes_chunks(simulator: Any) -> bool:
     return hasattr(simulator, "execute")
 
 
+def check_chunk_size(spec: SimulatorSpec, chunk_size: int) -> None:
+    """Refuse chunks that no episode has room for, where a chunk is one motion: it would be another one.
+
+    Raises:
+        ValueError: says what would do.
+    """
+    if spec.control_frequency is None and chunk_size > spec.max_episode_steps:
+        raise ValueError(
+            f"chunk_size={chunk_size}: a chunk of {spec.id} is one motion, and its episodes end after "
+            f"{spec.max_episode_steps} actions; take a chunk_size of at most that, or longer episodes"
+        )
+
+
 def run_chunk(
     spec: SimulatorSpec, simulator: Simulator, chunk: np.ndarray, elapsed: int, *, ignore_terminations: bool = False
 ) -> Iterator[Outcome]:
