@@ -2,7 +2,9 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from vla_envs.probe import Finding
 from vla_envs.robotwin import checks, package, planning
 from vla_envs.robotwin.seeds import RANGE, seed_of, seeds_of, solved_seeds
 from vla_envs.robotwin.spec import REFUSED, TASKS
-from vla_envs.robotwin.world import crop
+from vla_envs.robotwin.world import World, crop
 from vla_policies.processing.images import center_crop
 
 
@@ -266,6 +268,49 @@ def test_the_crop_is_that_of_the_policies_adapter():
     difference = np.abs(ours.astype(int) - theirs)
     assert difference.max() <= 1
     assert (difference > 0).mean() < 1e-3  # float32 there
+
+
+def test_frames_are_cropped_before_they_are_reduced():
+    color = np.random.default_rng(0).random((240, 320, 4), np.float32)
+
+    def image(**options):
+        return World._image(SimpleNamespace(_options=options), color)
+
+    whole = image(center_crop=False, image_size=None)
+    assert np.array_equal(whole, (color[..., :3] * 255).astype(np.uint8))
+    cropped = image(center_crop=True, image_size=None)
+    assert np.array_equal(cropped, crop(whole))
+    blocks = cropped.reshape(56, 4, 56, 4, 3).astype(float).mean((1, 3))
+    assert np.abs(image(center_crop=True, image_size=(56, 56)) - blocks).max() <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("steps", "checks", "action"),
+    # Of 10 actions, 100 physics steps are 10 for each, as RoboTwin gives them to the grippers; the first is number 1.
+    [
+        *[((100, 40), 1, 0), ((100, 40), 10, 0), ((100, 40), 11, 1), ((40, 100), 95, 9), ((100, 100), 100, 9)],
+        *[((None, None), 26, 5), ((30, None), 26, 5), ((0, 0), 50, 9)],  # an arm that stands takes 50
+    ],
+)
+def test_success_came_in_the_action_whose_share_of_the_motion_it_was(steps, checks, action):
+    planners = [SimpleNamespace(planner=SimpleNamespace(last_steps=7, failed=True)) for _ in steps]
+    robot = SimpleNamespace(left_mplib_planner=planners[0], right_mplib_planner=planners[1])
+
+    def move(chunk):
+        for arm, number in zip(planners, steps, strict=True):
+            arm.planner.last_steps, arm.planner.failed = number, number is None
+        task.checks = checks
+        return None, [True], None, None
+
+    task = SimpleNamespace(robot=robot, drives=SimpleNamespace(), gen_sparse_reward_data=move)
+    world = SimpleNamespace(task=task, _own_random=nullcontext)
+    assert World.execute(world, np.zeros((10, 14), np.float32)) == action
+    assert world.stood == (None in steps)
+
+
+def test_the_order_of_files_is_not_the_file_systems(monkeypatch):
+    monkeypatch.setattr(package.glob, "glob", lambda pattern: ["base2", "base0", "base1"])
+    assert package._sorted_files("base*") == ["base0", "base1", "base2"]
 
 
 def test_topp_obeys_its_limits_and_goes_through_the_path():
