@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from vla_envs import EpisodeSampler, evaluation_episodes, list_envs, make_spec
+from vla_envs import Episode, EpisodeSampler, evaluation_episodes, list_envs, make_spec
 from vla_envs.probe import Finding
 from vla_envs.robotwin import checks, package, planning
 from vla_envs.robotwin.seeds import RANGE, seed_of, seeds_of, solved_seeds
+from vla_envs.robotwin.simulator import STOOD, RoboTwinSimulator
 from vla_envs.robotwin.spec import REFUSED, TASKS
-from vla_envs.robotwin.world import World, crop
+from vla_envs.robotwin.world import UnstableEpisode, World, crop
 from vla_policies.processing.images import center_crop
 
 
@@ -306,6 +307,33 @@ def test_success_came_in_the_action_whose_share_of_the_motion_it_was(steps, chec
     world = SimpleNamespace(task=task, _own_random=nullcontext)
     assert World.execute(world, np.zeros((10, 14), np.float32)) == action
     assert world.stood == (None in steps)
+
+
+class StillWorld:
+    """No world: 10001 and 10002 are unstable, and nothing is ever solved."""
+
+    untouchable, stood = (), False
+
+    def reset(self, name, seed):
+        if seed in (10001, 10002):
+            raise UnstableEpisode("it rolls")
+
+    def execute(self, chunk):
+        self.stood = len(chunk) == 2
+
+
+def test_seeds_limits_and_remarks_are_those_of_the_running_episode():
+    simulator = RoboTwinSimulator.__new__(RoboTwinSimulator)
+    simulator.spec, simulator.world = make_spec("robotwin/click_bell", seeds="range", step_lim=6), StillWorld()
+    found = []
+    for trial in (0, 1, 0, 3):
+        simulator.reset(Episode(0, trial))
+        outcomes = [simulator.execute(np.zeros((4, 14), np.float32)) for _ in range(2)]
+        assert [len(some) for some in outcomes] == [4, 2]
+        assert [outcome.ends_episode for some in outcomes for outcome in some] == [False] * 5 + [True]
+        found.append((simulator.seed, simulator.remark))
+    replaced = "RoboTwin's seed 10001 is unstable, 10003 runs in its place"
+    assert found == [(10000, STOOD), (10003, f"{replaced}; {STOOD}"), (10000, STOOD), (10003, STOOD)]
 
 
 def test_the_order_of_files_is_not_the_file_systems(monkeypatch):
