@@ -285,6 +285,46 @@ def test_frames_are_cropped_before_they_are_reduced():
     assert np.abs(image(center_crop=True, image_size=(56, 56)) - blocks).max() <= 0.5
 
 
+class StillCamera:
+    """Sees the number that is its pose."""
+
+    def __init__(self, pose):
+        self.entity = SimpleNamespace(pose=pose, set_pose=lambda new: setattr(self.entity, "pose", new))
+
+    def take_picture(self):
+        self.seen = np.full((2, 2, 4), self.entity.pose, np.float32)
+
+    def get_picture(self, _):
+        return self.seen
+
+
+@pytest.mark.parametrize("wrist_camera_type", ["D435", "L515"])
+def test_views_are_head_then_left_then_right_hand(wrist_camera_type):
+    head, left, right = (StillCamera(number) for number in range(3))
+    cameras = SimpleNamespace(static_camera_list=[StillCamera(9), head], static_camera_name=["front", "head_camera"])
+    cameras.left_camera, cameras.right_camera = left, right
+    task = SimpleNamespace(cameras=cameras, scene=SimpleNamespace(update_render=lambda: None))
+    options = {"head_camera_type": "D435", "wrist_camera_type": wrist_camera_type}
+    world = SimpleNamespace(task=task, _wrist=True, _options=options)
+    for _ in range(2):  # poses are as they were
+        assert [picture[0, 0, 0] for picture in World._pictures(world)] == [0, 1, 2]
+
+
+def test_each_world_has_numpys_random_numbers_for_itself():
+    worlds = [SimpleNamespace(_random=None), SimpleNamespace(_random=None)]
+    np.random.seed(3)
+    found = []
+    for _ in range(3):
+        for seed, world in enumerate(worlds):
+            with World._own_random(world):
+                if len(found) < 2:
+                    np.random.seed(seed)
+                found.append(np.random.rand())
+    expected = [np.random.RandomState(seed).rand(3) for seed in range(2)]
+    assert found == [*np.stack(expected, 1).flatten()]
+    assert np.random.rand() == np.random.RandomState(3).rand()
+
+
 @pytest.mark.parametrize(
     ("steps", "checks", "action"),
     # Of 10 actions, 100 physics steps are 10 for each, as RoboTwin gives them to the grippers; the first is number 1.
