@@ -2,18 +2,21 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from vla_envs import EpisodeSampler, evaluation_episodes, list_envs, make_spec
+from vla_envs import Episode, EpisodeSampler, evaluation_episodes, list_envs, make_spec
 from vla_envs.probe import Finding
 from vla_envs.robotwin import checks, package, planning
 from vla_envs.robotwin.seeds import RANGE, seed_of, seeds_of, solved_seeds
+from vla_envs.robotwin.simulator import STOOD, RoboTwinSimulator
 from vla_envs.robotwin.spec import REFUSED, TASKS
-from vla_envs.robotwin.world import crop
+from vla_envs.robotwin.world import UnstableEpisode, World, crop
 from vla_policies.processing.images import center_crop
 
 
@@ -266,6 +269,116 @@ def test_the_crop_is_that_of_the_policies_adapter():
     difference = np.abs(ours.astype(int) - theirs)
     assert difference.max() <= 1
     assert (difference > 0).mean() < 1e-3  # float32 there
+
+
+def test_frames_are_cropped_before_they_are_reduced():
+    color = np.random.default_rng(0).random((240, 320, 4), np.float32)
+
+    def image(**options):
+        return World._image(SimpleNamespace(_options=options), color)
+
+    whole = image(center_crop=False, image_size=None)
+    assert np.array_equal(whole, (color[..., :3] * 255).astype(np.uint8))
+    cropped = image(center_crop=True, image_size=None)
+    assert np.array_equal(cropped, crop(whole))
+    blocks = cropped.reshape(56, 4, 56, 4, 3).astype(float).mean((1, 3))
+    assert np.abs(image(center_crop=True, image_size=(56, 56)) - blocks).max() <= 0.5
+
+
+class StillCamera:
+    """Sees the number that is its pose."""
+
+    def __init__(self, pose):
+        self.entity = SimpleNamespace(pose=pose, set_pose=lambda new: setattr(self.entity, "pose", new))
+
+    def take_picture(self):
+        self.seen = np.full((2, 2, 4), self.entity.pose, np.float32)
+
+    def get_picture(self, _):
+        return self.seen
+
+
+@pytest.mark.parametrize("wrist_camera_type", ["D435", "L515"])
+def test_views_are_head_then_left_then_right_hand(wrist_camera_type):
+    head, left, right = (StillCamera(number) for number in range(3))
+    cameras = SimpleNamespace(static_camera_list=[StillCamera(9), head], static_camera_name=["front", "head_camera"])
+    cameras.left_camera, cameras.right_camera = left, right
+    task = SimpleNamespace(cameras=cameras, scene=SimpleNamespace(update_render=lambda: None))
+    options = {"head_camera_type": "D435", "wrist_camera_type": wrist_camera_type}
+    world = SimpleNamespace(task=task, _wrist=True, _options=options)
+    for _ in range(2):  # poses are as they were
+        assert [picture[0, 0, 0] for picture in World._pictures(world)] == [0, 1, 2]
+
+
+def test_each_world_has_numpys_random_numbers_for_itself():
+    worlds = [SimpleNamespace(_random=None), SimpleNamespace(_random=None)]
+    np.random.seed(3)
+    found = []
+    for _ in range(3):
+        for seed, world in enumerate(worlds):
+            with World._own_random(world):
+                if len(found) < 2:
+                    np.random.seed(seed)
+                found.append(np.random.rand())
+    expected = [np.random.RandomState(seed).rand(3) for seed in range(2)]
+    assert found == [*np.stack(expected, 1).flatten()]
+    assert np.random.rand() == np.random.RandomState(3).rand()
+
+
+@pytest.mark.parametrize(
+    ("steps", "checks", "action"),
+    # Of 10 actions, 100 physics steps are 10 for each, as RoboTwin gives them to the grippers; the first is number 1.
+    [
+        *[((100, 40), 1, 0), ((100, 40), 10, 0), ((100, 40), 11, 1), ((40, 100), 95, 9), ((100, 100), 100, 9)],
+        *[((None, None), 26, 5), ((30, None), 26, 5), ((0, 0), 50, 9)],  # an arm that stands takes 50
+    ],
+)
+def test_success_came_in_the_action_whose_share_of_the_motion_it_was(steps, checks, action):
+    planners = [SimpleNamespace(planner=SimpleNamespace(last_steps=7, failed=True)) for _ in steps]
+    robot = SimpleNamespace(left_mplib_planner=planners[0], right_mplib_planner=planners[1])
+
+    def move(chunk):
+        for arm, number in zip(planners, steps, strict=True):
+            arm.planner.last_steps, arm.planner.failed = number, number is None
+        task.checks = checks
+        return None, [True], None, None
+
+    task = SimpleNamespace(robot=robot, drives=SimpleNamespace(), gen_sparse_reward_data=move)
+    world = SimpleNamespace(task=task, _own_random=nullcontext)
+    assert World.execute(world, np.zeros((10, 14), np.float32)) == action
+    assert world.stood == (None in steps)
+
+
+class StillWorld:
+    """No world: 10001 and 10002 are unstable, and nothing is ever solved."""
+
+    untouchable, stood = (), False
+
+    def reset(self, name, seed):
+        if seed in (10001, 10002):
+            raise UnstableEpisode("it rolls")
+
+    def execute(self, chunk):
+        self.stood = len(chunk) == 2
+
+
+def test_seeds_limits_and_remarks_are_those_of_the_running_episode():
+    simulator = RoboTwinSimulator.__new__(RoboTwinSimulator)
+    simulator.spec, simulator.world = make_spec("robotwin/click_bell", seeds="range", step_lim=6), StillWorld()
+    found = []
+    for trial in (0, 1, 0, 3):
+        simulator.reset(Episode(0, trial))
+        outcomes = [simulator.execute(np.zeros((4, 14), np.float32)) for _ in range(2)]
+        assert [len(some) for some in outcomes] == [4, 2]
+        assert [outcome.ends_episode for some in outcomes for outcome in some] == [False] * 5 + [True]
+        found.append((simulator.seed, simulator.remark))
+    replaced = "RoboTwin's seed 10001 is unstable, 10003 runs in its place"
+    assert found == [(10000, STOOD), (10003, f"{replaced}; {STOOD}"), (10000, STOOD), (10003, STOOD)]
+
+
+def test_the_order_of_files_is_not_the_file_systems(monkeypatch):
+    monkeypatch.setattr(package.glob, "glob", lambda pattern: ["base2", "base0", "base1"])
+    assert package._sorted_files("base*") == ["base0", "base1", "base2"]
 
 
 def test_topp_obeys_its_limits_and_goes_through_the_path():

@@ -29,8 +29,8 @@ INSTRUCTION_TYPES = ("seen", "unseen")
 ARMS = (("aloha-agilex",), ("piper", "piper"))  # one robot with two arms, or two robots
 _SEEDS = {"solved": "seeds that demonstrations have solved", "range": "any seeds"}
 _DISTANCE = 0.6  # m between two arms, the guide's
-_CAMERA = "D435"  # of RoboTwin's task_config/
 _Camera = Literal["D435", "L515", "Large_D435", "Large_L515"]
+_CAMERA: _Camera = "D435"  # of RoboTwin's task_config/
 
 # Each with its step limit in RoboTwin's own evaluation (task_config/_eval_step_limit.yml).
 TASKS = {
