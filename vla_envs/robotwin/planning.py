@@ -64,7 +64,7 @@ class Planner:
         if len(times) > LONGEST:  # all that RoboTwin takes of them (_base_task.py:453)
             times = times[np.linspace(0, len(times) - 1, LONGEST).astype(int)]
         positions, velocities = motion.sample(times)
-        self.last_steps, self.failed = len(times), False
+        self.last_steps, self.failed = len(times), not len(times)  # of none RoboTwin lets the arm stand, too
         return times, positions, velocities, None, motion.duration
 
     def set_base_pose(self, pose: Any) -> None:

@@ -70,10 +70,10 @@ class World:
         self.close(clear_cache=self._resets % _RESETS_PER_CLEANING == 0)
         self._resets += 1
         _hold_render_system()
-        # A new one each time: without curobo RoboTwin cannot set one up twice, and nothing of it stays behind.
-        self.task = _task_class(self._robotwin, name, self._options["shader"], self._options["render_quality"])()
         said = io.StringIO()
         try:
+            # A new one each time: without curobo RoboTwin cannot set one up twice, and nothing of it stays behind.
+            self.task = _task_class(self._robotwin, name, self._options["shader"], self._options["render_quality"])()
             with self._own_random(), contextlib.redirect_stdout(said), _lost_shapes(self.untouchable):
                 self.task.setup_demo(now_ep_num=seed, seed=seed, task_name=name, **copy.deepcopy(self._settings))
                 kept = np.random.get_state()
