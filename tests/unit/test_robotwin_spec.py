@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 from vla_envs import Episode, EpisodeSampler, evaluation_episodes, list_envs, make_spec
 from vla_envs.probe import Finding
 from vla_envs.robotwin import checks, package, planning
-from vla_envs.robotwin.seeds import RANGE, seed_of, seeds_of, solved_seeds
+from vla_envs.robotwin.seeds import RANGE, candidates_of, seeds_of, solved_seeds
 from vla_envs.robotwin.simulator import STOOD, RoboTwinSimulator
 from vla_envs.robotwin.spec import REFUSED, TASKS
 from vla_envs.robotwin.world import UnstableEpisode, World, crop
@@ -152,9 +153,13 @@ def test_training_and_evaluation_never_share_a_seed():
 def test_evaluations_and_training_never_run_the_same_seed(task, seeds):
     spec = make_spec(f"robotwin/{task}", seeds=seeds)
     training, evaluation = seeds_of(task, seeds)
-    assert [seed_of(task, seeds, episode.trial_id) for episode in evaluation_episodes(spec, 150)] == [*evaluation[:150]]
+
+    def seed_of(episode):
+        return next(candidates_of(task, seeds, episode.trial_id))
+
+    assert [seed_of(episode) for episode in evaluation_episodes(spec, 150)] == [*evaluation[:150]]
     for mode in ("random", "ordered"):
-        drawn = {seed_of(task, seeds, EpisodeSampler(spec, seed, mode=mode).next().trial_id) for seed in range(200)}
+        drawn = {seed_of(EpisodeSampler(spec, seed, mode=mode).next()) for seed in range(200)}
         assert drawn <= set(training)
         assert not drawn & set(evaluation)
 
@@ -163,7 +168,17 @@ def test_there_are_no_more_trials_than_seeds():
     with pytest.raises(ValueError, match="has 150 initial states per task, got trials=151"):
         evaluation_episodes(make_spec("robotwin/click_bell"), 151)
     with pytest.raises(ValueError, match="trials 0 to 999 and 1000000 to 1000149, got trial_id=1000"):
-        seed_of("click_bell", "solved", 1000)
+        candidates_of("click_bell", "solved", 1000)
+    with pytest.raises(ValueError, match="got trial_id=2000000"):
+        candidates_of("click_bell", "solved", 2_000_000)
+
+
+def test_an_unstable_seed_is_not_replaced_by_one_of_the_other_part():
+    assert [*islice(candidates_of("turn_switch", "solved", 139_998), 3)] == [149_998, 149_999, 200_000]
+    assert [*islice(candidates_of("turn_switch", "solved", 1_000_000), 2)] == [150_000, 150_001]
+    training, evaluation = map(set, seeds_of("place_shoe", "solved"))
+    assert all(training.isdisjoint(islice(candidates_of("place_shoe", "solved", 10**6 + n), 21)) for n in range(150))
+    assert all(evaluation.isdisjoint(islice(candidates_of("place_shoe", "solved", n), 21)) for n in range(150))
 
 
 def test_trials_are_as_many_as_there_are_seeds():

@@ -7,10 +7,10 @@ and the differences to the next ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources
-from itertools import accumulate
+from itertools import accumulate, count
 
 KINDS = ("solved", "range")
 EVALUATION = 1_000_000  # trials from here on have the seeds of evaluations
@@ -38,22 +38,25 @@ def seeds_of(task: str, kind: str) -> tuple[Sequence[int], Sequence[int]]:
     return range(RANGE.start, _FIRST_OF_EVALUATION), range(_FIRST_OF_EVALUATION, RANGE.stop)
 
 
-def seed_of(task: str, kind: str, trial: int) -> int:
-    """Return the seed of a trial.
+def candidates_of(task: str, kind: str, trial: int) -> Iterator[int]:
+    """Return the seed of a trial, and those that take its place, in turn, where it is unstable: the next ones.
 
     Args:
         task: its name.
         kind: of :func:`seeds_of`.
-        trial: counts from 0 the seeds of training, from :data:`EVALUATION` on those of evaluations.
+        trial: counts from 0 the seeds of training, from :data:`EVALUATION` on those of evaluations. Neither is
+            replaced by one of the others.
 
     Raises:
         ValueError: there is no such trial.
     """
     training, evaluation = seeds_of(task, kind)
-    seeds, index = (training, trial) if trial < EVALUATION else (evaluation, trial - EVALUATION)
+    seeds, others, index = training, evaluation, trial
+    if trial >= EVALUATION:
+        seeds, others, index = evaluation, training, trial - EVALUATION
     if not 0 <= index < len(seeds):
         raise ValueError(
             f"{task} has trials 0 to {len(training) - 1} and {EVALUATION} to {EVALUATION + len(evaluation) - 1}, got "
             f"trial_id={trial}"
         )
-    return seeds[index]
+    return (seed for seed in count(seeds[index]) if seed not in others)

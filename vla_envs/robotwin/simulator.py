@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
 from vla_envs.rendering.vulkan import check_driver
 from vla_envs.robotwin.expert import Expert
 from vla_envs.robotwin.package import check_packages, find_assets, find_package
-from vla_envs.robotwin.seeds import seed_of
+from vla_envs.robotwin.seeds import candidates_of
 from vla_envs.robotwin.world import UnstableEpisode, World
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
@@ -50,8 +52,9 @@ class RoboTwinSimulator:
             RuntimeError: RoboTwin has failed, or many seeds in a row are unstable.
         """
         name = self.spec.task_of(episode).name
-        named = seed_of(name, self.spec.options["seeds"], episode.trial_id)
-        for seed in range(named, named + MOST_REPLACEMENTS + 1):
+        candidates = candidates_of(name, self.spec.options["seeds"], episode.trial_id)
+        named, *_ = seeds = list(islice(candidates, 1 + MOST_REPLACEMENTS))
+        for seed in seeds:
             try:
                 self.world.reset(name, seed)
                 break

@@ -101,7 +101,7 @@ def make_spec(
         instruction_type: which of RoboTwin's sentences an episode has.
         seeds: ``"solved"``, those that RoboTwin's demonstrations have solved, of the 22 tasks that have such lists;
             ``"range"``: any, see :func:`vla_envs.robotwin.seeds.seeds_of`. Evaluations have seeds of their own
-            (:func:`vla_envs.robotwin.seeds.seed_of`).
+            (:func:`vla_envs.robotwin.seeds.candidates_of`).
         shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
             CPU.
         render_quality: ``"fast"`` draws shadows of half the resolution, and none of the wall: less than half the time
