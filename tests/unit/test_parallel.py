@@ -132,10 +132,16 @@ def test_what_is_exchanged(results):
     assert exchange() == alone
 
 
+def together_then(wait):
+    """Wait once all processes have come together: nobody hears of the fault while still joining."""
+    parallel.barrier()
+    wait()
+
+
 def die_in_one():
     if parallel.rank() == 1:
-        os._exit(0)  # without a word
-    return lost_in(parallel.barrier)
+        together_then(lambda: os._exit(0))  # without a word
+    return lost_in(lambda: together_then(parallel.barrier))
 
 
 def lost_in(wait):
@@ -154,8 +160,9 @@ def test_the_others_hear_of_a_process_that_died(tmp_path):
 
 def raise_in_one():
     if parallel.rank() == 1:
+        parallel.barrier()
         raise ArithmeticError("enough\nof this")
-    return lost_in(lambda: time.sleep(60))  # somewhere in Python, not in a collective
+    return lost_in(lambda: together_then(lambda: time.sleep(60)))  # somewhere in Python, not in a collective
 
 
 def test_the_others_hear_what_went_wrong_wherever_they_are(tmp_path):
