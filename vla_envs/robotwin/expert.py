@@ -17,7 +17,7 @@ _CLOSED = 0.0
 _ABOVE, _THROUGH = 0.06, 0.012  # m: a finger tip before it presses, and how far below the surface it wants to get
 _BEFORE, _BEHIND = 0.05, 0.03  # m: the same of the switch, along its normal
 _DOWN, _LEVEL = (0.9, 0.7, 0.5, 0.3, 1.1, 1.3), (0.3, 0.1, -0.1, 0.5)  # rad that a hand may point down, best first
-_REACHED = 1e-3  # m and rad that inverse kinematics may be off
+_PRECISION, _OFF = 1e-4, 1e-2  # m and rad: that inverse kinematics tries to reach, and that it may be off
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ def _reach(robot: Any, press: Press) -> tuple[np.ndarray, np.ndarray] | None:
     arm = _Arm(robot, "left" if press.left else "right")
     for pitch in press.pitches:
         near = arm.angles(press.near, pitch)
-        on = None if near is None else arm.angles(press.on, pitch, near)
-        if near is not None and on is not None:
+        if near is not None and (on := arm.angles(press.on, pitch, near)) is not None:
             return near, on
     return None
 
@@ -115,9 +114,8 @@ class _Arm:
         end = of("ee")
         self._link, self._in_link = end.child_link, end.get_pose_in_child()
         self._hand = of("gripper_bias")  # m, how far the finger tips are before the end
-        self._as_hand = of("global_trans_matrix") @ of("delta_matrix")
         now = end.global_pose.to_transformation_matrix()[:3, :3]
-        forward = (now @ self._as_hand)[:, 0]
+        forward = (now @ of("global_trans_matrix") @ of("delta_matrix"))[:, 0]
         # The hand keeps its turn about itself.
         self._turn = _pointing(np.arctan2(forward[1], forward[0]), -np.arcsin(forward[2])).T @ now
         self._base = joints[0].global_pose.p
@@ -147,7 +145,7 @@ class _Arm:
         mask = np.zeros(len(positions), np.int32)
         mask[self._numbers] = 1
         found, _, _ = self._model.compute_inverse_kinematics(
-            self._link.index, wanted, initial_qpos=positions, active_qmask=mask, eps=_REACHED / 10, max_iterations=300
+            self._link.index, wanted, initial_qpos=positions, active_qmask=mask, eps=_PRECISION, max_iterations=300
         )
         angles = np.array(found)[self._numbers]
         angles = (angles + np.pi) % (2 * np.pi) - np.pi
@@ -155,7 +153,7 @@ class _Arm:
         error = wanted.inv() * self._model.get_link_pose(self._link.index)
         off = max(np.abs(error.p).max(), 2 * np.arccos(min(1.0, abs(float(error.q[0])))))
         inside = (self._limits[:, 0] <= angles) & (angles <= self._limits[:, 1])
-        return angles if off < 10 * _REACHED and inside.all() else None
+        return angles if off < _OFF and inside.all() else None
 
 
 def _pointing(yaw: float, pitch: float) -> np.ndarray:
