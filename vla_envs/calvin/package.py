@@ -20,6 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from vla_envs.folders import find_folder, list_places
+
 COMMIT = "797142c588c21e76717268b7b430958dbd13bf48"
 REPOSITORY = "https://github.com/mees/calvin_env"
 VERSIONS = {"pybullet": "3.2.7"}  # whose physics and renderer results belong to
@@ -49,14 +51,8 @@ _DIGEST = "6eae733562191a4abb597e6aaf1bc967065758385519c3702879a6db173c0dad"  # 
 
 def package_places(path: str | None = None) -> list[Path]:
     """List folders that may be a checkout of calvin_env, in order of looking; one that was named is alone."""
-    if path is not None:
-        return [Path(path).expanduser()]
-    if named := os.environ.get("CALVIN_ENV_PATH"):
-        return [Path(named).expanduser()]
-    places = []
-    if root := os.environ.get("VLA_TORCHRL_ASSETS"):
-        places.append(Path(root) / "calvin" / "calvin_env")
-    return [*places, *_installed(), Path.home() / ".cache" / "calvin_env"]
+    others = [*_installed(), Path.home() / ".cache" / "calvin_env"]
+    return list_places(path, "CALVIN_ENV_PATH", ["calvin/calvin_env"], others)
 
 
 def find_package(path: str | None = None) -> Path:
@@ -69,12 +65,7 @@ def find_package(path: str | None = None) -> Path:
     Raises:
         FileNotFoundError: there is none; says where was looked and what to type.
     """
-    places = package_places(path)
-    for place in places:
-        if not missing_files(place):
-            return place.resolve()
-    looked = "\n".join(f"  {place}: {_problem(place)}" for place in places)
-    raise FileNotFoundError(f"no checkout of calvin_env. Looked in\n{looked}\n  Type: {CLONE}")
+    return find_folder("no checkout of calvin_env", package_places(path), missing_files, CLONE)
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -246,10 +237,3 @@ def _installed() -> list[Path]:
         return []
     url = files.partition('"file://')[2].partition('"')[0]
     return [Path(url)] if url else []
-
-
-def _problem(place: Path) -> str:
-    if not place.is_dir():
-        return "no such folder"
-    missing = missing_files(place)
-    return f"incomplete, lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")

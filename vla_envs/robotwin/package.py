@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from vla_envs.folders import find_folder, list_places
 from vla_envs.robotwin.planning import stand_ins
 
 COMMIT = "0008ae6800df9f75fc8de7098bacb01735fd8fd2"
@@ -66,14 +67,7 @@ _STANDIN = "STANDIN.json"  # in a folder that does not have the benchmark's own 
 
 def package_places(path: str | None = None) -> list[Path]:
     """List folders that may be a checkout of RoboTwin, in order of looking; one that was named is alone."""
-    if path is not None:
-        return [Path(path).expanduser()]
-    if named := os.environ.get("ROBOTWIN_PATH"):
-        return [Path(named).expanduser()]
-    places = []
-    if root := os.environ.get("VLA_TORCHRL_ASSETS"):
-        places.append(Path(root) / "robotwin" / "RoboTwin")
-    return [*places, Path.home() / ".cache" / "RoboTwin"]
+    return list_places(path, "ROBOTWIN_PATH", ["robotwin/RoboTwin"], [Path.home() / ".cache" / "RoboTwin"])
 
 
 def find_package(path: str | None = None) -> Path:
@@ -86,7 +80,7 @@ def find_package(path: str | None = None) -> Path:
     Raises:
         FileNotFoundError: there is none; says where was looked and what to type.
     """
-    return _find("no checkout of RoboTwin", package_places(path), missing_files, CLONE)
+    return find_folder("no checkout of RoboTwin", package_places(path), missing_files, CLONE, _inside)
 
 
 def asset_places(assets_path: str | None = None, path: str | None = None) -> list[Path]:
@@ -112,22 +106,11 @@ def find_assets(assets_path: str | None = None, path: str | None = None) -> Path
     Raises:
         FileNotFoundError: there is none; says where was looked and what to type.
     """
-    return _find("no assets of RoboTwin", asset_places(assets_path, path), missing_assets, DOWNLOAD)
+    return find_folder("no assets of RoboTwin", asset_places(assets_path, path), missing_assets, DOWNLOAD, _inside)
 
 
-def _find(heading: str, places: Sequence[Path], missing: Any, remedy: str) -> Path:
-    for place in places:
-        if not missing(place):
-            return place.resolve()
-    looked = "\n".join(f"  {place}: {_problem(place, missing(place))}" for place in places)
-    raise FileNotFoundError(f"{heading}. Looked in\n{looked}\n  Type: {remedy}")
-
-
-def _problem(place: Path, missing: Sequence[str]) -> str:
-    if not place.is_dir():
-        return "no such folder"
-    inside = " (it is the folder around assets/ that is to be named)" if (place / "objects").is_dir() else ""
-    return f"incomplete, lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + inside
+def _inside(place: Path) -> str:
+    return " (it is the folder around assets/ that is to be named)" if (place / "objects").is_dir() else ""
 
 
 def missing_files(folder: Path) -> list[str]:
