@@ -16,12 +16,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from simulators import need_robotwin
+from simulators import need_robotwin, needs_maniskill_driver
 
 from vla_common import keys
 from vla_envs import Episode, make_env, make_spec
 from vla_envs.episodes import EpisodeQueue
 from vla_envs.robotwin import package, planning
+from vla_envs.robotwin.defaults import sapiens_defaults
 from vla_envs.robotwin.simulator import STOOD
 from vla_envs.robotwin.spec import TASKS
 from vla_envs.robotwin.world import UnstableEpisode
@@ -88,7 +89,12 @@ def digest_after(simulator, others):
     """What a worker process runs: an episode after others."""
     for name in others:
         trajectory(simulator, episode(name, 10001), chunks=1)
-    return digest(trajectory(simulator, episode("put_bottles_dustbin", 10000))).hexdigest()
+    return digest_of(simulator, ("put_bottles_dustbin", 10000))
+
+
+def digest_of(simulator, named):
+    """What a worker process runs: an episode alone."""
+    return digest(trajectory(simulator, episode(*named))).hexdigest()
 
 
 def oracle(simulator, name):
@@ -164,6 +170,41 @@ def test_the_same_episode_is_the_same_in_any_order_and_process(worlds):
     finally:
         env.close()
     assert elsewhere == [alone, alone]
+
+
+@needs_maniskill_driver
+def test_maniskill_in_the_same_process_changes_nothing(worlds):
+    """It sets SAPIEN's contact offsets, solver iterations and pictures for all that is built after it."""
+    from sapien import physx, render
+
+    def settings():
+        body, shape, material = physx.get_body_config(), physx.get_shape_config(), physx.get_default_material()
+        return body.solver_position_iterations, shape.contact_offset, material.static_friction, render.get_msaa()
+
+    simulator = worlds()
+    simulator.reset(episode("click_bell", 10000))
+    with sapiens_defaults():
+        expected = settings()
+    maniskill = make_spec("maniskill/PushCube-v1").make()
+    try:
+        maniskill.reset(Episode(0, 0))
+        render.set_picture_format("Color", "r8g8b8a8unorm")  # as its "minimal" shader has it
+        render.set_msaa(2)
+        physx.set_default_material(1, 1, 0)
+        theirs = settings()
+        assert all(mine != other for mine, other in zip(expected, theirs, strict=True))
+        found = trajectory(simulator, episode("click_bell", 10001))
+        assert settings() == theirs
+    finally:
+        maniskill.close()
+        render.set_picture_format("Color", "r32g32b32a32sfloat")
+        render.set_msaa(1)
+        physx.set_default_material(0.3, 0.3, 0.1)
+    env = make_env("robotwin/all", num_envs=1, num_workers=1, seeds="range", render_quality="fast")
+    try:
+        assert env.pool.map("test_robotwin:digest_of", [("click_bell", 10001)]) == [digest(found).hexdigest()]
+    finally:
+        env.close()
 
 
 def test_worlds_in_one_process_do_not_disturb_each_other_nor_anybodys_random_numbers(worlds):

@@ -15,6 +15,7 @@ import numpy as np
 import yaml
 
 from vla_envs.rendering.vulkan import choose_driver, has_gpu
+from vla_envs.robotwin.defaults import sapiens_defaults
 from vla_envs.robotwin.drives import Drives
 from vla_envs.robotwin.package import RoboTwin, import_robotwin
 
@@ -74,7 +75,12 @@ class World:
         try:
             # A new one each time: without curobo RoboTwin cannot set one up twice, and nothing of it stays behind.
             self.task = _task_class(self._robotwin, name, self._options["shader"], self._options["render_quality"])()
-            with self._own_random(), contextlib.redirect_stdout(said), _lost_shapes(self.untouchable):
+            with (
+                self._own_random(),
+                sapiens_defaults(),
+                contextlib.redirect_stdout(said),
+                _lost_shapes(self.untouchable),
+            ):
                 self.task.setup_demo(now_ep_num=seed, seed=seed, task_name=name, **copy.deepcopy(self._settings))
                 kept = np.random.get_state()
                 self.instruction = self._describe(name, seed)
