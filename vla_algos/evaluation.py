@@ -410,8 +410,13 @@ def swap_instructions(tasks: Sequence[Task]) -> Observe:
     """Ablation: the policy is told to do the next of ``tasks`` instead of its own, in whichever words it was told.
 
     Raises:
-        ValueError: the tasks share one instruction, so there is nothing to swap.
+        ValueError: the tasks share one instruction, so there is nothing to swap; or each episode has one of its own.
     """
+    if anew := [task.name for task in tasks if task.worded_anew]:
+        raise ValueError(
+            f"swapping instructions needs tasks with given ones; each episode of {anew[0]} is worded anew; type "
+            "ablation=blank_images, or null"
+        )
     instructions = list(dict.fromkeys(task.instruction for task in tasks))
     if len(instructions) < 2:
         raise ValueError(
@@ -432,7 +437,7 @@ def swap_instructions(tasks: Sequence[Task]) -> Observe:
         if unknown := [text for text in told if text not in known]:
             raise ValueError(
                 "swapping instructions needs those of the tasks, and the policy is told others, such as "
-                f"{unknown[0]!r}: this benchmark words each episode anew; take another ablation"
+                f"{unknown[0]!r}; take another ablation"
             )
         texts = [swapped.get(text, text) for text in told]
         as_bytes = isinstance(given, torch.Tensor)

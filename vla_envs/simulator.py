@@ -120,12 +120,14 @@ class Task:
         instructions: where ``instruction`` is a pattern, every sentence that an episode may have, or the longest ones,
             as far as they are known before a simulator starts: a policy refuses one that it cannot take before any
             work.
+        worded_anew: whether each episode has a sentence of its own, so that ``instructions`` are the longest ones only.
     """
 
     name: str
     instruction: str
     group: str = ""
     instructions: tuple[str, ...] = field(default=(), repr=False)
+    worded_anew: bool = False
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,12 @@ def test_a_transform_of_somebody_else(monkeypatch):
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [({"flips": (1,)}, "'flips' is no JointTransform; write one of flip, aloha_gripper"), ({"flip": (14,)}, "0 to 13")],
+    [
+        ({"flips": (1,)}, "'flips' is no JointTransform; write one of flip, aloha_gripper"),
+        ({"nobody:x": (1,)}, "'nobody:x' is not there .No module"),
+        ({"torch:x": (1,)}, "'torch:x' is not there .module"),
+        ({"flip": (14,)}, "0 to 13"),
+    ],
 )
 def test_transforms_and_dimensions_that_are_not_there(names, message):
     with pytest.raises(ValueError, match=message):

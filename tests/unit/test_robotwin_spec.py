@@ -20,6 +20,8 @@ from vla_envs.robotwin.spec import REFUSED, TASKS
 from vla_envs.robotwin.world import UnstableEpisode, World, crop
 from vla_policies.processing.images import center_crop
 
+PHYSICS_RATE = 250  # Hz
+
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
@@ -400,17 +402,17 @@ def test_topp_obeys_its_limits_and_goes_through_the_path():
     pytest.importorskip("toppra")
     path = np.array([[0.0, 0.0], [0.3, 0.1], [0.5, -0.2], [0.2, 0.4]])
     planner = planning.Planner()
-    times, positions, velocities, _, duration = planner.TOPP(path, 1 / planning.PHYSICS_RATE)
+    times, positions, velocities, _, duration = planner.TOPP(path, 1 / PHYSICS_RATE)
     assert len(times) == len(positions) == planner.last_steps == planning.LONGEST
-    times = np.linspace(0, duration, int(duration * planning.PHYSICS_RATE))  # all of them
+    times = np.linspace(0, duration, int(duration * PHYSICS_RATE))  # all of them
     positions, velocities = planning.Motion(path).sample(times)
     assert np.allclose(positions[[0, -1]], path[[0, -1]], atol=1e-6)
     assert np.abs(velocities).max() <= planning.VELOCITY_LIMIT + 1e-3
-    assert np.abs(np.diff(velocities, axis=0)).max() * planning.PHYSICS_RATE <= planning.ACCELERATION_LIMIT + 0.05
+    assert np.abs(np.diff(velocities, axis=0)).max() * PHYSICS_RATE <= planning.ACCELERATION_LIMIT + 0.05
     for point in path:
         assert np.abs(positions - point).max(1).min() < 5e-3
     # Rest to rest over a distance d, at most v and a: v / a + d / v seconds where v is reached.
-    far = planner.TOPP(np.linspace([0.0], [2.0], 5), 1 / planning.PHYSICS_RATE)[-1]
+    far = planner.TOPP(np.linspace([0.0], [2.0], 5), 1 / PHYSICS_RATE)[-1]
     assert far == pytest.approx(3.0, rel=0.02)
     with pytest.raises(planning.NoPlanning, match="motion planning"):
         planner.plan_pose()
@@ -430,11 +432,11 @@ def test_motions_are_toppras_own_to_the_bit():
         ]
         spline = SplineInterpolator(np.linspace(0, 1, len(path)), path)
         moved = algorithm.TOPPRA(limits, spline, parametrizer="ParametrizeConstAccel").compute_trajectory()
-        times = np.linspace(0, moved.duration, int(moved.duration * planning.PHYSICS_RATE))
+        times = np.linspace(0, moved.duration, int(moved.duration * PHYSICS_RATE))
         if len(times) > 500:
             times = times[np.unique(np.linspace(0, len(times) - 1, 500).astype(int))]
         planner = planning.Planner()
-        found = planner.TOPP(path, 1 / planning.PHYSICS_RATE)
+        found = planner.TOPP(path, 1 / PHYSICS_RATE)
         assert found[-1] == moved.duration
         assert planner.last_steps == len(times)
         assert not planner.failed

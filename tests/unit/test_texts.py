@@ -406,11 +406,16 @@ def test_each_sentence_of_a_task_is_swapped():
     assert set(swapped[half:]) <= set(tasks[0].instructions)
 
 
+def test_instructions_that_each_episode_words_anew_are_not_swapped():
+    with pytest.raises(ValueError, match="each episode of lift_pot is worded anew; type ablation=blank_images"):
+        swap_instructions(make_spec("robotwin/lift_pot+click_bell").tasks)
+
+
 def test_instructions_that_no_task_has_are_not_swapped_silently():
     swap = swap_instructions([Task("1", "click bell", instructions=("click it",)), Task("2", "lift pot")])
     for told in (["tap the small bell", "tap it"], ["click it", "tap the small bell"]):  # neither some of them
         td = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack(*told)}, batch_size=[2])
-        with pytest.raises(ValueError, match="such as 'tap the small bell': this benchmark words each episode anew"):
+        with pytest.raises(ValueError, match="such as 'tap the small bell'; take another ablation"):
             swap(td)
     idle = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack("click bell", "")}, batch_size=[2])
     assert to_strings(swap(idle)) == ["click bell", ""]

@@ -16,10 +16,7 @@ from typing import Any
 
 import numpy as np
 
-PHYSICS_RATE = 250  # Hz
 VELOCITY_LIMIT = ACCELERATION_LIMIT = 1.0  # rad/s and rad/s^2 of each joint, mplib's where the arm names none
-
-
 LONGEST = 500  # physics steps of a chunk; longer ones are sampled down to it
 _GRID_ERROR, _GRID_STEP, _GRID_POINTS = 1e-3, 0.05, 100  # toppra's own choice of where limits are looked at
 

@@ -174,7 +174,7 @@ def make_spec(
         id=f"robotwin/{suite}",
         entry_point=f"vla_envs.robotwin.simulator:{'Expert' if demonstrated else 'RoboTwin'}Simulator",
         # What is said differs between episodes: objects and arms have several names each.
-        tasks=tuple(Task(name, name.replace("_", " "), instructions=said(name)) for name in names),
+        tasks=tuple(Task(name, name.replace("_", " "), instructions=said(name), worded_anew=True) for name in names),
         trials=EPISODES,
         initial_states=states,
         evaluation_trials=range(EVALUATION, EVALUATION + heldout),

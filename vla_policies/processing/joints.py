@@ -121,10 +121,13 @@ def _apply(values: Tensor, steps: Sequence[tuple[Convert, tuple[int, ...]]]) -> 
 
 def _find(name: str) -> JointTransform:
     module, _, attribute = name.partition(":")
-    found = getattr(import_module(module), attribute) if attribute else TRANSFORMS.get(name)
+    reason = "is no JointTransform"
+    try:
+        found = getattr(import_module(module), attribute) if attribute else TRANSFORMS.get(name)
+    except (ImportError, AttributeError) as error:
+        found, reason = None, f"is not there ({error})"
     if not isinstance(found, JointTransform):
         raise ValueError(
-            f"joints: {name!r} is no JointTransform; write one of {', '.join(TRANSFORMS)}, or 'package.module:object' "
-            "of your own"
+            f"joints: {name!r} {reason}; write one of {', '.join(TRANSFORMS)}, or 'package.module:object' of your own"
         )
     return found
