@@ -49,6 +49,15 @@ def worlds():
         simulator.close()
 
 
+@pytest.fixture(scope="module")
+def other_process():
+    """Where nothing but RoboTwin is imported; randomized, it draws fast."""
+    options = {"task_config": "demo_randomized", "seeds": "range", "render_quality": "fast"}
+    env = make_env("robotwin/all", num_envs=1, num_workers=1, **options)
+    yield env.pool
+    env.close()
+
+
 def episode(name, seed):
     return Episode(NUMBERS[name], seed - 10000)
 
@@ -158,22 +167,17 @@ def test_the_sentence_is_that_of_the_running_episode(worlds):
     assert fits == [[True, False], [False, True]], said
 
 
-def test_the_same_episode_is_the_same_in_any_order_and_process(worlds):
+def test_the_same_episode_is_the_same_in_any_order_and_process(worlds, other_process):
     simulator = worlds("demo_randomized")
     alone = digest(trajectory(simulator, episode("put_bottles_dustbin", 10000))).hexdigest()
     others = ("put_bottles_dustbin", "stack_bowls_two", "place_a2b_right", "dump_bin_bigbin")
     assert digest_after(simulator, others) == alone
-    options = {"task_config": "demo_randomized", "seeds": "range", "render_quality": "fast"}
-    env = make_env("robotwin/all", num_envs=1, num_workers=1, **options)
-    try:
-        elsewhere = env.pool.map("test_robotwin:digest_after", [(), ("dump_bin_bigbin", "click_bell")])
-    finally:
-        env.close()
-    assert elsewhere == [alone, alone]
+    found = other_process.map("test_robotwin:digest_after", [(), ("dump_bin_bigbin", "click_bell")])
+    assert found == [alone, alone]
 
 
 @needs_maniskill_driver
-def test_maniskill_in_the_same_process_changes_nothing(worlds):
+def test_maniskill_in_the_same_process_changes_nothing(worlds, other_process):
     """It sets SAPIEN's contact offsets, solver iterations and pictures for all that is built after it."""
     from sapien import physx, render
 
@@ -181,8 +185,7 @@ def test_maniskill_in_the_same_process_changes_nothing(worlds):
         body, shape, material = physx.get_body_config(), physx.get_shape_config(), physx.get_default_material()
         return body.solver_position_iterations, shape.contact_offset, material.static_friction, render.get_msaa()
 
-    simulator = worlds()
-    simulator.reset(episode("click_bell", 10000))
+    simulator = worlds("demo_randomized")
     with sapiens_defaults():
         expected = settings()
     maniskill = make_spec("maniskill/PushCube-v1").make()
@@ -200,11 +203,7 @@ def test_maniskill_in_the_same_process_changes_nothing(worlds):
         render.set_picture_format("Color", "r32g32b32a32sfloat")
         render.set_msaa(1)
         physx.set_default_material(0.3, 0.3, 0.1)
-    env = make_env("robotwin/all", num_envs=1, num_workers=1, seeds="range", render_quality="fast")
-    try:
-        assert env.pool.map("test_robotwin:digest_of", [("click_bell", 10001)]) == [digest(found).hexdigest()]
-    finally:
-        env.close()
+    assert other_process.map("test_robotwin:digest_of", [("click_bell", 10001)]) == [digest(found).hexdigest()]
 
 
 def test_worlds_in_one_process_do_not_disturb_each_other_nor_anybodys_random_numbers(worlds):

@@ -212,6 +212,8 @@ ROBOTWIN = [
         r"env\.head_camera_type=D415: must be 'D435', 'L515'.* did you mean D435",
     ),
     ("ppo {robotwin} env.center_crop=224", r"env\.center_crop=224: must be a valid boolean"),
+    ("ppo {robotwin} env.max_episode_steps=100", r"'env\.max_episode_steps'; did you mean env\.step_lim"),
+    ("ppo {calvin} env.step_lim=100", r"'env\.step_lim'; did you mean env\.max_episode_steps"),
     ("ppo {robotwin} env.step_lim=0", r"env\.step_lim=0: must be greater than or equal to 1"),
     (
         "ppo {robotwin} env.step_lim=20 policy.chunk_size=25",

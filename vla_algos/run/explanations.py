@@ -126,7 +126,7 @@ def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Pat
         choice = f"{section}={elsewhere[nearest]}"
         return f"unknown setting {name!r}; {choice} has {nearest}: type {choice} {nearest}=VALUE"
     for other in sorted(path.stem for path in conf.glob("*.yaml") if path.stem != recipe):
-        if name in _names(OmegaConf.to_container(compose_settings(other, [], conf))):
+        if name not in elsewhere and name in _names(OmegaConf.to_container(compose_settings(other, [], conf))):
             return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"
     return str(unknown_name("setting", name, known))
 
