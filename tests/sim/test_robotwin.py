@@ -53,7 +53,7 @@ def worlds():
 def other_process():
     """Where nothing but RoboTwin is imported; randomized, it draws fast."""
     options = {"task_config": "demo_randomized", "seeds": "range", "render_quality": "fast"}
-    env = make_env("robotwin/all", num_envs=1, num_workers=1, **options)
+    env = make_env("robotwin/all", num_envs=1, num_workers=1, step_timeout=300, **options)  # an item is many chunks
     yield env.pool
     env.close()
 
