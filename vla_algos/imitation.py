@@ -153,7 +153,8 @@ class BehaviourCloning:
     ):
         states = demonstrations[keys.STATES]
         check_state_noise(state_noise, states.shape[-1])
-        policy.set_statistics(states.mean(0), states.std(0) + 1e-2)  # a constant entry must not be blown up
+        spread = states.std(0) if len(states) > 1 else torch.zeros_like(states[0])
+        policy.set_statistics(states.mean(0), spread + 1e-2)  # a constant entry must not be blown up
         self.policy, self.demonstrations = policy, demonstrations
         self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, torch.tensor(state_noise)
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=weight_decay)
@@ -165,7 +166,11 @@ class BehaviourCloning:
         self._order: list[torch.Tensor] = []  # batches that are left of this epoch, the next one last
 
     def step(self) -> float:
-        """Take one step of the optimizer on one batch; returns its loss."""
+        """Take one step of the optimizer on one batch; returns its loss.
+
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
         self.policy.train()
         if not self._order:
             self._order = list(torch.randperm(len(self.demonstrations)).split(self.batch_size))
@@ -173,6 +178,11 @@ class BehaviourCloning:
         batch[keys.STATES] = batch[keys.STATES] + self.state_noise * torch.randn_like(batch[keys.STATES])
         batch = batch.to(next(self.policy.parameters()).device)
         loss = self.policy.imitation_loss(batch, sigma=self.label_sigma)[batch[keys.STEP_MASK]].mean()
+        if not loss.isfinite():
+            raise FloatingPointError(
+                f"the loss of cloning is {loss.item()}: the policy has diverged; lower cloning.lr, or look at the "
+                "demonstrations"
+            )
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)

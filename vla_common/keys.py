@@ -60,6 +60,8 @@ PREFIX_VALUES = ("prefix", "values")  # the same shape
 PREFIX_VALID = ("prefix", "valid")  # bool [N, P]
 PREFIX_POOLED = ("prefix", "pooled")  # [N, width], what the value head reads of it
 
+MAX_INSTRUCTION = 288  # bytes of a task description, where there is a bound; RoboTwin's longest has 267
+
 
 def __getattr__(name: str) -> str:
     if name == "LOST":

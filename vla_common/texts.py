@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vla_common import keys
 
-WIDTH = 288  # bytes; the longest instruction of the benchmarks has 267, in RoboTwin
+WIDTH = keys.MAX_INSTRUCTION  # bytes
 
 
 def encode(texts: Sequence[str], width: int = WIDTH) -> Tensor:

@@ -27,6 +27,7 @@ from vla_envs.workers.chunks import check_chunk_size
 from vla_envs.workers.pool import WorkerPool, count_workers
 
 _SIMULATOR_BYTES = 10_000_000  # no simulator is smaller
+_CHUNK = 5  # actions of a step, where nobody says how many
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 
 
@@ -34,7 +35,7 @@ NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 def make_env(
     id: str | SimulatorSpec,
     num_envs: Count,
-    chunk_size: Length = 5,
+    chunk_size: Length | None = None,
     *,
     episodes: EpisodeSampler | EpisodeQueue | None = None,
     seed: Seed | None = None,
@@ -54,7 +55,7 @@ def make_env(
         id: such as ``"metaworld/MT50"`` or ``"metaworld/reach-v3"``; ``list_envs()`` has them all. Or a
             ``SimulatorSpec``: of ``make_spec``, or one of your own around a :class:`~vla_envs.simulator.Simulator`.
         num_envs: number of simulators, ``N``.
-        chunk_size: primitive actions per step, ``C``.
+        chunk_size: primitive actions per step, ``C``; 5 if ``None``, which is refused where a chunk is one motion.
         episodes: which episodes to run; random ones from ``seed`` in groups of ``group_size`` if ``None``.
         seed: of the default ``episodes``. Without one it is drawn anew for each environment, as Gymnasium does, so that
             the copies of a collector with several processes run different episodes; ``env.episodes.seed`` tells it.
@@ -93,6 +94,7 @@ def make_env(
             "leave relative_reward out (false)"
         )
     check_chunk_size(spec, chunk_size)
+    chunk_size = _CHUNK if chunk_size is None else chunk_size
     if num_envs % group_size:
         raise ValueError(
             f"num_envs={num_envs} is not a multiple of group_size={group_size}; "

@@ -52,6 +52,17 @@ def test_each_entry_may_have_its_own_noise(policy, monkeypatch):
     assert noise[:, 1].std() > 1 > 0.2 > noise[:, 2].std() > 0
 
 
+def test_one_state_is_enough_and_a_loss_that_is_not_finite_ends_it(policy):
+    one = demonstrations(policy)[:1]
+    cloning = BehaviourCloning(policy, one, steps=1)
+    assert 0 < cloning.step() < 10
+    one[keys.STATES] = torch.inf
+    with pytest.raises(
+        FloatingPointError, match=r"cloning is nan: .* lower cloning\.lr, or look at the demonstrations"
+    ):
+        cloning.step()
+
+
 @pytest.mark.parametrize("noise", [[0.1], [0.1] * 4])
 def test_noise_for_other_states_is_one_clear_error(policy, noise):
     with pytest.raises(ValueError, match="one for each of the 3 states, got"):

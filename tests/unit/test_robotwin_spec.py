@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vla_envs import Episode, EpisodeSampler, evaluation_episodes, list_envs, make_spec
+from vla_envs.gym.episodes import resolve_spec
 from vla_envs.probe import Finding
 from vla_envs.robotwin import checks, package, planning
 from vla_envs.robotwin.seeds import RANGE, candidates_of, seeds_of, solved_seeds
@@ -245,7 +246,7 @@ def test_incomplete_assets_are_one_line_that_says_what_to_type(folders, monkeypa
     monkeypatch.setenv("ASSETS_PATH", str(assets))
     package.check_packages(tasks=["click_bell"], arms=["aloha-agilex"])
     with pytest.raises(
-        FileNotFoundError, match=r"lacks assets/embodiments/piper/config.yml; type: cd ~/.cache/RoboTwin"
+        FileNotFoundError, match=rf"lacks assets/embodiments/piper/config.yml; type: cd {checkout} && bash"
     ):
         package.check_packages(tasks=["click_bell"], arms=["piper"])
     (assets / "assets" / "objects" / "050_bell").rmdir()
@@ -477,6 +478,14 @@ def test_the_seeds_are_data_of_the_package():
     file = Path(package.__file__).parent / "seeds.json"
     assert file.stat().st_size < 100_000
     assert set(json.loads(file.read_text())) == {"train", "eval"}
+
+
+def test_gymnasiums_horizon_is_the_benchmarks_and_is_said():
+    for name in ("click_bell", "all"):
+        spec = resolve_spec(f"robotwin/{name}", 200, {})
+        assert spec == make_spec(f"robotwin/{name}", step_lim=200)
+        assert set(spec.options["limits"].values()) == {spec.max_episode_steps} == {200}
+        assert any(text.startswith("at most 200 actions instead of") for text in spec.protocol_deviations)
 
 
 def test_the_doctor_says_what_lacks_and_what_to_type(folders, monkeypatch):

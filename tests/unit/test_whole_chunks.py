@@ -1,5 +1,7 @@
 """Simulators that execute a chunk as one motion: the same outcomes by make_env, make_vec and make; others unchanged."""
 
+from functools import partial
+
 import gymnasium
 import numpy as np
 import pytest
@@ -115,10 +117,10 @@ def test_gymnasium_executes_chunks_as_make_vec_and_make_env_do():
         each.close()
 
 
-def test_single_steps_are_asked_for_and_are_another_environment():
-    for kind in (SimulatorEnv, SimulatorVectorEnv):
+def test_the_length_of_chunks_is_asked_for_and_is_another_environment():
+    for kind in (SimulatorEnv, SimulatorVectorEnv, partial(make_env, num_envs=1)):
         with pytest.raises(
-            ValueError, match="toy/whole executes a chunk of actions as one motion, so single steps are"
+            ValueError, match="toy/whole executes a chunk of actions as one motion, so that each length is another"
         ):
             kind(whole_spec())
     far = []

@@ -20,6 +20,7 @@ from vla_envs.workers.chunks import check_chunk_size
 RESET_OPTIONS = (keys.TASK_ID, keys.TRIAL_ID)
 DECISIONS_PER_SECOND = 2  # of a recorded video, where actions have no duration
 _MAX_SEED = 2**31
+_HORIZONS = ("max_episode_steps", "step_lim")  # what benchmarks call it
 
 
 def resolve_spec(name: str | SimulatorSpec, horizon: int | None, options: dict[str, Any]) -> SimulatorSpec:
@@ -37,8 +38,9 @@ def resolve_spec(name: str | SimulatorSpec, horizon: int | None, options: dict[s
         refuse_options(name, options)
         spec = name
     else:
-        if horizon is not None and "max_episode_steps" in option_types(find_benchmark(name)[0]):
-            options["max_episode_steps"] = horizon  # so that it is among the deviations from the protocol
+        if horizon is not None:  # as an option, where there is one: it is among the deviations from the protocol
+            known = option_types(find_benchmark(name)[0])
+            options.update({option: horizon for option in _HORIZONS if option in known})
         spec = make_spec(name, **options)
     return spec if horizon is None else replace(spec, max_episode_steps=horizon)
 
@@ -51,11 +53,6 @@ def frames_per_second(spec: SimulatorSpec, chunk_size: int | None) -> float:
     """
     if spec.control_frequency is not None:
         return spec.control_frequency / chunk_size if chunk_size else spec.control_frequency
-    if chunk_size is None:
-        raise ValueError(
-            f"{spec.id} executes a chunk of actions as one motion, so single steps are another environment; type "
-            "chunk_size=25, or the number that the policy decides at once (chunk_size=1 for single steps)"
-        )
     check_chunk_size(spec, chunk_size)
     return DECISIONS_PER_SECOND
 

@@ -14,7 +14,6 @@ from vla_common import keys
 from vla_envs.simulator import SimulatorSpec
 
 _CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " ’"
-_MAX_INSTRUCTION = 256  # characters; an instruction may be longer than its pattern
 
 
 class InstructionSpace(spaces.Text):
@@ -55,7 +54,7 @@ def make_observation_space(spec: SimulatorSpec) -> spaces.Dict:
     entries: dict[str, spaces.Space[Any]] = {
         keys.IMAGES: spaces.Box(0, 255, (*spec.image_shape, 3), np.uint8),
         keys.STATES: spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32),
-        keys.TASK_DESCRIPTIONS: InstructionSpace(_MAX_INSTRUCTION, charset=_CHARACTERS),
+        keys.TASK_DESCRIPTIONS: InstructionSpace(keys.MAX_INSTRUCTION, charset=_CHARACTERS),
     }
     if spec.wrist_image_shape is not None:
         entries[keys.WRIST_IMAGES] = spaces.Box(0, 255, (*spec.wrist_image_shape, 3), np.uint8)

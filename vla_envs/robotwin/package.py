@@ -14,6 +14,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -49,10 +50,6 @@ INSTALL = "pip install 'vla-torchrl[robotwin]'  (in a checkout of vla-torchrl: m
 CLONE = (
     f"git clone -b {BRANCH} {REPOSITORY} ~/.cache/RoboTwin && git -C ~/.cache/RoboTwin checkout {COMMIT[:12]}   "
     "(or a clone elsewhere and export ROBOTWIN_PATH=FOLDER)"
-)
-DOWNLOAD = (
-    "cd ~/.cache/RoboTwin && bash script/_download_assets.sh   (or unpack background_texture.zip, embodiments.zip and "
-    f"objects.zip of the data set {ASSETS_REPOSITORY} into FOLDER/assets and export ASSETS_PATH=FOLDER)"
 )
 _FILES = (
     *("envs/_base_task.py", "envs/_GLOBAL_CONFIGS.py", "envs/robot/robot.py", "envs/camera/camera.py"),
@@ -106,7 +103,20 @@ def find_assets(assets_path: str | None = None, path: str | None = None) -> Path
     Raises:
         FileNotFoundError: there is none; says where was looked and what to type.
     """
-    return find_folder("no assets of RoboTwin", asset_places(assets_path, path), missing_assets, DOWNLOAD, _inside)
+    return find_folder(
+        "no assets of RoboTwin", asset_places(assets_path, path), missing_assets, how_to_download(path), _inside
+    )
+
+
+def how_to_download(path: str | None = None) -> str:
+    """Say how to get the assets, into the checkout that would be used."""
+    folder = "~/.cache/RoboTwin"
+    with contextlib.suppress(FileNotFoundError):
+        folder = shlex.quote(str(find_package(path)))
+    return (
+        f"cd {folder} && bash script/_download_assets.sh   (or unpack background_texture.zip, embodiments.zip and "
+        f"objects.zip of the data set {ASSETS_REPOSITORY} into FOLDER/assets and export ASSETS_PATH=FOLDER)"
+    )
 
 
 def _inside(place: Path) -> str:
@@ -203,7 +213,7 @@ def check_packages(
     checkout, assets = find_package(path), find_assets(assets_path, path)
     if missing := missing_assets(assets, tasks, arms, checkout):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise FileNotFoundError(f"{assets} lacks {missing[0]}{more}; type: {DOWNLOAD}")
+        raise FileNotFoundError(f"{assets} lacks {missing[0]}{more}; type: {how_to_download(path)}")
 
 
 def check_modules() -> None:

@@ -16,16 +16,24 @@ def executes_chunks(simulator: Any) -> bool:
     return hasattr(simulator, "execute")
 
 
-def check_chunk_size(spec: SimulatorSpec, chunk_size: int) -> None:
-    """Refuse chunks that no episode has room for, where a chunk is one motion: it would be another one.
+def check_chunk_size(spec: SimulatorSpec, chunk_size: int | None) -> None:
+    """Refuse chunks of no size, or that no episode has room for, where a chunk is one motion: it would be another one.
 
     Raises:
         ValueError: says what would do.
     """
-    if spec.control_frequency is None and chunk_size > spec.max_episode_steps:
+    if spec.control_frequency is not None:
+        return
+    if chunk_size is None:
+        raise ValueError(
+            f"{spec.id} executes a chunk of actions as one motion, so that each length is another environment; type "
+            "chunk_size=25, or the number that the policy decides at once"
+        )
+    if chunk_size > spec.max_episode_steps:
         raise ValueError(
             f"chunk_size={chunk_size}: a chunk of {spec.id} is one motion, and its episodes end after "
-            f"{spec.max_episode_steps} actions; take a chunk_size of at most that, or longer episodes"
+            f"{spec.max_episode_steps} actions; type chunk_size={spec.max_episode_steps} (policy.chunk_size in a "
+            "recipe) or less, or take longer episodes"
         )
 
 
