@@ -56,7 +56,7 @@ def test_one_state_is_enough_and_a_loss_that_is_not_finite_ends_it(policy):
     one = demonstrations(policy)[:1]
     cloning = BehaviourCloning(policy, one, steps=1)
     assert 0 < cloning.step() < 10
-    one[keys.STATES] = torch.inf
+    one[keys.STATES] = torch.full_like(one[keys.STATES], torch.inf)
     with pytest.raises(
         FloatingPointError, match=r"cloning is nan: .* lower cloning\.lr, or look at the demonstrations"
     ):
