@@ -16,6 +16,7 @@ from torchrl.objectives import LossModule
 
 from vla_algos import parallel
 from vla_algos.advantages import trajectory_weights, valid_decisions
+from vla_algos.balance import BalancedMinibatches, masked
 from vla_algos.losses import add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
@@ -32,7 +33,7 @@ class Learner:
     * The parameters of the critic have a learning rate of their own and their gradient is clipped apart from the
       others': a value far off must not silence the policy.
     * A minibatch is worked off in parts of ``micro_batch_size`` decisions whose gradients add up to that of the whole;
-      of several processes each works off the decisions that it has collected.
+      of several processes each works off as many decisions as the others (:mod:`vla_algos.balance`).
     * A step whose gradient is not finite is skipped and counted.
     * Each epoch shuffles afresh, from torch's global generator.
     * The frozen policy of ``reference_kl_coeff`` is the policy as it was at the first update.
@@ -191,16 +192,24 @@ class Learner:
         if not sum(len(mask) for mask in masks if mask is not None):
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
         self._refresh_reference()
+        computed: set[Any] = set()
         if samples is not None and len(samples):
             self._check_and_complete(samples)
             if hasattr(self.policy, "precompute"):
+                before = set(samples.keys(True, True))
                 samples = self.policy.precompute(samples)
+                computed = set(samples.keys(True, True)) - before
+        dealt = BalancedMinibatches(
+            samples, [0 if mask is None else len(mask) for mask in masks], self._device, computed
+        )
+        everybodys = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}})
+        everybodys.batch_size = everybodys[NEXT, STEP_MASK].shape[:1]
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
         mismatch, first = None, True
-        for rows, whole in self._minibatches(samples, masks):
+        for rows in self._minibatches(len(everybodys)):
             if before_step is not None:
                 before_step()
-            seen = self._backward(samples, rows, whole)
+            seen = self._backward(dealt, rows, everybodys[rows])
             mean.merge(seen)
             if first:
                 mismatch, first = self._checked_mismatch(seen), False
@@ -227,6 +236,7 @@ class Learner:
             "train/critic/lr": critic_lr,
             "train/steps": float(self.steps - steps_before),
             "train/skipped_steps": float(skipped),
+            **dealt.metrics(),
         }
 
     def _weigh(self, batch: TensorDictBase | None) -> None:
@@ -237,19 +247,10 @@ class Learner:
             if batch is not None:
                 batch[WEIGHT] = own[WEIGHT]
 
-    def _minibatches(
-        self, samples: TensorDictBase | None, masks: list[torch.Tensor | None]
-    ) -> Iterator[tuple[torch.Tensor, TensorDictBase]]:
-        """Yield which of this process's samples are in each minibatch, and of the whole the ``step_mask``."""
-        counts = [0 if mask is None else len(mask) for mask in masks]
-        whole = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}}, [sum(counts)])
-        first = sum(counts[: parallel.rank()])
-        last = first + counts[parallel.rank()]
+    def _minibatches(self, decisions: int) -> Iterator[torch.Tensor]:
+        """Yield which rows of the batches of all processes, joined, are in each minibatch."""
         for _ in range(self.epochs):
-            order = parallel.broadcast_object(torch.randperm(len(whole)))
-            for rows in self._parts(order):
-                own = rows[(rows >= first) & (rows < last)] - first
-                yield own, whole[rows]
+            yield from self._parts(parallel.broadcast_object(torch.randperm(decisions)))
 
     def _parts(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.minibatch_size is not None:
@@ -257,20 +258,19 @@ class Learner:
         assert self.minibatches is not None  # one of the two is given
         return order.tensor_split(min(self.minibatches, len(order)))
 
-    def _backward(self, samples: TensorDictBase | None, rows: torch.Tensor, whole: TensorDictBase) -> WeightedMean:
+    def _backward(self, dealt: BalancedMinibatches, rows: torch.Tensor, whole: TensorDictBase) -> WeightedMean:
         """Leave the gradient of the whole minibatch in the parameters; returns its diagnostics."""
         critic_only = self.steps < self.critic_warmup_steps
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
-        for own in rows.split(self.micro_batch_size or len(rows)) if len(rows) else ():
-            assert samples is not None  # whoever has none is in no minibatch
-            part = samples[own].to(self._device)
-            losses = self._loss_of(part, whole)
+        for part, counts in dealt.passes(rows, self.micro_batch_size):
+            losses = self._loss_of(part, whole, counts)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
             loss.backward()
-            total = total + loss.detach()
-            add_loss_metrics(seen, losses, self._names, len(part))
+            if counts:
+                total = total + loss.detach()
+                add_loss_metrics(seen, losses, self._names, len(part))
         if critic_only:  # the value loss may reach the backbone as well, see critic_detach
             for parameter in self._actor:
                 parameter.grad = None
@@ -279,11 +279,15 @@ class Learner:
         seen.add({"train/loss": total * processes}, 1 / processes)  # the sum of the shares, not their mean
         return seen.of_all_processes()
 
-    def _loss_of(self, part: TensorDictBase, whole: TensorDictBase) -> TensorDictBase:
-        """Compute the loss of a part of a minibatch; over the parts its terms add up to those of the whole."""
+    def _loss_of(self, part: TensorDictBase, whole: TensorDictBase, counts: bool) -> TensorDictBase:
+        """Compute the loss of a part of a minibatch; over the parts that count its terms add up to those of the whole.
+
+        A part that does not count gives 0, by its mask where the loss divides by what the whole has, else by its share:
+        a mean over what was executed would be none.
+        """
         if self._takes_whole:
-            return self.loss_module(part, whole=whole)
-        losses, share = self.loss_module(part), len(part) / len(whole)
+            return self.loss_module(part if counts else masked(part), whole=whole)
+        losses, share = self.loss_module(part), len(part) / len(whole) if counts else 0.0
         return losses.update({name: share * loss for name, loss in losses.items() if name.startswith("loss_")})
 
     def _refresh_reference(self) -> None:

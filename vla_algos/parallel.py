@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import io
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -180,6 +181,25 @@ def all_gather(mine: TensorDictBase | None) -> TensorDictBase | None:
         return mine
     parts = [part for part in all_gather_object(None if mine is None else mine.cpu()) if part is not None]
     return torch.cat(parts) if parts else None
+
+
+def all_to_all(mine: Sequence[T]) -> list[T]:
+    """Give each process what this one has for it, and return what they have for this one, both by their numbers.
+
+    On the CPU, from one to the other: nobody else gets it.
+    """
+    if world_size() == 1:
+        return list(mine)
+    call = _call()
+    given = [torch.frombuffer(bytearray(pickle.dumps((call, value))), dtype=torch.uint8) for value in mine]
+    lengths = torch.tensor([len(each) for each in given])
+    coming = torch.empty_like(lengths)
+    _exchange(dist.all_to_all_single, coming, lengths)
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    _exchange(dist.all_to_all_single, received, torch.cat(given), coming.tolist(), lengths.tolist())
+    found = [pickle.loads(each.numpy().tobytes()) for each in received.split(coming.tolist())]
+    _check_calls([there for there, _ in found])
+    return [value for _, value in found]
 
 
 def local_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
