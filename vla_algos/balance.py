@@ -82,8 +82,10 @@ class BalancedMinibatches:
             "train/moved": self._moved / self._decisions,
         }
 
-    def passes(self, rows: Tensor, size: int | None) -> Iterator[tuple[TensorDictBase, bool]]:
-        """Yield this process's parts of a minibatch, each with whether it counts; to be asked for by all at once.
+    def passes(self, rows: Tensor, size: int | None) -> Iterator[tuple[TensorDictBase, bool, bool]]:
+        """Yield this process's parts of a minibatch, each with whether it counts, and whether it is the last.
+
+        To be asked for by all processes at once.
 
         Args:
             rows: int64 ``[R]``, the minibatch: rows of the batches of all processes, joined.
@@ -97,13 +99,16 @@ class BalancedMinibatches:
         self._busiest += busiest
         own = rows[(owners == self._rank) & (workers == self._rank)] - self._first
         arrived = self._exchange(rows, owners, workers)
-        size = size or max(1, busiest)
+        size = size or busiest
         here = len(own) + (0 if arrived is None else len(arrived))
-        for start in range(0, here, size):
-            kept, come = own[start : start + size], slice(max(0, start - len(own)), max(0, start + size - len(own)))
-            yield self._joined(kept, None if arrived is None else arrived[come]), True
-        for _ in range(-(-busiest // size) - -(-here // size)):
-            yield self._filling.to(self._device), False
+        number = -(-busiest // size)
+        for place in range(number):
+            start, end, last = place * size, (place + 1) * size, place == number - 1
+            if start < here:
+                come = slice(max(0, start - len(own)), max(0, end - len(own)))
+                yield self._joined(own[start:end], None if arrived is None else arrived[come]), True, last
+            else:
+                yield self._filling.to(self._device), False, last
 
     def _joined(self, own: Tensor, arrived: TensorDictBase | None) -> TensorDictBase:
         parts = [] if self._samples is None or not len(own) else [self._samples[own]]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Gt
 from tensordict import TensorDict, TensorDictBase
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchrl.objectives import LossModule
 
@@ -21,8 +22,11 @@ from vla_algos.losses import add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
 from vla_common.settings import BelowOne, Count, Fraction, Positive, Rate, Whole, checked
+from vla_policies import VLAPolicy
+from vla_policies.sharding import gathered, sharded_modules
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+_LITTLE = 0.1  # of the policy's weights, whose whole gradient a process may hold
 _SMOKE = 10  # so few updates only try whether everything works
 OPTIM = ("lr", "value_lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")
 
@@ -137,6 +141,7 @@ class Learner:
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
         self._reference: Any = None  # a frozen VLAPolicy where the loss needs one
+        self._sharded = sharded_modules(self.policy)
         self._takes_whole = takes_whole(loss_module)
         self._names = getattr(loss_module, "metric_names", {})
         self._actor, self._critic = trained_parameters(loss_module)
@@ -146,6 +151,11 @@ class Learner:
                 "set it to 0"
             )
         self._device = next(iter([*self._actor, *self._critic])).device
+        # Until the last pass of a minibatch a process would hold the whole gradient: little with adapters alone.
+        trained, all_of_it = (
+            sum(each.numel() for each in some) for some in ([*self._actor, *self._critic], self.policy.parameters())
+        )
+        self._sums_late = bool(self._sharded) and trained <= _LITTLE * all_of_it
         rates = [(self._actor, lr), (self._critic, lr if value_lr is None else value_lr)]
         groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
         if optimizer is None:
@@ -192,13 +202,9 @@ class Learner:
         if not sum(len(mask) for mask in masks if mask is not None):
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
         self._refresh_reference()
-        computed: set[Any] = set()
         if samples is not None and len(samples):
-            self._check_and_complete(samples)
-            if hasattr(self.policy, "precompute"):
-                before = set(samples.keys(True, True))
-                samples = self.policy.precompute(samples)
-                computed = set(samples.keys(True, True)) - before
+            self._check_stored(samples)
+        samples, computed = self._completed(samples)
         dealt = BalancedMinibatches(
             samples, [0 if mask is None else len(mask) for mask in masks], self._device, computed
         )
@@ -215,7 +221,7 @@ class Learner:
                 mismatch, first = self._checked_mismatch(seen), False
             if self.target_kl is not None and seen.mean_of(self._logged("kl_k3")) > self.target_kl:
                 break
-            norms = [torch.nn.utils.clip_grad_norm_(group, self.max_grad_norm) for group in (self._actor, self._critic)]
+            norms = [clip_gradient(group, self.max_grad_norm) for group in (self._actor, self._critic)]
             if not all(bool(norm.isfinite()) for norm in norms):
                 skipped += 1
                 continue
@@ -263,7 +269,9 @@ class Learner:
         critic_only = self.steps < self.critic_warmup_steps
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
-        for part, counts in dealt.passes(rows, self.micro_batch_size):
+        for part, counts, last in dealt.passes(rows, self.micro_batch_size):
+            if self._sums_late:
+                self._sharded[0].set_requires_gradient_sync(last)
             losses = self._loss_of(part, whole, counts)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
@@ -274,7 +282,8 @@ class Learner:
         if critic_only:  # the value loss may reach the backbone as well, see critic_detach
             for parameter in self._actor:
                 parameter.grad = None
-        parallel.all_reduce_gradients([*self._actor, *self._critic])
+        # Those of a sharded policy FSDP has added up.
+        parallel.all_reduce_gradients([each for each in [*self._actor, *self._critic] if not isinstance(each, DTensor)])
         processes = parallel.world_size()
         seen.add({"train/loss": total * processes}, 1 / processes)  # the sum of the shares, not their mean
         return seen.of_all_processes()
@@ -297,8 +306,7 @@ class Learner:
                 self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
             self._reference.copy_schedules(self.policy)
 
-    def _check_and_complete(self, samples: TensorDictBase) -> None:
-        """Check the stored log-probabilities; add those of the frozen policy where they are needed."""
+    def _check_stored(self, samples: TensorDictBase) -> None:
         stored = samples.get(ACTION_LOG_PROB, None)
         if stored is not None:  # else the loss says what is missing
             mask, finite = samples[NEXT, STEP_MASK], stored.isfinite()
@@ -310,9 +318,29 @@ class Learner:
                     f"{ACTION_LOG_PROB!r} is not finite in {int(broken.sum())} of {len(samples)} decisions: the policy "
                     "that acted had diverged, or did not write it"
                 )
+
+    def _completed(self, samples: TensorDictBase | None) -> tuple[TensorDictBase | None, set[Any]]:
+        """Add what an update needs of each decision: what the frozen policy says, and what the policy precomputes.
+
+        A sharded policy is gathered for it, in a process without rows too.
+
+        Returns:
+            The samples, and the names of what was precomputed.
+        """
+        has_rows = samples is not None and len(samples) > 0
         if self._reference is not None:
-            size = self.micro_batch_size or len(self._parts(torch.arange(len(samples)))[0])
-            add_reference_log_prob(samples, self._reference, size, self._device)
+            with gathered(self._reference):
+                if has_rows:
+                    size = self.micro_batch_size or len(self._parts(torch.arange(len(samples)))[0])
+                    add_reference_log_prob(samples, self._reference, size, self._device)
+        if getattr(type(self.policy), "precompute", VLAPolicy.precompute) is VLAPolicy.precompute:
+            return samples, set()
+        with gathered(self.policy):
+            if not has_rows:
+                return samples, set()
+            before = set(samples.keys(True, True))
+            samples = self.policy.precompute(samples)
+            return samples, set(samples.keys(True, True)) - before
 
     def _checked_mismatch(self, first: WeightedMean) -> float | None:
         name = self._logged("log_ratio_per_token")
@@ -397,6 +425,16 @@ def _executed(batch: TensorDictBase) -> TensorDictBase:
     samples = batch.reshape(-1)
     executed = valid_decisions(samples).squeeze(-1)
     return samples.copy() if executed.all() else samples[executed]
+
+
+def clip_gradient(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale the gradient of some parameters, or of their parts in all processes, to a norm of ``max_norm`` at most.
+
+    Returns:
+        Its norm before; of all parts, the same in all processes.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def takes_whole(loss_module: LossModule) -> bool:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from submitit.slurm.slurm import SlurmJobEnvironment
 from tensordict import TensorDictBase
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vla_algos.heartbeat import START, Heartbeat, ProcessLost
 
@@ -149,6 +150,20 @@ def cores() -> int:
 def is_main() -> bool:
     """Tell whether this is the process that writes and prints."""
     return rank() == 0
+
+
+def device_mesh(shards: int) -> DeviceMesh:
+    """Arrange the processes as ``[replicas, shards]``: ``shards`` of them, one after the other, have a copy together.
+
+    Raises:
+        ValueError: they cannot be arranged so.
+    """
+    processes = world_size()
+    if shards < 1 or processes % shards:
+        possible = [number for number in range(1, processes + 1) if processes % number == 0]
+        raise ValueError(f"shards={shards} does not divide the {processes} processes; possible are {possible}")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(kind, (processes // shards, shards), mesh_dim_names=("replicas", "shards"))
 
 
 def per_rank(total: int, what: str) -> int:

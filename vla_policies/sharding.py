@@ -7,6 +7,7 @@ before its modules run and frees them afterwards. What a policy's groups are, it
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,34 @@ def reshard(policy: nn.Module) -> None:
     """Free what is gathered, so that the parameters of the policy are this process's parts."""
     for module in sharded_modules(policy):
         module.reshard()
+
+
+@contextlib.contextmanager
+def gathered(policy: nn.Module) -> Iterator[None]:
+    """Have all weights of a policy in this process: inside it may be called as often as this process likes, or never.
+
+    All processes must enter it, which gathers; nothing is exchanged afterwards. Nothing can be learnt inside, and
+    weights must not be changed. Of a policy that is not sharded nothing happens.
+    """
+    groups = [(module, _frees(module)) for module in sharded_modules(policy)]
+    if not groups:
+        yield
+        return
+    for module, _ in groups:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, frees in groups:
+            module.reshard()
+            module.set_reshard_after_forward(frees, recurse=False)
+
+
+def _frees(module: FSDPModule) -> bool:
+    """Tell whether a group frees its weights after its forward pass; FSDP2 has a setter only."""
+    return any(group.post_forward_mesh_info is not None for group in module._get_fsdp_state()._fsdp_param_groups)
 
 
 def _check(policy: nn.Module, groups: Sequence[ShardGroup]) -> None:
