@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from vla_algos.losses import add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
 from vla_common.settings import BelowOne, Count, Fraction, Positive, Rate, Whole, checked
+from vla_common.tensor_files import add_dimensions
 from vla_policies import VLAPolicy
 from vla_policies.sharding import gathered, sharded_modules
 
@@ -140,7 +140,7 @@ class Learner:
         self.target_kl = target_kl
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
-        self._reference: Any = None  # a frozen VLAPolicy where the loss needs one
+        self._reference: dict[str, torch.Tensor] | None = None  # weights of the frozen policy where the loss needs one
         self._sharded = sharded_modules(self.policy)
         self._takes_whole = takes_whole(loss_module)
         self._names = getattr(loss_module, "metric_names", {})
@@ -301,10 +301,8 @@ class Learner:
 
     def _refresh_reference(self) -> None:
         """Keep the frozen policy, where one is needed, the one before the first update."""
-        if getattr(self.loss_module, "reference_kl_coeff", 0.0):
-            if self._reference is None:
-                self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
-            self._reference.copy_schedules(self.policy)
+        if getattr(self.loss_module, "reference_kl_coeff", 0.0) and self._reference is None:
+            self._reference = self.policy.trained_weights()
 
     def _check_stored(self, samples: TensorDictBase) -> None:
         stored = samples.get(ACTION_LOG_PROB, None)
@@ -327,16 +325,15 @@ class Learner:
         Returns:
             The samples, and the names of what was precomputed.
         """
-        has_rows = samples is not None and len(samples) > 0
         if self._reference is not None:
-            with gathered(self._reference):
-                if has_rows:
+            with self.policy.reference_weights(self._reference), gathered(self.policy):
+                if samples is not None and len(samples):
                     size = self.micro_batch_size or len(self._parts(torch.arange(len(samples)))[0])
-                    add_reference_log_prob(samples, self._reference, size, self._device)
+                    add_reference_log_prob(samples, self.policy, size, self._device)
         if getattr(type(self.policy), "precompute", VLAPolicy.precompute) is VLAPolicy.precompute:
             return samples, set()
         with gathered(self.policy):
-            if not has_rows:
+            if samples is None or not len(samples):
                 return samples, set()
             before = set(samples.keys(True, True))
             samples = self.policy.precompute(samples)
@@ -367,7 +364,7 @@ class Learner:
             "steps": self.steps,
         }
         if self._reference is not None:
-            state["reference"] = dict(self._reference.state_dict())
+            state["reference"] = dict(self._reference)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -376,6 +373,7 @@ class Learner:
         settings = [{name: group[name] for name in names if name in group} for group in self.optimizer.param_groups]
         rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])
+        _add_dimensions(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
         self.scheduler.base_lrs = rates
         for group, own, rate, factor in zip(
@@ -384,8 +382,21 @@ class Learner:
             group.update(own, lr=rate * factor(self.scheduler.last_epoch))
         self.steps = state["steps"]
         if "reference" in state:
-            self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
-            self._reference.load_state_dict(state["reference"])
+            self._reference = self._restored(state["reference"])
+
+    def _restored(self, reference: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights of the frozen policy; earlier versions saved all of it, what is never trained too."""
+        weights = self.policy.trained_weights()
+        reference = add_dimensions(reference, weights)
+        wrong = [name for name in weights if name not in reference or reference[name].shape != weights[name].shape]
+        if wrong:
+            raise ValueError(
+                f"the frozen policy of this state is another one: {len(wrong)} tensors differ, such as {wrong[0]}; "
+                "resume with the policy settings of that run"
+            )
+        for name, tensor in weights.items():
+            tensor.copy_(reference[name])
+        return weights
 
 
 def check_steps(
@@ -418,6 +429,22 @@ def check_steps(
             f"warmup_updates={warmup_updates}: there are only {updates} updates (iterations), so that lr is never "
             f"reached; take fewer, such as {updates // 10}"
         )
+
+
+def _add_dimensions(optimizer: Optimizer) -> None:
+    """Give the states of parameters of shape ``[1]`` that shape, which were saved when these had none.
+
+    Those are the entries that have their parameter's shape elsewhere; others, such as ``step``, are numbers.
+    """
+    shaped = {
+        key
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if parameter.ndim and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    }
+    for parameter, state in optimizer.state.items():
+        if parameter.shape == (1,):
+            state.update({key: state[key].reshape(1) for key in shaped & state.keys()})
 
 
 def _executed(batch: TensorDictBase) -> TensorDictBase:
