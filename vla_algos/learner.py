@@ -150,7 +150,7 @@ class Learner:
                 "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); "
                 "set it to 0"
             )
-        self._device = next(iter([*self._actor, *self._critic])).device
+        self._device = device_of(next(iter([*self._actor, *self._critic])))
         # Until the last pass of a minibatch a process would hold the whole gradient: little with adapters alone.
         trained, all_of_it = (
             sum(each.numel() for each in some) for some in ([*self._actor, *self._critic], self.policy.parameters())
@@ -452,6 +452,11 @@ def _executed(batch: TensorDictBase) -> TensorDictBase:
     samples = batch.reshape(-1)
     executed = valid_decisions(samples).squeeze(-1)
     return samples.copy() if executed.all() else samples[executed]
+
+
+def device_of(parameter: torch.nn.Parameter) -> torch.device:
+    """Return where a parameter is computed with: a sharded one may be kept in host memory."""
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def clip_gradient(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:

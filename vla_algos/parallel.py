@@ -265,7 +265,7 @@ def all_reduce_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     Each process has its share of a loss over all data, so that the sum is the gradient. (DistributedDataParallel
     averages, and wants every process to run a backward pass each time; here a minibatch may lie in one process.)
     """
-    if world_size() == 1:
+    if world_size() == 1 or not parameters:
         return
     there = all_gather_object([parameter.grad is not None for parameter in parameters])
     used = [parameter for parameter, *anywhere in zip(parameters, *there, strict=True) if any(anywhere)]
