@@ -160,11 +160,11 @@ def _alike(samples: TensorDictBase | None, computed: Collection[Any]) -> TensorD
         return None
     changed = samples
     for key in sorted({key for each in everybodys for key in each}, key=str):
-        seen = [each.get(key) for each in everybodys]
-        kinds = {kind for kind in seen if kind is not None}
-        if None in seen:
+        seen = [each[key] for each in everybodys if key in each]
+        if len(seen) < len(everybodys):
             changed = changed.exclude(key)
             continue
+        kinds = set(seen)
         if len(kinds) == 1:
             continue
         if len({(dtype, len(shape)) for dtype, shape, _ in kinds}) > 1 or not all(added for *_, added in kinds):

@@ -38,6 +38,7 @@ class Learner:
       others': a value far off must not silence the policy.
     * A minibatch is worked off in parts of ``micro_batch_size`` decisions whose gradients add up to that of the whole;
       of several processes each works off as many decisions as the others (:mod:`vla_algos.balance`).
+    * Of a policy that was sharded before (:func:`vla_policies.sharding.shard`) each process steps its part.
     * A step whose gradient is not finite is skipped and counted.
     * Each epoch shuffles afresh, from torch's global generator.
     * The frozen policy of ``reference_kl_coeff`` is the policy as it was at the first update.
