@@ -59,7 +59,9 @@ def small(folder, **settings):
 
 
 def small_flow(folder, **settings):
-    return SmallFlow(SmallFlowConfig(value_head=True, **SIZES, **settings))
+    policy = SmallFlow(SmallFlowConfig(value_head=True, **SIZES, **settings))
+    nn.init.normal_(policy.action_out.weight, std=0.3)  # a new one does not look at anything
+    return policy
 
 
 def openvla(folder, **settings):
@@ -232,7 +234,7 @@ def compared_with_itself(make, folder):
         module.reshard()
     own = {name: parameter.to_local() for name, parameter in policy.named_parameters()}
     return {
-        "inside": torch.equal(inside, before),
+        "inside": float((inside - before).abs().max()),
         "moved": float((after - before).abs().max()),
         "restored": all(torch.equal(own[name], tensor) for name, tensor in changed.items()),
         "kept": all(torch.equal(weights[name].to_local(), tensor) for name, tensor in kept.items()),
@@ -291,7 +293,8 @@ def test_a_sharded_policy_is_its_own_reference(name, results):
     for found in results:
         moved = found["reference"][name].pop("moved")
         assert moved > 0.01
-        assert found["reference"][name] == {"inside": True, "restored": True, "kept": True, "learns": True}
+        off = pytest.approx(0, abs=1e-6)  # torch rounds otherwise where no gradient is wanted
+        assert found["reference"][name] == {"inside": off, "restored": True, "kept": True, "learns": True}
 
 
 # What is said before work
@@ -369,9 +372,13 @@ def test_a_reference_gives_the_weights_back_after_an_error(folder):
     weights = {name: torch.zeros_like(tensor) for name, tensor in policy.trained_weights().items()}
     before = policy.trained_weights()
 
-    with pytest.raises(KeyError), policy.reference_weights(weights):
-        assert not policy.queries.any()
-        raise KeyError
+    def fail():
+        with policy.reference_weights(weights):
+            assert not policy.queries.any()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert all(torch.equal(before[name], parameter) for name, parameter in policy.named_parameters())
     assert all(parameter.requires_grad for parameter in policy.parameters())
 
