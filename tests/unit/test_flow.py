@@ -1,6 +1,5 @@
 """Steps of a flow and their probabilities: reference numbers, and what makes them right."""
 
-import copy
 import math
 
 import numpy as np

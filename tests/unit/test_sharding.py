@@ -1,6 +1,7 @@
 """Policies whose weights lie in parts in two processes compute what they compute in one; files of before still load."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,14 +10,13 @@ from openvla_checkpoint import add_film, golden, padded
 from openvla_checkpoint import make_checkpoint as make_openvla
 from paths import GOLDEN
 from pi0_checkpoint import make_checkpoint as make_pi0
-from tensordict import TensorDict
 from test_parallel import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from vla_algos import parallel
-from vla_algos.learner import Learner
+from vla_algos.learner import Learner, _add_dimensions
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_algos.run.checkpoints import load_training_state
 from vla_algos.run.resume import load_trained, trained
@@ -59,7 +59,9 @@ def small(folder, **settings):
 
 
 def small_flow(folder, **settings):
-    return SmallFlow(SmallFlowConfig(value_head=True, **SIZES, **settings))
+    policy = SmallFlow(SmallFlowConfig(value_head=True, **SIZES, **settings))
+    nn.init.normal_(policy.action_out.weight, std=0.3)  # a new one does not look at anything
+    return policy
 
 
 def openvla(folder, **settings):
@@ -167,18 +169,17 @@ def gradients(make, loss, split, micro, settings, folder):
     """Largest difference of a gradient from that of one process, relative to the largest; and which are not there."""
     alone, policy = build(make, folder), build(make, folder)
     batch = decisions(alone, 4)
-    parts = [part for first, last in split for part in batch[first:last].split(micro) if last > first]
-    sum(loss(alone, part, batch) for part in parts).backward()
+    parts = [list(batch[first:last].split(micro)) if last > first else [] for first, last in split]
+    for part in itertools.chain(*parts):
+        loss(alone, part, batch).backward()
     wanted = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
 
     settings = dict(settings)
     shard(policy, mesh_of(settings.pop("mesh", (2,))), **settings)
-    first, last = split[parallel.rank()]
-    own = list(batch[first:last].split(micro)) if last > first else []
+    own = parts[parallel.rank()]
     masked = batch[:1].clone()
     masked[keys.NEXT, keys.STEP_MASK] = torch.zeros_like(masked[keys.NEXT, keys.STEP_MASK])
-    own += [masked] * (max(-(-(b - a) // micro) for a, b in split) - len(own))
-    for part in own:
+    for part in own + [masked] * (max(map(len, parts)) - len(own)):  # all take part in each pass
         loss(policy, part, batch).backward()
     found = {n: whole_of(p.grad) for n, p in policy.named_parameters() if p.grad is not None}
     sharded = all(isinstance(parameter, DTensor) for parameter in policy.parameters())
@@ -233,7 +234,7 @@ def compared_with_itself(make, folder):
         module.reshard()
     own = {name: parameter.to_local() for name, parameter in policy.named_parameters()}
     return {
-        "inside": torch.equal(inside, before),
+        "inside": float((inside - before).abs().max()),
         "moved": float((after - before).abs().max()),
         "restored": all(torch.equal(own[name], tensor) for name, tensor in changed.items()),
         "kept": all(torch.equal(weights[name].to_local(), tensor) for name, tensor in kept.items()),
@@ -292,7 +293,8 @@ def test_a_sharded_policy_is_its_own_reference(name, results):
     for found in results:
         moved = found["reference"][name].pop("moved")
         assert moved > 0.01
-        assert found["reference"][name] == {"inside": True, "restored": True, "kept": True, "learns": True}
+        off = pytest.approx(0, abs=1e-6)  # torch rounds otherwise where no gradient is wanted
+        assert found["reference"][name] == {"inside": off, "restored": True, "kept": True, "learns": True}
 
 
 # What is said before work
@@ -301,7 +303,9 @@ def test_a_sharded_policy_is_its_own_reference(name, results):
 def test_weights_that_cannot_be_divided_are_named():
     policy = Stranger()
     policy.body.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"Stranger has parameters without a dimension.*: body.scale; make them of shap"):
+    with pytest.raises(
+        ValueError, match=r"Stranger has parameters without a dimension.*: body.scale; make them of shap"
+    ):
         shard(policy, None)
 
 
@@ -373,7 +377,8 @@ def test_a_reference_gives_the_weights_back_after_an_error(folder):
             assert not policy.queries.any()
             raise KeyError
 
-    pytest.raises(KeyError, fail)
+    with pytest.raises(KeyError):
+        fail()
     assert all(torch.equal(before[name], parameter) for name, parameter in policy.named_parameters())
     assert all(parameter.requires_grad for parameter in policy.parameters())
 
@@ -390,9 +395,7 @@ def test_a_training_state_of_before_goes_on(folder):
     load_trained(policy, state["weights"], checkpoint)
     for name, tensor in trained(policy).items():
         assert torch.equal(tensor, state["weights"][name].reshape(tensor.shape)), name
-    learner = Learner(
-        ChunkClipPPOLoss(policy, entropy_coeff=0.01, reference_kl_coeff=0.1), lr=1e-2, minibatch_size=4
-    )
+    learner = Learner(ChunkClipPPOLoss(policy, entropy_coeff=0.01, reference_kl_coeff=0.1), lr=1e-2, minibatch_size=4)
     learner.load_state_dict(state["learner"])
     saved = learner.state_dict()
     for number, moments in saved["optimizer"]["state"].items():
@@ -405,7 +408,9 @@ def test_a_training_state_of_before_goes_on(folder):
     torch.manual_seed(5)
     metrics = learner.update(batch)
     # Recorded with one thread; more of them, or another processor, round otherwise.
-    assert metrics == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in state["expected"]["metrics"].items()}
+    assert metrics == {
+        key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in state["expected"]["metrics"].items()
+    }
     for name, tensor in trained(policy).items():
         expected = state["expected"]["weights"][name].reshape(tensor.shape)
         torch.testing.assert_close(tensor, expected, rtol=0, atol=2e-2 if "bias" in name else 1e-3)
@@ -421,7 +426,6 @@ def test_states_of_an_optimizer_get_a_dimension_where_their_parameters_have_one(
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    from vla_algos.learner import _add_dimensions
 
     wanted = second.state_dict()["state"]
     second.load_state_dict(first.state_dict())
