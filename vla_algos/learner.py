@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,17 +10,23 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Gt
 from tensordict import TensorDict, TensorDictBase
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchrl.objectives import LossModule
 
 from vla_algos import parallel
 from vla_algos.advantages import trajectory_weights, valid_decisions
+from vla_algos.balance import BalancedMinibatches, masked
 from vla_algos.losses import add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
 from vla_common.settings import BelowOne, Count, Fraction, Positive, Rate, Whole, checked
+from vla_common.tensor_files import add_dimensions
+from vla_policies import VLAPolicy
+from vla_policies.sharding import gathered, sharded_modules
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+_LITTLE = 0.1  # of the policy's weights, whose whole gradient a process may hold
 _SMOKE = 10  # so few updates only try whether everything works
 OPTIM = ("lr", "value_lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")
 
@@ -32,7 +37,8 @@ class Learner:
     * The parameters of the critic have a learning rate of their own and their gradient is clipped apart from the
       others': a value far off must not silence the policy.
     * A minibatch is worked off in parts of ``micro_batch_size`` decisions whose gradients add up to that of the whole;
-      of several processes each works off the decisions that it has collected.
+      of several processes each works off as many decisions as the others (:mod:`vla_algos.balance`).
+    * Of a policy that was sharded before (:func:`vla_policies.sharding.shard`) each process steps its part.
     * A step whose gradient is not finite is skipped and counted.
     * Each epoch shuffles afresh, from torch's global generator.
     * The frozen policy of ``reference_kl_coeff`` is the policy as it was at the first update.
@@ -135,7 +141,8 @@ class Learner:
         self.target_kl = target_kl
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
-        self._reference: Any = None  # a frozen VLAPolicy where the loss needs one
+        self._reference: dict[str, torch.Tensor] | None = None  # weights of the frozen policy where the loss needs one
+        self._sharded = sharded_modules(self.policy)
         self._takes_whole = takes_whole(loss_module)
         self._names = getattr(loss_module, "metric_names", {})
         self._actor, self._critic = trained_parameters(loss_module)
@@ -144,7 +151,12 @@ class Learner:
                 "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); "
                 "set it to 0"
             )
-        self._device = next(iter([*self._actor, *self._critic])).device
+        self._device = device_of(next(iter([*self._actor, *self._critic])))
+        # Until the last pass of a minibatch a process would hold the whole gradient: little with adapters alone.
+        trained, all_of_it = (
+            sum(each.numel() for each in some) for some in ([*self._actor, *self._critic], self.policy.parameters())
+        )
+        self._sums_late = bool(self._sharded) and trained <= _LITTLE * all_of_it
         rates = [(self._actor, lr), (self._critic, lr if value_lr is None else value_lr)]
         groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
         if optimizer is None:
@@ -192,21 +204,25 @@ class Learner:
             raise ValueError("no decision of this batch was executed: there is nothing to learn from")
         self._refresh_reference()
         if samples is not None and len(samples):
-            self._check_and_complete(samples)
-            if hasattr(self.policy, "precompute"):
-                samples = self.policy.precompute(samples)
+            self._check_stored(samples)
+        samples, computed = self._completed(samples)
+        dealt = BalancedMinibatches(
+            samples, [0 if mask is None else len(mask) for mask in masks], self._device, computed
+        )
+        everybodys = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}})
+        everybodys.batch_size = everybodys[NEXT, STEP_MASK].shape[:1]
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
         mismatch, first = None, True
-        for rows, whole in self._minibatches(samples, masks):
+        for rows in self._minibatches(len(everybodys)):
             if before_step is not None:
                 before_step()
-            seen = self._backward(samples, rows, whole)
+            seen = self._backward(dealt, rows, everybodys[rows])
             mean.merge(seen)
             if first:
                 mismatch, first = self._checked_mismatch(seen), False
             if self.target_kl is not None and seen.mean_of(self._logged("kl_k3")) > self.target_kl:
                 break
-            norms = [torch.nn.utils.clip_grad_norm_(group, self.max_grad_norm) for group in (self._actor, self._critic)]
+            norms = [clip_gradient(group, self.max_grad_norm) for group in (self._actor, self._critic)]
             if not all(bool(norm.isfinite()) for norm in norms):
                 skipped += 1
                 continue
@@ -227,6 +243,7 @@ class Learner:
             "train/critic/lr": critic_lr,
             "train/steps": float(self.steps - steps_before),
             "train/skipped_steps": float(skipped),
+            **dealt.metrics(),
         }
 
     def _weigh(self, batch: TensorDictBase | None) -> None:
@@ -237,19 +254,10 @@ class Learner:
             if batch is not None:
                 batch[WEIGHT] = own[WEIGHT]
 
-    def _minibatches(
-        self, samples: TensorDictBase | None, masks: list[torch.Tensor | None]
-    ) -> Iterator[tuple[torch.Tensor, TensorDictBase]]:
-        """Yield which of this process's samples are in each minibatch, and of the whole the ``step_mask``."""
-        counts = [0 if mask is None else len(mask) for mask in masks]
-        whole = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}}, [sum(counts)])
-        first = sum(counts[: parallel.rank()])
-        last = first + counts[parallel.rank()]
+    def _minibatches(self, decisions: int) -> Iterator[torch.Tensor]:
+        """Yield which rows of the batches of all processes, joined, are in each minibatch."""
         for _ in range(self.epochs):
-            order = parallel.broadcast_object(torch.randperm(len(whole)))
-            for rows in self._parts(order):
-                own = rows[(rows >= first) & (rows < last)] - first
-                yield own, whole[rows]
+            yield from self._parts(parallel.broadcast_object(torch.randperm(decisions)))
 
     def _parts(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.minibatch_size is not None:
@@ -257,44 +265,47 @@ class Learner:
         assert self.minibatches is not None  # one of the two is given
         return order.tensor_split(min(self.minibatches, len(order)))
 
-    def _backward(self, samples: TensorDictBase | None, rows: torch.Tensor, whole: TensorDictBase) -> WeightedMean:
+    def _backward(self, dealt: BalancedMinibatches, rows: torch.Tensor, whole: TensorDictBase) -> WeightedMean:
         """Leave the gradient of the whole minibatch in the parameters; returns its diagnostics."""
         critic_only = self.steps < self.critic_warmup_steps
         self.optimizer.zero_grad()
         seen, total = WeightedMean(), 0.0
-        for own in rows.split(self.micro_batch_size or len(rows)) if len(rows) else ():
-            assert samples is not None  # whoever has none is in no minibatch
-            part = samples[own].to(self._device)
-            losses = self._loss_of(part, whole)
+        for part, counts, last in dealt.passes(rows, self.micro_batch_size):
+            if self._sums_late:
+                self._sharded[0].set_requires_gradient_sync(last)
+            losses = self._loss_of(part, whole, counts)
             terms = {name: loss for name, loss in losses.items() if name.startswith("loss_")}
             loss = terms["loss_critic"] if critic_only else sum(terms.values())
             loss.backward()
-            total = total + loss.detach()
-            add_loss_metrics(seen, losses, self._names, len(part))
+            if counts:
+                total = total + loss.detach()
+                add_loss_metrics(seen, losses, self._names, len(part))
         if critic_only:  # the value loss may reach the backbone as well, see critic_detach
             for parameter in self._actor:
                 parameter.grad = None
-        parallel.all_reduce_gradients([*self._actor, *self._critic])
+        # Those of a sharded policy FSDP has added up.
+        parallel.all_reduce_gradients([each for each in [*self._actor, *self._critic] if not isinstance(each, DTensor)])
         processes = parallel.world_size()
         seen.add({"train/loss": total * processes}, 1 / processes)  # the sum of the shares, not their mean
         return seen.of_all_processes()
 
-    def _loss_of(self, part: TensorDictBase, whole: TensorDictBase) -> TensorDictBase:
-        """Compute the loss of a part of a minibatch; over the parts its terms add up to those of the whole."""
+    def _loss_of(self, part: TensorDictBase, whole: TensorDictBase, counts: bool) -> TensorDictBase:
+        """Compute the loss of a part of a minibatch; over the parts that count its terms add up to those of the whole.
+
+        A part that does not count gives 0, by its mask where the loss divides by what the whole has, else by its share:
+        a mean over what was executed would be none.
+        """
         if self._takes_whole:
-            return self.loss_module(part, whole=whole)
-        losses, share = self.loss_module(part), len(part) / len(whole)
+            return self.loss_module(part if counts else masked(part), whole=whole)
+        losses, share = self.loss_module(part), len(part) / len(whole) if counts else 0.0
         return losses.update({name: share * loss for name, loss in losses.items() if name.startswith("loss_")})
 
     def _refresh_reference(self) -> None:
         """Keep the frozen policy, where one is needed, the one before the first update."""
-        if getattr(self.loss_module, "reference_kl_coeff", 0.0):
-            if self._reference is None:
-                self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
-            self._reference.copy_schedules(self.policy)
+        if getattr(self.loss_module, "reference_kl_coeff", 0.0) and self._reference is None:
+            self._reference = self.policy.trained_weights()
 
-    def _check_and_complete(self, samples: TensorDictBase) -> None:
-        """Check the stored log-probabilities; add those of the frozen policy where they are needed."""
+    def _check_stored(self, samples: TensorDictBase) -> None:
         stored = samples.get(ACTION_LOG_PROB, None)
         if stored is not None:  # else the loss says what is missing
             mask, finite = samples[NEXT, STEP_MASK], stored.isfinite()
@@ -306,9 +317,28 @@ class Learner:
                     f"{ACTION_LOG_PROB!r} is not finite in {int(broken.sum())} of {len(samples)} decisions: the policy "
                     "that acted had diverged, or did not write it"
                 )
+
+    def _completed(self, samples: TensorDictBase | None) -> tuple[TensorDictBase | None, set[Any]]:
+        """Add what an update needs of each decision: what the frozen policy says, and what the policy precomputes.
+
+        A sharded policy is gathered for it, in a process without rows too.
+
+        Returns:
+            The samples, and the names of what was precomputed.
+        """
         if self._reference is not None:
-            size = self.micro_batch_size or len(self._parts(torch.arange(len(samples)))[0])
-            add_reference_log_prob(samples, self._reference, size, self._device)
+            with self.policy.reference_weights(self._reference), gathered(self.policy):
+                if samples is not None and len(samples):
+                    size = self.micro_batch_size or len(self._parts(torch.arange(len(samples)))[0])
+                    add_reference_log_prob(samples, self.policy, size, self._device)
+        if getattr(type(self.policy), "precompute", VLAPolicy.precompute) is VLAPolicy.precompute:
+            return samples, set()
+        with gathered(self.policy):
+            if samples is None or not len(samples):
+                return samples, set()
+            before = set(samples.keys(True, True))
+            samples = self.policy.precompute(samples)
+            return samples, set(samples.keys(True, True)) - before
 
     def _checked_mismatch(self, first: WeightedMean) -> float | None:
         name = self._logged("log_ratio_per_token")
@@ -335,7 +365,7 @@ class Learner:
             "steps": self.steps,
         }
         if self._reference is not None:
-            state["reference"] = dict(self._reference.state_dict())
+            state["reference"] = dict(self._reference)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -344,6 +374,7 @@ class Learner:
         settings = [{name: group[name] for name in names if name in group} for group in self.optimizer.param_groups]
         rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])
+        _add_dimensions(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
         self.scheduler.base_lrs = rates
         for group, own, rate, factor in zip(
@@ -352,8 +383,21 @@ class Learner:
             group.update(own, lr=rate * factor(self.scheduler.last_epoch))
         self.steps = state["steps"]
         if "reference" in state:
-            self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
-            self._reference.load_state_dict(state["reference"])
+            self._reference = self._restored(state["reference"])
+
+    def _restored(self, reference: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights of the frozen policy; earlier versions saved all of it, what is never trained too."""
+        weights = self.policy.trained_weights()
+        reference = add_dimensions(reference, weights)
+        wrong = [name for name in weights if name not in reference or reference[name].shape != weights[name].shape]
+        if wrong:
+            raise ValueError(
+                f"the frozen policy of this state is another one: {len(wrong)} tensors differ, such as {wrong[0]}; "
+                "resume with the policy settings of that run"
+            )
+        for name, tensor in weights.items():
+            tensor.copy_(reference[name])
+        return weights
 
 
 def check_steps(
@@ -388,11 +432,42 @@ def check_steps(
         )
 
 
+def _add_dimensions(optimizer: Optimizer) -> None:
+    """Give the states of parameters of shape ``[1]`` that shape, which were saved when these had none.
+
+    Those are the entries that have their parameter's shape elsewhere; others, such as ``step``, are numbers.
+    """
+    shaped = {
+        key
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if parameter.ndim and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    }
+    for parameter, state in optimizer.state.items():
+        if parameter.shape == (1,):
+            state.update({key: state[key].reshape(1) for key in shaped & state.keys()})
+
+
 def _executed(batch: TensorDictBase) -> TensorDictBase:
     """Return the decisions of ``batch`` that were executed, ``[D]``: without a copy if all were, as they mostly are."""
     samples = batch.reshape(-1)
     executed = valid_decisions(samples).squeeze(-1)
     return samples.copy() if executed.all() else samples[executed]
+
+
+def device_of(parameter: torch.nn.Parameter) -> torch.device:
+    """Return where a parameter is computed with: a sharded one may be kept in host memory."""
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+def clip_gradient(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale the gradient of some parameters, or of their parts in all processes, to a norm of ``max_norm`` at most.
+
+    Returns:
+        Its norm before; of all parts, the same in all processes.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def takes_whole(loss_module: LossModule) -> bool:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import io
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from submitit.slurm.slurm import SlurmJobEnvironment
 from tensordict import TensorDictBase
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vla_algos.heartbeat import START, Heartbeat, ProcessLost
 
@@ -150,6 +152,20 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def device_mesh(shards: int) -> DeviceMesh:
+    """Arrange the processes as ``[replicas, shards]``: ``shards`` of them, one after the other, have a copy together.
+
+    Raises:
+        ValueError: they cannot be arranged so.
+    """
+    processes = world_size()
+    if shards < 1 or processes % shards:
+        possible = [number for number in range(1, processes + 1) if processes % number == 0]
+        raise ValueError(f"shards={shards} does not divide the {processes} processes; possible are {possible}")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(kind, (processes // shards, shards), mesh_dim_names=("replicas", "shards"))
+
+
 def per_rank(total: int, what: str) -> int:
     """Return this process's part of a number that the configuration gives for the whole run.
 
@@ -180,6 +196,25 @@ def all_gather(mine: TensorDictBase | None) -> TensorDictBase | None:
         return mine
     parts = [part for part in all_gather_object(None if mine is None else mine.cpu()) if part is not None]
     return torch.cat(parts) if parts else None
+
+
+def all_to_all(mine: Sequence[T]) -> list[T]:
+    """Give each process what this one has for it, and return what they have for this one, both by their numbers.
+
+    On the CPU, from one to the other: nobody else gets it.
+    """
+    if world_size() == 1:
+        return list(mine)
+    call = _call()
+    given = [torch.frombuffer(bytearray(pickle.dumps((call, value))), dtype=torch.uint8) for value in mine]
+    lengths = torch.tensor([len(each) for each in given])
+    coming = torch.empty_like(lengths)
+    _exchange(dist.all_to_all_single, coming, lengths)
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    _exchange(dist.all_to_all_single, received, torch.cat(given), coming.tolist(), lengths.tolist())
+    found = [pickle.loads(each.numpy().tobytes()) for each in received.split(coming.tolist())]
+    _check_calls([there for there, _ in found])
+    return [value for _, value in found]
 
 
 def local_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
@@ -230,7 +265,7 @@ def all_reduce_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     Each process has its share of a loss over all data, so that the sum is the gradient. (DistributedDataParallel
     averages, and wants every process to run a backward pass each time; here a minibatch may lie in one process.)
     """
-    if world_size() == 1:
+    if world_size() == 1 or not parameters:
         return
     there = all_gather_object([parameter.grad is not None for parameter in parameters])
     used = [parameter for parameter, *anywhere in zip(parameters, *there, strict=True) if any(anywhere)]

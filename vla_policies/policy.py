@@ -20,6 +20,7 @@ or after :func:`vla_policies.register_policy`.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ from vla_policies.checkpoint.lora import adapt
 from vla_policies.checkpoint.report import Report, describe_weights
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged
 from vla_policies.checkpoint.weights import list_weights
+from vla_policies.sharding import ENTRY_POINTS, ShardGroup, blocks_of, reshard
 from vla_policies.values import ValueOperator
 
 Device = Annotated[str, StringConstraints(pattern=r"^(cpu|cuda(:[0-9]+)?|mps)$")]
@@ -69,6 +71,8 @@ class VLAPolicy(TensorDictModuleBase):
     * ``shape_settings``: which of those the environment gives, by the names that they have in
       :class:`~vla_common.schema.EnvironmentShape`; nobody types them.
     * ``needs_checkpoint``: that it cannot be made without one.
+    * ``entry_points``: methods beside :meth:`forward` that losses call and that run the network; a sharded policy
+      gathers its weights for them.
 
     Attributes:
         config: its settings, an instance of ``config_class``.
@@ -90,6 +94,7 @@ class VLAPolicy(TensorDictModuleBase):
     config_class: ClassVar[type[Any]]
     shape_settings: ClassVar[tuple[str, ...]] = ("action_low", "action_high", "state_dim")
     needs_checkpoint: ClassVar[bool] = False
+    entry_points: ClassVar[tuple[str, ...]] = ENTRY_POINTS
 
     config: Any
     chunk_size: int
@@ -118,10 +123,9 @@ class VLAPolicy(TensorDictModuleBase):
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Take methods by the names of version 0.1's first contract, and let those for ``[N]`` take any batch."""
         super().__init_subclass__(**arguments)
-        for old, new in (("prepare", "precompute"), ("follow", "copy_schedules")):
-            if old in cls.__dict__ and new not in cls.__dict__:
-                warnings.warn(f"{cls.__name__}.{old} is called {new} now", DeprecationWarning, stacklevel=2)
-                setattr(cls, new, cls.__dict__[old])
+        if "prepare" in cls.__dict__ and "precompute" not in cls.__dict__:
+            warnings.warn(f"{cls.__name__}.prepare is called precompute now", DeprecationWarning, stacklevel=2)
+            cls.precompute = cls.__dict__["prepare"]
         for name in ("forward", "get_dist", "evaluate_actions", "imitation_loss"):
             method = cls.__dict__.get(name)
             if method is not None and not hasattr(method, "__isabstractmethod__"):
@@ -228,8 +232,55 @@ class VLAPolicy(TensorDictModuleBase):
     def start_iteration(self, iteration: int) -> None:
         """Set what the policy schedules; called by the recipes before each collection, counted from 1."""
 
-    def copy_schedules(self, policy: VLAPolicy) -> None:
-        """Take over what ``policy`` schedules; called on a frozen copy before it is compared with that one."""
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return copies of the parameters that are trained, by name; of a sharded policy those of its parts."""
+        reshard(self)
+        trained = ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
+        return {name: parameter.detach().clone() for name, parameter in trained}
+
+    @contextlib.contextmanager
+    def reference_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Be the policy with earlier :meth:`trained_weights`, which hold its own meanwhile; nothing is learnt there.
+
+        The rest, frozen weights and what is scheduled, is the policy's own: with adapters a reference takes no more
+        memory than these. A sharded policy is gathered within, not around it.
+        """
+        modes = [(module, module.training) for module in self.modules()]
+        self._exchange(weights)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        try:
+            self.eval().requires_grad_(False)  # torch computes otherwise, in the last bit, where it is True
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self._exchange(weights)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    def _exchange(self, weights: Mapping[str, Tensor]) -> None:
+        """Swap parameters and ``weights`` in place, unseen by autograd and by who counts versions of tensors."""
+        reshard(self)
+        parameters = dict(self.named_parameters())
+        for name, other in weights.items():
+            own = parameters[name].data
+            kept = own.clone()
+            own.copy_(other)
+            other.data.copy_(kept)
+
+    # ---- several GPUs
+
+    def shard_groups(self) -> Sequence[ShardGroup]:
+        """Return the modules whose weights a sharded policy gathers one after the other, in the order that they run.
+
+        What is in none of them is the root, gathered during the whole pass: heads, and what is read without a module's
+        ``forward``. Trained parameters of a group have the same dtype.
+
+        By default the blocks of the network are groups: what is in its lists (``nn.ModuleList``). Without any the
+        policy is one group, which saves the memory of optimizer and gradients only.
+        """
+        return [ShardGroup(block, returns_float32=True) for block in blocks_of(self)]
 
     # ---- making, saving and loading
 

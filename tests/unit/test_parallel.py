@@ -1,5 +1,7 @@
 """Several processes that learn together learn what one would learn alone, and hear of one that is lost."""
 
+import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -9,17 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+from torchrl.objectives import ClipPPOLoss
 from toy import ToyActorCritic, ToyEnv
 
 from vla_algos import parallel
 from vla_algos.advantages import gae
+from vla_algos.balance import deal
 from vla_algos.collectors import StepCollector
 from vla_algos.evaluation import EpisodeResult, EvaluationResult
 from vla_algos.heartbeat import ProcessLost
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
-from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, VALUE_TARGET
+from vla_common.keys import ACTION_LOG_PROB, ACTION_TOKENS, ADVANTAGE, NEXT, STATE_VALUE, STATES, VALUE_TARGET
 from vla_envs.simulator import Episode
+from vla_policies.sharding import ShardGroup, gathered, reshard, shard
 
 pytestmark = pytest.mark.timeout(600)
 UPDATES = {
@@ -28,7 +35,15 @@ UPDATES = {
     "until the KL is too large": {"target_kl": 0.003, "epochs": 20},
     "so many steps": {"minibatch_size": None, "minibatches": 3},
     "the critic first": {"critic_warmup_steps": 3},
+    "in passes of three": {"micro_batch_size": 3},
+    "computed before": {"policy": "ComputesBefore"},
+    "adapters": {"policy": "Adapted", "micro_batch_size": 3},
+    "a gradient that is not finite": {"advantage": torch.inf},
+    "a loss of TorchRL's": {"loss": "torchrl", "micro_batch_size": 3},
+    "fewer than processes": {"minibatch_size": 1, "epochs": 1, "updates": 1},
 }
+SHARDS = {"whole weights in each": None, "sharded (2, 1)": 1, "sharded (1, 2)": 2}  # (replicas, shards)
+NO_MEANS = {"train/max_ratio", "train/explained_variance"}  # TorchRL's: of parts of a minibatch they are others
 SPLITS = {
     "halves": [slice(0, 3), slice(3, 6)],
     "a part and the rest": [slice(0, 1), slice(1, 6)],
@@ -36,7 +51,7 @@ SPLITS = {
 }
 
 
-def together(work, folder, *arguments, processes=2, ends=(0, 0), each=lambda running: None):
+def together(work, folder, *arguments, processes=2, ends=(0, 0), each=lambda running: None, patience=240):
     """The results of ``work(*arguments)`` in processes that know of each other, by rank; ``each`` sees them end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -51,7 +66,7 @@ def together(work, folder, *arguments, processes=2, ends=(0, 0), each=lambda run
             process.start()
         each(running)
         for process in running:
-            process.join(240)
+            process.join(patience)
         assert [process.exitcode for process in running] == list(ends)
     finally:
         for process in running:
@@ -69,26 +84,135 @@ def _one(rank, processes, port, folder, work, arguments):
         torch.save(work(*arguments), folder / f"{rank}.pt")
 
 
-def collected():
+class ComputesBefore(ToyActorCritic):
+    """With an offset of its logits that it computes before an update, filled up to the longest of its decisions."""
+
+    def precompute(self, td):
+        counts = td[STATES][:, 0].long()  # no two processes have the same longest
+        td["offsets"] = (torch.arange(1 + int(counts.max())) < counts.unsqueeze(-1)).float()
+        td["trial"] = td[STATES][:, 2]
+        return td
+
+    def _run(self, td):
+        dist, value = super()._run(td)
+        if td.get("offsets", None) is not None:  # as they were computed for these very rows, wherever they are now
+            assert torch.equal(td["offsets"].sum(1), td[STATES][:, 0])
+            assert torch.equal(td["trial"], td[STATES][:, 2])
+        return dist, value
+
+
+class Adapted(ToyActorCritic):
+    """With frozen blocks in its middle, of which little is trained: its gradients are summed after the last pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*self.body[:-1], Block(), Block(), self.body[-1])
+
+    def shard_groups(self):
+        return [ShardGroup(block) for block in self.body if isinstance(block, Block)]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16)).requires_grad_(False)
+        self.adapter = nn.Linear(16, 16)
+
+    def forward(self, features):
+        return features + self.frozen(features) + self.adapter(features)
+
+
+class Critic(TensorDictModuleBase):
+    """The values of a policy, for a loss of TorchRL's."""
+
+    out_keys = [STATE_VALUE]
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy, self.in_keys = policy, list(policy.loss_keys)
+
+    def forward(self, td):
+        return td.set(STATE_VALUE, self.policy.evaluate_actions(td)[2])
+
+
+def torchrl_loss(policy):
+    loss = ClipPPOLoss(policy, Critic(policy), critic_coeff=0.5, functional=False)
+    entries = {"advantage": ADVANTAGE, "value": STATE_VALUE, "value_target": VALUE_TARGET}
+    loss.set_keys(action=ACTION_TOKENS, sample_log_prob=ACTION_LOG_PROB, **entries)
+    return loss
+
+
+def collected(policy=ToyActorCritic):
     """A policy, and 42 decisions of 6 environments, of which one was never executed."""
     torch.manual_seed(0)
-    policy = ToyActorCritic()
+    policy = policy()
     return policy, StepCollector(ToyEnv(6, crashes={1: 1}), policy, 7).rollout()
 
 
-def learn(settings, rows):
+def learn(settings, rows, shards=None):
     """Three updates of this process's rows: weights, metrics and advantages."""
-    policy, batch = collected()
+    settings = {"epochs": 2, "minibatch_size": 16, "max_log_ratio": 10.0, **settings}
+    policy, batch = collected(globals()[settings.pop("policy", "ToyActorCritic")])
     batch = batch[rows[parallel.rank()]]
     outcomes = parallel.all_gather(batch.select(NEXT, STATE_VALUE))
     gae(outcomes)
+    outcomes[ADVANTAGE][2, 3] = settings.pop("advantage", outcomes[ADVANTAGE][2, 3])
     batch.update(parallel.local_rows(outcomes, len(batch)).select(ADVANTAGE, VALUE_TARGET))
-    loss = ChunkClipPPOLoss(policy, entropy_coeff=0.01, reference_kl_coeff=0.1)
-    settings = {"epochs": 2, "minibatch_size": 16, "max_log_ratio": 10.0, **settings}
+    if shards is not None:
+        shard(policy, parallel.device_mesh(shards))
+    if settings.pop("loss", None):
+        loss = torchrl_loss(policy)
+    else:
+        loss = ChunkClipPPOLoss(policy, entropy_coeff=0.01, reference_kl_coeff=0.1)
     learner = Learner(loss, lr=3e-3, **settings)
     torch.manual_seed(1 + parallel.rank())  # the order of decisions is the first process's
-    seen = [learner.update(batch.clone() if len(batch) else None) for _ in range(3)]
-    return dict(policy.state_dict()), seen, outcomes[ADVANTAGE]
+    seen = [learner.update(batch.clone() if len(batch) else None) for _ in range(settings.get("updates", 3))]
+    weights = {
+        name: weight.full_tensor() if shards is not None else weight for name, weight in policy.state_dict().items()
+    }
+    return weights, seen, outcomes[ADVANTAGE]
+
+
+@functools.cache
+def learn_alone(name):
+    """What one process learns of all rows."""
+    return learn(UPDATES[name], [slice(0, 6)])
+
+
+def act_while_gathered(shards):
+    """Log-probabilities of a policy that acts as often as each process likes, before and after an update."""
+    policy, batch = collected(Adapted)
+    gae(batch)
+    shard(policy, parallel.device_mesh(shards))
+    learner = Learner(ChunkClipPPOLoss(policy), lr=3e-3, max_log_ratio=10.0)
+    samples, seen = batch.reshape(-1), []
+    for _ in range(2):
+        with gathered(policy):
+            for _ in range(3 * parallel.rank()):
+                policy(samples.clone())
+            seen.append(policy.evaluate_actions(samples)[0])
+        with torch.no_grad():
+            seen.append(policy.evaluate_actions(samples)[0])  # all together
+        reshard(policy)  # the root is kept for a backward pass
+        kept = sum(parallel.all_gather_object(sum(weight.to_local().numel() for weight in policy.parameters())))
+        assert kept == sum(weight.numel() for weight in policy.parameters()) * 2 // shards
+        learner.update(batch.clone() if parallel.rank() == 0 else None)
+    return seen
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_sharded_policy_acts_while_it_is_gathered(shards, tmp_path):
+    found = together(act_while_gathered, tmp_path, shards)
+    for gathered_before, before, gathered_after, after in found:
+        assert torch.equal(gathered_before, before)
+        assert torch.equal(gathered_after, after)
+        assert not torch.equal(before, after)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_shards_divide_the_processes():
+    with pytest.raises(ValueError, match=r"shards=2 does not divide the 1 processes; possible are \[1\]"):
+        parallel.device_mesh(2)
 
 
 def exchange():
@@ -97,39 +221,65 @@ def exchange():
         "largest": parallel.all_reduce_max(parallel.rank() * 7),
         "main": parallel.broadcast_object(parallel.rank()),
         "share": parallel.per_rank(6, "env.num_envs"),
+        "for each": parallel.all_to_all([(parallel.rank(), other) for other in range(parallel.world_size())]),
     }
 
 
-def learn_everything():
-    learnt = {(name, split): learn(UPDATES[name], rows) for name in UPDATES for split, rows in SPLITS.items()}
-    return learnt, exchange()
+def learn_everything(shards):
+    return {(name, split): learn(UPDATES[name], rows, shards) for name in UPDATES for split, rows in SPLITS.items()}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What was learnt and exchanged, by rank; one start of the processes for all cases."""
-    return together(learn_everything, tmp_path_factory.mktemp("learnt"))
+@pytest.fixture(scope="module", params=SHARDS.values(), ids=SHARDS)
+def results(request, tmp_path_factory):
+    """What was learnt, by rank; one start of the processes for all cases."""
+    return together(learn_everything, tmp_path_factory.mktemp("learnt"), request.param, patience=580)
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", UPDATES)
 def test_two_processes_learn_what_one_learns(name, split, results):
-    alone = learn(UPDATES[name], [slice(0, 6)])
-    found = [learnt[name, split] for learnt, _ in results]
+    alone = learn_alone(name)
+    found = [learnt[name, split] for learnt in results]
     for weights, seen, advantages in found:
         torch.testing.assert_close(advantages, alone[2], rtol=0, atol=0)
         for key, value in alone[0].items():
             torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-6)
         for one, other in zip(seen, alone[1], strict=True):
-            assert one == {key: pytest.approx(value, abs=1e-5, nan_ok=True) for key, value in other.items()}
+            left, moved = one["train/imbalance"], one["train/moved"]  # at most one row of a minibatch is too many
+            assert left == 2.0 if name == "fewer than processes" else 1.0 <= left <= 42 / 41
+            assert (moved >= 0.4) == (split == "all and nothing" and name != "fewer than processes")
+            expected = {**other, "train/imbalance": left, "train/moved": moved}
+            expected |= {key: one[key] for key in NO_MEANS & one.keys()}
+            assert one == {key: pytest.approx(value, abs=1e-5, nan_ok=True) for key, value in expected.items()}
+    assert repr(found[0][1]) == repr(found[1][1])
     assert all(torch.equal(found[0][0][key], found[1][0][key]) for key in alone[0])
 
 
-def test_what_is_exchanged(results):
+def test_what_is_exchanged(tmp_path):
     expected = {"objects": ["of 0", "of 1"], "largest": 7, "main": 0, "share": 3}
-    assert [exchanged for _, exchanged in results] == [expected, expected]
-    alone = {"objects": ["of 0"], "largest": 0, "main": 0, "share": 6}
+    both = [{**expected, "for each": [(0, rank), (1, rank)]} for rank in (0, 1)]
+    assert together(exchange, tmp_path) == both
+    alone = {"objects": ["of 0"], "largest": 0, "main": 0, "share": 6, "for each": [(0, 0)]}
     assert exchange() == alone
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_minibatches_are_dealt_evenly_and_only_the_surplus_moves(processes):
+    generator = torch.Generator().manual_seed(processes)
+    for rows in (1, 2, 7, 32, 128):
+        owners = torch.randint(processes, (rows,), generator=generator)
+        workers = deal(owners, processes)
+        had, have = (torch.bincount(each, minlength=processes) for each in (owners, workers))
+        assert have.sum() == rows
+        assert have.max() - have.min() <= 1
+        fewest = [int((had - torch.tensor(shares)).clamp(min=0).sum()) for shares in even_shares(rows, processes)]
+        assert (owners != workers).sum() == min(fewest)
+
+
+def even_shares(rows, processes):
+    larger = rows % processes
+    for chosen in itertools.combinations(range(processes), larger):
+        yield [rows // processes + (rank in chosen) for rank in range(processes)]
 
 
 def together_then(wait):

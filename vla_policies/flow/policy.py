@@ -61,7 +61,7 @@ class FlowPolicy(VLAPolicy):
         self.chunk_size, self.horizon = chunk_size, horizon
         self.model_action_dim, self.trained_dims = model_action_dim, trained_dims
         level = config.noise_level if config.noise_anneal is None else config.noise_anneal[0]
-        self.register_buffer("noise_level", torch.tensor(level))  # saved, because it may be annealed
+        self.register_buffer("noise_level", torch.tensor([level]))  # saved, because it may be annealed
         self.noise_network: nn.Module | None = None
         if config.method == "flow_noise":
             self.noise_network = flow.NoiseNetwork(hidden_size, model_action_dim, config.noise_std_range, noise_widths)
@@ -245,9 +245,6 @@ class FlowPolicy(VLAPolicy):
     def start_iteration(self, iteration: int) -> None:
         first, last, iterations = self.flow.noise_anneal or (self.flow.noise_level, self.flow.noise_level, 1)
         self.noise_level.fill_(first + (last - first) * min(1.0, (iteration - 1) / iterations))
-
-    def copy_schedules(self, policy: FlowPolicy) -> None:
-        self.noise_level.copy_(policy.noise_level)
 
     def _check_stochastic(self) -> None:
         if self.flow.method == "flow_ode":

@@ -40,6 +40,7 @@ from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
 from vla_policies.processing.normalization import ActionStatistics
 from vla_policies.processing.sampling import TokenDistribution, action_distribution, check_sampling
+from vla_policies.sharding import ShardGroup
 
 _VISION = ("proj", "qkv", "fc1", "fc2")
 _PROJECTOR = ("fc1", "fc2", "fc3")
@@ -194,6 +195,18 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         if lora:
             files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
         write_checksums(folder, files)
+
+    def shard_groups(self) -> list[ShardGroup]:
+        """Return embeddings, blocks of the vision backbone, projector, and layers of the language model.
+
+        ``lm_head`` is in the root, because only some of its rows are read; what the last layer returns goes through
+        the final norm, which is there too.
+        """
+        vision, language = self.model.vision_backbone, self.model.language_model.model
+        *layers, last = language.layers
+        groups = [language.embed_tokens, *vision.featurizer.blocks, *vision.fused_featurizer.blocks]
+        groups += [self.model.projector, *layers]
+        return [*(ShardGroup(module) for module in groups), ShardGroup(last, returns_float32=True)]
 
     def heads(self) -> dict[str, nn.Module | None]:
         """Return heads that have files of their own, by the names of these."""

@@ -1,0 +1,184 @@
+"""Minibatches dealt evenly: each process works off as many decisions as any other, whoever has collected them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from vla_algos import parallel
+from vla_common.keys import NEXT, STEP_MASK
+
+
+def deal(owners: Tensor, processes: int) -> Tensor:
+    """Return which process works off each row of a minibatch: its owner, but for the surplus of those that have most.
+
+    Shares differ by one row at most; the larger ones are those of the processes that own most, so that as few rows move
+    as can be.
+
+    Args:
+        owners: int64 ``[R]``, which process has each row.
+        processes: how many there are.
+
+    Returns:
+        int64 ``[R]``.
+    """
+    counts = torch.bincount(owners, minlength=processes)
+    shares = torch.full_like(counts, len(owners) // processes)
+    shares[counts.argsort(descending=True, stable=True)[: len(owners) % processes]] += 1
+    surplus = torch.cat([(owners == rank).nonzero().flatten()[int(shares[rank]) :] for rank in range(processes)])
+    workers = owners.clone()
+    workers[surplus] = torch.arange(processes).repeat_interleave((shares - counts).clamp(min=0))
+    return workers
+
+
+class BalancedMinibatches:
+    """Rows of a batch that lies in several processes, in passes: as many in each, for every minibatch.
+
+    Only the surplus of a minibatch moves, with all its entries, over the CPU. A process that has rows for fewer passes
+    than others fills up with passes that are to count nothing. One process alone reads its own rows, and moves none.
+
+    All processes must make one, and ask for the same minibatches.
+
+    Args:
+        samples: this process's rows ``[D]``, or ``None``; rows are read when their pass comes.
+        counts: rows of each process.
+        device: where passes are wanted.
+        computed: entries that the policy has added for this update. One that some process lacks is left out, and one
+            that is longer in some process, such as that of the longest prompt, is filled up with zeros elsewhere.
+
+    Raises:
+        ValueError: rows of different processes do not fit together.
+    """
+
+    def __init__(
+        self,
+        samples: TensorDictBase | None,
+        counts: Sequence[int],
+        device: torch.device,
+        computed: Collection[Any] = (),
+    ):
+        self._device, self._rank, self._processes = device, parallel.rank(), len(counts)
+        self._first = sum(counts[: self._rank])
+        self._owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        self._samples = samples if counts[self._rank] else None
+        if len(counts) > 1:
+            self._samples = _alike(self._samples, computed)
+            self._filling = self._any_row(counts)
+        self._decisions = self._moved = self._busiest = (
+            0  # rows of minibatches; of each, those of the process with most
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``train/imbalance`` and ``train/moved`` of the minibatches so far; nothing of one process."""
+        if self._processes == 1 or not self._decisions:
+            return {}
+        return {
+            "train/imbalance": self._busiest * self._processes / self._decisions,
+            "train/moved": self._moved / self._decisions,
+        }
+
+    def passes(self, rows: Tensor, size: int | None) -> Iterator[tuple[TensorDictBase, bool, bool]]:
+        """Yield this process's parts of a minibatch, each with whether it counts, and whether it is the last.
+
+        To be asked for by all processes at once.
+
+        Args:
+            rows: int64 ``[R]``, the minibatch: rows of the batches of all processes, joined.
+            size: largest number of rows of a part; ``None`` for any.
+        """
+        owners = self._owners[rows]
+        workers = deal(owners, self._processes)
+        busiest = int(torch.bincount(workers, minlength=self._processes).max())
+        self._decisions += len(rows)
+        self._moved += int((owners != workers).sum())
+        self._busiest += busiest
+        own = rows[(owners == self._rank) & (workers == self._rank)] - self._first
+        arrived = self._exchange(rows, owners, workers)
+        size = size or busiest
+        here = len(own) + (0 if arrived is None else len(arrived))
+        number = -(-busiest // size)
+        for place in range(number):
+            start, end, last = place * size, (place + 1) * size, place == number - 1
+            if start < here:
+                come = slice(max(0, start - len(own)), max(0, end - len(own)))
+                yield self._joined(own[start:end], None if arrived is None else arrived[come]), True, last
+            else:
+                yield self._filling.to(self._device), False, last
+
+    def _joined(self, own: Tensor, arrived: TensorDictBase | None) -> TensorDictBase:
+        parts = [] if self._samples is None or not len(own) else [self._samples[own]]
+        parts += [] if arrived is None or not len(arrived) else [arrived]
+        parts = [part.to(self._device) for part in parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _exchange(self, rows: Tensor, owners: Tensor, workers: Tensor) -> TensorDictBase | None:
+        """Send the surplus, and return what has come, in the order of the processes."""
+        if torch.equal(owners, workers):
+            return None
+        sent: list[TensorDictBase | None] = [None] * self._processes
+        for other in set(workers.tolist()) - {self._rank}:
+            leaving = rows[(owners == self._rank) & (workers == other)] - self._first
+            if len(leaving):
+                assert self._samples is not None  # it owns these rows
+                sent[other] = self._samples[leaving].cpu()
+        come = [part for part in parallel.all_to_all(sent) if part is not None]
+        return torch.cat(come) if come else None
+
+    def _any_row(self, counts: Sequence[int]) -> TensorDictBase:
+        """Return a row, for passes that count nothing: an own one, or where there is none the first of all."""
+        own = None if self._samples is None else self._samples[torch.tensor([0])]
+        if all(counts):
+            assert own is not None
+            return own
+        giver = next(rank for rank, count in enumerate(counts) if count)
+        given = parallel.all_gather_object(own.cpu() if own is not None and self._rank == giver else None)[giver]
+        filling = given if own is None else own
+        assert filling is not None
+        return filling
+
+
+def masked(part: TensorDictBase) -> TensorDictBase:
+    """Return rows of which nothing was executed: a loss that reads ``step_mask`` gets exactly 0 from them."""
+    part = part.copy()
+    part[NEXT, STEP_MASK] = torch.zeros_like(part[NEXT, STEP_MASK])
+    return part
+
+
+def _alike(samples: TensorDictBase | None, computed: Collection[Any]) -> TensorDictBase | None:
+    """Give the rows of all processes the same entries of the same shapes; all must call it."""
+    shapes: dict[Any, tuple[torch.dtype, tuple[int, ...], bool]] = {}
+    if samples is not None:  # one row says it: others may lie on a disk
+        entries = samples[torch.tensor([0])].items(True, True)
+        shapes = {key: (entry.dtype, tuple(entry.shape[1:]), key in computed) for key, entry in entries}
+    everybodys = [each for each in parallel.all_gather_object(shapes) if each]
+    if samples is None:
+        return None
+    changed = samples
+    for key in sorted({key for each in everybodys for key in each}, key=str):
+        seen = [each[key] for each in everybodys if key in each]
+        if len(seen) < len(everybodys):
+            changed = changed.exclude(key)
+            continue
+        kinds = set(seen)
+        if len(kinds) == 1:
+            continue
+        if len({(dtype, len(shape)) for dtype, shape, _ in kinds}) > 1 or not all(added for *_, added in kinds):
+            first, other, *_ = dict.fromkeys(f"{dtype} {list(shape)}" for dtype, shape, _ in seen)
+            raise ValueError(
+                f"{key!r} of a decision is {first} in one process and {other} in another: environment and policy must "
+                "have the same settings in all of them"
+            )
+        longest = [max(sizes) for sizes in zip(*(shape for _, shape, _ in kinds), strict=True)]
+        changed = changed.copy() if changed is samples else changed
+        changed[key] = _filled_up(changed[key], longest)
+    return changed
+
+
+def _filled_up(entry: Tensor, shape: Sequence[int]) -> Tensor:
+    missing = [wanted - has for wanted, has in zip(shape, entry.shape[1:], strict=True)]
+    return F.pad(entry, [side for count in reversed(missing) for side in (0, count)])
