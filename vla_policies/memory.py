@@ -9,7 +9,7 @@ them, which stay so until it ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -109,9 +109,9 @@ class Way:
     acting: bool = False
 
     @property
-    def plain(self) -> bool:
-        """Whether weights are what is computed with: nothing is gathered."""
-        return self == Way()
+    def gathers(self) -> bool:
+        """Whether what is computed with is a copy of what is stored."""
+        return self.shards > 1 or self.compute or self.cpu_offload
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -134,7 +134,7 @@ class Way:
     def __str__(self) -> str:
         if self.acting:
             return f"acts only{', in bf16' if self.compute else ''}"
-        words = [f"{self.shards} shards" if self.shards > 1 else "replicated" if self.plain else "1 shard"]
+        words = [f"{self.shards} shards" if self.shards > 1 else "1 GPU has all"]
         words += ["bf16 compute"] if self.compute else []
         words += ["Adam to the host"] if self.optimizer_offload else []
         words += ["CPU offload"] if self.cpu_offload else []
@@ -165,7 +165,7 @@ class Memory:
 def calculate(sizes: Sizes, way: Way) -> Memory:
     """Calculate what a policy takes that is trained in some way.
 
-    Gradients are there during a rollout where nothing is sharded, because the learner drops them when the next update
+    Gradients are there during a rollout where nothing is gathered, because the learner drops them when the next update
     begins; otherwise they are dropped before.
     """
     if way.acting:
@@ -175,29 +175,26 @@ def calculate(sizes: Sizes, way: Way) -> Memory:
         -(-whole // way.shards)
         for whole in (sizes.weights, sizes.trained * FLOAT32, sizes.trained * MOMENTS * FLOAT32)
     )
-    if way.plain:
-        everything = weights + gradients + adam
-        return Memory(weights, gradients, adam, 0, 0, everything, everything, 0)
-    at_a_time, gathered = sizes.gathered_in_update(way.compute), sizes.gathered(way.compute)
+    at_a_time, gathered = 0, 0
+    if way.gathers:
+        at_a_time, gathered = sizes.gathered_in_update(way.compute), sizes.gathered(way.compute)
+    everything = weights + gradients + adam
     if way.cpu_offload:
-        host = weights + gradients + adam
-        return Memory(weights, gradients, adam, at_a_time, gathered, at_a_time, gathered, host)
+        return Memory(weights, gradients, adam, at_a_time, gathered, at_a_time, gathered, everything)
     host = adam if way.optimizer_offload else 0
-    update = weights + gradients + adam + at_a_time
-    return Memory(weights, gradients, adam, at_a_time, gathered, update, weights + adam - host + gathered, host)
+    rollout = weights + (0 if way.gathers else gradients) + adam - host + gathered
+    return Memory(weights, gradients, adam, at_a_time, gathered, everything + at_a_time, rollout, host)
 
 
-def ways(shards: Sequence[int], lowers: bool) -> list[Way]:
-    """List the ways from the plainest to the one that takes least.
+def ways(shards: int, lowers: bool) -> list[Way]:
+    """List the ways from the plainest to the one that takes least on a GPU.
 
     Args:
-        shards: numbers of them to show; 1 is always shown.
+        shards: how many; 1 for none.
         lowers: whether computing in bfloat16 makes a difference: weights are float32.
     """
-    found = [Way()]
-    for number in sorted({1, *shards}):
-        way = Way(shards=number, compute=lowers)
-        steps = [Way(shards=number), way, replace(way, optimizer_offload=True), replace(way, cpu_offload=True)]
-        found += [step for step in dict.fromkeys(steps) if step not in found]
-    acting = [Way(acting=True), Way(acting=True, compute=lowers)]
-    return [*found, *dict.fromkeys(acting)]
+    full = Way(shards=shards, compute=lowers)
+    found = [Way(), Way(compute=lowers, cpu_offload=True)]
+    if shards > 1:
+        found += [Way(shards=shards), full, replace(full, optimizer_offload=True), replace(full, cpu_offload=True)]
+    return list(dict.fromkeys([*found, Way(acting=True), Way(acting=True, compute=lowers)]))

@@ -65,6 +65,7 @@ class Outline:
         stacks: blocks that a gradient goes through in an update.
         stays: tells of a parameter's name whether it is computed with in float32, whatever the others are in.
         held: bytes of a decision that an update keeps beside, such as keys and values of a frozen part.
+        kept_for_update: bytes at most that are kept on the GPU from an update's beginning to its end.
         cache: bytes of a decision that are there while the policy acts.
         remarks: what else to know.
     """
@@ -74,6 +75,7 @@ class Outline:
     stacks: Sequence[Stack]
     stays: Callable[[str], bool] = lambda name: False
     held: int = 0
+    kept_for_update: int = 0
     cache: int = 0
     remarks: Sequence[str] = ()
 

@@ -210,7 +210,10 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         policy = cls.outlined(model, make_heads(model, settings), settings, needs_float32)
         prefix, rows = prefix_bytes(model, settings), settings["num_steps"] if is_joint(settings) else 0
         frozen = policy.prefix_is_frozen
-        cached = f"and policy.prefix_cache_gb={settings['prefix_cache_gb']:g} at most, for what a frozen PaliGemma makes"
+        cached = (
+            f"a frozen PaliGemma: in an update policy.prefix_cache_gb={settings['prefix_cache_gb']:g} at most for what "
+            f"it makes of all decisions ({prefix / 1e6:.0f} MB each), counted where something fits"
+        )
         return Outline(
             source,
             policy,
@@ -218,7 +221,8 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
             stays=lambda name: not name.startswith("model.") or ".lora_" in name or needs_float32(name[6:]),
             held=prefix * (1 + rows),
             cache=prefix,
-            remarks=[f"{cached} of an update's decisions ({prefix / 1e6:.0f} MB each)"] if frozen else [],
+            kept_for_update=int(settings["prefix_cache_gb"] * 1e9) if frozen else 0,
+            remarks=[cached] if frozen else [],
         )
 
     def freeze(self) -> None:
