@@ -17,6 +17,7 @@ from vla_policies.memory import Group, Sizes, Way, calculate
 from vla_policies.openvla import OpenVLA, OpenVLAOFT
 from vla_policies.pi0 import Pi0
 from vla_policies.pi0.folder import LM_HEAD
+from vla_policies.pi0.prompts import PAD
 from vla_policies.registry import load_policy, outline_policy
 from vla_policies.small import SmallVLA, SmallVLAConfig
 
@@ -64,7 +65,7 @@ def test_what_torch_allocates_is_what_is_counted(tmp_path):
     for rank, dtype in ((None, "float32"), (4, "bfloat16")):
         settings = {"dtype": dtype, **({"lora_rank": rank} if rank else {})}
         policy = OpenVLAOFT.from_pretrained(
-            folder, benchmark="libero", dtype=getattr(torch, dtype), unnorm_key="libero_10_no_noops"
+            folder, benchmark="libero", dtype=getattr(torch, dtype), unnorm_key="golden_ds"
         )
         adapt(policy, rank)
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -96,14 +97,15 @@ def folders(tmp_path_factory):
     return place
 
 
-LIBERO = {"benchmark": "libero", "unnorm_key": "libero_10_no_noops"}
+LIBERO = {"benchmark": "libero", "unnorm_key": "golden_ds"}
+TOKENS = {"head": "tokens", "layout": "official"}
 CASES = [
     (OpenVLA, "openvla", LIBERO, {}),
     (OpenVLA, "value", LIBERO, {"value_head": False, "lora_rank": 4, "dtype": "bfloat16"}),
     (OpenVLA, "value", LIBERO, {"lora_rank": 2, "lora_targets": ["q_proj", "fc1"]}),
     (OpenVLAOFT, "oft", LIBERO, {}),
-    (OpenVLAOFT, "oft", LIBERO, {"head": "tokens", "value_per_action": True, "use_proprio": False}),
-    (OpenVLAOFT, "oft", LIBERO, {"lora_rank": 4, "dtype": "bfloat16", "value_head": False}),
+    (OpenVLAOFT, "oft", LIBERO, {**TOKENS, "value_per_action": True, "use_proprio": False}),
+    (OpenVLAOFT, "oft", LIBERO, {**TOKENS, "lora_rank": 4, "dtype": "bfloat16", "value_head": False}),
     (Pi0, "pi0", {"benchmark": "libero"}, {"config_name": "pi0_libero"}),
     (Pi0, "pi0", {"benchmark": "libero"}, {"config_name": "pi0_libero", "lora_rank": 4, "dtype": "bfloat16"}),
     (Pi0, "pi05", {"benchmark": "libero"}, {"config_name": "pi05_libero", "value_after_vlm": "mean"}),
@@ -136,7 +138,7 @@ def test_an_outline_has_the_parameters_of_the_policy(folders, policy_class, name
 
 
 def test_what_was_saved_says_its_adapter_and_settings_itself(folders, tmp_path):
-    policy = load(OpenVLAOFT, folders / "oft", LIBERO, {"lora_rank": 4, "head": "tokens", "use_proprio": False})
+    policy = load(OpenVLAOFT, folders / "oft", LIBERO, {**TOKENS, "lora_rank": 4, "use_proprio": False})
     policy.save_pretrained(tmp_path)
     assert parameters(outline_policy(tmp_path).module) == parameters(load_policy(tmp_path))
 
@@ -165,13 +167,15 @@ def test_published_sizes_are_those_of_the_published_files(name, settings, file):
     assert sum(map(prod, layout.values())) > sum(map(prod, found.values())) > 3e9
 
 
-@pytest.mark.parametrize(("policy_class", "name", "given", "settings"), [CASES[0], CASES[4], CASES[5], CASES[8], CASES[10]])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_near_those_that_torch_keeps(folders, policy_class, name, given, settings, checkpointing):
-    """The estimate against what a real update of a tiny policy holds, which small things beside blocks are more of."""
-    policy = load(policy_class, folders / name, given, {**settings, "gradient_checkpointing": checkpointing})
-    batch = policy(make_example("libero"))
-    batch = policy.precompute(batch)
+@pytest.mark.parametrize(("policy_class", "name", "given", "settings"), [CASES[index] for index in (0, 4, 5, 8, 10)])
+def test_activations_are_near_those_that_torch_keeps(folders, monkeypatch, policy_class, name, given, settings):
+    """The estimate against what the update of a real tiny policy keeps; there, what is beside the blocks weighs more."""
+    policy = load(policy_class, folders / name, given, settings)
+    batch = policy.precompute(policy(make_example("libero")))
+    padding = PAD if policy_class is Pi0 else policy.model.config.pad_token
+    for family in ("openvla", "pi0"):
+        length = int((batch["prompt_tokens"] != padding).sum())
+        monkeypatch.setattr(f"vla_policies.{family}.outline.PROMPT_LENGTH", length)
     own = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
     kept = {}
 
@@ -185,10 +189,19 @@ def test_activations_are_near_those_that_torch_keeps(folders, policy_class, name
         policy.evaluate_actions(batch)
     real = sum(storage.nbytes() for storage in kept.values())
     outline = outline_policy(folders / name, family=policy_class.family, **settings)
-    found = outline.activations()
-    estimate = found.recomputed if checkpointing else found.kept
-    print(name, settings, checkpointing, real, estimate, estimate / real)
-    assert 0.5 < estimate / real < 2
+    estimate = outline.activations().kept - outline.held  # which no backward pass reads
+    print(f"{name} {settings}: {real} kept, {estimate} estimated, {estimate / real:.2f}")
+    assert 0.8 < estimate / real < 1.25
+
+
+def test_with_checkpointing_hidden_states_and_one_block_are_kept():
+    """Worked out by hand for OpenVLA-OFT with two images in bfloat16: tokens times width of each block, twice."""
+    outline = outline_policy("openvla_oft", num_images_in_input=2, value_head=False)
+    found, length = outline.activations(lowered=True), 1 + 2 * 256 + 32 + 8 * 7
+    block = found.rollout - outline.cache
+    assert found.recomputed - block == 2 * (32 * length * 4096 + 2 * (23 * 261 * 1024 + 26 * 256 * 1152))
+    assert found.recomputed / 1e9 == pytest.approx(0.3, abs=0.05)
+    assert found.kept / 1e9 == pytest.approx(3.7, rel=0.15), "estimated before this was written"
 
 
 # ---- the command
@@ -196,11 +209,12 @@ def test_activations_are_near_those_that_torch_keeps(folders, policy_class, name
 
 def test_the_command_prints_the_table(capsys):
     words = ["memory", "openvla_oft", "policy.lora_rank=32", "policy.dtype=bfloat16", "--gpus", "8", "policy.value_head=false"]
-    assert main([*words, "--micro-batch-size", "32", "--gpu-memory", "24"]) == 0
+    assert main([*words, "--micro-batch-size", "32", "--gpu-memory", "20"]) == 0
     out = capsys.readouterr().out
     for part in ("109.1 M  adapters, trained, float32", "7,498.2 M  model, frozen, bfloat16", "does not fit", "left out: "):
         assert part in out
-    rows = {line[:42].strip(): line[42:].split() for line in out.splitlines()}
+    table = out.partition("\nGB of activations")[0].splitlines()
+    rows = {line[:42].strip(): line[42:].split() for line in table}
     assert rows["1 GPU has all"][:6] == ["15.4", "0.4", "0.9", "-", "16.7", "16.7"]
     assert rows["8 shards *"][:6] == ["1.9", "0.1", "0.1", "1.5/15.4", "3.6", "17.5"]
     assert "* not yet in the recipes: sharding.cpu_offload, sharding.shards, offload.optimizer" in out
