@@ -21,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("inspect", help="family, head, layout, statistics, chunk, size, what is missing")
     command.add_argument("folder", help="checkpoint folder or hub id, such as openvla/openvla-7b")
-    _add_memory(commands.add_parser("memory", help="GB per GPU in update and rollout, calculated, by how it is trained"))
+    _add_memory(
+        commands.add_parser("memory", help="GB per GPU in update and rollout, calculated, by how it is trained")
+    )
     words = list(sys.argv[1:] if arguments is None else arguments)
     settings = [word for word in words if word.startswith(_SETTING)]
     chosen = parser.parse_args([word for word in words if not word.startswith(_SETTING)])

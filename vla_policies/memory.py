@@ -172,8 +172,7 @@ def calculate(sizes: Sizes, way: Way) -> Memory:
         weights = sizes.gathered(way.compute)
         return Memory(weights, 0, 0, 0, 0, 0, weights, 0)
     weights, gradients, adam = (
-        -(-whole // way.shards)
-        for whole in (sizes.weights, sizes.trained * FLOAT32, sizes.trained * MOMENTS * FLOAT32)
+        -(-whole // way.shards) for whole in (sizes.weights, sizes.trained * FLOAT32, sizes.trained * MOMENTS * FLOAT32)
     )
     at_a_time, gathered = 0, 0
     if way.gathers:

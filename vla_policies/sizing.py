@@ -59,13 +59,12 @@ def describe(outline: Outline, *, gpus: int, shards: int, gpu_memory: float, dec
 
     Args:
         outline: of the policy.
-        gpus, shards: of the run; each process has a GPU.
-        gpu_memory: of each, in GB.
+        gpus: of the run; each process has one.
+        shards: that a model is cut into where it is.
+        gpu_memory: of each GPU, in GB.
         decisions: of a backward pass, ``update.micro_batch_size``.
         num_envs: of a process, which decide together.
     """
-    sizes, parameters = outline.sizes(), list(outline.module.named_parameters())
-    lowers = sizes.gathered(compute=True) < sizes.weights
     sizes = outline.sizes()
     lowers = sizes.gathered(compute=True) < sizes.weights
     chosen = ways(shards, lowers)
@@ -119,7 +118,9 @@ def _activations(outline: Outline, lowers: bool, decisions: int, num_envs: int) 
 
 
 def _fitting(outline: Outline, chosen: Sequence[Way], gpu_memory: float, decisions: int, num_envs: int) -> list[str]:
-    lines = [f"GB with activations, {gpu_memory:g} a GPU: the larger of update (gradient_checkpointing=true) and rollout"]
+    lines = [
+        f"GB with activations, {gpu_memory:g} a GPU: the larger of update (gradient_checkpointing=true) and rollout"
+    ]
     for way in chosen:
         peak = max(needed(outline, way, checkpointing=True, decisions=decisions, num_envs=num_envs))
         lines.append(f"{_mark(way):<42}{peak:>8.1f}  {'fits' if peak <= gpu_memory else 'does not fit'}")
@@ -135,7 +136,9 @@ def _mark(way: Way) -> str:
 
 
 def _row(way: Way, memory: Memory) -> str:
-    gathered = f"{memory.gathered_in_update / GB:.1f}/{memory.gathered / GB:.1f}" if way.gathers and not way.acting else "-"
+    gathered = (
+        f"{memory.gathered_in_update / GB:.1f}/{memory.gathered / GB:.1f}" if way.gathers and not way.acting else "-"
+    )
     cells = [*(f"{number / GB:.1f}" for number in (memory.weights, memory.gradients, memory.adam)), gathered]
     update = "-" if way.acting else f"{memory.update / GB:.1f}"
     cells += [update, f"{memory.rollout / GB:.1f}", f"{memory.host / GB:.1f}" if memory.host else "-"]

@@ -66,14 +66,14 @@ def sentence(experiment):
     each, alone = gigabytes(config), gigabytes(config, processes=1)
     if each <= 80:
         return (
-            f"Hardware, calculated: with {GUIDE} GPUs each needs {each} GB, and one that trains alone {alone}; the guide "
-            f"takes {GUIDE} of 80."
+            f"Hardware, calculated: with {GUIDE} GPUs each needs {each} GB, and one that trains alone {alone}; "
+            f"the guide takes {GUIDE} of 80."
         )
     sharded = gigabytes(config, Way(shards=GUIDE, compute=True))
     each_adapter, alone_adapter = gigabytes(config, **ADAPTER), gigabytes(config, processes=1, **ADAPTER)
     return (
-        f"Hardware, calculated: the whole model needs {each} GB on each GPU, and the guide takes {GUIDE} of 80; cut into "
-        f"{GUIDE} shards with bf16 compute, which the recipes cannot do yet, {sharded}. With an adapter, "
+        f"Hardware, calculated: the whole model needs {each} GB on each GPU, and the guide takes {GUIDE} of 80; "
+        f"cut into {GUIDE} shards with bf16 compute, which the recipes cannot do yet, {sharded}. With an adapter, "
         "policy.lora_rank=32 policy.dtype=bfloat16 and optim.lr=1.0e-4, which RLinf takes for adapters, "
         f"each of {GUIDE} GPUs needs {each_adapter} GB, and one that trains alone {alone_adapter}."
     )

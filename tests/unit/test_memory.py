@@ -15,6 +15,7 @@ from vla_policies.__main__ import main
 from vla_policies.checkpoint.lora import adapt
 from vla_policies.memory import Group, Sizes, Way, calculate
 from vla_policies.openvla import OpenVLA, OpenVLAOFT
+from vla_policies.outline import blocks_of
 from vla_policies.pi0 import Pi0
 from vla_policies.pi0.folder import LM_HEAD
 from vla_policies.pi0.prompts import PAD
@@ -83,7 +84,9 @@ def test_what_torch_allocates_is_what_is_counted(tmp_path):
 
 
 def allocated(tensors):
-    return sum(storage.nbytes() for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+    return sum(
+        storage.nbytes() for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -169,19 +172,25 @@ def test_published_sizes_are_those_of_the_published_files(name, settings, file):
 
 @pytest.mark.parametrize(("policy_class", "name", "given", "settings"), [CASES[index] for index in (0, 4, 5, 8, 10)])
 def test_activations_are_near_those_that_torch_keeps(folders, monkeypatch, policy_class, name, given, settings):
-    """The estimate against what the update of a real tiny policy keeps; there, what is beside the blocks weighs more."""
+    """The estimate of the blocks against what those of a real tiny policy keep of an update, and that of nothing else.
+
+    Beside them are pixels, projector and heads: a third of a tiny policy, some 30 MB of a decision of OpenVLA.
+    """
     policy = load(policy_class, folders / name, given, settings)
     batch = policy.precompute(policy(make_example("libero")))
     padding = PAD if policy_class is Pi0 else policy.model.config.pad_token
     for family in ("openvla", "pi0"):
         length = int((batch["prompt_tokens"] != padding).sum())
         monkeypatch.setattr(f"vla_policies.{family}.outline.PROMPT_LENGTH", length)
-    own = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
-    kept = {}
+    seen = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
+    kept, inside = {}, []
+    for _, block in blocks_of(policy.model):
+        block.register_forward_pre_hook(lambda *_: inside.append(True))
+        block.register_forward_hook(lambda *_: inside.clear())
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
+        if inside and storage._cdata not in seen:
             kept[storage._cdata] = storage
         return tensor
 
@@ -191,7 +200,7 @@ def test_activations_are_near_those_that_torch_keeps(folders, monkeypatch, polic
     outline = outline_policy(folders / name, family=policy_class.family, **settings)
     estimate = outline.activations().kept - outline.held  # which no backward pass reads
     print(f"{name} {settings}: {real} kept, {estimate} estimated, {estimate / real:.2f}")
-    assert 0.8 < estimate / real < 1.25
+    assert estimate == pytest.approx(real, rel=0.15 if policy_class is Pi0 else 0.05)
 
 
 def test_with_checkpointing_hidden_states_and_one_block_are_kept():
@@ -208,10 +217,23 @@ def test_with_checkpointing_hidden_states_and_one_block_are_kept():
 
 
 def test_the_command_prints_the_table(capsys):
-    words = ["memory", "openvla_oft", "policy.lora_rank=32", "policy.dtype=bfloat16", "--gpus", "8", "policy.value_head=false"]
+    words = [
+        "memory",
+        "openvla_oft",
+        "policy.lora_rank=32",
+        "policy.dtype=bfloat16",
+        "--gpus",
+        "8",
+        "policy.value_head=false",
+    ]
     assert main([*words, "--micro-batch-size", "32", "--gpu-memory", "20"]) == 0
     out = capsys.readouterr().out
-    for part in ("109.1 M  adapters, trained, float32", "7,498.2 M  model, frozen, bfloat16", "does not fit", "left out: "):
+    for part in (
+        "109.1 M  adapters, trained, float32",
+        "7,498.2 M  model, frozen, bfloat16",
+        "does not fit",
+        "left out: ",
+    ):
         assert part in out
     table = out.partition("\nGB of activations")[0].splitlines()
     rows = {line[:42].strip(): line[42:].split() for line in table}
@@ -229,7 +251,10 @@ def test_what_the_recipes_have_is_not_marked(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["openvla", "lora_rank=32"], "'lora_rank=32' is no setting of a policy; type it as recipes take it: policy.lora_rank=32"),
+        (
+            ["openvla", "lora_rank=32"],
+            "'lora_rank=32' is no setting of a policy; type it as recipes take it: policy.lora_rank=32",
+        ),
         (["openvla", "policy.lora_rnk=32"], "did you mean policy.lora_rank"),
         (["openvla", "policy.lora_rank=0"], "policy.lora_rank=0: must be greater than or equal to 1"),
         (["openvla", "--gpus", "8", "--shards", "3"], "--shards 3: must divide --gpus 8; take 2 or 4 or 8"),

@@ -87,7 +87,10 @@ def stacks_of(model: Pi0Model, settings: Mapping[str, Any], frozen: bool) -> lis
     if not frozen:
         layers = model.vision.encoder.layers
         stacks.append(Stack(layers[0], len(layers), sizes.num_patches, sizes.width, _plain, rows=images))
-        stacks.append(_gemma(model.language, length))
+        read = settings["value_head"] and settings.get(
+            "value_after_vlm"
+        )  # else the last layer is keys and values alone
+        stacks.append(_gemma(model.language, length, depth=len(model.language.layers) - (0 if read else 1)))
     rows = settings["num_steps"] if is_joint(settings) else 1
     expert = horizon_of(settings) + (0 if model.config.pi05 else 1)
     return [*stacks, _gemma(model.expert, expert, before=length, rows=rows)]
@@ -110,7 +113,7 @@ def _plain(block: nn.Module, hidden: Tensor) -> Any:
     return block(hidden)
 
 
-def _gemma(gemma: Gemma, tokens: int, before: int = 0, rows: int = 1) -> Stack:
+def _gemma(gemma: Gemma, tokens: int, before: int = 0, rows: int = 1, depth: int | None = None) -> Stack:
     config = gemma.config
 
     def call(block: nn.Module, hidden: Tensor) -> Any:
@@ -121,4 +124,4 @@ def _gemma(gemma: Gemma, tokens: int, before: int = 0, rows: int = 1) -> Stack:
         condition = hidden.new_zeros(rows, config.width, requires_grad=True) if config.conditioned else None
         return block(hidden, rotation, None, earlier, condition)
 
-    return Stack(gemma.layers[0], len(gemma.layers), tokens, config.width, call, rows)
+    return Stack(gemma.layers[0], len(gemma.layers) if depth is None else depth, tokens, config.width, call, rows)

@@ -25,6 +25,7 @@ from vla_policies.checkpoint.weights import load_weights
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import NOISE_WIDTHS
 from vla_policies.nn.value_head import make_value_layers
+from vla_policies.outline import Outline
 from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.describe import describe
 from vla_policies.pi0.folder import Pi0Folder, empty_model, is_pi0, unused
@@ -34,7 +35,6 @@ from vla_policies.pi0.outline import VALUE_WIDTHS, find_model, is_joint, make_he
 from vla_policies.pi0.prefix import from_entries, pool, to_entries
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
-from vla_policies.outline import Outline
 from vla_policies.policy import PretrainedPolicy
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.model_images import CAMERAS, ModelImages
