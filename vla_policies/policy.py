@@ -23,10 +23,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
 import torch
@@ -43,10 +44,11 @@ from vla_common.settings import Count, Width, check_settings, setting_types
 from vla_policies.batch import any_batch, by_name
 from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.hub import resolve
-from vla_policies.checkpoint.lora import adapt
+from vla_policies.checkpoint.lora import ADAPTER, adapt, read_rank
 from vla_policies.checkpoint.report import Report, describe_weights
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged
 from vla_policies.checkpoint.weights import list_weights
+from vla_policies.outline import Outline
 from vla_policies.sharding import ENTRY_POINTS, ShardGroup, blocks_of, reshard
 from vla_policies.values import ValueOperator
 
@@ -381,6 +383,27 @@ class VLAPolicy(TensorDictModuleBase):
         facts = {"family": str(family), "chunk": str(stored.get("chunk_size")), "statistics": "part of the weights"}
         return Report({**facts, "weights": describe_weights(list_weights(folder))})
 
+    @classmethod
+    def outline(cls, folder: Path | None = None, **settings: Any) -> Outline:
+        """Say what the policy is made of, for ``python -m vla_policies memory``; allocates nothing, reads headers only.
+
+        Args:
+            folder: that the class recognises; ``None`` for the published sizes, if there are any.
+            **settings: what :meth:`make` takes; it says which of the heads, adapters and frozen parts there are.
+
+        Raises:
+            FileNotFoundError, ValueError: the folder is incomplete, or there are no published sizes.
+        """
+        if folder is None:
+            raise ValueError(
+                f"{cls.family} has no published size, it is made for an environment; pass a folder that a recipe "
+                "wrote, such as runs/ppo/latest/policy"
+            )
+        _, stored = layout.read(folder)
+        check_unchanged(settings, stored, [field.name for field in fields(cls.config_class)], cls.__name__, folder)
+        with torch.device("meta"):
+            return Outline(f"config.json of {folder}", cls(cls.config_class(**as_tuples(stored))), ())
+
 
 class PretrainedPolicy(VLAPolicy):
     """A policy that starts from a published checkpoint, whose layout it reads and writes.
@@ -446,6 +469,48 @@ class PretrainedPolicy(VLAPolicy):
     @abstractmethod
     def describe(cls, folder: Path) -> Report:
         """Describe a folder that the class recognises, and list what it lacks, without reading a tensor."""
+
+    @classmethod
+    def outline(cls, folder: Path | None = None, **settings: Any) -> Outline:
+        """See :meth:`VLAPolicy.outline`; a class makes its networks with the help of :meth:`outlined`."""
+        raise ValueError(f"{cls.family} does not say what it takes; write {cls.__name__}.outline as VLAPolicy's says")
+
+    @classmethod
+    def outlined(
+        cls,
+        model: nn.Module,
+        heads: Mapping[str, nn.Module],
+        settings: Mapping[str, Any],
+        float32: Callable[[str], bool] = lambda name: False,
+    ) -> Self:
+        """Return an instance that has its networks, frozen and adapted as settings ask, and nothing else of a policy.
+
+        Args:
+            model: on the meta device.
+            heads: beside it, float32, by attribute.
+            settings: fields of ``config_class``, ``dtype`` and ``lora_*``.
+            float32: tells of names in ``model`` whether they are float32 whatever ``dtype`` is.
+        """
+        policy = cls.__new__(cls)
+        TensorDictModuleBase.__init__(policy)
+        policy.config, policy.model = SimpleNamespace(**settings), model
+        for name, head in heads.items():
+            setattr(policy, name, head)
+        dtype = getattr(torch, settings.get("dtype") or "float32")
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if float32(name) else dtype)
+        policy.freeze()
+        adapt(policy, *(settings.get(f"lora_{name}") for name in ("rank", "alpha", "targets")))
+        return policy
+
+    @classmethod
+    def complete_settings(
+        cls, folder: Path | None, said: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Put what is asked for over what a checkpoint says over the class's defaults, its adapter's rank included."""
+        defaults = {field.name: field.default for field in fields(cls.config_class) if field.default is not MISSING}
+        rank = {} if folder is None or not said.get(ADAPTER) else read_rank(folder / ADAPTER)
+        return {**defaults, **said, **rank, **settings}
 
     def unused(self, key: str) -> bool:
         """Tell whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""

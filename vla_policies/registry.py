@@ -18,6 +18,7 @@ from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import SettingError
+from vla_policies.outline import Outline
 from vla_policies.policy import VLAPolicy
 
 
@@ -141,6 +142,29 @@ def inspect_policy(folder: str | Path) -> Report:
     """
     path = resolve(folder)
     return find_policy_class(path).describe(path)
+
+
+def outline_policy(name: str | Path, **settings: Any) -> Outline:
+    """Say what a policy is made of, for its memory; allocates nothing and reads headers only.
+
+    Args:
+        name: a family, for its published sizes, or a checkpoint's folder or hub id.
+        **settings: see :func:`policy_types`; ``family`` where the files of a folder do not tell.
+
+    Raises:
+        FileNotFoundError, ValueError: no such family or checkpoint, or settings that do not fit it.
+    """
+    chosen = {key: value for key, value in settings.items() if value is not None}
+    family, folder = str(name), None
+    if family not in policies:
+        folder = resolve(name)
+        family = chosen.pop("family", None) or find_policy_class(folder).family
+    policy_class = get_policy_class(family)
+    check_settings("policy", chosen, policy_class.setting_types())
+    try:
+        return policy_class.outline(folder, **chosen)
+    except SettingError as error:
+        raise ValueError(f"policy.{error}") from error
 
 
 def find_policy_class(folder: Path) -> type[VLAPolicy]:

@@ -150,6 +150,12 @@ def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) 
             parameter.requires_grad_(trainable)
 
 
+def read_rank(folder: Path) -> dict[str, Any]:
+    """Read ``lora_rank`` and ``lora_targets`` of a saved adapter, without its weights."""
+    config = _read_config(folder)
+    return {"lora_rank": config.r, "lora_targets": sorted({n.rpartition(".")[2] for n in config.target_modules or ()})}
+
+
 def restore_adapter(policy: Adaptable, folder: Path, options: Mapping[str, Any], chosen: str | Path | None) -> None:
     """Apply the ``chosen`` adapter, or the one that was saved with a checkpoint and is not merged into it."""
     if chosen is None and options.get(ADAPTER):

@@ -32,7 +32,9 @@ from vla_policies.openvla.film import Adapted, write_film
 from vla_policies.openvla.folder import VALUE_HEAD, OpenVLAFolder, family_of
 from vla_policies.openvla.loading import empty_model, load_heads, save_heads, unused_by
 from vla_policies.openvla.model import Prismatic
+from vla_policies.openvla.outline import cache_bytes, find_model, make_heads, stacks_of
 from vla_policies.openvla.prompts import Prompts
+from vla_policies.outline import Outline
 from vla_policies.policy import PretrainedPolicy
 from vla_policies.processing.action_tokens import ActionTokens
 from vla_policies.processing.adapters import get_adapter, published_settings
@@ -221,6 +223,21 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     def describe(cls, folder: Path) -> Report:
         """Describe a folder and what it lacks; reads its small files and the headers of its weights."""
         return describe(OpenVLAFolder.read(folder))
+
+    @classmethod
+    def outline(cls, folder: Path | None = None, **settings: Any) -> Outline:
+        """See :meth:`~vla_policies.policy.VLAPolicy.outline`."""
+        model, said, source = find_model(folder, settings)
+        settings = cls.complete_settings(folder, said, settings)
+        policy = cls.outlined(model, make_heads(model.config.language.hidden_size, settings), settings)
+        parallel = "num_action_chunks" in settings
+        return Outline(
+            source,
+            policy,
+            stacks_of(model, settings, causal=not parallel),
+            stays=lambda name: not name.startswith("model.") or ".lora_" in name,
+            cache=0 if parallel else cache_bytes(model, settings),
+        )
 
     @classmethod
     def infer_settings(cls, checkpoint: OpenVLAFolder, settings: dict[str, Any], stored: bool) -> dict[str, Any]:

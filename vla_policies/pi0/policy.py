@@ -25,11 +25,13 @@ from vla_policies.checkpoint.weights import load_weights
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import NOISE_WIDTHS
 from vla_policies.nn.value_head import make_value_layers
+from vla_policies.outline import Outline
 from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.describe import describe
 from vla_policies.pi0.folder import Pi0Folder, empty_model, is_pi0, unused
 from vla_policies.pi0.heads import save_heads
 from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache, needs_float32
+from vla_policies.pi0.outline import VALUE_WIDTHS, find_model, is_joint, make_heads, prefix_bytes, stacks_of
 from vla_policies.pi0.prefix import from_entries, pool, to_entries
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
@@ -38,7 +40,6 @@ from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.model_images import CAMERAS, ModelImages
 from vla_policies.sharding import ShardGroup
 
-_VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
 _ROWS = 32  # decisions per pass of a frozen PaliGemma
 
 
@@ -125,7 +126,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         if config.value_head:
             language = model.config.language.width
             stored.check_value_input(config.value_after_vlm, language, width)
-            between = (preset.value_head or _VALUE_WIDTHS) if value_sizes is None else value_sizes[1:-1]
+            between = (preset.value_head or VALUE_WIDTHS) if value_sizes is None else value_sizes[1:-1]
             sizes = (language if config.value_after_vlm else width, *between, 1)
             self.value_head = make_value_layers(sizes, nn.ReLU, bias_last=True)
 
@@ -211,6 +212,29 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
     def describe(cls, folder: Path) -> Report:
         """Describe a folder and what it lacks; reads its small files and the headers of its weights."""
         return describe(folder)
+
+    @classmethod
+    def outline(cls, folder: Path | None = None, **settings: Any) -> Outline:
+        """See :meth:`~vla_policies.policy.VLAPolicy.outline`."""
+        model, said, source = find_model(folder, settings)
+        settings = cls.complete_settings(folder, said, settings)
+        policy = cls.outlined(model, make_heads(model, settings), settings, needs_float32)
+        prefix, rows = prefix_bytes(model, settings), settings["num_steps"] if is_joint(settings) else 0
+        frozen = policy.prefix_is_frozen
+        cached = (
+            f"a frozen PaliGemma: in an update policy.prefix_cache_gb={settings['prefix_cache_gb']:g} at most for what "
+            f"it makes of all decisions ({prefix / 1e6:.0f} MB each), counted where something fits"
+        )
+        return Outline(
+            source,
+            policy,
+            stacks_of(model, settings, frozen),
+            stays=lambda name: not name.startswith("model.") or ".lora_" in name or needs_float32(name[6:]),
+            held=prefix * (1 + rows),
+            cache=prefix,
+            kept_for_update=int(settings["prefix_cache_gb"] * 1e9) if frozen else 0,
+            remarks=[cached] if frozen else [],
+        )
 
     def freeze(self) -> None:
         """Freeze what is not trained: PaliGemma with ``train_expert_only``."""
