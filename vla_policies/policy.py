@@ -125,9 +125,10 @@ class VLAPolicy(TensorDictModuleBase):
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Take methods by the names of version 0.1's first contract, and let those for ``[N]`` take any batch."""
         super().__init_subclass__(**arguments)
-        if "prepare" in cls.__dict__ and "precompute" not in cls.__dict__:
-            warnings.warn(f"{cls.__name__}.prepare is called precompute now", DeprecationWarning, stacklevel=2)
-            cls.precompute = cls.__dict__["prepare"]
+        old, new = "prepare", "precompute"
+        if old in cls.__dict__ and new not in cls.__dict__:
+            warnings.warn(f"{cls.__name__}.{old} is called {new} now", DeprecationWarning, stacklevel=2)
+            setattr(cls, new, cls.__dict__[old])
         for name in ("forward", "get_dist", "evaluate_actions", "imitation_loss"):
             method = cls.__dict__.get(name)
             if method is not None and not hasattr(method, "__isabstractmethod__"):

@@ -84,7 +84,8 @@ def shard(
     Raises:
         ValueError: weights that cannot be divided; says which.
     """
-    groups: Sequence[ShardGroup] = policy.shard_groups() if hasattr(policy, "shard_groups") else ()
+    say: Callable[[], Sequence[ShardGroup]] = getattr(policy, "shard_groups", tuple)
+    groups = say()
     _check(policy, groups)
     # Keys and values of a layer are views that nobody changes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
