@@ -167,8 +167,8 @@ def fill_adapter(policy: Adaptable, entries: Mapping[str, Entry]) -> None:
         ValueError: numbers that are none.
     """
     for name, parameter in list(policy.model.named_parameters()):
-        if ".lora_" in name:
-            fill(policy.model, name, entries[_file_name(name)], parameter.device)
+        if (entry := entries.get(_file_name(name))) is not None:
+            fill(policy.model, name, entry, parameter.device)
 
 
 def put_stored_adapter(
