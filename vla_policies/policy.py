@@ -46,6 +46,7 @@ from vla_policies.checkpoint.lora import adapt
 from vla_policies.checkpoint.report import Report, describe_weights
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged
 from vla_policies.checkpoint.weights import list_weights
+from vla_policies.sharding import ENTRY_POINTS, ShardGroup, blocks_of
 from vla_policies.values import ValueOperator
 
 Sharding = Callable[["VLAPolicy"], object]  # shards a policy in place, such as by fully_shard on its blocks and itself
@@ -70,6 +71,8 @@ class VLAPolicy(TensorDictModuleBase):
     * ``shape_settings``: which of those the environment gives, by the names that they have in
       :class:`~vla_common.schema.EnvironmentShape`; nobody types them.
     * ``needs_checkpoint``: that it cannot be made without one.
+    * ``entry_points``: methods beside :meth:`forward` that losses call and that run the network; a sharded policy
+      gathers its weights for them.
 
     Attributes:
         config: its settings, an instance of ``config_class``.
@@ -91,6 +94,7 @@ class VLAPolicy(TensorDictModuleBase):
     config_class: ClassVar[type[Any]]
     shape_settings: ClassVar[tuple[str, ...]] = ("action_low", "action_high", "state_dim")
     needs_checkpoint: ClassVar[bool] = False
+    entry_points: ClassVar[tuple[str, ...]] = ENTRY_POINTS
 
     config: Any
     chunk_size: int
@@ -231,6 +235,19 @@ class VLAPolicy(TensorDictModuleBase):
 
     def copy_schedules(self, policy: VLAPolicy) -> None:
         """Take over what ``policy`` schedules; called on a frozen copy before it is compared with that one."""
+
+    # ---- several GPUs
+
+    def shard_groups(self) -> Sequence[ShardGroup]:
+        """Return the modules whose weights a sharded policy gathers one after the other, in the order that they run.
+
+        What is in none of them is the root, gathered during the whole pass: heads, and what is read without a module's
+        ``forward``. Trained parameters of a group have the same dtype.
+
+        By default the blocks of the network are groups: what is in its lists (``nn.ModuleList``). Without any the
+        policy is one group, which saves the memory of optimizer and gradients only.
+        """
+        return [ShardGroup(block, returns_float32=True) for block in blocks_of(self)]
 
     # ---- making, saving and loading
 

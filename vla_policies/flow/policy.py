@@ -61,7 +61,7 @@ class FlowPolicy(VLAPolicy):
         self.chunk_size, self.horizon = chunk_size, horizon
         self.model_action_dim, self.trained_dims = model_action_dim, trained_dims
         level = config.noise_level if config.noise_anneal is None else config.noise_anneal[0]
-        self.register_buffer("noise_level", torch.tensor(level))  # saved, because it may be annealed
+        self.register_buffer("noise_level", torch.tensor([level]))  # saved, because it may be annealed
         self.noise_network: nn.Module | None = None
         if config.method == "flow_noise":
             self.noise_network = flow.NoiseNetwork(hidden_size, model_action_dim, config.noise_std_range, noise_widths)

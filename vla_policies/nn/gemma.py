@@ -83,8 +83,8 @@ class Gemma(nn.Module):
         for index, layer in enumerate(cast(Iterable[GemmaLayer], self.layers)):
             earlier = None if before is None else before[index]
             if not output and index == len(self.layers) - 1:
-                normed, _ = layer.input_layernorm(hidden, condition)
-                return None, [*found, layer.self_attn.keys_values(normed, rotation)]
+                _, own = layer(hidden, rotation, mask, earlier, condition, output=False)
+                return None, [*found, own]
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 hidden, own = checkpoint(layer, hidden, rotation, mask, earlier, condition, use_reentrant=False)
             else:
@@ -110,8 +110,12 @@ class GemmaLayer(nn.Module):
         mask: Tensor | None,
         before: KeysValues | None,
         condition: Tensor | None,
-    ) -> tuple[Tensor, KeysValues]:
+        output: bool = True,
+    ) -> tuple[Tensor | None, KeysValues]:
+        """Return hidden states, ``None`` without ``output``, and keys and values."""
         normed, gate = self.input_layernorm(hidden, condition)
+        if not output:
+            return None, self.self_attn.keys_values(normed, rotation)
         attended, own = self.self_attn(normed, rotation, mask, before)
         hidden = hidden + (attended if gate is None else attended * gate)
         normed, gate = self.post_attention_layernorm(hidden, condition)

@@ -6,7 +6,7 @@ Touvron et al. 2023, arXiv 2307.09288.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -46,9 +46,10 @@ class LlamaConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-@dataclass
 class KeyValueCache:
     """Keys and values of the tokens seen so far, for decoding token by token.
+
+    No dataclass: FSDP2 copies those among the arguments of a layer, and what is appended to a copy is lost.
 
     Attributes:
         capacity: tokens that fit.
@@ -56,9 +57,9 @@ class KeyValueCache:
         layers: per layer, keys and values ``[N, heads, capacity, head_dim]``.
     """
 
-    capacity: int
-    length: int = 0
-    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``[N, heads, S, head_dim]`` after the ``length`` tokens seen; returns all keys and values so far."""

@@ -47,6 +47,7 @@ from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
 from vla_policies.processing.normalization import ActionStatistics
 from vla_policies.processing.sampling import TokenDistribution, action_distribution, check_sampling
+from vla_policies.sharding import ShardGroup
 
 _VISION = ("proj", "qkv", "fc1", "fc2")
 _PROJECTOR = ("fc1", "fc2", "fc3")
@@ -205,6 +206,18 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         if lora:
             files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
         in_first(self.parameters(), lambda: write_checksums(folder, files))
+
+    def shard_groups(self) -> list[ShardGroup]:
+        """Return blocks of the vision backbone, projector, embeddings and layers of the language model.
+
+        ``lm_head`` is in the root, because of it only some rows are read; what the last layer returns goes through the
+        final norm, which is there too.
+        """
+        vision, language = self.model.vision_backbone, self.model.language_model.model
+        *layers, last = language.layers
+        groups = [*vision.featurizer.blocks, *vision.fused_featurizer.blocks, self.model.projector]
+        groups += [language.embed_tokens, *layers]
+        return [*(ShardGroup(module) for module in groups), ShardGroup(last, returns_float32=True)]
 
     def heads(self) -> dict[str, nn.Module | None]:
         """Return heads that have files of their own, by the names of these."""

@@ -43,6 +43,7 @@ from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.policy import PretrainedPolicy, Sharding
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.model_images import CAMERAS, ModelImages
+from vla_policies.sharding import ShardGroup
 
 _VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
 _ROWS = 32  # decisions per pass of a frozen PaliGemma
@@ -195,6 +196,16 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         if lora:
             files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
         in_first(self.parameters(), lambda: write_checksums(folder, files))
+
+    def shard_groups(self) -> list[ShardGroup]:
+        """Return layers of SigLIP, what leads from it to Gemma, embeddings, and layers of both Gemmas.
+
+        SigLIP's embeddings, final norms and all that actions, state and time pass outside the stacks are in the root.
+        """
+        model = self.model
+        groups = [*model.vision.encoder.layers, model.vision.post_layernorm, model.projector]
+        groups += [model.language.embed_tokens, *model.language.layers, *model.expert.layers]
+        return [ShardGroup(module) for module in groups]
 
     def heads(self) -> dict[str, nn.Module | None]:
         """Return what is trained beside the model, by name."""

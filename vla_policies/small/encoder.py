@@ -114,7 +114,7 @@ class KeypointEncoder(nn.Module):
         self.third_norm = nn.GroupNorm(_GROUPS, third)
         self.maps = nn.Conv2d(third, keypoints, kernel_size=1)
         nn.init.normal_(self.maps.weight, std=0.02)
-        self.log_sharpness = nn.Parameter(torch.tensor(10.0).log())
+        self.log_sharpness = nn.Parameter(torch.tensor([10.0]).log())
         self.project = nn.Sequential(nn.Linear(2 * keypoints, dim), nn.GELU(), nn.Linear(dim, dim))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class KeypointEncoder(nn.Module):
         features = F.relu(self.first(torch.cat([pixels, grid], dim=1)))
         features = F.relu(self.second_norm(self.second(features)))
         maps = self.maps(F.relu(self.third_norm(self.third(features))))
-        return self.project(spatial_softmax(maps, self.log_sharpness.exp()))
+        return self.project(spatial_softmax(maps, self.log_sharpness.squeeze().exp()))
 
 
 def spatial_softmax(maps: Tensor, sharpness: Tensor) -> Tensor:

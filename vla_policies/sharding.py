@@ -1,0 +1,177 @@
+"""A policy whose weights lie in parts on several GPUs: which modules gather theirs together, and FSDP2 told so.
+
+FSDP2 (:func:`torch.distributed.fsdp.fully_shard`; Zhao et al. 2023, arXiv 2304.11277) gathers the weights of a group
+before its modules run and frees them afterwards. What a policy's groups are, it says itself:
+:meth:`vla_policies.policy.VLAPolicy.shard_groups`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributions import Distribution
+
+ENTRY_POINTS = ("get_dist", "evaluate_actions", "imitation_loss")
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """A module whose weights are gathered together, before its ``forward``, and freed after it.
+
+    Nothing may read them but its ``forward``, called through ``module(...)``: only there FSDP's hooks run.
+
+    Attributes:
+        module: may have groups within, whose weights are not its own then.
+        returns_float32: what it returns is cast to float32 where it computes in another dtype. Otherwise it stays in
+            that dtype, and whoever reads it has to cast.
+    """
+
+    module: nn.Module
+    returns_float32: bool = False
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the repeated blocks of a network: what is in its outermost lists, as far as it has parameters."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (block for block in child if any(True for _ in block.parameters()))
+        else:
+            yield from blocks_of(child)
+
+
+def shard(
+    policy: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    compute: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> None:
+    """Divide the weights of a policy among processes, in place; all of them must have the same.
+
+    Its parameters are DTensors afterwards. Gradients are those of the *sum* of what the processes' losses are: each has
+    its share of a loss over all data, none may be left out of a pass. They are summed in float32.
+
+    Whoever wants log-probabilities or a loss calls the policy or one of its ``entry_points``; every process must make
+    the same calls. Other methods, such as ``precompute``, are called while the weights are gathered.
+
+    Args:
+        policy: says its groups (``shard_groups()``) and ``entry_points``; of a module that does not, such as a network
+            of TorchRL's, all is one group.
+        mesh: ``[shards]``, or ``[replicas, shards]``: weights are divided among the shards, and each replica has all.
+        compute: dtype in which the groups compute, with weights that are rounded after they were gathered; ``None``
+            for that of the weights. What is in no group (the root: heads, final norms, projections of actions)
+            computes in that of its weights always.
+        reshard_after_forward: free a group's weights after its forward pass and gather them again for the backward
+            pass; otherwise they are kept between the two.
+        cpu_offload: keep parameters, gradients and optimizer states in host memory.
+
+    Raises:
+        ValueError: weights that cannot be divided; says which.
+    """
+    groups: Sequence[ShardGroup] = policy.shard_groups() if hasattr(policy, "shard_groups") else ()
+    _check(policy, groups)
+    # Keys and values of a layer are views that nobody changes in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for group in groups:
+        returned = torch.float32 if group.returns_float32 else None
+        rounded = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, output_dtype=returned)
+        fully_shard(
+            group.module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=exact if compute is None else rounded,
+            offload_policy=offload,
+        )
+    # The root is gathered once for both passes: it begins the one and ends the other.
+    fully_shard(policy, mesh=mesh, reshard_after_forward=False, mp_policy=exact, offload_policy=offload)
+    for module in sharded_modules(policy):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # a divisor of 1 is an operation that gloo does not know
+    for name in getattr(policy, "entry_points", ENTRY_POINTS):
+        if hasattr(policy, name):
+            _register(policy, name)
+
+
+def sharded_modules(policy: nn.Module) -> list[FSDPModule]:
+    """List the groups of a policy that :func:`shard` has divided, the root first; of any other it is empty."""
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(policy: nn.Module) -> None:
+    """Free what is gathered, so that the parameters of the policy are this process's parts."""
+    for module in sharded_modules(policy):
+        module.reshard()
+
+
+def _check(policy: nn.Module, groups: Sequence[ShardGroup]) -> None:
+    scalars = [name for name, parameter in policy.named_parameters() if not parameter.ndim]
+    if scalars:
+        raise ValueError(
+            f"{type(policy).__name__} has parameters without a dimension, which cannot be divided: "
+            f"{', '.join(scalars)}; make them of shape [1]"
+        )
+    names = {id(parameter): name for name, parameter in policy.named_parameters()}
+    owners: dict[int, int] = {}
+    inner = {id(group.module) for group in groups}
+    for owner, root in enumerate([*(group.module for group in groups), policy]):
+        for parameter in {id(parameter) for parameter in _own_parameters(root, inner - {id(root)})}:
+            if owners.setdefault(parameter, owner) != owner:
+                raise ValueError(
+                    f"{type(policy).__name__} uses {names[parameter]} in more than one of its shard_groups(); leave "
+                    "those modules out of them, or take one group around both"
+                )
+
+
+def _own_parameters(module: nn.Module, inner: set[int]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module but those of the ``inner`` groups within."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if id(child) not in inner:
+            yield from _own_parameters(child, inner)
+
+
+def _register(policy: nn.Module, name: str) -> None:
+    """Let FSDP's hooks run around a method as they do around ``forward``.
+
+    They look for tensors in what it returns, and find none in a distribution: its tensors are put beside it.
+    """
+    method: Callable[..., Any] = getattr(policy, name)
+
+    def opened(*arguments: Any, **named: Any) -> tuple[Any, list[Tensor]]:
+        result = method(*arguments, **named)
+        return result, list(_tensors(result)) if isinstance(result, Distribution) else []
+
+    hooked = f"_sharded_{name}"
+    setattr(policy, hooked, opened)
+    register_fsdp_forward_method(policy, hooked)
+
+    def closed(*arguments: Any, **named: Any) -> Any:
+        return getattr(policy, hooked)(*arguments, **named)[0]
+
+    setattr(policy, name, closed)
+
+
+def _tensors(distribution: Distribution) -> Iterator[Tensor]:
+    values: Iterable[Any] = vars(distribution).values()
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Distribution):
+            yield from _tensors(value)
