@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -192,7 +193,8 @@ def save_adapter(policy: Adaptable, folder: str | Path) -> list[str]:
     Raises:
         ValueError: the policy has none, or its numbers are not finite.
     """
-    config = lora_config(policy)
+    config = copy.copy(lora_config(policy))
+    config.target_modules = sorted(config.target_modules or ())  # peft has a set: its order differs between processes
     folder = Path(folder)
     parameters = _adapter_parameters(policy.model)
     check_finite(parameters, "the adapter")

@@ -1,8 +1,8 @@
 """Weights in the layout of the Hugging Face hub: one safetensors file or shards with an index; nothing is executed.
 
 Tensors are read one by one into a module whose parameters may be on the meta device, so that the peak is the weights
-in the dtype that was asked for, plus one tensor. Of a module that is sharded over processes (``fully_shard``) each reads
-its own part of each tensor, and no other byte.
+in the dtype that was asked for, plus one tensor. Of a module that is sharded over processes each one reads its own part
+of each tensor, and no other byte.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Loaded(Entry):
     tensor: Tensor
 
     def read(self, part: tuple[slice, ...] = ()) -> Tensor:
+        """Return a part of the tensor, all of it by default."""
         return self.tensor[part]
 
 
@@ -228,9 +229,10 @@ def check_layout(
 
 
 def load_head(module: nn.Module, file: str | Path, *, prefix: str = "") -> None:
-    """Fill a small module, which keeps its dtype, from one ``.pt`` or ``.safetensors`` file, as OpenVLA-OFT keeps its heads.
+    """Fill a small module from one ``.pt`` or ``.safetensors`` file, as OpenVLA-OFT keeps its heads.
 
-    A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed from the names.
+    The module keeps its dtype. A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed from the
+    names.
 
     Raises:
         ValueError: not a file of tensors, or tensors that are missing, unknown, of another shape or not finite.

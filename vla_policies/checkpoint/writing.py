@@ -72,8 +72,8 @@ def write_pickled(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _whole(stream: Iterator[Tensor], shape: torch.Size) -> Tensor:
     first = next(stream)
-    if first.shape == shape:
-        return first
+    if first.shape == shape:  # of a storage that may have more in it, which would be saved as well
+        return first if first.untyped_storage().nbytes() == first.nbytes else first.clone()
     whole, filled = first.new_empty(shape), len(first)
     whole[:filled] = first
     while filled < len(whole):

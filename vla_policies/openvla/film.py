@@ -111,7 +111,7 @@ def write_film(folder: Path, weights: Mapping[str, Tensor], adapted: Adapted) ->
 
 
 def remove(folder: Path, pattern: str) -> None:
-    """Remove the files of a part of a checkpoint, before they are written anew; makes the folder where there is none."""
+    """Remove the files of a part of a checkpoint, before it is written anew; makes the folder where there is none."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(pattern):
         stale.unlink()

@@ -147,7 +147,8 @@ class OpenVLAFolder:
     ) -> list[str]:
         """Write a folder in this layout: configuration, statistics, tokenizer, options and weights.
 
-        Of sharded weights all processes must call it. Heads in files of their own (``action_head--*``) are written by the policy that has them.
+        Of sharded weights all processes must call it. Heads in files of their own (``action_head--*``) are written by
+        the policy that has them.
 
         Args:
             folder: where to.
