@@ -1,7 +1,7 @@
 """What does one of several processes hold of a checkpoint while it is loaded and saved? Private memory, by the kernel.
 
 A synthetic OpenVLA checkpoint in the published layout, of random weights in shards, is loaded by two processes (gloo,
-on the CPU), each of which gets its half, and saved again; and by one process that has all of it. Sampled every few
+on the CPU), each of which gets its half, and saved again; and by one process that has all of it. Sampled every 20
 milliseconds from ``/proc/self/smaps_rollup``: ``Private_Clean`` plus ``Private_Dirty``, beyond what the process had
 before. Pages of the file that two processes map at once are not in it, pages that one maps are.
 
@@ -107,7 +107,7 @@ class Peak:
         return self
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.005):
+        while not self._ended.wait(0.02):
             self.bytes = max(self.bytes, private_memory())
 
     def __exit__(self, *error: Any) -> None:
