@@ -1,7 +1,7 @@
 """What does one of several processes hold of a checkpoint while it is loaded and saved? Private memory, by the kernel.
 
 A synthetic OpenVLA checkpoint in the published layout, of random weights in shards, is loaded by two processes (gloo,
-on the CPU), each of which gets its half, and saved again; and by one process that has all of it. Sampled every 20
+on the CPU), each of which gets its half, and saved again; and by one process that has all of it. Sampled every 50
 milliseconds from ``/proc/self/smaps_rollup``: ``Private_Clean`` plus ``Private_Dirty``, beyond what the process had
 before. Pages of the file that two processes map at once are not in it, pages that one maps are.
 
@@ -107,7 +107,7 @@ class Peak:
         return self
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.02):
+        while not self._ended.wait(0.05):
             self.bytes = max(self.bytes, private_memory())
 
     def __exit__(self, *error: Any) -> None:
@@ -129,6 +129,7 @@ def load_and_save(source: Path, target: Path, lora: int | None, processes: int) 
     if processes > 1:
         sharding = partial(shard, mesh=init_device_mesh("cpu", (processes,)))
     shape = SimpleNamespace(benchmark="libero")
+    torch.manual_seed(0)  # for the value head
     with Peak() as loading:
         policy = OpenVLA.make(shape, source, device="cpu", dtype="bfloat16", lora_rank=lora, shard=sharding)
     kept = private_memory() - loading.before

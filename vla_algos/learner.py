@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from vla_algos.losses import add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
 from vla_common.settings import BelowOne, Count, Fraction, Positive, Rate, Whole, checked
+from vla_common.tensor_files import add_dimensions
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 _SMOKE = 10  # so few updates only try whether everything works
@@ -135,7 +135,7 @@ class Learner:
         self.target_kl = target_kl
         self.critic_warmup_steps = critic_warmup_steps
         self.steps = 0
-        self._reference: Any = None  # a frozen VLAPolicy where the loss needs one
+        self._reference: dict[str, torch.Tensor] | None = None  # weights of the frozen policy where the loss needs one
         self._takes_whole = takes_whole(loss_module)
         self._names = getattr(loss_module, "metric_names", {})
         self._actor, self._critic = trained_parameters(loss_module)
@@ -288,10 +288,8 @@ class Learner:
 
     def _refresh_reference(self) -> None:
         """Keep the frozen policy, where one is needed, the one before the first update."""
-        if getattr(self.loss_module, "reference_kl_coeff", 0.0):
-            if self._reference is None:
-                self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
-            self._reference.copy_schedules(self.policy)
+        if getattr(self.loss_module, "reference_kl_coeff", 0.0) and self._reference is None:
+            self._reference = self.policy.trained_weights()
 
     def _check_and_complete(self, samples: TensorDictBase) -> None:
         """Check the stored log-probabilities; add those of the frozen policy where they are needed."""
@@ -308,7 +306,8 @@ class Learner:
                 )
         if self._reference is not None:
             size = self.micro_batch_size or len(self._parts(torch.arange(len(samples)))[0])
-            add_reference_log_prob(samples, self._reference, size, self._device)
+            with self.policy.reference_weights(self._reference):
+                add_reference_log_prob(samples, self.policy, size, self._device)
 
     def _checked_mismatch(self, first: WeightedMean) -> float | None:
         name = self._logged("log_ratio_per_token")
@@ -335,7 +334,7 @@ class Learner:
             "steps": self.steps,
         }
         if self._reference is not None:
-            state["reference"] = dict(self._reference.state_dict())
+            state["reference"] = dict(self._reference)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -344,6 +343,7 @@ class Learner:
         settings = [{name: group[name] for name in names if name in group} for group in self.optimizer.param_groups]
         rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])
+        _add_dimensions(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
         self.scheduler.base_lrs = rates
         for group, own, rate, factor in zip(
@@ -352,8 +352,21 @@ class Learner:
             group.update(own, lr=rate * factor(self.scheduler.last_epoch))
         self.steps = state["steps"]
         if "reference" in state:
-            self._reference = copy.deepcopy(self.policy).eval().requires_grad_(False)
-            self._reference.load_state_dict(state["reference"])
+            self._reference = self._restored(state["reference"])
+
+    def _restored(self, reference: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights of the frozen policy; earlier versions saved all of it, what is never trained too."""
+        weights = self.policy.trained_weights()
+        reference = add_dimensions(reference, weights)
+        wrong = [name for name in weights if name not in reference or reference[name].shape != weights[name].shape]
+        if wrong:
+            raise ValueError(
+                f"the frozen policy of this state is another one: {len(wrong)} tensors differ, such as {wrong[0]}; "
+                "resume with the policy settings of that run"
+            )
+        for name, tensor in weights.items():
+            tensor.copy_(reference[name])
+        return weights
 
 
 def check_steps(
@@ -386,6 +399,22 @@ def check_steps(
             f"warmup_updates={warmup_updates}: there are only {updates} updates (iterations), so that lr is never "
             f"reached; take fewer, such as {updates // 10}"
         )
+
+
+def _add_dimensions(optimizer: Optimizer) -> None:
+    """Give the states of parameters of shape ``[1]`` that shape, which were saved when these had none.
+
+    Those are the entries that have their parameter's shape elsewhere; others, such as ``step``, are numbers.
+    """
+    shaped = {
+        key
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if parameter.ndim and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    }
+    for parameter, state in optimizer.state.items():
+        if parameter.shape == (1,):
+            state.update({key: state[key].reshape(1) for key in shaped & state.keys()})
 
 
 def _executed(batch: TensorDictBase) -> TensorDictBase:

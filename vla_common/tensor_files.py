@@ -102,6 +102,14 @@ def refuse_not_finite(names: Sequence[str], what: str) -> None:
         raise ValueError(f"{what} has weights that are not finite, such as {names[0]}; nothing is saved")
 
 
+def add_dimensions(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give single numbers that were saved without a dimension the shape ``[1]``, where that is ``expected`` now."""
+    return {
+        key: tensor.reshape(1) if not tensor.ndim and key in expected and expected[key].shape == (1,) else tensor
+        for key, tensor in tensors.items()
+    }
+
+
 def _code(file: Path, error: Exception) -> str | None:
     """Name the code that a pickle wants executed; ``None`` if it is merely damaged, or no pickle."""
     if found := _GLOBAL.search(str(error)):  # torch's words

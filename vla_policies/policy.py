@@ -20,6 +20,7 @@ or after :func:`vla_policies.register_policy`.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ from vla_policies.checkpoint.lora import adapt
 from vla_policies.checkpoint.report import Report, describe_weights
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged
 from vla_policies.checkpoint.weights import list_weights
-from vla_policies.sharding import ENTRY_POINTS, ShardGroup, blocks_of
+from vla_policies.sharding import ENTRY_POINTS, ShardGroup, blocks_of, reshard
 from vla_policies.values import ValueOperator
 
 Sharding = Callable[["VLAPolicy"], object]  # shards a policy in place, such as by fully_shard on its blocks and itself
@@ -123,10 +124,10 @@ class VLAPolicy(TensorDictModuleBase):
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Take methods by the names of version 0.1's first contract, and let those for ``[N]`` take any batch."""
         super().__init_subclass__(**arguments)
-        for old, new in (("prepare", "precompute"), ("follow", "copy_schedules")):
-            if old in cls.__dict__ and new not in cls.__dict__:
-                warnings.warn(f"{cls.__name__}.{old} is called {new} now", DeprecationWarning, stacklevel=2)
-                setattr(cls, new, cls.__dict__[old])
+        old, new = "prepare", "precompute"
+        if old in cls.__dict__ and new not in cls.__dict__:
+            warnings.warn(f"{cls.__name__}.{old} is called {new} now", DeprecationWarning, stacklevel=2)
+            setattr(cls, new, cls.__dict__[old])
         for name in ("forward", "get_dist", "evaluate_actions", "imitation_loss"):
             method = cls.__dict__.get(name)
             if method is not None and not hasattr(method, "__isabstractmethod__"):
@@ -233,8 +234,42 @@ class VLAPolicy(TensorDictModuleBase):
     def start_iteration(self, iteration: int) -> None:
         """Set what the policy schedules; called by the recipes before each collection, counted from 1."""
 
-    def copy_schedules(self, policy: VLAPolicy) -> None:
-        """Take over what ``policy`` schedules; called on a frozen copy before it is compared with that one."""
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return copies of the parameters that are trained, by name; of a sharded policy those of its parts."""
+        reshard(self)
+        trained = ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
+        return {name: parameter.detach().clone() for name, parameter in trained}
+
+    @contextlib.contextmanager
+    def reference_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Be the policy with earlier :meth:`trained_weights`, which hold its own meanwhile; nothing is learnt there.
+
+        The rest, frozen weights and what is scheduled, is the policy's own: with adapters a reference takes no more
+        memory than these. A sharded policy is gathered within, not around it.
+        """
+        modes = [(module, module.training) for module in self.modules()]
+        self._exchange(weights)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        try:
+            self.eval().requires_grad_(False)  # torch computes otherwise, in the last bit, where it is True
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self._exchange(weights)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    def _exchange(self, weights: Mapping[str, Tensor]) -> None:
+        """Swap parameters and ``weights`` in place, unseen by autograd and by who counts versions of tensors."""
+        reshard(self)
+        parameters = dict(self.named_parameters())
+        for name, other in weights.items():
+            own = parameters[name].data
+            kept = own.clone()
+            own.copy_(other)
+            other.data.copy_(kept)
 
     # ---- several GPUs
 

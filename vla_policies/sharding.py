@@ -83,11 +83,12 @@ def shard(
     Raises:
         ValueError: weights that cannot be divided; says which.
     """
-    groups: Sequence[ShardGroup] = policy.shard_groups() if hasattr(policy, "shard_groups") else ()
+    say: Callable[[], Sequence[ShardGroup]] = getattr(policy, "shard_groups", tuple)
+    groups = say()
     _check(policy, groups)
     # Keys and values of a layer are views that nobody changes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for group in groups:
         returned = torch.float32 if group.returns_float32 else None

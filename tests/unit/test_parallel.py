@@ -36,7 +36,7 @@ SPLITS = {
 }
 
 
-def together(work, folder, *arguments, processes=2, ends=(0, 0), each=lambda running: None):
+def together(work, folder, *arguments, processes=2, ends=(0, 0), each=lambda running: None, seconds=240):
     """The results of ``work(*arguments)`` in processes that know of each other, by rank; ``each`` sees them end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -51,7 +51,7 @@ def together(work, folder, *arguments, processes=2, ends=(0, 0), each=lambda run
             process.start()
         each(running)
         for process in running:
-            process.join(240)
+            process.join(seconds)
         assert [process.exitcode for process in running] == list(ends)
     finally:
         for process in running:

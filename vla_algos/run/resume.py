@@ -25,7 +25,7 @@ from vla_algos.run.checkpoints import (
     save_checkpoint,
     set_random_state,
 )
-from vla_common.tensor_files import not_finite
+from vla_common.tensor_files import add_dimensions, not_finite
 from vla_policies import VLAPolicy
 
 T = TypeVar("T")
@@ -338,6 +338,7 @@ def load_trained(policy: VLAPolicy, weights: Mapping[str, torch.Tensor], source:
         CheckpointError: they are those of another policy.
     """
     expected = trained(policy)
+    weights = add_dimensions(weights, expected)
     wrong = [name for name in expected.keys() | weights.keys() if _shape(expected, name) != _shape(weights, name)]
     if wrong:
         raise CheckpointError(

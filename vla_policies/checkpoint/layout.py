@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vla_common.checksums import write_checksums
+from vla_common.tensor_files import add_dimensions
 from vla_policies.checkpoint.hub import read_json
 from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.weights import load_file
@@ -69,8 +70,8 @@ def load(module: nn.Module, folder: Path) -> None:
     Raises:
         ValueError: a truncated file, or tensors that are missing, unknown, of another shape or not finite.
     """
-    weights = load_file(folder / WEIGHTS)
     expected = module.state_dict()
+    weights = add_dimensions(load_file(folder / WEIGHTS), expected)
     missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     wrong = [
         f"{key} {list(weights[key].shape)} instead of {list(expected[key].shape)}"

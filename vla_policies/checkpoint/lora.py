@@ -298,17 +298,14 @@ def _weights_without_memory(model: nn.Module) -> Iterator[None]:
 
     peft moves what it has drawn for a layer to where its weight is: on the meta device it would be lost.
     """
-    empty = {
-        layer: layer.weight
-        for layer in model.modules()
-        if isinstance(getattr(layer, "weight", None), nn.Parameter) and layer.weight.is_meta
-    }
-    for layer, weight in empty.items():
-        one = weight.new_empty(1, device="cpu").expand(weight.shape)
-        layer.weight = nn.Parameter(one, requires_grad=weight.requires_grad)
+    weights = {layer: getattr(layer, "weight", None) for layer in model.modules()}
+    empty = {layer: each for layer, each in weights.items() if isinstance(each, nn.Parameter) and each.is_meta}
+    lent = {layer: nn.Parameter(torch.empty(1, dtype=each.dtype).expand(each.shape)) for layer, each in empty.items()}
+    for layer, weight in lent.items():
+        layer.weight = weight
     yield
     for layer, weight in empty.items():
-        layer.weight = weight.requires_grad_(layer.weight.requires_grad)
+        layer.weight = weight.requires_grad_(lent[layer].requires_grad)
 
 
 def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from vla_common.tensor_files import not_finite, refuse_not_finite
 
-PIECE = 16_000_000  # bytes that are sent at once
+PIECE = 8_000_000  # bytes that are sent at once
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:

@@ -55,7 +55,7 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         with open(file, "wb") as content:
             content.write(len(text).to_bytes(8, "little") + text)
             for piece in stream:
-                content.write(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))
+                content.write(piece.reshape(-1).view(torch.uint8).numpy().data)
 
     in_first(tensors.values(), write, stream)
 

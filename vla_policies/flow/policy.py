@@ -246,9 +246,6 @@ class FlowPolicy(VLAPolicy):
         first, last, iterations = self.flow.noise_anneal or (self.flow.noise_level, self.flow.noise_level, 1)
         self.noise_level.fill_(first + (last - first) * min(1.0, (iteration - 1) / iterations))
 
-    def copy_schedules(self, policy: FlowPolicy) -> None:
-        self.noise_level.copy_(policy.noise_level)
-
     def _check_stochastic(self) -> None:
         if self.flow.method == "flow_ode":
             raise ValueError(

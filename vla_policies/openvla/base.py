@@ -208,15 +208,15 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         in_first(self.parameters(), lambda: write_checksums(folder, files))
 
     def shard_groups(self) -> list[ShardGroup]:
-        """Return blocks of the vision backbone, projector, embeddings and layers of the language model.
+        """Return embeddings, blocks of the vision backbone, projector, and layers of the language model.
 
-        ``lm_head`` is in the root, because of it only some rows are read; what the last layer returns goes through the
-        final norm, which is there too.
+        ``lm_head`` is in the root, because only some of its rows are read; what the last layer returns goes through
+        the final norm, which is there too.
         """
         vision, language = self.model.vision_backbone, self.model.language_model.model
         *layers, last = language.layers
-        groups = [*vision.featurizer.blocks, *vision.fused_featurizer.blocks, self.model.projector]
-        groups += [language.embed_tokens, *layers]
+        groups = [language.embed_tokens, *vision.featurizer.blocks, *vision.fused_featurizer.blocks]
+        groups += [self.model.projector, *layers]
         return [*(ShardGroup(module) for module in groups), ShardGroup(last, returns_float32=True)]
 
     def heads(self) -> dict[str, nn.Module | None]:
