@@ -300,9 +300,9 @@ def _weights_without_memory(model: nn.Module) -> Iterator[None]:
     """
     weights = {layer: getattr(layer, "weight", None) for layer in model.modules()}
     empty = {layer: each for layer, each in weights.items() if isinstance(each, nn.Parameter) and each.is_meta}
-    lent = {layer: nn.Parameter(torch.empty(1, dtype=each.dtype).expand(each.shape)) for layer, each in empty.items()}
+    lent = {layer: nn.Parameter(each.new_empty(1, device="cpu").expand(each.shape)) for layer, each in empty.items()}
     for layer, weight in lent.items():
-        layer.weight = weight
+        layer.weight = weight.requires_grad_(empty[layer].requires_grad)
     yield
     for layer, weight in empty.items():
         layer.weight = weight.requires_grad_(lent[layer].requires_grad)
