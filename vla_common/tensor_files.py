@@ -7,7 +7,7 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,13 @@ def check_finite(tensors: Mapping[str, Any], what: str) -> None:
     Raises:
         ValueError: names the tensors.
     """
-    if broken := not_finite(tensors):
-        raise ValueError(f"{what} has weights that are not finite, such as {broken[0]}; nothing is saved")
+    refuse_not_finite(not_finite(tensors), what)
+
+
+def refuse_not_finite(names: Sequence[str], what: str) -> None:
+    """Refuse tensors of these names, if there are any; see :func:`check_finite`."""
+    if names:
+        raise ValueError(f"{what} has weights that are not finite, such as {names[0]}; nothing is saved")
 
 
 def add_dimensions(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

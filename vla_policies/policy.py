@@ -28,7 +28,7 @@ from dataclasses import MISSING, asdict, fields
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_type_hints
 
 import torch
 from pydantic import StringConstraints
@@ -52,6 +52,7 @@ from vla_policies.outline import Outline
 from vla_policies.sharding import ENTRY_POINTS, ShardGroup, blocks_of, reshard
 from vla_policies.values import ValueOperator
 
+Sharding = Callable[["VLAPolicy"], object]  # shards a policy in place, such as by fully_shard on its blocks and itself
 Device = Annotated[str, StringConstraints(pattern=r"^(cpu|cuda(:[0-9]+)?|mps)$")]
 
 
@@ -288,12 +289,20 @@ class VLAPolicy(TensorDictModuleBase):
     # ---- making, saving and loading
 
     @classmethod
-    def make(cls, shape: EnvironmentShape, checkpoint: str | Path | None = None, **settings: Any) -> Self:
+    def make(
+        cls,
+        shape: EnvironmentShape,
+        checkpoint: str | Path | None = None,
+        *,
+        shard: Sharding | None = None,
+        **settings: Any,
+    ) -> Self:
         """Make a policy for an environment: a new one, or that of a checkpoint.
 
         Args:
             shape: of the environment, such as a :class:`vla_envs.SimulatorSpec`.
             checkpoint: folder or hub id.
+            shard: shards it, see :meth:`from_pretrained`.
             **settings: fields of ``config_class``, but for ``shape_settings``; what is left out has its default.
 
         Raises:
@@ -301,10 +310,13 @@ class VLAPolicy(TensorDictModuleBase):
             ValueError: settings that do not fit it, or each other.
         """
         if checkpoint is not None:
-            return cls.from_pretrained(checkpoint, device=cls.default_device(), **settings)
+            return cls.from_pretrained(checkpoint, device=cls.default_device(), **_given(shard), **settings)
         check_settings("", settings, cls.setting_types())
         given = {name: getattr(shape, name) for name in cls.shape_settings}
-        return cls(cls.config_class(**given, **as_tuples(settings)))
+        policy = cls(cls.config_class(**given, **as_tuples(settings)))
+        if shard is not None:
+            shard(policy)
+        return policy
 
     @classmethod
     def default_device(cls) -> str:
@@ -316,7 +328,7 @@ class VLAPolicy(TensorDictModuleBase):
         """Annotate every setting that :meth:`make` takes."""
         hints = get_type_hints(cls.config_class, include_extras=True)
         found = {field.name: hints[field.name] for field in fields(cls.config_class)}
-        own = setting_types(cls.make, without=("shape", "checkpoint"))
+        own = setting_types(cls.make, without=("shape", "checkpoint", "shard"))
         return {**own, **{name: hint for name, hint in found.items() if name not in cls.shape_settings}}
 
     def check_environment(self, shape: EnvironmentShape) -> None:
@@ -344,16 +356,27 @@ class VLAPolicy(TensorDictModuleBase):
             self.prompt_tokens(instructions, torch.full((len(instructions), shape.state_dim), 1e6))
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write weights, normalisation statistics and configuration, so that :meth:`from_pretrained` reads them."""
+        """Write weights, normalisation statistics and configuration, so that :meth:`from_pretrained` reads them.
+
+        All processes that share a sharded policy must call it; the first one writes.
+        """
         layout.save(folder, self.family, asdict(self.config), self.state_dict())
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu", **settings: Any) -> Self:
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        shard: Sharding | None = None,
+        **settings: Any,
+    ) -> Self:
         """Load what :meth:`save_pretrained` wrote.
 
         Args:
             folder: local folder or hub id.
             device: of the policy.
+            shard: shards it over processes, each of which loads all of it first: policies that are made new are small.
             **settings: fields of ``config_class`` that the checkpoint must have, to be sure of them.
 
         Raises:
@@ -370,7 +393,10 @@ class VLAPolicy(TensorDictModuleBase):
         except TypeError as error:
             raise ValueError(f"{path / layout.CONFIG} does not fit the policy {family!r}: {error}") from error
         layout.load(policy, path)
-        return policy.to(device)
+        policy.to(device)
+        if shard is not None:
+            shard(policy)
+        return policy
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -441,6 +467,7 @@ class PretrainedPolicy(VLAPolicy):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         lora_adapter: str | Path | None = None,
+        shard: Sharding | None = None,
         **settings: Any,
     ) -> Self:
         """Load a checkpoint. Everything is checked before a tensor is read.
@@ -450,6 +477,9 @@ class PretrainedPolicy(VLAPolicy):
             dtype: of the model, ``None`` for what it was saved with here, or float32; heads are float32.
             device: of the policy.
             lora_adapter: folder of a peft adapter to apply and continue training.
+            shard: called with the policy when it is complete, adapters and dtypes included, and its model still on the
+                meta device; heads have their initial numbers, the same in processes of the same seed. Each process then
+                reads its own part of each tensor, and no process ever has the whole model.
             **settings: fields of ``config_class``; what the checkpoint was saved with is the default.
 
         Raises:
@@ -459,7 +489,11 @@ class PretrainedPolicy(VLAPolicy):
 
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the checkpoint's layout; a LoRA adapter that was not merged goes into ``lora_adapter/``."""
+        """Write the checkpoint's layout; a LoRA adapter that was not merged goes into ``lora_adapter/``.
+
+        All processes that share a sharded policy must call it; the first one writes, what the others send it piece by
+        piece.
+        """
 
     @classmethod
     @abstractmethod
@@ -541,6 +575,7 @@ class PretrainedPolicy(VLAPolicy):
         lora_rank: Width | None = None,
         lora_alpha: Count | None = None,
         lora_targets: Sequence[str] | None = None,
+        shard: Sharding | None = None,
         **settings: Any,
     ) -> Self:
         """Load a checkpoint for an environment, with adapters if asked for.
@@ -554,6 +589,7 @@ class PretrainedPolicy(VLAPolicy):
             lora_rank: train a new adapter of this rank instead of the whole model.
             lora_alpha: it is scaled by ``lora_alpha / lora_rank``; ``None`` for ``lora_rank``.
             lora_targets: names of layers that get adapters; ``None`` for all that can.
+            shard: shards it with its adapters, see :meth:`from_pretrained`.
             **settings: fields of ``config_class``; what the checkpoint was saved with is the default.
 
         Raises:
@@ -566,15 +602,23 @@ class PretrainedPolicy(VLAPolicy):
                 "published layout, or a hub id"
             )
         check_settings("", settings, cls.setting_types())
+
+        def complete(policy: VLAPolicy) -> None:
+            adapt(cast(PretrainedPolicy, policy), lora_rank, lora_alpha, lora_targets)
+            if shard is not None:
+                shard(policy)
+
         policy = cls.from_pretrained(
             checkpoint,
             dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
             device=device or cls.default_device(),
             lora_adapter=lora_adapter,
+            **_given(complete if shard is not None else None),
             **{name: getattr(shape, name) for name in cls.shape_settings},
             **settings,
         )
-        adapt(policy, lora_rank, lora_alpha, lora_targets)
+        if shard is None:
+            complete(policy)
         return policy
 
     def check_environment(self, shape: EnvironmentShape) -> None:
@@ -586,3 +630,8 @@ class PretrainedPolicy(VLAPolicy):
                 f"checkpoint for {shape.benchmark}: policy={self.family}"
             )
         super().check_environment(shape)
+
+
+def _given(shard: Sharding | None) -> dict[str, Any]:
+    """Return the argument for a ``from_pretrained`` that need not know of sharding unless it is asked for."""
+    return {} if shard is None else {"shard": shard}

@@ -19,7 +19,7 @@ from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.outline import Outline
-from vla_policies.policy import VLAPolicy
+from vla_policies.policy import Sharding, VLAPolicy
 
 
 def register_policy(name: str, policy_class: type[VLAPolicy]) -> None:
@@ -70,7 +70,12 @@ def policy_types(family: str) -> dict[str, Any]:
 
 
 def make_policy(
-    shape: EnvironmentShape, *, family: str, checkpoint: str | Path | None = None, **settings: Any
+    shape: EnvironmentShape,
+    *,
+    family: str,
+    checkpoint: str | Path | None = None,
+    shard: Sharding | None = None,
+    **settings: Any,
 ) -> VLAPolicy:
     """Make a policy that is complete and known to fit an environment, which need not have been started.
 
@@ -78,6 +83,8 @@ def make_policy(
         shape: of the environment, such as a :class:`vla_envs.SimulatorSpec`.
         family: a registered name. One that is made new takes checkpoints of every family.
         checkpoint: folder or hub id.
+        shard: shards it over processes before its weights are read, such as by ``fully_shard`` on its blocks and on
+            itself; see :meth:`vla_policies.policy.PretrainedPolicy.from_pretrained`.
         **settings: see :func:`policy_types`; ``None`` leaves one to the class, or to the checkpoint.
 
     Raises:
@@ -87,6 +94,8 @@ def make_policy(
     policy_class = get_policy_class(family)
     chosen = {name: value for name, value in settings.items() if value is not None}
     check_settings("policy", chosen, policy_class.setting_types())
+    if shard is not None:
+        chosen["shard"] = shard
     try:
         if checkpoint and not policy_class.needs_checkpoint:
             path = resolve(checkpoint)

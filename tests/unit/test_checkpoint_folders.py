@@ -20,7 +20,15 @@ import vla_policies
 from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 from vla_policies.__main__ import main
 from vla_policies.checkpoint.hub import resolve
-from vla_policies.checkpoint.weights import INDEX, check_layout, list_weights, load_head, load_weights, save_weights
+from vla_policies.checkpoint.weights import (
+    INDEX,
+    cast,
+    check_layout,
+    list_weights,
+    load_head,
+    load_weights,
+    save_weights,
+)
 from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
 from vla_policies.openvla.folder import OpenVLAFolder
@@ -156,18 +164,19 @@ def test_a_published_folder_loads_as_either_family(checkpoint):
 # Weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_fill_a_module_on_the_meta_device(checkpoint, dtype):
     folder = OpenVLAFolder.read(checkpoint)
     model, unused = model_of(folder)
     model.projector.requires_grad_(False)
-    spare = load_weights(model, folder.weights, dtype=dtype, unused=unused)
+    cast(model, dtype)
+    spare = load_weights(model, folder.weights, unused=unused)
     weights = load_file(checkpoint / "model.safetensors")
     state = model.state_dict()
     assert {*state, *spare} == weights.keys()
     assert not state.keys() & spare.keys()
     for key, tensor in state.items():
-        assert tensor.dtype == (dtype or torch.bfloat16)
+        assert tensor.dtype == dtype
         assert torch.equal(tensor, weights[key].to(tensor.dtype))
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable == {name for name, _ in model.named_parameters() if not name.startswith("projector.")}
@@ -272,7 +281,7 @@ def test_buffers_are_loaded_and_integers_keep_their_type(tmp_path):
     assert len(list(tmp_path.glob("model-*"))) == len(model.state_dict())
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    load_weights(empty, tmp_path, dtype=torch.float64)
+    load_weights(empty.to(torch.float64), tmp_path)
     assert empty[1].running_mean.dtype == torch.float64
     assert empty[1].num_batches_tracked.dtype == torch.int64
     assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in empty.state_dict().items())
@@ -291,7 +300,7 @@ with torch.device("meta"):
     model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(75)))
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts again here
 before = memory("VmRSS")
-load_weights(model, sys.argv[1], dtype=getattr(torch, sys.argv[2]))
+load_weights(model.to(getattr(torch, sys.argv[2])), sys.argv[1])
 print((memory("VmHWM") - before) / (sum(p.numel() * p.element_size() for p in model.parameters()) / 1024))
 """
 
@@ -314,9 +323,9 @@ def test_heads_are_read_from_pickles_of_tensors_only(tmp_path):
     make_checkpoint(tmp_path, heads=True)
     folder = OpenVLAFolder.read(tmp_path)
     size = hidden_size(tmp_path)
-    head, projector = L1Head(size, 7), ProprioProjector(8, size)
+    head, projector = L1Head(size, 7), ProprioProjector(8, size).bfloat16()
     load_head(head, folder.action_head)
-    load_head(projector, folder.proprio_projector, dtype=torch.bfloat16)
+    load_head(projector, folder.proprio_projector)
     stored = load_file(OFT / "action_head--golden_checkpoint.safetensors")
     assert all(torch.equal(tensor, stored[f"module.{key}"]) for key, tensor in head.state_dict().items())
     assert projector.fc1.weight.dtype == torch.bfloat16

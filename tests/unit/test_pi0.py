@@ -46,7 +46,7 @@ def folder(name, tmp_path_factory):
 def model(folder):
     checkpoint = Pi0Folder.read(folder)
     model, entries = empty_model(checkpoint)
-    load_weights(model, entries, dtype=torch.float32, unused=Pi0.unused)
+    load_weights(model, entries, unused=Pi0.unused)
     return model
 
 

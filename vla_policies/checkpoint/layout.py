@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vla_common.checksums import write_checksums
-from vla_common.tensor_files import add_dimensions, check_finite
+from vla_common.tensor_files import add_dimensions
 from vla_policies.checkpoint.hub import read_json
+from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.weights import load_file
+from vla_policies.checkpoint.writing import write_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FAMILY = "policy"  # entry of config.json
@@ -22,15 +23,21 @@ _FAMILY = "policy"  # entry of config.json
 def save(folder: str | Path, family: str, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Write a policy of a family: its settings, plain values by name, its weights, and the digests of the two files.
 
+    Of sharded weights all processes must call it.
+
     Raises:
         ValueError: weights that are not finite.
     """
     folder = Path(folder)
     check_finite(weights, f"the policy {family!r}")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: tensor.contiguous() for key, tensor in weights.items()}, folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps({_FAMILY: family, **config}, indent=2) + "\n")
-    write_checksums(folder, (CONFIG, WEIGHTS))
+    in_first(weights.values(), lambda: folder.mkdir(parents=True, exist_ok=True))
+    write_safetensors(folder / WEIGHTS, weights)
+
+    def finish() -> None:
+        (folder / CONFIG).write_text(json.dumps({_FAMILY: family, **config}, indent=2) + "\n")
+        write_checksums(folder, (CONFIG, WEIGHTS))
+
+    in_first(weights.values(), finish)
 
 
 def read(folder: Path) -> tuple[str | None, dict[str, Any]]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vla_common.checksums import verify_checksums, write_checksums
-from vla_common.tensor_files import check_finite
 from vla_policies.checkpoint.hub import read_json
-from vla_policies.checkpoint.weights import Entry, list_weights
+from vla_policies.checkpoint.parts import check_finite, in_first
+from vla_policies.checkpoint.weights import Entry, fill, list_weights, plain_names
+from vla_policies.checkpoint.writing import write_safetensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -120,6 +121,18 @@ def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) 
         FileNotFoundError: the folder is no adapter.
         ValueError: an adapter of another kind or of another model, or numbers that are none.
     """
+    fill_adapter(policy, put_adapter(policy, folder, trainable))
+
+
+def put_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) -> dict[str, Entry]:
+    """Put the layers of an adapter on a policy, whose model may be on the meta device, before it is sharded.
+
+    Returns:
+        What :func:`fill_adapter` fills them with.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`load_adapter`.
+    """
     folder = Path(folder)
     for file in (_CONFIG, _WEIGHTS):
         if not (folder / file).is_file():
@@ -133,7 +146,6 @@ def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) 
     if unknown or not layers:
         raise ValueError(f"{folder} adapts layers that this model does not have: {unknown[:5]}; it is of another model")
     _check_ranks(folder, config, entries)
-    tensors = {key: entry.check_finite(entry.read()) for key, entry in entries.items()}
     config.target_modules, config.inference_mode = sorted(layers), False
     _inject(policy, config)
     parameters = _adapter_parameters(policy.model)
@@ -144,10 +156,9 @@ def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) 
     ]
     if wrong:
         raise ValueError(f"{folder} does not fit the model: {wrong[:5]}")
-    with torch.no_grad():
-        for key, parameter in parameters.items():
-            parameter.copy_(tensors[key])
-            parameter.requires_grad_(trainable)
+    for parameter in parameters.values():
+        parameter.requires_grad_(trainable)
+    return entries
 
 
 def read_rank(folder: Path) -> dict[str, Any]:
@@ -156,29 +167,47 @@ def read_rank(folder: Path) -> dict[str, Any]:
     return {"lora_rank": config.r, "lora_targets": sorted({n.rpartition(".")[2] for n in config.target_modules or ()})}
 
 
-def restore_adapter(policy: Adaptable, folder: Path, options: Mapping[str, Any], chosen: str | Path | None) -> None:
-    """Apply the ``chosen`` adapter, or the one that was saved with a checkpoint and is not merged into it."""
+def fill_adapter(policy: Adaptable, entries: Mapping[str, Entry]) -> None:
+    """Fill the layers of :func:`put_adapter`; of a sharded policy each process reads its part.
+
+    Raises:
+        ValueError: numbers that are none.
+    """
+    for name, parameter in list(policy.model.named_parameters()):
+        if (entry := entries.get(_file_name(name))) is not None:
+            fill(policy.model, name, entry, parameter.device)
+
+
+def put_stored_adapter(
+    policy: Adaptable, folder: Path, options: Mapping[str, Any], chosen: str | Path | None
+) -> dict[str, Entry]:
+    """Put on the ``chosen`` adapter, or the one that was saved with a checkpoint and is not merged into it.
+
+    Returns:
+        See :func:`put_adapter`; nothing if there is none.
+    """
     if chosen is None and options.get(ADAPTER):
         chosen = folder / ADAPTER
-    if chosen is not None:
-        load_adapter(policy, chosen)
+    return {} if chosen is None else put_adapter(policy, chosen)
 
 
 def save_adapter(policy: Adaptable, folder: str | Path) -> list[str]:
     """Write the adapter alone, in the layout that ``PeftModel.from_pretrained`` reads; returns names of the files.
 
+    Of a sharded policy all processes must call it.
+
     Raises:
         ValueError: the policy has none, or its numbers are not finite.
     """
-    config = lora_config(policy)
+    config = copy.copy(lora_config(policy))
+    config.target_modules = sorted(config.target_modules or ())  # peft has a set: its order differs between processes
     folder = Path(folder)
-    check_finite(_adapter_parameters(policy.model), "the adapter")
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(str(folder))
     parameters = _adapter_parameters(policy.model)
-    tensors = {f"{_PREFIX}{key}": tensor.detach().cpu().contiguous() for key, tensor in parameters.items()}
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
-    write_checksums(folder, (_CONFIG, _WEIGHTS))
+    check_finite(parameters, "the adapter")
+    in_first(parameters.values(), lambda: config.save_pretrained(str(folder)))
+    tensors = {f"{_PREFIX}{key}": tensor for key, tensor in parameters.items()}
+    write_safetensors(folder / _WEIGHTS, tensors, {"format": "pt"})
+    in_first(parameters.values(), lambda: write_checksums(folder, (_CONFIG, _WEIGHTS)))
     return [_CONFIG, _WEIGHTS]
 
 
@@ -219,9 +248,8 @@ def lora_config(policy: Adaptable) -> LoraConfig:
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return weights by the names they have without adapters, which are left out."""
-    return {
-        key.replace(".base_layer.", "."): tensor for key, tensor in model.state_dict().items() if ".lora_" not in key
-    }
+    weights = model.state_dict()
+    return {plain: weights[name] for plain, name in plain_names(weights).items()}
 
 
 def _read_config(folder: Path) -> LoraConfig:
@@ -264,16 +292,35 @@ def _inject(policy: Adaptable, config: LoraConfig) -> None:
 
     if has_lora(policy):
         raise ValueError("the policy has a LoRA adapter already; merge it first with merge_adapter(policy)")
-    inject_adapter_in_model(config, policy.model, _NAME)
+    with _weights_without_memory(policy.model):
+        inject_adapter_in_model(config, policy.model, _NAME)
     for parameter in _adapter_parameters(policy.model).values():
         parameter.data = parameter.data.float()
 
 
+@contextlib.contextmanager
+def _weights_without_memory(model: nn.Module) -> Iterator[None]:
+    """Lend layers on the meta device weights on the CPU, of one number each.
+
+    peft moves what it has drawn for a layer to where its weight is: on the meta device it would be lost.
+    """
+    weights = {layer: getattr(layer, "weight", None) for layer in model.modules()}
+    empty = {layer: each for layer, each in weights.items() if isinstance(each, nn.Parameter) and each.is_meta}
+    lent = {layer: nn.Parameter(each.new_empty(1, device="cpu").expand(each.shape)) for layer, each in empty.items()}
+    for layer, weight in lent.items():
+        layer.weight = weight.requires_grad_(empty[layer].requires_grad)
+    yield
+    for layer, weight in empty.items():
+        layer.weight = weight.requires_grad_(lent[layer].requires_grad)
+
+
 def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return parameters of the adapter by their names in peft's files, without the prefix."""
-    return {
-        name.replace(f".{_NAME}.", "."): parameter for name, parameter in model.named_parameters() if ".lora_" in name
-    }
+    return {_file_name(name): parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+
+
+def _file_name(name: str) -> str:
+    return name.replace(f".{_NAME}.", ".")
 
 
 def _check_lora(policy: Adaptable) -> None:

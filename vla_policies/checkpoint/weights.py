@@ -1,48 +1,49 @@
 """Weights in the layout of the Hugging Face hub: one safetensors file or shards with an index; nothing is executed.
 
 Tensors are read one by one into a module whose parameters may be on the meta device, so that the peak is the weights
-in the dtype that was asked for, plus one tensor.
+in the dtype that was asked for, plus one tensor. Of a module that is sharded over processes each one reads its own part
+of each tensor, and no other byte.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vla_common.tensor_files import is_finite, load_tensors
 from vla_policies.checkpoint.hub import read_json
+from vla_policies.checkpoint.parts import empty_like_others, from_part, in_first, own_part
+from vla_policies.checkpoint.writing import DTYPES, write_safetensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_SIZE = 5_000_000_000  # bytes
 _SHARD = re.compile(r"[\w][\w.-]*\.safetensors")
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: ``key`` there, ``shape``, and ``dtype`` (``None`` for one that no weight has)."""
+    """A tensor in a file: ``key`` there, ``shape``, and ``dtype`` (``None`` for one that is unknown)."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
 
-    def read(self) -> Tensor:
-        """Read the tensor, backed by a memory map that lives as long as it does.
+    def read(self, part: tuple[slice, ...] = ()) -> Tensor:
+        """Read a part of the tensor, all of it by default, backed by a memory map that lives as long as it does.
 
         The file is opened for each tensor: pages of a map that stays open count as a second copy of the weights.
         """
         with _open(self.file) as file:
-            return file.get_tensor(self.key)
+            return file.get_slice(self.key)[part]
 
     def check_finite(self, tensor: Tensor) -> Tensor:
         """Return what was made of the tensor, if all its numbers are finite.
@@ -56,6 +57,17 @@ class Entry:
                 "training; copy it again or take another checkpoint"
             )
         return tensor
+
+
+@dataclass(frozen=True)
+class Loaded(Entry):
+    """A tensor of a file that is read already, or mapped."""
+
+    tensor: Tensor
+
+    def read(self, part: tuple[slice, ...] = ()) -> Tensor:
+        """Return a part of the tensor, all of it by default."""
+        return self.tensor[part]
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -112,24 +124,24 @@ def load_weights(
     source: str | Path | Mapping[str, Entry],
     *,
     prefix: str = "",
-    dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    float32: Callable[[str], bool] = lambda key: False,
     unused: Callable[[str], bool] = lambda key: False,
+    what: str | None = None,
 ) -> dict[str, Tensor]:
-    """Fill a module, which may be on the meta device, tensor by tensor.
+    """Fill a module, which may be on the meta device and sharded, tensor by tensor.
 
     Args:
-        module: its parameters and persistent buffers are replaced; all of them must be in the file.
+        module: its parameters and persistent buffers are replaced by tensors of the same dtype (see :func:`cast`); all
+            of them must be in the file, but for those of adapters.
         source: folder, safetensors file, or what :func:`list_weights` found.
         prefix: only tensors whose name begins with it are considered, and it is removed.
-        dtype: of the module afterwards; ``None`` keeps that of the file.
         device: of the module afterwards.
-        float32: names (without the prefix) of what becomes float32 instead of ``dtype``: it needs the precision.
         unused: names (without the prefix) that the checkpoint may have and the module does not need.
+        what: the source's name in errors.
 
     Returns:
-        The unused tensors, on the CPU, for :func:`save_weights`: what is saved is as complete as what was loaded.
+        The unused tensors, on the CPU, for :func:`save_weights`: what is saved is as complete as what was loaded. Where
+        the module is sharded they are too.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`list_weights`; tensors that are missing, unknown, of another shape or
@@ -137,24 +149,55 @@ def load_weights(
     """
     entries = source if isinstance(source, Mapping) else list_weights(source)
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
-    expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-    check_layout(expected, {key: entry.shape for key, entry in entries.items()}, unused=unused, what=_name(source))
+    state = module.state_dict()
+    names = plain_names(state)
+    expected = {key: tuple(state[name].shape) for key, name in names.items()}
+    found = {key: entry.shape for key, entry in entries.items()}
+    check_layout(expected, found, unused=unused, what=_name(source) if what is None else what)
     unused_tensors = {}
     for key, entry in entries.items():
-        tensor = entry.read()
-        if key not in expected:
-            unused_tensors[key] = tensor.clone()
-            continue
-        owner, name = module.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2]
-        wanted = torch.float32 if dtype is not None and float32(key) else dtype
-        tensor = tensor.to(device=device, dtype=wanted if tensor.is_floating_point() else None, copy=True)
-        entry.check_finite(tensor)
-        parameter = owner._parameters.get(name)
-        if parameter is not None:
-            owner._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        if key in names:
+            fill(module, names[key], entry, device)
         else:
-            owner._buffers[name] = tensor
+            empty = empty_like_others(entry.shape, state.values())
+            unused_tensors[key] = from_part(entry.read(own_part(empty)).clone(), empty)
     return unused_tensors
+
+
+def fill(module: nn.Module, name: str, entry: Entry, device: torch.device | str) -> None:
+    """Replace a parameter or buffer, or this process's part of it, by what is in a file.
+
+    Raises:
+        ValueError: numbers that are not finite.
+    """
+    owner, last = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    parameter = owner._parameters.get(last)
+    old = owner._buffers[last] if parameter is None else parameter.detach()
+    assert old is not None  # it is in the state_dict
+    tensor = entry.read(own_part(old))
+    tensor = tensor.to(device=device, dtype=old.dtype if tensor.is_floating_point() else None, copy=True)
+    tensor = from_part(entry.check_finite(tensor), old)
+    if parameter is None:
+        owner._buffers[last] = tensor
+    else:
+        owner._parameters[last] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+
+
+def cast(module: nn.Module, dtype: torch.dtype, float32: Callable[[str], bool] = lambda key: False) -> None:
+    """Set the dtype of the parameters of a module, which may be on the meta device.
+
+    Args:
+        module: changed in place.
+        dtype: of its parameters.
+        float32: names of those that become float32 instead: they need the precision.
+    """
+    for name, parameter in module.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if float32(name) else dtype)
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return names of parameters by those that they have without adapters, which are left out."""
+    return {name.replace(".base_layer.", "."): name for name in names if ".lora_" not in name}
 
 
 def check_layout(
@@ -185,23 +228,26 @@ def check_layout(
         raise ValueError(f"{what} does not fit the model: it {', '.join(problems)}")
 
 
-def load_head(module: nn.Module, file: str | Path, *, dtype: torch.dtype | None = None, prefix: str = "") -> None:
+def load_head(module: nn.Module, file: str | Path, *, prefix: str = "") -> None:
     """Fill a small module from one ``.pt`` or ``.safetensors`` file, as OpenVLA-OFT keeps its heads.
 
-    A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed from the names.
+    The module keeps its dtype. A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed from the
+    names.
 
     Raises:
         ValueError: not a file of tensors, or tensors that are missing, unknown, of another shape or not finite.
     """
     file = Path(file)
-    weights = load_file(file) if file.suffix == ".safetensors" else load_tensors(file)
-    for key, tensor in weights.items():
-        Entry(file, key, tuple(tensor.shape), tensor.dtype).check_finite(tensor)
-    weights = {key.removeprefix("module.").removeprefix(prefix): tensor for key, tensor in weights.items()}
-    shapes = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-    check_layout(shapes, {key: tuple(tensor.shape) for key, tensor in weights.items()}, what=str(file))
-    weights = {key: tensor.to(dtype or tensor.dtype, copy=True) for key, tensor in weights.items()}
-    module.load_state_dict(weights, assign=True)
+    entries: Mapping[str, Entry]
+    if file.suffix == ".safetensors":
+        entries = list_weights(file)
+    else:
+        entries = {
+            key: Loaded(file, key, tuple(tensor.shape), tensor.dtype, tensor)
+            for key, tensor in load_tensors(file).items()
+        }
+    entries = {key.removeprefix("module.").removeprefix(prefix): entry for key, entry in entries.items()}
+    load_weights(module, entries, what=str(file))
 
 
 def load_file(file: Path) -> dict[str, Tensor]:
@@ -218,13 +264,14 @@ def save_weights(
 ) -> list[str]:
     """Write ``model.safetensors``, or shards of at most ``max_shard_size`` bytes and their index.
 
-    What an earlier call left in the folder is replaced.
+    What an earlier call left in the folder is replaced. Of sharded weights all processes must call it; see
+    :func:`vla_policies.checkpoint.parts.in_first`.
 
     Returns:
         Names of the files.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    in_first(weights.values(), lambda: folder.mkdir(parents=True, exist_ok=True))
     shards = list(_shards(weights, max_shard_size))
     names = (
         [WEIGHTS]
@@ -232,22 +279,25 @@ def save_weights(
         else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     )
     for name, shard in zip(names, shards, strict=True):
-        tensors = {key: weights[key].detach().contiguous() for key in shard}
-        save_file(tensors, folder / f"{name}.partial", metadata={"format": "pt"})
-    for name in names:
-        (folder / f"{name}.partial").replace(folder / name)
-    for stale in [folder / WEIGHTS, *folder.glob("model-?????-of-?????.safetensors")]:
-        if stale.name not in names:
-            stale.unlink(missing_ok=True)
-    if len(names) == 1:
-        (folder / INDEX).unlink(missing_ok=True)
-        return names
+        write_safetensors(folder / f"{name}.partial", {key: weights[key] for key in shard}, {"format": "pt"})
     index = {
         "metadata": {"total_size": sum(_bytes(tensor) for tensor in weights.values())},
         "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
     }
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return [*names, INDEX]
+
+    def finish() -> None:
+        for name in names:
+            (folder / f"{name}.partial").replace(folder / name)
+        for stale in [folder / WEIGHTS, *folder.glob("model-?????-of-?????.safetensors")]:
+            if stale.name not in names:
+                stale.unlink(missing_ok=True)
+        if len(names) == 1:
+            (folder / INDEX).unlink(missing_ok=True)
+        else:
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    in_first(weights.values(), finish)
+    return names if len(names) == 1 else [*names, INDEX]
 
 
 def _shards(weights: Mapping[str, Tensor], max_shard_size: int) -> Iterator[list[str]]:
@@ -266,7 +316,7 @@ def _entries(file: Path) -> Iterator[Entry]:
     with _open(file) as header:
         for key in header.keys():  # noqa: SIM118 - not a mapping
             part = header.get_slice(key)
-            yield Entry(file, key, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
+            yield Entry(file, key, tuple(part.get_shape()), DTYPES.get(part.get_dtype()))
 
 
 def _open(file: Path) -> Any:

@@ -17,13 +17,20 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from vla_common import keys
 from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.schema import EnvironmentShape
-from vla_common.tensor_files import check_finite
 from vla_common.texts import to_strings
 from vla_policies.checkpoint.hub import resolve
-from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
+from vla_policies.checkpoint.lora import (
+    ADAPTER,
+    fill_adapter,
+    has_lora,
+    plain_weights,
+    put_stored_adapter,
+    save_adapter,
+)
+from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import SettingError, dtype_name, merge_settings, saved_dtype
-from vla_policies.checkpoint.weights import load_weights
+from vla_policies.checkpoint.weights import cast, load_weights
 from vla_policies.nn.value_head import ValueHead
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.describe import describe
@@ -35,7 +42,7 @@ from vla_policies.openvla.model import Prismatic
 from vla_policies.openvla.outline import cache_bytes, find_model, make_heads, stacks_of
 from vla_policies.openvla.prompts import Prompts
 from vla_policies.outline import Outline
-from vla_policies.policy import PretrainedPolicy
+from vla_policies.policy import PretrainedPolicy, Sharding
 from vla_policies.processing.action_tokens import ActionTokens
 from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import ImagePreprocessor
@@ -135,6 +142,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         lora_adapter: str | Path | None = None,
+        shard: Sharding | None = None,
         **settings: Any,
     ) -> Self:
         """Load a checkpoint in the published layout. Everything is checked before a tensor is read.
@@ -145,6 +153,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
             device: of the policy.
             lora_adapter: folder of a peft adapter to apply and continue training. One that :meth:`save_pretrained`
                 wrote is applied by itself; one that is published beside weights is not: it is merged into them already.
+            shard: see :meth:`PretrainedPolicy.from_pretrained`.
             **settings: fields of :attr:`config_class`; what the checkpoint was saved with is the default.
 
         Raises:
@@ -161,14 +170,17 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
             )
         config = cls.config_class(**cls.infer_settings(checkpoint, merged, stored))
         model, entries, film = empty_model(checkpoint)
+        cast(model, saved_dtype(checkpoint.options) if dtype is None else dtype)
         policy = cls(model, checkpoint, config)
-        dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
-        unused = load_weights(model, entries, dtype=dtype, device=device, unused=unused_by(model))
+        adapter = put_stored_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
+        if shard is not None:
+            shard(policy)
+        unused = load_weights(model, entries, device=device, unused=unused_by(model))
         policy.film = film
         policy.unused_tensors = {key: tensor for key, tensor in unused.items() if not key.startswith(VALUE_HEAD)}
         load_heads(checkpoint, policy.heads(), policy.value_head)
         policy.to(device)
-        restore_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
+        fill_adapter(policy, adapter)
         return policy
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -189,14 +201,13 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         options = {"family": self.family, **asdict(self.config), "dtype": dtype, ADAPTER: lora}
         files = []
         if self.film is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             weights = write_film(folder, weights, self.film)
             files.append(FILM_FILE)
         files += self.folder.write(folder, weights=weights, options=options)
         files += save_heads(folder, self.heads())
         if lora:
             files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
-        write_checksums(folder, files)
+        in_first(self.parameters(), lambda: write_checksums(folder, files))
 
     def shard_groups(self) -> list[ShardGroup]:
         """Return embeddings, blocks of the vision backbone, projector, and layers of the language model.

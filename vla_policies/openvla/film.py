@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from vla_common.tensor_files import load_tensors
-from vla_policies.checkpoint.weights import Entry
+from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.weights import Entry, Loaded
+from vla_policies.checkpoint.writing import write_pickled
 from vla_policies.nn.dino_siglip_config import PREFIX
 
 FILE = "vision_backbone--latest_checkpoint.pt"
@@ -36,18 +38,18 @@ class Adapted:
 
 
 @dataclass(frozen=True)
-class _Merged(Entry):
+class _Merged(Loaded):
     """A tensor of the file with its adapter, if it has one."""
 
-    tensor: Tensor
     lora: tuple[Tensor, Tensor] | None = None
 
-    def read(self) -> Tensor:
+    def read(self, part: tuple[slice, ...] = ()) -> Tensor:
         if self.lora is None:
-            return self.tensor
+            return super().read(part)
         down, up = (matrix.float() for matrix in self.lora)
         scale = min(len(down), _LARGEST_ALPHA) / len(down)
-        return self.tensor.float() + scale * up @ down  # whoever loads it rounds it, once
+        # All of the product, because that of some rows may be rounded differently. Whoever loads it rounds it, once.
+        return self.tensor[part].float() + (scale * up @ down)[part]
 
 
 def read_film(file: Path) -> tuple[dict[str, Entry], Adapted]:
@@ -96,15 +98,20 @@ def write_film(folder: Path, weights: Mapping[str, Tensor], adapted: Adapted) ->
             continue
         layer, _, kind = ours.rpartition(".")
         theirs = _OUR_BLOCK.sub(r".blocks.\1.block.", f"{layer}.").removesuffix(".")
-        tensor = tensor.detach().cpu().contiguous()
         if layer not in adapted.layers:
             stored[f"{theirs}.{kind}"] = tensor
             continue
         stored[f"{theirs}{_BASE}{kind}"] = tensor
         if kind == "weight":
-            stored[f"{theirs}{_LORA_A}"] = tensor.new_zeros(adapted.rank, tensor.shape[1])
-            stored[f"{theirs}{_LORA_B}"] = tensor.new_zeros(tensor.shape[0], adapted.rank)
-    for stale in folder.glob("vision_backbone--*"):
-        stale.unlink()
-    torch.save(stored, folder / FILE)
+            stored[f"{theirs}{_LORA_A}"] = torch.zeros(adapted.rank, tensor.shape[1], dtype=tensor.dtype)
+            stored[f"{theirs}{_LORA_B}"] = torch.zeros(tensor.shape[0], adapted.rank, dtype=tensor.dtype)
+    in_first(stored.values(), lambda: remove(folder, "vision_backbone--*"))
+    write_pickled(folder / FILE, stored)
     return {name: tensor for name, tensor in weights.items() if not re.search(r"\.blocks\.\d+\.(scale|shift)\.", name)}
+
+
+def remove(folder: Path, pattern: str) -> None:
+    """Remove the files of a part of a checkpoint, before it is written anew; makes the folder where there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(pattern):
+        stale.unlink()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vla_policies.checkpoint.hub import read_json, resolve
 from vla_policies.checkpoint.lora import ADAPTER
+from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.weights import MAX_SHARD_SIZE, Entry, has_weights, list_weights, save_weights
 
 FAMILIES = ("openvla", "openvla_oft")
@@ -146,7 +147,8 @@ class OpenVLAFolder:
     ) -> list[str]:
         """Write a folder in this layout: configuration, statistics, tokenizer, options and weights.
 
-        Heads in files of their own (``action_head--*``) are written by the policy that has them.
+        Of sharded weights all processes must call it. Heads in files of their own (``action_head--*``) are written by
+        the policy that has them.
 
         Args:
             folder: where to.
@@ -159,13 +161,17 @@ class OpenVLAFolder:
             Names of the files.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.files.items():
-            (folder / name).write_bytes(content)
         (dtype, _), *_ = Counter(tensor.dtype for tensor in weights.values()).most_common()
         config = {**self.config, "torch_dtype": str(dtype).removeprefix("torch.")}
-        for name, entries in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
-            (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in self.files.items():
+                (folder / name).write_bytes(content)
+            for name, entries in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
+                (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
+
+        in_first(weights.values(), write)
         return [
             *self.files,
             "config.json",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.weights import Entry, load_head, load_weights
+from vla_policies.checkpoint.writing import write_pickled
 from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
-from vla_policies.openvla.film import Adapted, read_film
+from vla_policies.openvla.film import Adapted, read_film, remove
 from vla_policies.openvla.folder import VALUE_HEAD, OpenVLAFolder
 from vla_policies.openvla.model import Prismatic, PrismaticConfig
 
@@ -61,11 +64,11 @@ def load_heads(checkpoint: OpenVLAFolder, heads: Mapping[str, nn.Module | None],
                 f"{checkpoint.path} has no {name}--*.pt, which the policy needs; copy it from the original "
                 "checkpoint, or set head='tokens' (action_head) or use_proprio=False (proprio_projector)"
             )
-        load_head(head, file, dtype=torch.float32)
+        load_head(head, file)
     if value_head is not None and checkpoint.value_head_in_weights:
-        load_weights(value_head, checkpoint.weights, prefix=VALUE_HEAD, dtype=torch.float32)
+        load_weights(value_head, checkpoint.weights, prefix=VALUE_HEAD)
     elif value_head is not None and checkpoint.value_head is not None:
-        load_head(value_head, checkpoint.value_head, dtype=torch.float32, prefix=VALUE_HEAD)
+        load_head(value_head, checkpoint.value_head, prefix=VALUE_HEAD)
 
 
 def save_heads(folder: Path, heads: Mapping[str, nn.Module | None]) -> list[str]:
@@ -74,9 +77,8 @@ def save_heads(folder: Path, heads: Mapping[str, nn.Module | None]) -> list[str]
     for name, head in heads.items():
         if head is None:
             continue
-        for stale in folder.glob(f"{name}--*"):
-            stale.unlink()
-        tensors: dict[str, Tensor] = {key: tensor.detach().cpu() for key, tensor in head.state_dict().items()}
+        tensors = dict(head.state_dict())
+        in_first(tensors.values(), partial(remove, folder, f"{name}--*"))
         written.append(f"{name}--latest_checkpoint.pt")
-        torch.save(tensors, folder / written[-1])
+        write_pickled(folder / written[-1], tensors)
     return written

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vla_policies.checkpoint.hub import read_json, resolve
+from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
 from vla_policies.pi0.heads import StoredHeads, is_head
 from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
@@ -175,7 +176,7 @@ class Pi0Folder:
     def write(
         self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], config: Mapping[str, Any]
     ) -> list[str]:
-        """Write a folder in this layout.
+        """Write a folder in this layout. Of sharded weights all processes must call it.
 
         Args:
             folder: where to.
@@ -187,15 +188,18 @@ class Pi0Folder:
             Names of the files.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         files = [TOKENIZERS[0], "config.json", OPTIONS, *(f"assets/{key}/{_STATISTICS}" for key in self.statistics)]
-        for key, entry in self.statistics.items():
-            place = folder / "assets" / key
-            place.mkdir(parents=True, exist_ok=True)
-            (place / _STATISTICS).write_text(json.dumps({"norm_stats": entry}, indent=2) + "\n")
-        (folder / TOKENIZERS[0]).write_bytes(self.tokenizer)
-        (folder / "config.json").write_text(json.dumps({**self.config, **config}, indent=2) + "\n")
-        (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
+
+        def write() -> None:
+            for key, entry in self.statistics.items():
+                place = folder / "assets" / key
+                place.mkdir(parents=True, exist_ok=True)
+                (place / _STATISTICS).write_text(json.dumps({"norm_stats": entry}, indent=2) + "\n")
+            (folder / TOKENIZERS[0]).write_bytes(self.tokenizer)
+            (folder / "config.json").write_text(json.dumps({**self.config, **config}, indent=2) + "\n")
+            (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
+
+        in_first(weights.values(), write)
         stored = {LM_HEAD if key == EMBEDDINGS else key: tensor for key, tensor in weights.items()}
         return [*files, *save_weights(stored, folder, max_shard_size=sys.maxsize)]  # the official loader wants one
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vla_policies.checkpoint.settings import SettingError
-from vla_policies.checkpoint.weights import Entry, check_layout, list_weights
+from vla_policies.checkpoint.weights import Entry, list_weights, load_weights
+from vla_policies.checkpoint.writing import write_safetensors
 
 HEADS = "vla_torchrl_heads.safetensors"
 _NOISE_LEVEL = "noise_level"
@@ -137,10 +137,7 @@ class StoredHeads:
             module, entries = heads[head], self.layers.get(head)
             if module is None or not entries:
                 continue
-            expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-            found = {key: entry.shape for key, entry in entries.items()}
-            check_layout(expected, found, what=f"the {head} of {self.path}")
-            module.load_state_dict({key: entry.check_finite(entry.read()) for key, entry in entries.items()})
+            load_weights(module, entries, what=f"the {head} of {self.path}")
 
     def describe(self) -> str:
         """Say which heads there are and where."""
@@ -161,7 +158,7 @@ def save_heads(folder: Path, heads: Mapping[str, nn.Module | None], noise_level:
     for name, module in heads.items():
         if module is not None:
             tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / HEADS)
+    write_safetensors(folder / HEADS, tensors)
     return HEADS
 
 

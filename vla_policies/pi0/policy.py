@@ -15,13 +15,20 @@ from torch.nn import functional as F
 
 from vla_common import keys
 from vla_common.checksums import verify_checksums, write_checksums
-from vla_common.tensor_files import check_finite
 from vla_common.texts import to_strings
 from vla_policies.checkpoint.hub import resolve
-from vla_policies.checkpoint.lora import ADAPTER, has_lora, plain_weights, restore_adapter, save_adapter
+from vla_policies.checkpoint.lora import (
+    ADAPTER,
+    fill_adapter,
+    has_lora,
+    plain_weights,
+    put_stored_adapter,
+    save_adapter,
+)
+from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
-from vla_policies.checkpoint.weights import load_weights
+from vla_policies.checkpoint.weights import cast, load_weights
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import NOISE_WIDTHS
 from vla_policies.nn.value_head import make_value_layers
@@ -35,7 +42,7 @@ from vla_policies.pi0.outline import VALUE_WIDTHS, find_model, is_joint, make_he
 from vla_policies.pi0.prefix import from_entries, pool, to_entries
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
-from vla_policies.policy import PretrainedPolicy
+from vla_policies.policy import PretrainedPolicy, Sharding
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.model_images import CAMERAS, ModelImages
 from vla_policies.sharding import ShardGroup
@@ -138,6 +145,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         lora_adapter: str | Path | None = None,
+        shard: Sharding | None = None,
         **settings: Any,
     ) -> Self:
         """Load a checkpoint in openpi's PyTorch layout; see :meth:`PretrainedPolicy.from_pretrained`.
@@ -153,8 +161,11 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
                     f"{checkpoint.path} does not say its {name}; set {name}, such as {example!r} (recipes: policy=pi0)"
                 )
         model, entries = empty_model(checkpoint)
+        cast(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=needs_float32)
         policy = cls(model, checkpoint, cls.config_class(**merged))
-        dtype = saved_dtype(checkpoint.options) if dtype is None else dtype
+        adapter = put_stored_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
+        if shard is not None:
+            shard(policy)
         stored, heads = checkpoint.heads, policy.heads()
         stored.load(heads)
         level = stored.noise_level
@@ -162,11 +173,9 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
             policy.noise_level.copy_(level.read())
         taken = stored.keys_of(heads)  # heads that are not built stay as they were, to be written again
         entries = {key: entry for key, entry in entries.items() if key not in taken}
-        policy.unused_tensors = load_weights(
-            model, entries, dtype=dtype, device=device, float32=needs_float32, unused=unused
-        )
+        policy.unused_tensors = load_weights(model, entries, device=device, unused=unused)
         policy.to(device)
-        restore_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
+        fill_adapter(policy, adapter)
         return policy
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -187,7 +196,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         files.append(save_heads(folder, self.heads(), self.noise_level))
         if lora:
             files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
-        write_checksums(folder, files)
+        in_first(self.parameters(), lambda: write_checksums(folder, files))
 
     def shard_groups(self) -> list[ShardGroup]:
         """Return layers of SigLIP, what leads from it to Gemma, embeddings, and layers of both Gemmas.

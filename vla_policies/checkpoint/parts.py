@@ -1,0 +1,130 @@
+"""Tensors of which each process has a part (DTensors of FSDP): which part, and the whole again, piece by piece.
+
+A plain tensor is the case of a process that has all of it. What is written comes from the first process of the mesh;
+the others send it what it lacks, so they must make the same calls. No process ever holds more of a tensor that is not
+its own than :data:`PIECE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from vla_common.tensor_files import not_finite, refuse_not_finite
+
+PIECE = 8_000_000  # bytes that are sent at once
+
+
+def own_part(tensor: Tensor) -> tuple[slice, ...]:
+    """Return which part this process has, as an index of the whole; ``()``, which is everything, of a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    [chunk] = tensor.__create_chunk_list__()
+    return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def from_part(part: Tensor, like: Tensor) -> Tensor:
+    """Make a tensor of this process's ``part``, sharded as ``like`` is; the part itself where that is not sharded."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def empty_like_others(shape: Sequence[int], others: Iterable[Tensor]) -> Tensor:
+    """Return a tensor on the meta device that is sharded as ``others`` are, plain if they are."""
+    empty = torch.empty(tuple(shape), device="meta")
+    like = next((tensor for tensor in others if isinstance(tensor, DTensor)), None)
+    if like is None or not empty.ndim:
+        return empty
+    return distribute_tensor(empty, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a whole tensor on the CPU: pieces that follow each other in memory, each contiguous.
+
+    All processes that share it must take all of its pieces.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        yield tensor.cpu().contiguous()
+        return
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    by_rows = len(split) == 1 and tensor.placements[split[0]] == Shard(0)
+    if not by_rows or tensor.numel() * tensor.element_size() <= PIECE:
+        yield tensor.full_tensor().cpu().contiguous()
+        return
+    [dim], mesh, local, rows = split, tensor.device_mesh, tensor.to_local(), tensor.shape[0]
+    group, own, share = mesh.get_group(dim), mesh.get_local_rank(dim), -(-rows // mesh.size(dim))
+    step = max(1, PIECE * rows // (tensor.numel() * tensor.element_size()))
+    for owner in range(mesh.size(dim)):
+        first, last = min(owner * share, rows), min((owner + 1) * share, rows)
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            if owner == own:
+                piece = local[start - first : stop - first].contiguous()
+            else:
+                piece = local.new_empty(stop - start, *tensor.shape[1:])
+            dist.broadcast(piece, group=group, group_src=owner)
+            yield piece.cpu()
+
+
+def in_first(tensors: Iterable[Tensor], write: Callable[[], object], rest: Iterable[object] = ()) -> None:
+    """Have the first of the processes that share ``tensors`` write; one that has them alone does.
+
+    Args:
+        tensors: tell which processes these are.
+        write: called in the first one; what it raises is raised in all of them, so that all go on or none.
+        rest: what it reads of, such as :func:`pieces`; what it has not read is read to the end here, and all of it in
+            the other processes.
+
+    Raises:
+        OSError: in the other processes, for whatever the first one raises.
+    """
+    if (mesh := _mesh(tensors)) is None:
+        write()
+        return
+    error: Exception | None = None
+    if not any(mesh.get_coordinate() or ()):
+        try:
+            write()
+        except Exception as raised:  # a full disk is OSError, RuntimeError or SafetensorError
+            error = raised
+    for _ in rest:
+        pass
+    problems = _all_gather(mesh, [] if error is None else [str(error)])
+    if error is not None:
+        raise error
+    if problems:
+        raise OSError(problems[0])
+
+
+def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Refuse to save what no one could use, in all processes if one of them has it; nothing is put together for that.
+
+    Raises:
+        ValueError: names the tensors.
+    """
+    broken = not_finite(
+        {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
+    )
+    if (mesh := _mesh(tensors.values())) is not None:
+        broken = _all_gather(mesh, broken)
+    refuse_not_finite(broken, what)
+
+
+def _mesh(tensors: Iterable[Tensor]) -> DeviceMesh | None:
+    return next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+
+
+def _all_gather(mesh: DeviceMesh, texts: list[str]) -> list[str]:
+    """Return the texts of all processes of a mesh, dimension after dimension."""
+    for group in mesh.get_all_groups():
+        found: list[list[str]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(found, texts, group=group)
+        texts = list(dict.fromkeys(text for each in found for text in each))
+    return texts
