@@ -53,7 +53,7 @@ def worlds():
 def other_process():
     """Where nothing but RoboTwin is imported; randomized, it draws fast."""
     options = {"task_config": "demo_randomized", "seeds": "range", "render_quality": "fast"}
-    env = make_env("robotwin/all", num_envs=1, num_workers=1, step_timeout=300, **options)  # an item is many chunks
+    env = make_env("robotwin/all", 1, 25, num_workers=1, step_timeout=300, **options)  # an item is many chunks
     yield env.pool
     env.close()
 
@@ -250,7 +250,7 @@ def test_an_unstable_seed_is_replaced_by_the_next_and_it_is_said(worlds, caplog)
     assert simulator.remark == ""
     assert digest(unstable).hexdigest() == digest(named).hexdigest()
     options = {"task_config": "demo_randomized", "seeds": "range", "render_quality": "fast"}
-    options |= {"num_envs": 1, "num_workers": 1}
+    options |= {"chunk_size": 25, "num_envs": 1, "num_workers": 1}
     queue = EpisodeQueue([Episode(0, 2), Episode(0, 3)])
     env = make_env("robotwin/place_dual_shoes", episodes=queue, **options)
     images = env.reset()[keys.IMAGES]
