@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vla_policies.memory import Group, Sizes
+from vla_policies.nn.blocks import blocks_of
 
 PROMPT_LENGTH = 32  # tokens of an instruction with what stands around it
 
@@ -98,17 +99,6 @@ class Outline:
             recomputed=self.held + sum(stack.depth * hidden for stack, _, hidden in found) + largest,
             rollout=self.cache + largest,
         )
-
-
-def blocks_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules of the blocks: the outermost children of module lists that have parameters."""
-    inside: tuple[str, ...] = ()
-    for name, child in module.named_modules():
-        if isinstance(child, nn.ModuleList) and not f"{name}.".startswith(inside):
-            for number, block in child.named_children():
-                if next(block.parameters(), None) is not None:
-                    inside += (f"{name}.{number}.",)
-                    yield f"{name}.{number}", block
 
 
 def _names(prefix: str, block: nn.Module) -> Iterator[str]:

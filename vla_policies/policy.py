@@ -48,8 +48,9 @@ from vla_policies.checkpoint.lora import ADAPTER, adapt, read_rank
 from vla_policies.checkpoint.report import Report, describe_weights
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged
 from vla_policies.checkpoint.weights import list_weights
+from vla_policies.nn.blocks import blocks_of
 from vla_policies.outline import Outline
-from vla_policies.sharding import ENTRY_POINTS, ShardGroup, blocks_of, reshard
+from vla_policies.sharding import ENTRY_POINTS, ShardGroup, reshard
 from vla_policies.values import ValueOperator
 
 Sharding = Callable[["VLAPolicy"], object]  # shards a policy in place, such as by fully_shard on its blocks and itself
@@ -284,7 +285,7 @@ class VLAPolicy(TensorDictModuleBase):
         By default the blocks of the network are groups: what is in its lists (``nn.ModuleList``). Without any the
         policy is one group, which saves the memory of optimizer and gradients only.
         """
-        return [ShardGroup(block, returns_float32=True) for block in blocks_of(self)]
+        return [ShardGroup(block, returns_float32=True) for _, block in blocks_of(self)]
 
     # ---- making, saving and loading
 
@@ -536,7 +537,7 @@ class PretrainedPolicy(VLAPolicy):
             parameter.data = parameter.data.to(torch.float32 if float32(name) else dtype)
         policy.freeze()
         adapt(policy, *(settings.get(f"lora_{name}") for name in ("rank", "alpha", "targets")))
-        return policy
+        return policy.to("meta")  # adapters begin with numbers
 
     @classmethod
     def complete_settings(

@@ -45,15 +45,6 @@ class ShardGroup:
     returns_float32: bool = False
 
 
-def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated blocks of a network: what is in its outermost lists, as far as it has parameters."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from (block for block in child if any(True for _ in block.parameters()))
-        else:
-            yield from blocks_of(child)
-
-
 def shard(
     policy: nn.Module,
     mesh: DeviceMesh,

@@ -14,8 +14,8 @@ from vla_policies import make_example, memory
 from vla_policies.__main__ import main
 from vla_policies.checkpoint.lora import adapt
 from vla_policies.memory import Group, Sizes, Way, calculate
+from vla_policies.nn.blocks import blocks_of
 from vla_policies.openvla import OpenVLA, OpenVLAOFT
-from vla_policies.outline import blocks_of
 from vla_policies.pi0 import Pi0
 from vla_policies.pi0.folder import LM_HEAD
 from vla_policies.pi0.prompts import PAD

@@ -23,7 +23,8 @@ from vla_algos.run.resume import load_trained, trained
 from vla_common import keys
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, VLAPolicy
 from vla_policies.checkpoint.lora import add_lora
-from vla_policies.sharding import ShardGroup, blocks_of, shard, sharded_modules
+from vla_policies.nn.blocks import blocks_of
+from vla_policies.sharding import ShardGroup, shard, sharded_modules
 from vla_policies.small import SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig
 
 pytestmark = pytest.mark.timeout(900)
@@ -322,7 +323,7 @@ def test_blocks_are_those_of_the_outermost_lists():
     inner = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
     outer = nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), nn.Linear(2, 2)])
     module = nn.ModuleDict({"first": nn.Sequential(inner), "second": outer, "third": nn.Linear(2, 2)})
-    assert list(blocks_of(module)) == [inner[0], *outer]
+    assert [block for _, block in blocks_of(module)] == [inner[0], *outer]
 
 
 @pytest.mark.parametrize("name", ["openvla", "oft", "pi0", "pi05"])
