@@ -22,6 +22,7 @@ from vla_algos.learner import OPTIM, check_steps
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.run import TRAINING, Run, launch, run_program
 from vla_common.settings import Count, setting_types
+from vla_policies.sharding import gathered
 
 CRITIC = ("critic_coeff", "clip_value", "huber_delta")  # GRPO has none
 SETTINGS = {  # by section: the keyword arguments of one callable
@@ -32,7 +33,9 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "collector": setting_types(collect_groups, without=["collector", "episodes"]),
     "loss": setting_types(ChunkClipPPOLoss, without=["policy", *CRITIC]),
     "optim": setting_types(Learner, only=OPTIM),
-    "update": setting_types(Learner, without=[*OPTIM, "loss_module", "optimizer", "updates", "critic_warmup_steps"]),
+    "update": setting_types(
+        Learner, without=[*OPTIM, "loss_module", "optimizer", "offload_optimizer", "updates", "critic_warmup_steps"]
+    ),
 }
 
 
@@ -50,7 +53,13 @@ def train(config: SimpleNamespace, run: Run) -> None:
     bounds = config.collector["success_bounds"]
     policy = run.make_policy()
     loss_module = ChunkClipPPOLoss(policy, **config.loss, critic_coeff=None)
-    learner = Learner(loss_module, **config.optim, **config.update, updates=config.iterations)
+    learner = Learner(
+        loss_module,
+        **config.optim,
+        **config.update,
+        offload_optimizer=config.offload["optimizer"],
+        updates=config.iterations,
+    )
     env = run.make_env(policy)
     episodes = run.training_episodes(config.group_size)
     collector = EpisodeCollector(env, policy)
@@ -59,7 +68,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
         for iteration in run.iterations():
             policy.eval()
             policy.start_iteration(iteration)
-            groups = run.interruptible(lambda: collect_groups(collector, episodes, **wanted, success_bounds=bounds))
+            with gathered(policy):
+                groups = run.interruptible(lambda: collect_groups(collector, episodes, **wanted, success_bounds=bounds))
             batch = grpo(groups, bounds, move=True)  # None: no group carries signal
             everything = [group for part in parallel.all_gather_object(outcomes_of(groups)) for group in part]
             learnable, update = grpo(everything, bounds), {}

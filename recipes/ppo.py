@@ -23,6 +23,7 @@ from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.run import TRAINING, Run, launch, run_program
 from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, VALUE_TARGET
 from vla_common.settings import Count, setting_types
+from vla_policies.sharding import gathered
 
 SETTINGS = {  # by section: the keyword arguments of one callable
     **TRAINING,
@@ -31,7 +32,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "gae": setting_types(gae, without=["batch"]),
     "loss": setting_types(ChunkClipPPOLoss, without=["policy"]),
     "optim": setting_types(Learner, only=OPTIM),
-    "update": setting_types(Learner, without=[*OPTIM, "loss_module", "optimizer", "updates"]),
+    "update": setting_types(Learner, without=[*OPTIM, "loss_module", "optimizer", "offload_optimizer", "updates"]),
 }
 
 
@@ -44,7 +45,13 @@ def train(config: SimpleNamespace, run: Run) -> None:
     check_steps(**config.optim, **config.update, updates=config.iterations)
     policy = run.make_policy()
     loss_module = ChunkClipPPOLoss(policy, **config.loss)
-    learner = Learner(loss_module, **config.optim, **config.update, updates=config.iterations)
+    learner = Learner(
+        loss_module,
+        **config.optim,
+        **config.update,
+        offload_optimizer=config.offload["optimizer"],
+        updates=config.iterations,
+    )
     check_levels(
         config.gae["reward_level"],
         config.gae["bootstrap"],
@@ -60,7 +67,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
         for iteration in run.iterations():
             policy.eval()
             policy.start_iteration(iteration)
-            batch = run.interruptible(collector.rollout)
+            with gathered(policy):
+                batch = run.interruptible(collector.rollout)
             with run.timer("train"):
                 everything = parallel.all_gather(batch.select(NEXT, STATE_VALUE, strict=False))  # of all processes
                 gae(everything, **config.gae)

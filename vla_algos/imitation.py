@@ -12,6 +12,8 @@ import torch
 from annotated_types import Gt, Le
 from tensordict import TensorDict
 
+from vla_algos import parallel
+from vla_algos.learner import clip_gradient
 from vla_common import keys
 from vla_common.settings import BelowOne, Count, Factor, Fraction, Rate, checked
 from vla_common.validation import are_numbers
@@ -20,6 +22,7 @@ from vla_envs.env import VLAEnv
 from vla_envs.simulator import Episode
 from vla_envs.workers.pool import reason
 from vla_policies import VLAPolicy
+from vla_policies.sharding import compute_device
 
 
 @checked
@@ -121,6 +124,8 @@ def check_state_noise(state_noise: Any, state_dim: int) -> None:
 class BehaviourCloning:
     """Trains ``policy`` to imitate, and sets its normalisation statistics from the demonstrations.
 
+    Several processes that share a sharded policy work off a part of each batch each; all have all demonstrations.
+
     Args:
         policy: trained in place.
         demonstrations: of :func:`record_demonstrations`.
@@ -173,22 +178,35 @@ class BehaviourCloning:
         """
         self.policy.train()
         if not self._order:
-            self._order = list(torch.randperm(len(self.demonstrations)).split(self.batch_size))
+            order = parallel.broadcast_object(torch.randperm(len(self.demonstrations)))
+            self._order = list(order.split(self.batch_size))
         batch = self.demonstrations[self._order.pop()]
         batch[keys.STATES] = batch[keys.STATES] + self.state_noise * torch.randn_like(batch[keys.STATES])
-        batch = batch.to(next(self.policy.parameters()).device)
-        loss = self.policy.imitation_loss(batch, sigma=self.label_sigma)[batch[keys.STEP_MASK]].mean()
-        if not loss.isfinite():
+        loss = self._share_of_loss(batch)
+        whole = sum(parallel.all_gather_object(loss.item()))
+        if not math.isfinite(whole):
             raise FloatingPointError(
-                f"the loss of cloning is {loss.item()}: the policy has diverged; lower cloning.lr, or look at the "
+                f"the loss of cloning is {whole}: the policy has diverged; lower cloning.lr, or look at the "
                 "demonstrations"
             )
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        clip_gradient(list(self.policy.parameters()), 1.0)
         self.optimizer.step()
         self.schedule.step()
-        return loss.item()
+        return whole
+
+    def _share_of_loss(self, batch: TensorDict) -> torch.Tensor:
+        """Return what this process's rows add to the mean over what is valid of a batch; 0 where it has none."""
+        valid = batch[keys.STEP_MASK]
+        own = batch[parallel.rank() :: parallel.world_size()]
+        counted = bool(own[keys.STEP_MASK].any())  # no process may leave out a pass of a sharded policy
+        rows = (own if counted else batch[:1]).to(compute_device(next(self.policy.parameters())))
+        loss = self.policy.imitation_loss(rows, sigma=self.label_sigma)
+        if not counted:
+            return 0.0 * loss.sum()
+        loss = loss[rows[keys.STEP_MASK]]
+        return loss.mean() * (len(loss) / int(valid.sum()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs to resume exactly here, with the same demonstrations."""

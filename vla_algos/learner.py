@@ -23,9 +23,11 @@ from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
 from vla_common.settings import BelowOne, Count, Fraction, Positive, Rate, Whole, checked
 from vla_common.tensor_files import add_dimensions
 from vla_policies import VLAPolicy
-from vla_policies.sharding import gathered, sharded_modules
+from vla_policies.checkpoint.parts import from_part
+from vla_policies.sharding import compute_device, gathered, sharded_modules
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
+HOST = torch.device("cpu")
 _LITTLE = 0.1  # of the policy's weights, whose whole gradient a process may hold
 _SMOKE = 10  # so few updates only try whether everything works
 OPTIM = ("lr", "value_lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_updates", "final_lr")
@@ -74,6 +76,7 @@ class Learner:
         max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step of an update; ``None`` for any. More
             means that the stored log-probabilities are not those of the policy that is trained: stale, or of another
             precision.
+        offload_optimizer: keep the optimizer's moments in host memory but for the steps of an update.
 
     Attributes:
         steps: optimizer steps taken so far.
@@ -106,6 +109,7 @@ class Learner:
         target_kl: Positive | None = None,
         critic_warmup_steps: Whole = 0,
         max_log_ratio: Positive | None = 0.1,
+        offload_optimizer: bool = False,
     ):
         if not isinstance(loss_module, LossModule):
             raise TypeError(
@@ -140,18 +144,24 @@ class Learner:
         self.max_log_ratio = math.inf if max_log_ratio is None else max_log_ratio
         self.target_kl = target_kl
         self.critic_warmup_steps = critic_warmup_steps
+        self.offload_optimizer = offload_optimizer
         self.steps = 0
         self._reference: dict[str, torch.Tensor] | None = None  # weights of the frozen policy where the loss needs one
         self._sharded = sharded_modules(self.policy)
         self._takes_whole = takes_whole(loss_module)
         self._names = getattr(loss_module, "metric_names", {})
         self._actor, self._critic = trained_parameters(loss_module)
+        if parallel.world_size() > 1 and not all(isinstance(each, DTensor) for each in [*self._actor, *self._critic]):
+            raise ValueError(
+                f"{parallel.world_size()} processes train a policy together that is sharded: call shard(policy, "
+                "parallel.device_mesh(shards=1)) of vla_policies.sharding first, and likewise for a critic of its own"
+            )
         if critic_warmup_steps and not self._critic:
             raise ValueError(
                 "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); "
                 "set it to 0"
             )
-        self._device = device_of(next(iter([*self._actor, *self._critic])))
+        self._device = compute_device(next(iter([*self._actor, *self._critic])))
         # Until the last pass of a minibatch a process would hold the whole gradient: little with adapters alone.
         trained, all_of_it = (
             sum(each.numel() for each in some) for some in ([*self._actor, *self._critic], self.policy.parameters())
@@ -211,6 +221,7 @@ class Learner:
         )
         everybodys = TensorDict({NEXT: {STEP_MASK: torch.cat([mask for mask in masks if mask is not None])}})
         everybodys.batch_size = everybodys[NEXT, STEP_MASK].shape[:1]
+        self._keep_moments(self._device)
         mean, steps_before, skipped = WeightedMean(), self.steps, 0
         mismatch, first = None, True
         for rows in self._minibatches(len(everybodys)):
@@ -234,6 +245,7 @@ class Learner:
                 f"no gradient of this update was finite ({skipped} steps skipped): the policy has diverged; lower "
                 "optim.lr or optim.max_grad_norm and start from an earlier checkpoint"
             )
+        self._keep_moments(HOST)
         actor_lr, critic_lr = (group["lr"] for group in self.optimizer.param_groups)
         self.scheduler.step()
         return {
@@ -283,8 +295,6 @@ class Learner:
         if critic_only:  # the value loss may reach the backbone as well, see critic_detach
             for parameter in self._actor:
                 parameter.grad = None
-        # Those of a sharded policy FSDP has added up.
-        parallel.all_reduce_gradients([each for each in [*self._actor, *self._critic] if not isinstance(each, DTensor)])
         processes = parallel.world_size()
         seen.add({"train/loss": total * processes}, 1 / processes)  # the sum of the shares, not their mean
         return seen.of_all_processes()
@@ -353,6 +363,16 @@ class Learner:
             )
         return mismatch
 
+    def _keep_moments(self, device: torch.device) -> None:
+        """Move what the optimizer knows of each number, its moments, if asked for; numbers of a tensor stay."""
+        if not self.offload_optimizer:
+            return
+        for state in self.optimizer.state.values():
+            for name, moment in state.items():
+                if isinstance(moment, torch.Tensor) and moment.ndim:
+                    part = moment.to_local() if isinstance(moment, DTensor) else moment
+                    state[name] = from_part(part.to(device), moment)
+
     def _logged(self, diagnostic: str) -> str:
         """Name what the loss returns as ``diagnostic`` as the log does."""
         return f"train/{self._names.get(diagnostic, diagnostic)}"
@@ -375,6 +395,7 @@ class Learner:
         rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])
         _add_dimensions(self.optimizer)
+        self._keep_moments(HOST)
         self.scheduler.load_state_dict(state["scheduler"])
         self.scheduler.base_lrs = rates
         for group, own, rate, factor in zip(
@@ -455,11 +476,6 @@ def _executed(batch: TensorDictBase) -> TensorDictBase:
     return samples.copy() if executed.all() else samples[executed]
 
 
-def device_of(parameter: torch.nn.Parameter) -> torch.device:
-    """Return where a parameter is computed with: a sharded one may be kept in host memory."""
-    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
-
-
 def clip_gradient(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale the gradient of some parameters, or of their parts in all processes, to a norm of ``max_norm`` at most.
 
@@ -506,6 +522,7 @@ def trained_parameters(loss_module: LossModule) -> tuple[list[torch.nn.Parameter
     if short:
         raise ValueError(
             f"trained parameters are {', '.join(sorted(short))}, which rounds away steps of a usual learning rate; "
-            "set policy.dtype=float32, or train adapters, which are float32: policy.lora_rank=32"
+            "set policy.dtype=float32 (sharding.compute=bf16 computes in bfloat16 all the same), or train adapters, "
+            "which are float32: policy.lora_rank=32"
         )
     return actor, critic

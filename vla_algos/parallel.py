@@ -18,9 +18,8 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -152,8 +151,12 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def device_mesh(shards: int) -> DeviceMesh:
+def device_mesh(shards: int, device: str | None = None) -> DeviceMesh:
     """Arrange the processes as ``[replicas, shards]``: ``shards`` of them, one after the other, have a copy together.
+
+    Args:
+        shards: how many.
+        device: type of what they compute on; ``None`` for GPUs where there are some.
 
     Raises:
         ValueError: they cannot be arranged so.
@@ -163,7 +166,7 @@ def device_mesh(shards: int) -> DeviceMesh:
         possible = [number for number in range(1, processes + 1) if processes % number == 0]
         raise ValueError(f"shards={shards} does not divide the {processes} processes; possible are {possible}")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(kind, (processes // shards, shards), mesh_dim_names=("replicas", "shards"))
+    return init_device_mesh(device or kind, (processes // shards, shards), mesh_dim_names=("replicas", "shards"))
 
 
 def per_rank(total: int, what: str) -> int:
@@ -245,42 +248,6 @@ def barrier() -> None:
     all_gather_object(None)
 
 
-def broadcast(tensors: Iterable[torch.Tensor]) -> None:
-    """Give all processes the tensors of the first, in place."""
-    if world_size() > 1:
-        _wait([partial(dist.broadcast, tensor, src=0, async_op=True) for tensor in tensors])
-
-
-def sync_initial_weights(policy: torch.nn.Module) -> None:
-    """Give all processes the trained weights and the buffers of the first one."""
-    broadcast(parameter.data for parameter in policy.parameters() if parameter.requires_grad)
-    values = broadcast_object([buffer.cpu() for buffer in policy.buffers()])
-    for buffer, value in zip(policy.buffers(), values, strict=True):
-        buffer.copy_(value)
-
-
-def all_reduce_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Add up the gradients of all processes, in place. A parameter without gradient in any of them keeps none.
-
-    Each process has its share of a loss over all data, so that the sum is the gradient. (DistributedDataParallel
-    averages, and wants every process to run a backward pass each time; here a minibatch may lie in one process.)
-    """
-    if world_size() == 1 or not parameters:
-        return
-    there = all_gather_object([parameter.grad is not None for parameter in parameters])
-    used = [parameter for parameter, *anywhere in zip(parameters, *there, strict=True) if any(anywhere)]
-    for parameter in used:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    _wait([partial(dist.all_reduce, parameter.grad, async_op=True) for parameter in used])
-
-
-def _wait(starts: Sequence[Callable[[], Any]]) -> None:
-    works = [_exchange(start) for start in starts]
-    for work in works:
-        _exchange(work.wait)
-
-
 def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     try:
         with _heartbeat.waiting(_call()) if _heartbeat is not None else contextlib.nullcontext():
@@ -319,7 +286,6 @@ _RENAMED = {
     "largest": "all_reduce_max",
     "own_rows": "local_rows",
     "share": "per_rank",
-    "sum_gradients": "all_reduce_gradients",
     "wait_for_all": "barrier",
 }
 

@@ -50,7 +50,7 @@ from vla_policies.checkpoint.settings import as_tuples, check_unchanged
 from vla_policies.checkpoint.weights import list_weights
 from vla_policies.nn.blocks import blocks_of
 from vla_policies.outline import Outline
-from vla_policies.sharding import ENTRY_POINTS, ShardGroup, reshard
+from vla_policies.sharding import ENTRY_POINTS, ShardGroup, compute_device, reshard
 from vla_policies.values import ValueOperator
 
 Sharding = Callable[["VLAPolicy"], object]  # shards a policy in place, such as by fully_shard on its blocks and itself
@@ -162,7 +162,7 @@ class VLAPolicy(TensorDictModuleBase):
     @property
     def device(self) -> torch.device:
         """Of the parameters."""
-        return next(self.parameters()).device
+        return compute_device(next(self.parameters()))
 
     # ---- learning
 

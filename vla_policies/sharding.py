@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from torch.distributions import Distribution
 
 ENTRY_POINTS = ("get_dist", "evaluate_actions", "imitation_loss")
@@ -105,6 +106,27 @@ def shard(
 def sharded_modules(policy: nn.Module) -> list[FSDPModule]:
     """List the groups of a policy that :func:`shard` has divided, the root first; of any other it is empty."""
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+
+def compute_device(parameter: Tensor) -> torch.device:
+    """Return where a parameter is computed with: one of a sharded policy may be kept in host memory."""
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+def storage_device(policy: nn.Module, device: torch.device | str) -> torch.device | str:
+    """Return where the weights of a policy that computes on ``device`` are kept: in host memory if it was told so."""
+    groups = (group for module in sharded_modules(policy) for group in module._get_fsdp_state()._fsdp_param_groups)
+    return "cpu" if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups) else device
+
+
+def place(policy: nn.Module, device: torch.device | str) -> None:
+    """Move a policy to a device; of a sharded one the buffers, as FSDP has put the parameters where they belong."""
+    if not sharded_modules(policy):
+        policy.to(device)
+        return
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def reshard(policy: nn.Module) -> None:

@@ -11,7 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.run.evaluator import Evaluator
-from vla_algos.run.launcher_settings import check_job, launcher_types
+from vla_algos.run.launcher_settings import check_job, count_processes, launcher_types
+from vla_algos.run.sharding import Sharding, check_shards
 from vla_algos.run.warm_start import record
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Seed, Whole, check_settings, setting_types
@@ -40,6 +41,8 @@ TRAINING: Types = {
     "iterations": Count,
     "evaluate_every": Whole,
     "episode_order": Literal["random", "ordered", "fixed"],
+    "sharding": setting_types(Sharding),
+    "offload": {"optimizer": bool},
 }
 _MOVED = {"algo": "gae, loss, update and collector", "sft": "demonstrations and cloning"}
 _SHARED = (("env", "num_envs"), ("collector", "groups"), ("collector", "max_groups"))  # by the processes of a job
@@ -107,6 +110,12 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
     if found["launcher"]["name"] == "slurm":
         shared = {f"{section}.{name}": found.get(section, {}).get(name) for section, name in _SHARED}
         check_job(found["launcher"], {name: number for name, number in shared.items() if number is not None})
+        check_shards(found.get("sharding", {}).get("shards", "all"), count_processes(found["launcher"]))
+    if found.get("sharding", {}).get("cpu_offload") and found["offload"]["optimizer"]:
+        raise ValueError(
+            "offload.optimizer=true: with sharding.cpu_offload=true Adam is in host memory already; leave "
+            "one of them out"
+        )
     return SimpleNamespace(**found)
 
 

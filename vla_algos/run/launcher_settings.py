@@ -51,6 +51,11 @@ def launcher_types(name: str) -> dict[str, Any]:
     return _LAUNCHERS[name]
 
 
+def count_processes(settings: Mapping[str, Any]) -> int:
+    """Return how many processes a launcher starts."""
+    return settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
+
+
 def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
     """Refuse what would fail only when the job has waited in the queue.
 
@@ -69,7 +74,7 @@ def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
         )
     if seeds and len(set(seeds)) < len(seeds):
         raise ValueError(f"launcher.seeds={seeds}: a seed is there twice, two jobs would write into one folder")
-    processes = settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
+    processes = count_processes(settings)
     for name, number in shared.items():
         if number % processes:
             raise ValueError(

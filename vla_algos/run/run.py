@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TypeVar, cast
 
 from safetensors import SafetensorError
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
@@ -24,14 +24,17 @@ from vla_algos.run.logging import RunLogger, progress_bar
 from vla_algos.run.phase import begin_work
 from vla_algos.run.resume import ResumableRun, Stateful
 from vla_algos.run.seeds import seed_rank
+from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
 from vla_algos.run.summary import describe_policy, describe_spec, show_iteration, summarise
-from vla_algos.run.warm_start import demonstration_seed, warm_start
+from vla_algos.run.warm_start import clone, demonstration_seed, record
 from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.demonstrations import check_expert
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
+from vla_policies.memory import Way
+from vla_policies.sharding import gathered
 
 T = TypeVar("T")
 _CRASHED_ITERATIONS = 10  # in a row, in which no episode finished
@@ -74,6 +77,8 @@ class Run:
         self.evaluator = Evaluator(**config.eval)
         self.evaluator.episodes(self.spec)  # there are so many
         self.demonstration_seed = 0
+        if hasattr(config, "sharding"):
+            self.sharding = Sharding(**config.sharding)
         if hasattr(config, "demonstrations"):
             self.demonstration_seed = demonstration_seed(config.seed, config.eval["seed"])
             self._check_warm_start()
@@ -94,7 +99,21 @@ class Run:
 
     def make_policy(self) -> VLAPolicy:
         """Make the policy of ``config.policy``, complete and known to fit the environment, which is not started."""
-        self.policy = make_policy(self.spec, **self.config.policy)
+        settings = dict(self.config.policy)
+        divide, way = None, Way()
+        if hasattr(self.config, "sharding"):  # whoever only acts has the policy whole
+            divide = self.sharding.divider(settings.get("device"))
+            way = self.sharding.way(self.config.offload["optimizer"])
+
+        def complete(policy: VLAPolicy) -> None:
+            say_host_memory(policy, way)
+            if divide is not None:
+                divide(policy)
+
+        self.policy = make_policy(self.spec, **settings, **({} if divide is None else {"shard": complete}))
+        if divide is None:
+            complete(self.policy)
+        check_same_draws()
         return self.policy
 
     def make_env(self, policy: VLAPolicy) -> VLAEnv:
@@ -149,7 +168,7 @@ class Run:
                 self._begin()
             yield
         done_before = resumed is not None and resumed >= self._last and (self.folder / "policy").is_dir()
-        if parallel.is_main() and not done_before:
+        if not parallel.broadcast_object(done_before):
             self._save_policy()
         self._finish()
 
@@ -242,8 +261,12 @@ class Run:
         self._noted = self._noted or note_start(self.config, self.folder)
 
     def _save_policy(self) -> None:
+        """Write the policy; all processes send the first one what they have of it."""
         try:
-            write_folder_atomically(self.folder / "policy", self.policy.save_pretrained)
+            if parallel.is_main():
+                write_folder_atomically(self.folder / "policy", self.policy.save_pretrained)
+            else:
+                self.policy.save_pretrained(self.folder / "policy")
         except (OSError, RuntimeError, SafetensorError) as error:  # whatever is raised on a full disk
             raise OSError(
                 f"{self.folder / 'policy'} could not be written: {error}; make room, then type the same command with "
@@ -251,17 +274,22 @@ class Run:
             ) from error
 
     def _begin(self) -> None:
-        self._checkpoints.interruptible(self._warm_start)
-        parallel.sync_initial_weights(self.policy)
+        self._warm_start()
         seed_rank(self.config.seed)
         self.state |= {"evaluations": [], "speeds": []}
         self._checkpoints.finish(0)
 
     def _warm_start(self) -> None:
-        demonstrations, cloning = self.config.demonstrations, self.config.cloning
-        wanted = demonstrations["episodes"] and not self.config.policy.get("checkpoint") and self._warm_starts
-        if wanted and parallel.is_main():
-            warm_start(self.env, self.policy, self.demonstration_seed, demonstrations, cloning)
+        """Have the first process record demonstrations, and all clone them."""
+        settings, cloning = self.config.demonstrations, self.config.cloning
+        if not settings["episodes"] or self.config.policy.get("checkpoint") or not self._warm_starts:
+            return
+
+        def recorded() -> TensorDict | None:
+            return record(self.env, self.policy, self.demonstration_seed, **settings) if parallel.is_main() else None
+
+        demonstrations = parallel.broadcast_object(self.interruptible(recorded))
+        clone(self.policy, cast(TensorDict, demonstrations), cloning, before_step=self.stop_if_asked)
 
     def _check_warm_start(self) -> None:
         if self.config.demonstrations["episodes"] and "steps" not in self.config.cloning:
@@ -298,7 +326,8 @@ class Run:
     def _evaluate(self, iteration: int) -> None:
         title = f"evaluation after {iteration}"
         folder = self.folder / "evaluations" / f"iteration_{iteration:04d}"
-        share = self.interruptible(lambda: self.evaluator.run_both(title, self.env, self.policy, folder))
+        with gathered(self.policy):
+            share = self.interruptible(lambda: self.evaluator.run_both(title, self.env, self.policy, folder))
         results = {prefix: gather(result, folder / f"{prefix}.jsonl") for prefix, result in share.items()}
         self._failure = results["eval"].failure
         for result in results.values():

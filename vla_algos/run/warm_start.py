@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDict
@@ -71,20 +72,20 @@ def record(
         )
 
 
-def warm_start(
-    env: VLAEnv, policy: VLAPolicy, seed: int, demonstrations: dict[str, Any], cloning: dict[str, Any]
+def clone(
+    policy: VLAPolicy, demonstrations: TensorDict, settings: dict[str, Any], before_step: Callable[[], None]
 ) -> None:
-    """Record demonstrations and clone them into ``policy``: ``recipes/sft.py`` within another recipe.
+    """Clone demonstrations into ``policy``, in all processes at once: ``recipes/sft.py`` within another recipe.
 
     Args:
-        env: see :func:`record`.
         policy: trained in place.
-        seed: see :func:`record`.
-        demonstrations: settings of :func:`record`.
-        cloning: settings of :class:`~vla_algos.imitation.BehaviourCloning`.
+        demonstrations: of :func:`record`.
+        settings: of :class:`~vla_algos.imitation.BehaviourCloning`.
+        before_step: called before each step; may raise to abandon it.
     """
-    learner = BehaviourCloning(policy, record(env, policy, seed, **demonstrations), **cloning)
-    with progress_bar("behaviour cloning", cloning["steps"], "step") as bar:
-        for _ in range(cloning["steps"]):
+    learner = BehaviourCloning(policy, demonstrations, **settings)
+    with progress_bar("behaviour cloning", settings["steps"], "step") as bar:
+        for _ in range(settings["steps"]):
+            before_step()
             bar.set_postfix(loss=f"{learner.step():.3f}", refresh=False)
             bar.update()

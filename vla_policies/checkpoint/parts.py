@@ -32,7 +32,8 @@ def from_part(part: Tensor, like: Tensor) -> Tensor:
     """Make a tensor of this process's ``part``, sharded as ``like`` is; the part itself where that is not sharded."""
     if not isinstance(like, DTensor):
         return part
-    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    # Not from_local, which would move what lies in host memory to the GPU.
+    return DTensor(part, like._spec, requires_grad=False)
 
 
 def empty_like_others(shape: Sequence[int], others: Iterable[Tensor]) -> Tensor:

@@ -49,7 +49,7 @@ from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
 from vla_policies.processing.normalization import ActionStatistics
 from vla_policies.processing.sampling import TokenDistribution, action_distribution, check_sampling
-from vla_policies.sharding import ShardGroup
+from vla_policies.sharding import ShardGroup, compute_device, place, storage_device
 
 _VISION = ("proj", "qkv", "fc1", "fc2")
 _PROJECTOR = ("fc1", "fc2", "fc3")
@@ -175,11 +175,11 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         adapter = put_stored_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
         if shard is not None:
             shard(policy)
-        unused = load_weights(model, entries, device=device, unused=unused_by(model))
+        unused = load_weights(model, entries, device=storage_device(policy, device), unused=unused_by(model))
         policy.film = film
         policy.unused_tensors = {key: tensor for key, tensor in unused.items() if not key.startswith(VALUE_HEAD)}
         load_heads(checkpoint, policy.heads(), policy.value_head)
-        policy.to(device)
+        place(policy, device)
         fill_adapter(policy, adapter)
         return policy
 
@@ -356,7 +356,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     @property
     def device(self) -> torch.device:
         """Of the parameters."""
-        return self.model.language_model.model.norm.weight.device
+        return compute_device(self.model.language_model.model.norm.weight)
 
     def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> TokenDistribution:
         """Return the distribution of tokens of logits ``[..., 256]``; ``chosen`` ``[...]`` were drawn earlier."""

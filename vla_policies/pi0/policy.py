@@ -45,7 +45,7 @@ from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.policy import PretrainedPolicy, Sharding
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.model_images import CAMERAS, ModelImages
-from vla_policies.sharding import ShardGroup
+from vla_policies.sharding import ShardGroup, compute_device, place, storage_device
 
 _ROWS = 32  # decisions per pass of a frozen PaliGemma
 
@@ -173,8 +173,9 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
             policy.noise_level.copy_(level.read())
         taken = stored.keys_of(heads)  # heads that are not built stay as they were, to be written again
         entries = {key: entry for key, entry in entries.items() if key not in taken}
-        policy.unused_tensors = load_weights(model, entries, device=device, unused=unused)
-        policy.to(device)
+        kept_on = storage_device(policy, device)
+        policy.unused_tensors = load_weights(model, entries, device=kept_on, unused=unused)
+        place(policy, device)
         fill_adapter(policy, adapter)
         return policy
 
@@ -253,7 +254,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
     @property
     def device(self) -> torch.device:
         """Of the parameters."""
-        return self.model.action_in_proj.weight.device
+        return compute_device(self.model.action_in_proj.weight)
 
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
         """Return the names of layers that end in one of ``targets``; with ``train_expert_only`` those of the expert."""

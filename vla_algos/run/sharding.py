@@ -1,0 +1,139 @@
+"""How a recipe divides its policy among the processes that train it: the section ``sharding``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from vla_algos import parallel
+from vla_common.settings import Count
+from vla_policies import VLAPolicy
+from vla_policies.memory import Group, Memory, Sizes, Way, calculate
+from vla_policies.sharding import shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How weights, gradients and Adam are divided, and in which precision is computed.
+
+    Several processes always divide them, by :func:`vla_policies.sharding.shard`; one alone does where it computes in
+    another precision than its weights' or keeps them in host memory. Otherwise it has plain weights.
+
+    Attributes:
+        shards: processes that share one copy; ``"all"``, or a number that divides theirs: 1 for a copy in each.
+        compute: ``"bf16"`` computes in bfloat16 on weights that are kept, and stepped, in float32; ``None`` computes in
+            the precision of the weights.
+        reshard_after_forward: free the weights of a block after its forward pass, and gather them again for the
+            backward pass: less memory, more to exchange.
+        cpu_offload: keep weights, gradients and Adam in host memory.
+    """
+
+    shards: Count | Literal["all"] = "all"
+    compute: Literal["bf16"] | None = None
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse shards that the processes cannot be arranged in.
+
+        Raises:
+            ValueError: says which can be.
+        """
+        check_shards(self.shards, parallel.world_size())
+
+    @property
+    def number(self) -> int:
+        """How many processes share one copy."""
+        return parallel.world_size() if self.shards == "all" else self.shards
+
+    def way(self, offload_optimizer: bool) -> Way:
+        """Say what of it concerns memory."""
+        return Way(self.number, self.compute is not None, offload_optimizer, self.cpu_offload)
+
+    def divider(self, device: str | None) -> Callable[[VLAPolicy], None] | None:
+        """Return what divides a policy, as ``make_policy(shard=...)`` takes it; ``None`` where one process has it all.
+
+        Args:
+            device: that the policy was asked to compute on; ``None`` for its own choice.
+        """
+        if parallel.world_size() == 1 and self.compute is None and not self.cpu_offload:
+            return None
+        divide = partial(
+            shard,
+            compute=None if self.compute is None else torch.bfloat16,
+            reshard_after_forward=self.reshard_after_forward,
+            cpu_offload=self.cpu_offload,
+        )
+        return lambda policy: divide(policy, parallel.device_mesh(self.number, _kind(policy, device)))
+
+
+def check_shards(shards: int | Literal["all"], processes: int) -> None:
+    """Refuse shards that so many processes cannot be arranged in.
+
+    Raises:
+        ValueError: says which can be.
+    """
+    if shards != "all" and processes % shards:
+        possible = " or ".join(str(number) for number in range(1, processes + 1) if processes % number == 0)
+        raise ValueError(
+            f"sharding.shards={shards} does not divide the number of processes, {processes}: take {possible} or all, "
+            f"or start others: torchrun --nproc-per-node={shards}, or launcher.tasks_per_node={shards}"
+        )
+
+
+def check_same_draws() -> None:
+    """Refuse weights that processes have drawn differently; told by torch's generator, which was seeded alike.
+
+    Raises:
+        RuntimeError: some process has drawn other numbers.
+    """
+    if len(set(parallel.all_gather_object(torch.get_rng_state().numpy().tobytes()))) > 1:
+        raise RuntimeError(
+            "the processes have drawn different random numbers while they made the policy, so that its new weights "
+            "differ; draw them from torch's generator, and as many in every process"
+        )
+
+
+def say_host_memory(policy: VLAPolicy, way: Way) -> None:
+    """Say how much host memory the processes of this machine will take for weights and Adam, if they do.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    whole = Group.of((each.numel(), each.element_size(), each.requires_grad, False) for each in policy.parameters())
+    memory: Memory = calculate(Sizes(whole), way)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed, free = processes * memory.host / 1e9, _free()
+    if not memory.host:
+        return
+    kept = "weights, gradients and Adam" if way.cpu_offload else "Adam"
+    text = f"{kept} of {processes} process{'es' if processes > 1 else ''} take {needed:.1f} GB of host memory"
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{text}, and {free:.1f} GB of this machine are free; train adapters (policy.lora_rank=32), take more GPUs "
+            "or machines, or a job with more memory (launcher.memory_gb)"
+        )
+    print(text + ("" if free is None else f"; {free:.1f} GB of this machine are free"))
+
+
+def _kind(policy: VLAPolicy, device: str | None) -> str:
+    """Return the type of device that a policy computes on, whose model may not have been read yet."""
+    kinds = {parameter.device.type for parameter in policy.parameters()}
+    return torch.device(device or policy.default_device()).type if "meta" in kinds else kinds.pop()
+
+
+def _free() -> float | None:
+    """Return the GB of host memory that this machine, or what SLURM has given of it, can still give."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = next((int(line.split()[1]) / 1e6 for line in lines if line.startswith("MemAvailable")), None)
+    given = int(os.environ.get("SLURM_MEM_PER_NODE", "0")) * 1024**2 / 1e9
+    return min(free, given) if free is not None and given else free
