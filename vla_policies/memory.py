@@ -11,13 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
-
-Setting = Literal["sharding.shards", "sharding.compute", "offload.optimizer", "sharding.cpu_offload"]
-NOT_IN_RECIPES: frozenset[Setting] = frozenset(
-    ("sharding.shards", "sharding.compute", "offload.optimizer", "sharding.cpu_offload")
-)
-"""What is calculated here and cannot be trained with yet: whoever adds a setting to the recipes deletes it here."""
 
 MOMENTS = 2  # of Adam, each as large as what is trained; its step count is a number per tensor, on the CPU
 FLOAT32, BFLOAT16 = 4, 2  # bytes
@@ -112,24 +105,6 @@ class Way:
     def gathers(self) -> bool:
         """Whether what is computed with is a copy of what is stored."""
         return self.shards > 1 or self.compute or self.cpu_offload
-
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        """The settings that it needs; who only acts loads the weights in the precision that is asked for."""
-        if self.acting:
-            return ()
-        needed: list[tuple[bool, Setting]] = [
-            (self.shards > 1, "sharding.shards"),
-            (self.compute, "sharding.compute"),
-            (self.optimizer_offload, "offload.optimizer"),
-            (self.cpu_offload, "sharding.cpu_offload"),
-        ]
-        return tuple(setting for is_needed, setting in needed if is_needed)
-
-    @property
-    def missing(self) -> tuple[Setting, ...]:
-        """Those that the recipes do not have yet."""
-        return tuple(setting for setting in self.settings if setting in NOT_IN_RECIPES)
 
     def __str__(self) -> str:
         if self.acting:

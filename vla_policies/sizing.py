@@ -69,11 +69,9 @@ def describe(outline: Outline, *, gpus: int, shards: int, gpu_memory: float, dec
     lowers = sizes.gathered(compute=True) < sizes.weights
     chosen = ways(shards, lowers)
     lines = [f"{type(outline.module).__name__}, {outline.source}", *_parameters(outline), "", _heading()]
-    lines += [f"{_mark(way):<42}{_row(way, calculate(sizes, way))}" for way in chosen]
+    lines += [f"{way!s:<42}{_row(way, calculate(sizes, way))}" for way in chosen]
     lines.append("gathered: at a time in an update / all for a rollout; host: host memory of each process")
-    missing = dict.fromkeys(setting for way in chosen for setting in way.missing)
-    if missing:
-        lines.append(f"* not yet in the recipes: {', '.join(missing)}")
+    lines.append("settings: sharding.shards, sharding.compute=bf16, offload.optimizer=true, sharding.cpu_offload=true")
     if gpus > 1:
         copies = "each has all" if shards == 1 else f"{gpus // shards} x {shards} shards"
         lines.append(f"{gpus} GPUs: {copies}")
@@ -123,16 +121,12 @@ def _fitting(outline: Outline, chosen: Sequence[Way], gpu_memory: float, decisio
     ]
     for way in chosen:
         peak = max(needed(outline, way, checkpointing=True, decisions=decisions, num_envs=num_envs))
-        lines.append(f"{_mark(way):<42}{peak:>8.1f}  {'fits' if peak <= gpu_memory else 'does not fit'}")
+        lines.append(f"{way!s:<42}{peak:>8.1f}  {'fits' if peak <= gpu_memory else 'does not fit'}")
     return lines
 
 
 def _heading() -> str:
     return f"{'GB per GPU, without activations':<42}" + "".join(f"{each:>10}" for each in _HEADINGS)
-
-
-def _mark(way: Way) -> str:
-    return f"{way}{' *' if way.missing else ''}"
 
 
 def _row(way: Way, memory: Memory) -> str:

@@ -63,17 +63,16 @@ def sentence(experiment):
             f"Hardware, calculated: a GPU of {whole} GB for {environments} environments, or of {lower} with "
             "policy.dtype=bfloat16."
         )
-    each, alone = gigabytes(config), gigabytes(config, processes=1)
-    if each <= 80:
-        return (
-            f"Hardware, calculated: with {GUIDE} GPUs each needs {each} GB, and one that trains alone {alone}; "
-            f"the guide takes {GUIDE} of 80."
-        )
-    sharded = gigabytes(config, Way(shards=GUIDE, compute=True))
-    each_adapter, alone_adapter = gigabytes(config, **ADAPTER), gigabytes(config, processes=1, **ADAPTER)
+    compute = config["sharding"]["compute"] is not None
+    shared, alone = Way(shards=GUIDE, compute=compute), Way(compute=compute)
+    text = (
+        f"Hardware, calculated: with {GUIDE} GPUs each needs {gigabytes(config, shared)} GB, and one that trains alone "
+        f"{gigabytes(config, alone, 1)}; the guide takes {GUIDE} of 80."
+    )
+    if gigabytes(config, alone, 1) <= 80:
+        return text
+    adapted, by_itself = gigabytes(config, Way(shards=GUIDE), **ADAPTER), gigabytes(config, Way(), 1, **ADAPTER)
     return (
-        f"Hardware, calculated: the whole model needs {each} GB on each GPU, and the guide takes {GUIDE} of 80; "
-        f"cut into {GUIDE} shards with bf16 compute, which the recipes cannot do yet, {sharded}. With an adapter, "
-        "policy.lora_rank=32 policy.dtype=bfloat16 and optim.lr=1.0e-4, which RLinf takes for adapters, "
-        f"each of {GUIDE} GPUs needs {each_adapter} GB, and one that trains alone {alone_adapter}."
+        f"{text} With an adapter, policy.lora_rank=32 policy.dtype=bfloat16 sharding.compute=null and optim.lr=1.0e-4, "
+        f"which RLinf takes for adapters, {adapted} and {by_itself}."
     )

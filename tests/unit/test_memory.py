@@ -10,7 +10,7 @@ from openvla_checkpoint import make_checkpoint as make_openvla
 from paths import CONF, GOLDEN
 from pi0_checkpoint import make_checkpoint as make_pi0
 
-from vla_policies import make_example, memory
+from vla_policies import make_example
 from vla_policies.__main__ import main
 from vla_policies.checkpoint.lora import adapt
 from vla_policies.memory import Group, Sizes, Way, calculate
@@ -238,14 +238,8 @@ def test_the_command_prints_the_table(capsys):
     table = out.partition("\nGB of activations")[0].splitlines()
     rows = {line[:42].strip(): line[42:].split() for line in table}
     assert rows["1 GPU has all"][:6] == ["15.4", "0.4", "0.9", "-", "16.7", "16.7"]
-    assert rows["8 shards *"][:6] == ["1.9", "0.1", "0.1", "1.5/15.4", "3.6", "17.5"]
-    assert "* not yet in the recipes: sharding.cpu_offload, sharding.shards, offload.optimizer" in out
-
-
-def test_what_the_recipes_have_is_not_marked(capsys, monkeypatch):
-    monkeypatch.setattr(memory, "NOT_IN_RECIPES", frozenset())
-    assert main(["memory", "openvla", "--gpus", "2"]) == 0
-    assert "*" not in capsys.readouterr().out
+    assert rows["8 shards"][:6] == ["1.9", "0.1", "0.1", "1.5/15.4", "3.6", "17.5"]
+    assert "settings: sharding.shards, sharding.compute=bf16, offload.optimizer=true, sharding.cpu_offload=true" in out
 
 
 @pytest.mark.parametrize(

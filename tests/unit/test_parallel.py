@@ -42,7 +42,7 @@ UPDATES = {
     "a loss of TorchRL's": {"loss": "torchrl", "micro_batch_size": 3},
     "fewer than processes": {"minibatch_size": 1, "epochs": 1, "updates": 1},
 }
-SHARDS = {"whole weights in each": None, "sharded (2, 1)": 1, "sharded (1, 2)": 2}  # (replicas, shards)
+SHARDS = {"sharded (2, 1)": 1, "sharded (1, 2)": 2}  # (replicas, shards)
 NO_MEANS = {"train/max_ratio", "train/explained_variance"}  # TorchRL's: of parts of a minibatch they are others
 SPLITS = {
     "halves": [slice(0, 3), slice(3, 6)],

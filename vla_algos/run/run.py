@@ -110,7 +110,7 @@ class Run:
             if divide is not None:
                 divide(policy)
 
-        self.policy = make_policy(self.spec, **settings, **({} if divide is None else {"shard": complete}))
+        self.policy = make_policy(self.spec, shard=None if divide is None else complete, **settings)
         if divide is None:
             complete(self.policy)
         check_same_draws()
