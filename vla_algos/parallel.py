@@ -345,9 +345,9 @@ def lost_behind(error: BaseException) -> ProcessLost | None:
         return lost
     if not _of_gloo(of_exchange):  # NCCL's errors are of many kinds: it says which
         return None
-    what = "lost its connection to the others"
+    what = "has lost its connection to the others"
     if "timed out" in str(of_exchange).lower():
-        what = f"waited for the others for {_DATA_TIMEOUT.seconds} s; they are alive, but must make the same calls"
+        what = f"has waited for the others, which are alive, for {_DATA_TIMEOUT.seconds} s: all must make the same calls"
     return ProcessLost(f"process {rank()} of {world_size()}, in an exchange of weights ({_place(error)}), {what}")
 
 
@@ -366,9 +366,10 @@ def _of_gloo(error: BaseException) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """Name the last function of ours on the way to an error."""
-    own = [each for each in traceback.extract_tb(error.__traceback__) if f"{os.sep}vla_" in each.filename]
-    return f"{own[-1].name} of {os.path.basename(own[-1].filename)}" if own else "not in a function of this library"
+    """Name the last function of ours that was on the way to an exchange."""
+    frames = [(each.name, *os.path.split(each.filename)) for each in traceback.extract_tb(error.__traceback__)]
+    own = [f"{name} of {file}" for name, folder, file in frames if f"{os.sep}vla_" in folder and file != "sharding.py"]
+    return next(reversed(own), "called from outside of this library")
 
 
 def _call() -> str:
