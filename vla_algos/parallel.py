@@ -347,7 +347,9 @@ def lost_behind(error: BaseException) -> ProcessLost | None:
         return None
     what = "has lost its connection to the others"
     if "timed out" in str(of_exchange).lower():
-        what = f"has waited for the others, which are alive, for {_DATA_TIMEOUT.seconds} s: all must make the same calls"
+        what = (
+            f"has waited for the others, which are alive, for {_DATA_TIMEOUT.seconds} s: all must make the same calls"
+        )
     return ProcessLost(f"process {rank()} of {world_size()}, in an exchange of weights ({_place(error)}), {what}")
 
 
