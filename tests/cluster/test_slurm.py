@@ -212,8 +212,8 @@ def test_a_job_that_fails_after_progress_is_requeued_by_itself(tmp_path):
     assert finished(other, whole)[1] == 0
     assert metrics(folder) == metrics(whole)
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    times = [line for line in lines if "time/update" in line]
-    assert sum(line["time/update"] for line in times) > 2 * sum(line["time/collect"] for line in times)
+    updating, all_of_it = (sum(line.get(f"time/{name}", 0.0) for line in lines) for name in ("train", "iteration"))
+    assert updating > 0.7 * all_of_it
 
 
 def test_a_job_that_fails_without_progress_is_not_requeued(tmp_path):
@@ -223,7 +223,8 @@ def test_a_job_that_fails_without_progress_is_not_requeued(tmp_path):
     os.kill(process_of(job, rank=1), signal.SIGKILL)
     wait_for(lambda: state(job)[0] == "FAILED", 60, f"the job to end: {log(folder)}")
     assert state(job)[1] == 0
-    assert f"job {job} has failed with status 137 and is not started again: it has saved nothing new" in said(folder)
+    # 143 where SLURM has ended the other process before it could handle a signal: a status alone tells nothing.
+    assert re.search(f"job {job} has failed with status 1(37|43) and is not started again: it has saved", said(folder))
 
 
 @pytest.mark.parametrize("by", [["scancel"], ["scancel", "--signal=TERM"]], ids=["cancelled", "told to stop"])

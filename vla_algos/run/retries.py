@@ -68,8 +68,9 @@ def after(status: int, retries: int, folder: Path) -> str | None:
     failed = f"job {_job()} has failed with status {status}"
     if _STOPPED in os.listdir(folder):
         return f"job {_job()} was stopped by a signal and is not started again"
-    record = _read(folder)
-    now = _progress(folder)
+    record, now = _read(folder), _progress(folder)
+    if record.get("job") != _job():
+        return f"{failed} and is not started again: nothing says how far it was before"
     if not (set(now["checkpoints"]) - set(record["checkpoints"]) or now["episodes"] > record["episodes"]):
         return f"{failed} and is not started again: it has saved nothing new since it began"
     if record["retried"] >= retries:
