@@ -1,8 +1,9 @@
 """Processes that work together hear of one that is lost: of a dead one at once, of a stopped one after a time-out.
 
 A thread of each process sends a sign of life to the first process every few seconds, and the first one to all others,
-over connections of their own: collectives wait for hours, because a process may have long work to do alone (a warm
-start, loading weights, saving), and a process that is alive is waited for. Whoever notices a loss tells the others.
+over connections of their own: what they tell each other waits for hours, because a process may have long work to do
+alone (a warm start, saving), and a process that is alive is waited for. Exchanges of weights, which wait for minutes,
+say nothing of who is lost. Whoever notices a loss tells the others.
 """
 
 from __future__ import annotations

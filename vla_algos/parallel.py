@@ -5,6 +5,10 @@ gradients, metrics, results of an evaluation) goes through the functions below; 
 anything, and gets its own data back. Only the first process writes.
 
 All processes must make the same calls in the same order, from the same functions.
+
+There are two kinds of groups. What is told here goes over the *control group* (gloo, on the CPU), in which a process
+waits for hours for another that has work to do alone. Weights and gradients of sharded policies go over the groups of
+:func:`device_mesh` (NCCL on GPUs), which all reach at about the same time: ten minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import pickle
 import signal
 import socket
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -26,14 +31,17 @@ import torch
 import torch.distributed as dist
 from submitit.slurm.slurm import SlurmJobEnvironment
 from tensordict import TensorDictBase
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from vla_algos.heartbeat import START, Heartbeat, ProcessLost
 
 T = TypeVar("T")
-_TIMEOUT = timedelta(hours=2)  # for one process to wait for another that is alive: a warm start may lie between them
+_CONTROL_TIMEOUT = timedelta(hours=2)  # to wait for a process that is alive and has work to do alone
+_DATA_TIMEOUT = timedelta(minutes=10)  # for an exchange of weights
+_PATIENCE = 3.0  # seconds; after a connection has broken, until it is known whose
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _heartbeat: Heartbeat | None = None
+_control: dist.ProcessGroup | None = None
 
 
 @contextlib.contextmanager
@@ -45,37 +53,50 @@ def process_group() -> Iterator[None]:
     first process prints.
 
     A process whose torchrun dies dies with it, and all hear of one that is lost: see
-    :class:`~vla_algos.heartbeat.Heartbeat`.
+    :class:`~vla_algos.heartbeat.Heartbeat`. An error that came of it, wherever it was raised, becomes the news of it.
 
     Raises:
         ValueError: there are fewer GPUs than processes.
         ProcessLost: another one has failed, has died or was stopped.
     """
-    global _heartbeat
+    global _heartbeat, _control
     if processes_started() == 1:
-        yield
+        before = dist.is_initialized()
+        try:
+            yield
+        finally:
+            if dist.is_initialized() and not before:  # by device_mesh
+                dist.destroy_process_group()
         return
     if _by_torchrun():
         _die_with_parent()
         _find_agent()
     else:
         _name_as_torchrun_does()
-    backend = "gloo"
     if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"
         _choose_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
     store, own_rank, processes = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=START))))
     # After a restart torchrun's store still has what the processes before it have written.
     store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     with Heartbeat(store, own_rank, processes) as _heartbeat:
         try:
-            dist.init_process_group(backend, store=store, rank=own_rank, world_size=processes, timeout=_TIMEOUT)
+            _join(store, own_rank, processes)
+            _control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT, group_desc="control")
             with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
                 yield
+        except Exception as error:
+            if lost := lost_behind(error):
+                raise lost from error
+            raise
         finally:
-            _heartbeat = None
+            _heartbeat = _control = None
         # Not after an error: a process that has failed must not wait for anybody.
         dist.destroy_process_group()
+
+
+def _join(store: dist.Store, own_rank: int, processes: int) -> None:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=own_rank, world_size=processes, timeout=_DATA_TIMEOUT)
 
 
 def processes_started() -> int:
@@ -154,6 +175,8 @@ def is_main() -> bool:
 def device_mesh(shards: int, device: str | None = None) -> DeviceMesh:
     """Arrange the processes as ``[replicas, shards]``: ``shards`` of them, one after the other, have a copy together.
 
+    A process that is alone joins a group of one for it, which :func:`process_group` ends.
+
     Args:
         shards: how many.
         device: type of what they compute on; ``None`` for GPUs where there are some.
@@ -165,8 +188,13 @@ def device_mesh(shards: int, device: str | None = None) -> DeviceMesh:
     if shards < 1 or processes % shards:
         possible = [number for number in range(1, processes + 1) if processes % number == 0]
         raise ValueError(f"shards={shards} does not divide the {processes} processes; possible are {possible}")
+    if not dist.is_initialized():
+        _join(dist.HashStore(), 0, 1)
+    ranks = torch.arange(processes).reshape(-1, shards)
+    # init_device_mesh would give its groups another time-out.
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=_DATA_TIMEOUT)[0] for each in (ranks.T, ranks)]
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(device or kind, (processes // shards, shards), mesh_dim_names=("replicas", "shards"))
+    return DeviceMesh.from_group(groups, device or kind, ranks, mesh_dim_names=("replicas", "shards"))
 
 
 def per_rank(total: int, what: str) -> int:
@@ -188,7 +216,7 @@ def all_gather_object(mine: T) -> list[T]:
         return [mine]
     everybodys: list[Any] = [None] * world_size()
     call = _call()
-    _exchange(dist.all_gather_object, everybodys, (call, mine))
+    _exchange(dist.all_gather_object, everybodys, (call, mine), group=_control)
     _check_calls([there for there, _ in everybodys])
     return [value for _, value in everybodys]
 
@@ -212,10 +240,11 @@ def all_to_all(mine: Sequence[T]) -> list[T]:
     given = [torch.frombuffer(bytearray(pickle.dumps((call, value))), dtype=torch.uint8) for value in mine]
     lengths = torch.tensor([len(each) for each in given])
     coming = torch.empty_like(lengths)
-    _exchange(dist.all_to_all_single, coming, lengths)
+    _exchange(dist.all_to_all_single, coming, lengths, group=_control)
     received = torch.empty(int(coming.sum()), dtype=torch.uint8)
-    _exchange(dist.all_to_all_single, received, torch.cat(given), coming.tolist(), lengths.tolist())
-    found = [pickle.loads(each.numpy().tobytes()) for each in received.split(coming.tolist())]
+    counts = coming.tolist(), lengths.tolist()
+    _exchange(dist.all_to_all_single, received, torch.cat(given), *counts, group=_control)
+    found = [pickle.loads(each.numpy().tobytes()) for each in received.split(counts[0])]
     _check_calls([there for there, _ in found])
     return [value for _, value in found]
 
@@ -232,7 +261,7 @@ def broadcast_object(value: T) -> T:
         return value
     call = _call()
     box = [(call, value)]
-    _exchange(dist.broadcast_object_list, box, src=0)
+    _exchange(dist.broadcast_object_list, box, src=0, group=_control)
     [(of_first, value)] = box
     _check_calls([of_first, call])
     return value
@@ -256,11 +285,60 @@ def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         raise
     except RuntimeError as error:
         if _heartbeat is not None:
-            _heartbeat.check(patience=3.0)
+            _heartbeat.check(_PATIENCE)
         raise ProcessLost(
             f"process {rank()} of {world_size()} can no longer talk to the others; most likely one of them has failed: "
             "its own error, above or in its log, says why"
         ) from error
+
+
+def lost_behind(error: BaseException) -> ProcessLost | None:
+    """Return the loss of a process that an error came of; ``None`` for any other error, and in a process that is alone.
+
+    FSDP exchanges weights wherever a sharded policy computes, and what gloo or NCCL say of a process that is not there
+    any more names nobody. Whoever handles errors of such work asks here first: ``raise lost from error``.
+    """
+    if _heartbeat is None:
+        return None
+    chain = list(_chain(error))
+    if known := next((each for each in chain if isinstance(each, ProcessLost)), None):
+        return known
+    of_exchange = next(filter(_of_exchange, chain), None)
+    if of_exchange is None:
+        return None
+    try:
+        _heartbeat.check(_PATIENCE)
+    except ProcessLost as lost:
+        return lost
+    if not _of_gloo(of_exchange):  # NCCL's errors are of many kinds: it says which
+        return None
+    what = "has lost its connection to the others"
+    if "timed out" in str(of_exchange).lower():
+        what = (
+            f"has waited for the others, which are alive, for {_DATA_TIMEOUT.seconds} s: all must make the same calls"
+        )
+    return ProcessLost(f"process {rank()} of {world_size()}, in an exchange of weights ({_place(error)}), {what}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _of_exchange(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or _of_gloo(error)
+
+
+def _of_gloo(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
+
+
+def _place(error: BaseException) -> str:
+    """Name the last function of ours that was on the way to an exchange."""
+    frames = [(each.name, *os.path.split(each.filename)) for each in traceback.extract_tb(error.__traceback__)]
+    own = [f"{name} of {file}" for name, folder, file in frames if f"{os.sep}vla_" in folder and file != "sharding.py"]
+    return next(reversed(own), "called from outside of this library")
 
 
 def _call() -> str:

@@ -295,6 +295,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "launcher.setup": null_or(list_of(text)),
     "launcher.seeds": null_or(lambda v: list_of(whole(0, 2**32 - 1), 1)(v) and len(set(v)) == len(v)),
     "launcher.wait": flag,
+    "launcher.retries": whole(0, 1_000_000),
     "launcher.signal_delay_s": null_or(whole(0, 240 * 60 - 1)),
     "launcher.*": null_or(whole(0, 1_000_000)),
     "env.id": one_of("metaworld/MT50"),

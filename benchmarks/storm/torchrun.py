@@ -41,8 +41,8 @@ RECIPES = {
     ],
 }
 FAULTY = """
-import os, runpy, socket, sys
-import vla_algos.run.evaluator, vla_algos.run.resume, vla_envs.env
+import os, runpy, signal, socket, sys
+import vla_algos.learner, vla_algos.run.evaluator, vla_algos.run.resume, vla_envs.env
 from vla_algos import parallel
 
 rank, where, count = os.environ["STORM"].split(":")
@@ -67,13 +67,16 @@ def wrap(owner, name):
                 cut_off()
             elif where == "another call":
                 parallel.barrier()
+            elif where.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, where.split()[0]))
             else:
                 raise ArithmeticError("storm")
         return function(*arguments, **named)
     setattr(owner, name, wrapped)
 
-PLACES = {"learning": (parallel, "all_reduce_gradients"), "saving": (vla_algos.run.resume, "save_checkpoint"),
-          "evaluating": (vla_algos.run.evaluator, "evaluate")}
+LEARNING = (vla_algos.learner, "clip_gradient")
+PLACES = {"learning": LEARNING, "SIGKILL in learning": LEARNING, "SIGSTOP in learning": LEARNING,
+          "saving": (vla_algos.run.resume, "save_checkpoint"), "evaluating": (vla_algos.run.evaluator, "evaluate")}
 if where:
     wrap(*PLACES.get(where, (vla_envs.env.VLAEnv, "_step")))
 sys.argv.pop(0)
@@ -239,6 +242,8 @@ FAULTS = {
     "kill -9 of process 1": Fault(ENDED, kill, rank=1),
     "SIGSTOP of process 1": Fault(SILENT, stop, rank=1),
     "exception in learning": Fault(FAILED, where="learning", calls=8),
+    "kill -9 in learning": Fault(ENDED, where="SIGKILL in learning", calls=8),
+    "SIGSTOP in learning": Fault(SILENT, where="SIGSTOP in learning", calls=8),
     "exception in saving": Fault(FAILED, where="saving", calls=4, rank=0),
     "exception in evaluating": Fault(FAILED, where="evaluating", calls=3),
     "SIGTERM to one": Fault(STOPPED, terminate_one),

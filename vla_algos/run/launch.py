@@ -28,6 +28,7 @@ from vla_algos.run.launcher_settings import SUBMITIT_NAMES, launcher_types
 from vla_algos.run.program import in_program, only_checks, say
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.resume import SIGNALS
+from vla_algos.run.retries import batch_lines, note_stopped
 from vla_algos.run.run import Run
 
 Recipe = Callable[[DictConfig, Path], None]
@@ -59,6 +60,9 @@ class SlurmRun(submitit.helpers.Checkpointable):
         try:
             with process_group():
                 self.recipe(self.config, self.folder)
+        except SystemExit:  # of ResumableRun, when all have saved
+            note_stopped(self.folder)
+            raise
         except Exception as error:
             sys.exit(say(error))
         # Python takes its own handlers away before it ends; a warning of the time limit would then fail a finished run.
@@ -107,7 +111,7 @@ def launch(
         return
     if missing := launcher_types(launcher).keys() - settings.keys():
         raise ValueError(f"launcher.{min(missing)} is missing; type launcher={launcher}, which sets all of them")
-    wait, seeds = settings.pop("wait"), settings.pop("seeds")
+    wait, seeds, retries = (settings.pop(name) for name in ("wait", "seeds", "retries"))
     del settings["name"]
     if shutil.which("sbatch") is None:
         raise RuntimeError(
@@ -123,6 +127,8 @@ def launch(
     for run in runs:
         run.folder.mkdir(parents=True, exist_ok=True)
         record_submission(run.folder)
+    if retries:
+        settings["setup"] = [*(settings["setup"] or []), *batch_lines(retries, [run.folder for run in runs])]
     _report(_submit(runs, folder / "slurm", HydraConfig.get().job.name, settings), runs, wait)
 
 

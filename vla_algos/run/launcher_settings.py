@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -33,6 +34,7 @@ _LAUNCHERS: dict[str, dict[str, Any]] = {
         "tasks_per_node": Annotated[int, Ge(1), Le(1000)],
         **dict.fromkeys(("cpus", "memory_gb", "minutes"), Whole | None),
         **dict.fromkeys(("gpus", "signal_delay_s"), Whole | None),
+        "retries": Whole,
         "setup": Sequence[str] | None,
         "seeds": Annotated[Sequence[Seed], MinLen(1)] | None,
         "wait": bool,
@@ -74,6 +76,12 @@ def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
         )
     if seeds and len(set(seeds)) < len(seeds):
         raise ValueError(f"launcher.seeds={seeds}: a seed is there twice, two jobs would write into one folder")
+    trap = next((line for line in settings.get("setup") or () if re.search(r"\btrap\b.*\b(EXIT|0)\b", line)), None)
+    if trap and settings.get("retries"):
+        raise ValueError(
+            f"launcher.setup: {trap!r} takes the place of what launcher.retries does at the job's end; leave out the "
+            "trap, or type launcher.retries=0"
+        )
     processes = count_processes(settings)
     for name, number in shared.items():
         if number % processes:

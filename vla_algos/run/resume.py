@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from vla_algos.run.checkpoints import (
     save_checkpoint,
     set_random_state,
 )
+from vla_algos.run.retries import requeue
 from vla_common.tensor_files import add_dimensions, not_finite
 from vla_policies import VLAPolicy
 
@@ -208,8 +208,12 @@ class ResumableRun:
         if parallel.is_main():
             self._say(f"stopped by {signal.Signals(number).name}")
             if number == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
-                requeue()
+                self._requeue()
         parallel.barrier()  # whoever ends first may have the others killed
+
+    def _requeue(self) -> None:
+        if "SLURM_JOB_ID" in os.environ and (problem := requeue()):
+            print(f"the job could not be requeued ({problem}); submit it again, it resumes where it stopped")
 
     def _leave_after(self, error: Exception) -> None:
         """Save what is whole after an exception; whatever goes wrong here must not hide it."""
@@ -358,16 +362,3 @@ def _versions(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [len(value), *(item for part in value for item in _versions(part))]
     return [value.data_ptr(), value._version] if isinstance(value, torch.Tensor) else [repr(value)]
-
-
-def requeue() -> None:
-    """Put a SLURM job that is stopping back into the queue; it resumes by itself when it runs again."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
-        return
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    if array is not None:
-        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
-    if done.returncode:
-        print(f"the job could not be requeued ({done.stderr.strip()}); submit it again, it resumes where it stopped")
