@@ -43,7 +43,7 @@ from vla_common.keys import (
 )
 from vla_common.settings import Count
 from vla_envs.env import base_env
-from vla_envs.episodes import EpisodeQueue, EpisodeSampler, QueuedEpisode
+from vla_envs.episodes import EpisodeQueue, QueuedEpisode
 from vla_envs.resume import load_state, load_transforms, save_state, transforms_state
 from vla_envs.simulator import Episode
 
@@ -366,13 +366,14 @@ class StepCollector(_ChunkCollector):
             states: of the collectors of all of them.
 
         Raises:
-            ValueError: the episodes are those of a list, or of another stream.
+            ValueError: the episodes cannot go on so, or are of another stream.
         """
         super().begin_anew(states)
         episodes = self.base_env.episodes
-        if not isinstance(episodes, EpisodeSampler):
+        if not hasattr(episodes, "begin_anew"):
             raise ValueError(
-                "episodes of an EpisodeQueue cannot go on in another number of processes; resume with as many"
+                f"{type(episodes).__name__} has no begin_anew(states): its episodes cannot go on in another number of "
+                "processes; resume with as many"
             )
         episodes.begin_anew([state["environment"]["env"]["sampler"] for state in states])
         self.reset()
