@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, TypeVar, cast, get_args
@@ -16,6 +16,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from vla_algos import parallel
 from vla_algos.acting import Policy, as_module, load_weights, loss_keys
 from vla_algos.advantages import Bootstrap
 from vla_common.keys import (
@@ -144,6 +145,15 @@ class _ChunkCollector(BaseCollector):
             **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
             "env/worker_restarts": self.base_env.worker_restarts,
         }
+
+    def begin_anew(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have the counters go on, of what collectors of another number of processes have collected; nothing else does.
+
+        Args:
+            states: of the collectors of all of them.
+        """
+        self._frames = sum(state["frames"] for state in states) if parallel.is_main() else 0  # they add up
+        self._iter = max(state["batches"] for state in states) - 1
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed torch (the policy samples from it) and the environment; returns the next seed."""
@@ -346,6 +356,27 @@ class StepCollector(_ChunkCollector):
         self._remember()
         if self._observation is not None:
             self._observation_keys = list(self._observation.keys())
+
+    def begin_anew(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Begin with fresh episodes, after those of collectors of another number of processes; counters go on.
+
+        What transforms of the environment have gathered is not kept: it is of slots that are others now.
+
+        Args:
+            states: of the collectors of all of them.
+
+        Raises:
+            ValueError: the episodes cannot go on so, or are of another stream.
+        """
+        super().begin_anew(states)
+        episodes = self.base_env.episodes
+        if not hasattr(episodes, "begin_anew"):
+            raise ValueError(
+                f"{type(episodes).__name__} has no begin_anew(states): its episodes cannot go on in another number of "
+                "processes; resume with as many"
+            )
+        episodes.begin_anew([state["environment"]["env"]["sampler"] for state in states])
+        self.reset()
 
 
 class EpisodeCollector(_ChunkCollector):

@@ -13,7 +13,7 @@ from annotated_types import Gt, Le
 from tensordict import TensorDict
 
 from vla_algos import parallel
-from vla_algos.learner import clip_gradient
+from vla_algos.learner import clip_gradient, empty_state
 from vla_common import keys
 from vla_common.settings import BelowOne, Count, Factor, Fraction, Rate, checked
 from vla_common.validation import are_numbers
@@ -221,3 +221,7 @@ class BehaviourCloning:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self._order = list(state["order"])
+
+    def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""
+        return empty_state(saved, self.optimizer)

@@ -21,7 +21,7 @@ from vla_algos.losses import add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
 from vla_common.settings import BelowOne, Count, Fraction, Positive, Rate, Whole, checked
-from vla_common.tensor_files import add_dimensions
+from vla_common.tensor_files import make_room
 from vla_policies import VLAPolicy
 from vla_policies.checkpoint.parts import from_part
 from vla_policies.sharding import compute_device, gathered, sharded_modules
@@ -394,7 +394,6 @@ class Learner:
         settings = [{name: group[name] for name in names if name in group} for group in self.optimizer.param_groups]
         rates = self.scheduler.base_lrs
         self.optimizer.load_state_dict(state["optimizer"])
-        _add_dimensions(self.optimizer)
         self._keep_moments(HOST)
         self.scheduler.load_state_dict(state["scheduler"])
         self.scheduler.base_lrs = rates
@@ -406,11 +405,19 @@ class Learner:
         if "reference" in state:
             self._reference = self._restored(state["reference"])
 
+    def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""
+        state = empty_state(saved, self.optimizer)
+        if "reference" in saved:
+            own = dict(self.policy.named_parameters())
+            state["reference"] = {name: make_room(each, own.get(name)) for name, each in saved["reference"].items()}
+        return state
+
     def _restored(self, reference: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights of the frozen policy; earlier versions saved all of it, what is never trained too."""
+        """Return the weights of the frozen policy, copied."""
         weights = self.policy.trained_weights()
-        reference = add_dimensions(reference, weights)
-        wrong = [name for name in weights if name not in reference or reference[name].shape != weights[name].shape]
+        names = weights.keys() | reference.keys()
+        wrong = sorted(name for name in names if _shape(weights, name) != _shape(reference, name))
         if wrong:
             raise ValueError(
                 f"the frozen policy of this state is another one: {len(wrong)} tensors differ, such as {wrong[0]}; "
@@ -453,20 +460,23 @@ def check_steps(
         )
 
 
-def _add_dimensions(optimizer: Optimizer) -> None:
-    """Give the states of parameters of shape ``[1]`` that shape, which were saved when these had none.
+def empty_state(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Return a state like ``saved``, whose tensors have shapes alone, with memory for them.
 
-    Those are the entries that have their parameter's shape elsewhere; others, such as ``step``, are numbers.
+    Args:
+        saved: of a learner, with the state of its optimizer under ``"optimizer"``.
+        optimizer: tensors of its parameters' shapes lie where these do, and are sharded as these are.
     """
-    shaped = {
-        key
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if parameter.ndim and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
+    of_parameters = {
+        number: make_room(entries, parameters.get(number)) for number, entries in saved["optimizer"]["state"].items()
     }
-    for parameter, state in optimizer.state.items():
-        if parameter.shape == (1,):
-            state.update({key: state[key].reshape(1) for key in shaped & state.keys()})
+    rest = {key: make_room(value) for key, value in saved.items() if key != "optimizer"}
+    return {**rest, "optimizer": {**saved["optimizer"], "state": of_parameters}}
+
+
+def _shape(tensors: dict[str, torch.Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None
 
 
 def _executed(batch: TensorDictBase) -> TensorDictBase:

@@ -28,8 +28,12 @@ def write_lines(folder: Path, digests: dict[str, str]) -> None:
     (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
-def verify_checksums(folder: Path) -> None:
+def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
     """Compare the files of a folder with its ``SHA256SUMS``. A folder without one, which is not ours, passes.
+
+    Args:
+        folder: of the files.
+        share: number of this process and of all that read the folder together: each compares a part of the files.
 
     Raises:
         ChecksumError: files are others than were written, or are gone; names them and says what to type.
@@ -38,7 +42,7 @@ def verify_checksums(folder: Path) -> None:
         return
     expected = read_checksums(folder)
     gone = [name for name in expected if not (folder / name).is_file()]
-    there = [name for name in expected if name not in gone]
+    there = [name for name in expected if name not in gone][share[0] :: share[1]]
     found = dict(zip(there, _digests([folder / name for name in there]), strict=True))
     changed = [name for name in there if found[name] != expected[name]]
     if gone or changed:

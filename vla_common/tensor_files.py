@@ -110,6 +110,24 @@ def add_dimensions(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     }
 
 
+def make_room(saved: Any, like: Tensor | None = None) -> Any:
+    """Return a state like ``saved``, whose tensors have shapes alone (meta device), with memory for them.
+
+    Args:
+        saved: nested dicts, lists and tuples.
+        like: where tensors of its shape lie, and how they are sharded; others lie on the CPU, whole.
+    """
+    if isinstance(saved, Tensor):
+        if like is not None and like.shape == saved.shape:
+            return torch.empty_like(like, dtype=saved.dtype, requires_grad=False)
+        return torch.empty(saved.shape, dtype=saved.dtype)
+    if isinstance(saved, Mapping):
+        return {key: make_room(item, like) for key, item in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(make_room(item, like) for item in saved)
+    return saved
+
+
 def _code(file: Path, error: Exception) -> str | None:
     """Name the code that a pickle wants executed; ``None`` if it is merely damaged, or no pickle."""
     if found := _GLOBAL.search(str(error)):  # torch's words

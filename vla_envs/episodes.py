@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -75,10 +75,11 @@ class EpisodeSampler:
         self.seed, self.mode, self.group_size, self.groups = seed, mode, group_size, groups
         self.rank, self.world_size = rank, world_size
         self._drawn = 0  # episodes given out by this rank
+        self._first = 0  # group of the whole stream, with which all ranks have begun
 
     def next(self) -> Episode:
         """Return the next episode of this rank."""
-        group = self._drawn // self.group_size * self.world_size + self.rank
+        group = self._first + self._drawn // self.group_size * self.world_size + self.rank
         self._drawn += 1
         if self.mode == "ordered":
             pairs = self.num_tasks * self.trials
@@ -97,7 +98,7 @@ class EpisodeSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs to resume exactly here."""
-        return {"drawn": self._drawn, **self._identity()}
+        return {"drawn": self._drawn, "first": self._first, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken.
@@ -105,15 +106,36 @@ class EpisodeSampler:
         Raises:
             ValueError: the state comes from another stream of episodes.
         """
+        self._check(state)
+        self._drawn, self._first = state["drawn"], state["first"]
+
+    def begin_anew(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on in the stream after the last group that any of other ranks has begun, however many they were.
+
+        Args:
+            states: of the samplers of all of them.
+
+        Raises:
+            ValueError: a state comes from another stream of episodes.
+        """
+        for state in states:
+            self._check(state, but=("rank", "world_size"))
+        begun = [-(-state["drawn"] // self.group_size) for state in states]  # groups of each
+        used = [
+            state["first"] + (count - 1) * state["world_size"] + state["rank"] + 1 if count else state["first"]
+            for state, count in zip(states, begun, strict=True)
+        ]
+        self._drawn, self._first = 0, max(used)
+
+    def _check(self, state: dict[str, Any], but: Sequence[str] = ()) -> None:
         if "drawn" not in state:
             raise ValueError("the saved episodes are of an EpisodeQueue, this is an EpisodeSampler; set_episodes first")
         for name, value in self._identity().items():
-            if (saved := state.get(name)) != value:
+            if name not in but and (saved := state.get(name)) != value:
                 raise ValueError(
                     f"the saved episode sampler had {name}={saved!r}, this one has {value!r}; "
                     "resume with the settings of the saved run, or start a new run"
                 )
-        self._drawn = state["drawn"]
 
     def _identity(self) -> dict[str, Any]:
         return {"id": self.spec.id, "seed": self.seed, **{name: getattr(self, name) for name in _SETTINGS}}

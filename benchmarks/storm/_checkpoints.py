@@ -143,4 +143,5 @@ def train(folder: Path, iterations: int) -> dict[int, dict[str, Any]]:
                 parameter.add_(0.1)
         run.finish(iteration)
         after[iteration] = fingerprint(run.policy)
+    run.wait()
     return after

@@ -58,7 +58,7 @@ _CELL = struct.Struct("q")
 class Board:
     """What a life tells the process that forked it, as it happens: a few numbers in shared memory."""
 
-    PHASE, COUNT, RESUMED, ENTERED = range(4)
+    PHASE, COUNT, RESUMED, ENTERED, WRITING = range(5)
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 64)
@@ -68,6 +68,11 @@ class Board:
 
     def __setitem__(self, cell: int, value: int) -> None:
         _CELL.pack_into(self._memory, cell * _CELL.size, value)
+
+    @property
+    def phase(self) -> str:
+        """What the life does: saving, whatever else, while a thread writes."""
+        return "saving" if self[self.WRITING] else PHASES[self[self.PHASE]]
 
 
 def work_folder() -> tempfile.TemporaryDirectory[str]:
@@ -158,6 +163,7 @@ def live(
         more: further overrides.
     """
     board[Board.PHASE] = board[Board.RESUMED] = board[Board.COUNT] = board[Board.ENTERED] = 0
+    board[Board.WRITING] = 0
     config = compose_recipe(name, more)
     sys.stdout.flush()
     if process := os.fork():
@@ -256,9 +262,19 @@ def _report_to(board: Board) -> None:
     during(StepCollector, "rollout", "collecting")
     during(importlib.import_module("recipes.grpo"), "collect_groups", "collecting")
     during(Learner, "update", "learning")
-    during(resume, "save_checkpoint", "saving")
+    during(resume.ResumableRun, "_save", "saving")
     during(Run, "_evaluate", "evaluating")
     during(Run, "_finish", "ending")
+    save = resume.save_checkpoint
+
+    def written(*given: Any, **named: Any) -> Any:
+        board[Board.WRITING] = 1
+        try:
+            return save(*given, **named)
+        finally:
+            board[Board.WRITING] = 0
+
+    resume.save_checkpoint = written
     original = resume.ResumableRun.resume
 
     def resumed(self: Any) -> int | None:

@@ -96,6 +96,9 @@ _ANY = {"flipped bit": _flip, "zeroed page": _zero, "truncated": _truncate, "app
 # ---- training states
 
 
+_FILES = ("training.json", "process_00000.json", "tensors/process_00000.safetensors")
+
+
 def _training(tally: Tally, rng: random.Random, count: int, root: Path, _: list[Site]) -> None:
     after = train(root / "run", 2)
     kinds = [*_ANY, "exchanged", "malicious", "latest", "both damaged", "checksums"]
@@ -104,15 +107,17 @@ def _training(tally: Tally, rng: random.Random, count: int, root: Path, _: list[
         shutil.copytree(root / "run", folder, symlinks=True)
         newest, older = (folder / "checkpoints" / f"step_0000000{step}" for step in (2, 1))
         kind, trap, usable = kinds[number % len(kinds)], _Trap(root / f"sprung{number}"), [2, 1]
-        what = f"training.pt, number {number}"
+        file = rng.choice(_FILES)
+        what = f"{file}, number {number}"
         if kind in _ANY:
-            _change(newest / "training.pt", lambda content, kind=kind: _ANY[kind](content, rng))
+            _change(newest / file, lambda content, kind=kind: _ANY[kind](content, rng))
         elif kind == "exchanged":
-            shutil.copy(older / "training.pt", newest / "training.pt")
-            if rng.random() < 0.5 and (older / "SHA256SUMS").exists():
+            for each in _FILES if rng.random() < 0.5 else [file]:
+                shutil.copy(older / each, newest / each)
+            if rng.random() < 0.5:
                 shutil.copy(older / "SHA256SUMS", newest / "SHA256SUMS")
         elif kind == "malicious":
-            (newest / "training.pt").write_bytes(rng.choice(_pickles(trap)))
+            (newest / file).write_bytes(rng.choice(_pickles(trap)))
         elif kind == "latest":
             link = folder / "checkpoints" / "latest"
             link.unlink()
@@ -122,11 +127,11 @@ def _training(tally: Tally, rng: random.Random, count: int, root: Path, _: list[
             elif what != "gone":
                 link.mkdir() if what == "a folder" else link.write_text("step_00000002")
             if rng.random() < 0.5:
-                _change(newest / "training.pt", lambda content: _truncate(content, rng))
+                _change(newest / file, lambda content: _truncate(content, rng))
         elif kind == "both damaged":
             usable = []
             for checkpoint in (newest, older):
-                _change(checkpoint / "training.pt", lambda content: _zero(_truncate(content, rng) or b"0", rng))
+                _change(checkpoint / file, lambda content: _zero(_truncate(content, rng) or b"0", rng))
         elif (newest / "SHA256SUMS").exists():
             _change(newest / "SHA256SUMS", lambda content: rng.choice(list(_ANY.values()))(content, rng))
         outcome, why = _resume(folder, after, usable)

@@ -1,13 +1,13 @@
 """Death before and after single operations on files: whenever it comes, the same command starts and ends as it should.
 
 Each life of a toy PPO run is ended by SIGKILL at one of its operations on files of the run (open, rename, remove,
-mkdir, rmdir, symlink, truncate, write, fsync, and in the middle of ``training.pt``); a third of them a second time,
+mkdir, rmdir, symlink, truncate, write, fsync, and in the middle of a file of tensors); a third of them a second time,
 in the life that resumes. Then the run is left to end.
 """
 
 from __future__ import annotations
 
-import io
+import itertools
 import os
 import random
 import signal
@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.storm import _lives
 from benchmarks.storm._lives import Board
 from benchmarks.storm.tally import Tally
+from vla_algos.run import checkpoints
 
 COUNT = 120
 RECIPE = "ppo"
@@ -102,17 +101,19 @@ def _die_at(folder: Path, board: Board, number: int) -> Callable[[], None]:
     def prepare() -> None:
         for function in FUNCTIONS:
             setattr(os, function, counted(getattr(os, function)))
-        save = torch.save
+        write = checkpoints.write_safetensors
 
-        def halfway(state: Any, file: Any) -> None:
-            if board[Board.COUNT] + 1 == number:
-                save(state, whole := io.BytesIO())
-                file.write(whole.getvalue()[: whole.tell() // 2])
-                file.flush()
-            count()
-            save(state, file)
+        def halfway(file: Path, tensors: dict[str, Any], metadata: Any, on_write: Callable[[Any], object]) -> None:
+            pieces = itertools.count()
 
-        torch.save = halfway  # type: ignore[assignment]
+            def on_piece(data: Any) -> None:
+                if next(pieces) == len(tensors) // 2:
+                    count()
+                on_write(data)
+
+            write(file, tensors, metadata, on_piece)
+
+        checkpoints.write_safetensors = halfway
         sys.addaudithook(audit)
 
     return prepare

@@ -61,11 +61,11 @@ def _disturb(name: str, folder: Path, board: Board, draw: random.Random) -> tupl
     process = _lives.live(name, folder, board)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        reached = board[Board.ENTERED] >= entries and PHASES[board[Board.PHASE]] == phase
+        reached = board[Board.ENTERED] >= entries and board.phase == phase
         if reached or phase == "starting" or os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             break
     time.sleep(delay * (20 if phase == "starting" else 1))
-    when = PHASES[board[Board.PHASE]]
+    when = board.phase
     os.kill(process, wanted)
     status = _lives.wait(process)
     what = f"{name} {wanted.name} {when}"

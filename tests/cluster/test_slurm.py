@@ -269,7 +269,7 @@ def test_cancelling_leaves_a_checkpoint(tmp_path):
     subprocess.run(["scancel", job], check=True)
     wait_for(lambda: state(job)[0] == "CANCELLED", 60, "the job to end")
     done = iterations(folder)
-    assert (folder / "checkpoints" / "latest" / "training.pt").is_file()
+    assert (folder / "checkpoints" / "latest" / "training.json").is_file()
     (again,), _ = submit(folder, "iterations=100", "resume=auto")
     wait_for(lambda: iterations(folder) > done, 120, "the run to continue")
     subprocess.run(["scancel", again], check=True)

@@ -60,7 +60,7 @@ def test_ppo_leaves_policy_checkpoints_curves_videos_and_a_table(ppo_run):
         "decisions_per_s",
     } <= names
     assert (folder / "policy" / "model.safetensors").is_file()
-    assert list((folder / "checkpoints").glob("step_*/training.pt"))
+    assert list((folder / "checkpoints").glob("step_*/training.json"))
     assert list((folder / "videos").rglob("*.mp4"))
     assert list((folder / "tensorboard").glob("events.*"))
     assert (folder.parent / "latest").resolve() == folder.resolve()
@@ -95,7 +95,7 @@ def test_grpo_leaves_policy_checkpoints_curves_videos_and_a_table(grpo_run):
     } <= set().union(*lines)
     assert not any(name.startswith("train/critic/value") for line in lines for name in line)
     assert (folder / "policy" / "model.safetensors").is_file()
-    assert list((folder / "checkpoints").glob("step_*/training.pt"))
+    assert list((folder / "checkpoints").glob("step_*/training.json"))
     assert list((folder / "videos").rglob("*.mp4"))
 
 

@@ -20,7 +20,7 @@ import vla_algos.run.checkpoints
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.learner import Learner
-from vla_algos.run.checkpoints import CheckpointError, latest_checkpoint, load_training_state
+from vla_algos.run.checkpoints import CheckpointError, latest_checkpoint, open_checkpoint
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
 pytestmark = pytest.mark.timeout(900)  # whole runs, several of them
@@ -117,7 +117,7 @@ def test_an_update_is_abandoned_if_nothing_is_lost_by_it(monkeypatch, tmp_path):
             with pytest.raises(SystemExit):
                 run("ppo", again, *settings, f"checkpoint_every={every}")
         GlobalHydra.instance().clear()
-        assert load_training_state(latest_checkpoint(again / "checkpoints"))["iteration"] == done
+        assert open_checkpoint(latest_checkpoint(again / "checkpoints")).step == done
         run("ppo", again, *settings, f"checkpoint_every={every}")
         GlobalHydra.instance().clear()
         assert metrics(again) == metrics(tmp_path / "whole")
@@ -158,8 +158,7 @@ def test_killed_at_random_moments(whole, tmp_path):
         process.kill()
         process.wait()
         if (again / "checkpoints" / "latest").is_symlink():
-            state = load_training_state(again / "checkpoints" / "latest")
-            assert 0 <= state["iteration"] <= ITERATIONS
+            assert 0 <= open_checkpoint(again / "checkpoints" / "latest").step <= ITERATIONS
         kills += 1
         if finished:
             break
@@ -189,27 +188,27 @@ def test_cloning_goes_on(monkeypatch, tmp_path):
         with pytest.raises(SystemExit):
             clone(again)
     GlobalHydra.instance().clear()
-    assert load_training_state(latest_checkpoint(again / "checkpoints"))["iteration"] == 4
+    assert open_checkpoint(latest_checkpoint(again / "checkpoints")).step == 4
     found, measured = clone(again)
     assert measured == expected
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_a_full_disk_costs_no_checkpoint(monkeypatch, tmp_path, capsys):
-    saves, save = [], torch.save
+    saves, save = [], vla_algos.run.checkpoints.write_safetensors
 
     def full(*given, **named):
         saves.append(1)
         if len(saves) in (3, 4):
-            save(*given, **named)
+            save(*given, **named)  # there is a file
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(*given, **named)
 
-    monkeypatch.setattr(vla_algos.run.checkpoints.torch, "save", full)
+    monkeypatch.setattr(vla_algos.run.checkpoints, "write_safetensors", full)
     run("ppo", tmp_path / "run")
     said = capsys.readouterr()
     assert (said.out + said.err).count("No space left on device") == 2
-    assert load_training_state(latest_checkpoint(tmp_path / "run" / "checkpoints"))["iteration"] == ITERATIONS
+    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == ITERATIONS
     assert not list((tmp_path / "run" / "checkpoints").glob(".unfinished*"))
 
 
@@ -218,7 +217,7 @@ def test_a_folder_that_cannot_be_written_ends_the_run(monkeypatch, tmp_path):
         raise OSError(errno.EROFS, "Read-only file system")
 
     with monkeypatch.context() as patch:
-        patch.setattr(vla_algos.run.checkpoints.torch, "save", refuse)
+        patch.setattr(vla_algos.run.checkpoints, "write_safetensors", refuse)
         with pytest.raises(OSError, match=r"3 checkpoints in a row could not be saved.*Read-only"):
             run("ppo", tmp_path / "run")
 
@@ -267,18 +266,18 @@ def test_a_start_that_fails_does_not_lock_the_folder(tmp_path):
 
 
 def test_a_second_signal_does_not_break_off_the_save(monkeypatch, tmp_path):
-    save = vla_algos.run.checkpoints.torch.save
+    save = vla_algos.run.checkpoints.write_safetensors
 
     def slow(*given, **named):
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
             terminate()
         return save(*given, **named)
 
-    monkeypatch.setattr(vla_algos.run.checkpoints.torch, "save", slow)
+    monkeypatch.setattr(vla_algos.run.checkpoints, "write_safetensors", slow)
     interrupt(monkeypatch, StepCollector, "rollout", 3, terminate)
     with pytest.raises(SystemExit):
         run("ppo", tmp_path / "run", "checkpoint_every=10", "evaluate_every=0")
-    assert load_training_state(latest_checkpoint(tmp_path / "run" / "checkpoints"))["iteration"] == 2
+    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 2
 
 
 def test_a_second_start_is_refused_and_control_c_saves(whole, tmp_path):

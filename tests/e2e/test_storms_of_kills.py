@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.storm import _lives, files, kills
-from vla_algos.run.checkpoints import checkpoints, load_training_state
+from vla_algos.run.checkpoints import checkpoints, open_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 NAMES = ("ppo", "grpo")
@@ -82,7 +82,7 @@ def test_a_full_disk_is_survived_and_nothing_is_missing_when_there_is_room_again
     assert len(scalars[0]) >= 3
     assert scalars[0] == scalars[1]
     found = checkpoints(folders["full"] / "checkpoints")
-    assert [load_training_state(path)["iteration"] for path in found] == [3, 4]
+    assert [open_checkpoint(path).step for path in found] == [3, 4]
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_what_it_had(small_disk, tmp_path):
@@ -93,7 +93,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_it_had(small_disk, tmp_pa
     prepare = fill_the_disk(folder, 1, 99, "ppo")
     assert _lives.wait(_lives.live("ppo", folder, board, prepare), 120) not in (0, None)
     assert "3 checkpoints in a row could not be saved" in log.read_text()
-    assert load_training_state(folder / "checkpoints" / "latest")["iteration"] == 0
+    assert open_checkpoint(folder / "checkpoints" / "latest").step == 0
     os.unlink(small_disk / "ballast")
     assert _lives.wait(_lives.live("ppo", folder, board), 120) == 0, log.read_text()
     assert board[_lives.Board.RESUMED] == 1

@@ -16,7 +16,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import vla_algos.run.lock as lock_module
 from vla_algos.run import files
-from vla_algos.run.checkpoints import checkpoints, latest_checkpoint, save_checkpoint
+from vla_algos.run.checkpoints import (
+    Snapshot,
+    begin_checkpoint,
+    checkpoints,
+    latest_checkpoint,
+    save_checkpoint,
+)
 from vla_algos.run.files import link_atomically, write_atomically, write_folder_atomically
 from vla_algos.run.folder import finish_folder, new_folder, note_start, open_folder, say_what_differs
 from vla_algos.run.lock import FolderInUse, FolderLock
@@ -33,10 +39,15 @@ def start(folder, **changed):
     lock.release()
 
 
+def save(root, step):
+    begin_checkpoint(root, step)
+    save_checkpoint(root, step, Snapshot.take({"value": step}, {}))
+
+
 def started(folder):
     """A folder with a run in it."""
     start(folder)
-    save_checkpoint(folder / "checkpoints", 1, None, {"value": 1})
+    save(folder / "checkpoints", 1)
     return folder
 
 
@@ -271,17 +282,17 @@ def test_latest_that_is_a_folder_is_left_alone(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["folder", "dangling", "file"])
 def test_latest_of_checkpoints_may_be_anything(kind, tmp_path):
-    save_checkpoint(tmp_path, 1, None, {"value": 1})
+    save(tmp_path, 1)
     (tmp_path / "latest").unlink()
     if kind == "folder":
         (tmp_path / "latest").mkdir()
-        (tmp_path / "latest" / "training.pt").write_bytes(b"a copy without links")
+        (tmp_path / "latest" / "training.json").write_bytes(b"a copy without links")
     elif kind == "dangling":
         (tmp_path / "latest").symlink_to("step_00000009")
     else:
         (tmp_path / "latest").write_text("step_00000001")
     assert latest_checkpoint(tmp_path).name == "step_00000001"
-    save_checkpoint(tmp_path, 2, None, {"value": 2})
+    save(tmp_path, 2)
     assert os.readlink(tmp_path / "latest") == "step_00000002"
     assert len(checkpoints(tmp_path)) == 2
 

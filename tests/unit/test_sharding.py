@@ -1,4 +1,4 @@
-"""Policies whose weights lie in parts in two processes compute what they compute in one; files of before still load."""
+"""Policies whose weights lie in parts in two processes compute what they compute in one."""
 
 import copy
 import itertools
@@ -8,7 +8,6 @@ import torch
 from decisions import decisions
 from openvla_checkpoint import add_film, golden, padded
 from openvla_checkpoint import make_checkpoint as make_openvla
-from paths import GOLDEN
 from pi0_checkpoint import make_checkpoint as make_pi0
 from test_parallel import together
 from torch import nn
@@ -16,10 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from vla_algos import parallel
-from vla_algos.learner import Learner, _add_dimensions
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
-from vla_algos.run.checkpoints import load_training_state
-from vla_algos.run.resume import load_trained, trained
 from vla_common import keys
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, VLAPolicy
 from vla_policies.checkpoint.lora import add_lora
@@ -381,55 +377,3 @@ def test_a_reference_gives_the_weights_back_after_an_error(folder):
         fail()
     assert all(torch.equal(before[name], parameter) for name, parameter in policy.named_parameters())
     assert all(parameter.requires_grad for parameter in policy.parameters())
-
-
-# Files of before: numbers without a dimension, and a frozen policy with all its weights
-
-
-def test_a_training_state_of_before_goes_on(folder):
-    checkpoint = GOLDEN / "saved_before" / "training_small_flow"
-    state = load_training_state(checkpoint)
-    assert not state["weights"]["encoder.vision.log_sharpness"].ndim
-    policy = build(small_flow, folder)
-    assert all(tensor.ndim for tensor in policy.state_dict().values())
-    load_trained(policy, state["weights"], checkpoint)
-    for name, tensor in trained(policy).items():
-        assert torch.equal(tensor, state["weights"][name].reshape(tensor.shape)), name
-    learner = Learner(ChunkClipPPOLoss(policy, entropy_coeff=0.01, reference_kl_coeff=0.1), lr=1e-2, minibatch_size=4)
-    learner.load_state_dict(state["learner"])
-    saved = learner.state_dict()
-    for number, moments in saved["optimizer"]["state"].items():
-        for key, value in moments.items():
-            assert torch.equal(value, state["learner"]["optimizer"]["state"][number][key].reshape(value.shape))
-    for name, tensor in saved["reference"].items():
-        assert torch.equal(tensor, state["learner"]["reference"][name].reshape(tensor.shape)), name
-    torch.manual_seed(5)
-    batch = decisions(policy, 8, seed=3)
-    torch.manual_seed(5)
-    metrics = learner.update(batch)
-    # Recorded with one thread; more of them, or another processor, round otherwise.
-    assert metrics == {
-        key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in state["expected"]["metrics"].items()
-    }
-    for name, tensor in trained(policy).items():
-        expected = state["expected"]["weights"][name].reshape(tensor.shape)
-        torch.testing.assert_close(tensor, expected, rtol=0, atol=2e-2 if "bias" in name else 1e-3)
-    del state["learner"]["reference"]["queries"]
-    with pytest.raises(ValueError, match=r"the frozen policy of this state is another one: 1 tensors differ.*queries"):
-        learner.load_state_dict(state["learner"])
-
-
-def test_states_of_an_optimizer_get_a_dimension_where_their_parameters_have_one():
-    old, new = (nn.Parameter(torch.ones(shape)) for shape in ((), (1,)))
-    first, second = (torch.optim.NAdam([one, nn.Parameter(torch.ones(2))]) for one in (old, new))
-    for optimizer in (first, second):
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-
-    wanted = second.state_dict()["state"]
-    second.load_state_dict(first.state_dict())
-    _add_dimensions(second)
-    for number, moments in second.state_dict()["state"].items():
-        for key, value in moments.items():
-            assert torch.equal(value, wanted[number][key]), key

@@ -1,36 +1,54 @@
-"""Checkpoint folders that are whole or not there at all.
+"""Checkpoint folders that are whole or not there at all, written by one process or by several.
 
 ::
 
-    <root>/step_00000012/training.pt    trained weights, optimizer, counters, episodes and random states
-                        /SHA256SUMS     its digest, verified after writing and before reading
+    <root>/step_00000012/training.json           what all processes have in common: counters, settings of the optimizer
+                        /process_00000.json      what a process has of its own: episodes, random states; one of each
+                        /tensors/process_00000.safetensors    the tensors of both, and its part of what is sharded
+                        /SHA256SUMS     digests of these, verified after writing and before reading
                         /policy/...     the policy's own files, for evaluation and publishing; not in all
           /latest                       link to the newest
+
+The files of ``tensors`` are those of ``torch.distributed.checkpoint`` (``HuggingFaceStorageWriter``), whose reader puts
+a tensor together for any number of processes. They are written here because its writer keeps each file a second time in
+memory, takes three to five times as long, and gives no digest of what it was to write. Nothing in a folder is a pickle.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import re
 import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor
 
 from vla_algos.run.files import flush, link_atomically, remove
-from vla_common.checksums import SUMS, ChecksumError, verify_checksums, write_lines
-from vla_common.tensor_files import ExecutableFileError, load_plain
+from vla_algos.run.plain_state import NotPlainError, from_json, to_json
+from vla_common.checksums import SUMS, ChecksumError, digest, verify_checksums, write_lines
+from vla_policies.checkpoint.parts import own_part
+from vla_policies.checkpoint.writing import write_safetensors
 
-_FORMAT = "vla-torchrl training state 5"
-_FILE = "training.pt"
+_FORMAT = "vla-torchrl training state 6"
+_FILE, _TENSORS, _POLICY = "training.json", "tensors", "policy"
+_FILE_BEFORE = "training.pt"  # up to format 5
 _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED, _LATEST = ".unfinished_", "latest"
-_PLAIN = (bool, int, float, str, type(None))
+_WRITING = (OSError, ChecksumError)  # what is raised where something cannot be written
+_ALONE = (0, 1)  # rank and number of processes
+
+Exchange = Callable[[Any], list[Any]]  # gives what each process has, in the order of their numbers
 
 
 class CheckpointError(RuntimeError):
@@ -41,54 +59,185 @@ class BrokenCheckpoint(CheckpointError):
     """It is damaged; one before it may be whole."""
 
 
-class _Savable(Protocol):
-    def save_pretrained(self, folder: Path) -> Any: ...
+# ---- writing
 
 
-def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[str, Any], keep: int = 2) -> Path:
-    """Write a checkpoint, then delete older ones until ``keep`` are left.
+@dataclass(frozen=True)
+class Snapshot:
+    """What a process writes of a state, as it was in the moment of :meth:`take`.
+
+    Attributes:
+        rank: number of the process.
+        processes: how many there are.
+        common, own: JSON of what all have in common, and of what this one has of its own.
+        tensors: of both, on the CPU; of a sharded one the part of this process.
+        offsets: where a part begins in the whole, by the names of ``tensors``.
+    """
+
+    rank: int
+    processes: int
+    common: str
+    own: str
+    tensors: dict[str, Tensor]
+    offsets: dict[str, list[int]]
+
+    @classmethod
+    def take(
+        cls,
+        common: Mapping[str, Any],
+        own: Mapping[str, Any],
+        process: tuple[int, int] = _ALONE,
+        check: Callable[[dict[str, Tensor]], object] = lambda _: None,
+    ) -> Snapshot:
+        """Copy a state: nested dicts, lists and tuples of tensors, numbers and text.
+
+        Args:
+            common: the same in all processes, with tensors of which each may have a part (DTensors).
+            own: of this process; not copied, so nobody may change it any more.
+            process: its number, and how many there are.
+            check: told of the parts of ``common``, where they lie, before they are copied.
+
+        Raises:
+            CheckpointError: it holds something else, which could not be loaded again.
+        """
+        rank, processes = process
+        try:
+            common_text, shared = to_json(common)
+            own_text, tensors = to_json(own)
+        except NotPlainError as error:
+            raise CheckpointError(str(error)) from error
+        parts = {name: tensor.detach() for name, tensor in shared.items()}
+        parts = {name: part.to_local() if isinstance(part, DTensor) else part for name, part in parts.items()}
+        check(parts)
+        here = [name for name, tensor in shared.items() if _writes(tensor, rank)]
+        offsets = {name: [each.start for each in own_part(shared[name])] for name in here}
+        return cls(
+            rank,
+            processes,
+            common_text,
+            own_text,
+            {
+                **{name: parts[name].to("cpu", copy=True) for name in here},
+                **{f"{_of(rank)}.{name}": tensor.cpu() for name, tensor in tensors.items()},
+            },
+            offsets,
+        )
+
+
+def _writes(tensor: Tensor, rank: int) -> bool:
+    """Tell whether a process writes its part: the first of those that have the same, if there is anything."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    if not tensor.to_local().numel():
+        return False
+    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return not any(place for place, placement in places if placement.is_replicate())
+
+
+def begin_checkpoint(root: Path, step: int) -> Path:
+    """Make the folder in which a checkpoint is written; by the first process, before the others write.
+
+    Raises:
+        OSError: no room, no permission.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for rest in root.glob(f"{_UNFINISHED}*"):  # of a run that died while saving
+        remove(rest)
+    folder = unfinished(root, step)
+    (folder / _TENSORS).mkdir(parents=True)
+    return folder
+
+
+def unfinished(root: Path, step: int) -> Path:
+    """Name the folder of :func:`begin_checkpoint`."""
+    return root / f"{_UNFINISHED}step_{step:08d}"
+
+
+def save_checkpoint(
+    root: Path, step: int, snapshot: Snapshot, keep: int = 2, exchange: Exchange = lambda mine: [mine]
+) -> Path:
+    """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until ``keep`` are left.
 
     Everything is written and flushed to disk under another name in the same folder, read again, compared by its
     SHA-256 and renamed at the end: a crash, a full or broken disk or a preemption at any time leaves the older
-    checkpoints as they were.
+    checkpoints as they were. Each process writes and compares its files, the first one does the rest; all return when
+    it has, and raise if one could not.
 
     Args:
         root: folder of all checkpoints of a run.
         step: number of finished iterations, the name of the checkpoint.
-        policy: its ``save_pretrained`` writes the folder ``policy``; ``None`` for none.
-        state: nested dicts, lists and tuples of tensors, numbers and text: counters, ``state_dict`` of
-            optimizer and collector, :func:`random_state`.
+        snapshot: of this process.
         keep: how many checkpoints to keep, at least 1. Those of later steps (the run was resumed from an
             older one) are not touched.
+        exchange: with the other processes.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: ``state`` holds something else; it could not be loaded again.
         OSError: it could not be written, or what is on the disk is not what was written.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}, must be at least 1")
-    _check_plain(state, "state")  # better to fail now than at the resume
-    root.mkdir(parents=True, exist_ok=True)
-    for rest in root.glob(f"{_UNFINISHED}*"):  # of a run that died while saving
-        remove(rest)
-    final = root / f"step_{step:08d}"
-    temporary = root / f"{_UNFINISHED}{final.name}"
+    final, temporary = root / f"step_{step:08d}", unfinished(root, step)
+    digests, error = _attempt(lambda: _write_part(temporary, snapshot))
+    there = exchange((digests, None if error is None else str(error)))
+    problem = next((text for _, text in there if text is not None), None)
+    if snapshot.rank == 0:
+        if problem is None:
+            written = {name: sum for digests, _ in there for name, sum in digests.items()}
+            _, error = _attempt(lambda: _complete(root, step, snapshot, written, keep))
+        if problem is not None or error is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    if error is not None and not isinstance(error, _WRITING):
+        exchange(str(error))
+        raise error
+    problem = next((text for text in exchange(problem or (error and str(error))) if text is not None), None)
+    if problem is not None:
+        raise OSError(f"{final} could not be written: {problem}") from error
+    return final
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
-        temporary.mkdir()
-        digest = _write({"format": _FORMAT, "step": step, "state": state}, temporary / _FILE)
-        write_lines(temporary, {_FILE: digest})
-        if policy is not None:
-            policy.save_pretrained(temporary / "policy")
-        for path in [*temporary.rglob("*"), temporary]:
-            flush(path)
-        for folder in (temporary, temporary / "policy"):
-            verify_checksums(folder)
-    except (OSError, RuntimeError, SafetensorError, ChecksumError) as error:  # what torch and safetensors raise
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"{final} could not be written: {error}") from error
+        return work(), None
+    except Exception as error:  # the others wait to hear of it
+        return {}, error
+
+
+def _write_part(folder: Path, snapshot: Snapshot) -> dict[str, str]:
+    """Write the files of a process; returns their digests, of what should be in them."""
+    name = _of(snapshot.rank)
+    written = {f"{name}.json": _write_text(folder / f"{name}.json", snapshot.own)}
+    if snapshot.tensors:
+        file = folder / _TENSORS / f"{name}.safetensors"
+        sums = hashlib.sha256()
+        places = {
+            key: {"saved_offsets": snapshot.offsets.get(key) or [0] * max(1, tensor.ndim)}
+            for key, tensor in snapshot.tensors.items()
+        }
+        metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        flat = {key: tensor if tensor.ndim else tensor.reshape(1) for key, tensor in snapshot.tensors.items()}
+        write_safetensors(file, flat, metadata, sums.update)
+        written[f"{_TENSORS}/{name}.safetensors"] = sums.hexdigest()
+    _flush_and_compare(folder, written)
+    return written
+
+
+def _complete(root: Path, step: int, snapshot: Snapshot, written: dict[str, str], keep: int) -> None:
+    """Write what tells that a checkpoint is whole, give it its name, and delete older ones."""
+    final, temporary = root / f"step_{step:08d}", unfinished(root, step)
+    content = {"format": _FORMAT, "step": step, "processes": snapshot.processes}
+    text = f'{json.dumps(content)[:-1]}, "state": {snapshot.common}}}'
+    common = {_FILE: _write_text(temporary / _FILE, text)}
+    write_lines(temporary, common | written)
+    for path in [*(temporary / _POLICY).rglob("*"), temporary / SUMS, temporary / _TENSORS]:
+        flush(path)
+    _flush_and_compare(temporary, common)
+    verify_checksums(temporary / _POLICY)
+    for folder in (temporary / _POLICY, temporary):
+        if folder.is_dir():
+            flush(folder)
     if final.exists():  # a run that was resumed from an older checkpoint comes by here again
         final.rename(root / f"{_UNFINISHED}old_{final.name}")
     temporary.rename(final)
@@ -102,7 +251,27 @@ def save_checkpoint(root: Path, step: int, policy: _Savable | None, state: dict[
         old.rename(root / f"{_UNFINISHED}old_{old.name}")  # half of one must not pass for a checkpoint
     for old in root.glob(f"{_UNFINISHED}*"):
         remove(old)
-    return final
+
+
+def _write_text(file: Path, text: str) -> str:
+    content = text.encode()
+    with open(file, "wb") as stream:
+        stream.write(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _flush_and_compare(folder: Path, digests: Mapping[str, str]) -> None:
+    for name in digests:
+        flush(folder / name)
+    if changed := [name for name, expected in digests.items() if digest(folder / name) != expected]:
+        raise ChecksumError(f"{folder} has another {', '.join(changed)} than was written")
+
+
+def _of(rank: int) -> str:
+    return f"process_{rank:05d}"
+
+
+# ---- reading
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -133,28 +302,98 @@ def by_preference(root: Path) -> list[Path]:
     return [latest, *before, *(path for path in found if path.name > latest.name)]
 
 
-def load_training_state(checkpoint: Path) -> dict[str, Any]:
-    """Load the ``state`` that was given to :func:`save_checkpoint`, on the CPU.
+@dataclass(frozen=True)
+class SavedState:
+    """A checkpoint that is open: its digests were right, its tensors are read when they are asked for.
 
-    Nothing in the file is executed (``weights_only``), wherever it comes from.
+    Attributes:
+        folder: of the checkpoint.
+        step: number of finished iterations.
+        processes: how many have written it.
+        state: what they had in common; its tensors have shapes and no values (meta device).
+    """
+
+    folder: Path
+    step: int
+    processes: int
+    state: dict[str, Any]
+
+    def fill(self, into: Mapping[str, Any]) -> None:
+        """Read the tensors of a part of the state into tensors like them; of a sharded one the part of this process.
+
+        Args:
+            into: the state or some of its keys, with tensors in the places of those of :attr:`state`.
+
+        Raises:
+            BrokenCheckpoint: some cannot be read.
+        """
+        self._read(to_json(into)[1])
+
+    def of_process(self, rank: int) -> dict[str, Any]:
+        """Load what a process had of its own.
+
+        Raises:
+            BrokenCheckpoint: it cannot be read.
+        """
+        own = _of(rank)
+        tensors: dict[str, Tensor] = {}
+
+        def empty(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            tensors[f"{own}.{name}"] = torch.empty(shape, dtype=dtype)
+            return tensors[f"{own}.{name}"]
+
+        state = _read_json(self.folder / f"{own}.json", empty)
+        self._read(tensors)
+        return state
+
+    def _read(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
+            return
+        flat = {name: tensor.detach() for name, tensor in tensors.items()}
+        flat = {name: tensor if tensor.ndim else tensor.reshape(1) for name, tensor in flat.items()}
+        reader, planner = HuggingFaceStorageReader(str(self.folder / _TENSORS)), DefaultLoadPlanner()
+        try:  # what dcp.load does, but for its collectives: each process reads by itself
+            metadata = reader.read_metadata()
+            planner.set_up_planner(flat, metadata)
+            reader.set_up_storage_reader(metadata, is_coordinator=True)
+            [plan] = planner.create_global_plan([planner.create_local_plan()])
+            reader.read_data(planner.finish_plan(plan), planner).wait()
+        except Exception as error:  # DCP and safetensors raise many types
+            why = str(error).strip().partition("\n")[0]
+            raise BrokenCheckpoint(
+                f"{self.folder / _TENSORS} cannot be read ({why}); delete {self.folder} and resume from the checkpoint "
+                "before it"
+            ) from error
+
+
+def open_checkpoint(checkpoint: Path, process: tuple[int, int] = _ALONE) -> SavedState:
+    """Open a checkpoint. Nothing in it is executed, wherever it comes from.
+
+    Args:
+        checkpoint: the folder.
+        process: number of this process and of all that open it together: each compares a part of the digests.
 
     Raises:
-        BrokenCheckpoint: the file is missing, truncated or damaged, by its checksum or by itself.
+        BrokenCheckpoint: it is truncated or damaged, by its checksums or by itself.
         CheckpointError: it is not one of ours.
     """
     path = checkpoint / _FILE
     if not path.is_file():
+        if (checkpoint / _FILE_BEFORE).is_file():
+            raise CheckpointError(
+                f"{checkpoint / _FILE_BEFORE} is a training state of before, this version of the library reads "
+                f"{_FORMAT!r}: resume with the version that wrote it (run.json in the folder of the run names its "
+                "commit), or start a new run from the policy"
+            )
         raise BrokenCheckpoint(
             f"{path} does not exist; a checkpoint to resume from is a folder step_... with that "
             "file in it; a folder with a policy alone can be evaluated or fine-tuned anew"
         )
     try:
-        verify_checksums(checkpoint)
-        content = load_plain(path)
-    except ExecutableFileError as error:
-        raise CheckpointError(str(error)) from error
+        verify_checksums(checkpoint, process)
     except (ValueError, OSError) as error:
         raise BrokenCheckpoint(f"{error}; or delete {checkpoint} and resume from the checkpoint before it") from error
+    content = _read_json(path, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
     found = str(content.get("format")) if isinstance(content, dict) else ""
     if found != _FORMAT and found.startswith(_FORMAT.rpartition(" ")[0]):
         raise CheckpointError(
@@ -168,13 +407,26 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         )
     if not (checkpoint / SUMS).is_file():
         raise BrokenCheckpoint(
-            f"{checkpoint} has no {SUMS}; if you are sure of the file type: (cd {checkpoint} && sha256sum {_FILE} > "
-            f"{SUMS})"
+            f"{checkpoint} has no {SUMS}; if you are sure of the files type: (cd {checkpoint} && sha256sum *.json "
+            f"{_TENSORS}/* > {SUMS})"
         )
     named = _STEP.fullmatch(checkpoint.resolve().name)
     if named and int(named[1]) != content["step"]:
         raise BrokenCheckpoint(f"{path} is of iteration {content['step']}: exchanged; copy the folder again")
-    return content["state"]
+    return SavedState(checkpoint, content["step"], content["processes"], content["state"])
+
+
+def _read_json(path: Path, tensor: Callable[[str, torch.Size, torch.dtype], Any]) -> Any:
+    try:
+        return from_json(path.read_text(), tensor)
+    except (ValueError, OSError) as error:
+        raise BrokenCheckpoint(
+            f"{path} cannot be read ({error}); copy it again, or delete {path.parent} and resume from the checkpoint "
+            "before it"
+        ) from error
+
+
+# ---- random states
 
 
 def random_state() -> dict[str, Any]:
@@ -198,45 +450,3 @@ def set_random_state(state: dict[str, Any]) -> None:
     words, *position = state["numpy"]
     np.random.set_state(("MT19937", words.numpy().astype(np.uint32), *position))
     random.setstate(state["python"])
-
-
-def _check_plain(value: Any, where: str) -> None:
-    """Raise unless ``value`` is made of what ``torch.load(weights_only=True)`` accepts."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _check_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _check_plain(item, f"{where}[{index}]")
-    elif type(value) not in _PLAIN and not isinstance(value, torch.Tensor):
-        raise CheckpointError(f"{where} is a {type(value).__name__}; save tensors, numbers, text and None only")
-
-
-def _write(content: dict[str, Any], path: Path) -> str:
-    """Write a file; returns the digest of what should be in it, which is not necessarily what is."""
-    with open(path, "wb") as file:
-        hashed = _HashedFile(file)
-        try:
-            torch.save(content, cast(BinaryIO, hashed))
-        except RuntimeError as error:
-            raise hashed.error or error from error  # torch says "unexpected pos" of a full disk
-    return hashed.sha256.hexdigest()
-
-
-class _HashedFile:
-    """What ``torch.save`` writes into, hashed on the way."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self.sha256 = file, hashlib.sha256()
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        self.sha256.update(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from vla_algos import parallel
+from vla_algos.heartbeat import ProcessLost
+from vla_algos.run.background import Background
 from vla_algos.run.checkpoints import (
     BrokenCheckpoint,
     CheckpointError,
+    SavedState,
+    Snapshot,
+    begin_checkpoint,
     by_preference,
-    load_training_state,
+    open_checkpoint,
     random_state,
     save_checkpoint,
     set_random_state,
+    unfinished,
 )
+from vla_algos.run.files import remove
 from vla_algos.run.retries import requeue
-from vla_common.tensor_files import add_dimensions, not_finite
+from vla_algos.run.seeds import seed_after
+from vla_common.tensor_files import make_room, not_finite
 from vla_policies import VLAPolicy
+from vla_policies.sharding import reshard, sharded_modules
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # SLURM's: at a preemption, and before the time limit
 _FAILURES = 3  # saves in a row that may fail
+_PATIENCE = timedelta(hours=2)  # until all have written their part; who is lost the heartbeat tells
 _SAME = 1.0  # seconds: torchrun passes a Ctrl-C on to processes that have just got it from the terminal
 
 
@@ -39,7 +53,12 @@ class Interrupted(BaseException):
 
 
 class Stateful(Protocol):
-    """What a part of a run offers."""
+    """What a part of a run offers.
+
+    Two more methods are asked for where a part has them: ``begin_anew(states)``, what each of another number of
+    processes had, for what it keeps of that (``resume=elastic``); of the learner ``empty_state(saved)``, a state like
+    ``saved`` with room for its tensors, sharded if the learner's are.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values."""
@@ -59,18 +78,24 @@ class ResumableRun:
     the run at once, at :meth:`stop_if_asked` if nothing is lost by it, elsewhere after the iteration; the state is
     saved, and after SIGUSR2 a SLURM job is put back into the queue. A second Ctrl-C ends the process at once.
 
+    Training waits until the state is copied into host memory; a thread writes it. The next save, a signal and the end
+    wait for the thread, and what went wrong in it is said or raised there, or after the iteration in which it ended.
+
     An exception is raised further after the state before its iteration is saved, if it is still there: an update that
     has changed weights is not undone. Of several processes none saves then, as others may be dead already.
 
-    Of several processes the first one writes, with the parts and random states of all. They stop together, at the end
-    of an :meth:`interruptible` or of an iteration, whichever of them was told to.
+    Several processes write together: each its part of what is sharded, with its parts and random states. They stop
+    together, at the end of an :meth:`interruptible` or of an iteration, whichever of them was told to.
 
     Args:
         folder: of the run; checkpoints are in ``checkpoints``.
         policy: its trained parameters and buffers are saved.
-        parts: by name, what else changes: learner, collector.
+        parts: by name, what else changes: learner, collector. The learner is the same in all processes but for what is
+            sharded, the others are each process's own.
         every: iterations between two checkpoints.
         before_save: called before each save, to flush what the run has said about its iterations.
+        elastic_seed: go on from a checkpoint of another number of processes, with random numbers of this seed, of the
+            process and of the iteration; ``None`` to refuse it.
 
     Attributes:
         run_state: plain values that a run keeps over an interruption.
@@ -84,19 +109,22 @@ class ResumableRun:
         parts: Mapping[str, Stateful],
         every: int,
         before_save: Callable[[], object] = lambda: None,
+        elastic_seed: int | None = None,
     ):
         if every < 1:
             raise ValueError(f"checkpoint_every is {every}, must be at least 1")
         self.folder, self.policy, self.parts, self.every = folder, policy, dict(parts), every
         self.run_state: dict[str, Any] = {}
         self.seconds = 0.0
-        self._before_save = before_save
+        self._before_save, self._elastic_seed = before_save, elastic_seed
         self._started = time.perf_counter()
         self._between: dict[str, Any] | None = None  # of this process; weights and learner change in the update only
         self._unchanged: Any = None  # what tells whether they have
         self._noted = ""  # run_state then
         self._interrupted: float | None = None  # when the first Ctrl-C came
-        self._iteration = self._saved = -1
+        self._iteration = self._saved = self._written = -1  # saved as soon as it is begun, written when it is on disk
+        self._writing: Background | None = None
+        self._group: dist.ProcessGroup | None = None  # of the threads that write
         self._signal: int | None = None
         self._may_stop = False
         self._failures = 0
@@ -116,20 +144,13 @@ class ResumableRun:
         found = self._latest()
         if found is None:
             return None
-        checkpoint, state = found
-        processes = state["processes"]
-        if len(processes) != parallel.world_size():
-            raise CheckpointError(
-                f"{checkpoint} is of {len(processes)} processes, this run has {parallel.world_size()}: resume with "
-                f"as many, or start in a new folder from one of the policies {self.checkpoints}/*/policy"
-            )
-        own = processes[parallel.rank()]
-        load_trained(self.policy, state["weights"], checkpoint)
-        for name, part in self.parts.items():
-            part.load_state_dict(state["learner"] if name == "learner" else own["parts"][name])
-        self.run_state, self.seconds = state["run_state"], state["seconds"]
-        set_random_state(own["random"])
-        self._iteration = self._saved = state["iteration"]
+        saved, state = found
+        if saved.processes == parallel.world_size():
+            self._go_on(saved, state)
+        else:
+            self._begin_anew(saved, state)
+        self.run_state, self.seconds = saved.state["run_state"], saved.state["seconds"]
+        self._iteration = self._saved = self._written = saved.state["iteration"]
         if self._iteration:
             self.policy.start_iteration(self._iteration)  # what is annealed follows the settings of this process
         self._remember()
@@ -147,7 +168,11 @@ class ResumableRun:
         """
         self._iteration = iteration
         self._remember()
-        stopping = parallel.all_reduce_max(self._signal or 0)
+        done = self._writing is None or self._writing.done
+        everybodys = parallel.all_gather_object((self._signal or 0, done))
+        stopping = max(number for number, _ in everybodys)
+        if all(there for _, there in everybodys):
+            self.wait()  # hears what went wrong
         if publish or iteration % self.every == 0 or stopping:
             self._save(publish)
         self._stop(stopping)
@@ -180,8 +205,27 @@ class ResumableRun:
         Raises:
             Interrupted: a signal came, here or to another process.
         """
-        if self._saved == self._iteration:
-            self._stop(parallel.all_reduce_max(self._signal or 0))
+        if self._saved == self._iteration and (number := parallel.all_reduce_max(self._signal or 0)):
+            self.wait()
+            if self._saved == self._iteration:  # it could be written
+                self._stop(number)
+
+    def wait(self) -> None:
+        """Wait until the state that was saved last is on disk; says so if it could not be written.
+
+        Raises:
+            OSError: it is the third in a row.
+        """
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        try:
+            writing.wait()
+        except OSError as error:  # a full disk: what was saved before is still there
+            self._saved = self._written
+            self._fail(error)
+        else:
+            self._written, self._failures = self._saved, 0
 
     def __enter__(self) -> ResumableRun:
         handled = (*SIGNALS, signal.SIGINT)
@@ -192,19 +236,25 @@ class ResumableRun:
         if kind is not None:
             for stopping in SIGNALS:
                 signal.signal(stopping, signal.SIG_IGN)  # a second one must not break off the save
-        if kind is Interrupted:
-            assert self._signal is not None  # only a signal interrupts
-            self._leave(self._signal)
-        elif isinstance(error, Exception):
-            self._leave_after(error)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        try:
+            if kind is Interrupted:
+                assert self._signal is not None  # only a signal interrupts
+                self._leave(self._signal)
+            elif isinstance(error, Exception):
+                self._leave_after(error)
+            elif kind is None or parallel.world_size() == 1:
+                self.wait()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
         if kind is Interrupted:
             raise SystemExit(128 + (self._signal or 0))
 
     def _leave(self, number: int) -> None:
+        self.wait()
         if self._between is not None and self._saved != self._iteration:
             self._save()
+            self.wait()
         if parallel.is_main():
             self._say(f"stopped by {signal.Signals(number).name}")
             if number == signal.SIGUSR2:  # SIGTERM also comes from scancel; who preempts requeues by itself
@@ -217,21 +267,28 @@ class ResumableRun:
 
     def _leave_after(self, error: Exception) -> None:
         """Save what is whole after an exception; whatever goes wrong here must not hide it."""
-        if self._between is None or not parallel.is_main():
+        if self._between is None:
             return
-        same = self._unchanged == self._fingerprint() and self._noted == repr(self.run_state)
+        error = parallel.lost_behind(error) or error
         alone = parallel.world_size() == 1
-        if self._saved != self._iteration and same and alone and self._failures < _FAILURES:
-            with contextlib.suppress(Exception):
+        try:
+            if not isinstance(error, ProcessLost):  # else nobody may come to an end
+                self.wait()
+            same = alone and self._unchanged == self._fingerprint() and self._noted == repr(self.run_state)
+            if self._saved != self._iteration and same and self._failures < _FAILURES:
                 self._save()
-        self._say(f"stopped by {type(error).__name__}")
+                self.wait()
+        except Exception as another:
+            tqdm.write(f"the checkpoint after iteration {self._iteration} could not be saved: {another}")
+        if parallel.is_main():
+            self._say(f"stopped by {type(error).__name__}")
 
     def _say(self, why: str) -> None:
         done = "before its first iteration"
         if self._between is not None:
             done = f"after {self._iteration} iterations"
-            if 0 <= self._saved < self._iteration:
-                done += f", of which {self._saved} are saved"
+            if 0 <= self._written < self._iteration:
+                done += f", of which {self._written} are saved"
         print(f"\n{why} {done}; the same command with hydra.run.dir={self.folder} resumes it")
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -254,20 +311,25 @@ class ResumableRun:
             self._signal = number
             raise Interrupted
 
-    def _latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Load the last checkpoint that all processes can read; of each that is broken a line is said."""
+    def _latest(self) -> tuple[SavedState, dict[str, Any]] | None:
+        """Load the last checkpoint that all processes can read; of each that is broken a line is said.
+
+        Returns:
+            It, its weights loaded, and the state of the learner.
+        """
         broken: list[str] = []
         for checkpoint in parallel.broadcast_object(by_preference(self.checkpoints)):
-            state, problem = {}, None
+            found, problem = None, None
             try:
-                state = load_training_state(checkpoint)
+                saved = open_checkpoint(checkpoint, (parallel.rank(), parallel.world_size()))
+                found = saved, self._load(saved)
             except BrokenCheckpoint as error:
                 problem = str(error)
             problem = next(filter(None, parallel.all_gather_object(problem)), None)
             if problem is None:
                 if broken and parallel.is_main():
                     tqdm.write(f"warning: {'; '.join(broken)}. Going on from the checkpoint before it, {checkpoint}")
-                return checkpoint, state
+                return found
             broken.append(problem)
         if broken:
             raise CheckpointError(
@@ -275,6 +337,49 @@ class ResumableRun:
                 "folder: hydra.run.dir=..."
             )
         return None
+
+    def _load(self, saved: SavedState) -> dict[str, Any]:
+        """Load the weights into the policy, and return the state of the learner.
+
+        Raises:
+            BrokenCheckpoint: it cannot be read.
+            CheckpointError: it is of another policy, or of another number of processes.
+        """
+        processes = parallel.world_size()
+        if saved.processes != processes and self._elastic_seed is None:
+            raise CheckpointError(
+                f"{saved.folder} is of {saved.processes} processes, this run has {processes}: resume with as many, or "
+                "with resume=elastic (weights and optimizer go on, with fresh episodes), or start in a new folder from "
+                f"one of the policies {self.checkpoints}/*/policy"
+            )
+        weights, learner = trained(self.policy), self.parts["learner"]
+        check_trained(weights, saved)
+        # Before anything is written into the policy.
+        state = getattr(learner, "empty_state", make_room)(saved.state["learner"])
+        saved.fill({"weights": weights, "learner": state})
+        return state
+
+    def _go_on(self, saved: SavedState, state: dict[str, Any]) -> None:
+        """Restore what this process had."""
+        own = saved.of_process(parallel.rank())
+        for name, part in self.parts.items():
+            part.load_state_dict(state if name == "learner" else own["parts"][name])
+        set_random_state(own["random"])
+
+    def _begin_anew(self, saved: SavedState, state: dict[str, Any]) -> None:
+        """Restore the learner alone, where other processes have stopped."""
+        assert self._elastic_seed is not None  # else it is refused
+        everybodys = [saved.of_process(rank)["parts"] for rank in range(saved.processes)]
+        self.parts["learner"].load_state_dict(state)
+        for name, part in self.parts.items():
+            if name != "learner" and hasattr(part, "begin_anew"):
+                part.begin_anew([parts[name] for parts in everybodys])
+        seed_after(self._elastic_seed, saved.step)
+        if parallel.is_main():
+            tqdm.write(
+                f"{saved.folder} is of {saved.processes} processes, this run has {parallel.world_size()}: weights and "
+                "optimizer go on, with fresh episodes and random numbers"
+            )
 
     def _remember(self) -> None:
         parts = {name: part.state_dict() for name, part in self.parts.items() if name != "learner"}
@@ -284,42 +389,96 @@ class ResumableRun:
     def _fingerprint(self) -> list[Any]:
         """Return what differs as soon as weights or learner are written to: a version for each tensor, and numbers."""
         weights = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        return _versions([weights, self.parts["learner"].state_dict()])
+        with torch.no_grad():  # or parts of DTensors were views, with versions of their own
+            return _versions([weights, self.parts["learner"].state_dict()])
 
     def _save(self, publish: bool = False) -> None:
+        """Copy the state, and begin to write it."""
+        assert self._between is not None  # after the first iteration, or what comes before it
         self._before_save()
-        processes = parallel.all_gather_object(self._between)
-        if parallel.broadcast_object(parallel.is_main() and self._write(processes, publish)):
-            self._saved = self._iteration
-
-    def _write(self, processes: list[dict[str, Any] | None], publish: bool) -> bool:
+        self.wait()
         state = {
             "iteration": self._iteration,
             "run_state": self.run_state,
             "seconds": self.seconds + time.perf_counter() - self._started,
             "weights": trained(self.policy),
             "learner": self.parts["learner"].state_dict(),
-            "processes": processes,
         }
-        self._check_finite(state)
+        process = (parallel.rank(), parallel.world_size())
+        snapshot = Snapshot.take(state, self._between, process, self._check_finite)
         try:
-            save_checkpoint(self.checkpoints, self._iteration, self.policy if publish else None, state)
-        except OSError as error:  # a full disk: what was saved before is still there
-            self._failures += 1
-            tqdm.write(f"the checkpoint after iteration {self._iteration} could not be saved: {error}")
-            if self._failures == _FAILURES:
-                raise OSError(
-                    f"{_FAILURES} checkpoints in a row could not be saved in {self.checkpoints} ({error}); make room, "
-                    f"then type the same command with hydra.run.dir={self.folder}: it resumes from the last one"
-                ) from error
-            return False
-        self._failures = 0
-        return True
+            self._begin(publish)
+        except OSError as error:
+            self._fail(error)
+            return
+        root, iteration, exchange = self.checkpoints, self._iteration, self._exchange()
+        self._saved = iteration
+        self._writing = Background(
+            lambda: save_checkpoint(root, iteration, snapshot, exchange=exchange), f"checkpoint {iteration}"
+        )
 
-    def _check_finite(self, state: Mapping[str, Any]) -> None:
+    def _begin(self, publish: bool) -> None:
+        """Make the folder of a checkpoint, and write the policy's own files into it, all processes together.
+
+        Raises:
+            OSError: in all of them, if one could not.
+        """
+        if parallel.is_main():
+            self._together(lambda: begin_checkpoint(self.checkpoints, self._iteration))
+        else:
+            self._together(lambda: None)
+        if not publish:
+            return
+        folder = unfinished(self.checkpoints, self._iteration)
+        whole = parallel.is_main() or sharded_modules(self.policy)  # of a sharded one each process gives its part
+        try:
+            self._together(lambda: self.policy.save_pretrained(folder / "policy") if whole else None)
+        except OSError:
+            if parallel.is_main():
+                remove(folder)
+            raise
+
+    def _together(self, work: Callable[[], object]) -> None:
+        problem, error = None, None
+        try:
+            work()
+        except (OSError, RuntimeError, SafetensorError) as raised:  # of a full disk
+            problem, error = str(raised), raised
+        problem = next(filter(None, parallel.all_gather_object(problem)), None)
+        if problem is not None:
+            folder = self.checkpoints / f"step_{self._iteration:08d}"
+            raise OSError(f"{folder} could not be written: {problem}") from error
+
+    def _exchange(self) -> Callable[[Any], list[Any]]:
+        """Return what gathers objects of the threads that write: collectives of their own, beside those of training."""
+        if parallel.world_size() == 1:
+            return lambda mine: [mine]
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        group = self._group
+
+        def gather(mine: Any) -> list[Any]:
+            everybodys: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(everybodys, mine, group=group)
+            return everybodys
+
+        return gather
+
+    def _fail(self, error: OSError) -> None:
+        """Say that a checkpoint could not be written; raise after several in a row."""
+        self._failures += 1
+        if parallel.is_main():
+            tqdm.write(f"the checkpoint after iteration {self._iteration} could not be saved: {error}")
+        if self._failures == _FAILURES:
+            raise OSError(
+                f"{_FAILURES} checkpoints in a row could not be saved in {self.checkpoints} ({error}); make room, "
+                f"then type the same command with hydra.run.dir={self.folder}: it resumes from the last one"
+            ) from error
+
+    def _check_finite(self, parts: dict[str, Tensor]) -> None:
         """Refuse to save a run that has diverged over one that has not."""
-        found = not_finite({"weights": state["weights"], "learner": state["learner"]})
-        if found:
+        everybodys = parallel.all_gather_object(not_finite(parts))
+        if found := list(dict.fromkeys(name for names in everybodys for name in names)):
             good = next(iter(by_preference(self.checkpoints)), None)
             raise CheckpointError(
                 f"the weights after iteration {self._iteration} are not finite ({len(found)} tensors, such as "
@@ -328,31 +487,30 @@ class ResumableRun:
             )
 
 
-def trained(policy: VLAPolicy) -> dict[str, torch.Tensor]:
-    """Return what training changes: parameters that have a gradient, and all saved buffers."""
+def trained(policy: VLAPolicy) -> dict[str, Tensor]:
+    """Return what training changes, itself: parameters that have a gradient, and all saved buffers."""
+    reshard(policy)
     parameters = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     fixed = {name for name, _ in policy.named_parameters()} - parameters
-    return {name: tensor.detach().cpu() for name, tensor in policy.state_dict().items() if name not in fixed}
+    return {name: tensor.detach() for name, tensor in policy.state_dict().items() if name not in fixed}
 
 
-def load_trained(policy: VLAPolicy, weights: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Restore :func:`trained`.
+def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:
+    """Compare names and shapes of :func:`trained` with those of a checkpoint.
 
     Raises:
         CheckpointError: they are those of another policy.
     """
-    expected = trained(policy)
-    weights = add_dimensions(weights, expected)
-    wrong = [name for name in expected.keys() | weights.keys() if _shape(expected, name) != _shape(weights, name)]
+    there = saved.state["weights"]
+    wrong = [name for name in weights.keys() | there.keys() if _shape(weights, name) != _shape(there, name)]
     if wrong:
         raise CheckpointError(
-            f"{source} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run with the "
-            "policy settings of that run, or in a new folder"
+            f"{saved.folder} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run with "
+            "the policy settings of that run, or in a new folder"
         )
-    policy.load_state_dict(weights, strict=False)
 
 
-def _shape(weights: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
+def _shape(weights: Mapping[str, Tensor], name: str) -> torch.Size | None:
     return weights[name].shape if name in weights else None
 
 
@@ -361,4 +519,6 @@ def _versions(value: Any) -> list[Any]:
         return [item for key, part in value.items() for item in (key, *_versions(part))]
     if isinstance(value, (list, tuple)):
         return [len(value), *(item for part in value for item in _versions(part))]
-    return [value.data_ptr(), value._version] if isinstance(value, torch.Tensor) else [repr(value)]
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return [value.data_ptr(), value._version] if isinstance(value, Tensor) else [repr(value)]

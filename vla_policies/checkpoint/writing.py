@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,16 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # bytes
 
 
-def write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_safetensors(
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    on_write: Callable[[Any], object] = lambda _: None,
+) -> None:
     """Write a file of the same bytes as ``safetensors.torch.save_file``, with sharded tensors too.
 
     The format is a length (8 bytes, little endian), a JSON header padded with blanks, and the tensors in its order.
+    ``on_write`` is given all bytes before they are written, such as the ``update`` of a digest.
     """
     order = sorted(tensors, key=lambda key: (-list(_NAMES).index(tensors[key].dtype), key))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -49,13 +56,14 @@ def write_safetensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
+    head = [len(text).to_bytes(8, "little") + text]
     stream = (piece for key in order for piece in pieces(tensors[key]))
 
     def write() -> None:
         with open(file, "wb") as content:
-            content.write(len(text).to_bytes(8, "little") + text)
-            for piece in stream:
-                content.write(piece.reshape(-1).view(torch.uint8).numpy().data)
+            for data in itertools.chain(head, (piece.reshape(-1).view(torch.uint8).numpy().data for piece in stream)):
+                on_write(data)
+                content.write(data)
 
     in_first(tensors.values(), write, stream)
 

@@ -1,0 +1,322 @@
+"""Several processes save together and resume where they stopped, as many of them or another number, or one dies."""
+
+import os
+import shutil
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+from decisions import decisions
+from test_parallel import together
+from test_sharding import adapted, make_openvla, openvla, small, small_flow
+from torch.distributed.tensor import DTensor
+
+import vla_algos.run.checkpoints as checkpoint_module
+import vla_algos.run.resume as resume_module
+from vla_algos import parallel
+from vla_algos.learner import Learner
+from vla_algos.losses import ChunkClipPPOLoss
+from vla_algos.run.checkpoints import CheckpointError, checkpoints, latest_checkpoint, open_checkpoint
+from vla_algos.run.resume import ResumableRun, trained
+from vla_policies import load_policy
+from vla_policies.sharding import shard
+
+pytestmark = pytest.mark.timeout(600)
+KINDS = {  # policy, and settings of its loss
+    "small, with a reference": (small, {"reference_kl_coeff": 0.1}),
+    "flow": (small_flow, {"entropy_coeff": 0.0}),
+    "an adapter, with a reference": (adapted(openvla), {"reference_kl_coeff": 0.1}),
+}
+SHARDS = (1, 2)
+
+
+class Episodes:
+    """The part of a run that each process has for itself: how often it has drawn, and what."""
+
+    def __init__(self):
+        self.drawn, self.last, self.before = 0, torch.zeros(2), None
+
+    def draw(self):
+        self.drawn, self.last = self.drawn + 1, torch.rand(2)
+
+    def state_dict(self):
+        return {"drawn": self.drawn, "last": self.last, "by": parallel.rank(), "kept": ("a", {3: None})}
+
+    def load_state_dict(self, state):
+        assert state["by"] == parallel.rank()
+        assert state["kept"] == ("a", {3: None})
+        self.drawn, self.last = state["drawn"], state["last"]
+
+    def begin_anew(self, states):
+        self.before = [(state["by"], state["drawn"]) for state in states]
+
+
+def live(kind, folder, root, last, shards=None, elastic=None, during=lambda iteration: None):
+    """A run until its ``last`` iteration, from where it stopped: everything that it has then, put together."""
+    torch.manual_seed(0)
+    make, settings = KINDS[kind]
+    policy = make(folder)
+    batch = decisions(policy, 8, seed=3)
+    if shards is not None:
+        shard(policy, parallel.device_mesh(shards))
+    learner = Learner(ChunkClipPPOLoss(policy, **settings), lr=3e-3, minibatch_size=4, max_log_ratio=None)
+    episodes = Episodes()
+    torch.manual_seed(1 + parallel.rank())
+    parts = {"learner": learner, "collector": episodes}
+    with ResumableRun(root, policy, parts, every=1, elastic_seed=elastic) as run:
+        first = run.resume()
+        at_first = None if first is None else everything(policy, learner, episodes)
+        for iteration in range((first or 0) + 1, last + 1):
+            episodes.draw()
+            learner.update(batch[parallel.rank() :: parallel.world_size()].clone(), lambda now=iteration: during(now))
+            run.run_state["draws"] = [*run.run_state.get("draws", []), iteration]
+            run.finish(iteration, publish=kind.startswith("small") and iteration == 2)
+    return {"first": first, "at first": at_first, "state": run.run_state, **everything(policy, learner, episodes)}
+
+
+def everything(policy, learner, episodes):
+    learner = learner.state_dict()
+    return {
+        "weights": whole(trained(policy)),
+        "moments": [whole(entries) for entries in learner["optimizer"]["state"].values()],
+        "reference": whole(learner.get("reference", {})),
+        "steps": (learner["steps"], learner["scheduler"]["last_epoch"]),
+        "episodes": (episodes.drawn, episodes.last.tolist(), episodes.before),
+        "random": torch.rand(2).tolist(),
+    }
+
+
+def whole(tensors):
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def same(one, other, names=("weights", "moments", "reference", "steps", "episodes")):
+    for name in names:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)
+
+
+def several(folder, root):
+    """All kinds on both meshes: whole runs, runs that stop and go on, and such that one process has begun."""
+    found = {}
+    for kind in KINDS:
+        for shards in SHARDS:
+            case = root / f"{kind} {shards}"
+            run = partial(live, kind, folder, shards=shards)
+            found[kind, shards] = {
+                "whole": run(case / "whole", 4),
+                "stopped": run(case / "stopped", 2),
+                "on": run(case / "stopped", 4),
+                "two": run(case / "two", 2),
+                "from one": run(case / "from one", 3, elastic=5),
+            }
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    make_openvla(folder / "openvla")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def alone(folder, root):
+    """Runs of a single process, which two go on with."""
+    found = {}
+    for kind in KINDS:
+        found[kind] = live(kind, folder, root / kind / "one", 2)
+        for shards in SHARDS:
+            shutil.copytree(root / kind / "one", root / f"{kind} {shards}" / "from one", symlinks=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(folder, root, alone, tmp_path_factory):
+    """What each process found; one start of the processes for all cases."""
+    return together(several, tmp_path_factory.mktemp("found"), folder, root, patience=500)
+
+
+CASES = [(kind, shards) for kind in KINDS for shards in SHARDS]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_many_processes_go_on_bit_by_bit(case, results):
+    for rank, found in enumerate(results):
+        stopped, on, two, expected = (found[case][name] for name in ("stopped", "on", "two", "whole"))
+        same(stopped, two)
+        assert on["first"] == 2
+        same(on["at first"], stopped)
+        same(on, expected, [*set(expected) - {"first", "at first"}])
+        assert on["state"] == {"draws": [1, 2, 3, 4]}
+        assert expected["moments"]
+        assert bool(expected["reference"]) == ("reference" in case[0])
+        same(expected, results[0][case]["whole"], ["weights", "moments", "reference", "steps"])
+        assert (expected["episodes"] == results[0][case]["whole"]["episodes"]) == (rank == 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_goes_on_from_two_and_two_from_one(case, folder, root, alone, results, capsys):
+    kind, shards = case
+    copied = root / f"{kind} {shards}" / "two"
+    two = [found[case]["two"] for found in results]
+    with pytest.raises(CheckpointError, match=r"is of 2 processes, this run has 1: resume with .*resume=elastic \("):
+        live(kind, folder, copied, 2)
+    weights = whole(trained(KINDS[kind][0](folder)))
+    assert any(not torch.equal(weights[name], two[0]["weights"][name]) for name in weights)
+    found = live(kind, folder, copied, 2, elastic=5)
+    same(found, two[0], ["weights", "moments", "reference", "steps"])
+    assert found["episodes"] == (0, [0.0, 0.0], [(0, 2), (1, 2)])
+    assert found["state"] == {"draws": [1, 2]}
+    said = capsys.readouterr().out
+    assert said.count("processes") == 1
+    assert "step_00000002 is of 2 processes, this run has 1: weights and optimizer go on, with fresh episodes" in said
+
+    from_one = [found[case]["from one"] for found in results]
+    for each in from_one:
+        assert each["first"] == 2
+        same(each["at first"], alone[kind], ["weights", "moments", "reference", "steps"])
+        assert each["at first"]["episodes"] == (0, [0.0, 0.0], [(0, 2)])
+        assert each["state"] == {"draws": [1, 2, 3]}
+    draws = [each["at first"]["random"] for each in (*from_one, found)]
+    assert draws[0] != draws[1] != draws[2]
+    assert draws[0] == draws[2]  # by seed, rank and iteration
+    assert from_one[0]["episodes"][1] != from_one[1]["episodes"][1]
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_what_two_write(shards, root, results):
+    """Each its part of what is sharded, once, and no file twice; the policy's folder is one that loads."""
+    kind = "small, with a reference"
+    checkpoint = latest_checkpoint(root / f"{kind} {shards}" / "two" / "checkpoints")
+    assert [path.name for path in checkpoints(checkpoint.parent)] == ["step_00000001", "step_00000002"]
+    sizes = {path.name: path.stat().st_size for path in (checkpoint / "tensors").iterdir()}
+    assert sorted(sizes) == ["process_00000.safetensors", "process_00001.safetensors"]
+    first, second = (sizes[name] for name in sorted(sizes))
+    assert 1 < first / second < 1.7 if shards == 2 else first > 20 * second
+    found = results[0][kind, shards]["two"]
+    saved = load_policy(checkpoint / "policy").state_dict()
+    assert all(torch.equal(saved[name], weight) for name, weight in found["weights"].items())
+    assert not list(checkpoint.parent.glob(".unfinished*"))
+
+
+# Death
+
+
+def kill_in(iteration, now):
+    if now == iteration:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_while_learning(kind, folder, root, shards):
+    live(kind, folder, root, 4, shards, during=partial(kill_in, 3))
+
+
+def killed_while_saving(kind, folder, root, shards):
+    """The second process dies when the first has written its part of the third checkpoint."""
+    write = checkpoint_module._write_part
+
+    def dies(temporary, snapshot):
+        third = temporary.name.endswith("3")
+        while third and parallel.rank() and not (temporary / "tensors" / "process_00000.safetensors").exists():
+            time.sleep(0.01)
+        written = write(temporary, snapshot)
+        if third and parallel.rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    checkpoint_module._write_part = dies
+    live(kind, folder, root, 60, shards)
+
+
+@pytest.mark.parametrize(
+    ("kill", "ends", "shards"), [(killed_while_learning, (-9, -9), 2), (killed_while_saving, (1, -9), 1)]
+)
+def test_a_run_that_was_killed_goes_on(kill, ends, shards, folder, tmp_path, results, capfd):
+    kind = "small, with a reference"
+    together(kill, tmp_path, kind, folder, tmp_path / "run", shards, ends=ends, patience=60)
+    said = capfd.readouterr().err
+    if kill is killed_while_saving:
+        assert "has ended without a word: it was killed" in said
+    root = tmp_path / "run" / "checkpoints"
+    assert open_checkpoint(latest_checkpoint(root)).step == 2
+    on = together(live, tmp_path, kind, folder, tmp_path / "run", 4, shards)
+    for each, found in zip(on, results, strict=True):
+        assert each["first"] == 2
+        same(each, found[kind, shards]["whole"])
+    assert not list(root.glob(".unfinished*"))
+
+
+def fails_to_write(kind, folder, root, shards):
+    """The disk of the second process is full in the second iteration; it has a defect in the third."""
+    write, calls = checkpoint_module.write_safetensors, []
+
+    def full(*given):
+        calls.append(1)
+        if parallel.rank() and len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        if parallel.rank() and len(calls) == 3:
+            raise ZeroDivisionError("a defect")
+        write(*given)
+
+    checkpoint_module.write_safetensors = full
+    live(kind, folder, root, 60, shards)
+
+
+def test_what_one_process_cannot_write_all_hear(folder, tmp_path, capfd):
+    kind = "small, with a reference"
+    together(fails_to_write, tmp_path, kind, folder, tmp_path / "run", 2, ends=(1, 1), patience=60)
+    said = capfd.readouterr()
+    assert said.out.count("the checkpoint after iteration 2 could not be saved: ") == 1
+    assert "step_00000002 could not be written: [Errno 28] No space left on device" in said.out
+    assert "ZeroDivisionError: a defect" in said.err
+    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 1
+
+
+def stopped_by_a_signal(kind, folder, root, shards):
+    """The first process is told to stop while the checkpoint before is being written."""
+    save = resume_module.save_checkpoint
+
+    def slow(*given, **named):
+        time.sleep(0.5)
+        return save(*given, **named)
+
+    def tell(iteration):
+        if iteration == 3 and parallel.rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    resume_module.save_checkpoint = slow
+    with pytest.raises(SystemExit) as stopped:
+        live_asking(kind, folder, root, shards, tell)
+    return stopped.value.code
+
+
+def live_asking(kind, folder, root, shards, tell):
+    """As recipes do it: between two minibatches a run stops if it was asked to, and nothing is lost."""
+    runs, enter = [], ResumableRun.__enter__
+    ResumableRun.__enter__ = lambda run: runs.append(run) or enter(run)
+
+    def during(iteration):
+        tell(iteration)
+        runs[0].stop_if_asked()
+
+    live(kind, folder, root, 4, shards, during=during)
+
+
+def test_all_stop_in_an_update_when_the_state_before_it_is_on_disk(folder, tmp_path, results):
+    kind = "flow"
+    codes = together(stopped_by_a_signal, tmp_path, kind, folder, tmp_path / "run", 2)
+    assert codes == [128 + signal.SIGTERM] * 2
+    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 2
+    on = together(live, tmp_path, kind, folder, tmp_path / "run", 4, 2)
+    for each, found in zip(on, results, strict=True):
+        same(each, found[kind, 2]["whole"])
