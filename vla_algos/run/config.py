@@ -21,6 +21,7 @@ from vla_policies.registry import policy_types
 
 Types = Mapping[str, Any]  # of settings by name, or of a section's settings
 RESUME = Literal["auto", "force", "never"]
+RESUME_SHARED = Literal["auto", "force", "never", "elastic"]  # of recipes that run in several processes
 
 EVALUATION: Types = {
     "seed": Seed,
@@ -41,6 +42,7 @@ TRAINING: Types = {
     "iterations": Count,
     "evaluate_every": Whole,
     "episode_order": Literal["random", "ordered", "fixed"],
+    "resume": RESUME_SHARED,
     "sharding": setting_types(Sharding),
     "offload": {"optimizer": bool},
 }

@@ -23,6 +23,7 @@ from vla_algos.run.provenance import differences, record_result, record_start
 from vla_algos.run.seeds import seed_everything
 from vla_envs import SimulatorSpec
 
+_OF_PROCESSES = ("sharding.shards", "sharding.reshard_after_forward", "sharding.cpu_offload", "offload.")
 _LEFTOVERS = (".unfinished_*", ".old_*", "checkpoints/.unfinished_*", "videos/**/.unfinished_*")
 
 
@@ -154,7 +155,8 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not before:
         tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
         return
-    keys = [key for key in before.keys() | now.keys() if key != "resume" and not key.startswith("launcher.")]
+    free = ("resume", "launcher.", *(_OF_PROCESSES if getattr(config, "resume", None) == "elastic" else ()))
+    keys = [key for key in before.keys() | now.keys() if not key.startswith(free)]
     other = sorted(key for key in keys if before.get(key) != now.get(key))
     if {"seed", "env.id", "episode_order"} & set(other):
         advice = "Take another folder: hydra.run.dir=..."  # its episodes are others

@@ -151,8 +151,15 @@ class Run:
             **parts: what changes beside the policy's weights: ``learner`` and, where there is one, ``collector``.
         """
         self._parts, self._warm_starts = parts, warm_start
-        every = self.config.checkpoint_every
-        with ResumableRun(self.folder, self.policy, parts, every, lambda: self._logger.sync()) as self._checkpoints:
+        self._checkpoints = ResumableRun(
+            self.folder,
+            self.policy,
+            parts,
+            self.config.checkpoint_every,
+            lambda: self._logger.sync(),
+            elastic_seed=self.config.seed if self.config.resume == "elastic" else None,
+        )
+        with self._checkpoints:
             resumed = self._checkpoints.resume()
             self._first = resumed or 0
             if resumed is not None:

@@ -113,13 +113,13 @@ def say_host_memory(policy: VLAPolicy, way: Way) -> None:
     if not memory.host:
         return
     kept = "weights, gradients and Adam" if way.cpu_offload else "Adam"
-    text = f"{kept} of {processes} process{'es' if processes > 1 else ''} take {needed:.1f} GB of host memory"
+    text = f"host memory for {kept} of {processes} process{'es' if processes > 1 else ''}: {needed:.3g} GB"
     if free is not None and needed > free:
         raise ValueError(
-            f"{text}, and {free:.1f} GB of this machine are free; train adapters (policy.lora_rank=32), take more GPUs "
+            f"{text}, and {free:.3g} GB of this machine are free; train adapters (policy.lora_rank=32), take more GPUs "
             "or machines, or a job with more memory (launcher.memory_gb)"
         )
-    print(text + ("" if free is None else f"; {free:.1f} GB of this machine are free"))
+    print(text + ("" if free is None else f"; {free:.3g} GB of this machine are free"))
 
 
 def _kind(policy: VLAPolicy, device: str | None) -> str:
