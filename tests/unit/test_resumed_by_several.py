@@ -74,7 +74,10 @@ def live(kind, folder, root, last, shards=None, elastic=None, during=lambda iter
             episodes.draw()
             learner.update(batch[parallel.rank() :: parallel.world_size()].clone(), lambda now=iteration: during(now))
             run.run_state["draws"] = [*run.run_state.get("draws", []), iteration]
-            run.finish(iteration, publish=kind.startswith("small") and iteration == 2)
+            changed = run._unchanged is not None and run._unchanged != run._fingerprint()
+            assert changed or iteration == 1
+            run.finish(iteration, publish=kind == SMALL and iteration == 2)
+            assert run._unchanged == run._fingerprint()
     return {"first": first, "at first": at_first, "state": run.run_state, **everything(policy, learner, episodes)}
 
 
@@ -202,8 +205,8 @@ def test_what_two_write(shards, root, results):
     assert [path.name for path in files] == ["process_00000.safetensors", "process_00001.safetensors"]
     first, second = (load_file(path) for path in files)
     common = [{name for name in each if not name.startswith("process_")} for each in (first, second)]
-    assert len(common[0]) > 300
-    assert len(common[1]) > 250 if shards == 2 else not common[1]
+    assert len(common[0]) > 200
+    assert len(common[1]) > 100 if shards == 2 else not common[1]
     for name in common[0] & common[1]:
         assert abs(len(first[name]) - len(second[name])) <= 1
     found = results[0][SMALL, shards]["stopped"]
