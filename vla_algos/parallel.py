@@ -293,16 +293,16 @@ def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
 
 
 def lost_behind(error: BaseException) -> ProcessLost | None:
-    """Return the loss of a process that an error came of; ``None`` for any other error, and in a process that is alone.
+    """Return the loss of a process that an error came of; ``None`` for any other, and for one that says so itself.
 
     FSDP exchanges weights wherever a sharded policy computes, and what gloo or NCCL say of a process that is not there
     any more names nobody. Whoever handles errors of such work asks here first: ``raise lost from error``.
     """
-    if _heartbeat is None:
+    if _heartbeat is None or isinstance(error, ProcessLost):
         return None
     chain = list(_chain(error))
     if known := next((each for each in chain if isinstance(each, ProcessLost)), None):
-        return known
+        return ProcessLost(*known.args)
     of_exchange = next(filter(_of_exchange, chain), None)
     if of_exchange is None:
         return None

@@ -80,7 +80,14 @@ def test_an_error_of_its_own_stays_what_it_is(tmp_path, capfd):
     assert re.search(r"process 1 of 2 \(.*\) has failed: ArithmeticError: enough", said)
 
 
+def timeout_of(group):
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
 def wait_too_long(folder):
+    assert timeout_of(parallel._control) == timedelta(hours=2)
+    for group in (dist.group.WORLD, *parallel.device_mesh(1).get_all_groups()):
+        assert timeout_of(group) == timedelta(minutes=10)
     parallel._DATA_TIMEOUT = timedelta(seconds=4)
     work_until("forward", "late", folder)
 
@@ -93,7 +100,19 @@ def test_processes_that_are_alive_are_not_waited_for_forever(tmp_path, capfd):
     assert f"ProcessLost: {said}" in capfd.readouterr().err
 
 
-def test_errors_that_have_nothing_to_do_with_it():
+def ask_about_errors():
+    """With a heartbeat; what came of a loss that is known already, wrapped by somebody, and an own mistake."""
+    lost = parallel.ProcessLost("process 7 is gone")
+    wrapped = OSError("could not be written")
+    wrapped.__cause__ = lost
+    return [str(parallel.lost_behind(error)) for error in (wrapped, lost, RuntimeError("a mistake"), ValueError("one"))]
+
+
+def test_errors_of_other_kinds(tmp_path):
+    assert together(ask_about_errors, tmp_path) == [["process 7 is gone", "None", "None", "None"]] * 2
+
+
+def test_errors_of_a_process_that_is_alone():
     assert parallel.lost_behind(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")) is None
     assert parallel.lost_behind(ValueError("a mistake")) is None
 

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from decisions import decisions
+from safetensors.torch import load_file
 from test_parallel import together
 from test_sharding import adapted, make_openvla, openvla, small, small_flow
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,8 @@ KINDS = {  # policy, and settings of its loss
     "flow": (small_flow, {"entropy_coeff": 0.0}),
     "an adapter, with a reference": (adapted(openvla), {"reference_kl_coeff": 0.1}),
 }
-SHARDS = (1, 2)
+SMALL, FLOW, ADAPTER = KINDS
+CASES = [(SMALL, 1), (SMALL, 2), (FLOW, 1), (ADAPTER, 2)]
 
 
 class Episodes:
@@ -72,7 +74,10 @@ def live(kind, folder, root, last, shards=None, elastic=None, during=lambda iter
             episodes.draw()
             learner.update(batch[parallel.rank() :: parallel.world_size()].clone(), lambda now=iteration: during(now))
             run.run_state["draws"] = [*run.run_state.get("draws", []), iteration]
-            run.finish(iteration, publish=kind.startswith("small") and iteration == 2)
+            changed = run._unchanged is not None and run._unchanged != run._fingerprint()
+            assert changed or iteration == 1
+            run.finish(iteration, publish=kind == SMALL and iteration == 2)
+            assert run._unchanged == run._fingerprint()
     return {"first": first, "at first": at_first, "state": run.run_state, **everything(policy, learner, episodes)}
 
 
@@ -84,8 +89,14 @@ def everything(policy, learner, episodes):
         "reference": whole(learner.get("reference", {})),
         "steps": (learner["steps"], learner["scheduler"]["last_epoch"]),
         "episodes": (episodes.drawn, episodes.last.tolist(), episodes.before),
-        "random": torch.rand(2).tolist(),
+        "random": peek(),
     }
+
+
+def peek():
+    """The next random numbers, which stay the next."""
+    with torch.random.fork_rng():
+        return torch.rand(2).tolist()
 
 
 def whole(tensors):
@@ -101,19 +112,16 @@ def same(one, other, names=("weights", "moments", "reference", "steps", "episode
 
 
 def several(folder, root):
-    """All kinds on both meshes: whole runs, runs that stop and go on, and such that one process has begun."""
+    """Whole runs, runs that stop and go on, and such that one process has begun."""
     found = {}
-    for kind in KINDS:
-        for shards in SHARDS:
-            case = root / f"{kind} {shards}"
-            run = partial(live, kind, folder, shards=shards)
-            found[kind, shards] = {
-                "whole": run(case / "whole", 4),
-                "stopped": run(case / "stopped", 2),
-                "on": run(case / "stopped", 4),
-                "two": run(case / "two", 2),
-                "from one": run(case / "from one", 3, elastic=5),
-            }
+    for kind, shards in CASES:
+        case = root / f"{kind} {shards}"
+        run = partial(live, kind, folder, shards=shards)
+        found[kind, shards] = {"whole": run(case / "whole", 4), "stopped": run(case / "stopped", 2)}
+        if parallel.is_main():
+            shutil.copytree(case / "stopped", case / "copied", symlinks=True)
+        parallel.barrier()
+        found[kind, shards] |= {"on": run(case / "stopped", 4), "from one": run(case / "from one", 3, elastic=5)}
     return found
 
 
@@ -135,8 +143,8 @@ def alone(folder, root):
     found = {}
     for kind in KINDS:
         found[kind] = live(kind, folder, root / kind / "one", 2)
-        for shards in SHARDS:
-            shutil.copytree(root / kind / "one", root / f"{kind} {shards}" / "from one", symlinks=True)
+    for kind, shards in CASES:
+        shutil.copytree(root / kind / "one", root / f"{kind} {shards}" / "from one", symlinks=True)
     return found
 
 
@@ -146,14 +154,10 @@ def results(folder, root, alone, tmp_path_factory):
     return together(several, tmp_path_factory.mktemp("found"), folder, root, patience=500)
 
 
-CASES = [(kind, shards) for kind in KINDS for shards in SHARDS]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_as_many_processes_go_on_bit_by_bit(case, results):
     for rank, found in enumerate(results):
-        stopped, on, two, expected = (found[case][name] for name in ("stopped", "on", "two", "whole"))
-        same(stopped, two)
+        stopped, on, expected = (found[case][name] for name in ("stopped", "on", "whole"))
         assert on["first"] == 2
         same(on["at first"], stopped)
         same(on, expected, [*set(expected) - {"first", "at first"}])
@@ -167,14 +171,13 @@ def test_as_many_processes_go_on_bit_by_bit(case, results):
 @pytest.mark.parametrize("case", CASES)
 def test_one_process_goes_on_from_two_and_two_from_one(case, folder, root, alone, results, capsys):
     kind, shards = case
-    copied = root / f"{kind} {shards}" / "two"
-    two = [found[case]["two"] for found in results]
+    copied, two = root / f"{kind} {shards}" / "copied", results[0][case]["stopped"]
     with pytest.raises(CheckpointError, match=r"is of 2 processes, this run has 1: resume with .*resume=elastic \("):
         live(kind, folder, copied, 2)
     weights = whole(trained(KINDS[kind][0](folder)))
-    assert any(not torch.equal(weights[name], two[0]["weights"][name]) for name in weights)
+    assert any(not torch.equal(weights[name], two["weights"][name]) for name in weights)
     found = live(kind, folder, copied, 2, elastic=5)
-    same(found, two[0], ["weights", "moments", "reference", "steps"])
+    same(found, two, ["weights", "moments", "reference", "steps"])
     assert found["episodes"] == (0, [0.0, 0.0], [(0, 2), (1, 2)])
     assert found["state"] == {"draws": [1, 2]}
     said = capsys.readouterr().out
@@ -193,17 +196,20 @@ def test_one_process_goes_on_from_two_and_two_from_one(case, folder, root, alone
     assert from_one[0]["episodes"][1] != from_one[1]["episodes"][1]
 
 
-@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("shards", [1, 2])
 def test_what_two_write(shards, root, results):
     """Each its part of what is sharded, once, and no file twice; the policy's folder is one that loads."""
-    kind = "small, with a reference"
-    checkpoint = latest_checkpoint(root / f"{kind} {shards}" / "two" / "checkpoints")
+    checkpoint = latest_checkpoint(root / f"{SMALL} {shards}" / "copied" / "checkpoints")
     assert [path.name for path in checkpoints(checkpoint.parent)] == ["step_00000001", "step_00000002"]
-    sizes = {path.name: path.stat().st_size for path in (checkpoint / "tensors").iterdir()}
-    assert sorted(sizes) == ["process_00000.safetensors", "process_00001.safetensors"]
-    first, second = (sizes[name] for name in sorted(sizes))
-    assert 1 < first / second < 1.7 if shards == 2 else first > 20 * second
-    found = results[0][kind, shards]["two"]
+    files = sorted((checkpoint / "tensors").iterdir())
+    assert [path.name for path in files] == ["process_00000.safetensors", "process_00001.safetensors"]
+    first, second = (load_file(path) for path in files)
+    common = [{name for name in each if not name.startswith("process_")} for each in (first, second)]
+    assert len(common[0]) > 200
+    assert len(common[1]) > 100 if shards == 2 else not common[1]
+    for name in common[0] & common[1]:
+        assert abs(len(first[name]) - len(second[name])) <= 1
+    found = results[0][SMALL, shards]["stopped"]
     saved = load_policy(checkpoint / "policy").state_dict()
     assert all(torch.equal(saved[name], weight) for name, weight in found["weights"].items())
     assert not list(checkpoint.parent.glob(".unfinished*"))
@@ -242,17 +248,17 @@ def killed_while_saving(kind, folder, root, shards):
     ("kill", "ends", "shards"), [(killed_while_learning, (-9, -9), 2), (killed_while_saving, (1, -9), 1)]
 )
 def test_a_run_that_was_killed_goes_on(kill, ends, shards, folder, tmp_path, results, capfd):
-    kind = "small, with a reference"
-    together(kill, tmp_path, kind, folder, tmp_path / "run", shards, ends=ends, patience=60)
+    together(kill, tmp_path, SMALL, folder, tmp_path / "run", shards, ends=ends, patience=60)
     said = capfd.readouterr().err
     if kill is killed_while_saving:
         assert "has ended without a word: it was killed" in said
     root = tmp_path / "run" / "checkpoints"
-    assert open_checkpoint(latest_checkpoint(root)).step == 2
-    on = together(live, tmp_path, kind, folder, tmp_path / "run", 4, shards)
+    last = open_checkpoint(latest_checkpoint(root)).step
+    assert last in ((1, 2) if kill is killed_while_learning else (2,))  # it may have been under way
+    on = together(live, tmp_path, SMALL, folder, tmp_path / "run", 4, shards)
     for each, found in zip(on, results, strict=True):
-        assert each["first"] == 2
-        same(each, found[kind, shards]["whole"])
+        assert each["first"] == last
+        same(each, found[SMALL, shards]["whole"])
     assert not list(root.glob(".unfinished*"))
 
 
@@ -273,8 +279,7 @@ def fails_to_write(kind, folder, root, shards):
 
 
 def test_what_one_process_cannot_write_all_hear(folder, tmp_path, capfd):
-    kind = "small, with a reference"
-    together(fails_to_write, tmp_path, kind, folder, tmp_path / "run", 2, ends=(1, 1), patience=60)
+    together(fails_to_write, tmp_path, SMALL, folder, tmp_path / "run", 2, ends=(1, 1), patience=60)
     said = capfd.readouterr()
     assert said.out.count("the checkpoint after iteration 2 could not be saved: ") == 1
     assert "step_00000002 could not be written: [Errno 28] No space left on device" in said.out
@@ -312,11 +317,7 @@ def live_asking(kind, folder, root, shards, tell):
     live(kind, folder, root, 4, shards, during=during)
 
 
-def test_all_stop_in_an_update_when_the_state_before_it_is_on_disk(folder, tmp_path, results):
-    kind = "flow"
-    codes = together(stopped_by_a_signal, tmp_path, kind, folder, tmp_path / "run", 2)
+def test_all_stop_in_an_update_when_the_state_before_it_is_on_disk(folder, tmp_path):
+    codes = together(stopped_by_a_signal, tmp_path, SMALL, folder, tmp_path / "run", 2)
     assert codes == [128 + signal.SIGTERM] * 2
     assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 2
-    on = together(live, tmp_path, kind, folder, tmp_path / "run", 4, 2)
-    for each, found in zip(on, results, strict=True):
-        same(each, found[kind, 2]["whole"])

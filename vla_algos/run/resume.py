@@ -222,8 +222,8 @@ class ResumableRun:
         try:
             writing.wait()
         except OSError as error:  # a full disk: what was saved before is still there
-            self._saved = self._written
-            self._fail(error)
+            failed, self._saved = self._saved, self._written
+            self._fail(failed, error)
         else:
             self._written, self._failures = self._saved, 0
 
@@ -279,7 +279,7 @@ class ResumableRun:
                 self._save()
                 self.wait()
         except Exception as another:
-            tqdm.write(f"the checkpoint after iteration {self._iteration} could not be saved: {another}")
+            tqdm.write(f"the last checkpoint could not be saved: {another}")
         if parallel.is_main():
             self._say(f"stopped by {type(error).__name__}")
 
@@ -409,7 +409,7 @@ class ResumableRun:
         try:
             self._begin(publish)
         except OSError as error:
-            self._fail(error)
+            self._fail(self._iteration, error)
             return
         root, iteration, exchange = self.checkpoints, self._iteration, self._exchange()
         self._saved = iteration
@@ -464,11 +464,11 @@ class ResumableRun:
 
         return gather
 
-    def _fail(self, error: OSError) -> None:
-        """Say that a checkpoint could not be written; raise after several in a row."""
+    def _fail(self, iteration: int, error: OSError) -> None:
+        """Say that the checkpoint after an iteration could not be written; raise after several in a row."""
         self._failures += 1
         if parallel.is_main():
-            tqdm.write(f"the checkpoint after iteration {self._iteration} could not be saved: {error}")
+            tqdm.write(f"the checkpoint after iteration {iteration} could not be saved: {error}")
         if self._failures == _FAILURES:
             raise OSError(
                 f"{_FAILURES} checkpoints in a row could not be saved in {self.checkpoints} ({error}); make room, "

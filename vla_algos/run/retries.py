@@ -118,8 +118,12 @@ def _main(when: str, *arguments: str) -> None:
     """``before FOLDER ...`` and ``after STATUS RETRIES FOLDER ...``, as :func:`batch_lines` calls it."""
     numbers, folders = arguments[: 2 * (when == "after")], arguments[2 * (when == "after") :]
     folder = Path(folders[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))])
+    said = None
     try:
-        said = before(folder) if when == "before" else after(int(numbers[0]), int(numbers[1]), folder)
+        if when == "before":
+            before(folder)
+        else:
+            said = after(int(numbers[0]), int(numbers[1]), folder)
     except (OSError, ValueError, KeyError) as error:  # a full disk must not end the job
         said = f"whether to start job {_job()} again after a failure cannot be noted in {folder}: {error}"
     if said:
