@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,13 +49,21 @@ def finished(name, folder, *overrides):
     return out
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_recipes_of_two_processes_stop_and_go_on(name, tmp_path):
-    out = finished(name, tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        ("ppo", ["sharding.shards=all", "sharding.compute=bf16"]),
+        ("ppo", ["sharding.shards=1"]),
+        ("grpo", ["sharding.shards=all", "sharding.cpu_offload=true", "sharding.reshard_after_forward=false"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_recipes_of_two_processes_stop_and_go_on(name, sharding, tmp_path):
+    out = finished(name, tmp_path / "whole", *sharding)
     assert out.count("env steps/s in training") == 1  # one process prints
     whole = metrics(tmp_path / "whole")
     folder = tmp_path / "stopped"
-    settings = [*SHAPED[name], *SETTINGS, *TOY_OF[name], "checkpoint_every=3"]
+    settings = [*SHAPED[name], *SETTINGS, *TOY_OF[name], *sharding, "checkpoint_every=3"]
     process = torchrun(RECIPES / f"{name}.py", *settings, f"hydra.run.dir={folder}")
     deadline = time.monotonic() + 200
     while not ((folder / "metrics.jsonl").exists() and '"step": 1' in (folder / "metrics.jsonl").read_text()):
@@ -66,8 +75,12 @@ def test_recipes_of_two_processes_stop_and_go_on(name, tmp_path):
     assert process.returncode, err[-3000:]
     assert "stopped by SIGTERM after" in out, err[-3000:]
     assert metrics(folder) != whole
-    finished(name, folder, "checkpoint_every=3")
+    shutil.copytree(folder, tmp_path / "elastic", symlinks=True)
+    finished(name, folder, *sharding, "checkpoint_every=3")
     assert metrics(folder) == whole
+    lines = [line for lines in whole.values() for line in lines]
+    tolerance = 1e-2 if "sharding.compute=bf16" in sharding else 1e-5
+    assert max(line.get("train/actor/log_ratio_at_start", 0.0) for line in lines) < tolerance
     assert sum(line["train/steps"] for lines in whole.values() for line in lines if "train/steps" in line) > 3
     record = json.loads((folder / "run.json").read_text())
     assert len(record["processes"]) == 2
@@ -75,7 +88,12 @@ def test_recipes_of_two_processes_stop_and_go_on(name, tmp_path):
 
     alone = recipe(name, folder, *settings)
     assert alone.returncode
-    assert re.search("is of 2 processes, this run has 1: resume with as many", alone.stderr)
+    assert re.search("is of 2 processes, this run has 1: resume with as many, or with resume=elastic", alone.stderr)
+    alone = recipe(name, tmp_path / "elastic", *settings, "resume=elastic")
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    assert "is of 2 processes, this run has 1: weights and optimizer go on, with fresh episodes" in alone.stdout
+    steps = list(metrics(tmp_path / "elastic"))
+    assert steps == list(whole)
 
 
 def test_an_evaluation_is_shared(tmp_path):

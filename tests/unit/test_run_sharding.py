@@ -1,0 +1,149 @@
+"""A recipe's policy in several processes: how it is divided, what is refused, and what both learn together."""
+
+import pytest
+import torch
+from test_imitation import demonstrations
+from test_parallel import collected, together
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vla_algos import parallel
+from vla_algos.advantages import gae
+from vla_algos.imitation import BehaviourCloning
+from vla_algos.learner import Learner
+from vla_algos.losses import ChunkClipPPOLoss
+from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
+from vla_common import keys
+from vla_policies import SmallVLA, SmallVLAConfig
+from vla_policies.memory import Way
+from vla_policies.sharding import compute_device, place, shard, sharded_modules, storage_device
+
+MESHES = pytest.mark.parametrize("shards", [1, 2])
+
+
+def test_one_process_has_its_policy_whole():
+    assert Sharding().divider(None) is None
+    assert Sharding(shards=1, reshard_after_forward=False).divider(None) is None
+
+
+def test_shards_that_the_processes_cannot_be_arranged_in():
+    message = "sharding.shards=3 does not divide the number of processes, 1: take 1 or all, or start others: torchrun"
+    with pytest.raises(ValueError, match=message):
+        Sharding(shards=3)
+
+
+@pytest.mark.parametrize("settings", [{"compute": "bf16"}, {"cpu_offload": True}])
+def test_one_process_divides_it_where_it_computes_otherwise(settings):
+    torch.manual_seed(0)
+    policy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    policy.shard_groups = tuple
+    with parallel.process_group():
+        Sharding(**settings).divider("cpu")(policy)
+        assert sharded_modules(policy) == [policy]
+        assert (parallel.rank(), parallel.world_size()) == (0, 1)
+    assert not torch.distributed.is_initialized()
+
+
+def test_parameters_in_host_memory_stay_there():
+    policy = nn.Linear(4, 4)
+    policy.register_buffer("mean", torch.zeros(4))
+    assert storage_device(policy, "meta") == "meta"
+    with parallel.process_group():
+        shard(policy, parallel.device_mesh(1), cpu_offload=True)
+        assert storage_device(policy, "meta") == "cpu"
+        place(policy, "meta")
+        assert policy.mean.is_meta
+        assert policy.weight.device.type == compute_device(policy.weight).type == "cpu"
+    place(plain := nn.Linear(4, 4), "meta")
+    assert plain.weight.is_meta
+
+
+def test_host_memory_is_said_and_refused_before_it_is_taken(capsys):
+    with torch.device("meta"):
+        small, large = nn.Linear(1000, 1000), nn.Linear(2**20, 2**20)
+    say_host_memory(large, Way())
+    assert not capsys.readouterr().out
+    say_host_memory(small, Way(optimizer_offload=True))
+    assert capsys.readouterr().out.startswith("host memory for Adam of 1 process: 0.00801 GB; ")
+    with pytest.raises(ValueError, match=r"weights, gradients and Adam of 1 process: 1\.76e\+04 GB, and .* are free; "):
+        say_host_memory(large, Way(cpu_offload=True))
+
+
+def draw(more):
+    torch.manual_seed(0)
+    torch.randn(1 + more * parallel.rank())
+    try:
+        check_same_draws()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_processes_that_draw_other_weights_are_refused(tmp_path):
+    assert together(draw, tmp_path, 0) == [None, None]
+    first, second = together(draw, tmp_path, 1)
+    assert first == second
+    assert "have drawn different random numbers" in first
+
+
+def learn_unsharded():
+    policy, _ = collected()
+    try:
+        Learner(ChunkClipPPOLoss(policy), lr=1e-3)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_learner_of_several_processes_wants_a_sharded_policy(tmp_path):
+    for said in together(learn_unsharded, tmp_path):
+        assert "2 processes train a policy together that is sharded: call shard(policy, " in said
+
+
+def clone(shards=None):
+    """Losses of four steps on batches of 3 of 8 demonstrations, the last of 2, and the mean gradient of the first."""
+    torch.manual_seed(0)
+    policy = SmallVLA(SmallVLAConfig((-1.0,) * 2, (1.0,) * 2, 3, chunk_size=2, num_bins=5))
+    data = demonstrations(policy)
+    data[keys.ACTION] = torch.rand(8, 2, 2) - 0.5
+    data[keys.STEP_MASK][::3, 1] = False
+    if shards is not None:
+        shard(policy, parallel.device_mesh(shards))
+    learner = BehaviourCloning(policy, data, steps=4, batch_size=3)
+    losses = [learner.step()]
+    state = learner.optimizer.state
+    moments = {name: state[each]["exp_avg"].clone() for name, each in policy.named_parameters() if each in state}
+    losses += [learner.step() for _ in range(3)]
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in moments.items()}, losses
+
+
+@MESHES
+def test_two_processes_clone_what_one_clones(shards, tmp_path):
+    alone, losses = clone()
+    for moments, seen in together(clone, tmp_path, shards):
+        assert seen == pytest.approx(losses, abs=1e-5)
+        for name, moment in alone.items():
+            torch.testing.assert_close(moments[name], moment, rtol=0, atol=1e-8)
+    assert sum(moment.abs().sum() for moment in alone.values()) > 0.1
+
+
+def learn_with_moments(offload, shards=None):
+    policy, batch = collected()
+    gae(batch)
+    if shards is not None:
+        shard(policy, parallel.device_mesh(shards))
+    learner = Learner(ChunkClipPPOLoss(policy), lr=3e-3, max_log_ratio=10.0, offload_optimizer=offload)
+    torch.manual_seed(1)
+    seen = [learner.update(batch.clone() if parallel.rank() == 0 else None) for _ in range(2)]
+    moments = [state["exp_avg"] for state in learner.optimizer.state.values()]
+    assert all(isinstance(moment, DTensor) == (shards is not None) for moment in moments)
+    return repr(seen), [moment.full_tensor() if shards is not None else moment for moment in moments]
+
+
+@MESHES
+def test_moments_in_host_memory_change_nothing(shards, tmp_path):
+    (plain, moments), (offloaded, others) = learn_with_moments(False), learn_with_moments(True)
+    assert plain == offloaded
+    assert all(torch.equal(one, other) for one, other in zip(moments, others, strict=True))
+    (seen, moments), _ = together(learn_with_moments, tmp_path, False, shards)
+    (seen_offloaded, others), _ = together(learn_with_moments, tmp_path, True, shards)
+    assert seen == seen_offloaded
+    assert all(torch.equal(one, other) for one, other in zip(moments, others, strict=True))
