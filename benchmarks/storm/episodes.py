@@ -40,9 +40,18 @@ class Hung(BaseException):
 
 def run(count: int = COUNT, seed: int = 0) -> Tally:
     """Try at least so many faults."""
+    logger = logging.getLogger("vla_envs.workers.pool")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)  # each fault is a line
+    try:
+        return _run(count, seed)
+    finally:
+        logger.setLevel(before)
+
+
+def _run(count: int, seed: int) -> Tally:
     tally, chance = Tally("bad initial states, simulators that fail often"), random.Random(seed)
     torch.manual_seed(seed)
-    logging.getLogger("vla_envs.workers.pool").setLevel(logging.CRITICAL)  # each fault is a line
     scenarios = [_evaluation, _grpo, _ppo]
     while tally.tried < count:
         scenario = scenarios[0]
