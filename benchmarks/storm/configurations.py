@@ -227,7 +227,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "seed": whole(0, 2**32 - 1),
     "eval.seed": whole(2, 2**32 - 1),  # 0 and its neighbours are what is trained on
     "episode_order": one_of("random", "ordered", "fixed"),
-    "resume": one_of("auto", "force", "never"),
+    "resume": one_of("auto", "elastic", "force", "never"),
     "iterations": count,
     "evaluate_every": whole(0, 1_000_000),
     "checkpoint_every": count,

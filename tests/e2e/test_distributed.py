@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_recipes_of_two_processes_stop_and_go_on(name, tmp_path):
     assert process.returncode, err[-3000:]
     assert "stopped by SIGTERM after" in out, err[-3000:]
     assert metrics(folder) != whole
+    shutil.copytree(folder, tmp_path / "elastic", symlinks=True)
     finished(name, folder, "checkpoint_every=3")
     assert metrics(folder) == whole
     assert sum(line["train/steps"] for lines in whole.values() for line in lines if "train/steps" in line) > 3
@@ -75,7 +77,15 @@ def test_recipes_of_two_processes_stop_and_go_on(name, tmp_path):
 
     alone = recipe(name, folder, *settings)
     assert alone.returncode
-    assert re.search("is of 2 processes, this run has 1: resume with as many", alone.stderr)
+    assert re.search("is of 2 processes, this run has 1: resume with as many, or with resume=elastic", alone.stderr)
+    alone = recipe(name, tmp_path / "elastic", *settings, "resume=elastic")
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    said = re.search(r"step_0*(\d+) is of 2 processes, this run has 1: weights and optimizer go on", alone.stderr)
+    assert said
+    log, done = metrics(tmp_path / "elastic"), int(said[1])
+    assert log.keys() == whole.keys()
+    assert all(log[step] == whole[step] for step in log if step < done)
+    assert log != whole
 
 
 def test_an_evaluation_is_shared(tmp_path):

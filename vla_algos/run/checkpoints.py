@@ -140,12 +140,16 @@ def begin_checkpoint(root: Path, step: int) -> Path:
     Raises:
         OSError: no room, no permission.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    for rest in root.glob(f"{_UNFINISHED}*"):  # of a run that died while saving
-        remove(rest)
+    remove_unfinished(root)
     folder = unfinished(root, step)
     (folder / _TENSORS).mkdir(parents=True)
     return folder
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what a run has left behind that died while it was saving."""
+    for rest in root.glob(f"{_UNFINISHED}*"):
+        remove(rest)
 
 
 def unfinished(root: Path, step: int) -> Path:
@@ -249,8 +253,7 @@ def _complete(root: Path, step: int, snapshot: Snapshot, written: dict[str, str]
     older = older[: older.index(final) + 1]
     for old in older[:-keep]:
         old.rename(root / f"{_UNFINISHED}old_{old.name}")  # half of one must not pass for a checkpoint
-    for old in root.glob(f"{_UNFINISHED}*"):
-        remove(old)
+    remove_unfinished(root)
 
 
 def _write_text(file: Path, text: str) -> str:

@@ -19,7 +19,7 @@ from vla_envs.env import env_types
 from vla_policies.registry import policy_types
 
 Types = Mapping[str, Any]  # of settings by name, or of a section's settings
-RESUME = Literal["auto", "force", "never"]
+RESUME = Literal["auto", "elastic", "force", "never"]
 
 EVALUATION: Types = {
     "seed": Seed,

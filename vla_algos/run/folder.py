@@ -23,7 +23,7 @@ from vla_algos.run.provenance import differences, record_result, record_start
 from vla_algos.run.seeds import seed_everything
 from vla_envs import SimulatorSpec
 
-_LEFTOVERS = (".unfinished_*", ".old_*", "checkpoints/.unfinished_*", "videos/**/.unfinished_*")
+_LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # ResumableRun has those of checkpoints
 
 
 def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,6 +32,7 @@ from vla_algos.run.checkpoints import (
     by_preference,
     open_checkpoint,
     random_state,
+    remove_unfinished,
     save_checkpoint,
     set_random_state,
     unfinished,
@@ -154,6 +156,9 @@ class ResumableRun:
         if self._iteration:
             self.policy.start_iteration(self._iteration)  # what is annealed follows the settings of this process
         self._remember()
+        if parallel.is_main():
+            with contextlib.suppress(OSError):
+                remove_unfinished(self.checkpoints)
         return self._iteration
 
     def finish(self, iteration: int, publish: bool = False) -> None:

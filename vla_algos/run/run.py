@@ -132,8 +132,10 @@ class Run:
             **parts: what changes beside the policy's weights: ``learner`` and, where there is one, ``collector``.
         """
         self._parts, self._warm_starts = parts, warm_start
-        every = self.config.checkpoint_every
-        with ResumableRun(self.folder, self.policy, parts, every, lambda: self._logger.sync()) as self._checkpoints:
+        every, elastic = self.config.checkpoint_every, self.config.seed if self.config.resume == "elastic" else None
+        with ResumableRun(
+            self.folder, self.policy, parts, every, lambda: self._logger.sync(), elastic
+        ) as self._checkpoints:
             resumed = self._checkpoints.resume()
             self._first = resumed or 0
             if resumed is not None:
