@@ -51,6 +51,11 @@ _ALONE = (0, 1)  # rank and number of processes
 Exchange = Callable[[Any], list[Any]]  # gives what each process has, in the order of their numbers
 
 
+def alone(mine: Any) -> list[Any]:
+    """Be the :data:`Exchange` of a single process."""
+    return [mine]
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message says what to do."""
 
@@ -157,9 +162,7 @@ def unfinished(root: Path, step: int) -> Path:
     return root / f"{_UNFINISHED}step_{step:08d}"
 
 
-def save_checkpoint(
-    root: Path, step: int, snapshot: Snapshot, keep: int = 2, exchange: Exchange = lambda mine: [mine]
-) -> Path:
+def save_checkpoint(root: Path, step: int, snapshot: Snapshot, keep: int = 2, exchange: Exchange = alone) -> Path:
     """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until ``keep`` are left.
 
     Everything is written and flushed to disk under another name in the same folder, read again, compared by its
@@ -189,7 +192,7 @@ def save_checkpoint(
     problem = next((text for _, text in there if text is not None), None)
     if snapshot.rank == 0:
         if problem is None:
-            written = {name: sum for digests, _ in there for name, sum in digests.items()}
+            written = {name: each for digests, _ in there for name, each in digests.items()}
             _, error = _attempt(lambda: _complete(root, step, snapshot, written, keep))
         if problem is not None or error is not None:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -26,8 +26,10 @@ from vla_algos.run.background import Background
 from vla_algos.run.checkpoints import (
     BrokenCheckpoint,
     CheckpointError,
+    Exchange,
     SavedState,
     Snapshot,
+    alone,
     begin_checkpoint,
     by_preference,
     open_checkpoint,
@@ -279,7 +281,8 @@ class ResumableRun:
                 self._save()
                 self.wait()
         except Exception as another:
-            tqdm.write(f"the last checkpoint could not be saved: {another}")
+            if str(another) != str(error):
+                tqdm.write(f"the last checkpoint could not be saved: {another}")
         if parallel.is_main():
             self._say(f"stopped by {type(error).__name__}")
 
@@ -354,7 +357,6 @@ class ResumableRun:
             )
         weights, learner = trained(self.policy), self.parts["learner"]
         check_trained(weights, saved)
-        # Before anything is written into the policy.
         state = getattr(learner, "empty_state", make_room)(saved.state["learner"])
         saved.fill({"weights": weights, "learner": state})
         return state
@@ -449,10 +451,10 @@ class ResumableRun:
             folder = self.checkpoints / f"step_{self._iteration:08d}"
             raise OSError(f"{folder} could not be written: {problem}") from error
 
-    def _exchange(self) -> Callable[[Any], list[Any]]:
+    def _exchange(self) -> Exchange:
         """Return what gathers objects of the threads that write: collectives of their own, beside those of training."""
         if parallel.world_size() == 1:
-            return lambda mine: [mine]
+            return alone
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         group = self._group
