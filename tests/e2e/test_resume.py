@@ -232,7 +232,7 @@ def test_a_folder_with_another_run(whole, tmp_path):
     with pytest.raises(ValueError, match="resume=never; take another folder"):
         run(name, folder, "resume=never")
     GlobalHydra.instance().clear()
-    with pytest.raises(ValueError, match="resume=always: must be 'auto', 'force' or 'never'"):
+    with pytest.raises(ValueError, match="resume=always: must be 'auto', 'elastic', 'force' or 'never'"):
         run(name, folder, "resume=always")
     GlobalHydra.instance().clear()
     with pytest.raises(CheckpointError, match=r"weights of another policy: .*policy settings of that run"):

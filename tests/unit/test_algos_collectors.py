@@ -208,6 +208,27 @@ def test_state_dict_continues_the_episode_sequence(policy):
     assert trials[:, 0].tolist() == sorted(trials[:, 0].tolist())
 
 
+def test_counters_go_on_where_another_number_of_processes_had_stopped(policy):
+    before = [StepCollector(ToyEnv(N), policy, T) for _ in range(2)]
+    for collector in before:
+        collector.next()
+    states = [collector.state_dict() for collector in before]
+    for state, count in zip(states, (4, 9), strict=True):
+        state["environment"]["env"]["sampler"] = {"count": count}
+    env = ToyEnv(N)
+    collector = StepCollector(env, policy, T)
+    with pytest.raises(ValueError, match=r"ToyEpisodes has no begin_anew\(states\): .*; resume with as many"):
+        collector.begin_anew(states)
+    env.episodes.begin_anew = lambda samplers: setattr(env.episodes, "count", max(s["count"] for s in samplers))
+    collector.begin_anew(states)
+    assert collector.stats()["frames"] == 2 * N * T
+    assert collector.rollout()[TRIAL_ID].min() == 10
+    episodes = EpisodeCollector(ToyEnv(N), policy)
+    episodes.begin_anew([{"frames": 3, "batches": 2, "transforms": []}] * 2)
+    assert episodes.stats()["frames"] == 6
+    assert episodes.state_dict()["batches"] == 2
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"bootstrap": "always"}, "truncation, none, any_done"), ({"decisions": 0}, "decisions is 0")],

@@ -100,3 +100,26 @@ def test_a_state_of_another_stream_is_refused():
         EpisodeSampler(SPEC, seed=1, world_size=2).load_state_dict(state)
     with pytest.raises(ValueError, match="metaworld/ML45-test"):
         EpisodeSampler(make_spec("metaworld/MT50"), seed=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("mode", ["random", "ordered", "fixed"])
+@pytest.mark.parametrize("drawn", [(0, 0, 0), (3, 0, 7), (4, 4, 4)])
+def test_another_number_of_ranks_goes_on_after_what_was_begun(mode, drawn):
+    settings = {"mode": mode, "group_size": 2, "groups": 5}
+    whole = take(EpisodeSampler(SPEC, **settings), 60)
+    before = [EpisodeSampler(SPEC, **settings, rank=rank, world_size=3) for rank in range(3)]
+    begun = {episode.group_id for count, rank in zip(drawn, before, strict=True) for episode in take(rank, count)}
+    first = max(begun, default=-1) + 1
+    states = [rank.state_dict() for rank in before]
+    after = [EpisodeSampler(SPEC, **settings, rank=rank, world_size=2) for rank in range(2)]
+    for rank in after:
+        rank.begin_anew(states)
+    dealt = [take(rank, 7) for rank in after]
+    groups = [{episode.group_id for episode in episodes} for episodes in dealt]
+    assert groups == [set(range(first + rank, first + rank + 8, 2)) for rank in range(2)]
+    assert all(episode in whole for episodes in dealt for episode in episodes)
+    resumed = EpisodeSampler(SPEC, **settings, rank=1, world_size=2)
+    resumed.load_state_dict(after[1].state_dict())
+    assert take(resumed, 9) == take(after[1], 9)
+    with pytest.raises(ValueError, match=r"had seed=0, this one has 3"):
+        EpisodeSampler(SPEC, 3, **settings).begin_anew(states)

@@ -51,6 +51,11 @@ _ALONE = (0, 1)  # rank and number of processes
 Exchange = Callable[[Any], list[Any]]  # gives what each process has, in the order of their numbers
 
 
+def alone(mine: Any) -> list[Any]:
+    """Be the :data:`Exchange` of a single process."""
+    return [mine]
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message says what to do."""
 
@@ -140,12 +145,16 @@ def begin_checkpoint(root: Path, step: int) -> Path:
     Raises:
         OSError: no room, no permission.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    for rest in root.glob(f"{_UNFINISHED}*"):  # of a run that died while saving
-        remove(rest)
+    remove_unfinished(root)
     folder = unfinished(root, step)
     (folder / _TENSORS).mkdir(parents=True)
     return folder
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what a run has left behind that died while it was saving."""
+    for rest in root.glob(f"{_UNFINISHED}*"):
+        remove(rest)
 
 
 def unfinished(root: Path, step: int) -> Path:
@@ -153,9 +162,7 @@ def unfinished(root: Path, step: int) -> Path:
     return root / f"{_UNFINISHED}step_{step:08d}"
 
 
-def save_checkpoint(
-    root: Path, step: int, snapshot: Snapshot, keep: int = 2, exchange: Exchange = lambda mine: [mine]
-) -> Path:
+def save_checkpoint(root: Path, step: int, snapshot: Snapshot, keep: int = 2, exchange: Exchange = alone) -> Path:
     """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until ``keep`` are left.
 
     Everything is written and flushed to disk under another name in the same folder, read again, compared by its
@@ -185,7 +192,7 @@ def save_checkpoint(
     problem = next((text for _, text in there if text is not None), None)
     if snapshot.rank == 0:
         if problem is None:
-            written = {name: sum for digests, _ in there for name, sum in digests.items()}
+            written = {name: each for digests, _ in there for name, each in digests.items()}
             _, error = _attempt(lambda: _complete(root, step, snapshot, written, keep))
         if problem is not None or error is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -249,8 +256,7 @@ def _complete(root: Path, step: int, snapshot: Snapshot, written: dict[str, str]
     older = older[: older.index(final) + 1]
     for old in older[:-keep]:
         old.rename(root / f"{_UNFINISHED}old_{old.name}")  # half of one must not pass for a checkpoint
-    for old in root.glob(f"{_UNFINISHED}*"):
-        remove(old)
+    remove_unfinished(root)
 
 
 def _write_text(file: Path, text: str) -> str:

@@ -24,7 +24,7 @@ from vla_algos.run.seeds import seed_everything
 from vla_envs import SimulatorSpec
 
 _OF_PROCESSES = ("sharding.shards", "sharding.reshard_after_forward", "sharding.cpu_offload", "offload.")
-_LEFTOVERS = (".unfinished_*", ".old_*", "checkpoints/.unfinished_*", "videos/**/.unfinished_*")
+_LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # ResumableRun has those of checkpoints
 
 
 def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:

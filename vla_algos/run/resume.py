@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -24,12 +25,15 @@ from vla_algos.run.background import Background
 from vla_algos.run.checkpoints import (
     BrokenCheckpoint,
     CheckpointError,
+    Exchange,
     SavedState,
     Snapshot,
+    alone,
     begin_checkpoint,
     by_preference,
     open_checkpoint,
     random_state,
+    remove_unfinished,
     save_checkpoint,
     set_random_state,
     unfinished,
@@ -154,6 +158,9 @@ class ResumableRun:
         if self._iteration:
             self.policy.start_iteration(self._iteration)  # what is annealed follows the settings of this process
         self._remember()
+        if parallel.is_main():
+            with contextlib.suppress(OSError):
+                remove_unfinished(self.checkpoints)
         return self._iteration
 
     def finish(self, iteration: int, publish: bool = False) -> None:
@@ -279,7 +286,8 @@ class ResumableRun:
                 self._save()
                 self.wait()
         except Exception as another:
-            tqdm.write(f"the last checkpoint could not be saved: {another}")
+            if str(another) != str(error):
+                tqdm.write(f"the last checkpoint could not be saved: {another}")
         if parallel.is_main():
             self._say(f"stopped by {type(error).__name__}")
 
@@ -354,7 +362,6 @@ class ResumableRun:
             )
         weights, learner = trained(self.policy), self.parts["learner"]
         check_trained(weights, saved)
-        # Before anything is written into the policy.
         state = getattr(learner, "empty_state", make_room)(saved.state["learner"])
         saved.fill({"weights": weights, "learner": state})
         return state
@@ -449,10 +456,10 @@ class ResumableRun:
             folder = self.checkpoints / f"step_{self._iteration:08d}"
             raise OSError(f"{folder} could not be written: {problem}") from error
 
-    def _exchange(self) -> Callable[[Any], list[Any]]:
+    def _exchange(self) -> Exchange:
         """Return what gathers objects of the threads that write: collectives of their own, beside those of training."""
         if parallel.world_size() == 1:
-            return lambda mine: [mine]
+            return alone
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         group = self._group

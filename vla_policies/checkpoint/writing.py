@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -40,7 +39,7 @@ def write_safetensors(
     file: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
-    on_write: Callable[[Any], object] = lambda _: None,
+    on_write: Callable[[bytes | memoryview], object] = lambda _: None,
 ) -> None:
     """Write a file of the same bytes as ``safetensors.torch.save_file``, with sharded tensors too.
 
@@ -56,12 +55,16 @@ def write_safetensors(
         header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    head = [len(text).to_bytes(8, "little") + text]
     stream = (piece for key in order for piece in pieces(tensors[key]))
+
+    def content_of_file() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for piece in stream:
+            yield piece.reshape(-1).view(torch.uint8).numpy().data
 
     def write() -> None:
         with open(file, "wb") as content:
-            for data in itertools.chain(head, (piece.reshape(-1).view(torch.uint8).numpy().data for piece in stream)):
+            for data in content_of_file():
                 on_write(data)
                 content.write(data)
 
