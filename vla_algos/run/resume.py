@@ -43,7 +43,7 @@ from vla_algos.run.retries import requeue
 from vla_algos.run.seeds import seed_after
 from vla_common.tensor_files import make_room, not_finite
 from vla_policies import VLAPolicy
-from vla_policies.sharding import reshard, sharded_modules
+from vla_policies.sharding import reshard
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # SLURM's: at a preemption, and before the time limit
@@ -437,9 +437,8 @@ class ResumableRun:
         if not publish:
             return
         folder = unfinished(self.checkpoints, self._iteration)
-        whole = parallel.is_main() or sharded_modules(self.policy)  # of a sharded one each process gives its part
         try:
-            self._together(lambda: self.policy.save_pretrained(folder / "policy") if whole else None)
+            self._together(lambda: self.policy.save_pretrained(folder / "policy"))  # each process gives its part
         except OSError:
             if parallel.is_main():
                 remove(folder)
