@@ -21,7 +21,7 @@ from vla_policies.registry import policy_types
 
 Types = Mapping[str, Any]  # of settings by name, or of a section's settings
 RESUME = Literal["auto", "force", "never"]
-RESUME_SHARED = Literal["auto", "force", "never", "elastic"]  # of recipes that run in several processes
+RESUME_SHARED = Literal["auto", "elastic", "force", "never"]  # of recipes that run in several processes
 
 EVALUATION: Types = {
     "seed": Seed,
