@@ -11,7 +11,7 @@ import torch
 from openvla_checkpoint import make_checkpoint
 from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from paths import ROOT
-from running import TOY, TOY_OF, differing, metrics, recipe
+from running import TOY, TOY_OF, differing, metrics
 from test_distributed import RECIPES, torchrun
 
 from vla_policies import load_policy, make_example
@@ -102,27 +102,24 @@ def test_ppo_of_an_adapter_that_is_held_to_its_reference(family, settings, tmp_p
     make = {"openvla": make_checkpoint, "pi0": lambda folder: make_pi0_checkpoint(folder, "pi05_tiny")}[family]
     checkpoint = make(tmp_path / "checkpoint")
     chosen = [f"policy={family}", f"policy.checkpoint={checkpoint}", "policy.lora_rank=2", *settings]
-    chosen += ["loss.reference_kl_coeff=0.5", "update.minibatch_size=null", "update.minibatches=2"]
+    chosen += ["iterations=2", "loss.reference_kl_coeff=0.5", "update.minibatch_size=null", "update.minibatches=2"]
     run = tmp_path / "run"
     out = finished("ppo", run, chosen)
     assert out.count("of them trained") == 1  # one process prints
     whole = metrics(run)
     learnt = [line for [line] in whole.values() if "train/loss" in line]
     assert all(line["train/actor/log_ratio_at_start"] < 1e-5 for line in learnt)
-    assert [line["train/steps"] for line in learnt] == [2.0] * 3
+    assert [line["train/steps"] for line in learnt] == [2.0] * 2
     assert learnt[-1]["train/actor/reference_kl"] > 0
     before = tmp_path / "before"
     shutil.copytree(run / "policy", before)
     assert has_lora(acts(before))
 
-    as_killed_after(2, run)
+    as_killed_after(1, run)
     finished("ppo", run, chosen)
     assert metrics(run) == whole
     assert not differing(run / "policy", before, ADAPTER)
     assert json.loads((run / "run.json").read_text())["finished"]
-
-    alone = recipe("evaluate", tmp_path / "alone", *TOY[:5], "eval.videos=0", f"policy.checkpoint={before}")
-    assert alone.returncode == 0, alone.stderr
 
 
 def test_a_script_of_ones_own(tmp_path):
