@@ -1,4 +1,4 @@
-"""PPO of one policy by several processes, in a script of your own: ``torchrun --nproc-per-node 2 examples/several_gpus.py``.
+"""PPO of one policy by several processes: ``torchrun --nproc-per-node 2 examples/several_gpus.py``.
 
 Each process has its share of the environments and its part of the weights; ``recipes/ppo.py`` does the same with
 resuming, evaluation and logs. The policy is small, so that it runs on a CPU; a large one is made by
@@ -22,6 +22,7 @@ def divide(policy):
 
 
 def main():
+    """Train with those that torchrun has started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--num-envs", type=int, default=4, help="of all processes together")
@@ -33,6 +34,7 @@ def main():
 
 
 def train(args):
+    """Collect, estimate, learn, and save the policy."""
     torch.manual_seed(0)  # new weights are the same in all processes
     spec = make_spec("metaworld/button-press-topdown-v3", reward_type="progress", max_episode_steps=20, image_size=32)
     policy = make_policy(spec, family="small", shard=divide)

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 from openvla_checkpoint import make_checkpoint
-from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from paths import ROOT
+from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from running import TOY, TOY_OF, differing, metrics
 from test_distributed import RECIPES, torchrun
 
