@@ -8,10 +8,11 @@ import time
 
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
 from openvla_checkpoint import make_checkpoint
 from paths import ROOT
 from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
-from running import TOY, TOY_OF, differing, metrics
+from running import TOY, TOY_OF, differing, metrics, train
 from test_distributed import RECIPES, torchrun
 
 from vla_policies import load_policy, make_example
@@ -120,6 +121,31 @@ def test_ppo_of_an_adapter_that_is_held_to_its_reference(family, settings, tmp_p
     assert metrics(run) == whole
     assert not differing(run / "policy", before, ADAPTER)
     assert json.loads((run / "run.json").read_text())["finished"]
+
+
+@pytest.mark.parametrize(
+    "sharding", [["sharding.compute=bf16", "offload.optimizer=true"], ["sharding.cpu_offload=true"]]
+)
+def test_one_process_that_computes_otherwise(sharding, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint")
+    chosen = ["policy=openvla_oft", f"policy.checkpoint={checkpoint}", "policy.layout=official", *sharding]
+    chosen += ["policy.num_action_chunks=2", "iterations=2"]
+    run = tmp_path / "run"
+    learnt, folder = train("ppo", run, chosen)
+    GlobalHydra.instance().clear()
+    whole = metrics(run)
+    assert learnt["train/actor/log_ratio_at_start"] < 1e-2
+    assert "train/imbalance" not in learnt
+    assert not torch.distributed.is_initialized()
+    before = tmp_path / "before"
+    shutil.copytree(folder, before)
+    assert learnt["train/actor/grad_norm"] > 0
+    acts(before)
+    as_killed_after(1, run)
+    train("ppo", run, chosen)
+    GlobalHydra.instance().clear()
+    assert metrics(run) == whole
+    assert not differing(folder, before)
 
 
 def test_a_script_of_ones_own(tmp_path):
