@@ -21,6 +21,14 @@ from vla_policies.sharding import compute_device, place, shard, sharded_modules,
 MESHES = pytest.mark.parametrize("shards", [1, 2])
 
 
+def test_how_a_policy_is_divided_is_said(monkeypatch):
+    assert not Sharding(reshard_after_forward=False).describe(False)
+    assert Sharding(compute="bf16").describe(True) == "1 process, 1 shard, bf16 compute, Adam to the host"
+    monkeypatch.setattr(parallel, "world_size", lambda: 8)
+    assert Sharding().describe(False) == "8 processes, 8 shards"
+    assert Sharding(shards=1, cpu_offload=True).describe(False) == "8 processes, 1 shard, CPU offload"
+
+
 def test_one_process_has_its_policy_whole():
     assert Sharding().divider(None) is None
     assert Sharding(shards=1, reshard_after_forward=False).divider(None) is None

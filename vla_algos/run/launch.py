@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,14 +22,16 @@ from omegaconf import DictConfig, OmegaConf
 from submitit.core.utils import FailedJobError
 
 from vla_algos import parallel
-from vla_algos.parallel import process_group
+from vla_algos.parallel import ProcessLost, process_group
 from vla_algos.run.config import Types, read_config
 from vla_algos.run.launcher_settings import SUBMITIT_NAMES, launcher_types
-from vla_algos.run.program import in_program, only_checks, say
+from vla_algos.run.phase import has_begun
+from vla_algos.run.program import OTHERS_FIRST, in_program, only_checks, say
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.resume import SIGNALS
 from vla_algos.run.retries import batch_lines, note_stopped
 from vla_algos.run.run import Run
+from vla_common.program import WRONG_USE
 
 Recipe = Callable[[DictConfig, Path], None]
 
@@ -58,7 +60,7 @@ class SlurmRun(submitit.helpers.Checkpointable):
         """Run the recipe in the processes of the job."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
         try:
-            with process_group():
+            with process_group(), _first_says_it():
                 self.recipe(self.config, self.folder)
         except SystemExit:  # of ResumableRun, when all have saved
             note_stopped(self.folder)
@@ -106,7 +108,7 @@ def launch(
     if parallel.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
     if launcher == "local":
-        with process_group():
+        with process_group(), _first_says_it():
             recipe(config, _common_folder(folder))
         return
     if missing := launcher_types(launcher).keys() - settings.keys():
@@ -130,6 +132,22 @@ def launch(
     if retries:
         settings["setup"] = [*(settings["setup"] or []), *batch_lines(retries, [run.folder for run in runs])]
     _report(_submit(runs, folder / "slurm", HydraConfig.get().job.name, settings), runs, wait)
+
+
+@contextlib.contextmanager
+def _first_says_it() -> Iterator[None]:
+    """Let the first process say a mistake that all of them see before work begins; the others end without a word."""
+    try:
+        yield
+    except ProcessLost:
+        raise
+    except Exception:
+        if parallel.rank() and not has_begun():
+            try:
+                time.sleep(OTHERS_FIRST)
+            except ProcessLost:  # of the same mistake, a moment later
+                sys.exit(WRONG_USE)
+        raise
 
 
 def _common_folder(folder: Path) -> Path:

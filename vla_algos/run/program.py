@@ -25,7 +25,7 @@ from vla_envs import SimulatorCrash
 
 P = ParamSpec("P")
 _EXPECTED = (CheckpointError, SimulatorCrash, ProcessLost, OSError)
-_OTHERS_FIRST = 5.0  # seconds; a mistake that all processes see is said by the first, at whose end the others are ended
+OTHERS_FIRST = 5.0  # seconds; a mistake that all processes see is said by the first, at whose end the others are ended
 
 
 class _Program:
@@ -104,7 +104,7 @@ def say(error: BaseException, run: str = "") -> int:
     if run:
         error.args = (f"{run}: {error}",)
     if not has_begun() and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
-        time.sleep(_OTHERS_FIRST)
+        time.sleep(OTHERS_FIRST)
     return program.report(error, begun=has_begun(), expected=_EXPECTED)
 
 

@@ -56,6 +56,15 @@ class Sharding:
         """Say what of it concerns memory."""
         return Way(self.number, self.compute is not None, offload_optimizer, self.cpu_offload)
 
+    def describe(self, offload_optimizer: bool) -> str:
+        """Say how a policy is divided, for printing; nothing where one process has it all and computes as it is."""
+        way, processes = self.way(offload_optimizer), parallel.world_size()
+        if processes == 1 and way == Way():
+            return ""
+        counted = [f"{processes} process{'es' * (processes > 1)}", f"{self.number} shard{'s' * (self.number > 1)}"]
+        _, *others = str(way).split(", ")
+        return ", ".join([*counted, *others])
+
     def divider(self, device: str | None) -> Callable[[VLAPolicy], None] | None:
         """Return what divides a policy, as ``make_policy(shard=...)`` takes it; ``None`` where one process has it all.
 
