@@ -3,7 +3,8 @@
 import pytest
 import torch
 from test_imitation import demonstrations
-from test_parallel import collected, together
+from test_parallel import collected
+from together import together
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -9,7 +9,7 @@ from decisions import decisions
 from openvla_checkpoint import add_film, golden, padded
 from openvla_checkpoint import make_checkpoint as make_openvla
 from pi0_checkpoint import make_checkpoint as make_pi0
-from test_parallel import together
+from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

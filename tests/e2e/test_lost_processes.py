@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from decisions import decisions
-from test_parallel import together
 from test_sharding import clipped, small
+from together import together
 
 from vla_algos import parallel
 from vla_algos.learner import clip_gradient

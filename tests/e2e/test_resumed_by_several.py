@@ -10,8 +10,8 @@ import pytest
 import torch
 from decisions import decisions
 from safetensors.torch import load_file
-from test_parallel import together
 from test_sharding import adapted, make_openvla, openvla, small, small_flow
+from together import together
 from torch.distributed.tensor import DTensor
 
 import vla_algos.run.checkpoints as checkpoint_module
