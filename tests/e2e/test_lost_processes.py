@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from decisions import decisions
-from test_sharding import clipped, small
+from tiny_policies import clipped, small
 from together import together
 
 from vla_algos import parallel

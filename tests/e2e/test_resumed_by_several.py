@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 import torch
 from decisions import decisions
+from openvla_checkpoint import make_checkpoint as make_openvla
 from safetensors.torch import load_file
-from test_sharding import adapted, make_openvla, openvla, small, small_flow
+from tiny_policies import adapted, openvla, small, small_flow
 from together import together
 from torch.distributed.tensor import DTensor
 
