@@ -146,6 +146,7 @@ def gathered(policy: nn.Module) -> Iterator[None]:
     if not groups:
         yield
         return
+    groups[0][0]._get_fsdp_state()._lazy_init()  # or a group that is called before the root would be a root of its own
     for module, _ in groups:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()

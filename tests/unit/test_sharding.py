@@ -9,6 +9,7 @@ from decisions import decisions
 from openvla_checkpoint import add_film, golden, padded
 from openvla_checkpoint import make_checkpoint as make_openvla
 from pi0_checkpoint import make_checkpoint as make_pi0
+from tensordict import TensorDict
 from test_parallel import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,7 @@ from vla_common import keys
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, VLAPolicy
 from vla_policies.checkpoint.lora import add_lora
 from vla_policies.nn.blocks import blocks_of
-from vla_policies.sharding import ShardGroup, shard, sharded_modules
+from vla_policies.sharding import ShardGroup, gathered, shard, sharded_modules
 from vla_policies.small import SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig
 
 pytestmark = pytest.mark.timeout(900)
@@ -291,6 +292,19 @@ def test_a_sharded_policy_is_its_own_reference(name, results):
         assert moved > 0.01
         off = pytest.approx(0, abs=1e-6)  # torch rounds otherwise where no gradient is wanted
         assert found["reference"][name] == {"inside": off, "restored": True, "kept": True, "learns": True}
+
+
+def test_a_part_may_be_called_before_the_whole_while_gathered():
+    policy = Stranger()
+    policy.shard_groups = lambda: [ShardGroup(policy.body)]
+    seen = TensorDict({keys.STATES: torch.ones(2, 5)}, [2])
+    expected = policy.body(seen[keys.STATES]).detach()
+    with parallel.process_group():
+        shard(policy, parallel.device_mesh(1, "cpu"))
+        with gathered(policy):  # as what is computed before an update
+            torch.testing.assert_close(policy.body(seen[keys.STATES]), expected, rtol=0, atol=0)
+        policy.get_dist(seen).base_dist.mean.sum().backward()
+        assert all(parameter.grad is not None for parameter in policy.parameters())
 
 
 # What is said before work
