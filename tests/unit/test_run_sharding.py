@@ -1,5 +1,8 @@
 """A recipe's policy in several processes: how it is divided, what is refused, and what both learn together."""
 
+import os
+import time
+
 import pytest
 import torch
 from test_imitation import demonstrations
@@ -7,6 +10,7 @@ from test_parallel import collected, together
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import vla_algos.run.sharding as sharding_module
 from vla_algos import parallel
 from vla_algos.advantages import gae
 from vla_algos.imitation import BehaviourCloning
@@ -67,6 +71,23 @@ def test_host_memory_is_said_and_refused_before_it_is_taken(capsys):
     assert capsys.readouterr().out.startswith("host memory for Adam of 1 process: 0.00801 GB; ")
     with pytest.raises(ValueError, match=r"weights, gradients and Adam of 1 process: 1\.76e\+04 GB, and .* are free; "):
         say_host_memory(large, Way(cpu_offload=True))
+
+
+def take(room):
+    """The first process takes its half as soon as it may, the second looks later."""
+    if parallel.rank():
+        time.sleep(1)
+    taken = room / "taken"
+    sharding_module._free = lambda: 0.005 if taken.exists() else 0.009
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    with torch.device("meta"):
+        policy = nn.Linear(1000, 1000)
+    say_host_memory(policy, Way(shards=2, optimizer_offload=True))
+    taken.touch()
+
+
+def test_host_memory_is_counted_before_any_process_takes_some(tmp_path):
+    together(take, tmp_path, tmp_path)
 
 
 def draw(more):
