@@ -281,7 +281,8 @@ def save_weights(
         else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     )
     for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder / f"{name}.partial", {key: weights[key] for key in shard}, {"format": "pt"})
+        part = {key: weights[key] for key in shard}
+        write_safetensors(folder / f"{name}.partial", part, {"format": "pt"}, among=weights.values())
     index = {
         "metadata": {"total_size": sum(_bytes(tensor) for tensor in weights.values())},
         "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
