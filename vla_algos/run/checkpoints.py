@@ -98,7 +98,7 @@ class Snapshot:
 
         Args:
             common: the same in all processes, with tensors of which each may have a part (DTensors).
-            own: of this process; not copied, so nobody may change it any more.
+            own: of this process.
             process: its number, and how many there are.
             check: told of the parts of ``common``, where they lie, before they are copied.
 
@@ -123,7 +123,7 @@ class Snapshot:
             own_text,
             {
                 **{name: parts[name].to("cpu", copy=True) for name in here},
-                **{f"{_of(rank)}.{name}": tensor.cpu() for name, tensor in tensors.items()},
+                **{f"{_of(rank)}.{name}": tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()},
             },
             offsets,
         )
