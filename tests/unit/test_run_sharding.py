@@ -129,6 +129,7 @@ def clone(shards=None):
     if shards is not None:
         shard(policy, parallel.device_mesh(shards))
     learner = BehaviourCloning(policy, data, steps=4, batch_size=3)
+    torch.manual_seed(1 + parallel.rank())  # as recipes do, that a flow draws other noise for each part
     losses = [learner.step()]
     state = learner.optimizer.state
     moments = {name: state[each]["exp_avg"].clone() for name, each in policy.named_parameters() if each in state}
