@@ -20,7 +20,7 @@ from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
 from vla_common import keys
 from vla_policies import SmallVLA, SmallVLAConfig
 from vla_policies.memory import Way
-from vla_policies.sharding import compute_device, place, shard, sharded_modules, storage_device
+from vla_policies.sharding import ShardGroup, compute_device, place, shard, sharded_modules, storage_device
 
 MESHES = pytest.mark.parametrize("shards", [1, 2])
 
@@ -40,10 +40,10 @@ def test_shards_that_the_processes_cannot_be_arranged_in():
 def test_one_process_divides_it_where_it_computes_otherwise(settings):
     torch.manual_seed(0)
     policy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    policy.shard_groups = tuple
+    policy.shard_groups = lambda: [ShardGroup(policy[0])]
     with parallel.process_group():
         Sharding(**settings).divider("cpu")(policy)
-        assert sharded_modules(policy) == [policy]
+        assert sharded_modules(policy) == [policy, policy[0]]
         assert (parallel.rank(), parallel.world_size()) == (0, 1)
     assert not torch.distributed.is_initialized()
 

@@ -319,6 +319,13 @@ def test_weights_that_cannot_be_divided_are_named():
         shard(policy, None)
 
 
+def test_a_dtype_that_nothing_computes_in_is_refused():
+    with pytest.raises(
+        ValueError, match=r"Stranger has no shard_groups\(\), .* leave compute \(sharding.compute\) out"
+    ):
+        shard(Stranger(), None, compute=torch.bfloat16)
+
+
 def test_weights_that_groups_share_are_named():
     policy = Stranger()
     policy.body[2].weight = nn.Parameter(torch.zeros(6, 8))
