@@ -124,7 +124,8 @@ def check_state_noise(state_noise: Any, state_dim: int) -> None:
 class BehaviourCloning:
     """Trains ``policy`` to imitate, and sets its normalisation statistics from the demonstrations.
 
-    Several processes that share a sharded policy work off a part of each batch each; all have all demonstrations.
+    Several processes that share a sharded policy work off a part of each batch each; all have all demonstrations. What
+    a policy draws by itself, such as the noise of a flow, each draws for its part: seed them differently.
 
     Args:
         policy: trained in place.
@@ -181,7 +182,8 @@ class BehaviourCloning:
             order = parallel.broadcast_object(torch.randperm(len(self.demonstrations)))
             self._order = list(order.split(self.batch_size))
         batch = self.demonstrations[self._order.pop()]
-        batch[keys.STATES] = batch[keys.STATES] + self.state_noise * torch.randn_like(batch[keys.STATES])
+        noise = parallel.broadcast_object(torch.randn_like(batch[keys.STATES]))
+        batch[keys.STATES] = batch[keys.STATES] + self.state_noise * noise
         loss = self._share_of_loss(batch)
         whole = sum(parallel.all_gather_object(loss.item()))
         if not math.isfinite(whole):

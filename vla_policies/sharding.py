@@ -74,11 +74,16 @@ def shard(
         cpu_offload: keep parameters, gradients and optimizer states in host memory.
 
     Raises:
-        ValueError: weights that cannot be divided; says which.
+        ValueError: weights that cannot be divided, says which; or ``compute`` would change nothing.
     """
     say: Callable[[], Sequence[ShardGroup]] = getattr(policy, "shard_groups", tuple)
     groups = say()
     _check(policy, groups)
+    if compute is not None and not groups:
+        raise ValueError(
+            f"{type(policy).__name__} has no shard_groups(), and what is in none computes in the dtype of its weights: "
+            "leave compute (sharding.compute) out"
+        )
     # Keys and values of a layer are views that nobody changes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
@@ -146,6 +151,7 @@ def gathered(policy: nn.Module) -> Iterator[None]:
     if not groups:
         yield
         return
+    groups[0][0]._get_fsdp_state()._lazy_init()  # or a group that is called before the root would be a root of its own
     for module, _ in groups:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()

@@ -263,6 +263,21 @@ def test_a_run_that_was_killed_goes_on(kill, ends, shards, folder, tmp_path, res
     assert not list(root.glob(".unfinished*"))
 
 
+def damaged_in_between(kind, folder, root, shards):
+    """What tells of the second checkpoint has another shape in it: only one of two compares it with its digest."""
+    live(kind, folder, root, 2, shards)
+    if parallel.is_main():
+        file = root / "checkpoints" / "step_00000002" / "training.json"
+        file.write_text(file.read_text().replace('"shape": [1', '"shape": [2', 1))
+    parallel.barrier()
+    return live(kind, folder, root, 3, shards)
+
+
+def test_what_one_process_finds_damaged_no_other_reads(folder, tmp_path):
+    found = together(damaged_in_between, tmp_path, SMALL, folder, tmp_path / "run", 2)
+    assert [each["first"] for each in found] == [1, 1]
+
+
 def fails_to_write(kind, folder, root, shards):
     """The disk of the second process is full in the second iteration; it has a defect in the third."""
     write, calls = checkpoint_module.write_safetensors, []

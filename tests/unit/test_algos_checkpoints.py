@@ -107,6 +107,19 @@ def test_round_trip(tmp_path):
     assert other.state_dict()["state"][0]["step"].shape == ()
 
 
+def test_a_snapshot_is_of_the_moment_in_which_it_was_taken(tmp_path):
+    """Parts may give tensors that they go on with, as modules do, while a thread writes."""
+    common, own = {"weight": torch.zeros(3), "done": [1]}, {"mean": torch.zeros(3), "seen": [1]}
+    snapshot = Snapshot.take(common, own)
+    for state in (common, own):
+        for value in state.values():
+            value += [2] if isinstance(value, list) else torch.ones(3)
+    begin_checkpoint(tmp_path, 1)
+    folder = save_checkpoint(tmp_path, 1, snapshot)
+    assert repr(load(folder)) == repr({"weight": torch.zeros(3), "done": [1]})
+    assert repr(open_checkpoint(folder).of_process(0)) == repr({"mean": torch.zeros(3), "seen": [1]})
+
+
 def test_any_plain_state_comes_back(tmp_path):
     """Types, shapes and bits."""
     state = {

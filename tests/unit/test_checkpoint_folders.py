@@ -14,6 +14,7 @@ from openvla_checkpoint import GOLDEN, OFT, act, make_checkpoint, observations
 from paths import ROOT
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrl.envs.utils import ExplorationType
 
 import vla_policies
@@ -22,6 +23,7 @@ from vla_policies.__main__ import main
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.weights import (
     INDEX,
+    Loaded,
     cast,
     check_layout,
     list_weights,
@@ -331,6 +333,22 @@ def test_heads_are_read_from_pickles_of_tensors_only(tmp_path):
     assert projector.fc1.weight.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"proprio_projector--golden_checkpoint.pt does not fit .*fc1.weight"):
         load_head(ProprioProjector(14, size), folder.proprio_projector)
+
+
+def test_a_head_stays_on_its_device():
+    sent = []
+
+    class Read(torch.Tensor):
+        def to(self, *, device, **_):
+            sent.append(torch.device(device).type)
+            return self
+
+    head = nn.Module()
+    with FakeTensorMode():  # of a machine with GPUs: FSDP has put the heads of a sharded policy there before
+        head.weight = nn.Parameter(torch.empty(3, device="cuda"))
+    stored = Loaded(Path("head.pt"), "weight", (3,), torch.float32, torch.ones(3).as_subclass(Read))
+    load_weights(head, {"weight": stored})
+    assert sent == ["cuda"]
 
 
 def test_a_head_that_would_run_code_is_refused(tmp_path):

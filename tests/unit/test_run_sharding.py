@@ -1,5 +1,8 @@
 """A recipe's policy in several processes: how it is divided, what is refused, and what both learn together."""
 
+import os
+import time
+
 import pytest
 import torch
 from test_imitation import demonstrations
@@ -8,6 +11,7 @@ from together import together
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import vla_algos.run.sharding as sharding_module
 from vla_algos import parallel
 from vla_algos.advantages import gae
 from vla_algos.imitation import BehaviourCloning
@@ -17,7 +21,7 @@ from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
 from vla_common import keys
 from vla_policies import SmallVLA, SmallVLAConfig
 from vla_policies.memory import Way
-from vla_policies.sharding import compute_device, place, shard, sharded_modules, storage_device
+from vla_policies.sharding import ShardGroup, compute_device, place, shard, sharded_modules, storage_device
 
 MESHES = pytest.mark.parametrize("shards", [1, 2])
 
@@ -45,10 +49,10 @@ def test_shards_that_the_processes_cannot_be_arranged_in():
 def test_one_process_divides_it_where_it_computes_otherwise(settings):
     torch.manual_seed(0)
     policy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    policy.shard_groups = tuple
+    policy.shard_groups = lambda: [ShardGroup(policy[0])]
     with parallel.process_group():
         Sharding(**settings).divider("cpu")(policy)
-        assert sharded_modules(policy) == [policy]
+        assert sharded_modules(policy) == [policy, policy[0]]
         assert (parallel.rank(), parallel.world_size()) == (0, 1)
     assert not torch.distributed.is_initialized()
 
@@ -76,6 +80,23 @@ def test_host_memory_is_said_and_refused_before_it_is_taken(capsys):
     assert capsys.readouterr().out.startswith("host memory for Adam of 1 process: 0.00801 GB; ")
     with pytest.raises(ValueError, match=r"weights, gradients and Adam of 1 process: 1\.76e\+04 GB, and .* are free; "):
         say_host_memory(large, Way(cpu_offload=True))
+
+
+def take(room):
+    """The first process takes its half as soon as it may, the second looks later."""
+    if parallel.rank():
+        time.sleep(1)
+    taken = room / "taken"
+    sharding_module._free = lambda: 0.005 if taken.exists() else 0.009
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    with torch.device("meta"):
+        policy = nn.Linear(1000, 1000)
+    say_host_memory(policy, Way(shards=2, optimizer_offload=True))
+    taken.touch()
+
+
+def test_host_memory_is_counted_before_any_process_takes_some(tmp_path):
+    together(take, tmp_path, tmp_path)
 
 
 def draw(more):
@@ -117,6 +138,7 @@ def clone(shards=None):
     if shards is not None:
         shard(policy, parallel.device_mesh(shards))
     learner = BehaviourCloning(policy, data, steps=4, batch_size=3)
+    torch.manual_seed(1 + parallel.rank())  # as recipes do, that a flow draws other noise for each part
     losses = [learner.step()]
     state = learner.optimizer.state
     moments = {name: state[each]["exp_avg"].clone() for name, each in policy.named_parameters() if each in state}

@@ -9,6 +9,7 @@ from decisions import decisions
 from openvla_checkpoint import add_film
 from openvla_checkpoint import make_checkpoint as make_openvla
 from pi0_checkpoint import make_checkpoint as make_pi0
+from tensordict import TensorDict
 from tiny_policies import adapted, clipped, oft, openvla, pi0, small, small_flow
 from together import together
 from torch import nn
@@ -20,7 +21,7 @@ from vla_algos.losses import add_reference_log_prob
 from vla_common import keys
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, VLAPolicy
 from vla_policies.nn.blocks import blocks_of
-from vla_policies.sharding import ShardGroup, shard, sharded_modules
+from vla_policies.sharding import ShardGroup, gathered, shard, sharded_modules
 
 pytestmark = pytest.mark.timeout(900)
 NEAR = 1e-5
@@ -236,6 +237,19 @@ def test_a_sharded_policy_is_its_own_reference(name, results):
         assert found["reference"][name] == {"inside": off, "restored": True, "kept": True, "learns": True}
 
 
+def test_a_part_may_be_called_before_the_whole_while_gathered():
+    policy = Stranger()
+    policy.shard_groups = lambda: [ShardGroup(policy.body)]
+    seen = TensorDict({keys.STATES: torch.ones(2, 5)}, [2])
+    expected = policy.body(seen[keys.STATES]).detach()
+    with parallel.process_group():
+        shard(policy, parallel.device_mesh(1, "cpu"))
+        with gathered(policy):  # as what is computed before an update
+            torch.testing.assert_close(policy.body(seen[keys.STATES]), expected, rtol=0, atol=0)
+        policy.get_dist(seen).base_dist.mean.sum().backward()
+        assert all(parameter.grad is not None for parameter in policy.parameters())
+
+
 # What is said before work
 
 
@@ -246,6 +260,13 @@ def test_weights_that_cannot_be_divided_are_named():
         ValueError, match=r"Stranger has parameters without a dimension.*: body.scale; make them of shap"
     ):
         shard(policy, None)
+
+
+def test_a_dtype_that_nothing_computes_in_is_refused():
+    with pytest.raises(
+        ValueError, match=r"Stranger has no shard_groups\(\), .* leave compute \(sharding.compute\) out"
+    ):
+        shard(Stranger(), None, compute=torch.bfloat16)
 
 
 def test_weights_that_groups_share_are_named():

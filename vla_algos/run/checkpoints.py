@@ -98,7 +98,7 @@ class Snapshot:
 
         Args:
             common: the same in all processes, with tensors of which each may have a part (DTensors).
-            own: of this process; not copied, so nobody may change it any more.
+            own: of this process.
             process: its number, and how many there are.
             check: told of the parts of ``common``, where they lie, before they are copied.
 
@@ -123,7 +123,7 @@ class Snapshot:
             own_text,
             {
                 **{name: parts[name].to("cpu", copy=True) for name in here},
-                **{f"{_of(rank)}.{name}": tensor.cpu() for name, tensor in tensors.items()},
+                **{f"{_of(rank)}.{name}": tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()},
             },
             offsets,
         )
@@ -372,15 +372,15 @@ class SavedState:
             ) from error
 
 
-def open_checkpoint(checkpoint: Path, process: tuple[int, int] = _ALONE) -> SavedState:
-    """Open a checkpoint. Nothing in it is executed, wherever it comes from.
+def verify_checkpoint(checkpoint: Path, process: tuple[int, int] = _ALONE) -> None:
+    """Compare the files of a checkpoint with their digests; several processes hear of each other's before they open it.
 
     Args:
         checkpoint: the folder.
-        process: number of this process and of all that open it together: each compares a part of the digests.
+        process: number of this process and of all that verify it together: each compares a part of the digests.
 
     Raises:
-        BrokenCheckpoint: it is truncated or damaged, by its checksums or by itself.
+        BrokenCheckpoint: it is truncated or damaged.
         CheckpointError: it is not one of ours.
     """
     path = checkpoint / _FILE
@@ -399,6 +399,22 @@ def open_checkpoint(checkpoint: Path, process: tuple[int, int] = _ALONE) -> Save
         verify_checksums(checkpoint, process)
     except (ValueError, OSError) as error:
         raise BrokenCheckpoint(f"{error}; or delete {checkpoint} and resume from the checkpoint before it") from error
+
+
+def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
+    """Open a checkpoint. Nothing in it is executed, wherever it comes from.
+
+    Args:
+        checkpoint: the folder.
+        verified: :func:`verify_checkpoint` was called, by all processes together; otherwise it is here.
+
+    Raises:
+        BrokenCheckpoint: it is truncated or damaged, by its checksums or by itself.
+        CheckpointError: it is not one of ours.
+    """
+    if not verified:
+        verify_checkpoint(checkpoint)
+    path = checkpoint / _FILE
     content = _read_json(path, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
     found = str(content.get("format")) if isinstance(content, dict) else ""
     if found != _FORMAT and found.startswith(_FORMAT.rpartition(" ")[0]):

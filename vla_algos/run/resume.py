@@ -37,6 +37,7 @@ from vla_algos.run.checkpoints import (
     save_checkpoint,
     set_random_state,
     unfinished,
+    verify_checkpoint,
 )
 from vla_algos.run.files import remove
 from vla_algos.run.retries import requeue
@@ -326,14 +327,11 @@ class ResumableRun:
             It, its weights loaded, and the state of the learner.
         """
         broken: list[str] = []
+        process = (parallel.rank(), parallel.world_size())
         for checkpoint in parallel.broadcast_object(by_preference(self.checkpoints)):
-            found, problem = None, None
-            try:
-                saved = open_checkpoint(checkpoint, (parallel.rank(), parallel.world_size()))
-                found = saved, self._load(saved)
-            except BrokenCheckpoint as error:
-                problem = str(error)
-            problem = next(filter(None, parallel.all_gather_object(problem)), None)
+            found, problem = None, _agreed(verify_checkpoint, checkpoint, process)[1]
+            if problem is None:  # nobody reads what another has found to be damaged
+                found, problem = _agreed(self._opened, checkpoint)
             if problem is None:
                 if broken and parallel.is_main():
                     tqdm.write(f"warning: {'; '.join(broken)}. Going on from the checkpoint before it, {checkpoint}")
@@ -345,6 +343,10 @@ class ResumableRun:
                 "folder: hydra.run.dir=..."
             )
         return None
+
+    def _opened(self, checkpoint: Path) -> tuple[SavedState, dict[str, Any]]:
+        saved = open_checkpoint(checkpoint, verified=True)
+        return saved, self._load(saved)
 
     def _load(self, saved: SavedState) -> dict[str, Any]:
         """Load the weights into the policy, and return the state of the learner.
@@ -491,6 +493,16 @@ class ResumableRun:
                 f"{found[0]}): the policy has diverged and is not saved; the last good checkpoint is {good or 'none'}; "
                 f"go on from it with a lower learning rate: hydra.run.dir={self.folder} resume=force optim.lr=..."
             )
+
+
+def _agreed(read: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
+    """Return what came of reading a checkpoint, and what is broken of it, in whichever process."""
+    result, problem = None, None
+    try:
+        result = read(*arguments)
+    except BrokenCheckpoint as error:
+        problem = str(error)
+    return result, next(filter(None, parallel.all_gather_object(problem)), None)
 
 
 def trained(policy: VLAPolicy) -> dict[str, Tensor]:

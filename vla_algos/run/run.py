@@ -284,8 +284,8 @@ class Run:
             ) from error
 
     def _begin(self) -> None:
+        seed_rank(self.config.seed)  # before cloning, in which a flow draws noise for each process's part
         self._warm_start()
-        seed_rank(self.config.seed)
         self.state |= {"evaluations": [], "speeds": []}
         self._checkpoints.finish(0)
 

@@ -118,9 +118,11 @@ def say_host_memory(policy: VLAPolicy, way: Way) -> None:
     whole = Group.of((each.numel(), each.element_size(), each.requires_grad, False) for each in policy.parameters())
     memory: Memory = calculate(Sizes(whole), way)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed, free = processes * memory.host / 1e9, _free()
+    needed = processes * memory.host / 1e9
     if not memory.host:
         return
+    free = _free()
+    parallel.barrier()  # or a process might find taken what it has counted among the needed
     kept = "weights, gradients and Adam" if way.cpu_offload else "Adam"
     text = f"host memory for {kept} of {processes} process{'es' if processes > 1 else ''}: {needed:.3g} GB"
     if free is not None and needed > free:

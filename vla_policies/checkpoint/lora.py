@@ -173,9 +173,9 @@ def fill_adapter(policy: Adaptable, entries: Mapping[str, Entry]) -> None:
     Raises:
         ValueError: numbers that are none.
     """
-    for name, parameter in list(policy.model.named_parameters()):
+    for name, _ in list(policy.model.named_parameters()):
         if (entry := entries.get(_file_name(name))) is not None:
-            fill(policy.model, name, entry, parameter.device)
+            fill(policy.model, name, entry)
 
 
 def put_stored_adapter(

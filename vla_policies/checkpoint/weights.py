@@ -124,7 +124,7 @@ def load_weights(
     source: str | Path | Mapping[str, Entry],
     *,
     prefix: str = "",
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     unused: Callable[[str], bool] = lambda key: False,
     what: str | None = None,
 ) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ def load_weights(
             of them must be in the file, but for those of adapters.
         source: folder, safetensors file, or what :func:`list_weights` found.
         prefix: only tensors whose name begins with it are considered, and it is removed.
-        device: of the module afterwards.
+        device: of the module afterwards; ``None`` for where its tensors are, the CPU for those on the meta device.
         unused: names (without the prefix) that the checkpoint may have and the module does not need.
         what: the source's name in errors.
 
@@ -164,8 +164,8 @@ def load_weights(
     return unused_tensors
 
 
-def fill(module: nn.Module, name: str, entry: Entry, device: torch.device | str) -> None:
-    """Replace a parameter or buffer, or this process's part of it, by what is in a file.
+def fill(module: nn.Module, name: str, entry: Entry, device: torch.device | str | None = None) -> None:
+    """Replace a parameter or buffer, or this process's part of it, by what is in a file; see :func:`load_weights`.
 
     Raises:
         ValueError: numbers that are not finite.
@@ -174,6 +174,8 @@ def fill(module: nn.Module, name: str, entry: Entry, device: torch.device | str)
     parameter = owner._parameters.get(last)
     old = owner._buffers[last] if parameter is None else parameter.detach()
     assert old is not None  # it is in the state_dict
+    if device is None:
+        device = "cpu" if old.is_meta else old.device
     tensor = entry.read(own_part(old))
     tensor = tensor.to(device=device, dtype=old.dtype if tensor.is_floating_point() else None, copy=True)
     tensor = from_part(entry.check_finite(tensor), old)
@@ -231,8 +233,8 @@ def check_layout(
 def load_head(module: nn.Module, file: str | Path, *, prefix: str = "") -> None:
     """Fill a small module from one ``.pt`` or ``.safetensors`` file, as OpenVLA-OFT keeps its heads.
 
-    The module keeps its dtype. A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed from the
-    names.
+    The module keeps its dtype and device. A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed
+    from the names.
 
     Raises:
         ValueError: not a file of tensors, or tensors that are missing, unknown, of another shape or not finite.
@@ -279,7 +281,8 @@ def save_weights(
         else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     )
     for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder / f"{name}.partial", {key: weights[key] for key in shard}, {"format": "pt"})
+        part = {key: weights[key] for key in shard}
+        write_safetensors(folder / f"{name}.partial", part, {"format": "pt"}, among=weights.values())
     index = {
         "metadata": {"total_size": sum(_bytes(tensor) for tensor in weights.values())},
         "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},

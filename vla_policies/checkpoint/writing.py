@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,13 @@ def write_safetensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
     on_write: Callable[[bytes | memoryview], object] = lambda _: None,
+    among: Iterable[Tensor] = (),
 ) -> None:
     """Write a file of the same bytes as ``safetensors.torch.save_file``, with sharded tensors too.
 
     The format is a length (8 bytes, little endian), a JSON header padded with blanks, and the tensors in its order.
-    ``on_write`` is given all bytes before they are written, such as the ``update`` of a digest.
+    ``on_write`` is given all bytes before they are written, such as the ``update`` of a digest. ``among`` are tensors
+    of the same policy: where none of ``tensors`` is sharded, they tell that several processes write one file.
     """
     order = sorted(tensors, key=lambda key: (-list(_NAMES).index(tensors[key].dtype), key))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -68,7 +70,7 @@ def write_safetensors(
                 on_write(data)
                 content.write(data)
 
-    in_first(tensors.values(), write, stream)
+    in_first([*tensors.values(), *among], write, stream)
 
 
 def write_pickled(file: Path, tensors: Mapping[str, Tensor]) -> None:

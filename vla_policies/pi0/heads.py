@@ -8,7 +8,7 @@ RLinf has them among the weights: ``value_head.mlp.<n>.*``, linear layers with R
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -152,13 +152,18 @@ def is_head(key: str) -> bool:
     return bool(_RLINF_VALUE.fullmatch(key) or _RLINF_NOISE.fullmatch(key)) or key in _RLINF_LOG_VARIANCES
 
 
-def save_heads(folder: Path, heads: Mapping[str, nn.Module | None], noise_level: Tensor) -> str:
-    """Write the heads that a policy has, and its noise level; returns the name of the file."""
+def save_heads(
+    folder: Path, heads: Mapping[str, nn.Module | None], noise_level: Tensor, among: Iterable[Tensor] = ()
+) -> str:
+    """Write the heads that a policy has, and its noise level; returns the name of the file.
+
+    Of a sharded policy all processes must call it; ``among`` are its parameters, as it may have no heads.
+    """
     tensors = {_NOISE_LEVEL: noise_level}
     for name, module in heads.items():
         if module is not None:
             tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-    write_safetensors(folder / HEADS, tensors)
+    write_safetensors(folder / HEADS, tensors, among=among)
     return HEADS
 
 

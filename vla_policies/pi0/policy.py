@@ -194,7 +194,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
             "model_type": self.family,
         }
         files = self.folder.write(folder, {**plain_weights(self.model), **self.unused_tensors}, options, config)
-        files.append(save_heads(folder, self.heads(), self.noise_level))
+        files.append(save_heads(folder, self.heads(), self.noise_level, self.parameters()))
         if lora:
             files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
         in_first(self.parameters(), lambda: write_checksums(folder, files))
