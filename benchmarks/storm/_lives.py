@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -31,6 +32,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, open_dict
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 import vla_algos.run.resume as resume
 import vla_envs.workers.pool as pool
@@ -176,6 +178,7 @@ def live(
             os.dup2(log.fileno(), 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         faulthandler.dump_traceback_later(100, file=sys.__stderr__)  # where it hangs
+        tqdm.set_lock(threading.RLock())  # all lives would share one, and one that is killed may have it
         prepare()
         _report_to(board)
         recipe: Any = importlib.import_module(f"recipes.{name}")
