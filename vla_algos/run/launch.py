@@ -24,7 +24,7 @@ from submitit.core.utils import FailedJobError
 from vla_algos import parallel
 from vla_algos.parallel import ProcessLost, process_group
 from vla_algos.run.config import Types, read_config
-from vla_algos.run.launcher_settings import SUBMITIT_NAMES, launcher_types
+from vla_algos.run.launcher_settings import SUBMITIT_NAMES, count_processes, launcher_types
 from vla_algos.run.phase import has_begun
 from vla_algos.run.program import OTHERS_FIRST, in_program, only_checks, say
 from vla_algos.run.provenance import record_submission
@@ -99,7 +99,7 @@ def launch(
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     settings: Any = OmegaConf.to_container(config.launcher, resolve=True)
     launcher = settings["name"]
-    processes = parallel.processes_started() * settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
+    processes = parallel.processes_started() * count_processes(settings)
     if processes > 1 and alone:
         raise ValueError(
             f"recipes/{HydraConfig.get().job.name}.py runs in one process, not in {processes}: leave out torchrun, or "

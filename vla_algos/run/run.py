@@ -86,7 +86,6 @@ class Run:
         self._noted = False
         self.state: dict = {}
         self._failure = ""  # of the last evaluation
-        self._divided = ""  # how the policy is
         self._seconds: dict[str, float] = {}
 
     def __enter__(self) -> Run:
@@ -105,7 +104,6 @@ class Run:
         if hasattr(self.config, "sharding"):  # whoever only acts has the policy whole
             divide = self.sharding.divider(settings.get("device"))
             way = self.sharding.way(self.config.offload["optimizer"])
-            self._divided = self.sharding.describe(self.config.offload["optimizer"])
 
         def complete(policy: VLAPolicy) -> None:
             say_host_memory(policy, way)
@@ -128,8 +126,10 @@ class Run:
             raise ValueError(f"env.group_size={group_size}: {self.name}.py has no groups; leave it out")
         episodes = self.training_episodes(group_size)
         self.env = make_env(**settings, chunk_size=policy.chunk_size, episodes=episodes)
-        divided = f"; {self._divided}" if self._divided else ""
-        print(f"{describe_spec(self.spec)}\n{describe_policy(policy)}{divided}")
+        said = [describe_policy(policy)]
+        if hasattr(self.config, "sharding"):
+            said += filter(None, [self.sharding.describe(self.config.offload["optimizer"])])
+        print(f"{describe_spec(self.spec)}\n{'; '.join(said)}")
         return self.env
 
     def training_episodes(self, group_size: int) -> EpisodeSampler:
