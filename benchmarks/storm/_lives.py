@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import mmap
@@ -136,6 +137,8 @@ def warm() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     _line.register()
     provenance.code()
+    # What a life inherits it must not collect: torch's process groups end threads that a forked process has not.
+    os.register_at_fork(after_in_child=gc.freeze)
     pool.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": Forked})  # type: ignore[assignment]
 
 

@@ -1,13 +1,16 @@
 """Runs that are killed at any operation on their files, or at any moment; and on a disk that is full for a while."""
 
+import gc
 import json
 import os
 import subprocess
 
 import pytest
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.storm import _lives, files, kills
+from vla_algos import parallel
 from vla_algos.run.checkpoints import checkpoints, open_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
@@ -18,6 +21,20 @@ NAMES = ("ppo", "grpo")
 def test_nothing_is_lost(storm):
     tally = storm.run(8, 1)
     assert tally.clean, tally.failures
+
+
+def test_a_life_leaves_alone_what_was_left_behind_before_it_was_forked(tmp_path):
+    """A process group, destroyed and not collected yet, was ended again in each life, which died of it."""
+    _lives.warm()
+    gc.disable()
+    mesh = parallel.device_mesh(1, "cpu")
+    rest = [mesh, dist.group.WORLD]
+    rest.append(rest)
+    dist.destroy_process_group()
+    del mesh, rest
+    life = _lives.live("ppo", tmp_path / "run", _lives.Board(), gc.collect)
+    gc.enable()
+    assert _lives.wait(life) == 0
 
 
 @pytest.fixture
