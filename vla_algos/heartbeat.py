@@ -34,6 +34,10 @@ class ProcessLost(RuntimeError):
     """The processes can no longer work together; the message names the one that has failed."""
 
 
+class FirstFailed(ProcessLost):
+    """The first process has failed, which prints its error itself."""
+
+
 @dataclass
 class _Peer:
     """Another process, as this one knows it.
@@ -84,6 +88,7 @@ class Heartbeat:
         self.lost: str | None = None
         self._known = threading.Event()  # what is lost
         self._told = False  # the main thread
+        self._of_first = False  # by its own words
         self._closed = threading.Event()
         self._lock = threading.RLock()  # the signal handler may find its own thread inside
         self._interval = min(5.0, self.timeout / 10)
@@ -136,7 +141,7 @@ class Heartbeat:
         """
         if self._known.wait(patience):
             self._told = True
-            raise ProcessLost(self.lost)
+            raise (FirstFailed if self._of_first else ProcessLost)(self.lost)
 
     def _on_continue(self, *_: int | FrameType | None) -> None:
         """Find out, having been stopped, whether the others are still there; the thread asks for it too."""
@@ -211,6 +216,7 @@ class Heartbeat:
             peer.left = True
             peer.connection.close()
         else:
+            self._of_first = self.lost is None and self.rank > 0  # who hears of the first process alone
             self._lose(f"{peer.name} has failed: {message['left']}")
 
     def _find_silent(self, now: float) -> None:

@@ -160,6 +160,29 @@ def test_numbers_that_cannot_be_shared(tmp_path):
     assert "under torchrun start each by itself" in process.communicate(timeout=200)[1]
 
 
+LATE = """
+import os, runpy, time
+from vla_algos import parallel
+
+def late(total, what):
+    time.sleep(2 * int(os.environ["RANK"]))
+    return original(total, what)
+
+original, parallel.per_rank = parallel.per_rank, late
+runpy.run_path({recipe!r}, run_name="__main__")
+"""
+
+
+def test_a_process_that_has_not_seen_a_mistake_yet_leaves_it_to_the_first_to_say(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE.format(recipe=str(RECIPES / "ppo.py")))
+    process = torchrun(script, *SETTINGS, *TOY_OF["ppo"], "env.num_envs=3", f"hydra.run.dir={tmp_path / 'run'}")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode
+    said = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert said == ["error: env.num_envs=3 cannot be shared by 2 processes; try env.num_envs=4"]
+
+
 def test_a_storm_of_faults():
     """Torchrun killed, and the first process stopped; the full storm has further kinds, and GRPO."""
     tally = storm.run(2, seed=0)

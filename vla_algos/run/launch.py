@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from submitit.core.utils import FailedJobError
 
 from vla_algos import parallel
+from vla_algos.heartbeat import FirstFailed
 from vla_algos.parallel import ProcessLost, process_group
 from vla_algos.run.config import Types, read_config
 from vla_algos.run.launcher_settings import SUBMITIT_NAMES, count_processes, launcher_types
@@ -139,6 +140,10 @@ def _first_says_it() -> Iterator[None]:
     """Let the first process say a mistake that all of them see before work begins; the others end without a word."""
     try:
         yield
+    except FirstFailed:  # before this process has seen it
+        if not has_begun():
+            sys.exit(WRONG_USE)
+        raise
     except ProcessLost:
         raise
     except Exception:
