@@ -45,6 +45,7 @@ TRAINING: Types = {
     "resume": RESUME_SHARED,
     "sharding": setting_types(Sharding),
     "offload": {"optimizer": bool},
+    "sync": {"lag": Whole},
 }
 _MOVED = {"algo": "gae, loss, update and collector", "sft": "demonstrations and cloning"}
 _SHARED = (("env", "num_envs"), ("collector", "groups"), ("collector", "max_groups"))  # by the processes of a job
