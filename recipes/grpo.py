@@ -38,7 +38,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "group_size": Count,
     "patience": Count,
     "collector": setting_types(collect_groups, without=["collector", "episodes"]),
-    "loss": setting_types(ChunkClipPPOLoss, without=["policy", *CRITIC]),
+    "loss": setting_types(ChunkClipPPOLoss, without=["policy", "decoupled", *CRITIC]),
     "optim": setting_types(Learner, only=OPTIM),
     "update": setting_types(
         Learner, without=[*OPTIM, "loss_module", "optimizer", "offload_optimizer", "updates", "critic_warmup_steps"]
@@ -59,7 +59,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     wanted = {name: run.per_rollout(config.collector[name], f"collector.{name}") for name in ("groups", "max_groups")}
     bounds = config.collector["success_bounds"]
     policy = run.make_policy()
-    loss_module = ChunkClipPPOLoss(policy, **config.loss, critic_coeff=None)
+    loss_module = ChunkClipPPOLoss(policy, **config.loss, critic_coeff=None, decoupled=config.sync["lag"] > 0)
     learner = run.on_actors(
         lambda: Learner(
             loss_module,

@@ -31,7 +31,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "recipe": Literal["ppo"],
     "collector": {"decisions": Count},
     "gae": setting_types(gae, without=["batch"]),
-    "loss": setting_types(ChunkClipPPOLoss, without=["policy"]),
+    "loss": setting_types(ChunkClipPPOLoss, without=["policy", "decoupled"]),
     "optim": setting_types(Learner, only=OPTIM),
     "update": setting_types(Learner, without=[*OPTIM, "loss_module", "optimizer", "offload_optimizer", "updates"]),
 }
@@ -45,7 +45,7 @@ def main(config: DictConfig) -> None:
 def train(config: SimpleNamespace, run: Run) -> None:
     check_steps(**config.optim, **config.update, updates=config.iterations)
     policy = run.make_policy()
-    loss_module = ChunkClipPPOLoss(policy, **config.loss)
+    loss_module = ChunkClipPPOLoss(policy, **config.loss, decoupled=config.sync["lag"] > 0)
     learner = run.on_actors(
         lambda: Learner(
             loss_module,

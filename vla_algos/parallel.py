@@ -144,6 +144,13 @@ def processes_started() -> int:
     return int(os.environ.get("WORLD_SIZE" if _by_torchrun() else "SLURM_STEP_NUM_TASKS", "1"))
 
 
+def processes_per_node() -> int:
+    """Count how many of :func:`processes_started` there are on each node."""
+    if _by_torchrun():
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return processes_started() // int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+
+
 def _by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -173,8 +180,7 @@ def _find_agent() -> None:
 def _name_as_torchrun_does() -> None:
     step = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     os.environ |= {name: os.environ[of_slurm] for name, of_slurm in step.items()}
-    on_each = processes_started() // int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
-    os.environ["LOCAL_WORLD_SIZE"] = str(on_each)
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes_per_node())
     os.environ.setdefault("MASTER_ADDR", SlurmJobEnvironment().hostnames[0])
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 40000))
 

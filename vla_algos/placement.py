@@ -194,14 +194,18 @@ class Placement:
 def split_roles(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by role, of those whose keys may name several: ``"env,rollout,actor": all``.
 
+    A role that such a key names may have its default beside it, as the configuration of a recipe has.
+
     Raises:
         ValueError: a role that there is not, or one that is named twice.
     """
     found: dict[str, Any] = {}
-    for key, value in settings.items():
+    for key, value in sorted(settings.items(), key=lambda item: "," not in str(item[0])):
         for role in (part.strip() for part in str(key).split(",")):
             if role not in DEFAULTS:
                 raise unknown_name("role of placement", role, DEFAULTS, "placement.rollout=4-7")
+            if role in found and key == role and value == DEFAULTS[role]:
+                continue
             if role in found:
                 raise ValueError(f"placement names {role} twice; name each once, such as placement.{role}=all")
             found[role] = value

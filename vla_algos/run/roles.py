@@ -1,4 +1,4 @@
-"""Which processes of a run collect, and which learn: the section ``placement``."""
+"""What this process does in a run: collect, learn, or both, as the section ``placement`` says."""
 
 from __future__ import annotations
 
@@ -8,31 +8,53 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vla_algos import parallel
+from vla_algos.placement import Placement
+
+
+def read_placement(settings: Mapping[str, Any]) -> Placement:
+    """Read the section ``placement`` for the processes that were started.
+
+    Raises:
+        ValueError: it cannot be; says what would be right.
+    """
+    return Placement.read(settings, parallel.processes_started(), parallel.processes_per_node())
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of the processes, by their numbers.
+    """Who does what, by the numbers of the processes.
 
     Attributes:
-        actors: those that learn, ascending.
-        rollouts: those that collect, ascending.
-        text: how a run says it; empty where every process does both.
+        actors: who learns, ascending.
+        rollouts: who collects, ascending: all of ``actors``, some of them, or none.
+        transfers: by number of one that collects, those that its rows go to, in even parts; itself keeps its own.
         rank: number of this process.
+        placement: what it comes of; ``None`` where every process does everything.
     """
 
     actors: tuple[int, ...]
     rollouts: tuple[int, ...]
-    text: str = ""
+    transfers: Mapping[int, tuple[int, ...]]
     rank: int = field(default_factory=parallel.rank)
+    placement: Placement | None = None
 
     @classmethod
-    def of(cls, placement: Mapping[str, Any] | None) -> Roles:
-        """Read the section ``placement``; without one all processes do everything."""
-        everybody = tuple(range(parallel.world_size()))
-        if placement is None:
-            return cls(everybody, everybody)
-        raise NotImplementedError
+    def of(cls, settings: Mapping[str, Any] | None) -> Roles:
+        """Read the section ``placement``; without one all processes do everything.
+
+        Raises:
+            ValueError: it cannot be; says what would be right.
+        """
+        if settings is None:
+            everybody = tuple(range(parallel.world_size()))
+            return cls(everybody, everybody, {rank: (rank,) for rank in everybody})
+        placement = read_placement(settings)
+        return cls(
+            placement.actors,
+            placement.rollouts,
+            placement.batch_transfers(),
+            placement=None if placement.mode == "collocated" else placement,
+        )
 
     @property
     def learns(self) -> bool:
@@ -44,10 +66,15 @@ class Roles:
         """Whether this process does."""
         return self.rank in self.rollouts
 
+    @property
+    def apart(self) -> bool:
+        """Whether no process does both."""
+        return not set(self.actors) & set(self.rollouts)
+
     def own(self) -> AbstractContextManager[None]:
         """Work with those that share a policy with this process: all that learn; who only collects has it alone."""
         return parallel.among(self.actors if self.learns else (self.rank,))
 
     def describe(self) -> str:
-        """Say which processes do what, for printing."""
-        return self.text
+        """Say which processes do what, for printing; nothing where all do everything."""
+        return self.placement.describe() if self.placement else ""

@@ -137,7 +137,9 @@ class Run:
         )
         said = [describe_policy(policy)]
         if hasattr(self.config, "sharding"):
-            said += filter(None, [self.sharding.describe(self.config.offload["optimizer"]), self.roles.describe()])
+            with self.roles.own():
+                divided = self.sharding.describe(self.config.offload["optimizer"])
+            said += filter(None, [divided, self.roles.describe()])
         print(f"{describe_spec(self.spec)}\n{'; '.join(said)}")
         return self.env
 
@@ -332,13 +334,18 @@ class Run:
         def bring() -> None:  # TODO
             from vla_algos.run.resume import trained
             from torch.distributed.tensor import DTensor
-            mine = {n: (t.full_tensor() if isinstance(t, DTensor) else t) for n, t in trained(self.policy).items()} if roles.learns else None
+
+            mine = (
+                {n: (t.full_tensor() if isinstance(t, DTensor) else t) for n, t in trained(self.policy).items()}
+                if roles.learns
+                else None
+            )
             theirs = parallel.broadcast_object(mine, roles.actors[0])
             if not roles.learns:
                 for n, t in trained(self.policy).items():
                     t.copy_(theirs[n])
 
-        return Turns(self.policy, self.config.seed, lag, roles.actors, roles.rollouts, bring)
+        return Turns(self.policy, self.config.seed, lag, roles, bring)
 
     def _save_policy(self) -> None:
         """Write the policy; all processes that learn send the first one what they have of it."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from vla_algos import parallel
 from vla_algos.groups import Group
 from vla_algos.run.checkpoints import random_state, set_random_state
 from vla_algos.run.resume import ResumableRun
+from vla_algos.run.roles import Roles
 from vla_algos.run.seeds import seed_everything
 from vla_common.texts import decode
 from vla_common.timeline import span
@@ -28,19 +29,12 @@ R = TypeVar("R")
 _COLLECTING = 17  # with a run's seed, of the random numbers of collecting where they are apart
 
 
-class Weights(Protocol):
-    """Brings trained weights from those that learn to those that collect; all of both call it."""
-
-    def __call__(self) -> object:
-        """Send what this process has learnt, or receive it."""
-
-
 class Turns:
     """Has this process collect, or learn, or both, iteration after iteration.
 
     Batch ``t`` is learnt from in iteration ``t``, and collected by the weights after update ``t - 1 - lag`` always: in
-    iteration ``t`` batch ``t + lag`` is collected and batch ``t`` learnt from. Where those who collect do not learn, and
-    ``lag`` is at least 1, both happen at the same time, elsewhere one after the other; that changes no number. With
+    iteration ``t`` batch ``t + lag`` is collected and batch ``t`` learnt from. Where none does both and ``lag`` is
+    at least 1, these happen at the same time, elsewhere one after the other; that changes no number. With
     ``lag`` 0 the random numbers of the ``i``-th process that collects and of the ``i``-th that learns are one sequence,
     which goes with the batch and comes back with the weights; with more they are two, in whichever processes.
 
@@ -48,26 +42,16 @@ class Turns:
         policy: acts, and is trained.
         seed: of the run.
         lag: updates between the weights that have collected a batch and those that learn from it.
-        actors: processes that learn, ascending.
-        rollouts: processes that collect, ascending; all of ``actors``, some of them, or none.
-        weights: brings the weights over where no process has both roles.
+        roles: of the processes.
+        weights: brings the weights from those that learn to those that collect; all call it. Only where these are
+            others.
     """
 
     def __init__(
-        self,
-        policy: VLAPolicy,
-        seed: int,
-        lag: int,
-        actors: Sequence[int],
-        rollouts: Sequence[int],
-        weights: Weights | None = None,
+        self, policy: VLAPolicy, seed: int, lag: int, roles: Roles, weights: Callable[[], object] = lambda: None
     ):
-        self.policy, self.seed, self.lag = policy, seed, lag
-        self.actors, self.rollouts = tuple(actors), tuple(rollouts)
-        self.apart = not set(actors) & set(rollouts)
+        self.policy, self.seed, self.lag, self.roles = policy, seed, lag, roles
         self._weights = weights
-        own = parallel.rank()
-        self.learns, self.collects = own in self.actors, own in self.rollouts
         self._waiting: deque[Any] = deque()  # batches, of a process that learns; None where it has no rows
         self._ahead = 0  # how many they are, in all processes
         self._random: dict[str, Any] | None = None  # of collecting, where this process learns with others
@@ -75,7 +59,7 @@ class Turns:
     @property
     def is_plain(self) -> bool:
         """Whether each process learns at once from what it has collected: nothing is kept over an interruption."""
-        return not self.lag and not self.apart
+        return not self.lag and not self.roles.apart
 
     # ---- what a run does with it
 
@@ -111,34 +95,34 @@ class Turns:
             self.policy.eval()
             self.policy.start_iteration(iteration + self._ahead)
             with gathered(self.policy), self.collecting():  # all that share it gather it
-                if not self.collects:
+                if not self.roles.collects:
                     return None
                 with span("collect", iteration=iteration + self._ahead):
                     return collect()
 
         def learnt() -> R | None:
-            if not self.learns:
+            if not self.roles.learns:
                 return None
             if self.lag:
                 self.policy.start_iteration(iteration)
-            with parallel.among(self.actors), span("learn", iteration=iteration):
+            with parallel.among(self.roles.actors), span("learn", iteration=iteration):
                 return learn(self._waiting.popleft())
 
         while self._ahead < min(self.lag, last + 1 - iteration):
             self._deliver(run.interruptible(collected), join)
         more = iteration + self._ahead <= last
-        if self.apart and self.lag:
+        if self.roles.apart and self.lag:
             side = collected if more else lambda: None
-            done: Any = run.apart(learnt) if self.learns else run.apart(side, interruptible=True)
+            done: Any = run.apart(learnt) if self.roles.learns else run.apart(side, interruptible=True)
             if more:
                 self._deliver(done, join)
         else:
             if more:
                 self._deliver(run.interruptible(collected), join)
-            done = run.apart(learnt) if self.apart else learnt()
+            done = run.apart(learnt) if self.roles.apart else learnt()
         self._ahead -= 1
-        if self.apart:
-            done = parallel.broadcast_object(done if self.learns else None, self.actors[0])
+        if self.roles.apart:
+            done = parallel.broadcast_object(done if self.roles.learns else None, self.roles.actors[0])
         self._bring()
         return done
 
@@ -174,40 +158,36 @@ class Turns:
     # ---- from one to the other
 
     def _deliver(self, batch: Any, join: Callable[[list[Any]], Any]) -> None:
-        """Give what was collected to the processes that learn: equally many rows to each, in order."""
+        """Give what was collected to the processes that learn."""
         self._ahead += 1
-        if not self.apart:
+        if all(targets == (rank,) for rank, targets in self.roles.transfers.items()):  # each keeps its own
             self._waiting.append(batch)
             return
         with span("deliver"):
-            own, rows = parallel.rank(), len(batch) if self.collects else 0
-            counts = parallel.all_gather_object(rows)
-            first, total = sum(counts[:own]), sum(counts)
-            shares: list[Any] = [None] * len(counts)
-            for place, actor in enumerate(self.actors if rows else ()):
-                start, stop = (total * each // len(self.actors) for each in (place, place + 1))
-                start, stop = max(start - first, 0), min(stop - first, rows)
-                shares[actor] = batch[start:stop] if start < stop else None
-            come = [share for share in self._given(shares, self.rollouts, self.actors) if share is not None]
-            if self.learns:
+            shares: list[Any] = [None] * parallel.world_size()
+            if self.roles.collects:
+                targets, rows = self.roles.transfers[self.roles.rank], len(batch)
+                for place, target in enumerate(targets):
+                    start, stop = (rows * each // len(targets) for each in (place, place + 1))
+                    shares[target] = batch[start:stop] if start < stop else None
+            come = [share for share in self._given(shares, self.roles.rollouts, self.roles.actors) if share is not None]
+            if self.roles.learns:
                 self._waiting.append(join(come) if come else None)
 
     def _bring(self) -> None:
         """Bring the weights from the processes that learn to those that collect."""
-        if not self.apart:
+        if not self.roles.apart:
             return
         with span("weights"):
-            if self._weights is not None:
-                self._weights()
-            self._given([None] * parallel.world_size(), self.actors, self.rollouts)
+            self._weights()
+            self._given([None] * parallel.world_size(), self.roles.actors, self.roles.rollouts)
 
     def _given(self, shares: list[Any], source: Sequence[int], target: Sequence[int]) -> list[Any]:
         """Exchange shares; with ``lag`` 0 the random numbers of each of ``source`` go on in its partner."""
-        own = parallel.rank()
         given: list[tuple[Any, dict[str, Any] | None]] = [(share, None) for share in shares]
-        partners = dict(zip(source, target, strict=False))
-        if not self.lag and own in partners:
-            given[partners[own]] = (shares[partners[own]], _of_device(random_state()))
+        partner = dict(zip(source, target, strict=False)).get(self.roles.rank)
+        if not self.lag and self.roles.apart and partner is not None:
+            given[partner] = (shares[partner], _of_device(random_state()))
         come = parallel.all_to_all(given)
         for _, numbers in come:
             if numbers is not None:
@@ -215,12 +195,12 @@ class Turns:
         return [share for share, _ in come]
 
     def _part_random_numbers(self) -> None:
-        if not (self.lag and self.collects):
+        if not (self.lag and self.roles.collects):
             return
-        sequence = np.random.SeedSequence([self.seed, _COLLECTING, self.rollouts.index(parallel.rank())])
+        sequence = np.random.SeedSequence([self.seed, _COLLECTING, self.roles.rollouts.index(self.roles.rank)])
         learning = random_state()
         seed_everything(int(sequence.generate_state(1)[0]))
-        if self.learns:
+        if self.roles.learns:
             self._random = random_state()
             set_random_state(learning)
 
