@@ -27,7 +27,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -220,6 +220,17 @@ def among(ranks: Sequence[int]) -> Iterator[None]:
 def _new_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
     """Make a group of some processes; the others need not know."""
     return dist.new_group(list(ranks), use_local_synchronization=True, **settings)
+
+
+def data_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Make a group of some processes for what lies on GPUs; all others may call it too, and get that of nobody.
+
+    Args:
+        ranks: their numbers, ascending, counted over all processes.
+    """
+    if dist.get_rank() not in ranks:
+        return cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
+    return _new_group(ranks, timeout=_DATA_TIMEOUT)
 
 
 def rank() -> int:

@@ -49,7 +49,7 @@ class TrainedWeightSyncScheme(WeightSyncScheme):
     In every process that rolls out, ``init_on_receiver(model_id="policy", model=policy)``, ``connect()`` and
     ``receive()``; or with a collector, once it was told a ``worker_idx``,
     ``collector.register_scheme_receiver({"policy": scheme})`` and ``collector.receive_weights()``. The policy there is
-    of the same kind, not sharded; it is written in place, in its own dtype: weights that are float32 in the actor and
+    of the same kind, and whole; it is written in place, in its own dtype: weights that are float32 in the actor and
     bfloat16 there are rounded, before they are gathered.
 
     All must make the same calls, and reach ``connect``, ``send`` and ``receive`` within the time-out of the groups: who
@@ -298,8 +298,10 @@ class BroadcastTransport:
 
 
 def _places(policy: nn.Module) -> dict[str, Tensor]:
-    """Return where each tensor of a policy that rolls out is, frozen there or not."""
-    return {name: tensor.detach() for name, tensor in policy.state_dict().items()}
+    """Return where each tensor of a policy that rolls out is, frozen there or not; a group of one has all of it."""
+    reshard(policy)
+    places = {name: tensor.detach() for name, tensor in policy.state_dict().items()}
+    return {name: place.to_local() if isinstance(place, DTensor) else place for name, place in places.items()}
 
 
 def _put(work: dist.Work, room: Tensor, place: Tensor) -> None:

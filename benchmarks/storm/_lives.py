@@ -54,7 +54,7 @@ OF = {
     "ppo": ["collector.decisions=4", "update.critic_warmup_steps=0"],
     "grpo": ["group_size=4", "collector.groups=2", "collector.max_groups=3"],
 }
-_TIMES = re.compile(r"^(time/|decisions_per_s|env_steps_per_s|fps|.*per_second)")
+_TIMES = re.compile(r"^(sync/|time/|decisions_per_s|env_steps_per_s|fps|.*per_second)")
 _CELL = struct.Struct("q")
 
 

@@ -1,29 +1,19 @@
 """Whole toy runs whose processes have roles: where and when batches are collected and learnt from changes no number."""
 
-import importlib
 import json
 import os
 import signal
+import socket
 
 import pytest
-import torch
-from together import together
 
-from benchmarks.storm import _lives, _line
+from benchmarks.storm import _lives
+from vla_algos import parallel
 from vla_algos.run import turns
-from vla_algos.run.launch import run_recipe
+from vla_algos.run.launch import members
 
 pytestmark = pytest.mark.timeout(600)
 TOY = ("eval.sampled=true",)
-
-
-def run(name, folder, more, prepare=lambda: None):
-    torch.set_num_threads(1)
-    _line.register()
-    prepare()
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe = importlib.import_module(f"recipes.{name}")
-    run_recipe(recipe.train, recipe.SETTINGS, _lives.compose_recipe(name, (*TOY, *more)), folder)
 
 
 class DieInTurn:
@@ -49,15 +39,39 @@ def alone(name, folder, *more, die=None):
     return _lives.wait(_lives.live(name, folder, _lives.Board(), prepare, (*TOY, *more)), 200)
 
 
-def placed(folder, name, actor, rollout, *more, processes=2, ends=None, die=None):
-    where = (f"placement.actor={actor}", f"placement.rollout={rollout}")
-    arguments = (name, folder / "run", (*where, *more), die or _nothing)
-    together(run, folder, *arguments, processes=processes, ends=ends or (0,) * processes)
+class InGroup:
+    """Has a life be one of several processes that know of each other."""
+
+    def __init__(self, rank, processes, port, then):
+        self.rank, self.processes, self.port, self.then = rank, processes, port, then
+
+    def __call__(self):
+        numbers = {"RANK": self.rank, "WORLD_SIZE": self.processes, "LOCAL_RANK": self.rank}
+        numbers |= {"LOCAL_WORLD_SIZE": self.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
+        os.environ |= {name: str(number) for name, number in numbers.items()} | {"TORCHELASTIC_RUN_ID": "test"}
+        original = _lives.run_recipe
+
+        def grouped(train, types, config, folder):
+            with parallel.process_group(members(config)) as has_part:
+                if has_part:
+                    original(train, types, config, folder)
+
+        _lives.run_recipe = grouped
+        self.then()
+
+
+def placed(folder, name, actor, rollout, *more, processes=2, ends=None, die=lambda: None):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = (*TOY, f"placement.actor={actor}", f"placement.rollout={rollout}", *more)
+    lives = [
+        _lives.live(name, folder / "run", _lives.Board(), InGroup(rank, processes, port, die), settings)
+        for rank in range(processes)
+    ]
+    ended = [_lives.wait(life, 200) for life in lives]
+    assert ended == list(ends or (0,) * processes), _lives.last_words(folder / "run")
     return folder / "run"
-
-
-def _nothing():
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +125,8 @@ def test_a_run_with_a_lag_goes_on_where_it_was(name, lag, whole, tmp_path):
 
 @pytest.mark.parametrize(("lag", "dies"), [(0, 1), (1, 0), (1, 1), (2, 1)])
 def test_processes_with_roles_go_on_where_they_were(lag, dies, whole, tmp_path):
-    ends = (-9, 1) if dies == 0 else (1, -9)
+    killed, hears = 128 + signal.SIGKILL, 70
+    ends = (killed, hears) if dies == 0 else (hears, killed)
     placed(tmp_path, "ppo", 0, 1, f"sync.lag={lag}", ends=ends, die=DieInTurn(3, dies))
     found = placed(tmp_path, "ppo", 0, 1, f"sync.lag={lag}")
     assert _lives.difference(found, _lives.outcome(whole("ppo", lag))) == ""

@@ -62,7 +62,7 @@ class SlurmRun(submitit.helpers.Checkpointable):
         """Run the recipe in the processes of the job."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
         try:
-            with process_group(_members(self.config)) as has_part, _first_says_it():
+            with process_group(members(self.config)) as has_part, _first_says_it():
                 if has_part:
                     self.recipe(self.config, self.folder)
         except SystemExit:  # of ResumableRun, when all have saved
@@ -111,7 +111,7 @@ def launch(
     if parallel.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
     if launcher == "local":
-        with process_group(_members(config)) as has_part, _first_says_it():
+        with process_group(members(config)) as has_part, _first_says_it():
             if has_part:
                 recipe(config, _common_folder(folder))
         return
@@ -138,7 +138,7 @@ def launch(
     _report(_submit(runs, folder / "slurm", HydraConfig.get().job.name, settings), runs, wait)
 
 
-def _members(config: DictConfig) -> tuple[int, ...] | None:
+def members(config: DictConfig) -> tuple[int, ...] | None:
     """Return which of the processes that were started have a part, in the order of the numbers they get.
 
     Raises:

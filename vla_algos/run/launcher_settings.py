@@ -89,5 +89,6 @@ def check_job(settings: Mapping[str, Any], shared: Mapping[str, int], sharing: i
     for name, number in shared.items():
         if number % processes:
             raise ValueError(
-                f"{name}={number} cannot be shared by the {processes} processes of {said}; try {name}={-(-number // processes) * processes}"
+                f"{name}={number} cannot be shared by the {processes} processes of {said}; try "
+                f"{name}={-(-number // processes) * processes}"
             )

@@ -42,9 +42,9 @@ from vla_algos.run.checkpoints import (
 from vla_algos.run.files import remove
 from vla_algos.run.retries import requeue
 from vla_algos.run.seeds import seed_after
+from vla_algos.weight_sync import trained_tensors
 from vla_common.tensor_files import make_room, not_finite
 from vla_policies import VLAPolicy
-from vla_policies.sharding import reshard
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # SLURM's: at a preemption, and before the time limit
@@ -393,7 +393,7 @@ class ResumableRun:
                 "with resume=elastic (weights and optimizer go on, with fresh episodes), or start in a new folder from "
                 f"one of the policies {self.checkpoints}/*/policy"
             )
-        weights = trained(self.policy)
+        weights = trained_tensors(self.policy)
         check_trained(weights, saved)
         if (learner := self.parts.get("learner")) is None:  # a process that does not learn
             saved.fill({"weights": weights})
@@ -449,7 +449,7 @@ class ResumableRun:
             "iteration": self._iteration,
             "run_state": self.run_state,
             "seconds": self.seconds + time.perf_counter() - self._started,
-            "weights": trained(self.policy),
+            "weights": trained_tensors(self.policy),
             "learner": self._learner_state(),
         }
         process = (parallel.rank(), parallel.world_size())
@@ -544,16 +544,8 @@ def _agreed(read: Callable[..., T], *arguments: Any) -> tuple[T | None, str | No
     return result, next(filter(None, parallel.all_gather_object(problem)), None)
 
 
-def trained(policy: VLAPolicy) -> dict[str, Tensor]:
-    """Return what training changes, itself: parameters that have a gradient, and all saved buffers."""
-    reshard(policy)
-    parameters = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    fixed = {name for name, _ in policy.named_parameters()} - parameters
-    return {name: tensor.detach() for name, tensor in policy.state_dict().items() if name not in fixed}
-
-
 def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:
-    """Compare names and shapes of :func:`trained` with those of a checkpoint.
+    """Compare names and shapes of :func:`~vla_algos.weight_sync.trained_tensors` with those of a checkpoint.
 
     Raises:
         CheckpointError: they are those of another policy.

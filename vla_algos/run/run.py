@@ -200,7 +200,8 @@ class Run:
         """
         self._warm_starts = warm_start
         self._parts: dict[str, Stateful] = {name: part for name, part in parts.items() if part is not None}
-        self._turns = self._make_turns()
+        lag = self.config.sync["lag"] if hasattr(self.config, "sync") else 0
+        self._turns = Turns(self.policy, self.config.seed, lag, self.roles)
         kept = self._parts if self._turns.is_plain else self._parts | {"turns": self._turns}
         self._checkpoints = ResumableRun(
             self.folder,
@@ -298,6 +299,7 @@ class Run:
         logged = {name: value for numbers in metrics for name, value in numbers.items()}
         logged |= {
             **collector_stats(cast("BaseCollector | None", self._parts.get("collector"))),
+            **self._turns.metrics(),
             **self._seconds,
             "time/iteration": seconds,
             "time/elapsed": now - self._started,
@@ -326,26 +328,6 @@ class Run:
         """Work begins: write what this process runs; what a full disk refuses is tried again after an iteration."""
         begin_work()
         self._noted = self._noted or note_start(self.config, self.folder)
-
-    def _make_turns(self) -> Turns:
-        lag = self.config.sync["lag"] if hasattr(self.config, "sync") else 0
-        roles = self.roles
-
-        def bring() -> None:  # TODO
-            from vla_algos.run.resume import trained
-            from torch.distributed.tensor import DTensor
-
-            mine = (
-                {n: (t.full_tensor() if isinstance(t, DTensor) else t) for n, t in trained(self.policy).items()}
-                if roles.learns
-                else None
-            )
-            theirs = parallel.broadcast_object(mine, roles.actors[0])
-            if not roles.learns:
-                for n, t in trained(self.policy).items():
-                    t.copy_(theirs[n])
-
-        return Turns(self.policy, self.config.seed, lag, roles, bring)
 
     def _save_policy(self) -> None:
         """Write the policy; all processes that learn send the first one what they have of it."""

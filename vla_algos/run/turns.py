@@ -18,6 +18,7 @@ from vla_algos.run.checkpoints import random_state, set_random_state
 from vla_algos.run.resume import ResumableRun
 from vla_algos.run.roles import Roles
 from vla_algos.run.seeds import seed_everything
+from vla_algos.weight_sync import TrainedWeightSyncScheme
 from vla_common.texts import decode
 from vla_common.timeline import span
 from vla_envs.instructions import Instructions
@@ -43,15 +44,11 @@ class Turns:
         seed: of the run.
         lag: updates between the weights that have collected a batch and those that learn from it.
         roles: of the processes.
-        weights: brings the weights from those that learn to those that collect; all call it. Only where these are
-            others.
     """
 
-    def __init__(
-        self, policy: VLAPolicy, seed: int, lag: int, roles: Roles, weights: Callable[[], object] = lambda: None
-    ):
+    def __init__(self, policy: VLAPolicy, seed: int, lag: int, roles: Roles):
         self.policy, self.seed, self.lag, self.roles = policy, seed, lag, roles
-        self._weights = weights
+        self._sync: TrainedWeightSyncScheme | None = None  # where nobody does both
         self._waiting: deque[Any] = deque()  # batches, of a process that learns; None where it has no rows
         self._ahead = 0  # how many they are, in all processes
         self._random: dict[str, Any] | None = None  # of collecting, where this process learns with others
@@ -126,6 +123,11 @@ class Turns:
         self._bring()
         return done
 
+    def metrics(self) -> dict[str, float]:
+        """Return what the last transfer of weights took, where there was one."""
+        transfer = None if self._sync is None else self._sync.transfer
+        return {} if transfer is None else transfer.metrics()
+
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Draw the random numbers of collecting, where they are not those of learning."""
@@ -178,9 +180,22 @@ class Turns:
         """Bring the weights from the processes that learn to those that collect."""
         if not self.roles.apart:
             return
+        parallel.barrier()  # which may wait for longer than the group of the weights
         with span("weights"):
-            self._weights()
+            if self._sync is None:
+                self._connect()
+            elif self.roles.learns:
+                self._sync.send()
+            else:
+                self._sync.receive()
             self._given([None] * parallel.world_size(), self.roles.actors, self.roles.rollouts)
+
+    def _connect(self) -> None:
+        """Find those who get the weights, and send them for the first time."""
+        self._sync = TrainedWeightSyncScheme(parallel.data_group((self.roles.actors[0], *self.roles.rollouts)))
+        begin = self._sync.init_on_sender if self.roles.learns else self._sync.init_on_receiver
+        begin(model_id="policy", model=self.policy)
+        self._sync.connect()
 
     def _given(self, shares: list[Any], source: Sequence[int], target: Sequence[int]) -> list[Any]:
         """Exchange shares; with ``lag`` 0 the random numbers of each of ``source`` go on in its partner."""
