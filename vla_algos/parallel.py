@@ -27,7 +27,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _heartbeat: Heartbeat | None = None
 _control: dist.ProcessGroup | None = None
 _some: tuple[int, ...] | None = None  # of all processes, whom the functions below concern; None for all
-_controls: dict[tuple[int, ...], dist.ProcessGroup] = {}  # control groups of some
+_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # of some, by what for
 _ENDED = "vla_ended"
 
 
@@ -112,7 +112,7 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
             raise
         finally:
             _heartbeat = _control = None
-            _controls.clear()
+            _groups.clear()
         # Not after an error: a process that has failed must not wait for anybody.
         dist.destroy_process_group()
 
@@ -206,31 +206,47 @@ def among(ranks: Sequence[int]) -> Iterator[None]:
         ranks: their numbers, ascending, counted over all processes.
     """
     global _some
-    before, all_ranks = _some, tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
-    some = tuple(ranks)
-    if some != all_ranks and len(some) > 1 and some not in _controls:
-        _controls[some] = _new_group(some, timeout=_CONTROL_TIMEOUT, backend="gloo", group_desc="control")
-    _some = None if some == all_ranks else some
+    before, some = _some, tuple(ranks)
+    everybody = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+    _some = None if some == everybody else some
     try:
         yield
     finally:
         _some = before
 
 
-def _new_group(ranks: Sequence[int], **settings: Any) -> dist.ProcessGroup:
-    """Make a group of some processes; the others need not know."""
-    return dist.new_group(list(ranks), use_local_synchronization=True, **settings)
+def make_groups(actors: Sequence[int], rollouts: Sequence[int], shards: int) -> None:
+    """Make the groups that processes of different roles need among themselves; all processes call it alike.
 
-
-def data_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Make a group of some processes for what lies on GPUs; all others may call it too, and get that of nobody.
+    Afterwards each role may work :func:`among` themselves, :func:`device_mesh` arranges the actors, or one process that
+    is none, and :func:`weight_group` has the sender of weights and those who get them.
 
     Args:
-        ranks: their numbers, ascending, counted over all processes.
+        actors: who learns; ``shards`` of them share one copy.
+        rollouts: who collects.
+        shards: see :func:`device_mesh`.
     """
-    if dist.get_rank() not in ranks:
-        return cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
-    return _new_group(ranks, timeout=_DATA_TIMEOUT)
+    alone = [rank for rank in rollouts if rank not in actors]
+    wanted: list[tuple[str, Sequence[int]]] = [("control", actors), ("control", rollouts)]
+    if alone:
+        wanted.append(("weights", (actors[0], *alone)))
+    for some, size in [(actors, shards), *(((rank,), 1) for rank in alone)]:
+        ranks = torch.tensor(some).reshape(-1, size)
+        wanted += [("replicas", each) for each in ranks.T.tolist()] + [("shards", each) for each in ranks.tolist()]
+    for what, each in wanted:
+        if (what, tuple(each)) not in _groups:
+            _groups[what, tuple(each)] = _new_group(each, what)
+
+
+def _new_group(ranks: Sequence[int], what: str) -> dist.ProcessGroup:
+    if what == "control":
+        return dist.new_group(list(ranks), timeout=_CONTROL_TIMEOUT, backend="gloo", group_desc=what)
+    return dist.new_group(list(ranks), timeout=_DATA_TIMEOUT, group_desc=what)
+
+
+def weight_group() -> dist.ProcessGroup:
+    """Return the group of the first actor and those that collect and do not learn; elsewhere that of nobody."""
+    return next(group for (what, _), group in _groups.items() if what == "weights")
 
 
 def rank() -> int:
@@ -247,7 +263,7 @@ def world_size() -> int:
 
 
 def _group() -> dist.ProcessGroup | None:
-    return _control if _some is None else _controls[_some]
+    return _control if _some is None else _groups["control", _some]
 
 
 def cores() -> int:
@@ -280,13 +296,19 @@ def device_mesh(shards: int, device: str | None = None) -> DeviceMesh:
         raise ValueError(f"shards={shards} does not divide the {processes} processes; possible are {possible}")
     if not dist.is_initialized():
         _join(dist.HashStore(), 0, 1)
-    own = dist.get_rank()
     ranks = torch.tensor(range(processes) if _some is None else _some).reshape(-1, shards)
-    # init_device_mesh would give its groups another time-out, and wants all processes.
-    mine = [next(each.tolist() for each in way if own in each) for way in (ranks.T, ranks)]
-    groups = [_new_group(each, timeout=_DATA_TIMEOUT) for each in mine]
+    groups = [_own_group(what, way.tolist()) for what, way in (("replicas", ranks.T), ("shards", ranks))]
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return DeviceMesh.from_group(groups, device or kind, ranks, mesh_dim_names=("replicas", "shards"))
+
+
+def _own_group(what: str, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Return the group in which this process is; init_device_mesh would give it another time-out."""
+    own = dist.get_rank()
+    if _some is not None:
+        return _groups[what, next(tuple(each) for each in lists if own in each)]
+    made = [(each, _new_group(each, what)) for each in lists]  # by all processes
+    return next(group for each, group in made if own in each)
 
 
 def per_rank(total: int, what: str, processes: int | None = None) -> int:

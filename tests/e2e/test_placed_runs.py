@@ -61,6 +61,7 @@ class InGroup:
 
 
 def placed(folder, name, actor, rollout, *more, processes=2, ends=None, die=lambda: None):
+    _lives.warm()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -140,7 +141,9 @@ def test_every_arrangement_runs_and_repeats_itself(name, lag, actor, rollout, pr
     found = []
     for part in ("first", "second"):
         (tmp_path / part).mkdir()
-        settings = (f"sync.lag={lag}", "group_size=2") if name == "grpo" else (f"sync.lag={lag}",)
+        settings = (
+            (f"sync.lag={lag}", "group_size=2", "collector.max_groups=4") if name == "grpo" else (f"sync.lag={lag}",)
+        )
         found.append(placed(tmp_path / part, name, actor, rollout, *settings, processes=processes))
     assert _lives.difference(found[0], _lives.outcome(found[1])) == ""
     steps = [json.loads(line).get("train/steps") for line in (found[0] / "metrics.jsonl").read_text().splitlines()]

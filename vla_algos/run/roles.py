@@ -9,6 +9,7 @@ from typing import Any
 
 from vla_algos import parallel
 from vla_algos.placement import Placement
+from vla_algos.run.sharding import Sharding, check_shards
 
 
 def read_placement(settings: Mapping[str, Any]) -> Placement:
@@ -70,6 +71,20 @@ class Roles:
     def apart(self) -> bool:
         """Whether no process does both."""
         return not set(self.actors) & set(self.rollouts)
+
+    def shard(self, settings: Mapping[str, Any]) -> Sharding:
+        """Read the section ``sharding``, which is of the actors; all processes call it, and get ready for their roles.
+
+        Raises:
+            ValueError: shards that the actors cannot be arranged in.
+        """
+        everybody = {role for role in (self.actors, self.rollouts)} == {tuple(range(parallel.world_size()))}
+        shards = settings.get("shards", "all")
+        check_shards(shards, len(self.actors))
+        if not everybody:
+            parallel.make_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
+        with self.own():
+            return Sharding(**{**settings, **({} if self.learns else {"shards": "all"})})
 
     def own(self) -> AbstractContextManager[None]:
         """Work with those that share a policy with this process: all that learn; who only collects has it alone."""

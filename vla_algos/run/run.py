@@ -26,7 +26,7 @@ from vla_algos.run.phase import begin_work
 from vla_algos.run.resume import ResumableRun, Stateful
 from vla_algos.run.roles import Roles
 from vla_algos.run.seeds import seed_rank
-from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
+from vla_algos.run.sharding import check_same_draws, say_host_memory
 from vla_algos.run.summary import describe_policy, describe_spec, show_iteration, summarise
 from vla_algos.run.turns import Turns
 from vla_algos.run.warm_start import clone, demonstration_seed, record
@@ -83,8 +83,7 @@ class Run:
         self.demonstration_seed = 0
         self.roles = Roles.of(getattr(config, "placement", None))
         if hasattr(config, "sharding"):
-            with self.roles.own():
-                self.sharding = Sharding(**config.sharding | ({} if self.roles.learns else {"shards": "all"}))
+            self.sharding = self.roles.shard(config.sharding)
         if hasattr(config, "demonstrations"):
             self.demonstration_seed = demonstration_seed(config.seed, config.eval["seed"])
             self._check_warm_start()

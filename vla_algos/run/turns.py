@@ -192,7 +192,7 @@ class Turns:
 
     def _connect(self) -> None:
         """Find those who get the weights, and send them for the first time."""
-        self._sync = TrainedWeightSyncScheme(parallel.data_group((self.roles.actors[0], *self.roles.rollouts)))
+        self._sync = TrainedWeightSyncScheme(parallel.weight_group())
         begin = self._sync.init_on_sender if self.roles.learns else self._sync.init_on_receiver
         begin(model_id="policy", model=self.policy)
         self._sync.connect()
