@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vla_envs.libero.arm import Arm
 from vla_envs.libero.package import import_libero, task_file
 from vla_envs.libero.spec import CONTROL_FREQUENCY
 from vla_envs.rendering.mujoco import Renderer, mujoco, shared_renderer
@@ -81,7 +82,10 @@ class World:
             return 0.0
 
         _release_unused_memory()  # of parsing and compiling: half of what a world would take
-        self._env._observables = {"moment": Observable("moment", moment, sampling_rate=CONTROL_FREQUENCY)}
+        self._moment = Observable("moment", moment, sampling_rate=CONTROL_FREQUENCY)
+        self._env._observables = {"moment": self._moment}
+        self._arm = Arm(self._env)
+        self._physics_steps = int(self._env.control_timestep / self._env.model_timestep)
 
     @property
     def megabytes(self) -> float:
@@ -107,13 +111,12 @@ class World:
                 f"initial state of {self.task.name} has {len(initial_state)} numbers, the world {expected}: "
                 "the assets are of another version of LIBERO"
             )
-        for robot in self._env.robots:
-            robot.gripper.current_action = np.zeros(robot.gripper.dof)  # survives robosuite's own reset
         # LIBERO's own environment loads its model when it is made and at each attempt to reset, and each time it adds
         # the same samplers once more: they draw as often, and the last draw counts.
         loads = itertools.repeat(1) if earlier_resets is None else itertools.count(2)
         for _ in range(1 + (earlier_resets or 0)):
             self._place(loads)
+        self._arm.reset()
         self._env.sim.set_state_from_flattened(initial_state)
         self._env.sim.forward()
         self._env._check_success()
@@ -136,8 +139,16 @@ class World:
         raise RuntimeError(f"LIBERO found no place for the objects of {self.task.name}")
 
     def step(self, action: np.ndarray) -> bool:
-        """Execute an action of 50 ms; returns whether the task is solved."""
-        return bool(self._env.step(action)[2])
+        """Execute an action of 50 ms, float64 ``[7]``; returns whether the task is solved."""
+        for physics_step in range(self._physics_steps):
+            self._arm.compute_dynamics()
+            if physics_step == 0:
+                self._arm.aim(action)
+            self._arm.step()
+            self._moment.update(self._env.model_timestep, self._env._obs_cache)
+        solved = bool(self._env._check_success())
+        self._env._post_process()  # shows burners that are on
+        return solved
 
     def render(self, camera: int) -> np.ndarray:
         """Draw the remembered moment: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
