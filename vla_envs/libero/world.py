@@ -214,8 +214,8 @@ def _prepared(domain: type) -> type:
     """Derive from an environment of robosuite one that resets like its first time, without what nobody reads.
 
     It remembers the poses of bodies before its first reset changes them. And it remembers what MuJoCo's solver makes of
-    the moment when all objects are still where they were built, in a heap with a thousand contacts: the solver's next
-    solution begins there and its last digits show it, but it is always the same.
+    the moment when all objects are still where they were built, in a heap with a thousand contacts: LIBERO, which
+    builds its world anew at each reset, begins its next solution there, and its last digits show it.
     """
 
     def initialize(self: Any, xml_string: str | None = None) -> None:
@@ -223,6 +223,7 @@ def _prepared(domain: type) -> type:
         model = self.sim.model._model
         self.unplaced = model.body_pos.copy(), model.body_quat.copy()
         self.solution = None
+        self.sim.forward()  # as the cameras would, which LIBERO has
 
     def reset(self: Any) -> None:
         model, data = self.sim.model._model, self.sim.data._data
