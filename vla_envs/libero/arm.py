@@ -130,7 +130,7 @@ class Arm:
 
 
 def _slice(numbers: Any) -> slice:
-    """The indices of a robot's joints, which follow one another; a slice of an array is a view of it."""
+    """Make a slice of the indices of a robot's joints, which follow one another: of an array it is a view."""
     first, last = int(numbers[0]), int(numbers[-1])
     if list(numbers) != list(range(first, last + 1)):
         raise RuntimeError(f"robosuite numbers the joints of a robot {list(numbers)}: another version than LIBERO's")

@@ -74,6 +74,7 @@ class World:
             upside_down=False,
             mirrored=True,  # the benchmark's frames are upside down, and everybody turns them by 180 degrees
             hidden_groups=(_COLLISION_SHAPES,),
+            skip_unseen=True,
         )
 
         @sensor(modality="world")

@@ -54,9 +54,9 @@ class Culling:
     def _views(
         self, data: mujoco.MjData, cameras: Sequence[mujoco.MjvGLCamera]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The camera's view and those it has through mirrors: the eye, and the inward normals of five sides."""
+        """Yield the camera's view and those it has through mirrors: the eye, and the inward normals of five sides."""
         camera = cameras[0]
-        eye = np.mean([eye.pos for eye in cameras], 0, np.float64)  # one picture is drawn from between both eyes
+        eye = np.array([eye.pos for eye in cameras], np.float64).mean(0)  # one picture is drawn from between both eyes
         ahead, up = np.asarray(camera.forward, np.float64), np.asarray(camera.up, np.float64)
         right = np.cross(ahead, up)
         middle, half = camera.frustum_center, (camera.frustum_top - camera.frustum_bottom) / 2 * self._aspect
@@ -87,7 +87,7 @@ def _normals(sides: np.ndarray, ahead: np.ndarray, right: np.ndarray, up: np.nda
 
 
 def _around(corners: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """The part of the view with a mirror in it, whose corners are given as right, up and ahead of the eye."""
+    """Narrow the view to a mirror, whose corners are given as right, up and ahead of the eye."""
     if (corners[:, 2] < _MARGIN).any():  # reaches behind the eye
         return whole
     across, along = corners[:, 0] / corners[:, 2], corners[:, 1] / corners[:, 2]

@@ -51,6 +51,7 @@ class Renderer:
         mirrored: exchange left and right.
         hide_sites: leave out the sites, such as goal markers.
         hidden_groups: numbers of the geom groups to leave out, such as collision shapes.
+        skip_unseen: do not draw what the camera cannot see (0.1 ms per frame to find it), unless there are shadows.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Renderer:
         mirrored: bool = False,
         hide_sites: bool = False,
         hidden_groups: Sequence[int] = (),
+        skip_unseen: bool = False,
     ):
         _make_gl_context_current()
         height, width = size
@@ -84,7 +86,8 @@ class Renderer:
         self._options.geomgroup[list(hidden_groups)] = 0
         self._cameras = [_make_camera(model, camera) for camera in cameras]
         drawn = self._options.geomgroup[model.geom_group] == 1
-        self._culling = Culling(model, drawn, width / height) if Culling.allowed(model) else None
+        skip_unseen = skip_unseen and Culling.allowed(model)
+        self._culling = Culling(model, drawn, width / height) if skip_unseen else None
         # OpenGL's rows run from the bottom up: turned by 180 degrees, only the columns are still reversed.
         rows, columns = 1 if upside_down else -1, -1 if upside_down != mirrored else 1
         self._order = slice(None, None, rows), slice(None, None, columns)
@@ -105,11 +108,9 @@ class Renderer:
         if self._culling is not None:
             mujoco.mjv_updateCamera(model, data, camera, self._scene)
             model.geom_group[self._culling.unseen(data, self._scene.camera)] = _UNSEEN
-        try:
-            everything = mujoco.mjtCatBit.mjCAT_ALL
-            mujoco.mjv_updateScene(model, data, self._options, self._perturbation, camera, everything, self._scene)
-        finally:
-            model.geom_group[:] = groups
+        everything = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(model, data, self._options, self._perturbation, camera, everything, self._scene)
+        model.geom_group[:] = groups
 
 
 def _make_camera(model: mujoco.MjModel, camera: str | Mapping[str, Any]) -> mujoco.MjvCamera:
