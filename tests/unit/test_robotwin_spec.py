@@ -361,7 +361,7 @@ def test_success_came_in_the_action_whose_share_of_the_motion_it_was(steps, chec
         task.checks = checks
         return None, [True], None, None
 
-    task = SimpleNamespace(robot=robot, drives=SimpleNamespace(), gen_sparse_reward_data=move)
+    task = SimpleNamespace(robot=robot, gen_sparse_reward_data=move)
     world = SimpleNamespace(task=task, _own_random=nullcontext)
     assert World.execute(world, np.zeros((10, 14), np.float32)) == action
     assert world.stood == (None in steps)
