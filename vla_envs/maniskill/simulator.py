@@ -19,6 +19,7 @@ from vla_envs.rendering.egl import WORKER
 from vla_envs.rendering.forks import refuse_fork
 from vla_envs.rendering.vulkan import check_driver, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
+from vla_envs.urdf import remembered_descriptions
 
 if TYPE_CHECKING:
     from vla_envs.maniskill.expert import Expert
@@ -53,6 +54,14 @@ class ManiSkillSimulator:
     def reset(self, episode: Episode) -> None:
         raise NotImplementedError
 
+    def _begin(self, **how: Any) -> None:
+        """Reset the world, which gets a new scene and robot."""
+        from vla_envs.maniskill.arm import hasten
+
+        with remembered_descriptions():
+            self._world.reset(**how)
+        hasten(self._world.agent)
+
     def step(self, action: np.ndarray) -> Outcome:
         _, reward, _, _, info = self._world.step(np.asarray(action, np.float32)[None])
         return Outcome(reward=float(reward), success=bool(info["success"]))
@@ -83,7 +92,7 @@ class PlateSimulator(ManiSkillSimulator):
     def reset(self, episode: Episode) -> None:
         """Start the configuration that :func:`episode_id_of` finds for the episode."""
         split = self._world.splits[episode.task_id]
-        self._world.reset(options={"split": episode.task_id, "episode_id": self.episode_id(episode, split)})
+        self._begin(options={"split": episode.task_id, "episode_id": self.episode_id(episode, split)})
         self._expert = None
 
     def episode_id(self, episode: Episode, split: VariantSplit | None = None) -> int:
@@ -136,7 +145,7 @@ class BuiltInSimulator(ManiSkillSimulator):
         """ManiSkill draws the initial state from a seed, which is that of the trial's family and its number."""
         mixed = np.random.SeedSequence([episode.seed, episode.trial_id]).generate_state(1)[0]
         # A new scene: what was simulated in one before would be felt in the last digits.
-        self._world.reset(seed=int(mixed >> 1), options={"reconfigure": True})
+        self._begin(seed=int(mixed >> 1), options={"reconfigure": True})
         goal: Any = getattr(self._world, "goal_site", None)
         if goal in self._world._hidden_objects:  # a policy that is given no coordinates has to see where to go
             self._world._hidden_objects.remove(goal)
