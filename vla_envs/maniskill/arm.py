@@ -1,7 +1,7 @@
 """What an arm is told at each step of one world on the CPU, in a third of ManiSkill's time and to the same bits.
 
 ManiSkill computes in torch, on batches of one; most of a step of its own tasks is that. Here single numbers are float32
-of numpy, in ManiSkill's order; what is not exact by definition (sines, sums of products) is still asked of torch.
+of numpy, in ManiSkill's order; what torch does not round correctly (sines, roots, sums of products) is asked of torch.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def _quaternion(angles: Tensor) -> _Quaternion:
     squares = one + m00 + m11 + m22, one + m00 - m11 - m22, one - m00 + m11 - m22, one - m00 - m11 + m22
     if not squares[0] > max(squares[1:]):  # a turn by more than a right angle and a third
         return tuple(matrix_to_quaternion(matrix)[0].numpy())
-    root = np.sqrt(squares[0])
+    positive = torch.from_numpy(np.array([square for square in squares if square > 0], np.float32))
+    root = torch.sqrt(positive)[0].numpy()[()]
     below = two * max(root, _FLOOR)
     return _upper((root * root / below, (m21 - m12) / below, (m02 - m20) / below, (m10 - m01) / below))
