@@ -18,8 +18,8 @@ from torch import Tensor
 
 _FRAME = "root_translation:root_aligned_body_rotation"
 _FLOOR = np.float32(0.1)  # matrix_to_quaternion's, of what it divides by
-_Quaternion = tuple[np.float32, np.float32, np.float32, np.float32]  # real part first
-_Point = tuple[np.float32, np.float32, np.float32]
+_Quaternion = tuple[Any, ...]  # 4 numbers of numpy's float32, real part first
+_Point = tuple[Any, ...]  # 3
 
 
 def hasten(agent: Any) -> None:
@@ -146,5 +146,5 @@ def _quaternion(angles: Tensor) -> _Quaternion:
         return tuple(matrix_to_quaternion(matrix)[0].numpy())
     positive = torch.from_numpy(np.array([square for square in squares if square > 0], np.float32))
     root = torch.sqrt(positive)[0].numpy()[()]
-    below = two * max(root, _FLOOR)
+    below = two * np.maximum(root, _FLOOR)
     return _upper((root * root / below, (m21 - m12) / below, (m02 - m20) / below, (m10 - m01) / below))

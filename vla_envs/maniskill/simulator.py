@@ -15,9 +15,9 @@ import numpy as np
 from vla_envs.maniskill.assets import find_assets
 from vla_envs.maniskill.push_cube import push_cube_action
 from vla_envs.maniskill.variants import FACTORS, VariantSplit, make_split
-from vla_envs.rendering.egl import WORKER
 from vla_envs.rendering.forks import refuse_fork
-from vla_envs.rendering.vulkan import check_driver, choose_driver, has_gpu
+from vla_envs.rendering.gpus import WORKER, gpu_of_worker, show
+from vla_envs.rendering.vulkan import NO_CUDA, check_driver, check_gpus, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 from vla_envs.urdf import remembered_descriptions
 
@@ -50,6 +50,16 @@ class ManiSkillSimulator:
         """Raise what making a simulator would raise, before any worker is started."""
         _check_installed()
         check_driver()
+
+    @staticmethod
+    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
+        """Refuse chosen GPUs that cannot be drawn with, or not be simulated on, before any worker is started."""
+        if spec.batched and len(gpus) > 1:
+            raise ValueError(
+                f"gpus={show(gpus)}: backend=cuda simulates all worlds on one GPU; type env.gpus=[{gpus[0]}], or "
+                "start a process for each GPU"
+            )
+        check_gpus(gpus)
 
     def reset(self, episode: Episode) -> None:
         raise NotImplementedError
@@ -240,15 +250,12 @@ def _check_installed() -> None:
 
 
 def _render_backend() -> str:
-    """Choose the GPU of a worker: they take turns on those that CUDA shows to them."""
+    """Choose the GPU of a worker: they take turns on those that were chosen, or else on all that CUDA shows to them."""
     if not has_gpu():
         return "cpu"
     import torch
 
     shown = torch.cuda.device_count()
     if not shown:
-        raise RuntimeError(
-            "SAPIEN would draw with this machine's GPU, but torch cannot use it: install a torch with CUDA, or draw on "
-            "the CPU by typing CUDA_VISIBLE_DEVICES= before the command"
-        )
-    return f"cuda:{int(os.environ.get(WORKER, 0)) % shown}"
+        raise RuntimeError(NO_CUDA)
+    return f"cuda:{gpu_of_worker(shown)}"

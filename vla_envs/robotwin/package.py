@@ -303,7 +303,7 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
             )
     base.torch = types.SimpleNamespace(manual_seed=lambda seed: None)  # type: ignore[attr-defined]  # its one use
     _mend_transforms3d()
-    base.cal_quat_dis = _remember_distances(base.cal_quat_dis)
+    base.cal_quat_dis = _remember_distances(base.cal_quat_dis)  # type: ignore[attr-defined]
     for module in (base, camera):
         module.yaml = _RememberedFiles  # type: ignore[attr-defined]
     return RoboTwin(folder, assets, create.UnStableError, sentences.generate_episode_descriptions)
@@ -359,7 +359,7 @@ def _mend_transforms3d() -> None:
 
 
 def _remember_distances(distance: Any) -> Any:
-    """Have ``cal_quat_dis`` know what it was asked before: 200 times per object whether it lies as it does in the end."""
+    """Have ``cal_quat_dis`` know what it was asked before: 200 times for each object that comes to rest."""
 
     @lru_cache(maxsize=1024)
     def known(first: tuple[bytes, str], second: tuple[bytes, str]) -> Any:

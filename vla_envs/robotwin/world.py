@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from vla_envs.rendering.vulkan import choose_driver, has_gpu
+from vla_envs.rendering.vulkan import choose_driver, has_gpu, show_own_gpu
 from vla_envs.robotwin.defaults import sapiens_defaults
 from vla_envs.robotwin.drives import Drives, PhysicsSteps
 from vla_envs.robotwin.package import RoboTwin, import_robotwin
@@ -51,6 +51,10 @@ class World:
 
     def __init__(self, folder: Path, assets: Path, options: Mapping[str, Any], *, wrist: bool):
         choose_driver()
+        if has_gpu():
+            import torch
+
+            show_own_gpu(torch.cuda.device_count())  # RoboTwin's scenes cannot be told which
         self._robotwin = import_robotwin(folder, assets)
         self._options, self._wrist = options, wrist
         self._settings = _read_settings(folder, assets, options, wrist)
