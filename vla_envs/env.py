@@ -6,22 +6,23 @@ import math
 import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
-from annotated_types import Gt
+from annotated_types import Gt, MinLen
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
-from vla_common.settings import Count, Factor, Length, Positive, Seed, checked, setting_types
+from vla_common.settings import Count, Factor, Length, Positive, Seed, Whole, checked, setting_types
 from vla_envs.actions import refuse_actions, share_clipped
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack, unpack
 from vla_envs.instructions import Instructions
 from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
+from vla_envs.rendering.gpus import check_gpus
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.chunks import check_chunk_size
 from vla_envs.workers.pool import WorkerPool, count_workers
@@ -47,6 +48,7 @@ def make_env(
     step_penalty: Factor = 0.0,
     step_timeout: Positive = 60.0,
     start_timeout: Positive = 120.0,
+    gpus: Annotated[Sequence[Whole], MinLen(1)] | None = None,
     **options: Any,
 ) -> VLAEnv:
     """Make a batched environment.
@@ -72,6 +74,8 @@ def make_env(
             replaced.
         start_timeout: seconds that the first answer of a new worker may take on top: it imports the simulator, and a
             first reset may compile shaders or build assets.
+        gpus: that workers draw with in turn, by the numbers that CUDA shows to this process; all that it shows if
+            ``None``. Where the benchmark simulates all worlds together: the one to simulate on.
         **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
             ``SimulatorSpec``, which has them.
 
@@ -93,6 +97,9 @@ def make_env(
             f"relative_reward=True: {spec.id} pays once for what is done, and would take it back with the next action; "
             "leave relative_reward out (false)"
         )
+    if gpus is not None:
+        check_gpus(gpus, torch.cuda.device_count())
+        spec.check_gpus(gpus)
     check_chunk_size(spec, chunk_size)
     chunk_size = _CHUNK if chunk_size is None else chunk_size
     if num_envs % group_size:
@@ -116,6 +123,7 @@ def make_env(
         step_penalty=step_penalty,
         step_timeout=step_timeout,
         start_timeout=start_timeout,
+        gpus=gpus,
     )
 
 
@@ -191,9 +199,10 @@ class VLAEnv(EnvBase):
         step_penalty: float = 0.0,
         step_timeout: float = 60.0,
         start_timeout: float = 120.0,
+        gpus: Sequence[int] | None = None,
     ):
         if spec.batched:  # first, because it says so if there is no GPU
-            pool = spec.make_batched(num_envs, chunk_size, ignore_terminations)
+            pool = spec.make_batched(num_envs, chunk_size, ignore_terminations, gpus)
         else:
             pool = WorkerPool(
                 spec,
@@ -203,8 +212,10 @@ class VLAEnv(EnvBase):
                 ignore_terminations=ignore_terminations,
                 step_timeout=step_timeout,
                 start_timeout=start_timeout,
+                gpus=gpus,
             )
-        device = torch.device("cuda" if spec.batched else "cpu")  # where images are drawn, they stay
+        # Where images are drawn, they stay.
+        device = torch.device("cpu" if not spec.batched else "cuda" if gpus is None else f"cuda:{gpus[0]}")
         super().__init__(device=device, batch_size=torch.Size([num_envs]))
         self.simulator_spec, self.chunk_size = spec, chunk_size
         self.set_episodes(episodes)

@@ -301,6 +301,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.id": one_of("metaworld/MT50"),
     "env.num_envs": whole(1, 100_000),
     "env.num_workers": null_or(whole(1, 128)),
+    "env.gpus": null_or(lambda v: list_of(whole(0, 1_000_000), 1)(v) and len(set(v)) == len(v)),
     "env.step_timeout": positive,
     "env.start_timeout": positive,
     "env.ignore_terminations": flag,

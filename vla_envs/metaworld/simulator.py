@@ -6,12 +6,14 @@ import sys
 import warnings
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from vla_envs.metaworld.spec import CAMERA
+from vla_envs.rendering.egl import check_gpus
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
 _WORLDS_PER_SIMULATOR = 2  # built worlds kept for task switching, about 35 MB each and 90 MB for their renderer
@@ -27,6 +29,11 @@ class MetaWorldSimulator:
         self._renderer: Any = None
         self._task: Any = None  # of the running episode
         self._shaped = 0.0  # Meta-World's shaped reward of the current state, 0 to 10
+
+    @staticmethod
+    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
+        """Refuse chosen GPUs that cannot be drawn with, before any worker is started."""
+        check_gpus(gpus)
 
     def reset(self, episode: Episode) -> None:
         self._task = self.spec.task_of(episode)

@@ -58,6 +58,7 @@ class WorkerPool:
         ignore_terminations: continue after success.
         step_timeout: seconds that a worker may take before it turns to the next of its slots.
         start_timeout: seconds that the first answer of a new worker may take on top.
+        gpus: that workers take turns on, as CUDA shows them; all that it shows if ``None``.
 
     Attributes:
         arrays: the shared arrays; rows are slots.
@@ -79,6 +80,7 @@ class WorkerPool:
         ignore_terminations: bool = False,
         step_timeout: float = 60.0,
         start_timeout: float = 120.0,
+        gpus: Sequence[int] | None = None,
     ):
         self._memory: int | None = None
         self._owner = os.getpid()
@@ -108,6 +110,7 @@ class WorkerPool:
             "num_envs": num_envs,
             "chunk_size": chunk_size,
             "ignore_terminations": ignore_terminations,
+            "gpus": gpus,
         }
         self._slots = [list(range(worker, num_envs, num_workers)) for worker in range(num_workers)]
         self._processes: list[WorkerProcess | None] = [None] * num_workers

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from vla_envs.rendering.egl import WORKER
+from vla_envs.rendering.gpus import worker_environment
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}  # one core per worker; Mesa's rasteriser included
 _PIECE = 1 << 20  # bytes that are read at once
@@ -48,7 +48,7 @@ class WorkerProcess:
     def __init__(self, memory: int, settings: dict[str, Any], start_timeout: float, progress: Callable[[], int]):
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        environment = {**os.environ, **_ONE_THREAD, WORKER: str(settings["index"])}
+        environment = {**os.environ, **_ONE_THREAD, **worker_environment(settings["index"], settings["gpus"])}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         program = [sys.executable, "-c", _PROGRAM]
         arguments = [str(theirs.fileno()), str(memory), str(os.getpid())]
