@@ -31,6 +31,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "group_size": Count,
     "patience": Count,
     "collector": setting_types(collect_groups, without=["collector", "episodes"]),
+    "pipeline": setting_types(EpisodeCollector, only=["stages", "overlap_resets"]),
     "loss": setting_types(ChunkClipPPOLoss, without=["policy", *CRITIC]),
     "optim": setting_types(Learner, only=OPTIM),
     "update": setting_types(
@@ -62,7 +63,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     env = run.make_env(policy)
     episodes = run.training_episodes(config.group_size)
-    collector = EpisodeCollector(env, policy)
+    collector = EpisodeCollector(env, policy, **config.pipeline)
 
     with run.resumable(learner=learner, collector=collector, episodes=episodes):
         for iteration in run.iterations():

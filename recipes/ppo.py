@@ -29,6 +29,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     **TRAINING,
     "recipe": Literal["ppo"],
     "collector": {"decisions": Count},
+    "pipeline": setting_types(StepCollector, only=["stages"]),
     "gae": setting_types(gae, without=["batch"]),
     "loss": setting_types(ChunkClipPPOLoss, without=["policy"]),
     "optim": setting_types(Learner, only=OPTIM),
@@ -61,7 +62,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     env = run.make_env(policy)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
-    collector = StepCollector(env, policy, **config.collector, **reads)
+    collector = StepCollector(env, policy, **config.collector, **config.pipeline, **reads)
 
     with run.resumable(learner=learner, collector=collector):
         for iteration in run.iterations():

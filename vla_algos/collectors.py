@@ -90,6 +90,7 @@ class _ChunkCollector(BaseCollector):
         *,
         values: bool,
         stages: int,
+        halves: bool = False,
         on_decision: Hook | None,
         pre_collect_hook: Callable[[], None] | None,
         post_collect_hook: Hook | None,
@@ -99,7 +100,7 @@ class _ChunkCollector(BaseCollector):
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
         self.on_decision = on_decision
         self.stages = stages
-        self._stages = _divide(env, stages) if stages != 1 else []
+        self._stages = _divide(env, stages) if stages != 1 or halves else []
         self.has_value = values and STATE_VALUE in self.policy.out_keys
         written = [ACTION, ACTION_LOG_PROB] if ACTION_LOG_PROB in self.policy.out_keys else [ACTION]
         root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
@@ -125,9 +126,12 @@ class _ChunkCollector(BaseCollector):
         """Have the policy decide."""
         self._check_alone()
         with torch.no_grad(), set_exploration_type(self.exploration):
-            started, rows = perf_counter(), len(observation)
-            decision = self._timed("policy", self.policy, observation, stage=stage)
-            self.calls.append((rows, perf_counter() - started))
+            return self._call_policy(observation, stage)
+
+    def _call_policy(self, observation: TensorDictBase, stage: int = 0) -> TensorDictBase:
+        started, rows = perf_counter(), len(observation)
+        decision = self._timed("policy", self.policy, observation, stage=stage)
+        self.calls.append((rows, perf_counter() - started))
         return decision
 
     # ---- the halves of a decision in some slots; nothing but these is done while others are under way
@@ -363,9 +367,7 @@ class StepCollector(_ChunkCollector):
         if self._observation is None:
             self._observation = self._reset()
         batch: TensorDictBase | None = None
-        finals = _FinalValues(
-            lambda observations: self._timed("policy", self.policy, observations), self.env.batch_size[0]
-        )
+        finals = _FinalValues(self._call_policy, self.env.batch_size[0])
         for t, slots, outcome in self._staged_outcomes() if self._stages else self._outcomes(self._observation):
             stored = outcome.select(*self.stored_keys)
             if batch is None:  # a fresh one every time: the caller may keep the last batch
@@ -540,6 +542,7 @@ class EpisodeCollector(_ChunkCollector):
         for_learning: bool = True,
         max_attempts: int = 3,
         stages: Count = 1,
+        overlap_resets: bool = False,
         on_episode: Callable[[int, TensorDictBase], None] | None = None,
         on_decision: Hook | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
@@ -553,6 +556,7 @@ class EpisodeCollector(_ChunkCollector):
             exploration,
             values=False,  # whole episodes are compared by their returns
             stages=stages,
+            halves=overlap_resets,
             on_decision=on_decision,
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,
@@ -566,7 +570,7 @@ class EpisodeCollector(_ChunkCollector):
         self.errors: dict[int, str] = {}
         self.remarks: dict[int, str] = {}
         self.deciding: list[QueuedEpisode | None] = []
-        self._sits_out = True
+        self.overlap_resets = overlap_resets
         self._next_index = 0  # of the episode that is yielded next
         self._finished: dict[int, TensorDictBase] = {}  # by queue index, until it is their turn
         self._slot_time = self._idle_time = 0  # decisions of slots in this iteration, and those without an episode
@@ -628,8 +632,8 @@ class EpisodeCollector(_ChunkCollector):
     def _staged_decisions(self, running: _RunningEpisodes) -> Iterator[None]:
         """Do the same stage by stage: while the policy decides for one, simulators of the others work.
 
-        A slot whose episode ended sits out the next decision of its stage, while its simulator begins another one: no
-        slot waits for that, and which decision is whose depends on nothing but what came of those before.
+        With ``overlap_resets`` a slot whose episode ended sits out the next decision of its stage, while its simulator
+        begins another one: no slot waits for that. Which decision is whose depends on what came of those before alone.
         """
         self._reset()
         stages = [_Stage(slots) for slots in self._stages]
@@ -657,7 +661,7 @@ class EpisodeCollector(_ChunkCollector):
         if stage.deciding or self.queue.waiting:
             self._begin_episodes(wanting)
             stage.beginning = wanting
-        if not self._sits_out:
+        if not self.overlap_resets:
             begun, stage.beginning = begun + stage.beginning, []
         self._await_episodes(begun, number)
         stage.ready = []
@@ -750,8 +754,8 @@ def _divide(env: EnvBase, stages: int) -> list[list[int]]:
     check_stages(stages, env.batch_size.numel(), 1)
     if not hasattr(type(env), "stage_slots"):
         raise ValueError(
-            f"stages={stages} takes a VLAEnv without transforms, not {type(env).__name__}: transforms are of all slots "
-            "at once; have the policy transform what it sees, or type stages=1"
+            f"stages={stages} and overlap_resets take a VLAEnv without transforms, not {type(env).__name__}: "
+            "transforms are of all slots at once; have the policy transform what it sees, or leave both out"
         )
     return cast(VLAEnv, env).stage_slots(stages)
 

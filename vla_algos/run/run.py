@@ -14,8 +14,10 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
+from vla_algos.collectors import EpisodeCollector
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
+from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
 from vla_algos.run.files import write_folder_atomically
@@ -31,12 +33,14 @@ from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.demonstrations import check_expert
+from vla_envs.stages import TOGETHER, check_stages
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
 from vla_policies.memory import Way
 from vla_policies.sharding import gathered
 
 T = TypeVar("T")
+_ADVISED_AFTER = 5  # iterations: the first calls compile, or load
 _CRASHED_ITERATIONS = 10  # in a row, in which no episode finished
 
 
@@ -74,6 +78,8 @@ class Run:
         self.name, self.config, self.folder = config.recipe, config, folder
         self._started = time.perf_counter()
         self.spec: SimulatorSpec = make_env_spec(config.env)
+        self.pipeline: Mapping = getattr(config, "pipeline", {})
+        self._check_stages()
         self.evaluator = Evaluator(**config.eval)
         self.evaluator.episodes(self.spec)  # there are so many
         self.demonstration_seed = 0
@@ -118,9 +124,7 @@ class Run:
 
     def make_env(self, policy: VLAPolicy) -> VLAEnv:
         """Start the simulators of ``config.env`` with the chunk length of the policy: this process's share of them."""
-        settings = {**self.config.env, "num_envs": parallel.per_rank(self.config.env["num_envs"], "env.num_envs")}
-        if settings.get("num_workers") is None:
-            settings["num_workers"] = min(settings["num_envs"], parallel.cores())
+        settings = {**self.config.env, **self._workers()}
         group_size = settings.get("group_size", 1)
         if group_size != 1 and not hasattr(self.config, "episode_order"):
             raise ValueError(f"env.group_size={group_size}: {self.name}.py has no groups; leave it out")
@@ -131,6 +135,23 @@ class Run:
             said += filter(None, [self.sharding.describe(self.config.offload["optimizer"])])
         print(f"{describe_spec(self.spec)}\n{'; '.join(said)}")
         return self.env
+
+    def _workers(self) -> dict[str, int]:
+        """Count this process's environments, and the workers that share them: each has some of every stage."""
+        num_envs = parallel.per_rank(self.config.env["num_envs"], "env.num_envs")
+        workers = self.config.env.get("num_workers")
+        if workers is None:
+            stages = self.pipeline["stages"] if self.pipeline else 1
+            workers = max(1, min(num_envs // stages, parallel.cores()))
+        return {"num_envs": num_envs, "num_workers": workers}
+
+    def _check_stages(self) -> None:
+        """Refuse stages before anything is loaded."""
+        if self.pipeline:
+            workers, batched = self._workers(), self.spec.id if self.spec.batched else ""
+            check_stages(self.pipeline["stages"], workers["num_envs"], workers["num_workers"], batched)
+            if batched and self.pipeline.get("overlap_resets"):
+                raise ValueError(f"pipeline.overlap_resets=true: {TOGETHER.format(id=batched)}")
 
     def training_episodes(self, group_size: int) -> EpisodeSampler:
         """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times."""
@@ -250,6 +271,7 @@ class Run:
         self._logger.log(logged, self._iteration)
         self._bar.update()
         show_iteration(self._bar, self._iteration, logged)
+        self._advise(logged)
         self._check_crashes(logged.get("env/num_episodes", 0), logged.get("env/crashed_episodes", 0))
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
@@ -262,6 +284,16 @@ class Run:
     def write(self, text: str) -> None:
         """Print a line above the progress bar."""
         self._bar.write(text)
+
+    def _advise(self, logged: Mapping[str, float]) -> None:
+        """Say once whether other stages would be faster, when calls take as long as they will."""
+        if not self.pipeline or "advised" in self.state or self._iteration < _ADVISED_AFTER or self.spec.batched:
+            return
+        seconds = {part: logged[f"time/{part}"] for part in ("env", "policy", "rollout")}
+        calls = cast(EpisodeCollector, self._parts["collector"]).calls
+        self.state["advised"] = advise(self.pipeline["stages"], seconds, calls, self.env.num_envs)
+        if self.state["advised"]:
+            self.write(f"iteration {self._iteration}: {self.state['advised']}")
 
     # ---- what happens in between
 
@@ -337,7 +369,9 @@ class Run:
         title = f"evaluation after {iteration}"
         folder = self.folder / "evaluations" / f"iteration_{iteration:04d}"
         with gathered(self.policy):
-            share = self.interruptible(lambda: self.evaluator.run_both(title, self.env, self.policy, folder))
+            share = self.interruptible(
+                lambda: self.evaluator.run_both(title, self.env, self.policy, folder, **self.pipeline)
+            )
         results = {prefix: gather(result, folder / f"{prefix}.jsonl") for prefix, result in share.items()}
         self._failure = results["eval"].failure
         for result in results.values():
@@ -376,7 +410,9 @@ class Run:
         """
         self._note_start()
         path, videos = self.folder / episode_log.NAME, self.evaluator.local_videos
-        share = self.evaluator.run(title, self.env, self.policy, path, go_on=True, record=videos, **options)
+        share = self.evaluator.run(
+            title, self.env, self.policy, path, go_on=True, record=videos, **self.pipeline, **options
+        )
         result = gather(share, path)
         self.env.close()
         save_videos(self.folder / "videos", result)
