@@ -38,6 +38,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "group_size": Count,
     "patience": Count,
     "collector": setting_types(collect_groups, without=["collector", "episodes"]),
+    "pipeline": setting_types(EpisodeCollector, only=["stages", "overlap_resets"]),
     "loss": setting_types(ChunkClipPPOLoss, without=["policy", "decoupled", *CRITIC]),
     "optim": setting_types(Learner, only=OPTIM),
     "update": setting_types(
@@ -71,7 +72,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     env = run.make_env(policy)
     episodes = run.on_rollouts(lambda: run.training_episodes(config.group_size))
-    collector = run.on_rollouts(lambda: EpisodeCollector(env, policy))
+    collector = run.on_rollouts(lambda: EpisodeCollector(env, policy, **config.pipeline))
 
     def collect() -> list[Group]:
         return collect_groups(collector, episodes, **wanted, success_bounds=bounds)

@@ -30,6 +30,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     **TRAINING,
     "recipe": Literal["ppo"],
     "collector": {"decisions": Count},
+    "pipeline": setting_types(StepCollector, only=["stages"]),
     "gae": setting_types(gae, without=["batch"]),
     "loss": setting_types(ChunkClipPPOLoss, without=["policy", "decoupled"]),
     "optim": setting_types(Learner, only=OPTIM),
@@ -64,7 +65,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     env = run.make_env(policy)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
-    collector = run.on_rollouts(lambda: StepCollector(env, policy, **config.collector, **reads))
+    collector = run.on_rollouts(lambda: StepCollector(env, policy, **config.collector, **config.pipeline, **reads))
 
     def learn(batch: TensorDictBase | None) -> tuple[TensorDictBase, dict[str, float]]:
         with run.timer("train"):

@@ -234,6 +234,8 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "sharding.reshard_after_forward": flag,
     "sharding.cpu_offload": flag,
     "offload.optimizer": flag,
+    "pipeline.stages": whole(1, 50_000),  # of as many environments and more
+    "pipeline.overlap_resets": flag,
     "evaluate_every": whole(0, 1_000_000),
     "checkpoint_every": count,
     "group_size": whole(2, 1_000_000),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from vla_algos import parallel
 from vla_algos.placement import Placement
@@ -54,7 +56,7 @@ class Roles:
             placement.actors,
             placement.rollouts,
             placement.batch_transfers(),
-            placement=None if placement.mode == "collocated" else placement,
+            placement=placement,
         )
 
     @property
@@ -86,10 +88,29 @@ class Roles:
         with self.own():
             return Sharding(**{**settings, **({} if self.learns else {"shards": "all"})})
 
+    def gpus(self, named: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Return the GPUs on which this process's simulators draw, where ``placement`` or several processes say it.
+
+        Args:
+            named: by ``env.gpus``.
+
+        Raises:
+            ValueError: by ``placement.env`` too.
+        """
+        apart = self.placement is not None and self.placement.env != self.placement.rollout
+        if named is not None and apart:
+            raise ValueError(f"env.gpus={list(named)}: placement.env says it already; leave one of them out")
+        several = parallel.processes_started() > 1 and torch.cuda.device_count() > 1
+        if named is not None or not self.collects or self.placement is None or not (apart or several):
+            return None
+        return self.placement.env_gpus(self.rank)
+
     def own(self) -> AbstractContextManager[None]:
         """Work with those that share a policy with this process: all that learn; who only collects has it alone."""
         return parallel.among(self.actors if self.learns else (self.rank,))
 
     def describe(self) -> str:
         """Say which processes do what, for printing; nothing where all do everything."""
-        return self.placement.describe() if self.placement else ""
+        placed = self.placement
+        plain = placed is None or (placed.mode == "collocated" and placed.env == placed.rollout)
+        return "" if placed is None or plain else placed.describe()

@@ -15,8 +15,10 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
+from vla_algos.collectors import EpisodeCollector
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
+from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
 from vla_algos.run.files import write_folder_atomically
@@ -34,6 +36,7 @@ from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.demonstrations import check_expert
+from vla_envs.stages import TOGETHER, check_stages
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
 from vla_policies.memory import Way
@@ -41,6 +44,7 @@ from vla_policies.sharding import gathered
 
 B = TypeVar("B")
 T = TypeVar("T")
+_ADVISED_AFTER = 5  # iterations: the first calls compile, or load
 _CRASHED_ITERATIONS = 10  # in a row, in which no episode finished
 
 
@@ -78,10 +82,12 @@ class Run:
         self.name, self.config, self.folder = config.recipe, config, folder
         self._started = time.perf_counter()
         self.spec: SimulatorSpec = make_env_spec(config.env)
+        self.roles = Roles.of(getattr(config, "placement", None))
+        self.pipeline: Mapping = getattr(config, "pipeline", {})
+        self._check_stages()
         self.evaluator = Evaluator(**config.eval)
         self.evaluator.episodes(self.spec)  # there are so many
         self.demonstration_seed = 0
-        self.roles = Roles.of(getattr(config, "placement", None))
         if hasattr(config, "sharding"):
             self.sharding = self.roles.shard(config.sharding)
         if hasattr(config, "demonstrations"):
@@ -125,9 +131,9 @@ class Run:
 
     def make_env(self, policy: VLAPolicy) -> VLAEnv:
         """Start the simulators of ``config.env`` with the chunk length of the policy, as :meth:`on_rollouts` does."""
-        settings = {**self.config.env, "num_envs": self.per_rollout(self.config.env["num_envs"], "env.num_envs")}
-        if settings.get("num_workers") is None:
-            settings["num_workers"] = min(settings["num_envs"], parallel.cores())
+        settings = {**self.config.env, **self._workers()}
+        if (gpus := self.roles.gpus(self.config.env.get("gpus"))) is not None:
+            settings["gpus"] = gpus
         group_size = settings.get("group_size", 1)
         if group_size != 1 and not hasattr(self.config, "episode_order"):
             raise ValueError(f"env.group_size={group_size}: {self.name}.py has no groups; leave it out")
@@ -171,6 +177,23 @@ class Run:
             return cast(T, None)
         with parallel.among(self.roles.actors):
             return make()
+
+    def _workers(self) -> dict[str, int]:
+        """Count this process's environments, and the workers that share them: each has some of every stage."""
+        num_envs = self.per_rollout(self.config.env["num_envs"], "env.num_envs")
+        workers = self.config.env.get("num_workers")
+        if workers is None:
+            stages = self.pipeline["stages"] if self.pipeline else 1
+            workers = max(1, min(num_envs // stages, parallel.cores()))
+        return {"num_envs": num_envs, "num_workers": workers}
+
+    def _check_stages(self) -> None:
+        """Refuse stages before anything is loaded."""
+        if self.pipeline:
+            workers, batched = self._workers(), self.spec.id if self.spec.batched else ""
+            check_stages(self.pipeline["stages"], workers["num_envs"], workers["num_workers"], batched)
+            if batched and self.pipeline.get("overlap_resets"):
+                raise ValueError(f"pipeline.overlap_resets=true: {TOGETHER.format(id=batched)}")
 
     def training_episodes(self, group_size: int) -> EpisodeSampler:
         """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times.
@@ -308,6 +331,7 @@ class Run:
         self._logger.log(logged, self._iteration)
         self._bar.update()
         show_iteration(self._bar, self._iteration, logged)
+        self._advise(logged)
         self._check_crashes(logged.get("env/num_episodes", 0), logged.get("env/crashed_episodes", 0))
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
@@ -320,6 +344,17 @@ class Run:
     def write(self, text: str) -> None:
         """Print a line above the progress bar."""
         self._bar.write(text)
+
+    def _advise(self, logged: Mapping[str, float]) -> None:
+        """Say once whether other stages would be faster, when calls take as long as they will."""
+        told = "advised" in self.state or self._iteration < _ADVISED_AFTER
+        if not self.pipeline or told or self.spec.batched or not self.roles.collects:
+            return
+        seconds = {part: logged[f"time/{part}"] for part in ("env", "policy", "rollout")}
+        calls = cast(EpisodeCollector, self._parts["collector"]).calls
+        self.state["advised"] = advise(self.pipeline["stages"], seconds, calls, self.env.num_envs)
+        if self.state["advised"]:
+            self.write(f"iteration {self._iteration}: {self.state['advised']}")
 
     # ---- what happens in between
 
@@ -405,7 +440,7 @@ class Run:
     def _evaluate(self, iteration: int) -> None:
         title = f"evaluation after {iteration}"
         folder = self.folder / "evaluations" / f"iteration_{iteration:04d}"
-        run = partial(self.evaluator.run_both, title, self.env, self.policy, folder)
+        run = partial(self.evaluator.run_both, title, self.env, self.policy, folder, **self.pipeline)
         with gathered(self.policy), self._turns.collecting():
             share = self._checkpoints.interruptible(lambda: self.on_rollouts(run))
         results = self.on_rollouts(
@@ -451,7 +486,9 @@ class Run:
         """
         self._note_start()
         path, videos = self.folder / episode_log.NAME, self.evaluator.local_videos
-        share = self.evaluator.run(title, self.env, self.policy, path, go_on=True, record=videos, **options)
+        share = self.evaluator.run(
+            title, self.env, self.policy, path, go_on=True, record=videos, **self.pipeline, **options
+        )
         result = gather(share, path)
         self.env.close()
         save_videos(self.folder / "videos", result)

@@ -203,6 +203,7 @@ class _Arrays:
     subtasks: np.ndarray
     busy: np.ndarray
     progress: np.ndarray
+    seconds: np.ndarray
 
     def __init__(self, spec: SimulatorSpec, num_envs: int, chunk_size: int):
         for name, (shape, dtype) in SharedArrays.layout(spec, num_envs, chunk_size).items():
