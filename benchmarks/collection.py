@@ -187,7 +187,7 @@ def main() -> None:
         settings["max_episode_steps"] = arguments.horizon
     env = make_env(**settings, chunk_size=policy.chunk_size)
     ways = {
-        "horizon": (horizon, make_env(**settings, chunk_size=policy.chunk_size, ignore_terminations=True)),
+        "horizon": (horizon, make_env(**{**settings, "ignore_terminations": True}, chunk_size=policy.chunk_size)),
         "queue": (queue, env),
         "queue, overlap_resets": (partial(queue, overlap_resets=True), env),
         "queue, stages=2": (partial(queue, stages=2), env),

@@ -81,6 +81,8 @@ class _ChunkCollector(BaseCollector):
     """
 
     init_random_frames = 0  # TorchRL's Trainer reads it
+    calls: list[tuple[int, float]]
+    """Environments and seconds of each call of the policy in the last batch."""
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class _ChunkCollector(BaseCollector):
     def _begin_times(self) -> None:
         """Begin to count the seconds of a batch, and to note how long each call of the policy takes."""
         self._seconds = {"env": 0.0, "policy": 0.0, "rollout": 0.0}
-        self.calls: list[tuple[int, float]] = []
+        self.calls = []
         if self._stages:
             self._seconds["wait"] = 0.0
             self._worked = self.base_env.simulator_seconds
@@ -207,7 +209,11 @@ class _ChunkCollector(BaseCollector):
         return result
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far."""
+        """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far.
+
+        ``time/rollout`` is the whole of it, ``time/policy`` in calls of the policy, ``time/env`` in the simulators: where
+        they work beside the policy, of the busiest worker; ``time/wait`` of it was waited for.
+        """
         return {
             **super().stats(),
             **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
@@ -300,7 +306,11 @@ class StepCollector(_ChunkCollector):
         total_frames: stop after that many decisions over all environments; -1 for never.
         values: store the values of a policy that has ``state_value`` among its ``out_keys``.
         bootstrap: that of :func:`~vla_algos.advantages.gae`.
-        on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars.
+        stages: groups of slots that take turns: while the policy decides for one, simulators of the others work. Policy
+            calls, and which episode is whose, have a fixed order, so that a batch does not depend on who was faster.
+            Rows stay slots. With more than 1, ``env`` is a :class:`~vla_envs.env.VLAEnv` without transforms.
+        on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars; of every stage's,
+            with ``env_index``, where there are several.
         pre_collect_hook: TorchRL's hook, called before a batch.
         post_collect_hook: TorchRL's hook, called with each batch.
     """
@@ -517,15 +527,20 @@ class EpisodeCollector(_ChunkCollector):
         exploration: ``RANDOM`` samples, ``DETERMINISTIC`` is greedy.
         for_learning: store what the loss reads; else only identities, actions and outcomes.
         max_attempts: runs of an episode whose simulator dies before it counts as crashed.
+        stages: as in :class:`StepCollector`. Results differ from those of one stage by the rounding of other batches,
+            and sampled ones by their random numbers.
+        overlap_resets: a slot whose episode ended sits out one decision while its simulator begins the next one;
+            without it all slots of the stage wait. Of a stage those slots decide that have an episode.
         on_episode: called with the index in the queue and each finished episode, in the order of finishing.
-        on_decision: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1).
+        on_decision: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1; with
+            ``stages`` or ``overlap_resets`` of those that decided, with ``env_index``).
         pre_collect_hook: TorchRL's hook, called before each iteration over the queue.
         post_collect_hook: TorchRL's hook, called with each episode that is yielded.
 
     Attributes:
         attempts: by index in the queue, how often an episode was run.
         errors: by index in the queue, why its last attempt crashed, where that is known.
-        deciding: the episode, or ``None``, of each slot in the last decision.
+        deciding: the episode, or ``None``, of each row of the last decision.
 
     Example:
         >>> collector = EpisodeCollector(env, policy, evaluation_episodes(env.simulator_spec))  # doctest: +SKIP
@@ -644,7 +659,9 @@ class EpisodeCollector(_ChunkCollector):
             for number, stage in enumerate(stages):
                 self._take_turn(stage, number, running)
                 yield
-            idle_rounds = 0 if any(stage.deciding or stage.beginning for stage in stages) else idle_rounds + 1
+            taken = [slot for stage in stages for slot in [*stage.deciding, *stage.beginning]]
+            running_any = any(self.base_env.current_episodes[slot] is not None for slot in taken)
+            idle_rounds = 0 if running_any else idle_rounds + 1
             if idle_rounds > 1:  # a queue that grew is taken in one round
                 raise self._starved()
 

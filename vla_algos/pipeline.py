@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-_WORTH_IT = 1.1  # times faster, below which nothing is said
+_WORTH_IT = 1.25  # times faster than one stage: what is less is eaten up by turns that wait for resets
+_BETTER = 1.05  # times faster than several stages
 _APART = 1.5  # times as many environments, so that two calls tell what an environment more costs
 
 
@@ -53,7 +54,7 @@ def advise(stages: int, seconds: Mapping[str, float], calls: Sequence[tuple[int,
             return (env + policy) / max(env, 2 * half * policy, 1e-9)
 
         if half is None:
-            if gain(0.5) < 1.3:
+            if gain(0.5) < _WORTH_IT:
                 return ""
             return (
                 f"{spent}, in turns: pipeline.stages=2 would collect up to {gain(0.5):.1f} times as fast if a call on "
@@ -68,7 +69,7 @@ def advise(stages: int, seconds: Mapping[str, float], calls: Sequence[tuple[int,
     if half is None:
         return ""
     whole = policy / (stages - 2 * (stages - 1) * (1 - half))  # of stages calls each: fixed + its part of the rest
-    if (faster := seconds["rollout"] / max(env + whole, 1e-9)) < _WORTH_IT:
+    if (faster := seconds["rollout"] / max(env + whole, 1e-9)) < _BETTER:
         return ""
     return (
         f"{spent}, both together {seconds['rollout']:.1f} s: pipeline.stages=1 would collect about {faster:.1f} times "

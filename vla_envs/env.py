@@ -525,8 +525,10 @@ class VLAEnv(EnvBase):
         Raises:
             ValueError: that cannot be; see :func:`~vla_envs.stages.check_stages`.
         """
-        spec, workers = self.simulator_spec, getattr(self._pool, "num_workers", 1)
-        check_stages(stages, self.num_envs, workers, spec.id if spec.batched else "")
+        if self.simulator_spec.batched:
+            raise ValueError(TOGETHER.format(id=self.simulator_spec.id))
+        workers = self._pool.num_workers
+        check_stages(stages, self.num_envs, workers)
         return divide(self.num_envs, workers, stages)
 
     @property

@@ -219,6 +219,10 @@ def ordered(legal: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: legal(value) and list(value) == sorted(value)
 
 
+def first_process(value: Any) -> bool:
+    return type(value) in (int, str, list) and value in ("all", 0, "0", "0-0", [0], ["0"], ["0-0"])
+
+
 flag, never, count = one_of(True, False), one_of(), whole(1, 1_000_000)
 rate, share, positive = number(0, 1, above=True, below=True), number(0, 1), number(0, above=True)
 below_one = number(0, 1, above=True, below=True)
@@ -234,6 +238,9 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "sharding.reshard_after_forward": flag,
     "sharding.cpu_offload": flag,
     "offload.optimizer": flag,
+    "placement.env": lambda value: value == "same" or first_process(value),
+    "placement.*": first_process,  # there is no other
+    "sync.lag": whole(0, 1_000_000),
     "pipeline.stages": whole(1, 50_000),  # of as many environments and more
     "pipeline.overlap_resets": flag,
     "evaluate_every": whole(0, 1_000_000),

@@ -13,6 +13,7 @@ from vla_algos.imitation import BehaviourCloning
 from vla_algos.placement import DEFAULTS, Placement, split_roles
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.launcher_settings import check_job, count_processes, launcher_types
+from vla_algos.run.roles import read_placement
 from vla_algos.run.sharding import Sharding, check_shards
 from vla_algos.run.warm_start import record
 from vla_common.errors import unknown_name
@@ -123,6 +124,8 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
         numbers = {name: number for name, number in shared.items() if number is not None}
         check_job(launcher, numbers, len(placement.rollouts))
         check_shards(found.get("sharding", {}).get("shards", "all"), len(placement.actors))
+    elif "placement" in found:
+        read_placement(found["placement"])
     if found.get("sharding", {}).get("cpu_offload") and found["offload"]["optimizer"]:
         raise ValueError(
             "offload.optimizer=true: with sharding.cpu_offload=true Adam is in host memory already; leave "
