@@ -1,16 +1,17 @@
 """Episodes per minute, worked off as a queue or run to the horizon: ``python benchmarks/collection.py RUN``.
 
-*Queue*: :class:`~vla_algos.collectors.EpisodeCollector`, a slot that finishes takes the next episode. *Horizon*: all
-environments run until the horizon, then all are reset, as frameworks do that collect a fixed number of steps. Both run
-the same episodes with the same sampling policy, in turns. CPU seconds include those of the simulators.
+*Queue*: :class:`~vla_algos.collectors.EpisodeCollector`, a slot that finishes takes the next episode; also with
+``overlap_resets``, with two ``stages``, and with both. *Horizon*: all environments run until the horizon, then all are
+reset, as frameworks do that collect a fixed number of steps. All run the same episodes with the same sampling policy,
+in turns; ratios are to *horizon*. CPU seconds include those of the simulators.
 
 ``python benchmarks/collection.py --collectors metaworld/MT50``: memory and time of a batch of
 :class:`~vla_algos.collectors.StepCollector` and of TorchRL's ``Collector`` (``compact_obs`` and not), in turns. Without
 ``compact_obs`` the values are those that TorchRL's ``GAE`` asks the critic for.
 
 ``python benchmarks/collection.py --pipeline metaworld/pick-place-v3``: one stage and two (``pipeline.stages``), one
-after the other in each repetition, with random actions of a policy that sleeps as long as the simulators take, as a GPU would work: in proportion to its
-batch, and as long whatever its batch. What a run would advise is printed.
+after the other in each repetition. A policy of random actions sleeps as long as the simulators take, as a GPU would
+work: in proportion to its batch, and as long whatever its batch. What a run would advise is printed.
 """
 
 from __future__ import annotations

@@ -211,8 +211,8 @@ class _ChunkCollector(BaseCollector):
     def stats(self) -> dict[str, int | float | bool]:
         """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far.
 
-        ``time/rollout`` is the whole of it, ``time/policy`` in calls of the policy, ``time/env`` in the simulators: where
-        they work beside the policy, of the busiest worker; ``time/wait`` of it was waited for.
+        ``time/rollout`` is the whole of it, ``time/policy`` in calls of the policy, ``time/env`` in the simulators.
+        Where they work beside the policy it is that of the busiest worker, and ``time/wait`` was waited for them.
         """
         return {
             **super().stats(),
@@ -418,8 +418,8 @@ class StepCollector(_ChunkCollector):
             self._send(decision, slots)
             for turn in heard:
                 yield self._finish_turn(*turn)
-        for turn in turns[len(turns) - self.stages + 1 :]:
-            yield self._finish_turn(*self._hear_turn(*turn))
+        for t, number in turns[len(turns) - self.stages + 1 :]:
+            yield self._finish_turn(*self._hear_turn(t, number))
         self._observation = self.base_env.observe()
         self._remember()
 

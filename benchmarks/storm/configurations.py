@@ -277,6 +277,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "loss.critic_coeff": null_or(number(0, 1000)),
     "loss.clip_value": null_or(positive),
     "loss.huber_delta": positive,
+    "loss.max_behaviour_weight": one_of(None),  # without sync.lag
     "loss.reference_kl_coeff": number(0, 1000),
     "optim.lr": rate,
     "optim.value_lr": null_or(rate),
