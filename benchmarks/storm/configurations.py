@@ -240,6 +240,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "offload.optimizer": flag,
     "placement.env": lambda value: value == "same" or first_process(value),
     "placement.*": first_process,  # there is no other
+    "timeline": flag,
     "sync.lag": whole(0, 1_000_000),
     "pipeline.stages": whole(1, 50_000),  # of as many environments and more
     "pipeline.overlap_resets": flag,

@@ -3,14 +3,11 @@
 import json
 import os
 import signal
-import socket
 
 import pytest
 
 from benchmarks.storm import _lives
-from vla_algos import parallel
 from vla_algos.run import turns
-from vla_algos.run.launch import members
 
 pytestmark = pytest.mark.timeout(600)
 TOY = ("eval.sampled=true",)
@@ -39,37 +36,9 @@ def alone(name, folder, *more, die=None):
     return _lives.wait(_lives.live(name, folder, _lives.Board(), prepare, (*TOY, *more)), 200)
 
 
-class InGroup:
-    """Has a life be one of several processes that know of each other."""
-
-    def __init__(self, rank, processes, port, then):
-        self.rank, self.processes, self.port, self.then = rank, processes, port, then
-
-    def __call__(self):
-        numbers = {"RANK": self.rank, "WORLD_SIZE": self.processes, "LOCAL_RANK": self.rank}
-        numbers |= {"LOCAL_WORLD_SIZE": self.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
-        os.environ |= {name: str(number) for name, number in numbers.items()} | {"TORCHELASTIC_RUN_ID": "test"}
-        original = _lives.run_recipe
-
-        def grouped(train, types, config, folder):
-            with parallel.process_group(members(config)) as has_part:
-                if has_part:
-                    original(train, types, config, folder)
-
-        _lives.run_recipe = grouped
-        self.then()
-
-
 def placed(folder, name, actor, rollout, *more, processes=2, ends=None, die=lambda: None):
-    _lives.warm()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     settings = (*TOY, f"placement.actor={actor}", f"placement.rollout={rollout}", *more)
-    lives = [
-        _lives.live(name, folder / "run", _lives.Board(), InGroup(rank, processes, port, die), settings)
-        for rank in range(processes)
-    ]
+    lives = _lives.live_together(name, folder / "run", processes, die, settings)
     ended = [_lives.wait(life, 200) for life in lives]
     assert ended == list(ends or (0,) * processes), _lives.last_words(folder / "run")
     return folder / "run"

@@ -49,6 +49,7 @@ TRAINING: Types = {
     "offload": {"optimizer": bool},
     "placement": dict.fromkeys(DEFAULTS, Any),  # Placement.read says what they may be
     "sync": {"lag": Whole},
+    "timeline": bool,
 }
 _MOVED = {"algo": "gae, loss, update and collector", "sft": "demonstrations and cloning"}
 _SHARED = (("env", "num_envs"), ("collector", "groups"), ("collector", "max_groups"))  # by the processes of a job

@@ -32,6 +32,7 @@ from vla_algos.run.sharding import check_same_draws, say_host_memory
 from vla_algos.run.summary import describe_policy, describe_spec, show_iteration, summarise
 from vla_algos.run.turns import Turns
 from vla_algos.run.warm_start import clone, demonstration_seed, record
+from vla_common import timeline
 from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
@@ -103,6 +104,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        timeline.end()
         if self._lock is not None:
             self._lock.release()
 
@@ -361,6 +363,8 @@ class Run:
     def _note_start(self) -> None:
         """Work begins: write what this process runs; what a full disk refuses is tried again after an iteration."""
         begin_work()
+        if getattr(self.config, "timeline", False) and not self._noted:
+            timeline.begin(self.folder / "timeline" / f"process_{parallel.rank():05d}.jsonl")
         self._noted = self._noted or note_start(self.config, self.folder)
 
     def _save_policy(self) -> None:
