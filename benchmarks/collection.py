@@ -36,6 +36,7 @@ from torchrl.objectives.value import GAE
 from vla_algos import gae
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_algos.pipeline import advise
+from vla_common import timeline
 from vla_common.keys import ACTION, NEXT, STATE_VALUE, STATES, SUCCESS
 from vla_envs import EpisodeQueue, InstructionsToBytes, VLAEnv, evaluation_episodes, make_env
 from vla_policies import SmallVLA, VLAPolicy, load_policy
@@ -90,7 +91,7 @@ class Sleeper(TensorDictModuleBase):
         return tensordict.set(ACTION, 2 * torch.rand(len(tensordict), *self.shape) - 1)
 
 
-def pipeline(id: str, num_envs: int, decisions: int, repetitions: int) -> None:
+def pipeline(id: str, num_envs: int, decisions: int, repetitions: int, timelines: Path | None) -> None:
     """Print what a decision of all environments takes in one and in two stages, in milliseconds."""
     env = make_env(id, num_envs, image_size=224, render_quality="fast", seed=0)
     sleeper = Sleeper(env)
@@ -110,7 +111,12 @@ def pipeline(id: str, num_envs: int, decisions: int, repetitions: int) -> None:
             for stages, collector in ways.items():
                 env.set_seed(0)
                 collector.reset()
-                collector.rollout()
+                if timelines is not None:
+                    folder = timelines / f"{'proportional' if share else 'fixed'}_stages_{stages}"
+                    timeline.begin(folder / "timeline" / "process_00000.jsonl")
+                with timeline.span("collect", iteration=len(rows[stages])):
+                    collector.rollout()
+                timeline.end()
                 stats = collector.stats()
                 seconds = {part: float(stats[f"time/{part}"]) for part in ("env", "policy", "rollout")}
                 rows[stages].append(tuple(seconds.values()))
@@ -169,6 +175,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--collectors", metavar="ID", help="environment to compare collectors in")
+    parser.add_argument("--timelines", type=Path, help="with --pipeline: folder for benchmarks/timeline.py")
     parser.add_argument("--pipeline", metavar="ID", help="environment to compare one and two stages in")
     parser.add_argument("--horizon", type=int, help="of the episodes; that of the run if left out")
     parser.add_argument("--envs", type=int, default=8)
@@ -178,7 +185,7 @@ def main() -> None:
         collectors(arguments.collectors, arguments.envs, arguments.decisions, arguments.repetitions)
         return
     if arguments.pipeline:
-        pipeline(arguments.pipeline, arguments.envs, arguments.decisions, arguments.repetitions)
+        pipeline(arguments.pipeline, arguments.envs, arguments.decisions, arguments.repetitions, arguments.timelines)
         return
     if arguments.run is None:
         parser.error("name a run's folder, or --collectors or --pipeline with an environment")

@@ -1,7 +1,7 @@
 """Draw who did what when, of runs with ``timeline=true``: ``python benchmarks/timeline.py RUN [RUN ...] --output PNG``.
 
-A row for each process, or two where its simulators work while its policy decides; what is empty is waiting. Seconds are
-counted from the first span of the iterations that are drawn.
+A row for each process; with ``--inside`` two more, when its policy decides and when it waits for its simulators. What
+is empty is waiting. Seconds are counted from the first span of the iterations that are drawn.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ def read(run: Path) -> dict[int, list[dict[str, Any]]]:
     }
 
 
-def draw(axes: Axes, spans: dict[int, list[dict[str, Any]]], first: int, last: int) -> set[str]:
-    """Draw the iterations from ``first`` to ``last``; returns what is there to see."""
+def draw(axes: Axes, spans: dict[int, list[dict[str, Any]]], first: int, last: int, seconds: float) -> set[str]:
+    """Draw the iterations from ``first`` to ``last``, no more than some seconds; returns what is there to see."""
     begins = [each["start"] for some in spans.values() for each in some if each.get("iteration") == first]
     ends = [each["end"] for some in spans.values() for each in some if each.get("iteration") == last]
-    start, end = min(begins), max(ends)
+    start = min(begins)
+    end = min(start + seconds, max(ends))
     shown, labels = set(), []
     inner = any(each["what"] in _INNER for some in spans.values() for each in some)
     for process, some in spans.items():
@@ -57,7 +58,7 @@ def draw(axes: Axes, spans: dict[int, list[dict[str, Any]]], first: int, last: i
         if inner and any(each["what"] in _INNER for each in some):
             for what in reversed(_INNER):
                 rows[what] = len(labels)
-                labels.append(what)
+                labels.append("deciding" if what == "policy" else "waiting for simulators")
         for each in some:
             if each["end"] < start or each["start"] > end or each["what"] not in COLOURS:
                 continue
@@ -83,8 +84,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("timeline.png"))
     parser.add_argument("--first", type=int, default=2, help="iteration")
     parser.add_argument("--last", type=int, default=4, help="iteration")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="draw no more than that")
+    parser.add_argument("--inside", action="store_true", help="draw policy and simulators too")
     arguments = parser.parse_args()
     spans = [read(run) for run in arguments.runs]
+    if not arguments.inside:
+        spans = [{rank: [e for e in some if e["what"] not in _INNER] for rank, some in each.items()} for each in spans]
     heights = [
         0.6 + 0.5 * sum(1 + 2 * any(e["what"] in _INNER for e in some) for some in each.values()) for each in spans
     ]
@@ -93,10 +98,10 @@ def main() -> None:
     )
     shown: set[str] = set()
     for index, (axis, each) in enumerate(zip(axes[:, 0], spans, strict=True)):
-        shown |= draw(axis, each, arguments.first, arguments.last)
+        shown |= draw(axis, each, arguments.first, arguments.last, arguments.seconds)
         titles = [*arguments.titles, *(run.name for run in arguments.runs[len(arguments.titles) :])]
         axis.set_title(titles[index], loc="left", fontsize=10)
-    axes[-1, 0].set_xlabel("seconds; numbers are of batches")
+    axes[-1, 0].set_xlabel("seconds; numbers are those of batches")
     legend = [Patch(color=colour, label=what) for what, colour in COLOURS.items() if what in shown]
     figure.legend(handles=legend, loc="lower center", ncols=len(legend), frameon=False)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
