@@ -1,12 +1,17 @@
 """Episodes per minute, worked off as a queue or run to the horizon: ``python benchmarks/collection.py RUN``.
 
-*Queue*: :class:`~vla_algos.collectors.EpisodeCollector`, a slot that finishes takes the next episode. *Horizon*: all
-environments run until the horizon, then all are reset, as frameworks do that collect a fixed number of steps. Both run
-the same episodes with the same sampling policy, in turns. CPU seconds include those of the simulators.
+*Queue*: :class:`~vla_algos.collectors.EpisodeCollector`, a slot that finishes takes the next episode; also with
+``overlap_resets``, with two ``stages``, and with both. *Horizon*: all environments run until the horizon, then all are
+reset, as frameworks do that collect a fixed number of steps. All run the same episodes with the same sampling policy,
+in turns; ratios are to *horizon*. CPU seconds include those of the simulators.
 
 ``python benchmarks/collection.py --collectors metaworld/MT50``: memory and time of a batch of
 :class:`~vla_algos.collectors.StepCollector` and of TorchRL's ``Collector`` (``compact_obs`` and not), in turns. Without
 ``compact_obs`` the values are those that TorchRL's ``GAE`` asks the critic for.
+
+``python benchmarks/collection.py --pipeline metaworld/pick-place-v3``: one stage and two (``pipeline.stages``), one
+after the other in each repetition. A policy of random actions sleeps as long as the simulators take, as a GPU would
+work: in proportion to its batch, and as long whatever its batch. What a run would advise is printed.
 """
 
 from __future__ import annotations
@@ -14,11 +19,15 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import TransformedEnv
@@ -26,7 +35,9 @@ from torchrl.objectives.value import GAE
 
 from vla_algos import gae
 from vla_algos.collectors import EpisodeCollector, StepCollector
-from vla_common.keys import NEXT, STATE_VALUE, SUCCESS
+from vla_algos.pipeline import advise
+from vla_common import timeline
+from vla_common.keys import ACTION, NEXT, STATE_VALUE, STATES, SUCCESS
 from vla_envs import EpisodeQueue, InstructionsToBytes, VLAEnv, evaluation_episodes, make_env
 from vla_policies import SmallVLA, VLAPolicy, load_policy
 
@@ -46,9 +57,9 @@ def cpu_seconds() -> float:
     return total
 
 
-def queue(env: VLAEnv, policy: VLAPolicy, episodes: list) -> tuple[float, float]:
+def queue(env: VLAEnv, policy: VLAPolicy, episodes: list, **options: Any) -> tuple[float, float]:
     """Success and idle share of the slots' time."""
-    collector = EpisodeCollector(env, policy, episodes)
+    collector = EpisodeCollector(env, policy, episodes, **options)
     success = [bool(episode[NEXT, SUCCESS][-1]) for episode in collector.iterator()]
     return sum(success) / len(success), collector.stats()["time/idle_fraction"]
 
@@ -62,6 +73,64 @@ def horizon(env: VLAEnv, policy: VLAPolicy, episodes: list) -> tuple[float, floa
         batch = StepCollector(env, policy, decisions).rollout()
         solved += int(batch[NEXT, SUCCESS][:, -1].sum())
     return solved / len(episodes), 0.0
+
+
+class Sleeper(TensorDictModuleBase):
+    """Random actions after a nap of ``fixed + per_row * batch`` seconds."""
+
+    in_keys: ClassVar = [STATES]
+    out_keys: ClassVar = [ACTION]
+    loss_keys = ()
+
+    def __init__(self, env: VLAEnv):
+        super().__init__()
+        self.shape, self.fixed, self.per_row = env.action_spec.shape[1:], 0.0, 0.0
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        time.sleep(self.fixed + self.per_row * len(tensordict))
+        return tensordict.set(ACTION, 2 * torch.rand(len(tensordict), *self.shape) - 1)
+
+
+def pipeline(id: str, num_envs: int, decisions: int, repetitions: int, timelines: Path | None) -> None:
+    """Print what a decision of all environments takes in one and in two stages, in milliseconds."""
+    env = make_env(id, num_envs, image_size=224, render_quality="fast", seed=0)
+    sleeper = Sleeper(env)
+    ways = {stages: StepCollector(env, sleeper, decisions, stages=stages) for stages in (1, 2)}
+    ways[1].rollout()  # warms up
+    print(f"{id}, {num_envs} environments, {decisions} decisions, {repetitions} repetitions, medians of milliseconds\n")
+    print(f"{'the policy takes':<28}  {'stages':>6}  {'env':>6}  {'policy':>6}  {'together':>8}  speed-up")
+    for name, share in (("in proportion to its batch", 1.0), ("as long whatever its batch", 0.0)):
+        rows: dict[int, list[tuple[float, ...]]] = {stages: [] for stages in ways}
+        ratios, advice = [], {}
+        for _ in range(repetitions):
+            sleeper.fixed = sleeper.per_row = 0.0
+            ways[1].reset()
+            ways[1].rollout()
+            nap = ways[1].stats()["time/env"] / decisions  # of now: other programs may run beside
+            sleeper.fixed, sleeper.per_row = (1 - share) * nap, share * nap / num_envs
+            for stages, collector in ways.items():
+                env.set_seed(0)
+                collector.reset()
+                if timelines is not None:
+                    folder = timelines / f"{'proportional' if share else 'fixed'}_stages_{stages}"
+                    timeline.begin(folder / "timeline" / "process_00000.jsonl")
+                with timeline.span("collect", iteration=len(rows[stages])):
+                    collector.rollout()
+                timeline.end()
+                stats = collector.stats()
+                seconds = {part: float(stats[f"time/{part}"]) for part in ("env", "policy", "rollout")}
+                rows[stages].append(tuple(seconds.values()))
+                calls = [*collector.calls, (num_envs // 2, sleeper.fixed + sleeper.per_row * num_envs / 2)]
+                calls.append((num_envs, sleeper.fixed + sleeper.per_row * num_envs))
+                advice[stages] = advise(stages, seconds, calls, num_envs) or "nothing"
+            ratios.append(rows[1][-1][2] / rows[2][-1][2])
+        for stages, results in rows.items():
+            times = [1e3 * median(column) / decisions for column in zip(*results, strict=True)]
+            speed_up = f"{median(ratios):8.2f}" if stages == 2 else ""
+            print(f"{name:<28}  {stages:6}  {times[0]:6.1f}  {times[1]:6.1f}  {times[2]:8.1f}  {speed_up}")
+        for stages, said in advice.items():
+            print(f"  stages={stages} is told: {said}")
+    env.close()
 
 
 def collectors(id: str, num_envs: int, decisions: int, repetitions: int) -> None:
@@ -106,43 +175,55 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--collectors", metavar="ID", help="environment to compare collectors in")
+    parser.add_argument("--timelines", type=Path, help="with --pipeline: folder for benchmarks/timeline.py")
+    parser.add_argument("--pipeline", metavar="ID", help="environment to compare one and two stages in")
+    parser.add_argument("--horizon", type=int, help="of the episodes; that of the run if left out")
     parser.add_argument("--envs", type=int, default=8)
     parser.add_argument("--decisions", type=int, default=12)
     arguments = parser.parse_args()
     if arguments.collectors:
         collectors(arguments.collectors, arguments.envs, arguments.decisions, arguments.repetitions)
         return
+    if arguments.pipeline:
+        pipeline(arguments.pipeline, arguments.envs, arguments.decisions, arguments.repetitions, arguments.timelines)
+        return
     if arguments.run is None:
-        parser.error("name a run's folder, or --collectors with an environment")
+        parser.error("name a run's folder, or --collectors or --pipeline with an environment")
     policy = load_policy(arguments.run / "policy").eval()
     settings = OmegaConf.to_container(OmegaConf.load(arguments.run / "config.yaml").env)
-    envs = {
-        queue: make_env(**settings, chunk_size=policy.chunk_size),
-        horizon: make_env(**settings, chunk_size=policy.chunk_size, ignore_terminations=True),
+    if arguments.horizon:
+        settings["max_episode_steps"] = arguments.horizon
+    env = make_env(**settings, chunk_size=policy.chunk_size)
+    ways = {
+        "horizon": (horizon, make_env(**{**settings, "ignore_terminations": True}, chunk_size=policy.chunk_size)),
+        "queue": (queue, env),
+        "queue, overlap_resets": (partial(queue, overlap_resets=True), env),
+        "queue, stages=2": (partial(queue, stages=2), env),
+        "queue, both": (partial(queue, stages=2, overlap_resets=True), env),
     }
-    spec = envs[queue].simulator_spec
-    number = -(-arguments.episodes // envs[queue].num_envs) * envs[queue].num_envs  # whole rounds of the horizon way
+    spec = env.simulator_spec
+    number = -(-arguments.episodes // env.num_envs) * env.num_envs  # whole rounds of the horizon way
     episodes = evaluation_episodes(spec, -(-number // len(spec.tasks)), seed=9_200_000)[:number]
-    rows: dict = {way: [] for way in envs}
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
     for repetition in range(arguments.repetitions + 1):
-        for way, env in envs.items():
+        for name, (way, its_env) in ways.items():
             torch.manual_seed(repetition)
             wall, cpu = time.perf_counter(), cpu_seconds()
-            success, idle = way(env, policy, episodes)
+            success, idle = way(its_env, policy, episodes)
             if repetition:  # the first one warms up
-                rows[way].append((time.perf_counter() - wall, cpu_seconds() - cpu, success, idle))
-    print(f"{spec.id}, {number} episodes, {envs[queue].num_envs} slots, {arguments.repetitions} repetitions, medians\n")
-    print(f"{'':<8}  episodes/min  CPU s/episode  success    idle")
-    medians = {way: [median(column) for column in zip(*results, strict=True)] for way, results in rows.items()}
-    for way, (wall, cpu, success, idle) in medians.items():
+                rows[name].append((time.perf_counter() - wall, cpu_seconds() - cpu, success, idle))
+    print(f"{spec.id}, {number} episodes, {env.num_envs} slots, {arguments.repetitions} repetitions, medians\n")
+    print(f"{'':<22}  episodes/min  ratio  CPU s/episode  ratio  success    idle")
+    fixed = rows["horizon"]
+    for name, results in rows.items():
+        wall, cpu, success, idle = (median(column) for column in zip(*results, strict=True))
+        ratios = [median(old[i] / new[i] for old, new in zip(fixed, results, strict=True)) for i in (0, 1)]
         print(
-            f"{way.__name__:<8}  {60 * number / wall:12.0f}  {cpu / number:13.3f}  {100 * success:6.1f}%  "
-            f"{100 * idle:5.1f}%"
+            f"{name:<22}  {60 * number / wall:12.0f}  {ratios[0]:5.2f}  {cpu / number:13.3f}  {ratios[1]:5.2f}  "
+            f"{100 * success:6.1f}%  {100 * idle:5.1f}%"
         )
-    ratios = [medians[horizon][column] / medians[queue][column] for column in (0, 1)]
-    print(f"\nqueue: {ratios[0]:.2f} times the episodes per minute, {ratios[1]:.2f} times per CPU second")
-    for env in envs.values():
-        env.close()
+    env.close()
+    ways["horizon"][1].close()
 
 
 if __name__ == "__main__":

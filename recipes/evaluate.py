@@ -18,7 +18,7 @@ from typing import Literal
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import parallel
+from vla_algos import EpisodeCollector, parallel
 from vla_algos.evaluation import blank_images, swap_instructions
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
 from vla_algos.run.files import finite_or_none, write_atomically
@@ -32,6 +32,7 @@ SETTINGS = {
     **EVALUATION,
     "recipe": Literal["evaluate"],
     "eval": setting_types(Evaluator, without=["sampled"]),
+    "pipeline": setting_types(EpisodeCollector, only=["stages", "overlap_resets"]),
     "greedy": bool,
     "ablation": Literal["blank_images", "swap_instructions"] | None,  # what the policy is shown instead
     "mean_of": Sequence[str],

@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Literal
 
 import hydra
+import torch
 from omegaconf import DictConfig
+from tensordict import TensorDictBase
 
 from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, check_levels, gae, parallel
 from vla_algos.advantages import valid_decisions
@@ -23,14 +25,14 @@ from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.run import TRAINING, Run, launch, run_program
 from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, VALUE_TARGET
 from vla_common.settings import Count, setting_types
-from vla_policies.sharding import gathered
 
 SETTINGS = {  # by section: the keyword arguments of one callable
     **TRAINING,
     "recipe": Literal["ppo"],
     "collector": {"decisions": Count},
+    "pipeline": setting_types(StepCollector, only=["stages"]),
     "gae": setting_types(gae, without=["batch"]),
-    "loss": setting_types(ChunkClipPPOLoss, without=["policy"]),
+    "loss": setting_types(ChunkClipPPOLoss, without=["policy", "decoupled"]),
     "optim": setting_types(Learner, only=OPTIM),
     "update": setting_types(Learner, without=[*OPTIM, "loss_module", "optimizer", "offload_optimizer", "updates"]),
 }
@@ -44,13 +46,15 @@ def main(config: DictConfig) -> None:
 def train(config: SimpleNamespace, run: Run) -> None:
     check_steps(**config.optim, **config.update, updates=config.iterations)
     policy = run.make_policy()
-    loss_module = ChunkClipPPOLoss(policy, **config.loss)
-    learner = Learner(
-        loss_module,
-        **config.optim,
-        **config.update,
-        offload_optimizer=config.offload["optimizer"],
-        updates=config.iterations,
+    loss_module = ChunkClipPPOLoss(policy, **config.loss, decoupled=config.sync["lag"] > 0)
+    learner = run.on_actors(
+        lambda: Learner(
+            loss_module,
+            **config.optim,
+            **config.update,
+            offload_optimizer=config.offload["optimizer"],
+            updates=config.iterations,
+        )
     )
     check_levels(
         config.gae["reward_level"],
@@ -61,22 +65,23 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     env = run.make_env(policy)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
-    collector = StepCollector(env, policy, **config.collector, **reads)
+    collector = run.on_rollouts(lambda: StepCollector(env, policy, **config.collector, **config.pipeline, **reads))
+
+    def learn(batch: TensorDictBase | None) -> tuple[TensorDictBase, dict[str, float]]:
+        with run.timer("train"):
+            own = None if batch is None else batch.select(NEXT, STATE_VALUE, strict=False)
+            everything = parallel.all_gather(own)  # of all processes that learn
+            gae(everything, **config.gae)
+            rows = parallel.local_rows(everything, 0 if batch is None else len(batch))
+            if batch is not None:
+                batch.update(rows.select(ADVANTAGE, VALUE_TARGET))
+            policy.train()
+            executed = bool(valid_decisions(everything).any())  # otherwise every episode crashed as it began
+            return everything, learner.update(batch, before_step=run.stop_if_asked) if executed else {}
 
     with run.resumable(learner=learner, collector=collector):
-        for iteration in run.iterations():
-            policy.eval()
-            policy.start_iteration(iteration)
-            with gathered(policy):
-                batch = run.interruptible(collector.rollout)
-            with run.timer("train"):
-                everything = parallel.all_gather(batch.select(NEXT, STATE_VALUE, strict=False))  # of all processes
-                gae(everything, **config.gae)
-                batch.update(parallel.local_rows(everything, len(batch)).select(ADVANTAGE, VALUE_TARGET))
-                policy.train()
-                executed = bool(valid_decisions(everything).any())  # otherwise every episode crashed as it began
-                update = learner.update(batch, before_step=run.stop_if_asked) if executed else {}
-            del batch  # before the next is collected
+        for _ in run.iterations():
+            everything, update = run.turn(lambda: collector.rollout(), learn, join=torch.cat)
             run.log(everything, env_metrics(everything), rollout_metrics(everything), update)
 
 

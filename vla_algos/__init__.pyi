@@ -23,6 +23,9 @@ from .imitation import BehaviourCloning as BehaviourCloning
 from .imitation import record_demonstrations as record_demonstrations
 from .learner import Learner as Learner
 from .losses import ChunkClipPPOLoss as ChunkClipPPOLoss
+from .losses import add_proximal_log_prob as add_proximal_log_prob
 from .losses import add_reference_log_prob as add_reference_log_prob
+from .placement import Placement as Placement
+from .weight_sync import TrainedWeightSyncScheme as TrainedWeightSyncScheme
 
 __version__: str

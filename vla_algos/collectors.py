@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar, cast, get_args
 
@@ -19,6 +20,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from vla_algos import parallel
 from vla_algos.acting import Policy, as_module, load_weights, loss_keys
 from vla_algos.advantages import Bootstrap
+from vla_common import timeline
 from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
@@ -42,10 +44,11 @@ from vla_common.keys import (
     TRUNCATED,
 )
 from vla_common.settings import Count
-from vla_envs.env import base_env
+from vla_envs.env import ENV_INDEX, VLAEnv, base_env
 from vla_envs.episodes import EpisodeQueue, QueuedEpisode
 from vla_envs.resume import load_state, load_transforms, save_state, transforms_state
 from vla_envs.simulator import Episode
+from vla_envs.stages import check_stages
 
 OUTCOME_KEYS = (
     REWARD,
@@ -78,6 +81,8 @@ class _ChunkCollector(BaseCollector):
     """
 
     init_random_frames = 0  # TorchRL's Trainer reads it
+    calls: list[tuple[int, float]]
+    """Environments and seconds of each call of the policy in the last batch."""
 
     def __init__(
         self,
@@ -86,6 +91,8 @@ class _ChunkCollector(BaseCollector):
         exploration: ExplorationType,
         *,
         values: bool,
+        stages: int,
+        halves: bool = False,
         on_decision: Hook | None,
         pre_collect_hook: Callable[[], None] | None,
         post_collect_hook: Hook | None,
@@ -94,6 +101,8 @@ class _ChunkCollector(BaseCollector):
         self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
         self.on_decision = on_decision
+        self.stages = stages
+        self._stages = _divide(env, stages) if stages != 1 or halves else []
         self.has_value = values and STATE_VALUE in self.policy.out_keys
         written = [ACTION, ACTION_LOG_PROB] if ACTION_LOG_PROB in self.policy.out_keys else [ACTION]
         root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
@@ -103,23 +112,83 @@ class _ChunkCollector(BaseCollector):
         self.stored_keys = [*dict.fromkeys(root_keys), *outcome_keys]
         self._remember()
         self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
-        self._seconds = {"env": 0.0, "policy": 0.0}
+        self._begin_times()
 
     def _decide(self, observation: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Make one decision in every environment; returns its outcome, and the observations of the next one."""
-        if self._interactions != self.base_env.interactions:
-            raise RuntimeError(
-                f"somebody else has used the environment between two decisions of {type(self).__name__}, which cannot "
-                "go on in its episodes; evaluate between batches, or in another make_env(...)"
-            )
-        with torch.no_grad(), set_exploration_type(self.exploration):
-            decision = self._timed("policy", self.policy, observation)
+        decision = self._act(observation)
         outcome, following = self._timed("env", self.env.step_and_maybe_reset, decision)
         self._remember()
         if self.on_decision is not None:
             self.on_decision(outcome)
         # Only what the environment wrote is passed on: nothing of this decision may reach the next one.
         return outcome, following.select(*self._observation_keys)
+
+    def _act(self, observation: TensorDictBase, stage: int = 0) -> TensorDictBase:
+        """Have the policy decide."""
+        self._check_alone()
+        with torch.no_grad(), set_exploration_type(self.exploration):
+            return self._call_policy(observation, stage)
+
+    def _call_policy(self, observation: TensorDictBase, stage: int = 0) -> TensorDictBase:
+        started, rows = perf_counter(), len(observation)
+        decision = self._timed("policy", self.policy, observation, stage=stage)
+        self.calls.append((rows, perf_counter() - started))
+        return decision
+
+    # ---- the halves of a decision in some slots; nothing but these is done while others are under way
+
+    def _send(self, decision: TensorDictBase, slots: Sequence[int]) -> None:
+        """Have simulators execute the decisions of some slots."""
+        self._alone(self.base_env.async_step_send, decision, slots)
+
+    def _hear(self, slots: Sequence[int], stage: int) -> TensorDictBase:
+        """Wait for what came of the decisions that were sent together for some slots."""
+        outcome = self._timed("wait", self._alone, self.base_env.async_step_recv, slots, stage=stage)
+        if self.on_decision is not None:
+            self.on_decision(outcome)
+        return outcome
+
+    def _begin_episodes(self, slots: Sequence[int]) -> None:
+        """Have simulators begin the next episodes in some slots."""
+        if slots:
+            self._alone(self.base_env.async_reset_send, None, slots)
+
+    def _await_episodes(self, slots: Sequence[int], stage: int) -> None:
+        """Wait until the episodes have begun that were begun together in some slots."""
+        if slots:
+            self._timed("wait", self._alone, self.base_env.async_reset_recv, slots, stage=stage)
+
+    def _alone(self, function: Callable[..., T], *args: Any) -> T:
+        """Do something with the environment, and remember that it was us."""
+        self._check_alone()
+        result = function(*args)
+        self._interactions = self.base_env.interactions
+        return result
+
+    def _check_alone(self) -> None:
+        if self._interactions != self.base_env.interactions:
+            raise RuntimeError(
+                f"somebody else has used the environment between two decisions of {type(self).__name__}, which cannot "
+                "go on in its episodes; evaluate between batches, or in another make_env(...)"
+            )
+
+    def _begin_times(self) -> None:
+        """Begin to count the seconds of a batch, and to note how long each call of the policy takes."""
+        self._seconds = {"env": 0.0, "policy": 0.0, "rollout": 0.0}
+        self.calls = []
+        if self._stages:
+            self._seconds["wait"] = 0.0
+            self._worked = self.base_env.simulator_seconds
+
+    @contextmanager
+    def _rollout_timed(self) -> Iterator[None]:
+        """Count a part of a batch as a whole; where both work at a time, simulators tell for how long they did."""
+        started = perf_counter()
+        yield
+        self._seconds["rollout"] += perf_counter() - started
+        if self._stages:
+            self._seconds["env"] = self.base_env.simulator_seconds - self._worked
 
     def _reset(self) -> TensorDictBase:
         observation = self._timed("env", self.env.reset)
@@ -132,14 +201,19 @@ class _ChunkCollector(BaseCollector):
         self._interactions, self._episodes = self.base_env.interactions, list(self.base_env.current_episodes)
         self._unstarted = np.array(getattr(self.base_env, "unstarted", np.zeros(len(self._episodes), bool)))
 
-    def _timed(self, what: str, function: Callable[..., T], *args: Any) -> T:
+    def _timed(self, what: str, function: Callable[..., T], *args: Any, stage: int = 0) -> T:
         started = perf_counter()
-        result = function(*args)
+        with timeline.span("env" if what == "wait" else what, stage=stage):
+            result = function(*args)
         self._seconds[what] += perf_counter() - started
         return result
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far."""
+        """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far.
+
+        ``time/rollout`` is the whole of it, ``time/policy`` in calls of the policy, ``time/env`` in the simulators.
+        Where they work beside the policy it is that of the busiest worker, and ``time/wait`` was waited for them.
+        """
         return {
             **super().stats(),
             **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
@@ -232,7 +306,11 @@ class StepCollector(_ChunkCollector):
         total_frames: stop after that many decisions over all environments; -1 for never.
         values: store the values of a policy that has ``state_value`` among its ``out_keys``.
         bootstrap: that of :func:`~vla_algos.advantages.gae`.
-        on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars.
+        stages: groups of slots that take turns: while the policy decides for one, simulators of the others work. Policy
+            calls, and which episode is whose, have a fixed order, so that a batch does not depend on who was faster.
+            Rows stay slots. With more than 1, ``env`` is a :class:`~vla_envs.env.VLAEnv` without transforms.
+        on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars; of every stage's,
+            with ``env_index``, where there are several.
         pre_collect_hook: TorchRL's hook, called before a batch.
         post_collect_hook: TorchRL's hook, called with each batch.
     """
@@ -246,6 +324,7 @@ class StepCollector(_ChunkCollector):
         *,
         values: bool = True,
         bootstrap: Bootstrap = "truncation",
+        stages: Count = 1,
         on_decision: Hook | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
         post_collect_hook: Hook | None = None,
@@ -259,6 +338,7 @@ class StepCollector(_ChunkCollector):
             policy,
             ExplorationType.RANDOM,
             values=values,
+            stages=stages,
             on_decision=on_decision,
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,
@@ -285,33 +365,76 @@ class StepCollector(_ChunkCollector):
         If somebody else has used the environment since, such as an evaluation, that is nowhere: it begins with fresh
         episodes, as after :meth:`reset`.
         """
-        self._seconds = {"env": 0.0, "policy": 0.0}
+        self._begin_times()
+        with self._rollout_timed():
+            batch = self._collect()
+        self._frames += batch.numel()
+        self._iter += 1
+        return batch
+
+    def _collect(self) -> TensorDictBase:
         self._forget_if_stale()
         if self._observation is None:
             self._observation = self._reset()
         batch: TensorDictBase | None = None
-        finals = _FinalValues(
-            lambda observations: self._timed("policy", self.policy, observations), self.env.batch_size[0]
-        )
-        for t in range(self.decisions):
-            outcome, self._observation = self._decide(self._observation)
+        finals = _FinalValues(self._call_policy, self.env.batch_size[0])
+        for t, slots, outcome in self._staged_outcomes() if self._stages else self._outcomes(self._observation):
             stored = outcome.select(*self.stored_keys)
             if batch is None:  # a fresh one every time: the caller may keep the last batch
-                batch = torch.empty_like(stored.unsqueeze(1).expand(len(stored), self.decisions))
-            batch[:, t] = stored
+                batch = torch.empty_like(stored[:1].unsqueeze(1).expand(*self.env.batch_size, self.decisions))
+            batch[slots, t] = stored
             if self.has_value:
                 after = outcome[NEXT]
                 wanted = self._worth_something(after)
                 if t == self.decisions - 1:
                     wanted = wanted | ~after[DONE]
-                slots = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
-                finals.add(t, slots, after.select(*self.policy.in_keys))
+                rows = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
+                finals.add(t, slots, rows, after.select(*self.policy.in_keys))
         assert batch is not None  # there is at least one decision
         if self.has_value:
             batch[NEXT, STATE_VALUE] = self._next_values(batch, finals)
-        self._frames += batch.numel()
-        self._iter += 1
         return batch
+
+    def _outcomes(self, observation: TensorDictBase) -> Iterator[tuple[int, Tensor, TensorDictBase]]:
+        """Make all decisions of a batch; yields their times, slots and outcomes."""
+        slots = torch.arange(len(observation))
+        for t in range(self.decisions):
+            outcome, observation = self._decide(observation)
+            self._observation = observation
+            yield t, slots, outcome
+
+    def _staged_outcomes(self) -> Iterator[tuple[int, Tensor, TensorDictBase]]:
+        """Do the same stage by stage: while the policy decides for one, simulators of the others work.
+
+        What the next stage's simulators have done is heard, and new episodes are begun where it ended one, before the
+        present stage's decision is sent: otherwise these resets would wait behind its steps.
+        """
+        self._observation = None  # with fresh episodes, if this fails half-way
+        turns = [(t, number) for t in range(self.decisions) for number in range(self.stages)]
+        for place, (_, number) in enumerate(turns):
+            slots = self._stages[number]
+            decision = self._act(self.base_env.observe(slots), number)
+            heard = [self._hear_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
+            self._send(decision, slots)
+            for turn in heard:
+                yield self._finish_turn(*turn)
+        for t, number in turns[len(turns) - self.stages + 1 :]:
+            yield self._finish_turn(*self._hear_turn(t, number))
+        self._observation = self.base_env.observe()
+        self._remember()
+
+    def _hear_turn(self, t: int, number: int) -> tuple[int, int, TensorDictBase, list[int]]:
+        """Hear what a stage's simulators did, and have those that ended an episode begin the next."""
+        outcome = self._hear(self._stages[number], number)
+        done = outcome[ENV_INDEX][outcome[NEXT, DONE].squeeze(-1)].tolist()
+        self._begin_episodes(done)
+        return t, number, outcome, done
+
+    def _finish_turn(
+        self, t: int, number: int, outcome: TensorDictBase, done: list[int]
+    ) -> tuple[int, Tensor, TensorDictBase]:
+        self._await_episodes(done, number)
+        return t, outcome[ENV_INDEX], outcome
 
     def _worth_something(self, after: TensorDictBase) -> Tensor:
         """Find the ends of episodes, bool ``[N, 1]``, beyond which :attr:`bootstrap` looks."""
@@ -404,15 +527,20 @@ class EpisodeCollector(_ChunkCollector):
         exploration: ``RANDOM`` samples, ``DETERMINISTIC`` is greedy.
         for_learning: store what the loss reads; else only identities, actions and outcomes.
         max_attempts: runs of an episode whose simulator dies before it counts as crashed.
+        stages: as in :class:`StepCollector`. Results differ from those of one stage by the rounding of other batches,
+            and sampled ones by their random numbers.
+        overlap_resets: a slot whose episode ended sits out one decision while its simulator begins the next one;
+            without it all slots of the stage wait. Of a stage those slots decide that have an episode.
         on_episode: called with the index in the queue and each finished episode, in the order of finishing.
-        on_decision: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1).
+        on_decision: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1; with
+            ``stages`` or ``overlap_resets`` of those that decided, with ``env_index``).
         pre_collect_hook: TorchRL's hook, called before each iteration over the queue.
         post_collect_hook: TorchRL's hook, called with each episode that is yielded.
 
     Attributes:
         attempts: by index in the queue, how often an episode was run.
         errors: by index in the queue, why its last attempt crashed, where that is known.
-        deciding: the episode, or ``None``, of each slot in the last decision.
+        deciding: the episode, or ``None``, of each row of the last decision.
 
     Example:
         >>> collector = EpisodeCollector(env, policy, evaluation_episodes(env.simulator_spec))  # doctest: +SKIP
@@ -428,6 +556,8 @@ class EpisodeCollector(_ChunkCollector):
         exploration: ExplorationType = ExplorationType.RANDOM,
         for_learning: bool = True,
         max_attempts: int = 3,
+        stages: Count = 1,
+        overlap_resets: bool = False,
         on_episode: Callable[[int, TensorDictBase], None] | None = None,
         on_decision: Hook | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
@@ -440,6 +570,8 @@ class EpisodeCollector(_ChunkCollector):
             policy,
             exploration,
             values=False,  # whole episodes are compared by their returns
+            stages=stages,
+            halves=overlap_resets,
             on_decision=on_decision,
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,
@@ -453,6 +585,7 @@ class EpisodeCollector(_ChunkCollector):
         self.errors: dict[int, str] = {}
         self.remarks: dict[int, str] = {}
         self.deciding: list[QueuedEpisode | None] = []
+        self.overlap_resets = overlap_resets
         self._next_index = 0  # of the episode that is yielded next
         self._finished: dict[int, TensorDictBase] = {}  # by queue index, until it is their turn
         self._slot_time = self._idle_time = 0  # decisions of slots in this iteration, and those without an episode
@@ -479,21 +612,18 @@ class EpisodeCollector(_ChunkCollector):
         """
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
-        self._seconds = {"env": 0.0, "policy": 0.0}
+        self._begin_times()
         self._slot_time = self._idle_time = 0
         self.deciding = []
         running = _RunningEpisodes(self.env.batch_size[0])
         own_episodes = self.base_env.episodes
         self.base_env.set_episodes(self.queue)
+        decisions = self._staged_decisions(running) if self._stages else self._decisions(running)
         try:
-            observation = None
             while len(self):
-                while self._next_index not in self._finished:
-                    if observation is None:
-                        observation = self._reset()
-                    self._next_deciding()
-                    outcome, observation = self._decide(observation)
-                    self._book(running, outcome)
+                with self._rollout_timed():
+                    while self._next_index not in self._finished:
+                        next(decisions)
                 episode = self._finished.pop(self._next_index)
                 self._next_index += 1
                 if self.post_collect_hook is not None:
@@ -505,33 +635,95 @@ class EpisodeCollector(_ChunkCollector):
             self.base_env.set_episodes(own_episodes)
         self._iter += 1
 
+    def _decisions(self, running: _RunningEpisodes) -> Iterator[None]:
+        """Make decisions in all slots at a time, without end."""
+        observation, slots = self._reset(), list(range(self.env.batch_size[0]))
+        while True:
+            self._next_deciding()
+            outcome, observation = self._decide(observation)
+            self._book(running, outcome, slots, len(slots))
+            yield
+
+    def _staged_decisions(self, running: _RunningEpisodes) -> Iterator[None]:
+        """Do the same stage by stage: while the policy decides for one, simulators of the others work.
+
+        With ``overlap_resets`` a slot whose episode ended sits out the next decision of its stage, while its simulator
+        begins another one: no slot waits for that. Which decision is whose depends on what came of those before alone.
+        """
+        self._reset()
+        stages = [_Stage(slots) for slots in self._stages]
+        for stage in stages:
+            stage.ready = [slot for slot in stage.slots if self._episodes[slot] is not None]
+        idle_rounds = 0
+        while True:
+            for number, stage in enumerate(stages):
+                self._take_turn(stage, number, running)
+                yield
+            taken = [slot for stage in stages for slot in [*stage.deciding, *stage.beginning]]
+            running_any = any(self.base_env.current_episodes[slot] is not None for slot in taken)
+            idle_rounds = 0 if running_any else idle_rounds + 1
+            if idle_rounds > 1:  # a queue that grew is taken in one round
+                raise self._starved()
+
+    def _take_turn(self, stage: _Stage, number: int, running: _RunningEpisodes) -> None:
+        """Book the last decision of a stage, begin the episodes that follow, and send the next decision."""
+        env, ready = self.base_env, stage.ready
+        if stage.deciding:
+            self.deciding, self._deciding_unstarted = stage.episodes, stage.unstarted
+            outcome = self._hear(stage.deciding, number)
+            done = self._book(running, outcome, stage.deciding, len(stage.slots))
+            ready = [slot for slot in stage.deciding if slot not in done]
+        begun, stage.beginning = stage.beginning, []
+        wanting = [slot for slot in stage.slots if slot not in ready and slot not in begun]
+        if stage.deciding or self.queue.waiting:
+            self._begin_episodes(wanting)
+            stage.beginning = wanting
+        if not self.overlap_resets:
+            begun, stage.beginning = begun + stage.beginning, []
+        self._await_episodes(begun, number)
+        stage.ready = []
+        stage.deciding = sorted([*ready, *(slot for slot in begun if env.current_episodes[slot] is not None)])
+        if stage.deciding:
+            stage.episodes = [cast("QueuedEpisode | None", env.current_episodes[slot]) for slot in stage.deciding]
+            stage.unstarted = np.array(env.unstarted)[stage.deciding]
+            self._send(self._act(env.observe(stage.deciding), number), stage.deciding)
+
     def _next_deciding(self) -> None:
         """Note which episodes the next step decides in, which may replace them."""
         idle_before = bool(self.deciding) and not any(self.deciding)
         self.deciding = cast("list[QueuedEpisode | None]", self._episodes)  # all from our queue
         self._deciding_unstarted = self._unstarted
         if not any(self.deciding) and (idle_before or not self.queue.waiting):  # a queue that grew is taken in one step
-            raise RuntimeError(
-                f"{len(self)} episodes have no result, but no slot of the environment takes one: {self.queue.waiting} "
-                "wait in the queue; leave set_episodes and the queue to the collector while it iterates"
-            )
+            raise self._starved()
 
-    def _book(self, running: _RunningEpisodes, outcome: TensorDictBase) -> None:
-        """Store a decision of all slots; those that end their episode hand it over."""
-        idle = self.deciding.count(None)
-        self._slot_time += len(self.deciding)
+    def _starved(self) -> RuntimeError:
+        return RuntimeError(
+            f"{len(self)} episodes have no result, but no slot of the environment takes one: {self.queue.waiting} "
+            "wait in the queue; leave set_episodes and the queue to the collector while it iterates"
+        )
+
+    def _book(self, running: _RunningEpisodes, outcome: TensorDictBase, slots: Sequence[int], among: int) -> list[int]:
+        """Store a decision of some slots, ``among`` so many; those that end their episode hand it over.
+
+        Returns:
+            The slots of these.
+        """
+        idle = among - len(slots) + self.deciding.count(None)
+        self._slot_time += among
         self._idle_time += idle
-        self._frames += len(self.deciding) - idle
-        running.append(outcome.select(*self.stored_keys))
-        for slot in outcome[NEXT, DONE].squeeze(-1).nonzero().flatten().tolist():
-            decisions, episode = running.take(slot), self.deciding[slot]
+        self._frames += among - idle
+        running.append(outcome.select(*self.stored_keys), torch.tensor(slots))
+        done = outcome[NEXT, DONE].squeeze(-1).nonzero().flatten().tolist()
+        for row in done:
+            slot, episode = slots[row], self.deciding[row]
+            decisions = running.take(slot)
             if episode is None:
                 continue
             index = episode.queue_index
             self.attempts[index] += 1
             if decisions[NEXT, CRASHED][-1]:
                 self.errors[index] = getattr(self.base_env, "errors", {}).get(slot, "")
-                if self.attempts[index] < self.max_attempts and not self._deciding_unstarted[slot]:
+                if self.attempts[index] < self.max_attempts and not self._deciding_unstarted[row]:
                     self.queue.give_back(episode)
                     continue
             if remark := getattr(self.base_env, "step_remarks", {}).get(slot):
@@ -540,6 +732,7 @@ class EpisodeCollector(_ChunkCollector):
             self._finished[index] = decisions
             if self.on_episode is not None:
                 self.on_episode(index, decisions)
+        return [slots[row] for row in done]
 
     def reset(self) -> None:
         """Do nothing: between two iterations no episode is running."""
@@ -561,6 +754,29 @@ class EpisodeCollector(_ChunkCollector):
         load_transforms(self.env, state_dict["transforms"])
 
 
+@dataclass
+class _Stage:
+    """A group of slots of the queue, and what is under way for them."""
+
+    slots: list[int]
+    ready: list[int] = field(default_factory=list)  # before the first decision
+    deciding: list[int] = field(default_factory=list)  # whose decision is under way
+    beginning: list[int] = field(default_factory=list)  # whose next episode begins; they sit out the decision
+    episodes: list[QueuedEpisode | None] = field(default_factory=list)  # of the decision
+    unstarted: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # which of them could not be started
+
+
+def _divide(env: EnvBase, stages: int) -> list[list[int]]:
+    """List the slots of each stage, or say why there cannot be so many."""
+    check_stages(stages, env.batch_size.numel(), 1)
+    if not hasattr(type(env), "stage_slots"):
+        raise ValueError(
+            f"stages={stages} and overlap_resets take a VLAEnv without transforms, not {type(env).__name__}: "
+            "transforms are of all slots at once; have the policy transform what it sees, or leave both out"
+        )
+    return cast(VLAEnv, env).stage_slots(stages)
+
+
 class _FinalValues:
     """Values of observations that no decision follows.
 
@@ -575,12 +791,12 @@ class _FinalValues:
         self._waiting: list[TensorDictBase] = []
         self._values: list[Tensor] = []
 
-    def add(self, time: int, slots: Tensor, observations: TensorDictBase) -> None:
-        """Note the observations ``[N]`` after decision ``time`` in some ``slots`` ``[k]``."""
-        if slots.numel():
-            self.slots += slots.tolist()
-            self.times += [time] * len(slots)
-            self._waiting += observations[slots].unbind(0)
+    def add(self, time: int, slots: Tensor, rows: Tensor, observations: TensorDictBase) -> None:
+        """Note some ``rows`` of the observations ``[k]`` after decision ``time`` in ``slots`` ``[k]``."""
+        if rows.numel():
+            self.slots += slots[rows].tolist()
+            self.times += [time] * len(rows)
+            self._waiting += observations[rows].unbind(0)
         while len(self._waiting) >= self._num_envs:
             self._evaluate()
 
@@ -600,20 +816,20 @@ class _RunningEpisodes:
     """The decisions so far of the episode in each slot: one buffer ``[N, T]`` with a cursor per slot."""
 
     def __init__(self, num_envs: int):
-        self._slots = torch.arange(num_envs)
+        self._num_envs = num_envs
         self._cursor = torch.zeros(num_envs, dtype=torch.int64)
         self._buffer: TensorDictBase | None = None
 
-    def append(self, decisions: TensorDictBase) -> None:
-        """Add a decision ``[N]`` to every slot."""
+    def append(self, decisions: TensorDictBase, slots: Tensor) -> None:
+        """Add a decision ``[k]`` to each of some slots ``[k]``."""
         if self._buffer is None:
             self._buffer = self._room(decisions.unsqueeze(1), 16)
         elif int(self._cursor.max()) == (length := self._buffer.shape[1]):
             buffer = self._room(self._buffer[:, :1], 2 * length)
             buffer[:, :length] = self._buffer  # what is beyond takes no memory before it is written
             self._buffer = buffer
-        self._buffer[self._slots, self._cursor] = decisions
-        self._cursor += 1
+        self._buffer[slots, self._cursor[slots]] = decisions
+        self._cursor[slots] += 1
 
     def take(self, slot: int) -> TensorDictBase:
         """Take the decisions ``[T]`` of a slot, which then starts anew."""
@@ -622,6 +838,5 @@ class _RunningEpisodes:
         self._cursor[slot] = 0
         return decisions
 
-    @staticmethod
-    def _room(like: TensorDictBase, length: int) -> TensorDictBase:
-        return torch.empty_like(like.expand(like.shape[0], length))
+    def _room(self, like: TensorDictBase, length: int) -> TensorDictBase:
+        return torch.empty_like(like[:1].expand(self._num_envs, length))

@@ -30,6 +30,7 @@ from vla_common.keys import (
     TASK_DESCRIPTIONS,
     WRIST_IMAGES,
 )
+from vla_common.settings import Count
 from vla_common.texts import encode, to_strings
 from vla_envs.env import base_env
 from vla_envs.simulator import Episode, Task
@@ -291,6 +292,8 @@ def evaluate(
     on_episode: Callable[[EpisodeResult], None] | None = None,
     record: int = 0,
     max_attempts: int = 3,
+    stages: Count = 1,
+    overlap_resets: bool = False,
 ) -> EvaluationResult:
     """Run every episode once.
 
@@ -308,6 +311,8 @@ def evaluate(
         record: keep the frames of the first so many episodes.
         max_attempts: runs of an episode whose simulator dies before it counts as crashed.
             An episode that could not begin counts at once: the environment has tried it several times.
+        stages: of :class:`~vla_algos.collectors.EpisodeCollector`; a result changes by the rounding of other batches.
+        overlap_resets: of :class:`~vla_algos.collectors.EpisodeCollector`, likewise.
 
     Returns:
         Results in the order of ``episodes``.
@@ -368,6 +373,8 @@ def evaluate(
         exploration=ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM,
         for_learning=False,
         max_attempts=max_attempts,
+        stages=stages,
+        overlap_resets=overlap_resets,
         on_episode=note,
         on_decision=film if record else None,
     )

@@ -72,6 +72,7 @@ class Heartbeat:
         store: tells the others where the first process listens.
         rank: number of this process.
         world_size: number of processes.
+        address: where the others find the first process; ``None``: where torchrun and SLURM have all meet.
         timeout: seconds without a sign of life; the environment variable ``VLA_HEARTBEAT_TIMEOUT`` unless given,
             otherwise 120.
 
@@ -82,7 +83,14 @@ class Heartbeat:
         ProcessLost: not all processes came within ten minutes.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float | None = None):
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: float | None = None,
+        address: str | None = None,
+    ):
         self.rank, self.world_size = rank, world_size
         self.timeout = float(os.environ.get("VLA_HEARTBEAT_TIMEOUT", TIMEOUT)) if timeout is None else timeout
         self.lost: str | None = None
@@ -95,6 +103,7 @@ class Heartbeat:
         self._waits: tuple[int, str, float] | None = None
         self._collectives = 0
         self._name = f"process {rank} of {world_size} ({socket.gethostname()}, pid {os.getpid()})"
+        self._address = address
         self._peers = self._meet_all(store) if rank == 0 else [self._meet_first(store)]
         self._sent = 0.0
         self._round_ended = time.monotonic()
@@ -259,7 +268,7 @@ class Heartbeat:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         with socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=self.world_size) as server:
-            store.set(_KEY, json.dumps([server.getsockname()[1], token]))
+            store.set(_KEY, json.dumps([self._address, server.getsockname()[1], token]))
             peers: dict[int, _Peer] = {}
             deadline = time.monotonic() + START
             while len(peers) < self.world_size - 1:
@@ -284,17 +293,16 @@ class Heartbeat:
         while True:
             try:
                 # What processes before a restart have left in the store is answered by nobody, until it is overwritten.
-                port, token = json.loads(store.get(_KEY))
-                return self._greet(port, token, max(0.01, deadline - time.monotonic()))
+                address, port, token = json.loads(store.get(_KEY))
+                at = (address or os.environ["MASTER_ADDR"], port)
+                return self._greet(at, token, max(0.01, deadline - time.monotonic()))
             except (RuntimeError, OSError, ValueError) as error:
                 if time.monotonic() > deadline or not isinstance(error, (OSError, ValueError)):
-                    address = os.environ["MASTER_ADDR"]
-                    raise ProcessLost(f"{self._name} cannot reach process 0 at {address}: {error}") from error
+                    raise ProcessLost(f"{self._name} cannot reach process 0: {error}") from error
             time.sleep(0.2)
 
-    def _greet(self, port: int, token: str, timeout: float) -> _Peer:
-        # Where torchrun and SLURM have all processes meet, the first one is.
-        connection = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout)
+    def _greet(self, at: tuple[str, int], token: str, timeout: float) -> _Peer:
+        connection = socket.create_connection(at, timeout)
         _send_line(connection, [token, self.rank, self._name])
         (name,) = _receive(connection, timeout)
         return _Peer(connection, name, time.monotonic())

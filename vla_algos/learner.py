@@ -17,9 +17,9 @@ from torchrl.objectives import LossModule
 from vla_algos import parallel
 from vla_algos.advantages import trajectory_weights, valid_decisions
 from vla_algos.balance import BalancedMinibatches, masked
-from vla_algos.losses import add_reference_log_prob
+from vla_algos.losses import add_proximal_log_prob, add_reference_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
-from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, STEP_MASK, WEIGHT
+from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, PROXIMAL_LOG_PROB, STEP_MASK, WEIGHT
 from vla_common.settings import BelowOne, Count, Fraction, Positive, Rate, Whole, checked
 from vla_common.tensor_files import make_room
 from vla_policies import VLAPolicy
@@ -44,12 +44,13 @@ class Learner:
     * A step whose gradient is not finite is skipped and counted.
     * Each epoch shuffles afresh, from torch's global generator.
     * The frozen policy of ``reference_kl_coeff`` is the policy as it was at the first update.
+    * The proximal policy of a ``decoupled`` loss is the policy as it is at the start of each update.
 
     Any TorchRL loss will do whose terms are called ``loss_...``: they are added up, and the other scalars that it
     returns are logged as ``train/<name>``. What :class:`~vla_algos.losses.ChunkClipPPOLoss` has beyond that is used
     where a loss has it: weights of its metrics (``"weights"``), names for the log (``metric_names``), shares of a whole
     minibatch (``forward(..., whole=...)``; otherwise a part counts by its number of decisions), ``has_critic``,
-    ``log_prob_level`` and ``reference_kl_coeff``. Which parameters are the critic's, the policy says
+    ``log_prob_level``, ``reference_kl_coeff`` and ``decoupled``. Which parameters are the critic's, the policy says
     (``critic_parameters()``), or they are those of the loss's ``critic_network``.
 
     Args:
@@ -75,7 +76,7 @@ class Learner:
         critic_warmup_steps: optimizer steps at the start in which only the critic learns.
         max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step of an update; ``None`` for any. More
             means that the stored log-probabilities are not those of the policy that is trained: stale, or of another
-            precision.
+            precision. With a ``decoupled`` loss it is the proximal ones that are compared, which are never stale.
         offload_optimizer: keep the optimizer's moments in host memory but for the steps of an update.
 
     Attributes:
@@ -149,6 +150,7 @@ class Learner:
         self._reference: dict[str, torch.Tensor] | None = None  # weights of the frozen policy where the loss needs one
         self._sharded = sharded_modules(self.policy)
         self._takes_whole = takes_whole(loss_module)
+        self._decoupled = bool(getattr(loss_module, "decoupled", False))
         self._names = getattr(loss_module, "metric_names", {})
         self._actor, self._critic = trained_parameters(loss_module)
         if parallel.world_size() > 1 and not all(isinstance(each, DTensor) for each in [*self._actor, *self._critic]):
@@ -216,6 +218,7 @@ class Learner:
         if samples is not None and len(samples):
             self._check_stored(samples)
         samples, computed = self._completed(samples)
+        largest = self._add_proximal(samples)
         dealt = BalancedMinibatches(
             samples, [0 if mask is None else len(mask) for mask in masks], self._device, computed
         )
@@ -251,6 +254,7 @@ class Learner:
         return {
             **mean.compute(),
             **({"train/actor/log_ratio_at_start": mismatch} if mismatch is not None else {}),
+            **({"train/actor/behaviour_weight_max": largest} if largest is not None else {}),
             "train/actor/lr": actor_lr if self.steps > self.critic_warmup_steps else 0.0,
             "train/critic/lr": critic_lr,
             "train/steps": float(self.steps - steps_before),
@@ -350,16 +354,40 @@ class Learner:
             samples = self.policy.precompute(samples)
             return samples, set(samples.keys(True, True)) - before
 
+    def _add_proximal(self, samples: TensorDictBase | None) -> float | None:
+        """Add what the policy says of each decision before the first step, where the loss is decoupled.
+
+        A sharded policy is gathered for it, in a process without rows too.
+
+        Returns:
+            The largest behaviour weight of all processes.
+        """
+        if not self._decoupled:
+            return None
+        largest = 0.0
+        with gathered(self.policy):
+            if samples is not None and len(samples):
+                size = self.micro_batch_size or len(self._parts(torch.arange(len(samples)))[0])
+                add_proximal_log_prob(samples, self.policy, size, self._device)
+                weight, valid = self.loss_module.behaviour_weight(samples)
+                largest = float(weight[valid].max())
+        return max(parallel.all_gather_object(largest))
+
     def _checked_mismatch(self, first: WeightedMean) -> float | None:
         name = self._logged("log_ratio_per_token")
         if name not in first:
             return None
         mismatch = first.mean_of(name)
         if mismatch > self.max_log_ratio:
+            stored, why = (
+                ACTION_LOG_PROB,
+                "they are stale, or of other actions; collect with the policy that is trained",
+            )
+            if self._decoupled:
+                stored, why = PROXIMAL_LOG_PROB, "evaluate_actions does not compute the same twice; look for dropout"
             raise ValueError(
                 f"before the first step of this update the policy's log-probabilities are {mismatch:.3g} nats per "
-                f"token away from the stored {ACTION_LOG_PROB!r} (allowed: max_log_ratio={self.max_log_ratio:g}): they "
-                "are stale, or of other actions; collect with the policy that is trained"
+                f"token away from the stored {stored!r} (allowed: max_log_ratio={self.max_log_ratio:g}): {why}"
             )
         return mismatch
 

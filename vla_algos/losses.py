@@ -19,6 +19,7 @@ from vla_common.keys import (
     ACTION_LOG_PROB,
     ADVANTAGE,
     NEXT,
+    PROXIMAL_LOG_PROB,
     REFERENCE_LOG_PROB,
     STATE_VALUE,
     STEP_MASK,
@@ -67,6 +68,13 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         reference_kl_coeff: weight of the KL divergence per token from the frozen policy whose log-probabilities
             are in ``reference_log_prob``, estimated by ``exp(d) - d - 1``, ``d = reference - log_prob`` (at most
             20); 0 needs no such entry.
+        decoupled: for batches of older weights: decoupled PPO (Hilton et al. 2021, arXiv 2110.00641). What is clipped,
+            and measured by ``kl_...`` and ``..._ratio``, is the ratio to the weights that the update starts from, whose
+            log-probabilities are in ``proximal_log_prob``; each element counts by its behaviour weight ``pi_proximal /
+            pi_behaviour`` (detached, at ``log_prob_level``), ``pi_behaviour`` being the policy that acted. Of a batch
+            of the same weights it is the plain loss. ``clip_value`` stays around the value of when the policy acted.
+        max_behaviour_weight: bound of these weights, ``min(weight, bound)`` (truncated importance sampling, Ionides
+            2008, the ``rho`` of V-trace): some bias for a bounded variance; ``None`` for no bound.
 
     The output of ``forward`` has the terms to add up, ``loss_objective``, ``loss_entropy``, ``loss_critic``
     (with a critic) and ``loss_reference_kl`` (with that coefficient), and detached diagnostics, all of them
@@ -80,6 +88,10 @@ class ChunkClipPPOLoss(ClipPPOLoss):
     * ``ratio``, ``clipped_ratio``: means of the ratio before and after clipping;
     * ``log_ratio_per_token``: mean of ``|log_prob - log_prob_old|``; before the first step of an update it should
       be no more than rounding;
+    * with ``decoupled``: ``behaviour_weight``, their mean before they are bounded; ``behaviour_log_ratio``, mean of
+      ``|proximal_log_prob - log_prob_old|`` per token, how old the weights are that acted;
+      ``behaviour_weight_bounded``, the share at ``max_behaviour_weight``, where that is used. ``log_prob_old`` in the
+      lines above is ``proximal_log_prob`` then;
     * ``entropy``: at ``entropy_level``, in nats; ``reference_kl`` per token, in nats;
     * ``value_loss`` (without ``critic_coeff``) and ``value_clip_fraction``, the share of values that moved by
       more than ``clip_value``;
@@ -102,6 +114,9 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         "clipped_ratio": "actor/clipped_ratio",
         "log_ratio_per_token": "actor/log_ratio",
         "reference_kl": "actor/reference_kl",
+        "behaviour_weight": "actor/behaviour_weight",
+        "behaviour_weight_bounded": "actor/behaviour_weight_bounded",
+        "behaviour_log_ratio": "actor/behaviour_log_ratio",
         "entropy": "entropy_loss",
         "value_loss": "critic/value_loss",
         "value_clip_fraction": "critic/value_clip_ratio",
@@ -121,6 +136,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         clip_value: Positive | None = 0.2,
         huber_delta: Positive = 10.0,
         reference_kl_coeff: Factor = 0.0,
+        decoupled: bool = False,
+        max_behaviour_weight: Annotated[float, Ge(1), Le(1000)] | None = None,
     ):
         lacking = [name for name in ("evaluate_actions", "loss_keys") if not hasattr(policy, name)]
         if lacking:
@@ -132,6 +149,11 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             raise ValueError(
                 "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "
                 "log-probability; clone demonstrations with recipes/sft.py, or set head='tokens' or method='flow_sde'"
+            )
+        if max_behaviour_weight is not None and not decoupled:
+            raise ValueError(
+                f"max_behaviour_weight={max_behaviour_weight:g} bounds weights of the decoupled loss, which is off; "
+                "set decoupled=True, or max_behaviour_weight=None"
             )
         # functional=False: the loss works on the policy's own parameters, no copies. The policy is actor
         # and critic at once; without a critic TorchRL wants None.
@@ -147,6 +169,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         self.log_prob_level, self.entropy_level = log_prob_level, entropy_level
         self.dual_clip, self.huber_delta = dual_clip, huber_delta
         self.reference_kl_coeff = reference_kl_coeff
+        self.decoupled, self.max_behaviour_weight = decoupled, max_behaviour_weight
         self.set_keys(
             sample_log_prob=ACTION_LOG_PROB,
             advantage=ADVANTAGE,
@@ -194,6 +217,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         keys += ["ratio", "clipped_ratio", "log_ratio_per_token", "entropy"]
         keys += ["dual_clip_fraction"] if self.dual_clip is not None else []
         keys += ["loss_reference_kl", "reference_kl"] if self.reference_kl_coeff else []
+        keys += ["behaviour_weight", "behaviour_log_ratio"] if self.decoupled else []
+        keys += ["behaviour_weight_bounded"] if self.max_behaviour_weight is not None else []
         if self._has_critic:
             keys += ["loss_critic", "value_loss"]
             keys += ["value_clip_fraction"] if self.clip_value is not None else []
@@ -225,7 +250,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
 
         # Masked before anything else: garbage at positions that were never executed, even a NaN, reaches
         # neither the loss nor its gradient.
-        log_ratio = log_prob - tensordict[self.tensor_keys.sample_log_prob]
+        old = PROXIMAL_LOG_PROB if self.decoupled else self.tensor_keys.sample_log_prob
+        log_ratio = log_prob - tensordict[old]
         log_ratio = torch.where(mask.unsqueeze(-1), log_ratio, 0.0)
         log_weight, valid = _to_level(log_ratio, mask, self.log_prob_level)
         advantage = self._expand(tensordict[self.tensor_keys.advantage], log_weight, mask)
@@ -237,6 +263,10 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             bound = torch.where(advantage < 0, self.dual_clip * advantage, -torch.inf)
             bounded = objective < bound
             objective = torch.maximum(objective, bound)
+        behaviour = self.behaviour_weight(tensordict)[0] if self.decoupled else None
+        if behaviour is not None:
+            most = self.max_behaviour_weight
+            objective = objective * (behaviour if most is None else behaviour.clamp(max=most))
         entropy, entropy_valid = _to_level(torch.where(mask.unsqueeze(-1), entropy, 0.0), mask, self.entropy_level)
 
         elements = _count(all_of_it, self.log_prob_level, width)
@@ -268,6 +298,13 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             out["log_ratio_per_token"] = _mean(*_to_level(log_ratio.abs(), mask, "token"))
             if bounded is not None:
                 out["dual_clip_fraction"] = _mean(bounded.float(), valid)
+            if behaviour is not None:
+                age = self._behaviour_log_ratio(tensordict).abs()
+                out["behaviour_weight"] = _mean(behaviour, valid)
+                out["behaviour_log_ratio"] = _mean(*_to_level(age, mask, "token"))
+                weights["behaviour_log_ratio"] = num_tokens
+                if self.max_behaviour_weight is not None:
+                    out["behaviour_weight_bounded"] = _mean((behaviour > self.max_behaviour_weight).float(), valid)
         if self._has_critic:
             terms, num_values = self._value_terms(tensordict, value, mask, all_of_it, weight)
             out.update(terms)
@@ -276,14 +313,30 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         out["weights"] = TensorDict({name: weights.get(name, num_elements) for name in measured})
         return out
 
+    @torch.no_grad()
+    def behaviour_weight(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return ``pi_proximal / pi_behaviour`` of decisions ``[B]``, not bounded, and which of them are valid.
+
+        Returns:
+            At ``log_prob_level``: ``[B, C, A]``, ``[B, C]`` or ``[B]``; 1 where nothing was executed.
+        """
+        log_ratio = self._behaviour_log_ratio(tensordict)
+        log_weight, valid = _to_level(log_ratio, tensordict[NEXT, STEP_MASK], self.log_prob_level)
+        return log_weight.exp(), valid
+
+    def _behaviour_log_ratio(self, tensordict: TensorDictBase) -> Tensor:
+        difference = tensordict[PROXIMAL_LOG_PROB] - tensordict[self.tensor_keys.sample_log_prob]
+        return torch.where(tensordict[NEXT, STEP_MASK].unsqueeze(-1), difference, 0.0)
+
     def _check_entries(self, tensordict: TensorDictBase) -> None:
         needed = [*self.in_keys, *([REFERENCE_LOG_PROB] if self.reference_kl_coeff else [])]
+        needed += [PROXIMAL_LOG_PROB] if self.decoupled else []
         missing = [key for key in needed if tensordict.get(key, None) is None]
         if missing:
             raise ValueError(
                 f"the batch lacks {missing}. Log-probabilities and values come from the rollout (see the policy's "
                 f"out_keys), {ADVANTAGE!r} and {VALUE_TARGET!r} from gae() or grpo(), {REFERENCE_LOG_PROB!r} from "
-                "add_reference_log_prob()"
+                f"add_reference_log_prob(), {PROXIMAL_LOG_PROB!r} from add_proximal_log_prob()"
             )
 
     def _expand(self, advantage: Tensor, log_weight: Tensor, mask: Tensor) -> Tensor:
@@ -340,7 +393,6 @@ class ChunkClipPPOLoss(ClipPPOLoss):
 
 
 @checked
-@torch.no_grad()
 def add_reference_log_prob(
     batch: TensorDictBase,
     reference: TensorDictModuleBase,
@@ -358,9 +410,37 @@ def add_reference_log_prob(
     Returns:
         ``batch`` itself.
     """
+    return batch.set(REFERENCE_LOG_PROB, _log_prob(batch, reference, minibatch_size, device))
+
+
+@checked
+def add_proximal_log_prob(
+    batch: TensorDictBase,
+    policy: TensorDictModuleBase,
+    minibatch_size: Count,
+    device: torch.device | str | None = None,
+) -> TensorDictBase:
+    """Write ``proximal_log_prob``: the stored actions' log-probabilities under the policy as it is now.
+
+    Args:
+        batch: ``[B]`` decisions with the policy's ``loss_keys``.
+        policy: that is trained, before the first step of the update.
+        minibatch_size: decisions per pass.
+        device: of the policy, ``None`` for that of the batch.
+
+    Returns:
+        ``batch`` itself.
+    """
+    return batch.set(PROXIMAL_LOG_PROB, _log_prob(batch, policy, minibatch_size, device))
+
+
+@torch.no_grad()
+def _log_prob(
+    batch: TensorDictBase, policy: TensorDictModuleBase, minibatch_size: int, device: torch.device | str | None
+) -> Tensor:
     parts = batch.split(minibatch_size)
-    log_probs = [reference.evaluate_actions(part if device is None else part.to(device))[0] for part in parts]
-    return batch.set(REFERENCE_LOG_PROB, torch.cat(log_probs).to(batch.device))
+    log_probs = [policy.evaluate_actions(part if device is None else part.to(device))[0] for part in parts]
+    return torch.cat(log_probs).to(batch.device)
 
 
 def _to_level(values: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ anything, and gets its own data back. Only the first process writes.
 
 All processes must make the same calls in the same order, from the same functions.
 
+Where processes have roles (:mod:`vla_algos.placement`), :func:`among` has these functions concern those of one role.
+
 There are two kinds of groups. What is told here goes over the *control group* (gloo, on the CPU), in which a process
 waits for hours for another that has work to do alone. Weights and gradients of sharded policies go over the groups of
 :func:`device_mesh` (NCCL on GPUs), which all reach at about the same time: ten minutes.
@@ -42,15 +44,25 @@ _PATIENCE = 3.0  # seconds; after a connection has broken, until it is known who
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _heartbeat: Heartbeat | None = None
 _control: dist.ProcessGroup | None = None
+_some: tuple[int, ...] | None = None  # of all processes, whom the functions below concern; None for all
+_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # of some, by what for
+_ENDED = "vla_ended"
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
+def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
     """Join the processes that torchrun or a SLURM job has started together; nothing happens where there is one.
 
     They find each other by torchrun's variables, otherwise by those of the SLURM step. Each process uses the GPU of its
     ``LOCAL_RANK``, if there are several. Numbers on the CPU are exchanged by gloo, those on GPUs by NCCL. Only the
     first process prints.
+
+    Args:
+        members: which of them work together, by the numbers that their launcher gives them: the first of ``members``
+            is process 0 of these. The others wait here until these have ended. ``None``: all, in its order.
+
+    Yields:
+        Whether this process is one of the members, which have something to do.
 
     A process whose torchrun dies dies with it, and all hear of one that is lost: see
     :class:`~vla_algos.heartbeat.Heartbeat`. An error that came of it, wherever it was raised, becomes the news of it.
@@ -63,7 +75,7 @@ def process_group() -> Iterator[None]:
     if processes_started() == 1:
         before = dist.is_initialized()
         try:
-            yield
+            yield True
         finally:
             if dist.is_initialized() and not before:  # by device_mesh
                 dist.destroy_process_group()
@@ -78,18 +90,29 @@ def process_group() -> Iterator[None]:
     store, own_rank, processes = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=START))))
     # After a restart torchrun's store still has what the processes before it have written.
     store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    with Heartbeat(store, own_rank, processes) as _heartbeat:
+    if members is not None:
+        if own_rank not in members:
+            _stand_by(store)
+            yield False
+            return
+        own_rank, processes = members.index(own_rank), len(members)
+        os.environ["RANK"] = str(own_rank)
+    address = _own_address() if own_rank == 0 and members is not None and _node() else None
+    with Heartbeat(store, own_rank, processes, address=address) as _heartbeat:
         try:
             _join(store, own_rank, processes)
             _control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT, group_desc="control")
             with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
-                yield
+                yield True
+            if is_main():
+                store.set(_ENDED, "")
         except Exception as error:
             if lost := lost_behind(error):
                 raise lost from error
             raise
         finally:
             _heartbeat = _control = None
+            _groups.clear()
         # Not after an error: a process that has failed must not wait for anybody.
         dist.destroy_process_group()
 
@@ -99,9 +122,33 @@ def _join(store: dist.Store, own_rank: int, processes: int) -> None:
     dist.init_process_group(backend, store=store, rank=own_rank, world_size=processes, timeout=_DATA_TIMEOUT)
 
 
+def _stand_by(store: dist.Store) -> None:
+    """Wait until the members have ended; who starts them may end a process that has nothing to do with it, too."""
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        store.wait([_ENDED], timedelta(days=365))
+
+
+def _node() -> int:
+    """Return the number of this machine among those of the launcher."""
+    return int(os.environ.get("GROUP_RANK" if _by_torchrun() else "SLURM_NODEID", "0"))
+
+
+def _own_address() -> str:
+    """Return the address of this machine in the network in which it reaches the first one."""
+    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), START) as connection:
+        return str(connection.getsockname()[0])
+
+
 def processes_started() -> int:
     """Count the processes that torchrun or SLURM has started together, this one among them."""
     return int(os.environ.get("WORLD_SIZE" if _by_torchrun() else "SLURM_STEP_NUM_TASKS", "1"))
+
+
+def processes_per_node() -> int:
+    """Count how many of :func:`processes_started` there are on each node."""
+    if _by_torchrun():
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return processes_started() // int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
 
 
 def _by_torchrun() -> bool:
@@ -133,8 +180,7 @@ def _find_agent() -> None:
 def _name_as_torchrun_does() -> None:
     step = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     os.environ |= {name: os.environ[of_slurm] for name, of_slurm in step.items()}
-    on_each = processes_started() // int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
-    os.environ["LOCAL_WORLD_SIZE"] = str(on_each)
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes_per_node())
     os.environ.setdefault("MASTER_ADDR", SlurmJobEnvironment().hostnames[0])
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 40000))
 
@@ -150,14 +196,74 @@ def _choose_gpu(local_rank: int, gpus: int) -> None:
     torch.cuda.set_device(local_rank)
 
 
+@contextlib.contextmanager
+def among(ranks: Sequence[int]) -> Iterator[None]:
+    """Have all functions of this module concern some of the processes: inside, these are all that there are.
+
+    All of them must enter, and no other may. They are numbered from 0 within, in their order.
+
+    Args:
+        ranks: their numbers, ascending, counted over all processes.
+    """
+    global _some
+    before, some = _some, tuple(ranks)
+    everybody = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+    _some = None if some == everybody else some
+    try:
+        yield
+    finally:
+        _some = before
+
+
+def make_groups(actors: Sequence[int], rollouts: Sequence[int], shards: int) -> None:
+    """Make the groups that processes of different roles need among themselves; all processes call it alike.
+
+    Afterwards each role may work :func:`among` themselves, :func:`device_mesh` arranges the actors, or one process that
+    is none, and :func:`weight_group` has the sender of weights and those who get them.
+
+    Args:
+        actors: who learns; ``shards`` of them share one copy.
+        rollouts: who collects.
+        shards: see :func:`device_mesh`.
+    """
+    alone = [rank for rank in rollouts if rank not in actors]
+    wanted: list[tuple[str, Sequence[int]]] = [("control", actors), ("control", rollouts)]
+    if alone:
+        wanted.append(("weights", (actors[0], *alone)))
+    for some, size in [(actors, shards), *(((rank,), 1) for rank in alone)]:
+        ranks = torch.tensor(some).reshape(-1, size)
+        wanted += [("replicas", each) for each in ranks.T.tolist()] + [("shards", each) for each in ranks.tolist()]
+    for what, each in wanted:
+        if (what, tuple(each)) not in _groups:
+            _groups[what, tuple(each)] = _new_group(each, what)
+
+
+def _new_group(ranks: Sequence[int], what: str) -> dist.ProcessGroup:
+    if what == "control":
+        return dist.new_group(list(ranks), timeout=_CONTROL_TIMEOUT, backend="gloo", group_desc=what)
+    return dist.new_group(list(ranks), timeout=_DATA_TIMEOUT, group_desc=what)
+
+
+def weight_group() -> dist.ProcessGroup:
+    """Return the group of the first actor and those that collect and do not learn; elsewhere that of nobody."""
+    return next(group for (what, _), group in _groups.items() if what == "weights")
+
+
 def rank() -> int:
     """Return the number of this process, from 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    own = dist.get_rank() if dist.is_initialized() else 0
+    return own if _some is None else _some.index(own)
 
 
 def world_size() -> int:
     """Return how many processes there are."""
+    if _some is not None:
+        return len(_some)
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _group() -> dist.ProcessGroup | None:
+    return _control if _some is None else _groups["control", _some]
 
 
 def cores() -> int:
@@ -190,20 +296,33 @@ def device_mesh(shards: int, device: str | None = None) -> DeviceMesh:
         raise ValueError(f"shards={shards} does not divide the {processes} processes; possible are {possible}")
     if not dist.is_initialized():
         _join(dist.HashStore(), 0, 1)
-    ranks = torch.arange(processes).reshape(-1, shards)
-    # init_device_mesh would give its groups another time-out.
-    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=_DATA_TIMEOUT)[0] for each in (ranks.T, ranks)]
+    ranks = torch.tensor(range(processes) if _some is None else _some).reshape(-1, shards)
+    groups = [_own_group(what, way.tolist()) for what, way in (("replicas", ranks.T), ("shards", ranks))]
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return DeviceMesh.from_group(groups, device or kind, ranks, mesh_dim_names=("replicas", "shards"))
 
 
-def per_rank(total: int, what: str) -> int:
+def _own_group(what: str, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Return the group in which this process is; init_device_mesh would give it another time-out."""
+    own = dist.get_rank()
+    if _some is not None:
+        return _groups[what, next(tuple(each) for each in lists if own in each)]
+    made = [(each, _new_group(each, what)) for each in lists]  # by all processes
+    return next(group for each, group in made if own in each)
+
+
+def per_rank(total: int, what: str, processes: int | None = None) -> int:
     """Return this process's part of a number that the configuration gives for the whole run.
+
+    Args:
+        total: the number.
+        what: its name, as it is typed.
+        processes: how many share it; all if ``None``.
 
     Raises:
         ValueError: it cannot be divided evenly.
     """
-    processes = world_size()
+    processes = world_size() if processes is None else processes
     if total % processes:
         more = -(-total // processes) * processes
         raise ValueError(f"{what}={total} cannot be shared by {processes} processes; try {what}={more}")
@@ -216,7 +335,7 @@ def all_gather_object(mine: T) -> list[T]:
         return [mine]
     everybodys: list[Any] = [None] * world_size()
     call = _call()
-    _exchange(dist.all_gather_object, everybodys, (call, mine), group=_control)
+    _exchange(dist.all_gather_object, everybodys, (call, mine), group=_group())
     _check_calls([there for there, _ in everybodys])
     return [value for _, value in everybodys]
 
@@ -240,10 +359,10 @@ def all_to_all(mine: Sequence[T]) -> list[T]:
     given = [torch.frombuffer(bytearray(pickle.dumps((call, value))), dtype=torch.uint8) for value in mine]
     lengths = torch.tensor([len(each) for each in given])
     coming = torch.empty_like(lengths)
-    _exchange(dist.all_to_all_single, coming, lengths, group=_control)
+    _exchange(dist.all_to_all_single, coming, lengths, group=_group())
     received = torch.empty(int(coming.sum()), dtype=torch.uint8)
     counts = coming.tolist(), lengths.tolist()
-    _exchange(dist.all_to_all_single, received, torch.cat(given), *counts, group=_control)
+    _exchange(dist.all_to_all_single, received, torch.cat(given), *counts, group=_group())
     found = [pickle.loads(each.numpy().tobytes()) for each in received.split(counts[0])]
     _check_calls([there for there, _ in found])
     return [value for _, value in found]
@@ -255,15 +374,15 @@ def local_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
     return everybodys[start : start + count]
 
 
-def broadcast_object(value: T) -> T:
-    """Return the value of the first process."""
+def broadcast_object(value: T, source: int = 0) -> T:
+    """Return the value of one process, the first unless another is named."""
     if world_size() == 1:
         return value
     call = _call()
     box = [(call, value)]
-    _exchange(dist.broadcast_object_list, box, src=0, group=_control)
-    [(of_first, value)] = box
-    _check_calls([of_first, call])
+    _exchange(dist.broadcast_object_list, box, group_src=source, group=_group())
+    [(theirs, value)] = box
+    _check_calls([theirs, call])
     return value
 
 

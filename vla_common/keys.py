@@ -53,6 +53,7 @@ ADVANTAGE = "advantage"  # float32 [N, 1] or [N, C]
 VALUE_TARGET = "value_target"  # float32, the shape of the advantage
 WEIGHT = "weight"  # float32 [N, 1], how much a decision counts in the loss; absent means 1
 REFERENCE_LOG_PROB = "reference_log_prob"  # float32 [N, C, A], of the same actions under a frozen policy
+PROXIMAL_LOG_PROB = "proximal_log_prob"  # float32 [N, C, A], of the same actions at the start of an update
 
 # Written by a policy for an update, if it keeps what a frozen part made of each decision.
 PREFIX_KEYS = ("prefix", "keys")  # [N, layers, heads, P, head_dim]

@@ -6,28 +6,31 @@ import math
 import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
-from annotated_types import Gt
+from annotated_types import Gt, MinLen
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
-from vla_common.settings import Count, Factor, Length, Positive, Seed, checked, setting_types
+from vla_common.settings import Count, Factor, Length, Positive, Seed, Whole, checked, setting_types
 from vla_envs.actions import refuse_actions, share_clipped
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack, unpack
 from vla_envs.instructions import Instructions
 from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
+from vla_envs.rendering.gpus import check_gpus
 from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.stages import TOGETHER, check_stages, divide
 from vla_envs.workers.chunks import check_chunk_size
-from vla_envs.workers.pool import WorkerPool, count_workers
+from vla_envs.workers.pool import Pending, WorkerPool, count_workers
 
 _SIMULATOR_BYTES = 10_000_000  # no simulator is smaller
 _CHUNK = 5  # actions of a step, where nobody says how many
+ENV_INDEX = "env_index"  # TorchRL's name for the slots of a part of the batch
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
 
 
@@ -47,6 +50,7 @@ def make_env(
     step_penalty: Factor = 0.0,
     step_timeout: Positive = 60.0,
     start_timeout: Positive = 120.0,
+    gpus: Annotated[Sequence[Whole], MinLen(1)] | None = None,
     **options: Any,
 ) -> VLAEnv:
     """Make a batched environment.
@@ -72,6 +76,8 @@ def make_env(
             replaced.
         start_timeout: seconds that the first answer of a new worker may take on top: it imports the simulator, and a
             first reset may compile shaders or build assets.
+        gpus: that workers draw with in turn, by the numbers that CUDA shows to this process; all that it shows if
+            ``None``. Where the benchmark simulates all worlds together: the one to simulate on.
         **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
             ``SimulatorSpec``, which has them.
 
@@ -93,6 +99,9 @@ def make_env(
             f"relative_reward=True: {spec.id} pays once for what is done, and would take it back with the next action; "
             "leave relative_reward out (false)"
         )
+    if gpus is not None:
+        check_gpus(gpus, torch.cuda.device_count())
+        spec.check_gpus(gpus)
     check_chunk_size(spec, chunk_size)
     chunk_size = _CHUNK if chunk_size is None else chunk_size
     if num_envs % group_size:
@@ -116,6 +125,7 @@ def make_env(
         step_penalty=step_penalty,
         step_timeout=step_timeout,
         start_timeout=start_timeout,
+        gpus=gpus,
     )
 
 
@@ -164,6 +174,12 @@ class VLAEnv(EnvBase):
     truncated; its other episodes go on as if nothing had happened. An episode that cannot be started is
     :attr:`unstarted`: its observation is zero, and the next step reports it with ``crashed``, nothing executed.
 
+    A step comes in halves as well, as that of TorchRL's ``AsyncEnvPool``: :meth:`async_step_send` for some slots, and
+    :meth:`async_step_recv` when their simulators are through; :meth:`async_reset_send` and
+    :meth:`async_step_and_maybe_reset_send` likewise. Meanwhile a policy decides for other slots. Episodes are taken
+    where a reset is sent, results come for the slots that are named, never for those that are the fastest: what is seen
+    depends on the order of the calls alone.
+
     What a step says about what happened (``reward``, ``step_rewards``, ``step_mask``, ``success``, ...) stands in the
     reward specification: under ``"next"`` alone, never part of the next observation.
 
@@ -191,9 +207,10 @@ class VLAEnv(EnvBase):
         step_penalty: float = 0.0,
         step_timeout: float = 60.0,
         start_timeout: float = 120.0,
+        gpus: Sequence[int] | None = None,
     ):
         if spec.batched:  # first, because it says so if there is no GPU
-            pool = spec.make_batched(num_envs, chunk_size, ignore_terminations)
+            pool = spec.make_batched(num_envs, chunk_size, ignore_terminations, gpus)
         else:
             pool = WorkerPool(
                 spec,
@@ -203,8 +220,10 @@ class VLAEnv(EnvBase):
                 ignore_terminations=ignore_terminations,
                 step_timeout=step_timeout,
                 start_timeout=start_timeout,
+                gpus=gpus,
             )
-        device = torch.device("cuda" if spec.batched else "cpu")  # where images are drawn, they stay
+        # Where images are drawn, they stay.
+        device = torch.device("cpu" if not spec.batched else "cuda" if gpus is None else f"cuda:{gpus[0]}")
         super().__init__(device=device, batch_size=torch.Size([num_envs]))
         self.simulator_spec, self.chunk_size = spec, chunk_size
         self.set_episodes(episodes)
@@ -217,6 +236,7 @@ class VLAEnv(EnvBase):
         self.step_remarks: dict[int, str] = {}
         self._pool = pool
         self._texts: Instructions | None = None
+        self._under_way: dict[tuple[int, ...], tuple[str, Pending, TensorDictBase | None]] = {}  # by slots, as sent
         self._make_specs()
         n = num_envs
         self._statistics = {  # of the running episodes, by key
@@ -315,9 +335,20 @@ class VLAEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
         self._check_open()
-        self.interactions += 1
         mask = None if tensordict is None else tensordict.get("_reset", None)
         slots = range(self.num_envs) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
+        if mask is None:
+            self._drop_under_way()
+        else:
+            self._check_idle(slots)
+        self._pool.reset(self._take_episodes(slots))
+        if mask is None:
+            self._pool.check()  # otherwise the next step does: what ended before this reset is not to be lost
+        return self.observe()
+
+    def _take_episodes(self, slots: Sequence[int]) -> dict[int, Episode]:
+        """Give some slots their next episodes; those that get none are idle."""
+        self.interactions += 1
         starting: dict[int, Episode] = {}
         for slot in slots:
             self.current_episodes[slot] = episode = self.episodes.next()
@@ -326,60 +357,222 @@ class VLAEnv(EnvBase):
                 starting[slot] = episode
         for array in [*self._statistics.values(), self._last_reward]:
             array[list(slots)] = 0
-        self._pool.reset(starting)
-        if mask is None:
-            self._pool.check()  # otherwise the next step does: what ended before this reset is not to be lost
-        return self.observe()
+        return starting
 
-    def observe(self) -> TensorDictBase:
-        """Return the observations of now, as ``reset`` does: after :meth:`load_state_dict`, to go on."""
+    def observe(self, env_index: Sequence[int] | None = None) -> TensorDictBase:
+        """Return the observations of now, as ``reset`` does: after :meth:`load_state_dict`, to go on.
+
+        Args:
+            env_index: of these slots alone, of which nothing is under way.
+        """
+        slots = self._slots(env_index)
+        self._check_idle(slots.tolist())
         return TensorDict(
-            {**self._observe(), **{key: torch.zeros(self.num_envs, 1, dtype=torch.bool) for key in self.done_keys}},
-            batch_size=self.batch_size,
+            {**self._observe(slots), **{key: torch.zeros(len(slots), 1, dtype=torch.bool) for key in self.done_keys}},
+            batch_size=[len(slots)],
             device=self.device,
         )
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        slots = self._slots(None)
+        lost = self._pool.step(self._take_actions(tensordict, slots))
+        return self._outcome(slots, lost)
+
+    def _take_actions(self, tensordict: TensorDictBase, slots: np.ndarray) -> list[int]:
+        """Write the actions of some slots where simulators read them; returns the slots that have an episode."""
         self._check_open()
+        self._check_idle(slots.tolist())
         self.interactions += 1
-        active = self._active()
-        arrays = self._pool.arrays
-        arrays.actions[:] = self._checked(tensordict.get(keys.ACTION, None), active)
-        crashed = np.zeros(self.num_envs, bool)
-        lost = self._pool.step(np.flatnonzero(active).tolist())
-        crashed[lost] = True
+        active = self._active()[slots]
+        self._pool.arrays.actions[slots] = self._checked(tensordict.get(keys.ACTION, None), slots, active)
+        return slots[active].tolist()
+
+    def _outcome(self, slots: np.ndarray, lost: Sequence[int]) -> TensorDictBase:
+        """Return what a step of some slots did, of which some have ``lost`` their episodes."""
+        arrays, active, crashed = self._pool.arrays, self._active()[slots], np.isin(slots, lost)
         self.errors = {slot: self._pool.errors[slot] for slot in lost}
         self.step_remarks = self.remarks  # the episode's last word: a reset forgets it
 
-        now = self._statistics
-        steps = arrays.executed.sum(1, keepdims=True)
-        last = np.take_along_axis(arrays.successes, np.maximum(steps - 1, 0), axis=1)
-        rewards = self._training_rewards(arrays.rewards, arrays.executed, steps)
-        now[keys.STEP_REWARDS][:], now[keys.STEP_MASK][:], now[keys.CRASHED][:, 0] = rewards, arrays.executed, crashed
-        now[keys.ACTIONS_CLIPPED][:] = share_clipped(self.simulator_spec, arrays.actions, arrays.executed)
+        now = {key: array[slots] for key, array in self._statistics.items()}
+        executed, successes = arrays.executed[slots], arrays.successes[slots]
+        steps = executed.sum(1, keepdims=True)
+        last = np.take_along_axis(successes, np.maximum(steps - 1, 0), axis=1)
+        rewards = self._training_rewards(slots, arrays.rewards[slots], executed, steps)
+        now[keys.STEP_REWARDS], now[keys.STEP_MASK], now[keys.CRASHED] = rewards, executed, crashed[:, None]
+        now[keys.ACTIONS_CLIPPED] = share_clipped(self.simulator_spec, arrays.actions[slots], executed)
         now[keys.EPISODE_RETURN] += rewards.sum(1, keepdims=True)
         now[keys.EPISODE_LEN] += steps
-        now[keys.SUCCESS] |= arrays.successes.any(1, keepdims=True)
-        now[keys.SUCCESS_AT_END][:] = np.where(steps > 0, last, now[keys.SUCCESS_AT_END])
+        now[keys.SUCCESS] |= successes.any(1, keepdims=True)
+        now[keys.SUCCESS_AT_END] = np.where(steps > 0, last, now[keys.SUCCESS_AT_END])
         if keys.SUBTASKS in now:
-            now[keys.SUBTASKS][:] = np.where(steps > 0, arrays.subtasks[:, None], now[keys.SUBTASKS])
+            now[keys.SUBTASKS] = np.where(steps > 0, arrays.subtasks[slots, None], now[keys.SUBTASKS])
+        for key, array in now.items():
+            self._statistics[key][slots] = array
+        now = {key: array[slots] for key, array in self._statistics.items()}
         ended = crashed | ~active
         terminated = now[keys.SUCCESS] & ~ended[:, None] & (not self.ignore_terminations)
         too_long = now[keys.EPISODE_LEN] >= self.simulator_spec.max_episode_steps
-        too_long |= arrays.ended.any(1, keepdims=True)
+        too_long |= arrays.ended[slots].any(1, keepdims=True)
         truncated = ~terminated & (too_long | ended[:, None])
         return TensorDict(
             {
-                **self._observe(),
-                **{key: torch.from_numpy(array.copy()) for key, array in now.items()},
+                **self._observe(slots),
+                **{key: torch.from_numpy(array) for key, array in now.items()},
                 keys.REWARD: torch.from_numpy(rewards.sum(1, keepdims=True)),
                 keys.TERMINATED: torch.from_numpy(terminated),
                 keys.TRUNCATED: torch.from_numpy(truncated),
                 keys.DONE: torch.from_numpy(terminated | truncated),
             },
-            batch_size=self.batch_size,
+            batch_size=[len(slots)],
             device=self.device,
         )
+
+    def async_step_send(self, tensordict: TensorDictBase, env_index: Sequence[int] | None = None) -> None:
+        """Have the simulators of some slots execute a chunk each; :meth:`async_step_recv` has what came of it.
+
+        Args:
+            tensordict: decisions ``[k]`` with ``action``. It is kept, and returned with what came of it.
+            env_index: their slots; ``tensordict["env_index"]`` if ``None``.
+
+        Raises:
+            ValueError: a slot is named twice or is none, or actions are wrong.
+            RuntimeError: something is under way for one of the slots; or all worlds are simulated together.
+        """
+        self._check_halves()
+        slots = self._slots(tensordict.get(ENV_INDEX) if env_index is None else env_index)
+        active = self._take_actions(tensordict, slots)
+        pending = self._pool.step_send(active, [slot for slot in slots.tolist() if slot not in active])
+        self._under_way[tuple(slots.tolist())] = ("step", pending, tensordict)
+
+    def async_step_recv(self, env_index: Sequence[int] | None = None) -> TensorDictBase:
+        """Wait for the simulators of the slots that were sent together, and return what ``step`` does, ``[k]``.
+
+        ``AsyncEnvPool`` has the first that are ready (``min_get``) where no slot is named. Here it is those that were
+        sent first, so that the same calls have the same results.
+
+        Args:
+            env_index: the slots; those of the step that was sent first if ``None``.
+
+        Raises:
+            RuntimeError: no step is under way for exactly these slots.
+            SimulatorCrash: the simulator is broken, see :class:`~vla_envs.workers.pool.SimulatorCrash`.
+        """
+        sent, pending, tensordict = self._sent("step", env_index)
+        assert tensordict is not None  # of a step there is one
+        lost = self._pool.step_recv(pending)
+        del self._under_way[sent]
+        slots = np.array(sent)
+        return tensordict.copy().update({"next": self._outcome(slots, lost), ENV_INDEX: torch.from_numpy(slots)})
+
+    def async_reset_send(
+        self, tensordict: TensorDictBase | None = None, env_index: Sequence[int] | None = None
+    ) -> None:
+        """Give some slots the next episodes of the source, and have their simulators begin them.
+
+        Args:
+            tensordict: names the slots in ``"env_index"``, if ``env_index`` does not.
+            env_index: the slots; all if neither names any.
+
+        Raises:
+            ValueError: a slot is named twice or is none.
+            RuntimeError: something is under way for one of the slots; or all worlds are simulated together.
+        """
+        self._check_halves()
+        slots = self._slots(tensordict.get(ENV_INDEX) if env_index is None and tensordict is not None else env_index)
+        self._check_idle(slots.tolist())
+        pending = self._pool.reset_send(self._take_episodes(slots.tolist()))
+        self._under_way[tuple(slots.tolist())] = ("reset", pending, None)
+
+    def async_reset_recv(self, env_index: Sequence[int] | None = None) -> TensorDictBase:
+        """Wait for the simulators of the slots that were sent together, and return their observations ``[k]``.
+
+        Args:
+            env_index: the slots; those of the reset that was sent first if ``None``.
+
+        Raises:
+            RuntimeError: no reset is under way for exactly these slots.
+        """
+        sent, pending, _ = self._sent("reset", env_index)
+        self._pool.reset_recv(pending)
+        del self._under_way[sent]
+        return self.observe(sent).set(ENV_INDEX, torch.tensor(sent))
+
+    def async_step_and_maybe_reset_send(
+        self, tensordict: TensorDictBase, env_index: Sequence[int] | None = None
+    ) -> None:
+        """Do what :meth:`async_step_send` does; :meth:`async_step_and_maybe_reset_recv` is the other half."""
+        self.async_step_send(tensordict, env_index)
+
+    def async_step_and_maybe_reset_recv(
+        self, env_index: Sequence[int] | None = None
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """Wait for a step as :meth:`async_step_recv` does, and begin new episodes where it ended one.
+
+        Returns:
+            What the step did, and the observations of the next decision, ``[k]`` each.
+        """
+        outcome = self.async_step_recv(env_index)
+        slots = outcome[ENV_INDEX]
+        done = slots[outcome["next", keys.DONE].squeeze(-1)].tolist()
+        if done:
+            self.async_reset_send(env_index=done)
+            self.async_reset_recv(done)
+        return outcome, self.observe(slots.tolist()).set(ENV_INDEX, slots)
+
+    def stage_slots(self, stages: int) -> list[list[int]]:
+        """Divide the slots into stages, such that each worker has some of each: while one is decided, all can work.
+
+        Raises:
+            ValueError: that cannot be; see :func:`~vla_envs.stages.check_stages`.
+        """
+        if self.simulator_spec.batched:
+            raise ValueError(TOGETHER.format(id=self.simulator_spec.id))
+        workers = self._pool.num_workers
+        check_stages(stages, self.num_envs, workers)
+        return divide(self.num_envs, workers, stages)
+
+    @property
+    def simulator_seconds(self) -> float:
+        """For how long the busiest of the workers has worked so far."""
+        return float(self._pool.arrays.seconds.max())
+
+    def _slots(self, env_index: Sequence[int] | torch.Tensor | None) -> np.ndarray:
+        """Read slots, int64 ``[k]``; all if nobody names any."""
+        if env_index is None:
+            return np.arange(self.num_envs)
+        slots = np.array([int(slot) for slot in env_index], np.int64)
+        if len(set(slots.tolist())) < len(slots) or not all(0 <= slot < self.num_envs for slot in slots):
+            raise ValueError(f"{ENV_INDEX} is {slots.tolist()}: must be different slots from 0 to {self.num_envs - 1}")
+        return slots
+
+    def _sent(self, kind: str, env_index: Sequence[int] | None) -> tuple[tuple[int, ...], Pending, Any]:
+        """Find what was sent for some slots, or first."""
+        slots = None if env_index is None else tuple(self._slots(env_index).tolist())
+        for sent, (what, pending, tensordict) in self._under_way.items():
+            if what == kind and slots in (None, sent):
+                return sent, pending, tensordict
+        raise RuntimeError(
+            f"no {kind} is under way for {'any slot' if slots is None else f'exactly the slots {list(slots)}'}; under "
+            f"way are {[f'a {what} of {list(sent)}' for sent, (what, *_) in self._under_way.items()] or 'none'}"
+        )
+
+    def _check_idle(self, slots: Iterable[int]) -> None:
+        busy = {slot for sent in self._under_way for slot in sent}
+        if both := sorted(busy.intersection(slots)):
+            raise RuntimeError(
+                f"slots {both} are still processing what was sent for them: receive it first, or reset()"
+            )
+
+    def _check_halves(self) -> None:
+        self._check_open()
+        if self.simulator_spec.batched:
+            raise RuntimeError(TOGETHER.format(id=self.simulator_spec.id))
+
+    def _drop_under_way(self) -> None:
+        """Wait for what nobody will receive: all slots start anew."""
+        under_way, self._under_way = self._under_way, {}
+        for _, pending, _ in under_way.values():
+            self._pool.drop(pending)
 
     def state_dict(self, *_: Any, **__: Any) -> OrderedDict[str, Any]:
         """Return what :meth:`load_state_dict` needs to go on in the middle of the running episodes.
@@ -387,6 +580,7 @@ class VLAEnv(EnvBase):
         Tensors and plain values: the source of episodes and, once there was a reset, the running episodes. No
         simulator's state is among them, but the actions since the reset: a simulator repeats them exactly.
         """
+        self._check_idle(range(self.num_envs))
         state: OrderedDict[str, Any] = OrderedDict(sampler=self.episodes.state_dict())
         if any(episode is not None for episode in self.current_episodes):
             state["episodes"] = [None if episode is None else pack(episode) for episode in self.current_episodes]
@@ -419,6 +613,7 @@ class VLAEnv(EnvBase):
         if len(saved) != self.num_envs:
             raise ValueError(f"the saved run had {len(saved)} environments, this one has {self.num_envs}")
         self.interactions += 1
+        self._drop_under_way()
         self.episodes.load_state_dict(state_dict["sampler"])
         self.current_episodes = [None if episode is None else unpack(episode) for episode in saved]
         if "episodes" not in state_dict:
@@ -436,37 +631,43 @@ class VLAEnv(EnvBase):
     def _active(self) -> np.ndarray:
         return np.array([episode is not None for episode in self.current_episodes])
 
-    def _training_rewards(self, rewards: np.ndarray, executed: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Scale the benchmark's rewards ``[N, C]`` by the coefficient, as changes if asked, minus the step penalty."""
+    def _training_rewards(
+        self, slots: np.ndarray, rewards: np.ndarray, executed: np.ndarray, steps: np.ndarray
+    ) -> np.ndarray:
+        """Scale the benchmark's rewards ``[k, C]`` by the coefficient, as changes if asked, minus the step penalty."""
         rewards = rewards * np.float32(self.reward_coef)
         if self.relative_reward:
-            before = np.concatenate([self._last_reward, rewards[:, :-1]], axis=1)
+            before = np.concatenate([self._last_reward[slots], rewards[:, :-1]], axis=1)
             last = np.take_along_axis(rewards, np.maximum(steps - 1, 0), axis=1)
-            self._last_reward = np.where(steps > 0, last, self._last_reward)
+            self._last_reward[slots] = np.where(steps > 0, last, self._last_reward[slots])
             rewards = rewards - before
         return (rewards - np.float32(self.step_penalty)) * executed
 
-    def _observe(self) -> dict[str, Any]:
-        """Copy the shared arrays, which the next step overwrites."""
+    def _observe(self, slots: np.ndarray) -> dict[str, Any]:
+        """Copy the rows of some slots of the shared arrays, which the next step overwrites."""
         arrays, on_device = self._pool.arrays, bool(self.simulator_spec.batched)  # where each frame is a new one
-        identities = [(e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in self.current_episodes]
-        task_id, trial_id, group_id = torch.tensor(identities, dtype=torch.int64).unbind(1)
-        if self._texts is None or self._texts.tolist() != self._pool.texts:  # rebuilding costs 40 us per slot
-            self._texts = Instructions.of(self._pool.texts, self.device)
+        episodes, texts = self.current_episodes, self._pool.texts
+        identities = [
+            (e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in map(episodes.__getitem__, slots)
+        ]
+        task_id, trial_id, group_id = torch.tensor(identities, dtype=torch.int64).view(-1, 3).unbind(1)
+        told = [texts[slot] for slot in slots]
+        if self._texts is None or self._texts.tolist() != told:  # rebuilding costs 40 us per slot
+            self._texts = Instructions.of(told, self.device)
         observation = {
-            keys.IMAGES: arrays.images if on_device else torch.from_numpy(arrays.images.copy()),
-            keys.STATES: torch.from_numpy(arrays.states.copy()),
+            keys.IMAGES: arrays.images if on_device else torch.from_numpy(arrays.images[slots]),
+            keys.STATES: torch.from_numpy(arrays.states[slots]),
             keys.TASK_DESCRIPTIONS: self._texts,
             keys.TASK_ID: task_id,
             keys.TRIAL_ID: trial_id,
             keys.GROUP_ID: group_id,
         }
         if self.simulator_spec.wrist_image_shape is not None:
-            observation[keys.WRIST_IMAGES] = torch.from_numpy(arrays.wrist_images.copy())
+            observation[keys.WRIST_IMAGES] = torch.from_numpy(arrays.wrist_images[slots])
         return observation
 
-    def _checked(self, action: torch.Tensor | None, active: np.ndarray) -> np.ndarray:
-        expected = (self.num_envs, self.chunk_size, self.simulator_spec.action_dim)
+    def _checked(self, action: torch.Tensor | None, slots: np.ndarray, active: np.ndarray) -> np.ndarray:
+        expected = (len(slots), self.chunk_size, self.simulator_spec.action_dim)
         if action is None:
             raise ValueError(f"there is no {keys.ACTION!r} to step with; write it, float32 {list(expected)}")
         if tuple(action.shape) != expected or action.dtype != torch.float32:
@@ -475,7 +676,9 @@ class VLAEnv(EnvBase):
                 f"[envs, chunk, action], got {action.dtype} {list(action.shape)}"
             )
         array = action.detach().cpu().numpy()
-        refuse_actions(self.simulator_spec, array, active)
+        everybodys, acting = self._pool.arrays.actions.copy(), np.zeros(self.num_envs, bool)
+        everybodys[slots], acting[slots] = array, active
+        refuse_actions(self.simulator_spec, everybodys, acting)  # which names the slots
         return array
 
     def _check_open(self) -> None:

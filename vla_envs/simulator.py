@@ -239,9 +239,15 @@ class SimulatorSpec:
         """Import the benchmark and build one world."""
         return self.simulator_class()(self)
 
-    def make_batched(self, num_envs: int, chunk_size: int, ignore_terminations: bool) -> Any:
-        """Import the benchmark and build all worlds: the interface of a :class:`~vla_envs.workers.pool.WorkerPool`."""
-        return _named(self.batched)(self, num_envs, chunk_size, ignore_terminations)
+    def make_batched(
+        self, num_envs: int, chunk_size: int, ignore_terminations: bool, gpus: Sequence[int] | None = None
+    ) -> Any:
+        """Import the benchmark and build all worlds: the interface of a :class:`~vla_envs.workers.pool.WorkerPool`.
+
+        ``gpus`` is the one GPU to simulate on, CUDA's current one if ``None``.
+        """
+        where = {} if gpus is None else {"device": f"cuda:{gpus[0]}"}
+        return _named(self.batched)(self, num_envs, chunk_size, ignore_terminations, **where)
 
     def check(self) -> None:
         """Raise early what :meth:`make` would raise: a package or assets that are missing.
@@ -251,6 +257,23 @@ class SimulatorSpec:
         check = getattr(self.simulator_class(), "check", None)
         if check is not None:
             check(self)
+
+    def check_gpus(self, gpus: Sequence[int]) -> None:
+        """Raise early that workers could not take turns on these GPUs, or not all worlds be simulated on them.
+
+        A simulator class that draws with :mod:`vla_envs.rendering` offers it as a static method
+        ``check_gpus(spec, gpus)``.
+
+        Raises:
+            ValueError: what hinders them; or the simulator cannot be told which GPU to take.
+        """
+        check = getattr(self.simulator_class(), "check_gpus", None)
+        if check is None:
+            raise ValueError(
+                f"gpus=[{','.join(map(str, gpus))}]: {self.id} cannot be told which GPU to draw with; leave out "
+                "env.gpus (null) and placement.env"
+            )
+        check(self, gpus)
 
 
 def _warn_of_departures() -> None:

@@ -16,6 +16,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -39,9 +40,10 @@ import vla_algos.run.resume as resume
 import vla_envs.workers.pool as pool
 from benchmarks.storm import _line
 from vla_algos import Learner, StepCollector
+from vla_algos.parallel import process_group
 from vla_algos.run import provenance
 from vla_algos.run.checkpoints import CheckpointError, latest_checkpoint
-from vla_algos.run.launch import run_recipe
+from vla_algos.run.launch import members, run_recipe
 from vla_algos.run.run import Run
 
 PHASES = ("starting", "collecting", "learning", "saving", "evaluating", "ending")
@@ -54,7 +56,7 @@ OF = {
     "ppo": ["collector.decisions=4", "update.critic_warmup_steps=0"],
     "grpo": ["group_size=4", "collector.groups=2", "collector.max_groups=3"],
 }
-_TIMES = re.compile(r"^(time/|decisions_per_s|env_steps_per_s|fps|.*per_second)")
+_TIMES = re.compile(r"^(sync/|time/|decisions_per_s|env_steps_per_s|fps|.*per_second)")
 _CELL = struct.Struct("q")
 
 
@@ -198,6 +200,41 @@ def live(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def live_together(
+    name: str, folder: Path, processes: int, prepare: Callable[[], None] = lambda: None, more: tuple[str, ...] = ()
+) -> list[int]:
+    """Fork lives that are the processes of one run, as torchrun would start them; returns these.
+
+    Args:
+        name: of the recipe.
+        folder: of the run.
+        processes: how many.
+        prepare: is called in each before anything else; ``RANK`` tells them apart.
+        more: further overrides.
+    """
+    warm()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def prepared(rank: int) -> None:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        os.environ |= {key: str(number) for key, number in (numbers | {"MASTER_PORT": port}).items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": name}
+        global run_recipe
+        alone = run_recipe
+
+        def in_group(train: Any, types: Any, config: DictConfig, folder: Path) -> None:
+            with process_group(members(config)) as has_part:
+                if has_part:
+                    alone(train, types, config, folder)
+
+        run_recipe = in_group
+        prepare()
+
+    return [live(name, folder, Board(), functools.partial(prepared, rank), more) for rank in range(processes)]
 
 
 def last_words(folder: Path) -> str:

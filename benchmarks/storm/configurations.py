@@ -219,6 +219,10 @@ def ordered(legal: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: legal(value) and list(value) == sorted(value)
 
 
+def first_process(value: Any) -> bool:
+    return type(value) in (int, str, list) and value in ("all", 0, "0", "0-0", [0], ["0"], ["0-0"])
+
+
 flag, never, count = one_of(True, False), one_of(), whole(1, 1_000_000)
 rate, share, positive = number(0, 1, above=True, below=True), number(0, 1), number(0, above=True)
 below_one = number(0, 1, above=True, below=True)
@@ -234,6 +238,12 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "sharding.reshard_after_forward": flag,
     "sharding.cpu_offload": flag,
     "offload.optimizer": flag,
+    "placement.env": lambda value: value == "same" or first_process(value),
+    "placement.*": first_process,  # there is no other
+    "timeline": flag,
+    "sync.lag": whole(0, 1_000_000),
+    "pipeline.stages": whole(1, 50_000),  # of as many environments and more
+    "pipeline.overlap_resets": flag,
     "evaluate_every": whole(0, 1_000_000),
     "checkpoint_every": count,
     "group_size": whole(2, 1_000_000),
@@ -268,6 +278,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "loss.critic_coeff": null_or(number(0, 1000)),
     "loss.clip_value": null_or(positive),
     "loss.huber_delta": positive,
+    "loss.max_behaviour_weight": one_of(None),  # without sync.lag
     "loss.reference_kl_coeff": number(0, 1000),
     "optim.lr": rate,
     "optim.value_lr": null_or(rate),
@@ -301,6 +312,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.id": one_of("metaworld/MT50"),
     "env.num_envs": whole(1, 100_000),
     "env.num_workers": null_or(whole(1, 128)),
+    "env.gpus": null_or(lambda v: list_of(whole(0, 1_000_000), 1)(v) and len(set(v)) == len(v)),
     "env.step_timeout": positive,
     "env.start_timeout": positive,
     "env.ignore_terminations": flag,

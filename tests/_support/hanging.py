@@ -1,9 +1,10 @@
-"""A simulator that hangs while it is built, once: who makes the folder ``options["once"]`` does."""
+"""Simulators that hang: while they are built, once (who makes the folder ``options["once"]``), and in steps."""
 
 import os
 import time
 
 from benchmarks.storm._faulty import FaultySimulator
+from benchmarks.storm.toy import ToySimulator
 
 
 class HangsInSetup(FaultySimulator):
@@ -13,4 +14,14 @@ class HangsInSetup(FaultySimulator):
         except FileExistsError:
             super().__init__(spec)
         else:
+            time.sleep(600)
+
+
+class HangsInStep(ToySimulator):
+    """Hangs where a toy simulator raises."""
+
+    def _fail_if_told(self):
+        try:
+            super()._fail_if_told()
+        except RuntimeError:
             time.sleep(600)

@@ -21,7 +21,8 @@ from vla_algos import parallel
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.run.checkpoints import CheckpointError, checkpoints, latest_checkpoint, open_checkpoint
-from vla_algos.run.resume import ResumableRun, trained
+from vla_algos.run.resume import ResumableRun
+from vla_algos.weight_sync import trained_tensors
 from vla_policies import load_policy
 from vla_policies.sharding import shard
 
@@ -85,7 +86,7 @@ def live(kind, folder, root, last, shards=None, elastic=None, during=lambda iter
 def everything(policy, learner, episodes):
     learner = learner.state_dict()
     return {
-        "weights": whole(trained(policy)),
+        "weights": whole(trained_tensors(policy)),
         "moments": [whole(entries) for entries in learner["optimizer"]["state"].values()],
         "reference": whole(learner.get("reference", {})),
         "steps": (learner["steps"], learner["scheduler"]["last_epoch"]),
@@ -175,7 +176,7 @@ def test_one_process_goes_on_from_two_and_two_from_one(case, folder, root, alone
     copied, two = root / f"{kind} {shards}" / "copied", results[0][case]["stopped"]
     with pytest.raises(CheckpointError, match=r"is of 2 processes, this run has 1: resume with .*resume=elastic \("):
         live(kind, folder, copied, 2)
-    weights = whole(trained(KINDS[kind][0](folder)))
+    weights = whole(trained_tensors(KINDS[kind][0](folder)))
     assert any(not torch.equal(weights[name], two["weights"][name]) for name in weights)
     found = live(kind, folder, copied, 2, elastic=5)
     same(found, two, ["weights", "moments", "reference", "steps"])

@@ -1,5 +1,6 @@
 """RoboTwin without its simulator: names, options, seeds, packages and assets that lack, what is refused."""
 
+import io
 import json
 import sys
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from vla_envs import Episode, EpisodeSampler, evaluation_episodes, list_envs, make_spec
 from vla_envs.gym.episodes import resolve_spec
@@ -361,7 +363,7 @@ def test_success_came_in_the_action_whose_share_of_the_motion_it_was(steps, chec
         task.checks = checks
         return None, [True], None, None
 
-    task = SimpleNamespace(robot=robot, drives=SimpleNamespace(), gen_sparse_reward_data=move)
+    task = SimpleNamespace(robot=robot, gen_sparse_reward_data=move)
     world = SimpleNamespace(task=task, _own_random=nullcontext)
     assert World.execute(world, np.zeros((10, 14), np.float32)) == action
     assert world.stood == (None in steps)
@@ -392,6 +394,25 @@ def test_seeds_limits_and_remarks_are_those_of_the_running_episode():
         found.append((simulator.seed, simulator.remark))
     replaced = "RoboTwin's seed 10001 is unstable, 10003 runs in its place"
     assert found == [(10000, STOOD), (10003, f"{replaced}; {STOOD}"), (10000, STOOD), (10003, STOOD)]
+
+
+def test_what_a_reset_asks_again_is_remembered():
+    asked = []
+
+    def distance(first, second):
+        asked.append((first.copy(), second.copy()))
+        return np.float64(np.abs(first - second).sum())
+
+    remembered = package._remember_distances(distance)
+    lying, turned = np.array([1, 0, 0, 0], np.float32), np.array([0.6, 0.8, 0, 0], np.float32)
+    found = [remembered(lying, other) for other in (lying, turned, lying.astype(np.float64), turned.copy())]
+    assert found == [distance(lying, other) for other in (lying, turned, lying, turned)]
+    assert [second.dtype for _, second in asked[:3]] == [np.float32, np.float32, np.float64]
+    assert len(asked) == 3 + 4  # which are those of the comparison
+    text = "D435: {w: 320, h: 240}"
+    first, second = (package._RememberedFiles.load(text, Loader=yaml.FullLoader) for _ in range(2))
+    first["D435"]["w"] = 0
+    assert second == package._RememberedFiles.safe_load(io.StringIO(text)) == {"D435": {"w": 320, "h": 240}}
 
 
 def test_the_order_of_files_is_not_the_file_systems(monkeypatch):

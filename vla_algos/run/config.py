@@ -10,8 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.imitation import BehaviourCloning
+from vla_algos.placement import DEFAULTS, Placement, split_roles
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.launcher_settings import check_job, count_processes, launcher_types
+from vla_algos.run.roles import read_placement
 from vla_algos.run.sharding import Sharding, check_shards
 from vla_algos.run.warm_start import record
 from vla_common.errors import unknown_name
@@ -45,6 +47,9 @@ TRAINING: Types = {
     "resume": RESUME_SHARED,
     "sharding": setting_types(Sharding),
     "offload": {"optimizer": bool},
+    "placement": dict.fromkeys(DEFAULTS, Any),  # Placement.read says what they may be
+    "sync": {"lag": Whole},
+    "timeline": bool,
 }
 _MOVED = {"algo": "gae, loss, update and collector", "sft": "demonstrations and cloning"}
 _SHARED = (("env", "num_envs"), ("collector", "groups"), ("collector", "max_groups"))  # by the processes of a job
@@ -77,6 +82,8 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
             as it is typed, and the nearest name.
     """
     settings = _plain(config)
+    if isinstance(settings.get("placement"), dict):
+        settings["placement"] = split_roles(settings["placement"])
     for name in settings:
         if name in _MOVED:
             raise ValueError(f"{name}: is called {_MOVED[name]} now; docs/reference/configuration.md has each setting")
@@ -111,8 +118,15 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
         found[name] = Section(name, value)
     if found["launcher"]["name"] == "slurm":
         shared = {f"{section}.{name}": found.get(section, {}).get(name) for section, name in _SHARED}
-        check_job(found["launcher"], {name: number for name, number in shared.items() if number is not None})
-        check_shards(found.get("sharding", {}).get("shards", "all"), count_processes(found["launcher"]))
+        launcher = found["launcher"]
+        placement = Placement.read(
+            found.get("placement", {}), count_processes(launcher), launcher.get("tasks_per_node", 1)
+        )
+        numbers = {name: number for name, number in shared.items() if number is not None}
+        check_job(launcher, numbers, len(placement.rollouts))
+        check_shards(found.get("sharding", {}).get("shards", "all"), len(placement.actors))
+    elif "placement" in found:
+        read_placement(found["placement"])
     if found.get("sharding", {}).get("cpu_offload") and found["offload"]["optimizer"]:
         raise ValueError(
             "offload.optimizer=true: with sharding.cpu_offload=true Adam is in host memory already; leave "

@@ -115,16 +115,17 @@ class Evaluator:
         return EvaluationResult(ordered, share.videos, broken, share.instructions, env.simulator_spec.chain_length)
 
     def run_both(
-        self, title: str, env: VLAEnv, policy: TensorDictModuleBase, folder: Path
+        self, title: str, env: VLAEnv, policy: TensorDictModuleBase, folder: Path, **options: Any
     ) -> dict[str, EvaluationResult]:
         """Evaluate the greedy policy, filmed, and the sampling one if asked: shares by the prefix of their metrics.
 
-        Their results come into ``folder`` under that prefix.
+        Their results come into ``folder`` under that prefix. ``options`` are of
+        :func:`~vla_algos.evaluation.evaluate`.
         """
-        results = {"eval": self.run(title, env, policy, folder / "eval.jsonl", record=self.local_videos)}
+        results = {"eval": self.run(title, env, policy, folder / "eval.jsonl", record=self.local_videos, **options)}
         if self.sampled:
             path = folder / "eval_sampled.jsonl"
-            results["eval_sampled"] = self.run(f"{title}, sampled", env, policy, path, greedy=False)
+            results["eval_sampled"] = self.run(f"{title}, sampled", env, policy, path, greedy=False, **options)
         return results
 
     @property

@@ -31,6 +31,7 @@ from vla_algos.run.program import OTHERS_FIRST, in_program, only_checks, say
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.resume import SIGNALS
 from vla_algos.run.retries import batch_lines, note_stopped
+from vla_algos.run.roles import read_placement
 from vla_algos.run.run import Run
 from vla_common.program import WRONG_USE
 
@@ -61,8 +62,9 @@ class SlurmRun(submitit.helpers.Checkpointable):
         """Run the recipe in the processes of the job."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
         try:
-            with process_group(), _first_says_it():
-                self.recipe(self.config, self.folder)
+            with process_group(members(self.config)) as has_part, _first_says_it():
+                if has_part:
+                    self.recipe(self.config, self.folder)
         except SystemExit:  # of ResumableRun, when all have saved
             note_stopped(self.folder)
             raise
@@ -109,8 +111,9 @@ def launch(
     if parallel.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
     if launcher == "local":
-        with process_group(), _first_says_it():
-            recipe(config, _common_folder(folder))
+        with process_group(members(config)) as has_part, _first_says_it():
+            if has_part:
+                recipe(config, _common_folder(folder))
         return
     if missing := launcher_types(launcher).keys() - settings.keys():
         raise ValueError(f"launcher.{min(missing)} is missing; type launcher={launcher}, which sets all of them")
@@ -133,6 +136,18 @@ def launch(
     if retries:
         settings["setup"] = [*(settings["setup"] or []), *batch_lines(retries, [run.folder for run in runs])]
     _report(_submit(runs, folder / "slurm", HydraConfig.get().job.name, settings), runs, wait)
+
+
+def members(config: DictConfig) -> tuple[int, ...] | None:
+    """Return which of the processes that were started have a part, in the order of the numbers they get.
+
+    Raises:
+        ValueError: ``placement`` does not fit them.
+    """
+    if "placement" not in config:
+        return None
+    placement = read_placement(cast("dict[str, Any]", OmegaConf.to_container(config.placement, resolve=True)))
+    return None if placement.members == tuple(range(placement.processes)) else placement.members
 
 
 @contextlib.contextmanager

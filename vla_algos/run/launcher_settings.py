@@ -58,12 +58,13 @@ def count_processes(settings: Mapping[str, Any]) -> int:
     return settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
 
 
-def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
+def check_job(settings: Mapping[str, Any], shared: Mapping[str, int], sharing: int | None = None) -> None:
     """Refuse what would fail only when the job has waited in the queue.
 
     Args:
         settings: of a launcher, of the right types.
-        shared: numbers that the processes of the job share, by their names.
+        shared: numbers that processes of the job share, by their names.
+        sharing: how many do, where not all.
 
     Raises:
         ValueError: says which setting, and what would be right.
@@ -82,10 +83,12 @@ def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
             f"launcher.setup: {trap!r} takes the place of what launcher.retries does at the job's end; leave out the "
             "trap, or type launcher.retries=0"
         )
-    processes = count_processes(settings)
+    everybody = count_processes(settings)
+    processes = everybody if sharing is None else sharing
+    said = "launcher.nodes and launcher.tasks_per_node" if processes == everybody else "placement.rollout"
     for name, number in shared.items():
         if number % processes:
             raise ValueError(
-                f"{name}={number} cannot be shared by the {processes} processes of launcher.nodes and "
-                f"launcher.tasks_per_node; try {name}={-(-number // processes) * processes}"
+                f"{name}={number} cannot be shared by the {processes} processes of {said}; try "
+                f"{name}={-(-number // processes) * processes}"
             )

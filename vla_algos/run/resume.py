@@ -42,9 +42,9 @@ from vla_algos.run.checkpoints import (
 from vla_algos.run.files import remove
 from vla_algos.run.retries import requeue
 from vla_algos.run.seeds import seed_after
+from vla_algos.weight_sync import trained_tensors
 from vla_common.tensor_files import make_room, not_finite
 from vla_policies import VLAPolicy
-from vla_policies.sharding import reshard
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # SLURM's: at a preemption, and before the time limit
@@ -207,6 +207,37 @@ class ResumableRun:
         self._stop(parallel.all_reduce_max(self._signal or 0))
         return cast(T, result)  # whoever has none does not get here
 
+    def apart(self, work: Callable[[], T], interruptible: bool = False) -> T:
+        """Do this process's part of what those of different roles do at once, and come together; returns its result.
+
+        A signal breaks it off if the state before it was saved, otherwise it stops the run after the iteration.
+
+        Args:
+            work: only processes of the same role may wait for each other in it.
+            interruptible: nobody waits in it, a signal may break it off anywhere; else at :meth:`stop_if_asked`.
+
+        Raises:
+            Interrupted: a signal came, here or to another process.
+        """
+        saved, result = self._saved == self._iteration, None
+        try:
+            self._may_stop = saved and interruptible
+            if self._may_stop and self._signal is not None:
+                raise Interrupted
+            result = work()
+            self._may_stop = False
+        except Interrupted:
+            pass
+        finally:
+            self._may_stop = False
+        number = parallel.all_reduce_max(self._signal or 0)
+        if number and saved:
+            self.wait()
+            if self._saved != self._iteration:  # it could not be written, and what was broken off cannot be saved
+                self._between = None
+            self._stop(number)
+        return cast(T, result)  # whoever has none does not get here
+
     def stop_if_asked(self) -> None:
         """Stop within an update if a signal came and the state before the update is on disk already.
 
@@ -362,8 +393,11 @@ class ResumableRun:
                 "with resume=elastic (weights and optimizer go on, with fresh episodes), or start in a new folder from "
                 f"one of the policies {self.checkpoints}/*/policy"
             )
-        weights, learner = trained(self.policy), self.parts["learner"]
+        weights = trained_tensors(self.policy)
         check_trained(weights, saved)
+        if (learner := self.parts.get("learner")) is None:  # a process that does not learn
+            saved.fill({"weights": weights})
+            return {}
         state = getattr(learner, "empty_state", make_room)(saved.state["learner"])
         saved.fill({"weights": weights, "learner": state})
         return state
@@ -379,10 +413,11 @@ class ResumableRun:
         """Restore the learner alone, where other processes have stopped."""
         assert self._elastic_seed is not None  # else it is refused
         everybodys = [saved.of_process(rank)["parts"] for rank in range(saved.processes)]
-        self.parts["learner"].load_state_dict(state)
         for name, part in self.parts.items():
-            if name != "learner" and hasattr(part, "begin_anew"):
-                part.begin_anew([parts[name] for parts in everybodys])
+            if name == "learner":
+                part.load_state_dict(state)
+            elif hasattr(part, "begin_anew"):
+                part.begin_anew([parts[name] for parts in everybodys if name in parts])
         seed_after(self._elastic_seed, saved.step)
         if parallel.is_main():
             tqdm.write(
@@ -399,7 +434,11 @@ class ResumableRun:
         """Return what differs as soon as weights or learner are written to: a version for each tensor, and numbers."""
         weights = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         with torch.no_grad():  # or parts of DTensors were views, with versions of their own
-            return _versions([weights, self.parts["learner"].state_dict()])
+            return _versions([weights, self._learner_state()])
+
+    def _learner_state(self) -> dict[str, Any]:
+        """Return the state of the learner; of a process that has none, nothing."""
+        return self.parts["learner"].state_dict() if "learner" in self.parts else {}
 
     def _save(self, publish: bool = False) -> None:
         """Copy the state, and begin to write it."""
@@ -410,8 +449,8 @@ class ResumableRun:
             "iteration": self._iteration,
             "run_state": self.run_state,
             "seconds": self.seconds + time.perf_counter() - self._started,
-            "weights": trained(self.policy),
-            "learner": self.parts["learner"].state_dict(),
+            "weights": trained_tensors(self.policy),
+            "learner": self._learner_state(),
         }
         process = (parallel.rank(), parallel.world_size())
         snapshot = Snapshot.take(state, self._between, process, self._check_finite)
@@ -505,16 +544,8 @@ def _agreed(read: Callable[..., T], *arguments: Any) -> tuple[T | None, str | No
     return result, next(filter(None, parallel.all_gather_object(problem)), None)
 
 
-def trained(policy: VLAPolicy) -> dict[str, Tensor]:
-    """Return what training changes, itself: parameters that have a gradient, and all saved buffers."""
-    reshard(policy)
-    parameters = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    fixed = {name for name, _ in policy.named_parameters()} - parameters
-    return {name: tensor.detach() for name, tensor in policy.state_dict().items() if name not in fixed}
-
-
 def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:
-    """Compare names and shapes of :func:`trained` with those of a checkpoint.
+    """Compare names and shapes of :func:`~vla_algos.weight_sync.trained_tensors` with those of a checkpoint.
 
     Raises:
         CheckpointError: they are those of another policy.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar, cast
@@ -14,8 +15,10 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
+from vla_algos.collectors import EpisodeCollector
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
+from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
 from vla_algos.run.files import write_folder_atomically
@@ -23,20 +26,26 @@ from vla_algos.run.folder import finish_folder, note_start, open_folder, say_wha
 from vla_algos.run.logging import RunLogger, progress_bar
 from vla_algos.run.phase import begin_work
 from vla_algos.run.resume import ResumableRun, Stateful
+from vla_algos.run.roles import Roles
 from vla_algos.run.seeds import seed_rank
-from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
+from vla_algos.run.sharding import check_same_draws, say_host_memory
 from vla_algos.run.summary import describe_policy, describe_spec, show_iteration, summarise
+from vla_algos.run.turns import Turns
 from vla_algos.run.warm_start import clone, demonstration_seed, record
+from vla_common import timeline
 from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.demonstrations import check_expert
+from vla_envs.stages import TOGETHER, check_stages
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
 from vla_policies.memory import Way
 from vla_policies.sharding import gathered
 
+B = TypeVar("B")
 T = TypeVar("T")
+_ADVISED_AFTER = 5  # iterations: the first calls compile, or load
 _CRASHED_ITERATIONS = 10  # in a row, in which no episode finished
 
 
@@ -74,11 +83,14 @@ class Run:
         self.name, self.config, self.folder = config.recipe, config, folder
         self._started = time.perf_counter()
         self.spec: SimulatorSpec = make_env_spec(config.env)
+        self.roles = Roles.of(getattr(config, "placement", None))
+        self.pipeline: Mapping = getattr(config, "pipeline", {})
+        self._check_stages()
         self.evaluator = Evaluator(**config.eval)
         self.evaluator.episodes(self.spec)  # there are so many
         self.demonstration_seed = 0
         if hasattr(config, "sharding"):
-            self.sharding = Sharding(**config.sharding)
+            self.sharding = self.roles.shard(config.sharding)
         if hasattr(config, "demonstrations"):
             self.demonstration_seed = demonstration_seed(config.seed, config.eval["seed"])
             self._check_warm_start()
@@ -92,6 +104,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        timeline.end()
         if self._lock is not None:
             self._lock.release()
 
@@ -102,7 +115,8 @@ class Run:
         settings = dict(self.config.policy)
         divide, way = None, Way()
         if hasattr(self.config, "sharding"):  # whoever only acts has the policy whole
-            divide = self.sharding.divider(settings.get("device"))
+            with self.roles.own():
+                divide = self.sharding.divider(settings.get("device"))
             way = self.sharding.way(self.config.offload["optimizer"])
 
         def complete(policy: VLAPolicy) -> None:
@@ -110,30 +124,84 @@ class Run:
             if divide is not None:
                 divide(policy)
 
-        self.policy = make_policy(self.spec, shard=None if divide is None else complete, **settings)
-        if divide is None:
-            complete(self.policy)
+        with self.roles.own():
+            self.policy = make_policy(self.spec, shard=None if divide is None else complete, **settings)
+            if divide is None:
+                complete(self.policy)
         check_same_draws()
         return self.policy
 
     def make_env(self, policy: VLAPolicy) -> VLAEnv:
-        """Start the simulators of ``config.env`` with the chunk length of the policy: this process's share of them."""
-        settings = {**self.config.env, "num_envs": parallel.per_rank(self.config.env["num_envs"], "env.num_envs")}
-        if settings.get("num_workers") is None:
-            settings["num_workers"] = min(settings["num_envs"], parallel.cores())
+        """Start the simulators of ``config.env`` with the chunk length of the policy, as :meth:`on_rollouts` does."""
+        settings = {**self.config.env, **self._workers()}
+        if (gpus := self.roles.gpus(self.config.env.get("gpus"))) is not None:
+            settings["gpus"] = gpus
         group_size = settings.get("group_size", 1)
         if group_size != 1 and not hasattr(self.config, "episode_order"):
             raise ValueError(f"env.group_size={group_size}: {self.name}.py has no groups; leave it out")
-        episodes = self.training_episodes(group_size)
-        self.env = make_env(**settings, chunk_size=policy.chunk_size, episodes=episodes)
+        self.env = self.on_rollouts(
+            lambda: make_env(**settings, chunk_size=policy.chunk_size, episodes=self.training_episodes(group_size))
+        )
         said = [describe_policy(policy)]
         if hasattr(self.config, "sharding"):
-            said += filter(None, [self.sharding.describe(self.config.offload["optimizer"])])
+            with self.roles.own():
+                divided = self.sharding.describe(self.config.offload["optimizer"])
+            said += filter(None, [divided, self.roles.describe()])
         print(f"{describe_spec(self.spec)}\n{'; '.join(said)}")
         return self.env
 
+    def per_rollout(self, total: int, what: str) -> int:
+        """Return the part of each process that collects of a number that is given for the whole run.
+
+        Raises:
+            ValueError: it cannot be divided evenly.
+        """
+        return parallel.per_rank(total, what, len(self.roles.rollouts))
+
+    def on_rollouts(self, make: Callable[[], T]) -> T:
+        """Make what the processes that collect have, such as the collector; within, there are no others.
+
+        Returns:
+            It; ``None`` in the others, which have no use for it.
+        """
+        if not self.roles.collects:
+            return cast(T, None)
+        with parallel.among(self.roles.rollouts):
+            return make()
+
+    def on_actors(self, make: Callable[[], T]) -> T:
+        """Make what the processes that learn have, such as the learner; within, there are no others.
+
+        Returns:
+            It; ``None`` in the others, which have no use for it.
+        """
+        if not self.roles.learns:
+            return cast(T, None)
+        with parallel.among(self.roles.actors):
+            return make()
+
+    def _workers(self) -> dict[str, int]:
+        """Count this process's environments, and the workers that share them: each has some of every stage."""
+        num_envs = self.per_rollout(self.config.env["num_envs"], "env.num_envs")
+        workers = self.config.env.get("num_workers")
+        if workers is None:
+            stages = self.pipeline["stages"] if self.pipeline else 1
+            workers = max(1, min(num_envs // stages, parallel.cores()))
+        return {"num_envs": num_envs, "num_workers": workers}
+
+    def _check_stages(self) -> None:
+        """Refuse stages before anything is loaded."""
+        if self.pipeline:
+            workers, batched = self._workers(), self.spec.id if self.spec.batched else ""
+            check_stages(self.pipeline["stages"], workers["num_envs"], workers["num_workers"], batched)
+            if batched and self.pipeline.get("overlap_resets"):
+                raise ValueError(f"pipeline.overlap_resets=true: {TOGETHER.format(id=batched)}")
+
     def training_episodes(self, group_size: int) -> EpisodeSampler:
-        """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times."""
+        """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times.
+
+        Called within :meth:`on_rollouts`.
+        """
         return EpisodeSampler(
             self.spec,
             self.config.seed,
@@ -146,18 +214,23 @@ class Run:
     # ---- the loop
 
     @contextlib.contextmanager
-    def resumable(self, *, warm_start: bool = True, **parts: Stateful) -> Iterator[None]:
+    def resumable(self, *, warm_start: bool = True, **parts: Stateful | None) -> Iterator[None]:
         """Restore the last checkpoint of this folder, or begin; afterwards save the policy and print the summary.
 
         Args:
             warm_start: clone demonstrations into a new policy before the first iteration, and evaluate what came of it.
-            **parts: what changes beside the policy's weights: ``learner`` and, where there is one, ``collector``.
+            **parts: what changes beside the policy's weights: ``learner`` and, where there is one, ``collector``;
+                ``None`` in a process that has none.
         """
-        self._parts, self._warm_starts = parts, warm_start
+        self._warm_starts = warm_start
+        self._parts: dict[str, Stateful] = {name: part for name, part in parts.items() if part is not None}
+        lag = self.config.sync["lag"] if hasattr(self.config, "sync") else 0
+        self._turns = Turns(self.policy, self.config.seed, lag, self.roles)
+        kept = self._parts if self._turns.is_plain else self._parts | {"turns": self._turns}
         self._checkpoints = ResumableRun(
             self.folder,
             self.policy,
-            parts,
+            kept,
             self.config.checkpoint_every,
             lambda: self._logger.sync(),
             elastic_seed=self.config.seed if self.config.resume == "elastic" else None,
@@ -207,9 +280,18 @@ class Run:
                 if iteration >= self._last:
                     break
 
-    def interruptible(self, work: Callable[[], T]) -> T:
-        """Do work that changes no weights, which a signal may break off; see :class:`ResumableRun`."""
-        return self._checkpoints.interruptible(work)
+    def turn(self, collect: Callable[[], B], learn: Callable[[B | None], T], join: Callable[[list[B]], B]) -> T:
+        """Collect a batch and learn from one, as ``config.placement`` and ``config.sync`` say; see :class:`Turns`.
+
+        Args:
+            collect: returns a batch: rows, or a list. Changes no weights; a signal may break it off.
+            learn: learns from this process's part of a batch, ``None`` if that has no rows.
+            join: makes one batch of several.
+
+        Returns:
+            What ``learn`` has returned.
+        """
+        return self._turns(self._checkpoints, self._iteration, self._last, collect, learn, join)
 
     def stop_if_asked(self) -> None:
         """Stop here if a signal asked for it and nothing is lost; see :class:`ResumableRun`."""
@@ -240,7 +322,8 @@ class Run:
         self.state["speeds"].append(speed)
         logged = {name: value for numbers in metrics for name, value in numbers.items()}
         logged |= {
-            **collector_stats(self._parts["collector"]),
+            **collector_stats(cast("BaseCollector | None", self._parts.get("collector"))),
+            **self._turns.metrics(),
             **self._seconds,
             "time/iteration": seconds,
             "time/elapsed": now - self._started,
@@ -250,6 +333,7 @@ class Run:
         self._logger.log(logged, self._iteration)
         self._bar.update()
         show_iteration(self._bar, self._iteration, logged)
+        self._advise(logged)
         self._check_crashes(logged.get("env/num_episodes", 0), logged.get("env/crashed_episodes", 0))
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
@@ -263,15 +347,30 @@ class Run:
         """Print a line above the progress bar."""
         self._bar.write(text)
 
+    def _advise(self, logged: Mapping[str, float]) -> None:
+        """Say once whether other stages would be faster, when calls take as long as they will."""
+        told = "advised" in self.state or self._iteration < _ADVISED_AFTER
+        if not self.pipeline or told or self.spec.batched or not self.roles.collects:
+            return
+        seconds = {part: logged[f"time/{part}"] for part in ("env", "policy", "rollout")}
+        calls = cast(EpisodeCollector, self._parts["collector"]).calls
+        self.state["advised"] = advise(self.pipeline["stages"], seconds, calls, self.env.num_envs)
+        if self.state["advised"]:
+            self.write(f"iteration {self._iteration}: {self.state['advised']}")
+
     # ---- what happens in between
 
     def _note_start(self) -> None:
         """Work begins: write what this process runs; what a full disk refuses is tried again after an iteration."""
         begin_work()
+        if getattr(self.config, "timeline", False) and not self._noted:
+            timeline.begin(self.folder / "timeline" / f"process_{parallel.rank():05d}.jsonl")
         self._noted = self._noted or note_start(self.config, self.folder)
 
     def _save_policy(self) -> None:
-        """Write the policy; all processes send the first one what they have of it."""
+        """Write the policy; all processes that learn send the first one what they have of it."""
+        if not self.roles.learns:
+            return
         try:
             if parallel.is_main():
                 write_folder_atomically(self.folder / "policy", self.policy.save_pretrained)
@@ -286,6 +385,7 @@ class Run:
     def _begin(self) -> None:
         seed_rank(self.config.seed)  # before cloning, in which a flow draws noise for each process's part
         self._warm_start()
+        self._turns.begin()
         self.state |= {"evaluations": [], "speeds": []}
         self._checkpoints.finish(0)
 
@@ -295,11 +395,19 @@ class Run:
         if not settings["episodes"] or self.config.policy.get("checkpoint") or not self._warm_starts:
             return
 
-        def recorded() -> TensorDict | None:
-            return record(self.env, self.policy, self.demonstration_seed, **settings) if parallel.is_main() else None
+        first = self.roles.rollouts[0]
 
-        demonstrations = parallel.broadcast_object(self.interruptible(recorded))
-        clone(self.policy, cast(TensorDict, demonstrations), cloning, before_step=self.stop_if_asked)
+        def recorded() -> TensorDict | None:
+            if parallel.rank() != first:
+                return None
+            return record(self.env, self.policy, self.demonstration_seed, **settings)
+
+        demonstrations = parallel.broadcast_object(self._checkpoints.interruptible(recorded), first)
+        self._checkpoints.apart(
+            lambda: self.on_actors(
+                lambda: clone(self.policy, cast(TensorDict, demonstrations), cloning, before_step=self.stop_if_asked)
+            )
+        )
 
     def _check_warm_start(self) -> None:
         if self.config.demonstrations["episodes"] and "steps" not in self.config.cloning:
@@ -336,9 +444,14 @@ class Run:
     def _evaluate(self, iteration: int) -> None:
         title = f"evaluation after {iteration}"
         folder = self.folder / "evaluations" / f"iteration_{iteration:04d}"
-        with gathered(self.policy):
-            share = self.interruptible(lambda: self.evaluator.run_both(title, self.env, self.policy, folder))
-        results = {prefix: gather(result, folder / f"{prefix}.jsonl") for prefix, result in share.items()}
+        run = partial(self.evaluator.run_both, title, self.env, self.policy, folder, **self.pipeline)
+        with gathered(self.policy), self._turns.collecting():
+            share = self._checkpoints.interruptible(lambda: self.on_rollouts(run))
+        results = self.on_rollouts(
+            lambda: {name: gather(part, folder / f"{name}.jsonl") for name, part in share.items()}
+        )
+        if len(self.roles.rollouts) < parallel.world_size():
+            results = parallel.broadcast_object(results, self.roles.rollouts[0])
         self._failure = results["eval"].failure
         for result in results.values():
             if result.failure:  # if the simulator is broken for good, the next iteration ends the run
@@ -355,7 +468,8 @@ class Run:
         evaluations, speeds = self.state["evaluations"], sorted(self.state["speeds"])
         finish_folder(self.folder, evaluations[-1][1], seconds, self.spec)
         self._logger.close()
-        self.env.close()
+        if self.roles.collects:
+            self.env.close()
         speed = speeds[len(speeds) // 2] if speeds else None
         if "ended" in self.state:
             print(f"\nstopped: {self.state['ended']}")
@@ -376,7 +490,9 @@ class Run:
         """
         self._note_start()
         path, videos = self.folder / episode_log.NAME, self.evaluator.local_videos
-        share = self.evaluator.run(title, self.env, self.policy, path, go_on=True, record=videos, **options)
+        share = self.evaluator.run(
+            title, self.env, self.policy, path, go_on=True, record=videos, **self.pipeline, **options
+        )
         result = gather(share, path)
         self.env.close()
         save_videos(self.folder / "videos", result)
@@ -408,9 +524,11 @@ def make_env_spec(settings: Mapping) -> SimulatorSpec:
         raise ValueError(f"env.id={settings['id']}: {error}") from error
 
 
-def collector_stats(collector: BaseCollector) -> dict[str, float]:
+def collector_stats(collector: BaseCollector | None) -> dict[str, float]:
     """Join a collector's counters of all processes: frames and restarts add up, of the rest the largest counts."""
-    everybodys = parallel.all_gather_object(collector.stats())
+    everybodys = [
+        stats for stats in parallel.all_gather_object(None if collector is None else collector.stats()) if stats
+    ]
     return {
         name: sum(stats[name] for stats in everybodys)
         if name in ("frames", "requested_frames_per_batch", "env/worker_restarts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from vla_envs.calvin.single import begin, start_of
 from vla_envs.calvin.spec import EVALUATION, SUBTASK_STEPS, spoken
 from vla_envs.calvin.states import published_state
 from vla_envs.calvin.world import World, check_egl
-from vla_envs.rendering.egl import WORKER, device_of_worker, egl_devices
+from vla_envs.rendering import egl
+from vla_envs.rendering.gpus import show
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
 
@@ -26,10 +28,10 @@ class CalvinSimulator:
         options = spec.options
         check_packages(options["path"])
         self.spec = spec
-        egl = options["renderer"] == "egl"
-        if egl:
+        on_gpu = options["renderer"] == "egl"
+        if on_gpu:
             _take_turns_on_gpus()
-        self.world = World(find_package(options["path"]), fixes=options["scene_fixes"], egl=egl)
+        self.world = World(find_package(options["path"]), fixes=options["scene_fixes"], egl=on_gpu)
         self.chain: tuple[str, ...] = ()
         self.done = 0  # tasks of the chain
         self._steps = 0  # since the last of them
@@ -42,6 +44,15 @@ class CalvinSimulator:
         check_packages(spec.options["path"])
         if spec.options["renderer"] == "egl":
             check_egl()
+
+    @staticmethod
+    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
+        """Refuse chosen GPUs that cannot be drawn with, before any worker is started."""
+        if spec.options["renderer"] != "egl":
+            raise ValueError(
+                f"gpus={show(gpus)}: renderer=tiny draws on the CPU; type env.renderer=egl, or leave out one"
+            )
+        egl.check_devices(gpus, "EGL_VISIBLE_DEVICES")
 
     def reset(self, episode: Episode) -> None:
         """Begin a chain, or a task alone.
@@ -132,7 +143,6 @@ class ExpertSimulator(CalvinSimulator):
 
 def _take_turns_on_gpus() -> None:
     """Tell PyBullet's EGL plugin which device it draws with: workers take turns."""
-    worker = int(os.environ.get(WORKER, 0))
-    device = device_of_worker(egl_devices(), os.environ.get("CUDA_VISIBLE_DEVICES"), worker)
+    device = egl.own_device(egl.egl_devices())
     if device is not None:
         os.environ.setdefault("EGL_VISIBLE_DEVICES", str(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ class World:
         from pybullet_utils.bullet_client import BulletClient
 
         self._folder, self._fixes = folder, fixes
-        self._settings: dict[str, Any] = {}  # of scenes that were loaded; reading one takes 15 ms
+        self._settings: dict[str, tuple[Any, Any]] = {}  # of scenes that were loaded and the robot in them
+        self._camera_settings = [read_camera(folder, name) for name in ("static", "gripper")]
         self._calvin = import_calvin(folder)
         self._oracle = self._calvin.Tasks(read_oracle(folder))
         with silence():
@@ -61,23 +63,22 @@ class World:
         client.resetSimulation()
         client.setTimeStep(1 / PHYSICS_RATE)
         client.setGravity(0, 0, -9.8)
-        if scene not in self._settings:
-            self._settings[scene] = read_scene(self._folder, scene, self._fixes)
-        settings = self._settings[scene]
+        if scene not in self._settings:  # reading takes 20 ms
+            read = read_scene(self._folder, scene, self._fixes)
+            self._settings[scene] = read, read_robot(self._folder, read)
+        settings, robot_settings = self._settings[scene]
         parts: dict[str, Any] = {"cid": client._client}
         # Its generator is for places that nobody names; all are named below.
         self.scene = calvin.PlayTableScene(p=client, np_random=np.random.RandomState(0), **parts, **settings)
-        self.robot = calvin.Robot(**parts, **read_robot(self._folder, settings))
+        self.robot = calvin.Robot(**parts, **copy.deepcopy(robot_settings))
         with silence():
             self.robot.load()
             self.scene.load()
         # Now, because resetSimulation sets it back. Without it contacts come in an order that depends on the past.
         client.setPhysicsEngineParameter(deterministicOverlappingPairs=1)
         parts |= {"robot_id": self.robot.robot_uid, "objects": None}
-        self._cameras = [
-            calvin.StaticCamera(**read_camera(self._folder, "static"), **parts),
-            calvin.GripperCamera(**read_camera(self._folder, "gripper"), **parts),
-        ]
+        static, gripper = copy.deepcopy(self._camera_settings)
+        self._cameras = [calvin.StaticCamera(**static, **parts), calvin.GripperCamera(**gripper, **parts)]
         self.scene.reset(objects)
         self.robot.reset(robot)
         client.stepSimulation()

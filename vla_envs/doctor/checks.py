@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from vla_envs.probe import ASSETS, RENDERING, Finding, run_probe
 from vla_envs.registry import Benchmark
 from vla_envs.rendering.egl import egl_devices
+from vla_envs.rendering.gpus import describe_turns
 
 DISTRIBUTION = "vla-torchrl"
 SYSTEM_PACKAGES = ("libegl1", "libegl-mesa0", "libgl1-mesa-dri", "libosmesa6")
@@ -161,7 +162,7 @@ def _try_renderers(used: str) -> tuple[Finding, ...]:
         Finding(
             "ok" if ok else "broken",
             f"MUJOCO_GL={backend}",
-            f"{detail}, in use" if backend == used else detail,
+            f"{detail}, in use{_turns() if backend == 'egl' else ''}" if backend == used else detail,
             "" if ok else remedy,
             RENDERING,
             required=backend == used,
@@ -183,11 +184,17 @@ def check_vulkan(extra: str) -> Finding:
         status, detail, remedy = "missing", "sapien is not installed", f"pip install '{DISTRIBUTION}[{extra}]'"
     else:
         try:
-            detail = f"SAPIEN draws with {vulkan.check_driver()!r}"
+            detail = f"SAPIEN draws with {vulkan.check_driver()!r}{_turns() if vulkan.has_gpu() else ''}"
         except vulkan.VulkanError as error:
             status = "broken"
             detail, _, remedy = str(error).partition(" Type: ")
     return Finding(status, "Vulkan", detail, remedy, RENDERING, required=True)
+
+
+def _turns() -> str:
+    import torch
+
+    return describe_turns(torch.cuda.device_count())
 
 
 def check_asset_folder(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from vla_envs.libero.package import check_versions, find_assets, initial_states
 from vla_envs.libero.spec import FIXTURE_SEEDS
+from vla_envs.rendering.egl import check_gpus
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
 _SETTLE = {True: np.array([0, 0, 0, 0, 0, 0, -1.0]), False: np.zeros(7)}  # by reset_gripper_open
@@ -34,6 +35,11 @@ class LiberoSimulator:
         """Raise what making a simulator would raise, before any worker is started."""
         check_versions(spec.options["allow_other_versions"])
         find_assets(spec.options["assets"], spec.options["download_assets"])
+
+    @staticmethod
+    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
+        """Refuse chosen GPUs that cannot be drawn with, before any worker is started."""
+        check_gpus(gpus)
 
     def reset(self, episode: Episode) -> None:
         """Restore the shipped initial state ``trial_id``.

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vla_envs.libero.arm import Arm
 from vla_envs.libero.package import import_libero, task_file
 from vla_envs.libero.spec import CONTROL_FREQUENCY
 from vla_envs.rendering.mujoco import Renderer, mujoco, shared_renderer
@@ -45,7 +46,7 @@ class World:
         self.task = task
         self.key = _key(task, spec, assets)
         file = str(task_file(task.group, task.name))
-        self._env = _keep_unplaced(libero.TASK_MAPPING[bddl.get_problem_info(file)["problem_name"]])(
+        self._env = _prepared(libero.TASK_MAPPING[bddl.get_problem_info(file)["problem_name"]])(
             file,
             robots=["Panda"],
             controller_configs=robosuite.load_controller_config(default_controller="OSC_POSE"),
@@ -73,6 +74,7 @@ class World:
             upside_down=False,
             mirrored=True,  # the benchmark's frames are upside down, and everybody turns them by 180 degrees
             hidden_groups=(_COLLISION_SHAPES,),
+            skip_unseen=True,
         )
 
         @sensor(modality="world")
@@ -81,7 +83,10 @@ class World:
             return 0.0
 
         _release_unused_memory()  # of parsing and compiling: half of what a world would take
-        self._env._observables = {"moment": Observable("moment", moment, sampling_rate=CONTROL_FREQUENCY)}
+        self._moment = Observable("moment", moment, sampling_rate=CONTROL_FREQUENCY)
+        self._env._observables = {"moment": self._moment}
+        self._arm = Arm(self._env)
+        self._physics_steps = int(self._env.control_timestep / self._env.model_timestep)
 
     @property
     def megabytes(self) -> float:
@@ -107,13 +112,12 @@ class World:
                 f"initial state of {self.task.name} has {len(initial_state)} numbers, the world {expected}: "
                 "the assets are of another version of LIBERO"
             )
-        for robot in self._env.robots:
-            robot.gripper.current_action = np.zeros(robot.gripper.dof)  # survives robosuite's own reset
         # LIBERO's own environment loads its model when it is made and at each attempt to reset, and each time it adds
         # the same samplers once more: they draw as often, and the last draw counts.
         loads = itertools.repeat(1) if earlier_resets is None else itertools.count(2)
         for _ in range(1 + (earlier_resets or 0)):
             self._place(loads)
+        self._arm.reset()
         self._env.sim.set_state_from_flattened(initial_state)
         self._env.sim.forward()
         self._env._check_success()
@@ -136,8 +140,16 @@ class World:
         raise RuntimeError(f"LIBERO found no place for the objects of {self.task.name}")
 
     def step(self, action: np.ndarray) -> bool:
-        """Execute an action of 50 ms; returns whether the task is solved."""
-        return bool(self._env.step(action)[2])
+        """Execute an action of 50 ms, float64 ``[7]``; returns whether the task is solved."""
+        for physics_step in range(self._physics_steps):
+            self._arm.compute_dynamics()
+            if physics_step == 0:
+                self._arm.aim(action)
+            self._arm.step()
+            self._moment.update(self._env.model_timestep, self._env._obs_cache)
+        solved = bool(self._env._check_success())
+        self._env._post_process()  # shows burners that are on
+        return solved
 
     def render(self, camera: int) -> np.ndarray:
         """Draw the remembered moment: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
@@ -199,15 +211,36 @@ def _key(task: Task, spec: SimulatorSpec, assets: Path) -> tuple:
     return task, assets, spec.image_shape, spec.options["render_quality"]
 
 
-def _keep_unplaced(domain: type) -> type:
-    """Let an environment of robosuite remember the poses of bodies before its first reset changes them."""
+def _prepared(domain: type) -> type:
+    """Derive from an environment of robosuite one that resets like its first time, without what nobody reads.
+
+    It remembers the poses of bodies before its first reset changes them. And it remembers what MuJoCo's solver makes of
+    the moment when all objects are still where they were built, in a heap with a thousand contacts: LIBERO, which
+    builds its world anew at each reset, begins its next solution there, and its last digits show it.
+    """
 
     def initialize(self: Any, xml_string: str | None = None) -> None:
         domain._initialize_sim(self, xml_string)  # type: ignore[attr-defined]
         model = self.sim.model._model
         self.unplaced = model.body_pos.copy(), model.body_quat.copy()
+        self.solution = None
+        self.sim.forward()  # as the cameras would, which LIBERO has
 
-    return type(domain.__name__, (domain,), {"_initialize_sim": initialize})  # LIBERO compares the name
+    def reset(self: Any) -> None:
+        model, data = self.sim.model._model, self.sim.data._data
+        flags = model.opt.disableflags
+        if self.solution is not None:
+            model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_CONSTRAINT)
+        try:
+            domain._reset_internal(self)  # type: ignore[attr-defined]
+        finally:
+            model.opt.disableflags = flags
+        if self.solution is None:
+            self.solution = data.qacc_warmstart.copy()
+        data.qacc_warmstart[:] = self.solution
+
+    # LIBERO compares the name.
+    return type(domain.__name__, (domain,), {"_initialize_sim": initialize, "_reset_internal": reset})
 
 
 def _release_unused_memory() -> None:

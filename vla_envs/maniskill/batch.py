@@ -32,7 +32,8 @@ class BatchedWorlds:
         num_envs: number of worlds; each has a slot, ``0 .. num_envs - 1``.
         chunk_size: primitive actions per step.
         ignore_terminations: continue after success.
-        device: ``"cuda"``; on ``"cpu"`` there can be one world only, which is for tests.
+        device: ``"cuda"``, the current one, or such as ``"cuda:4"``; on ``"cpu"`` there can be one world only, which is
+            for tests.
 
     Attributes:
         arrays: as those of a pool of workers, but for ``images``, which is a tensor on the device.
@@ -49,7 +50,7 @@ class BatchedWorlds:
         self, spec: SimulatorSpec, num_envs: int, chunk_size: int, ignore_terminations: bool, device: str = "cuda"
     ):
         PlateSimulator.check(spec)
-        if device == "cuda" and not torch.cuda.is_available():
+        if device != "cpu" and not torch.cuda.is_available():
             raise RuntimeError("backend=cuda needs a GPU that torch can use; on a CPU type backend=processes")
         from vla_envs.maniskill.scene import PutOnPlate
         from vla_envs.rendering.vulkan import choose_driver, has_gpu
@@ -202,6 +203,7 @@ class _Arrays:
     subtasks: np.ndarray
     busy: np.ndarray
     progress: np.ndarray
+    seconds: np.ndarray
 
     def __init__(self, spec: SimulatorSpec, num_envs: int, chunk_size: int):
         for name, (shape, dtype) in SharedArrays.layout(spec, num_envs, chunk_size).items():

@@ -340,23 +340,25 @@ class PutOnPlate(BaseEnv):
 
     def _is_held(self) -> Tensor:
         held = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
-        for number in self._object_number.unique().tolist():
+        for number in {now.object for now in self.configurations}:
             mine = self._object_number == number
             held = torch.where(mine, self.agent.is_grasping(self._objects[number]), held)
         return held
 
     def _is_on_plate(self) -> Tensor:
         """Above the plate and near it, and pressing on it."""
+        pressing = self._force_on_plate() > _MINIMUM_FORCE
+        if self._rebuilds and not pressing.any():  # one world; on CUDA, asking would hold up all of them
+            return pressing
         offset = self.object_positions() - self.plate_positions()
         half_object, half_plate = self._half_size["object"], self._half_size["plate"]
         near = offset[:, :2].norm(dim=1) <= half_plate.amax(1) + _XY_SLACK
         gap = offset[:, 2] - half_plate[:, 2] - half_object[:, 2]
-        return near & (offset[:, 2] > 0) & (gap <= _Z_SLACK) & (self._force_on_plate() > _MINIMUM_FORCE)
+        return near & (offset[:, 2] > 0) & (gap <= _Z_SLACK) & pressing
 
     def _force_on_plate(self) -> Tensor:
         force = torch.zeros(self.num_envs, device=self.device)
-        pairs = torch.stack([self._object_number, self._plate_number], dim=1)
-        for number, plate in pairs.unique(dim=0).tolist():
+        for number, plate in {(now.object, now.plate) for now in self.configurations}:
             mine = (self._object_number == number) & (self._plate_number == plate)
             between = self.scene.get_pairwise_contact_forces(self._objects[number], self._plates[plate]).norm(dim=1)
             force = torch.where(mine, between, force)
@@ -364,15 +366,15 @@ class PutOnPlate(BaseEnv):
 
     def object_positions(self) -> Tensor:
         """Return the position of each world's object, ``[N, 3]``, m."""
-        return self._positions(self._objects, self._object_number)
+        return self._positions(self._objects, self._object_number, {now.object for now in self.configurations})
 
     def plate_positions(self) -> Tensor:
         """Return the position of each world's plate, ``[N, 3]``, m."""
-        return self._positions(self._plates, self._plate_number)
+        return self._positions(self._plates, self._plate_number, {now.plate for now in self.configurations})
 
-    def _positions(self, actors: dict[int, Actor], numbers: Tensor) -> Tensor:
+    def _positions(self, actors: dict[int, Actor], numbers: Tensor, lying: set[int]) -> Tensor:
         found = torch.zeros(self.num_envs, 3, device=self.device)
-        for number in numbers.unique().tolist():
+        for number in lying:
             found = torch.where((numbers == number)[:, None], actors[number].pose.p, found)
         return found
 

@@ -15,10 +15,11 @@ import numpy as np
 from vla_envs.maniskill.assets import find_assets
 from vla_envs.maniskill.push_cube import push_cube_action
 from vla_envs.maniskill.variants import FACTORS, VariantSplit, make_split
-from vla_envs.rendering.egl import WORKER
 from vla_envs.rendering.forks import refuse_fork
-from vla_envs.rendering.vulkan import check_driver, choose_driver, has_gpu
+from vla_envs.rendering.gpus import WORKER, gpu_of_worker, show
+from vla_envs.rendering.vulkan import NO_CUDA, check_driver, check_gpus, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
+from vla_envs.urdf import remembered_descriptions
 
 if TYPE_CHECKING:
     from vla_envs.maniskill.expert import Expert
@@ -50,8 +51,26 @@ class ManiSkillSimulator:
         _check_installed()
         check_driver()
 
+    @staticmethod
+    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
+        """Refuse chosen GPUs that cannot be drawn with, or not be simulated on, before any worker is started."""
+        if spec.batched and len(gpus) > 1:
+            raise ValueError(
+                f"gpus={show(gpus)}: backend=cuda simulates all worlds on one GPU; type env.gpus=[{gpus[0]}], or "
+                "start a process for each GPU"
+            )
+        check_gpus(gpus)
+
     def reset(self, episode: Episode) -> None:
         raise NotImplementedError
+
+    def _begin(self, **how: Any) -> None:
+        """Reset the world, which gets a new scene and robot."""
+        from vla_envs.maniskill.arm import hasten
+
+        with remembered_descriptions():
+            self._world.reset(**how)
+        hasten(self._world.agent)
 
     def step(self, action: np.ndarray) -> Outcome:
         _, reward, _, _, info = self._world.step(np.asarray(action, np.float32)[None])
@@ -83,7 +102,7 @@ class PlateSimulator(ManiSkillSimulator):
     def reset(self, episode: Episode) -> None:
         """Start the configuration that :func:`episode_id_of` finds for the episode."""
         split = self._world.splits[episode.task_id]
-        self._world.reset(options={"split": episode.task_id, "episode_id": self.episode_id(episode, split)})
+        self._begin(options={"split": episode.task_id, "episode_id": self.episode_id(episode, split)})
         self._expert = None
 
     def episode_id(self, episode: Episode, split: VariantSplit | None = None) -> int:
@@ -136,7 +155,7 @@ class BuiltInSimulator(ManiSkillSimulator):
         """ManiSkill draws the initial state from a seed, which is that of the trial's family and its number."""
         mixed = np.random.SeedSequence([episode.seed, episode.trial_id]).generate_state(1)[0]
         # A new scene: what was simulated in one before would be felt in the last digits.
-        self._world.reset(seed=int(mixed >> 1), options={"reconfigure": True})
+        self._begin(seed=int(mixed >> 1), options={"reconfigure": True})
         goal: Any = getattr(self._world, "goal_site", None)
         if goal in self._world._hidden_objects:  # a policy that is given no coordinates has to see where to go
             self._world._hidden_objects.remove(goal)
@@ -231,15 +250,12 @@ def _check_installed() -> None:
 
 
 def _render_backend() -> str:
-    """Choose the GPU of a worker: they take turns on those that CUDA shows to them."""
+    """Choose the GPU of a worker: they take turns on those that were chosen, or else on all that CUDA shows to them."""
     if not has_gpu():
         return "cpu"
     import torch
 
     shown = torch.cuda.device_count()
     if not shown:
-        raise RuntimeError(
-            "SAPIEN would draw with this machine's GPU, but torch cannot use it: install a torch with CUDA, or draw on "
-            "the CPU by typing CUDA_VISIBLE_DEVICES= before the command"
-        )
-    return f"cuda:{int(os.environ.get(WORKER, 0)) % shown}"
+        raise RuntimeError(NO_CUDA)
+    return f"cuda:{gpu_of_worker(shown)}"

@@ -6,12 +6,14 @@ import sys
 import warnings
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from vla_envs.metaworld.spec import CAMERA
+from vla_envs.rendering.egl import check_gpus
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
 _WORLDS_PER_SIMULATOR = 2  # built worlds kept for task switching, about 35 MB each and 90 MB for their renderer
@@ -28,6 +30,11 @@ class MetaWorldSimulator:
         self._task: Any = None  # of the running episode
         self._shaped = 0.0  # Meta-World's shaped reward of the current state, 0 to 10
 
+    @staticmethod
+    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
+        """Refuse chosen GPUs that cannot be drawn with, before any worker is started."""
+        check_gpus(gpus)
+
     def reset(self, episode: Episode) -> None:
         self._task = self.spec.task_of(episode)
         self._world, self._renderer = self._get_world(self._task.name)
@@ -36,7 +43,7 @@ class MetaWorldSimulator:
         name = zlib.crc32(self._task.name.encode())
         self._world.np_random = np.random.default_rng([episode.seed, name, episode.trial_id])
         _draw(self._world)
-        self._world.reset()
+        _place(self._world)
         self._world.max_path_length = sys.maxsize  # Meta-World raises past its own horizon; ours is in the spec
         self._shaped = 0.0
         for _ in range(self.spec.options["settle_steps"]):
@@ -135,6 +142,20 @@ def _draw(world: Any) -> None:
         world.reset()
     finally:
         world._freeze_rand_vec, world.frame_skip = True, frame_skip
+
+
+def _place(world: Any) -> None:
+    """Reset to the drawn vector, without what Meta-World does in vain: a sixth of a reset.
+
+    Its ``reset()`` moves the hand and places the objects, then lets Gymnasium reset MuJoCo's data and do so once more.
+    Of the first time nothing is left: what it writes into the model was written by :func:`_draw`.
+    """
+    times = iter((lambda: None, world.reset_model))
+    world.reset_model = lambda: next(times)()
+    try:
+        world.reset()
+    finally:
+        del world.reset_model
 
 
 @cache

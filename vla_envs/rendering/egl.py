@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
-WORKER = "VLA_TORCHRL_WORKER"  # number of this worker process, which the pool sets: workers take turns on the GPUs
+from vla_envs.probe import run_probe
+from vla_envs.rendering.gpus import WORKER, chosen_gpus, show
+
 _PLATFORM_DEVICE, _CUDA_DEVICE = 0x313F, 0x323A  # EGL_PLATFORM_DEVICE_EXT, EGL_CUDA_DEVICE_NV
 _MAX_DEVICES = 64
 _RENDERERS = ("egl", "osmesa", "glfw")
+_LEAVE_OUT = "leave out env.gpus (null)"
 
 
 def check_renderer() -> None:
@@ -27,11 +32,45 @@ def check_renderer() -> None:
         )
 
 
+def check_gpus(gpus: Sequence[int]) -> None:
+    """Refuse chosen GPUs that MuJoCo could not draw with, before a worker is started.
+
+    Args:
+        gpus: their numbers, as CUDA shows them.
+
+    Raises:
+        ValueError: ``MUJOCO_GL`` or ``MUJOCO_EGL_DEVICE_ID`` says otherwise, or EGL does not have one of them.
+    """
+    asked = os.environ.get("MUJOCO_GL", "")
+    if asked not in ("", "egl"):
+        raise ValueError(f"gpus={show(gpus)}: MUJOCO_GL={asked} draws with no GPU; type MUJOCO_GL=egl, or {_LEAVE_OUT}")
+    check_devices(gpus, "MUJOCO_EGL_DEVICE_ID")
+
+
+def check_devices(gpus: Sequence[int], variable: str) -> None:
+    """Refuse chosen GPUs that EGL does not have, or where a variable of the user's says which device is taken.
+
+    Raises:
+        ValueError: one or the other.
+    """
+    if device := os.environ.get(variable):
+        raise ValueError(
+            f"gpus={show(gpus)}: {variable}={device} says which device draws, too; type unset {variable}, or "
+            f"{_LEAVE_OUT}"
+        )
+    # In a process of its own: this one may fork later, which EGL does not survive.
+    works, found = run_probe(f"import json\nfrom {__name__} import egl_devices\nprint(json.dumps(egl_devices()))")
+    devices = {int(egl): cuda for egl, cuda in json.loads(found).items()} if works else {}
+    for worker in range(len(gpus)):
+        device_of_worker(devices, os.environ.get("CUDA_VISIBLE_DEVICES"), worker, gpus)
+
+
 def choose_device() -> None:
     """Set ``MUJOCO_GL`` and ``MUJOCO_EGL_DEVICE_ID`` where the user has not.
 
-    EGL is taken if it works, otherwise OSMesa, with a warning. Of several GPUs that CUDA shows to this process, worker
-    ``w`` takes the one after worker ``w - 1``'s; EGL numbers devices in an order of its own.
+    EGL is taken if it works, otherwise OSMesa, with a warning. Of several GPUs, those that were chosen or else those
+    that CUDA shows to this process, worker ``w`` takes the one after worker ``w - 1``'s; EGL numbers devices in an
+    order of its own.
     """
     asked = os.environ.get("MUJOCO_GL")  # empty means a window, which workers lack
     if asked and asked != "egl":
@@ -49,23 +88,50 @@ def choose_device() -> None:
         )
         return
     os.environ["MUJOCO_GL"] = "egl"
-    chosen = device_of_worker(devices, os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ.get(WORKER, 0)))
+    chosen = own_device(devices)
     if chosen is not None:
         os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", str(chosen))
 
 
-def device_of_worker(devices: dict[int, int | None], visible: str | None, worker: int) -> int | None:
+def own_device(devices: dict[int, int | None]) -> int | None:
+    """Choose the EGL device of this process: :func:`device_of_worker`."""
+    visible, worker = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ.get(WORKER, 0))
+    return device_of_worker(devices, visible, worker, chosen_gpus())
+
+
+def device_of_worker(
+    devices: dict[int, int | None], visible: str | None, worker: int, gpus: Sequence[int] = ()
+) -> int | None:
     """Choose the EGL device of a worker by number, ``None`` to leave it to MuJoCo.
 
     Args:
         devices: of :func:`egl_devices`.
         visible: ``CUDA_VISIBLE_DEVICES``; names that are not numbers (UUIDs) count as all.
         worker: number of the worker.
+        gpus: that workers take turns on, as CUDA shows them; all if there are none.
+
+    Raises:
+        ValueError: one of ``gpus`` cannot be found among the devices.
     """
     by_cuda = {cuda: egl for egl, cuda in devices.items() if cuda is not None}
     wanted = sorted(by_cuda)
     names = [name.strip() for name in (visible or "").split(",") if name.strip()]
-    if names and all(name.isdigit() for name in names):
+    numbered = all(name.isdigit() for name in names)
+    if gpus:
+        if not numbered:
+            raise ValueError(
+                f"gpus={show(gpus)}: EGL does not know the names of CUDA_VISIBLE_DEVICES={visible}; type their numbers "
+                f"there, or {_LEAVE_OUT}"
+            )
+        gpu = gpus[worker % len(gpus)]
+        cuda = int(names[gpu]) if names else gpu
+        if cuda not in by_cuda:
+            raise ValueError(
+                f"gpus={show(gpus)}: EGL, which draws, does not have GPU {gpu}; run `python -m vla_envs` to see what "
+                f"is missing, or {_LEAVE_OUT}"
+            )
+        return by_cuda[cuda]
+    if names and numbered:
         wanted = [int(name) for name in names if int(name) in by_cuda]
     return by_cuda[wanted[worker % len(wanted)]] if wanted else None
 

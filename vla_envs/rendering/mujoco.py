@@ -17,6 +17,9 @@ from vla_envs.rendering.forks import refuse_fork
 choose_device()
 import mujoco  # noqa: E402
 
+from vla_envs.rendering.culling import Culling  # noqa: E402
+
+_UNSEEN = 5  # a geom group, which MuJoCo does not draw unless asked
 _renderers: WeakValueDictionary[tuple, Renderer] = WeakValueDictionary()
 _gl_context: Any = None
 
@@ -48,6 +51,7 @@ class Renderer:
         mirrored: exchange left and right.
         hide_sites: leave out the sites, such as goal markers.
         hidden_groups: numbers of the geom groups to leave out, such as collision shapes.
+        skip_unseen: do not draw what the camera cannot see (0.1 ms per frame to find it), unless there are shadows.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Renderer:
         mirrored: bool = False,
         hide_sites: bool = False,
         hidden_groups: Sequence[int] = (),
+        skip_unseen: bool = False,
     ):
         _make_gl_context_current()
         height, width = size
@@ -80,6 +85,9 @@ class Renderer:
             self._options.sitegroup[:] = 0
         self._options.geomgroup[list(hidden_groups)] = 0
         self._cameras = [_make_camera(model, camera) for camera in cameras]
+        drawn = self._options.geomgroup[model.geom_group] == 1
+        skip_unseen = skip_unseen and Culling.allowed(model)
+        self._culling = Culling(model, drawn, width / height) if skip_unseen else None
         # OpenGL's rows run from the bottom up: turned by 180 degrees, only the columns are still reversed.
         rows, columns = 1 if upside_down else -1, -1 if upside_down != mirrored else 1
         self._order = slice(None, None, rows), slice(None, None, columns)
@@ -88,13 +96,21 @@ class Renderer:
     def render(self, model: mujoco.MjModel, data: mujoco.MjData, camera: int = 0) -> np.ndarray:
         """Render one world with one of the cameras: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
         _make_gl_context_current()  # somebody else in this process may draw too
-        chosen, everything = self._cameras[camera], mujoco.mjtCatBit.mjCAT_ALL
-        mujoco.mjv_updateScene(model, data, self._options, self._perturbation, chosen, everything, self._scene)
+        self._update_scene(model, data, self._cameras[camera])
         # Several renderers share the process's graphics context: draw into our own framebuffer, not the last one made.
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         mujoco.mjr_render(self._viewport, self._scene, self._context)
         mujoco.mjr_readPixels(self._pixels, None, self._viewport, self._context)
         return self._pixels[self._order]
+
+    def _update_scene(self, model: mujoco.MjModel, data: mujoco.MjData, camera: mujoco.MjvCamera) -> None:
+        groups = model.geom_group.copy()
+        if self._culling is not None:
+            mujoco.mjv_updateCamera(model, data, camera, self._scene)
+            model.geom_group[self._culling.unseen(data, self._scene.camera)] = _UNSEEN
+        everything = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(model, data, self._options, self._perturbation, camera, everything, self._scene)
+        model.geom_group[:] = groups
 
 
 def _make_camera(model: mujoco.MjModel, camera: str | Mapping[str, Any]) -> mujoco.MjvCamera:

@@ -13,10 +13,12 @@ import os
 import runpy
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from vla_envs.probe import run_probe
+from vla_envs.rendering.gpus import WORKER, gpu_of_worker, show
 
 FOLDER = Path.home() / ".cache" / "vla-torchrl" / "vulkan"
 MANIFEST = FOLDER / "lavapipe.json"  # names the driver in our folder
@@ -28,6 +30,11 @@ _INSTALLERS = (  # in a checkout, and where pip puts it
 )
 _CHOICES = ("VK_DRIVER_FILES", "VK_ICD_FILENAMES")  # by which a user says which driver to take
 _NVIDIA_DRIVER = "libGLX_nvidia.so.0"
+_own: list[str] = []  # GPU of this worker, which is shown it alone
+NO_CUDA = (
+    "SAPIEN would draw with this machine's GPU, but torch cannot use it: install a torch with CUDA, or draw on the CPU "
+    "by typing CUDA_VISIBLE_DEVICES= before the command"
+)
 _PROBE = """
 from vla_envs.rendering.vulkan import choose_driver
 choose_driver()
@@ -65,6 +72,39 @@ def has_gpu() -> bool:
     if hidden or str(MANIFEST) in (os.environ.get(name) for name in _CHOICES):
         return False
     return Path("/dev/nvidiactl").exists() and loads(_NVIDIA_DRIVER)
+
+
+def show_own_gpu(shown: int) -> None:
+    """Show a worker process no GPU but its own, before sapien is imported, which draws with the first.
+
+    Args:
+        shown: how many GPUs CUDA shows it.
+
+    Raises:
+        RuntimeError: none, although there is one.
+    """
+    if _own or WORKER not in os.environ or not has_gpu():
+        return
+    if not shown:
+        raise RuntimeError(NO_CUDA)
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    gpu = gpu_of_worker(shown)
+    _own.append(names[gpu] if names else str(gpu))
+    os.environ["CUDA_VISIBLE_DEVICES"] = _own[0]
+
+
+def check_gpus(gpus: Sequence[int]) -> None:
+    """Refuse chosen GPUs where SAPIEN would draw on the CPU, before a worker is started.
+
+    Raises:
+        ValueError: it would.
+    """
+    if not has_gpu():
+        raise ValueError(
+            f"gpus={show(gpus)}: SAPIEN draws on the CPU here, for want of the GPU's graphics driver "
+            f"({_NVIDIA_DRIVER}) or because VK_ICD_FILENAMES or VK_DRIVER_FILES says so; leave out env.gpus (null), or "
+            "run `python -m vla_envs` to see what is missing"
+        )
 
 
 def check_driver() -> str:

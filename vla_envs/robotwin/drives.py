@@ -10,22 +10,38 @@ _CLOSED, _OPEN = np.float64(0), np.float64(1)
 _WIDEST_STEP = 0.1  # of a gripper's opening
 
 
+class PhysicsSteps:
+    """Counts the physics steps of a scene, whose ``step`` it takes the place of.
+
+    Args:
+        scene: of SAPIEN.
+    """
+
+    def __init__(self, scene: Any):
+        self.count = 0
+        self._step = scene.physx_system.step  # not the scene's own, which would keep the scene
+        scene.step = self.step
+
+    def step(self) -> None:
+        """Take one."""
+        self.count += 1
+        self._step()
+
+
 class Drives:
     """Takes the place of a robot's ``set_arm_joints`` and ``set_gripper``.
 
-    RoboTwin clips single numbers with numpy, and weighs both arms' own weight up in each of these calls, four times in
-    a physics step in which nothing moves. The kinds of numbers are RoboTwin's (float32 what a joint says of itself,
-    float64 what it is told), for its bits.
+    RoboTwin clips single numbers with numpy, and weighs both arms' own weight up in each of these calls, two to four
+    times in a physics step in which nothing moves. The kinds of numbers are RoboTwin's (float32 what a joint says of
+    itself, float64 what it is told), for its bits.
 
     Args:
-        robot: of RoboTwin, of a task that is set up.
-
-    Attributes:
-        weighed: whether both arms' weight is weighed up for the next physics step.
+        robot: of RoboTwin, with its joints and masses.
+        steps: of its scene.
     """
 
-    def __init__(self, robot: Any):
-        self._robot = robot
+    def __init__(self, robot: Any, steps: PhysicsSteps):
+        self._robot, self._steps = robot, steps
         self._arms = {"left": robot.left_arm_joints, "right": robot.right_arm_joints}
         self._grippers = {
             "left": (robot.left_gripper, robot.left_gripper_scale),
@@ -34,7 +50,7 @@ class Drives:
         self._bodies = [robot.left_entity]
         if robot.right_entity is not robot.left_entity:
             self._bodies.append(robot.right_entity)
-        self.weighed = False
+        self._weighed_at = -1  # physics steps, when both arms' weight was weighed up last
         robot.set_arm_joints, robot.set_gripper = self.set_arm_joints, self.set_gripper
 
     def set_arm_joints(self, target_position: np.ndarray, target_velocity: np.ndarray, arm_tag: str) -> None:
@@ -45,16 +61,22 @@ class Drives:
             joint.set_drive_target(position)
             joint.set_drive_velocity_target(velocity)
 
-    def set_gripper(self, gripper_val: Any, arm_tag: str) -> None:
-        """Send a gripper to an opening from 0 to 1, at most :data:`_WIDEST_STEP` wider than it is told to be now."""
+    def set_gripper(self, gripper_val: Any, arm_tag: str, gripper_eps: Any = _WIDEST_STEP) -> None:
+        """Send a gripper to an opening from 0 to 1.
+
+        Args:
+            gripper_val: the opening.
+            arm_tag: ``"left"`` or ``"right"``.
+            gripper_eps: at most so much wider than it is told to be now; if negative, at most so much narrower.
+        """
         self._weigh()
         opening = min(max(np.float64(gripper_val), _CLOSED), _OPEN)
         setattr(self._robot, f"{arm_tag}_gripper_val", opening)
         joints, (least, most) = self._grippers[arm_tag]
         has = (joints[0][0].get_drive_target()[0] - least) / (most - least)
         has = min(max(has, np.float32(0)), np.float32(1))
-        if opening - has > _WIDEST_STEP:
-            opening = has + _WIDEST_STEP
+        if (opening - has > gripper_eps > 0) or (opening - has < gripper_eps < 0):
+            opening = has + gripper_eps
         width = least + opening * (most - least)
         for joint, factor, offset in joints:
             target = width * factor + offset
@@ -64,7 +86,7 @@ class Drives:
 
     def _weigh(self) -> None:
         """Set the forces that hold both arms up: they depend on their joints alone, which move in physics steps."""
-        if not self.weighed:
-            self.weighed = True
+        if self._weighed_at != self._steps.count:
+            self._weighed_at = self._steps.count
             for body in self._bodies:
                 body.set_qf(body.compute_passive_force(gravity=True, coriolis_and_centrifugal=True))

@@ -7,6 +7,7 @@ ends episodes late and retries whatever fails without an end.
 from __future__ import annotations
 
 import contextlib
+import copy
 import glob
 import hashlib
 import importlib
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from vla_envs.folders import find_folder, list_places
 from vla_envs.robotwin.planning import stand_ins
@@ -286,7 +288,10 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
     importlib.invalidate_caches()
     try:
         with _silence(), stand_ins():
-            base, create = (importlib.import_module(f"envs.{name}") for name in ("_base_task", "utils.create_actor"))
+            base, create, camera = (
+                importlib.import_module(f"envs.{name}")
+                for name in ("_base_task", "utils.create_actor", "camera.camera")
+            )
             sentences = importlib.import_module("description.utils.generate_episode_instructions")
     finally:
         sys.path.remove(str(folder))
@@ -298,6 +303,9 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
             )
     base.torch = types.SimpleNamespace(manual_seed=lambda seed: None)  # type: ignore[attr-defined]  # its one use
     _mend_transforms3d()
+    base.cal_quat_dis = _remember_distances(base.cal_quat_dis)  # type: ignore[attr-defined]
+    for module in (base, camera):
+        module.yaml = _RememberedFiles  # type: ignore[attr-defined]
     return RoboTwin(folder, assets, create.UnStableError, sentences.generate_episode_descriptions)
 
 
@@ -348,6 +356,41 @@ def _mend_transforms3d() -> None:
         return known(matrix.shape, matrix.dtype.str, matrix.tobytes()).copy()
 
     euler.mat2euler, quaternions.mat2quat = mat2euler, mat2quat
+
+
+def _remember_distances(distance: Any) -> Any:
+    """Have ``cal_quat_dis`` know what it was asked before: 200 times for each object that comes to rest."""
+
+    @lru_cache(maxsize=1024)
+    def known(first: tuple[bytes, str], second: tuple[bytes, str]) -> Any:
+        return distance(*(np.frombuffer(numbers, kind) for numbers, kind in (first, second)))
+
+    def cal_quat_dis(quat1: Any, quat2: Any) -> Any:
+        first, second = np.asarray(quat1), np.asarray(quat2)
+        return known((first.tobytes(), first.dtype.str), (second.tobytes(), second.dtype.str))
+
+    return cal_quat_dis
+
+
+class _RememberedFiles:
+    """Stands for yaml in a module of RoboTwin's that reads the same file in each reset."""
+
+    FullLoader = yaml.FullLoader
+
+    @staticmethod
+    def load(text: str, Loader: Any) -> Any:  # noqa: N803  yaml calls it so
+        """Read as yaml does, and at the second time as a copy of what was read at the first."""
+        return copy.deepcopy(_read(text, Loader))
+
+    @staticmethod
+    def safe_load(file: Any) -> Any:
+        """Read an open file likewise."""
+        return copy.deepcopy(_read(file.read(), yaml.SafeLoader))
+
+
+@lru_cache(maxsize=16)
+def _read(text: str, loader: Any) -> Any:
+    return yaml.load(text, Loader=loader)
 
 
 @contextlib.contextmanager

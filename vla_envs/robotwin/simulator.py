@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 
-from vla_envs.rendering.vulkan import check_driver
+from vla_envs.rendering.vulkan import check_driver, check_gpus
 from vla_envs.robotwin.expert import Expert
 from vla_envs.robotwin.package import check_packages, find_assets, find_package
 from vla_envs.robotwin.seeds import candidates_of
@@ -43,6 +44,11 @@ class RoboTwinSimulator:
         arms = [name for name in options["embodiment"] if isinstance(name, str)]
         check_packages(options["path"], options["assets_path"], [task.name for task in spec.tasks], arms)
         check_driver()
+
+    @staticmethod
+    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
+        """Refuse chosen GPUs that cannot be drawn with, before any worker is started."""
+        check_gpus(gpus)
 
     def reset(self, episode: Episode) -> None:
         """Set the task up with the seed that the trial names; ``episode.seed`` decides nothing.

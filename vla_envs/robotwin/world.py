@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from vla_envs.rendering.vulkan import choose_driver, has_gpu
+from vla_envs.rendering.vulkan import choose_driver, has_gpu, show_own_gpu
 from vla_envs.robotwin.defaults import sapiens_defaults
-from vla_envs.robotwin.drives import Drives
+from vla_envs.robotwin.drives import Drives, PhysicsSteps
 from vla_envs.robotwin.package import RoboTwin, import_robotwin
+from vla_envs.urdf import remembered_descriptions
 
 FAST_SHADOWS = 1024  # pixels of a side of a shadow map where drawing is to be fast; SAPIEN's are 2048
 STANDING = 50  # physics steps of a chunk for which there is no motion
@@ -50,6 +51,10 @@ class World:
 
     def __init__(self, folder: Path, assets: Path, options: Mapping[str, Any], *, wrist: bool):
         choose_driver()
+        if has_gpu():
+            import torch
+
+            show_own_gpu(torch.cuda.device_count())  # RoboTwin's scenes cannot be told which
         self._robotwin = import_robotwin(folder, assets)
         self._options, self._wrist = options, wrist
         self._settings = _read_settings(folder, assets, options, wrist)
@@ -80,6 +85,7 @@ class World:
                 sapiens_defaults(),
                 contextlib.redirect_stdout(said),
                 _lost_shapes(self.untouchable),
+                remembered_descriptions(),
             ):
                 self.task.setup_demo(now_ep_num=seed, seed=seed, task_name=name, **copy.deepcopy(self._settings))
                 kept = np.random.get_state()
@@ -99,7 +105,6 @@ class World:
             ) from error
         # Ours are counted outside, where an episode ends with the limit and not at the first chunk after it.
         self.task.step_lim = math.inf
-        self.task.drives = Drives(self.task.robot)
         if self._options["render_quality"] == "fast":
             _hide_shadow(self.task.wall.actor)
 
@@ -127,7 +132,7 @@ class World:
         planners = [arm.planner for arm in (robot.left_mplib_planner, robot.right_mplib_planner)]
         for planner in planners:
             planner.last_steps, planner.failed = None, False
-        task.checks, task.moving, task.drives.weighed = 0, True, False
+        task.checks, task.moving = 0, True
         try:
             with self._own_random():
                 _, solved, _, _ = task.gen_sparse_reward_data(np.asarray(chunk, np.float64))
@@ -336,12 +341,10 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str, render_quality: str)
         Attributes:
             checks: how often success was asked for, which is once after each physics step.
             moving: whether a chunk is being executed, in which nothing is drawn.
-            drives: of its robot.
         """
 
         checks = 0
         moving = False
-        drives: Drives | None = None
 
         def setup_scene(self, **options: Any) -> None:
             """Do as told, and draw with the shader that was asked for: RoboTwin's own asks for the ray tracer."""
@@ -353,6 +356,11 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str, render_quality: str)
                 for lights in (self.point_light_lst, self.direction_light_lst):
                     lights[:] = [_with_small_shadows(self.scene, light) for light in lights]
 
+        def load_robot(self, **options: Any) -> None:
+            """Load it; from here on it is steered in less time: a reset moves the grippers in 900 of its 3400 steps."""
+            super().load_robot(**options)
+            Drives(self.robot, PhysicsSteps(self.scene))
+
         def get_cluttered_table(self, cluttered_numbers: int = 10, *_: Any, **__: Any) -> None:
             """Give fresh limits: RoboTwin adds the table's shift to its defaults, for every task of the process."""
             super().get_cluttered_table(cluttered_numbers, [-0.59, 0.59], [-0.34, 0.34], [0.741])
@@ -360,8 +368,6 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str, render_quality: str)
         def check_success(self, *arguments: Any, **options: Any) -> Any:
             """Count physics steps."""
             self.checks += 1
-            if self.drives is not None:
-                self.drives.weighed = False
             return super().check_success(*arguments, **options)
 
         def _update_render(self) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,23 @@ def reason(error: str) -> str:
     return next((line for line in reversed(error.splitlines()) if line.strip() and not line[0].isspace()), "")
 
 
+@dataclass(eq=False)
+class _Exchange:
+    """A message to each of some workers, and what they answer."""
+
+    asked: dict[int, list[int]] = field(default_factory=dict)  # the slots of each worker whose answer is awaited
+    errors: dict[int, str] = field(default_factory=dict)  # of the guilty slots
+
+
+@dataclass(eq=False)
+class Pending:
+    """A step or a reset of some slots that is under way, for the other half of it."""
+
+    slots: list[int]
+    running: list[int]  # those whose episode is not lost
+    exchange: _Exchange | None  # none if nobody was asked, because the simulator is broken
+
+
 class WorkerPool:
     """``num_envs`` simulators, spread over ``num_workers`` processes that share arrays with this one.
 
@@ -49,6 +67,10 @@ class WorkerPool:
 
     Of a worker that dies or hangs only the episode that it was working on is lost. The others of its slots start again
     in a new worker, which repeats what they had executed, to the bit.
+
+    Steps and resets come in halves as well, for some slots while other slots' are under way: ``step_send`` and
+    ``reset_send`` return at once. A worker works its messages off in their order. What is seen of a step or a reset
+    depends on the order in which the other halves are called, never on who was faster.
 
     Args:
         spec: what to simulate.
@@ -58,6 +80,7 @@ class WorkerPool:
         ignore_terminations: continue after success.
         step_timeout: seconds that a worker may take before it turns to the next of its slots.
         start_timeout: seconds that the first answer of a new worker may take on top.
+        gpus: that workers take turns on, as CUDA shows them; all that it shows if ``None``.
 
     Attributes:
         arrays: the shared arrays; rows are slots.
@@ -79,6 +102,7 @@ class WorkerPool:
         ignore_terminations: bool = False,
         step_timeout: float = 60.0,
         start_timeout: float = 120.0,
+        gpus: Sequence[int] | None = None,
     ):
         self._memory: int | None = None
         self._owner = os.getpid()
@@ -108,12 +132,20 @@ class WorkerPool:
             "num_envs": num_envs,
             "chunk_size": chunk_size,
             "ignore_terminations": ignore_terminations,
+            "gpus": gpus,
         }
         self._slots = [list(range(worker, num_envs, num_workers)) for worker in range(num_workers)]
         self._processes: list[WorkerProcess | None] = [None] * num_workers
+        self._overlap = True  # False: what is sent is waited for at once, and seen where it is received: for tests
+        self._under_way: list[deque[_Exchange]] = [deque() for _ in range(num_workers)]  # by worker, in their order
         self._failures = [0] * num_workers  # in a row, of workers that did not say on what
         for worker in range(num_workers):
             self._start(worker)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of processes; slot ``s`` is simulated by number ``s % num_workers``."""
+        return len(self._slots)
 
     def reset(self, episodes: Mapping[int, Episode]) -> None:
         """Start ``episodes`` in the given slots and render them. A failure is tried again in a new simulator.
@@ -125,14 +157,26 @@ class WorkerPool:
 
     def restore(self, running: Mapping[int, tuple[Episode, Sequence[np.ndarray]]]) -> None:
         """Start episodes as :meth:`reset` does and execute chunks of actions, to where each of them was."""
+        self.reset_recv(self._restore_send(running))
+
+    def reset_send(self, episodes: Mapping[int, Episode]) -> Pending:
+        """Have :meth:`reset` begin; :meth:`reset_recv` is the other half."""
+        return self._restore_send({slot: (episode, ()) for slot, episode in episodes.items()})
+
+    def reset_recv(self, pending: Pending) -> None:
+        """Wait for what :meth:`reset_send` has begun."""
+        self.unstarted |= self._begin(pending.slots, MAX_FAILURES_IN_A_ROW, pending.exchange)
+        for slot in self.unstarted & set(pending.slots):
+            self._blank(slot)
+
+    def _restore_send(self, running: Mapping[int, tuple[Episode, Sequence[np.ndarray]]]) -> Pending:
         for slot, (episode, chunks) in running.items():
             self.episodes[slot], self.executed[slot] = episode, list(chunks)
             self.remarks.pop(slot, None)
         self._lost -= running.keys()
         self.unstarted -= running.keys()
-        self.unstarted |= self._begin(running, MAX_FAILURES_IN_A_ROW)
-        for slot in self.unstarted & running.keys():
-            self._blank(slot)
+        slots = list(running)
+        return Pending(slots, slots, self._begin_send(slots))
 
     def give_up(self, episodes: Mapping[int, Episode]) -> None:
         """Have episodes in the given slots that could not be started, without trying."""
@@ -157,14 +201,34 @@ class WorkerPool:
                 step has worked in between.
         """
         self.check()
+        return self.step_recv(self.step_send(slots, set(range(len(self.episodes))).difference(slots)))
+
+    def step_send(self, slots: Sequence[int], idle: Iterable[int] = ()) -> Pending:
+        """Have the given slots execute ``arrays.actions``; :meth:`step_recv` is the other half.
+
+        Args:
+            slots: of which no other step or reset is under way.
+            idle: other slots whose outcomes are to be zero.
+        """
         for array in self.arrays.outcomes:
-            array[:] = 0  # a worker writes only what it executes
+            array[[*slots, *idle]] = 0  # a worker writes only what it executes
         running = [slot for slot in slots if slot not in self._lost]
         for slot in running:
             self.executed[slot].append(self.arrays.actions[slot].copy())
         try:
-            errors = self._exchange("step", {slot: None for slot in running if slot not in self._displaced})
-            for slot, error in errors.items():
+            exchange = self._post("step", {slot: None for slot in running if slot not in self._displaced})
+        except BaseException:
+            self._lost |= set(running)
+            raise
+        return Pending(list(slots), running, exchange)
+
+    def step_recv(self, pending: Pending) -> list[int]:
+        """Wait for what :meth:`step_send` has begun, and return what :meth:`step` does."""
+        slots, running = pending.slots, pending.running
+        assert pending.exchange is not None  # of a step there always is one
+        try:
+            self.check()
+            for slot, error in self._finish(pending.exchange).items():
                 self._lose(slot, error)
             self._begin([slot for slot in running if slot in self._displaced], 1)
         except BaseException:  # nobody has seen what this step did
@@ -176,6 +240,15 @@ class WorkerPool:
         if len(crashed) < len(slots):
             self._failed, self._losses = {}, 0
         return crashed
+
+    def drop(self, pending: Pending) -> None:
+        """Wait for a step or a reset that nobody wants to see any more; its episodes are over."""
+        try:
+            if pending.exchange is not None:
+                self._finish(pending.exchange)
+        finally:
+            self._lost |= set(pending.slots)
+            self._displaced -= self._lost
 
     def check(self) -> None:
         """Say that the simulator is broken. Whoever goes on nevertheless may: it is tried anew.
@@ -218,6 +291,8 @@ class WorkerPool:
             SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again. With
                 ``on_error``: the first ``MAX_LOST_IN_A_ROW`` items failed, or as many as there are.
         """
+        if any(self._under_way):
+            raise RuntimeError("steps or resets are under way: receive them first, or reset the environment")
         results: list[Any] = [None] * len(items)
         waiting, running = deque(range(len(items))), dict[int, int]()
         failures: Counter[int] = Counter()
@@ -280,20 +355,35 @@ class WorkerPool:
         if getattr(self, "_memory", None) is not None:
             self.close()
 
-    def _begin(self, slots: Collection[int], tries: int) -> set[int]:
-        """Start the episodes of some slots and repeat what they had executed; returns those that were given up."""
+    def _begin_send(self, slots: Collection[int]) -> _Exchange | None:
+        """Have the episodes of some slots start and repeat what they had executed, unless the simulator is broken."""
         self._displaced |= set(slots)
+        if not slots or self._is_broken():
+            return None
+        return self._post("begin", {slot: (self.episodes[slot], self.executed[slot]) for slot in slots})
+
+    def _begin(self, slots: Collection[int], tries: int, exchange: _Exchange | None = None) -> set[int]:
+        """Start the episodes of some slots and repeat what they had executed; returns those that were given up.
+
+        Args:
+            slots: those that are not displaced have started.
+            tries: after so many failures an episode is given up.
+            exchange: of the first try, if it has been made.
+        """
         failures: Counter[int] = Counter()
-        while waiting := [slot for slot in slots if slot in self._displaced]:
-            if self._is_broken():
-                for slot in waiting:
-                    self._lose(slot)
-                break
-            errors = self._exchange("begin", {slot: (self.episodes[slot], self.executed[slot]) for slot in waiting})
-            for slot, error in errors.items():
+        while True:
+            for slot, error in self._finish(exchange).items() if exchange is not None else ():
                 failures[slot] += 1
                 if failures[slot] >= tries:
                     self._lose(slot, error)
+            waiting = [slot for slot in slots if slot in self._displaced]
+            if not waiting:
+                break
+            exchange = self._begin_send(waiting)
+            if exchange is None:
+                for slot in waiting:
+                    self._lose(slot)
+                break
         given_up = {slot for slot in slots if slot in self._lost}
         if len(given_up) < len(slots):  # the simulator works: others began beside these, whose states are bad
             for episode in (self.episodes[slot] for slot in given_up):
@@ -327,47 +417,64 @@ class WorkerPool:
         task = self.spec.tasks[episode.task_id]
         self.texts[slot] = task.instructions[0] if task.instructions else task.instruction
 
-    def _exchange(self, command: str, items: Mapping[int, Any]) -> dict[int, str]:
-        """Send one message to every worker concerned and wait for all answers; returns the errors of the guilty slots.
-
-        The innocent ones that had their simulators in a worker that failed are displaced afterwards.
-        """
-        asked: dict[int, list[int]] = {}
-        errors: dict[int, str] = {}
+    def _post(self, command: str, items: Mapping[int, Any]) -> _Exchange:
+        """Send one message to every worker concerned."""
+        exchange = _Exchange()
         try:
             for worker, slots in enumerate(self._slots):
                 if mine := [slot for slot in slots if slot in items]:
-                    asked[worker] = mine
+                    exchange.asked[worker] = mine
+                    self._under_way[worker].append(exchange)
                     self._alive(worker).send(command, ({slot: items[slot] for slot in mine},), self.step_timeout)
-            while asked:
-                for worker, answer, error in self._answers(asked):
-                    mine = asked.pop(worker)
-                    if error is None and answer[0]:
-                        self._failures[worker] = 0
-                        texts, failed, remarks = answer[1]
-                        for slot, text in texts.items():
-                            self.texts[slot] = text
-                        for slot, remark in remarks.items():
-                            if self.remarks.get(slot) != remark:
-                                _logger.warning("%s: %s", self._describe(slot), remark)
-                                self.remarks[slot] = remark
-                        self._displaced -= texts.keys()
-                        self._displaced |= failed.keys()
-                        self.restarts += len(failed)
-                        for slot, traceback in failed.items():
-                            errors[slot] = self._report(worker, traceback, [slot])
-                        continue
-                    busy = int(self.arrays.busy[worker])
-                    blamed = [busy] if busy >= 0 else mine
-                    failure = self._report(worker, error or answer[1], blamed)
-                    self._replace(worker, failure)
-                    if busy >= 0 or self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
-                        self._failures[worker] = 0
-                        errors |= dict.fromkeys(blamed, failure)
         except BaseException:
-            self._abandon(asked)
+            self._abandon(exchange.asked)
             raise
-        return errors
+        if not self._overlap:
+            self._finish(exchange)
+        return exchange
+
+    def _finish(self, exchange: _Exchange) -> dict[int, str]:
+        """Wait for all answers to a message; returns the errors of the guilty slots.
+
+        The innocent ones that had their simulators in a worker that failed are displaced afterwards.
+        """
+        try:
+            while exchange.asked:
+                for worker, answer, error in self._answers(exchange.asked):
+                    self._take_answer(worker, answer, error)
+        except BaseException:
+            self._abandon(exchange.asked)
+            raise
+        return exchange.errors
+
+    def _take_answer(self, worker: int, answer: Any, error: str | None) -> None:
+        """Note what a worker says to the first of the messages that it was sent, or that it says nothing any more."""
+        exchange = self._under_way[worker][0]
+        mine = exchange.asked[worker]
+        if error is not None or not answer[0]:
+            busy = int(self.arrays.busy[worker])
+            blamed = [busy] if busy >= 0 else mine
+            failure = self._report(worker, error or answer[1], blamed)
+            self._replace(worker, failure)
+            if busy >= 0 or self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
+                self._failures[worker] = 0
+                exchange.errors |= dict.fromkeys(blamed, failure)
+            return
+        self._under_way[worker].popleft()
+        del exchange.asked[worker]
+        self._failures[worker] = 0
+        texts, failed, remarks = answer[1]
+        for slot, text in texts.items():
+            self.texts[slot] = text
+        for slot, remark in remarks.items():
+            if self.remarks.get(slot) != remark:
+                _logger.warning("%s: %s", self._describe(slot), remark)
+                self.remarks[slot] = remark
+        self._displaced -= texts.keys()
+        self._displaced |= failed.keys()
+        self.restarts += len(failed)
+        for slot, traceback in failed.items():
+            exchange.errors[slot] = self._report(worker, traceback, [slot])
 
     def _answers(self, asked: Iterable[int]) -> list[tuple[int, Any, str | None]]:
         """Wait for events: ``(worker, (ok, answer), None)``, or an error if it died or ran out of time."""
@@ -389,8 +496,11 @@ class WorkerPool:
 
     def _abandon(self, workers: Iterable[int]) -> None:
         """Start workers again whose answer nobody waits for any more: it must not be taken for a later one."""
-        for worker in workers:
+        for worker in list(workers):
             self._alive(worker).kill()
+            for exchange in self._under_way[worker]:
+                del exchange.asked[worker]
+            self._under_way[worker].clear()
             running = {slot for slot in self._slots[worker] if self.episodes[slot] is not None}
             self._displaced |= running - self._lost
             self._start(worker)

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-from vla_envs.rendering.egl import WORKER
+from vla_envs.rendering.gpus import worker_environment
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}  # one core per worker; Mesa's rasteriser included
 _PIECE = 1 << 20  # bytes that are read at once
@@ -37,6 +38,7 @@ class WorkerProcess:
     """A program of its own in a process group of its own, its connection and the time by which it has to answer.
 
     Messages are those of :class:`multiprocessing.connection.Connection`, which the worker has; this side never blocks.
+    Several may be under way: they are answered in their order.
 
     Args:
         memory: file of the shared arrays.
@@ -48,7 +50,7 @@ class WorkerProcess:
     def __init__(self, memory: int, settings: dict[str, Any], start_timeout: float, progress: Callable[[], int]):
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        environment = {**os.environ, **_ONE_THREAD, WORKER: str(settings["index"])}
+        environment = {**os.environ, **_ONE_THREAD, **worker_environment(settings["index"], settings["gpus"])}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         program = [sys.executable, "-c", _PROGRAM]
         arguments = [str(theirs.fileno()), str(memory), str(os.getpid())]
@@ -66,6 +68,7 @@ class WorkerProcess:
         self._ending = os.pidfd_open(self.pid)  # tells its end even if a child that it leaves holds the connection
         self._start_timeout = start_timeout  # until the first answer
         self.allowed, self.deadline = 0.0, float("inf")
+        self._timeouts: deque[float] = deque()  # of the messages under way
         self.answered = False
         self._silent = False  # has closed its connection: its end is awaited
         self._progress = progress
@@ -74,14 +77,16 @@ class WorkerProcess:
         self._write(settings)
 
     def send(self, command: str, arguments: tuple, timeout: float) -> None:
-        """Send a message that has to be answered within ``timeout`` seconds."""
-        self.allowed = timeout + self._start_timeout
-        self.deadline = time.monotonic() + self.allowed
+        """Send a message that has to be answered within ``timeout`` seconds after the answer to the one before."""
+        self._timeouts.append(timeout)
+        if len(self._timeouts) == 1:
+            self._allow(timeout + self._start_timeout)
         self._write((command, arguments))
-        self._seen = self._state()
+        if len(self._timeouts) == 1:
+            self._seen = self._state()
 
     def receive(self) -> Any:
-        """Return an answer, or ``None`` as long as it is not there completely.
+        """Return the next answer, or ``None`` as long as it is not there completely.
 
         Raises:
             EOFError: the process has ended.
@@ -92,7 +97,16 @@ class WorkerProcess:
             answer = self._read()  # what it has said before it ended
             if answer is None:
                 raise EOFError
+        if answer is not None:
+            self._timeouts.popleft()
+            if self._timeouts:  # it turns to the next one
+                self._allow(self._timeouts[0])
+                self._seen = self._state()
         return answer
+
+    def has_answer(self) -> bool:
+        """Tell whether an answer has been read that :meth:`receive` has not returned."""
+        return self._body() is not None
 
     def hangs(self) -> bool:
         """Tell whether its time is up; whoever has got on has as much again, as many slots or a large message need."""
@@ -132,6 +146,9 @@ class WorkerProcess:
         if ending >= 0:
             os.close(ending)
 
+    def _allow(self, seconds: float) -> None:
+        self.allowed, self.deadline = seconds, time.monotonic() + seconds
+
     def _write(self, message: Any) -> None:
         data = pickle.dumps(message)
         header = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", -1, len(data))
@@ -155,6 +172,16 @@ class WorkerProcess:
             while piece := self._socket.recv(_PIECE):
                 self._incoming += piece
             self._silent = True
+        body = self._body()
+        if body is None:
+            return None
+        answer = pickle.loads(memoryview(self._incoming)[body])
+        self._incoming = self._incoming[body.stop :]
+        self._start_timeout, self.answered = 0.0, True
+        return answer
+
+    def _body(self) -> slice | None:
+        """Find the first message in what was read, if it is there completely."""
         data, start = self._incoming, 4
         if len(data) < start:
             return None
@@ -163,11 +190,7 @@ class WorkerProcess:
             if len(data) < 12:
                 return None
             (length,), start = struct.unpack_from("!Q", data, 4), 12
-        if len(data) < start + length:
-            return None
-        self._incoming = bytearray()
-        self._start_timeout, self.answered = 0.0, True
-        return pickle.loads(memoryview(data)[start : start + length])
+        return slice(start, start + length) if len(data) >= start + length else None
 
     def _end(self) -> Any:
         """How it ended, of ``waitid``; ``None`` as long as it lives."""
@@ -183,6 +206,8 @@ class _Gone:
 
 def wait(processes: Collection[WorkerProcess], timeout: float) -> None:
     """Wait until one of some processes has something to say, can be told more, or has ended."""
+    if any(process.has_answer() for process in processes):
+        return
     poll = select.poll()
     for process in processes:
         process.watch(poll)

@@ -29,6 +29,7 @@ class SharedArrays:
     subtasks: np.ndarray  # int64 [N], tasks of the chain that are solved after the last executed action
     busy: np.ndarray  # int64 [N], entry w: the slot that worker w is working on, -1 when idle
     progress: np.ndarray  # int64 [N], entry w: how many slots and chunks worker w is through with
+    seconds: np.ndarray  # float64 [N], entry w: for how long worker w has worked
 
     @property
     def outcomes(self) -> tuple[np.ndarray, ...]:
@@ -51,6 +52,7 @@ class SharedArrays:
             "subtasks": ((n,), np.int64),
             "busy": ((n,), np.int64),
             "progress": ((n,), np.int64),
+            "seconds": ((n,), np.float64),
         }
 
     @classmethod

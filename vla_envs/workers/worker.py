@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -63,7 +64,7 @@ class Worker:
             simulator.close()
 
     def _for_each(self, items: dict[int, Any], action: Callable[[int, Any], str]) -> _Answer:
-        texts, errors, remarks = {}, {}, {}
+        texts, errors, remarks, started = {}, {}, {}, time.perf_counter()
         for slot, item in items.items():
             self.arrays.busy[self.index] = slot  # so that the parent knows whom to blame if this kills us
             try:
@@ -78,6 +79,7 @@ class Worker:
                 self._drop(slot)
             self.arrays.progress[self.index] += 1
         self.arrays.busy[self.index] = -1
+        self.arrays.seconds[self.index] += time.perf_counter() - started
         return texts, errors, remarks
 
     def _drop(self, slot: int) -> None:
