@@ -297,3 +297,24 @@ def test_no_slurm_on_the_machine(tmp_path, monkeypatch):
     assert done.returncode
     assert "no SLURM on this machine" in done.stderr
     assert "launcher=local" in done.stderr
+
+
+def test_roles_on_two_nodes(tmp_path):
+    """Who learns is on the second node, and others of the job's processes have no part: the numbers are those of one."""
+    settings = ["iterations=3", "sync.lag=1"]
+    command = [sys.executable, RECIPES / "ppo.py", *SETTINGS, *settings, f"hydra.run.dir={tmp_path / 'one'}"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    for tasks, actor, rollout in ((1, 1, 0), (2, 3, 1)):
+        folder = tmp_path / f"tasks{tasks}"
+        roles = [f"placement.actor={actor}", f"placement.rollout={rollout}"]
+        (job,), _ = submit(folder, *settings, *roles, "launcher.nodes=2", f"launcher.tasks_per_node={tasks}")
+        finished(job, folder)
+        assert without_transfers(metrics(folder)) == metrics(tmp_path / "one")
+
+
+def without_transfers(log):
+    return {
+        key: [{name: value for name, value in line.items() if not name.startswith("sync/")} for line in lines]
+        for key, lines in log.items()
+    }

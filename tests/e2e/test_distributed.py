@@ -160,6 +160,17 @@ def test_numbers_that_cannot_be_shared(tmp_path):
     assert "under torchrun start each by itself" in process.communicate(timeout=200)[1]
 
 
+def test_one_of_three_collects_another_learns_and_the_first_has_no_part(tmp_path):
+    roles = ["placement.actor=2", "placement.rollout=1", "sync.lag=1", "iterations=2"]
+    settings = [*SETTINGS, *TOY_OF["ppo"], *roles, f"hydra.run.dir={tmp_path}"]
+    process = torchrun(RECIPES / "ppo.py", *settings, processes=3)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
+    assert "disaggregated, 3 GPUs: actor 2, rollout 1, env 1; 0 idle" in out
+    assert out.count("env steps/s in training") == 1
+    assert sum("train/loss" in line for lines in metrics(tmp_path).values() for line in lines) == 2
+
+
 LATE = """
 import os, runpy, time
 from vla_algos import parallel
