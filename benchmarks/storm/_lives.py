@@ -14,17 +14,14 @@ import json
 import mmap
 import os
 import re
-import runpy
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +34,6 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 import vla_algos.run.resume as resume
-import vla_envs.workers.pool as pool
 from benchmarks.storm import _line
 from vla_algos import Learner, StepCollector
 from vla_algos.parallel import process_group
@@ -85,53 +81,6 @@ def work_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 
 
-class Forked:
-    """Stands in for ``subprocess.Popen`` of a Python module: a fork, which has imported everything already."""
-
-    def __init__(self, command: list[str], pass_fds: tuple[int, ...] = (), **_: Any):
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        try:
-            for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
-            for handle in map(int, os.listdir("/proc/self/fd")):
-                if handle > 2 and handle not in pass_fds:  # else it would not learn of its parent's death
-                    with contextlib.suppress(OSError):
-                        os.close(handle)
-            sys.argv = command[2:]
-            runpy.run_module(command[2], run_name="__main__")
-        finally:
-            os._exit(0)
-
-    def poll(self) -> int | None:
-        return self._wait(os.WNOHANG)
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        deadline = time.monotonic() + (timeout or 60)
-        while self.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        return self.returncode
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def _wait(self, how: int) -> int | None:
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, how)
-            if done:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-
 @functools.cache
 def warm() -> None:
     """Import and set what all lives share."""
@@ -141,7 +90,6 @@ def warm() -> None:
     provenance.code()
     # What a life inherits it must not collect: torch's process groups end threads that a forked process has not.
     os.register_at_fork(after_in_child=gc.freeze)
-    pool.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": Forked})  # type: ignore[assignment]
 
 
 @functools.cache
