@@ -673,6 +673,9 @@ class EpisodeCollector(_ChunkCollector):
             outcome = self._hear(stage.deciding, number)
             done = self._book(running, outcome, stage.deciding, len(stage.slots))
             ready = [slot for slot in stage.deciding if slot not in done]
+        elif not ready:  # all sit out, or have no episode
+            self._slot_time += len(stage.slots)
+            self._idle_time += len(stage.slots)
         begun, stage.beginning = stage.beginning, []
         wanting = [slot for slot in stage.slots if slot not in ready and slot not in begun]
         if stage.deciding or self.queue.waiting:

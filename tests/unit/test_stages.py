@@ -317,6 +317,17 @@ def test_a_slot_sits_out_one_decision_while_its_next_episode_begins():
     assert 0 < collector.stats()["time/idle_fraction"] < 0.5
 
 
+def test_slots_without_an_episode_are_counted_in_stages_that_have_none_as_well():
+    with closing(walkers()) as env:
+        collector = EpisodeCollector(env, actor_critic(), episodes(12), stages=2, overlap_resets=True)
+        list(collector.iterator())
+    stats = collector.stats()
+    assert (
+        stats["frames"] == 48
+    )  # 4 decisions each: one stage has 8 and sits out once, the other has 4 and nothing to do
+    assert 0.25 < stats["time/idle_fraction"] < 0.4
+
+
 def test_the_queue_may_grow_and_be_stopped():
     with closing(walkers()) as env:
         collector = EpisodeCollector(env, actor_critic(), episodes(6), stages=2, overlap_resets=True)
