@@ -300,7 +300,7 @@ def test_no_slurm_on_the_machine(tmp_path, monkeypatch):
 
 
 def test_roles_on_two_nodes(tmp_path):
-    """Who learns is on the second node, and others of the job's processes have no part: the numbers are those of one."""
+    """Who learns is on the second node, and others of the job have no part: the numbers are those of one process."""
     settings = ["iterations=3", "sync.lag=1"]
     command = [sys.executable, RECIPES / "ppo.py", *SETTINGS, *settings, f"hydra.run.dir={tmp_path / 'one'}"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
