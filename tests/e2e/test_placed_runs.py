@@ -16,6 +16,8 @@ TOY = ("eval.sampled=true",)
 class DieInTurn:
     """Dies, in the process of a number, when a turn begins that it is told of."""
 
+    number = signal.SIGKILL
+
     def __init__(self, iteration, rank):
         self.iteration, self.rank = iteration, rank
 
@@ -24,10 +26,16 @@ class DieInTurn:
 
         def dies(them, run, iteration, *others):
             if (iteration, them.roles.rank) == (self.iteration, self.rank):
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.number)
             return turn(them, run, iteration, *others)
 
         turns.Turns.__call__ = dies
+
+
+class AskedInTurn(DieInTurn):
+    """Is asked to stop, in the process of a number, when a turn begins: the others are not."""
+
+    number = signal.SIGTERM
 
 
 def alone(name, folder, *more, die=None):
@@ -117,3 +125,13 @@ def test_every_arrangement_runs_and_repeats_itself(name, lag, actor, rollout, pr
     assert _lives.difference(found[0], _lives.outcome(found[1])) == ""
     steps = [json.loads(line).get("train/steps") for line in (found[0] / "metrics.jsonl").read_text().splitlines()]
     assert any(steps)
+
+
+@pytest.mark.parametrize(("rollout", "lag", "asked"), [("0-1", 0, 1), ("2", 1, 1)])
+def test_one_process_alone_may_be_asked_to_stop(rollout, lag, asked, tmp_path):
+    """The other of a sharded policy waits in no exchange of weights for one that has left already."""
+    processes, stopped = 3 if rollout == "2" else 2, 128 + signal.SIGTERM
+    settings = ("0-1", rollout, f"sync.lag={lag}")
+    ends = (stopped,) * processes
+    placed(tmp_path, "ppo", *settings, processes=processes, ends=ends, die=AskedInTurn(3, asked))
+    placed(tmp_path, "ppo", *settings, processes=processes)

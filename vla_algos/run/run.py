@@ -41,7 +41,6 @@ from vla_envs.stages import TOGETHER, check_stages
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
 from vla_policies.memory import Way
-from vla_policies.sharding import gathered
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -445,7 +444,7 @@ class Run:
         title = f"evaluation after {iteration}"
         folder = self.folder / "evaluations" / f"iteration_{iteration:04d}"
         run = partial(self.evaluator.run_both, title, self.env, self.policy, folder, **self.pipeline)
-        with gathered(self.policy), self._turns.collecting():
+        with self._turns.acting():
             share = self._checkpoints.interruptible(lambda: self.on_rollouts(run))
         results = self.on_rollouts(
             lambda: {name: gather(part, folder / f"{name}.jsonl") for name, part in share.items()}

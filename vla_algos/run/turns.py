@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -89,13 +90,16 @@ class Turns:
         """
 
         def collected() -> B | None:
+            if not self.roles.collects:
+                return None
+            with span("collect", iteration=iteration + self._ahead):
+                return collect()
+
+        def collecting(guarded: Callable[[Callable[[], B | None]], B | None]) -> B | None:
             self.policy.eval()
             self.policy.start_iteration(iteration + self._ahead)
-            with gathered(self.policy), self.collecting():  # all that share it gather it
-                if not self.roles.collects:
-                    return None
-                with span("collect", iteration=iteration + self._ahead):
-                    return collect()
+            with self.acting():  # a signal must not break it off: those that share the policy wait for each other
+                return guarded(collected)
 
         def learnt() -> R | None:
             if not self.roles.learns:
@@ -106,16 +110,18 @@ class Turns:
                 return learn(self._waiting.popleft())
 
         while self._ahead < min(self.lag, last + 1 - iteration):
-            self._deliver(run.interruptible(collected), join)
+            self._deliver(collecting(run.interruptible), join)
         more = iteration + self._ahead <= last
         if self.roles.apart and self.lag:
-            side = collected if more else lambda: None
-            done: Any = run.apart(learnt) if self.roles.learns else run.apart(side, interruptible=True)
+            if more and not self.roles.learns:
+                done: Any = collecting(partial(run.apart, interruptible=True))
+            else:
+                done = run.apart(learnt)
             if more:
                 self._deliver(done, join)
         else:
             if more:
-                self._deliver(run.interruptible(collected), join)
+                self._deliver(collecting(run.interruptible), join)
             done = run.apart(learnt) if self.roles.apart else learnt()
         self._ahead -= 1
         if self.roles.apart:
@@ -129,7 +135,17 @@ class Turns:
         return {} if transfer is None else transfer.metrics()
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
+    def acting(self) -> Iterator[None]:
+        """Have what it takes to act: the whole policy where this process acts, and the random numbers of collecting.
+
+        All processes enter it. Who learns while others act gathers nothing, for which there may be no room.
+        """
+        only_learns = self.roles.apart and self.roles.learns
+        with contextlib.nullcontext() if only_learns else gathered(self.policy), self._collecting():
+            yield
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[None]:
         """Draw the random numbers of collecting, where they are not those of learning."""
         if self._random is None:
             yield
