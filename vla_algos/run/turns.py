@@ -193,7 +193,7 @@ class Turns:
                 targets, rows = self.roles.transfers[self.roles.rank], len(batch)
                 for place, target in enumerate(targets):
                     start, stop = (rows * each // len(targets) for each in (place, place + 1))
-                    shares[target] = batch[start:stop] if start < stop else None
+                    shares[target] = _sent(batch[start:stop]) if start < stop else None
             come = [share for share in self._given(shares, self.roles.rollouts, self.roles.actors) if share is not None]
             if self.roles.learns:
                 self._waiting.append(join(come) if come else None)
@@ -250,15 +250,22 @@ def _of_device(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def _sent(batch: Any) -> Any:
+    """Return rows as another process gets them: in host memory, as it has other GPUs, and without those beside them."""
+    if isinstance(batch, Group):
+        return Group(tuple(_sent(episode) for episode in batch.episodes), batch.crashed)
+    return batch.cpu().clone() if isinstance(batch, TensorDictBase) else [_sent(each) for each in batch]
+
+
 def _plain(batch: Any) -> Any:
     """Turn a batch into dictionaries and lists of tensors, numbers and texts."""
+    if is_non_tensor(batch):  # a stack of texts is a TensorDictBase too
+        return {"texts": decode(batch), "rows": list(batch.batch_size)}
     if isinstance(batch, TensorDictBase):
         entries = {key: _plain(value) for key, value in batch.items()}
         return {"rows": list(batch.batch_size), "entries": entries}
     if isinstance(batch, Group):
         return {"episodes": [_plain(episode) for episode in batch.episodes], "crashed": batch.crashed}
-    if is_non_tensor(batch):
-        return {"texts": decode(batch), "rows": list(batch.batch_size)}
     return [_plain(each) for each in batch] if isinstance(batch, (list, tuple)) else batch
 
 
