@@ -398,7 +398,7 @@ def barrier() -> None:
 
 def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     try:
-        with _heartbeat.waiting(_call()) if _heartbeat is not None else contextlib.nullcontext():
+        with _heartbeat.waiting(_call(), _some) if _heartbeat is not None else contextlib.nullcontext():
             return function(*arguments, **named)
     except (torch.OutOfMemoryError, ProcessLost):
         raise

@@ -333,6 +333,22 @@ def test_a_process_that_is_alive_is_waited_for(tmp_path, monkeypatch):
     assert together(stop_shortly, tmp_path) == [[0, 1], [0, 1]]
 
 
+def wait_after_other_work():
+    parallel.make_groups((0,), (1,), 1)
+    with parallel.among((parallel.rank(),)):
+        for _ in range(parallel._some[0]):
+            with parallel._heartbeat.waiting("a call of a role", parallel._some):
+                pass
+    with parallel._heartbeat.waiting("a long exchange of all"):
+        time.sleep(5)
+    return parallel.all_gather_object(parallel.rank())
+
+
+def test_roles_that_have_talked_among_themselves_wait_for_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "2")
+    assert together(wait_after_other_work, tmp_path) == [[0, 1], [0, 1]]
+
+
 def make_other_calls():
     if parallel.rank() == 1:
         return lost_in(parallel.barrier)
