@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -47,7 +48,7 @@ class _Peer:
         name: number, host and process id.
         heard: when its last sign of life came.
         unread: the beginning of a message.
-        waits: number and name of the collective in which it waits, and for how many seconds it did.
+        waits: number, among those of a group, and name of the collective in which it waits, and for how many seconds.
         left: has said that it is through.
     """
 
@@ -101,7 +102,7 @@ class Heartbeat:
         self._lock = threading.RLock()  # the signal handler may find its own thread inside
         self._interval = min(5.0, self.timeout / 10)
         self._waits: tuple[int, str, float] | None = None
-        self._collectives = 0
+        self._collectives: Counter[tuple[int, ...] | None] = Counter()  # by who takes part
         self._name = f"process {rank} of {world_size} ({socket.gethostname()}, pid {os.getpid()})"
         self._address = address
         self._peers = self._meet_all(store) if rank == 0 else [self._meet_first(store)]
@@ -129,11 +130,16 @@ class Heartbeat:
     # ---- of the main thread
 
     @contextlib.contextmanager
-    def waiting(self, where: str) -> Iterator[None]:
-        """Say that this process waits for the others in a collective of that name; raises if one is lost."""
+    def waiting(self, where: str, among: tuple[int, ...] | None = None) -> Iterator[None]:
+        """Say that this process waits for the others in a collective of that name; raises if one is lost.
+
+        Args:
+            where: the name.
+            among: for which of the others; ``None`` for all. Each such group counts its collectives.
+        """
         self.check()
-        self._collectives += 1
-        self._waits = (self._collectives, where, time.monotonic())
+        self._collectives[among] += 1
+        self._waits = (self._collectives[among], where, time.monotonic())
         try:
             yield
         finally:

@@ -47,6 +47,7 @@ _control: dist.ProcessGroup | None = None
 _some: tuple[int, ...] | None = None  # of all processes, whom the functions below concern; None for all
 _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # of some, by what for
 _ENDED = "vla_ended"
+_STOPPING = (signal.SIGUSR2, signal.SIGINT)  # with SIGTERM, see vla_algos.run.resume
 
 
 @contextlib.contextmanager
@@ -106,7 +107,12 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
                 yield True
             if is_main():
                 store.set(_ENDED, "")
-        except Exception as error:
+        except BaseException as error:
+            if members is not None:  # the others wait
+                with contextlib.suppress(RuntimeError):  # the store is gone
+                    store.set(_ENDED, "")
+            if not isinstance(error, Exception):
+                raise
             if lost := lost_behind(error):
                 raise lost from error
             raise
@@ -123,7 +129,13 @@ def _join(store: dist.Store, own_rank: int, processes: int) -> None:
 
 
 def _stand_by(store: dist.Store) -> None:
-    """Wait until the members have ended; who starts them may end a process that has nothing to do with it, too."""
+    """Wait until the members have ended, or torchrun ends this process.
+
+    In a SLURM job the store may be this process's, and it gets the signals that all get: members stop by them, save,
+    and need the store meanwhile.
+    """
+    for number in _STOPPING if _by_torchrun() else (*_STOPPING, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(RuntimeError):  # the store is gone
         store.wait([_ENDED], timedelta(days=365))
 
@@ -398,7 +410,7 @@ def barrier() -> None:
 
 def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     try:
-        with _heartbeat.waiting(_call()) if _heartbeat is not None else contextlib.nullcontext():
+        with _heartbeat.waiting(_call(), _some) if _heartbeat is not None else contextlib.nullcontext():
             return function(*arguments, **named)
     except (torch.OutOfMemoryError, ProcessLost):
         raise

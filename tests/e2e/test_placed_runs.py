@@ -40,6 +40,7 @@ class AskedInTurn(DieInTurn):
 
 def alone(name, folder, *more, die=None):
     """Run in a process of its own; returns how it ended."""
+    _lives.warm()
     prepare = die or (lambda: None)
     return _lives.wait(_lives.live(name, folder, _lives.Board(), prepare, (*TOY, *more)), 200)
 
@@ -135,3 +136,37 @@ def test_one_process_alone_may_be_asked_to_stop(rollout, lag, asked, tmp_path):
     ends = (stopped,) * processes
     placed(tmp_path, "ppo", *settings, processes=processes, ends=ends, die=AskedInTurn(3, asked))
     placed(tmp_path, "ppo", *settings, processes=processes)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (2, 1), (1, 0)])
+def test_the_lag_may_be_changed_by_force(before, after, tmp_path):
+    """With the new lag from the first iteration on: of a larger one the batches of the oldest weights are dropped."""
+    folder = tmp_path / "run"
+    assert alone("ppo", folder, f"sync.lag={before}", die=DieInTurn(3, 0)) == 128 + signal.SIGKILL
+
+    def watched():
+        turn = turns.Turns.__call__
+
+        def held_back(them, run, iteration, last, *others):
+            result = turn(them, run, iteration, last, *others)
+            with open(tmp_path / "ahead", "a") as file:
+                file.write(f"{iteration} {them._ahead}\n")
+            return result
+
+        turns.Turns.__call__ = held_back
+
+    assert alone("ppo", folder, f"sync.lag={after}", "resume=force", die=watched) == 0, _lives.last_words(folder)
+    held = [tuple(map(int, line.split())) for line in (tmp_path / "ahead").read_text().splitlines()]
+    assert held[-2:] == [(3, after), (4, 0)]
+    assert {ahead for _, ahead in held[:-1]} == {after}
+
+
+def test_other_roles_begin_anew_where_that_is_asked_for(tmp_path):
+    """As many processes, of which another collects: what it would go on with is not there."""
+    ends = (70, 128 + signal.SIGKILL)
+    placed(tmp_path, "ppo", 0, 1, ends=ends, die=DieInTurn(3, 1))
+    placed(tmp_path, "ppo", "0-1", "0-1", "resume=force", ends=(70, 70))
+    assert "is of processes with other roles: resume with the placement of that run" in _lives.last_words(
+        tmp_path / "run"
+    )
+    placed(tmp_path, "ppo", "0-1", "0-1", "resume=elastic")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensordict.nn import TensorDictModuleBase
 from together import together
 from torch import nn
@@ -331,6 +332,41 @@ def stop_shortly():
 def test_a_process_that_is_alive_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "4")
     assert together(stop_shortly, tmp_path) == [[0, 1], [0, 1]]
+
+
+def wait_after_other_work():
+    parallel.make_groups((0,), (1,), 1)
+    with parallel.among((parallel.rank(),)):
+        for _ in range(parallel._some[0]):
+            with parallel._heartbeat.waiting("a call of a role", parallel._some):
+                pass
+    with parallel._heartbeat.waiting("a long exchange of all"):
+        time.sleep(5)
+    return parallel.all_gather_object(parallel.rank())
+
+
+def test_roles_that_have_talked_among_themselves_wait_for_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "2")
+    assert together(wait_after_other_work, tmp_path) == [[0, 1], [0, 1]]
+
+
+def test_who_stands_by_outlives_the_signals_of_a_job(monkeypatch):
+    """It may have the store, which members need until they have saved."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        parallel._stand_by(store)
+        os._exit(0)
+    port = int(os.read(reading, 10))
+    time.sleep(0.5)  # until it waits
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        os.kill(child, number)
+    time.sleep(0.5)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set(parallel._ENDED, "")
+    assert os.waitpid(child, 0) == (child, 0)
 
 
 def make_other_calls():

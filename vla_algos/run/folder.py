@@ -23,7 +23,7 @@ from vla_algos.run.provenance import differences, record_result, record_start
 from vla_algos.run.seeds import seed_everything
 from vla_envs import SimulatorSpec
 
-_OF_PROCESSES = ("sharding.shards", "sharding.reshard_after_forward", "sharding.cpu_offload", "offload.")
+_OF_PROCESSES = ("sharding.shards", "sharding.reshard_after_forward", "sharding.cpu_offload", "offload.", "placement.")
 _LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # ResumableRun has those of checkpoints
 
 

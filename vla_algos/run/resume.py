@@ -61,8 +61,9 @@ class Stateful(Protocol):
     """What a part of a run offers.
 
     Two more methods are asked for where a part has them: ``begin_anew(states)``, what each of another number of
-    processes had, for what it keeps of that (``resume=elastic``); of the learner ``empty_state(saved)``, a state like
-    ``saved`` with room for its tensors, sharded if the learner's are.
+    processes had, for what it keeps of that (``resume=elastic``), which random numbers are fresh for; of the learner
+    ``empty_state(saved)``, a state like ``saved`` with room for its tensors, sharded if the learner's are. A part that
+    is ``optional`` begins anew, of no states, where the run had none.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,8 +151,8 @@ class ResumableRun:
         if found is None:
             return None
         saved, state = found
-        if saved.processes == parallel.world_size():
-            self._go_on(saved, state)
+        if (own := self._own(saved)) is not None:
+            self._go_on(own, state)
         else:
             self._begin_anew(saved, state)
         self.run_state, self.seconds = saved.state["run_state"], saved.state["seconds"]
@@ -402,27 +403,51 @@ class ResumableRun:
         saved.fill({"weights": weights, "learner": state})
         return state
 
-    def _go_on(self, saved: SavedState, state: dict[str, Any]) -> None:
-        """Restore what this process had."""
+    def _own(self, saved: SavedState) -> dict[str, Any] | None:
+        """Load what this process had; ``None`` where there were others, or with other roles.
+
+        Raises:
+            CheckpointError: with other roles, unless it may begin anew.
+        """
+        if saved.processes != parallel.world_size():
+            return None
         own = saved.of_process(parallel.rank())
+        needed = {name for name, part in self.parts.items() if not getattr(part, "optional", False)} - {"learner"}
+        if all(parallel.all_gather_object(needed <= own["parts"].keys())):
+            return own
+        if self._elastic_seed is None:
+            raise CheckpointError(
+                f"{saved.folder} is of processes with other roles: resume with the placement of that run, or with "
+                "resume=elastic (weights and optimizer go on, with fresh episodes)"
+            )
+        return None
+
+    def _go_on(self, own: dict[str, Any], state: dict[str, Any]) -> None:
+        """Restore what this process had."""
         for name, part in self.parts.items():
-            part.load_state_dict(state if name == "learner" else own["parts"][name])
+            if name == "learner":
+                part.load_state_dict(state)
+            elif name in own["parts"]:
+                part.load_state_dict(own["parts"][name])
+            else:
+                cast(Any, part).begin_anew([])
         set_random_state(own["random"])
 
     def _begin_anew(self, saved: SavedState, state: dict[str, Any]) -> None:
         """Restore the learner alone, where other processes have stopped."""
         assert self._elastic_seed is not None  # else it is refused
         everybodys = [saved.of_process(rank)["parts"] for rank in range(saved.processes)]
+        seed_after(self._elastic_seed, saved.step)
         for name, part in self.parts.items():
             if name == "learner":
                 part.load_state_dict(state)
             elif hasattr(part, "begin_anew"):
                 part.begin_anew([parts[name] for parts in everybodys if name in parts])
-        seed_after(self._elastic_seed, saved.step)
         if parallel.is_main():
+            others = f"of {saved.processes} processes, this run has {parallel.world_size()}"
+            others = others if saved.processes != parallel.world_size() else "of processes with other roles"
             tqdm.write(
-                f"{saved.folder} is of {saved.processes} processes, this run has {parallel.world_size()}: weights and "
-                "optimizer go on, with fresh episodes and random numbers"
+                f"{saved.folder} is {others}: weights and optimizer go on, with fresh episodes and random numbers"
             )
 
     def _remember(self) -> None:

@@ -47,6 +47,8 @@ class Turns:
         roles: of the processes.
     """
 
+    optional = True  # in a checkpoint: a run that is plain has none
+
     def __init__(self, policy: VLAPolicy, seed: int, lag: int, roles: Roles):
         self.policy, self.seed, self.lag, self.roles = policy, seed, lag, roles
         self._sync: TrainedWeightSyncScheme | None = None  # where nobody does both
@@ -168,10 +170,14 @@ class Turns:
         """Restore :meth:`state_dict`."""
         self._ahead, self._random = state["ahead"], state["random"]
         self._waiting = deque(_unplain(batch) for batch in state["waiting"])
+        while self._ahead > self.lag:  # it was larger: the oldest weights are those that may not be learnt from
+            self._ahead -= 1
+            if self._waiting:
+                self._waiting.popleft()
 
     def begin_anew(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on in another number of processes: what waited in the others is collected anew."""
-        self._part_random_numbers()
+        """Go on in other processes, or with the first lag: what waited in the others is collected anew."""
+        self._part_random_numbers(torch.initial_seed())
 
     # ---- from one to the other
 
@@ -187,7 +193,7 @@ class Turns:
                 targets, rows = self.roles.transfers[self.roles.rank], len(batch)
                 for place, target in enumerate(targets):
                     start, stop = (rows * each // len(targets) for each in (place, place + 1))
-                    shares[target] = batch[start:stop] if start < stop else None
+                    shares[target] = _sent(batch[start:stop]) if start < stop else None
             come = [share for share in self._given(shares, self.roles.rollouts, self.roles.actors) if share is not None]
             if self.roles.learns:
                 self._waiting.append(join(come) if come else None)
@@ -225,10 +231,11 @@ class Turns:
                 set_random_state(numbers)
         return [share for share, _ in come]
 
-    def _part_random_numbers(self) -> None:
+    def _part_random_numbers(self, *more: int) -> None:
+        """Give collecting a sequence of its own, of the seed, the process, and ``more`` where the run had begun."""
         if not (self.lag and self.roles.collects):
             return
-        sequence = np.random.SeedSequence([self.seed, _COLLECTING, self.roles.rollouts.index(self.roles.rank)])
+        sequence = np.random.SeedSequence([self.seed, _COLLECTING, self.roles.rollouts.index(self.roles.rank), *more])
         learning = random_state()
         seed_everything(int(sequence.generate_state(1)[0]))
         if self.roles.learns:
@@ -243,15 +250,22 @@ def _of_device(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def _sent(batch: Any) -> Any:
+    """Return rows as another process gets them: in host memory, as it has other GPUs, and without those beside them."""
+    if isinstance(batch, Group):
+        return Group(tuple(_sent(episode) for episode in batch.episodes), batch.crashed)
+    return batch.cpu().clone() if isinstance(batch, TensorDictBase) else [_sent(each) for each in batch]
+
+
 def _plain(batch: Any) -> Any:
     """Turn a batch into dictionaries and lists of tensors, numbers and texts."""
+    if is_non_tensor(batch):  # a stack of texts is a TensorDictBase too
+        return {"texts": decode(batch), "rows": list(batch.batch_size)}
     if isinstance(batch, TensorDictBase):
         entries = {key: _plain(value) for key, value in batch.items()}
         return {"rows": list(batch.batch_size), "entries": entries}
     if isinstance(batch, Group):
         return {"episodes": [_plain(episode) for episode in batch.episodes], "crashed": batch.crashed}
-    if is_non_tensor(batch):
-        return {"texts": decode(batch), "rows": list(batch.batch_size)}
     return [_plain(each) for each in batch] if isinstance(batch, (list, tuple)) else batch
 
 
