@@ -513,7 +513,7 @@ class VLAEnv(EnvBase):
         """
         outcome = self.async_step_recv(env_index)
         slots = outcome[ENV_INDEX]
-        done = slots[outcome["next", keys.DONE].squeeze(-1)].tolist()
+        done = slots[outcome[keys.NEXT, keys.DONE].squeeze(-1)].tolist()
         if done:
             self.async_reset_send(env_index=done)
             self.async_reset_recv(done)

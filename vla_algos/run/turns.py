@@ -265,7 +265,7 @@ def _plain(batch: Any) -> Any:
         entries = {key: _plain(value) for key, value in batch.items()}
         return {"rows": list(batch.batch_size), "entries": entries}
     if isinstance(batch, Group):
-        return {"episodes": [_plain(episode) for episode in batch.episodes], "crashed": batch.crashed}
+        return {"episodes": [_plain(episode) for episode in batch.episodes], "lost": batch.crashed}
     return [_plain(each) for each in batch] if isinstance(batch, (list, tuple)) else batch
 
 
@@ -275,7 +275,7 @@ def _unplain(batch: Any) -> Any:
     if not isinstance(batch, dict):
         return batch
     if "episodes" in batch:
-        return Group(tuple(_unplain(each) for each in batch["episodes"]), batch["crashed"])
+        return Group(tuple(_unplain(each) for each in batch["episodes"]), batch["lost"])
     if "texts" in batch:
         return _texts(batch["texts"], batch["rows"])
     return TensorDict({key: _unplain(value) for key, value in batch["entries"].items()}, batch["rows"])
