@@ -4,12 +4,16 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensordict import TensorDict
 
+from vla_algos import parallel
 from vla_algos.groups import Group
+from vla_algos.run.resume import ResumableRun
 from vla_algos.run.turns import _plain, _sent, _unplain
 from vla_common.texts import decode
 from vla_envs.instructions import Instructions
+from vla_policies.sharding import shard
 
 
 def rows():
@@ -42,3 +46,15 @@ def test_what_waits_is_plain_and_comes_back(shape):
     assert (found["next", "reward"] == expected["next", "reward"]).all()
     assert found.batch_size == expected.batch_size
     assert decode(found["texts"]) == decode(expected["texts"])
+
+
+def test_who_only_collects_writes_no_weights(tmp_path):
+    """Not even where its policy is one of FSDP's, in a group of its own, whose parts each process writes."""
+    policy = torch.nn.Linear(2, 2)
+    shard(policy, parallel.device_mesh(1))
+    run = ResumableRun(tmp_path, policy, {}, every=1)
+    run.finish(1)
+    run.wait()
+    torch.distributed.destroy_process_group()
+    [written] = (tmp_path / "checkpoints" / "step_00000001" / "tensors").iterdir()
+    assert [name for name in load_file(written) if name.startswith("weights")] == []

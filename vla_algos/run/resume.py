@@ -474,7 +474,7 @@ class ResumableRun:
             "iteration": self._iteration,
             "run_state": self.run_state,
             "seconds": self.seconds + time.perf_counter() - self._started,
-            "weights": trained_tensors(self.policy),
+            "weights": trained_tensors(self.policy) if "learner" in self.parts else {},  # who learns writes them
             "learner": self._learner_state(),
         }
         process = (parallel.rank(), parallel.world_size())

@@ -86,7 +86,8 @@ class Roles:
         if not everybody:
             parallel.make_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
         with self.own():
-            return Sharding(**{**settings, **({} if self.learns else {"shards": "all"})})
+            # Who only collects has no gradients and no Adam, and all weights while it does.
+            return Sharding(**{**settings, **({} if self.learns else {"shards": "all", "cpu_offload": False})})
 
     def gpus(self, named: Sequence[int] | None) -> tuple[int, ...] | None:
         """Return the GPUs on which this process's simulators draw, where ``placement`` or several processes say it.

@@ -116,7 +116,7 @@ class Run:
         if hasattr(self.config, "sharding"):  # whoever only acts has the policy whole
             with self.roles.own():
                 divide = self.sharding.divider(settings.get("device"))
-            way = self.sharding.way(self.config.offload["optimizer"])
+            way = self.sharding.way(self.config.offload["optimizer"] and self.roles.learns)
 
         def complete(policy: VLAPolicy) -> None:
             say_host_memory(policy, way)
