@@ -202,7 +202,7 @@ def _forget_observations(episodes: Sequence[TensorDictBase]) -> None:
 
 def outcomes_of(groups: Sequence[Group]) -> list[Group]:
     """Return the groups without what the policy saw and did: small enough to tell other processes."""
-    return [Group(tuple(episode.select(NEXT) for episode in group.episodes), group.crashed) for group in groups]
+    return [Group(tuple(each.select(NEXT).cpu() for each in group.episodes), group.crashed) for group in groups]
 
 
 def concatenate(groups: Sequence[Group]) -> TensorDictBase:
