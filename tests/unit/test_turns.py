@@ -9,8 +9,10 @@ from tensordict import TensorDict
 
 from vla_algos import parallel
 from vla_algos.groups import Group
+from vla_algos.run.checkpoints import CheckpointError
 from vla_algos.run.resume import ResumableRun
-from vla_algos.run.turns import _plain, _sent, _unplain
+from vla_algos.run.roles import Roles
+from vla_algos.run.turns import Turns, _plain, _sent, _unplain
 from vla_common.texts import decode
 from vla_envs.instructions import Instructions
 from vla_policies.sharding import shard
@@ -46,6 +48,15 @@ def test_what_waits_is_plain_and_comes_back(shape):
     assert (found["next", "reward"] == expected["next", "reward"]).all()
     assert found.batch_size == expected.batch_size
     assert decode(found["texts"]) == decode(expected["texts"])
+
+
+def test_a_state_of_other_roles_is_refused():
+    """Batches that wait for an actor would be lost where it is none any more."""
+    apart, together = Roles((0,), (1,), {1: (0,)}, rank=1), Roles((0, 1), (1,), {1: (1, 0)}, rank=1)
+    state = Turns(torch.nn.Linear(1, 1), 0, 1, together).state_dict()
+    Turns(torch.nn.Linear(1, 1), 0, 1, together).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"had actors \[0, 1\] and rollouts \[1\].*resume=elastic"):
+        Turns(torch.nn.Linear(1, 1), 0, 1, apart).load_state_dict(state)
 
 
 def test_who_only_collects_writes_no_weights(tmp_path):

@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from vla_algos import parallel
 from vla_algos.groups import Group
-from vla_algos.run.checkpoints import random_state, set_random_state
+from vla_algos.run.checkpoints import CheckpointError, random_state, set_random_state
 from vla_algos.run.resume import ResumableRun
 from vla_algos.run.roles import Roles
 from vla_algos.run.seeds import seed_everything
@@ -164,10 +164,29 @@ class Turns:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the batches that wait, and random numbers: tensors, numbers and texts."""
-        return {"ahead": self._ahead, "waiting": [_plain(batch) for batch in self._waiting], "random": self._random}
+        return {
+            "roles": self._places,
+            "ahead": self._ahead,
+            "waiting": [_plain(batch) for batch in self._waiting],
+            "random": self._random,
+        }
+
+    @property
+    def _places(self) -> list[list[int]]:
+        return [list(self.roles.actors), list(self.roles.rollouts)]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore :meth:`state_dict`.
+
+        Raises:
+            CheckpointError: of a run whose processes had other roles.
+        """
+        if state["roles"] != self._places:
+            raise CheckpointError(
+                f"that run had actors {state['roles'][0]} and rollouts {state['roles'][1]}, and batches that wait for "
+                "them: resume with its placement, or with resume=elastic (weights and optimizer go on, with fresh "
+                "episodes)"
+            )
         self._ahead, self._random = state["ahead"], state["random"]
         self._waiting = deque(_unplain(batch) for batch in state["waiting"])
         while self._ahead > self.lag:  # it was larger: the oldest weights are those that may not be learnt from
