@@ -175,9 +175,9 @@ LATE = """
 import os, runpy, time
 from vla_algos import parallel
 
-def late(total, what):
+def late(*given):
     time.sleep(2 * int(os.environ["RANK"]))
-    return original(total, what)
+    return original(*given)
 
 original, parallel.per_rank = parallel.per_rank, late
 runpy.run_path({recipe!r}, run_name="__main__")
