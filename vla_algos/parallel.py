@@ -58,15 +58,15 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
     ``LOCAL_RANK``, if there are several. Numbers on the CPU are exchanged by gloo, those on GPUs by NCCL. Only the
     first process prints.
 
+    A process whose torchrun dies dies with it, and all hear of one that is lost: see
+    :class:`~vla_algos.heartbeat.Heartbeat`. An error that came of it, wherever it was raised, becomes the news of it.
+
     Args:
         members: which of them work together, by the numbers that their launcher gives them: the first of ``members``
             is process 0 of these. The others wait here until these have ended. ``None``: all, in its order.
 
     Yields:
         Whether this process is one of the members, which have something to do.
-
-    A process whose torchrun dies dies with it, and all hear of one that is lost: see
-    :class:`~vla_algos.heartbeat.Heartbeat`. An error that came of it, wherever it was raised, becomes the news of it.
 
     Raises:
         ValueError: there are fewer GPUs than processes.

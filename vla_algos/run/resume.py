@@ -194,17 +194,7 @@ class ResumableRun:
         Raises:
             Interrupted: a signal came, here or to another process.
         """
-        result = None
-        try:
-            self._may_stop = True
-            if self._signal is not None:
-                raise Interrupted
-            result = work()
-            self._may_stop = False
-        except Interrupted:
-            pass
-        finally:
-            self._may_stop = False
+        result = self._attempt(work, may_stop=True)
         self._stop(parallel.all_reduce_max(self._signal or 0))
         return cast(T, result)  # whoever has none does not get here
 
@@ -220,17 +210,8 @@ class ResumableRun:
         Raises:
             Interrupted: a signal came, here or to another process.
         """
-        saved, result = self._saved == self._iteration, None
-        try:
-            self._may_stop = saved and interruptible
-            if self._may_stop and self._signal is not None:
-                raise Interrupted
-            result = work()
-            self._may_stop = False
-        except Interrupted:
-            pass
-        finally:
-            self._may_stop = False
+        saved = self._saved == self._iteration
+        result = self._attempt(work, may_stop=saved and interruptible)
         number = parallel.all_reduce_max(self._signal or 0)
         if number and saved:
             self.wait()
@@ -238,6 +219,21 @@ class ResumableRun:
                 self._between = None
             self._stop(number)
         return cast(T, result)  # whoever has none does not get here
+
+    def _attempt(self, work: Callable[[], T], may_stop: bool) -> T | None:
+        """Return what came of work, ``None`` if a signal broke it off: anywhere if it may, else where it asks."""
+        result = None
+        try:
+            self._may_stop = may_stop
+            if may_stop and self._signal is not None:
+                raise Interrupted
+            result = work()
+            self._may_stop = False
+        except Interrupted:
+            pass
+        finally:
+            self._may_stop = False
+        return result
 
     def stop_if_asked(self) -> None:
         """Stop within an update if a signal came and the state before the update is on disk already.

@@ -32,7 +32,7 @@ class Roles:
         rollouts: who collects, ascending: all of ``actors``, some of them, or none.
         transfers: by number of one that collects, those that its rows go to, in even parts; itself keeps its own.
         rank: number of this process.
-        placement: what it comes of; ``None`` where every process does everything.
+        placement: what it comes of; ``None`` of a recipe that has no such section.
     """
 
     actors: tuple[int, ...]
@@ -80,10 +80,9 @@ class Roles:
         Raises:
             ValueError: shards that the actors cannot be arranged in.
         """
-        everybody = {role for role in (self.actors, self.rollouts)} == {tuple(range(parallel.world_size()))}
         shards = settings.get("shards", "all")
         check_shards(shards, len(self.actors))
-        if not everybody:
+        if self.actors != self.rollouts:
             parallel.make_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
         with self.own():
             # Who only collects has no gradients and no Adam, and all weights while it does.

@@ -229,7 +229,8 @@ class Turns:
                 self._sync.send()
             else:
                 self._sync.receive()
-            self._given([None] * parallel.world_size(), self.roles.actors, self.roles.rollouts)
+            if not self.lag:  # with the random numbers
+                self._given([None] * parallel.world_size(), self.roles.actors, self.roles.rollouts)
 
     def _connect(self) -> None:
         """Find those who get the weights, and send them for the first time."""
