@@ -194,6 +194,16 @@ class VLAPolicy(TensorDictModuleBase):
         """Return the critic as a module that shares the parameters, for ``ClipPPOLoss`` and value estimators."""
         return ValueOperator(self)
 
+    @property
+    def sight(self) -> nn.Module | None:
+        """What says what the policy has made of images and instruction, without the states; ``None`` if nothing does.
+
+        A module whose output, ``[N, F]``, depends on those alone, and which a pass of :meth:`imitation_loss` runs once.
+        Whoever clones may have it learn to predict where the states will go
+        (:class:`~vla_algos.imitation.BehaviourCloning`, ``auxiliary``).
+        """
+        return None
+
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
         """Return the loss ``[N, C]`` against demonstrated ``action`` ``[N, C, A]``, for behaviour cloning.
 

@@ -2,22 +2,30 @@
 
 Image -> convolutions -> spatial-softmax keypoints -> one token; instruction and state -> one token each. Spatial
 softmax: Levine et al. 2016, "End-to-End Training of Deep Visuomotor Policies". On few demonstrations it makes the
-policy look at the image, which patch tokens did not.
+policy look at the image, which patch tokens did not. Where the maps start matters: nearly equal ones under a sharp
+softmax put all keypoints into the middle of the image, and a policy that finds nothing there learns to do without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Literal, Protocol
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.small.text import HashedText
 
+Part = Annotated[float, Ge(0), Le(1)]  # of the image's height or width
+Crop = tuple[Part, Part, Part, Part]
+Compute = Literal["float32", "bf16"]
+
 _GROUPS = 4  # of channels that are normalised together
+_LEAST = 8  # pixels of a side of what is cut out
 
 
 class EncoderConfig(Protocol):
@@ -47,6 +55,18 @@ class EncoderConfig(Protocol):
     def text_buckets(self) -> int:
         """Rows of the embedding that words are hashed into."""
 
+    @property
+    def crop(self) -> Crop | None:
+        """What is cut out of the image: top, left, height and width as parts of it; all of it if ``None``."""
+
+    @property
+    def blind(self) -> bool:
+        """See black images only."""
+
+    @property
+    def compute(self) -> Compute:
+        """What the network computes in; its weights are float32."""
+
 
 def check_sizes(config: EncoderConfig) -> None:
     """Refuse sizes that make no network.
@@ -59,6 +79,18 @@ def check_sizes(config: EncoderConfig) -> None:
     if any(number % _GROUPS for number in config.channels[1:]):
         channels = list(config.channels)
         raise SettingError(f"channels={channels}: the last two must be multiples of {_GROUPS}; type [16,32,48]")
+    if config.crop is not None:
+        top, left, height, width = config.crop
+        if min(height, width) <= 0 or top + height > 1 or left + width > 1:
+            raise SettingError(
+                f"crop={list(config.crop)}: [top, left, height, width] are parts of the image, and what is cut out lies "
+                "within it; type [0.2,0.3,0.6,0.6], or null for all of it"
+            )
+
+
+def computing(config: EncoderConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a small policy's network runs: with ``compute="bf16"`` most of it in bfloat16."""
+    return torch.autocast(device.type, torch.bfloat16) if config.compute == "bf16" else nullcontext()
 
 
 class SmallEncoder(nn.Module):
@@ -72,11 +104,13 @@ class SmallEncoder(nn.Module):
         dim = config.dim
         self.register_buffer("state_mean", torch.zeros(config.state_dim))
         self.register_buffer("state_std", torch.ones(config.state_dim))
+        self.crop, self.blind = config.crop, config.blind
         self.vision = KeypointEncoder(config.channels, config.keypoints, dim)
         self.text = HashedText(config.text_buckets, dim)
         self.text_projection = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim))
         self.state = nn.Sequential(nn.Linear(config.state_dim, dim), nn.GELU(), nn.Linear(dim, dim))
         self.modality = nn.Parameter(0.02 * torch.randn(3, dim))
+        self.sight = nn.Identity()  # image and instruction pass through it: see VLAPolicy.sight
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Set the normalisation of ``states``: two tensors ``[S]``."""
@@ -89,12 +123,24 @@ class SmallEncoder(nn.Module):
                 f"images are uint8 [N, H, W, 3] from 0 to 255, got {images.dtype}; of values from 0 to 1 pass (255 * "
                 "images).to(torch.uint8)"
             )
-        tokens = (
-            self.vision(images),
-            self.text_projection(self.text(prompt_tokens)),
-            self.state((states - self.state_mean) / self.state_std),
-        )
-        return torch.stack(tokens, dim=1) + self.modality
+        text = self.text_projection(self.text(prompt_tokens))
+        seen = self.sight(torch.cat([self._look(images), text], dim=-1))
+        state = self.state((states - self.state_mean) / self.state_std)
+        return torch.stack([*seen.chunk(2, dim=-1), state], dim=1) + self.modality
+
+    def _look(self, images: Tensor) -> Tensor:
+        if self.crop is not None:
+            size = images.shape[1:3]
+            top, left, height, width = (round(part * size[n % 2]) for n, part in enumerate(self.crop))
+            if min(height, width) < _LEAST:
+                raise ValueError(
+                    f"crop={list(self.crop)} leaves {height} x {width} of {size[0]} x {size[1]} pixels; take a larger "
+                    "image (env.image_size), or cut out more"
+                )
+            images = images[:, top : top + height, left : left + width]
+        if self.blind:  # all see the same
+            return self.vision(torch.zeros_like(images[:1])).expand(len(images), -1)
+        return self.vision(images)
 
     def tokenize(self, task_descriptions: Sequence[str]) -> Tensor:
         """Return tokens int64 ``[N, L]`` of ``N`` instructions, on the device of the module."""
@@ -113,8 +159,8 @@ class KeypointEncoder(nn.Module):
         self.third = nn.Conv2d(second, third, kernel_size=3, padding=1)
         self.third_norm = nn.GroupNorm(_GROUPS, third)
         self.maps = nn.Conv2d(third, keypoints, kernel_size=1)
-        nn.init.normal_(self.maps.weight, std=0.02)
-        self.log_sharpness = nn.Parameter(torch.tensor([10.0]).log())
+        nn.init.kaiming_normal_(self.maps.weight)  # maps that differ, and a softmax that follows them:
+        self.log_sharpness = nn.Parameter(torch.ones(1))
         self.project = nn.Sequential(nn.Linear(2 * keypoints, dim), nn.GELU(), nn.Linear(dim, dim))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -124,7 +170,7 @@ class KeypointEncoder(nn.Module):
         features = F.relu(self.first(torch.cat([pixels, grid], dim=1)))
         features = F.relu(self.second_norm(self.second(features)))
         maps = self.maps(F.relu(self.third_norm(self.third(features))))
-        return self.project(spatial_softmax(maps, self.log_sharpness.squeeze().exp()))
+        return self.project(spatial_softmax(maps.float(), self.log_sharpness.squeeze().exp()))
 
 
 def spatial_softmax(maps: Tensor, sharpness: Tensor) -> Tensor:

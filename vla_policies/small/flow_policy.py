@@ -22,7 +22,7 @@ from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.config import FlowConfig
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import embed_time
-from vla_policies.small.encoder import SmallEncoder, check_sizes
+from vla_policies.small.encoder import Compute, Crop, SmallEncoder, check_sizes, computing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class SmallFlowConfig(FlowConfig):
         channels: of the three convolutions.
         keypoints: number of spatial-softmax maps.
         text_buckets: rows of the hashed word table.
+        crop, blind, compute: as those of :class:`~vla_policies.small.token_policy.SmallVLAConfig`.
     """
 
     action_low: tuple[float, ...]
@@ -49,6 +50,9 @@ class SmallFlowConfig(FlowConfig):
     channels: tuple[Width, Width, Width] = (16, 32, 48)
     keypoints: Width = 32
     text_buckets: Annotated[int, Ge(2), Le(1_000_000)] = 2048
+    crop: Crop | None = None
+    blind: bool = False
+    compute: Compute = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,22 +106,30 @@ class SmallFlow(FlowPolicy):
             self.value_head = nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
             nn.init.zeros_(last.weight)
 
+    @property
+    def sight(self) -> nn.Module:
+        """What has made of image and instruction ``[N, 2 dim]``, see :class:`~vla_policies.policy.VLAPolicy`."""
+        return self.encoder.sight
+
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Set the normalisation of ``states``: two tensors ``[S]``; they are saved with the weights."""
         self.encoder.set_statistics(state_mean, state_std)
 
     def observe(self, tensordict: TensorDictBase) -> Tensor:
         """Return tokens ``[N, 3, dim]``."""
-        return self.encoder(*(tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS)))
+        images, *others = (tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS))
+        with computing(self.config, images.device):
+            return self.encoder(images, *others).float()
 
     def repeat(self, observed: Tensor, count: int) -> Tensor:
         return observed.repeat_interleave(count, dim=0)
 
     def velocity(self, observed: Tensor, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        moment = self.time_in(embed_time(time, self.config.dim)).unsqueeze(1)
-        actions = self.action_in(noisy) + self.queries + moment
-        hidden = self.trunk(torch.cat([observed, actions], dim=1))[:, observed.shape[1] :]
-        return self.action_out(hidden), hidden
+        with computing(self.config, noisy.device):
+            moment = self.time_in(embed_time(time, self.config.dim)).unsqueeze(1)
+            actions = self.action_in(noisy) + self.queries + moment
+            hidden = self.trunk(torch.cat([observed, actions], dim=1))[:, observed.shape[1] :]
+            return self.action_out(hidden).float(), hidden.float()
 
     def value(self, observed: Tensor, hidden: Tensor | None) -> Tensor | None:
         if self.value_head is None:
