@@ -1,8 +1,8 @@
 """Where will the states go? An auxiliary task that teaches a policy to look while it clones.
 
-A policy that is cloned from few demonstrations per task may learn each task's motion by heart and do without the image:
-on Meta-World's MT50 such policies scored the same with black images. Predicting from image and instruction *alone* where
-the hand is, and where it will be, cannot be done without looking.
+A policy that is cloned from few demonstrations per task may learn each task's motion by heart and do without the
+image: on Meta-World's MT50 such policies scored the same with black images. Predicting from image and instruction
+*alone* where the hand is, and where it will be, cannot be done without looking.
 """
 
 from __future__ import annotations

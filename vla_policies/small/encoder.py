@@ -83,8 +83,8 @@ def check_sizes(config: EncoderConfig) -> None:
         top, left, height, width = config.crop
         if min(height, width) <= 0 or top + height > 1 or left + width > 1:
             raise SettingError(
-                f"crop={list(config.crop)}: [top, left, height, width] are parts of the image, and what is cut out lies "
-                "within it; type [0.2,0.3,0.6,0.6], or null for all of it"
+                f"crop={list(config.crop)}: [top, left, height, width] are parts of the image, and what is cut out "
+                "lies within it; type [0.2,0.3,0.6,0.6], or null for all of it"
             )
 
 
