@@ -17,13 +17,14 @@ import hydra
 from omegaconf import DictConfig
 
 from vla_algos import BehaviourCloning
-from vla_algos.run import CLONING, Run, launch, record, run_program
+from vla_algos.run import CLONING, Run, launch, run_program
 from vla_common.settings import Count
 
 SETTINGS = {
     **CLONING,
     "recipe": Literal["sft"],
     "demonstrations": {**CLONING["demonstrations"], "episodes": Count},
+    "heldout_every": Count,
 }
 
 
@@ -34,13 +35,17 @@ def main(config: DictConfig) -> None:
 
 def train(config: SimpleNamespace, run: Run) -> None:
     policy = run.make_policy()
-    env = run.make_env(policy)
-    data = record(env, policy, run.demonstration_seed, **config.demonstrations)  # the same again, if this is resumed
-    learner = BehaviourCloning(policy, data, **config.cloning)
+    run.make_env(policy)
+    demonstrations, heldout = run.record(policy)  # the same again, if this is resumed
+    learner = BehaviourCloning(policy, demonstrations, **config.cloning)
+    steps = config.cloning["steps"]
 
     with run.resumable(learner=learner, warm_start=False):
-        for _ in run.iterations(config.cloning["steps"], unit="step", title="behaviour cloning"):
-            run.log_step({"train/loss": learner.step()})
+        for step in run.iterations(steps, unit="step", title="behaviour cloning"):
+            metrics = {"train/loss": learner.step()}
+            if heldout and (step % config.heldout_every == 0 or step == steps):
+                metrics |= {f"heldout/{name}": value for name, value in learner.evaluate(heldout).items()}
+            run.log_step(metrics)
 
 
 if __name__ == "__main__":

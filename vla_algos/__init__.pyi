@@ -13,6 +13,12 @@ from .advantages import (
 )
 from .collectors import EpisodeCollector as EpisodeCollector
 from .collectors import StepCollector as StepCollector
+from .demonstrations import DemonstrationSet as DemonstrationSet
+from .demonstrations import Samples as Samples
+from .demonstrations import for_policy as for_policy
+from .demonstrations import load_demonstrations as load_demonstrations
+from .demonstrations import record_demonstrations as record_demonstrations
+from .demonstrations import write_demonstrations as write_demonstrations
 from .evaluation import EpisodeResult as EpisodeResult
 from .evaluation import EvaluationResult as EvaluationResult
 from .evaluation import evaluate as evaluate
@@ -20,7 +26,6 @@ from .groups import Group as Group
 from .groups import collect_groups as collect_groups
 from .groups import grpo as grpo
 from .imitation import BehaviourCloning as BehaviourCloning
-from .imitation import record_demonstrations as record_demonstrations
 from .learner import Learner as Learner
 from .losses import ChunkClipPPOLoss as ChunkClipPPOLoss
 from .losses import add_proximal_log_prob as add_proximal_log_prob

@@ -3,112 +3,22 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from annotated_types import Gt, Le
 from tensordict import TensorDict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_algos import parallel
+from vla_algos.demonstrations import Samples
 from vla_algos.learner import clip_gradient, empty_state
 from vla_common import keys
-from vla_common.settings import BelowOne, Count, Factor, Fraction, Rate, checked
+from vla_common.settings import Count, Factor, Fraction, Rate, checked
 from vla_common.validation import are_numbers
-from vla_envs.demonstrations import check_expert
-from vla_envs.env import VLAEnv
-from vla_envs.simulator import Episode
-from vla_envs.workers.pool import reason
 from vla_policies import VLAPolicy
 from vla_policies.sharding import compute_device
-
-
-@checked
-def record_demonstrations(
-    env: VLAEnv,
-    policy: VLAPolicy,
-    episodes: Sequence[Episode],
-    *,
-    stride: Count = 4,
-    noise: Fraction = 0.25,
-    noise_correlation: BelowOne = 0.8,
-    max_steps: Count = 150,
-    on_episode: Callable[[bool], object] | None = None,
-) -> TensorDict:
-    """Let the benchmark's scripted expert solve ``episodes`` in the workers of ``env``.
-
-    Args:
-        env: its workers record, beside the episodes that run in its slots.
-        policy: tokenises the instructions and sets the length of the chunks.
-        episodes: what to solve; those that the expert fails are left out, and those whose simulator fails again and
-            again, with a warning that counts them.
-        stride: record every so many primitive actions, or decisions where a chunk is one motion.
-        noise: standard deviation of the disturbance, as a fraction of half the action's range.
-        noise_correlation: of the disturbance between successive actions, 0 to below 1.
-        max_steps: give up after that many actions.
-        on_episode: called after each with whether it was solved.
-
-    Returns:
-        ``[K]`` with ``images``, or ``model_images`` of a policy that resizes, ``states``, ``prompt_tokens``, ``action``
-        ``[K, C, A]`` and ``step_mask`` ``[K, C]``.
-
-    Raises:
-        ValueError: the benchmark has no scripted expert.
-        RuntimeError: the expert solved none.
-        SimulatorCrash: the simulator fails whatever it is to do.
-    """
-    if not episodes:
-        raise ValueError("behaviour cloning needs at least 1 demonstration; raise demonstrations.episodes")
-
-    check_expert(env.simulator_spec.simulator_class(), env.simulator_spec)
-    crashed: list[tuple[Episode, str]] = []
-
-    def skip(episode: Episode, error: str) -> None:
-        crashed.append((episode, reason(error)))
-        if on_episode is not None:
-            on_episode(False)
-
-    def note(recording: dict[str, Any] | None) -> None:
-        if recording is not None:  # frames as the policy keeps them, before the next are recorded
-            images = TensorDict({keys.IMAGES: torch.from_numpy(recording.pop(keys.IMAGES))})
-            images.batch_size = images[keys.IMAGES].shape[:1]
-            recording["frames"] = policy.shrink_images(images.to(policy.device)).cpu()
-        if on_episode is not None:
-            on_episode(recording is not None)
-
-    recordings = env.pool.map(
-        "vla_envs.demonstrations:demonstrate",
-        episodes,
-        on_result=note,
-        on_error=skip,
-        chunk_size=policy.chunk_size,
-        stride=stride,
-        noise=noise,
-        noise_correlation=noise_correlation,
-        max_steps=max_steps,
-    )
-    if crashed:
-        (episode, error), tasks = crashed[0], env.simulator_spec.tasks
-        warnings.warn(
-            f"{len(crashed)} of {len(episodes)} demonstrations crashed and are left out: the first is task "
-            f"{tasks[episode.task_id].name} trial {episode.trial_id} seed {episode.seed}: {error}",
-            stacklevel=2,
-        )
-    solved = [recording for recording in recordings if recording is not None]
-    if not solved:
-        raise RuntimeError(
-            f"the scripted expert solved none of {len(episodes)} episodes of {env.simulator_spec.id} within "
-            f"{max_steps} steps; raise max_steps, lower the noise, or take other tasks"
-        )
-    names = (keys.STATES, keys.ACTION, keys.STEP_MASK)
-    data: TensorDict = torch.cat([recording["frames"] for recording in solved])
-    for name in names:
-        data[name] = torch.from_numpy(np.concatenate([r[name] for r in solved]))
-    texts = [r[keys.TASK_DESCRIPTIONS] for r in solved for _ in r[keys.STATES]]
-    data[keys.PROMPT_TOKENS] = policy.prompt_tokens(texts, data[keys.STATES]).cpu()
-    return data
 
 
 def check_state_noise(state_noise: Any, state_dim: int) -> None:
@@ -129,7 +39,8 @@ class BehaviourCloning:
 
     Args:
         policy: trained in place.
-        demonstrations: of :func:`record_demonstrations`.
+        demonstrations: of :func:`~vla_algos.demonstrations.record_demonstrations` or
+            :func:`~vla_algos.demonstrations.for_policy`.
         steps: number of AdamW steps there will be, with linear warm-up and cosine decay to 2 % of ``lr``.
         batch_size: samples per step.
         lr, weight_decay: of AdamW.
@@ -147,7 +58,7 @@ class BehaviourCloning:
     def __init__(
         self,
         policy: VLAPolicy,
-        demonstrations: TensorDict,
+        demonstrations: TensorDict | Samples,
         *,
         steps: Count,
         batch_size: Count = 32,
@@ -197,6 +108,51 @@ class BehaviourCloning:
         self.optimizer.step()
         self.schedule.step()
         return whole
+
+    def evaluate(self, demonstrations: TensorDict | Samples) -> dict[str, float]:
+        """Measure the policy on demonstrations that it does not learn from; learning goes on as if it had not been.
+
+        What a policy draws by itself is the same each time. Several processes all measure everything.
+
+        Args:
+            demonstrations: like those that are learnt from, at least one row.
+
+        Returns:
+            ``loss``, the mean of what :meth:`step` minimises, without noise on the states. Of a policy that knows the
+            bounds of actions (``config.action_low``) also ``error``, how far its greedy actions are from the
+            demonstrated ones: the mean distance as a fraction of half the range, and ``error_0``, ``error_1``, ... of
+            each dimension.
+        """
+        policy, was_training = self.policy, self.policy.training
+        device = compute_device(next(policy.parameters()))
+        low, high = (getattr(policy.config, name, None) for name in ("action_low", "action_high"))
+        acts = low is not None and high is not None and all(key in demonstrations for key in policy.in_keys)
+        loss, errors, count = 0.0, torch.zeros(policy.action_dim, dtype=torch.float64), 0
+        policy.eval()
+        try:
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+                set_exploration_type(ExplorationType.DETERMINISTIC),
+            ):
+                torch.manual_seed(0)
+                for index in torch.arange(len(demonstrations)).split(4 * self.batch_size):
+                    rows = demonstrations[index].to(device)
+                    valid = rows[keys.STEP_MASK]
+                    loss += float(policy.imitation_loss(rows, sigma=self.label_sigma)[valid].double().sum())
+                    count += int(valid.sum())
+                    if acts:
+                        chosen = policy(rows.select(*policy.in_keys))[keys.ACTION]
+                        errors += (chosen - rows[keys.ACTION])[valid].abs().double().sum(0).cpu()
+        finally:
+            policy.train(was_training)
+        measured = {"loss": loss / count}
+        if acts:
+            half = (torch.tensor(high, dtype=torch.float64) - torch.tensor(low, dtype=torch.float64)) / 2
+            errors /= count * half
+            measured["error"] = float(errors.mean())
+            measured |= {f"error_{number}": float(error) for number, error in enumerate(errors)}
+        return measured
 
     def _share_of_loss(self, batch: TensorDict) -> torch.Tensor:
         """Return what this process's rows add to the mean over what is valid of a batch; 0 where it has none."""

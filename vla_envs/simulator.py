@@ -159,6 +159,8 @@ class SimulatorSpec:
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
         center_crop: whether the images are the middle of the cameras' already, so that a policy does not crop them
             again; ``None`` where the benchmark has no such option.
+        gripper_dims: dimensions of an action that open and close a gripper; disturbances of demonstrations leave them
+            alone unless they are asked for.
         batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
             processes do.
         protocol: the one under which results are measured, in a line, where the benchmark has several; shown wherever a
@@ -184,6 +186,7 @@ class SimulatorSpec:
     chain_length: int = 1
     pays_once: bool = False
     center_crop: bool | None = None
+    gripper_dims: tuple[int, ...] = ()
     batched: str = ""
     protocol: str = ""
     protocol_deviations: tuple[str, ...] = ()
@@ -194,6 +197,11 @@ class SimulatorSpec:
             raise ValueError(
                 f"{self.id}: chain_length is {self.chain_length!r}, must be a whole number of tasks that an episode "
                 "asks for; type chain_length=1 where it asks for one"
+            )
+        if not all(is_whole_number(dim) and 0 <= dim < self.action_dim for dim in self.gripper_dims):
+            raise ValueError(
+                f"{self.id}: gripper_dims is {self.gripper_dims!r}, must be dimensions of an action, 0 to "
+                f"{self.action_dim - 1}; type gripper_dims=() where it has no gripper"
             )
         if not isinstance(self.protocol, str) or "\n" in self.protocol:
             raise ValueError(f"{self.id}: protocol is {self.protocol!r}, must be one line of text, or '' for none")

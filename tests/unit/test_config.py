@@ -15,10 +15,12 @@ from running import CONF, RECIPES, Started, composed, main_of
 import vla_envs.env
 from vla_algos.advantages import gae
 from vla_algos.collectors import StepCollector
+from vla_algos.demonstrations import record_demonstrations, write_demonstrations
 from vla_algos.groups import collect_groups
-from vla_algos.imitation import BehaviourCloning, record_demonstrations
+from vla_algos.imitation import BehaviourCloning
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
+from vla_algos.run import record
 from vla_envs import make_env
 from vla_envs.libero.spec import make_spec as make_libero_spec
 from vla_envs.maniskill.spec import make_spec as make_maniskill_spec
@@ -107,7 +109,14 @@ def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides,
 
 
 READERS = [gae, ChunkClipPPOLoss, Learner, collect_groups, StepCollector, make_env, make_spec]
-READERS += [record_demonstrations, BehaviourCloning, make_libero_spec, make_maniskill_spec]
+READERS += [
+    record_demonstrations,
+    write_demonstrations,
+    record,
+    BehaviourCloning,
+    make_libero_spec,
+    make_maniskill_spec,
+]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from pi0_checkpoint import make_checkpoint as make_pi0
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torchrl.envs.utils import ExplorationType
 
-from vla_algos.imitation import record_demonstrations
+from vla_algos.demonstrations import record_demonstrations
 from vla_common import keys
 from vla_envs.metaworld.simulator import MetaWorldSimulator
 from vla_envs.simulator import Episode

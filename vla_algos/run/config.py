@@ -34,7 +34,7 @@ EVALUATION: Types = {
 }
 CLONING: Types = {
     **EVALUATION,
-    "demonstrations": setting_types(record, without=["env", "policy", "seed"]),
+    "demonstrations": setting_types(record, without=["env", "policy", "seed", "evaluation_seed"]),
     "cloning": setting_types(BehaviourCloning, without=["policy", "demonstrations"]),
     "checkpoint_every": Count,
     "resume": RESUME,

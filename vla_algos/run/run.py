@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import TypeVar, cast
 
 from safetensors import SafetensorError
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.evaluation import EvaluationResult
+from vla_algos.demonstrations import Samples, check_heldout
 from vla_algos.imitation import check_state_noise
 from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
@@ -31,12 +32,12 @@ from vla_algos.run.seeds import seed_rank
 from vla_algos.run.sharding import check_same_draws, say_host_memory
 from vla_algos.run.summary import describe_policy, describe_spec, show_iteration, summarise
 from vla_algos.run.turns import Turns
-from vla_algos.run.warm_start import clone, demonstration_seed, record
+from vla_algos.run.warm_start import clone, demonstration_seed, find_demonstrations, read, record
 from vla_common import timeline
 from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
-from vla_envs.demonstrations import check_expert
+from vla_envs.demonstrations import check_expert, noise_of_dimensions
 from vla_envs.stages import TOGETHER, check_stages
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
@@ -148,6 +149,15 @@ class Run:
             said += filter(None, [divided, self.roles.describe()])
         print(f"{describe_spec(self.spec)}\n{'; '.join(said)}")
         return self.env
+
+    def record(self, policy: VLAPolicy) -> tuple[Samples, Samples]:
+        """Record the demonstrations of ``config.demonstrations``, or read them from its folder.
+
+        Returns:
+            What ``policy`` learns from, and what is held out; see :func:`vla_algos.run.record`.
+        """
+        settings = self.config.demonstrations
+        return record(self.env, policy, self.demonstration_seed, self.config.eval["seed"], **settings)
 
     def per_rollout(self, total: int, what: str) -> int:
         """Return the part of each process that collects of a number that is given for the whole run.
@@ -264,6 +274,7 @@ class Run:
         """
         total = self.config.iterations if total is None else total
         self._last = self.state.get("last_iteration", total)
+        self._losses: dict[str, str] = {}
         with progress_bar(title or self.name.upper(), total, unit, self._first) as self._bar:
             for iteration in range(min(self._first, total), total + 1):
                 if iteration > self._first:
@@ -336,10 +347,11 @@ class Run:
         self._check_crashes(logged.get("env/num_episodes", 0), logged.get("env/crashed_episodes", 0))
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
-        """Log a step that collects nothing; the first number is shown beside the progress bar."""
+        """Log a step that collects nothing; its losses are shown beside the progress bar, each until there is another."""
         self._logger.log(metrics, self._iteration)
-        name, value = next(iter(metrics.items()))
-        self._bar.set_postfix({name.rpartition("/")[2]: f"{value:.3f}"}, refresh=False)
+        losses = {name.removeprefix("train/"): value for name, value in metrics.items() if name.endswith("loss")}
+        self._losses |= {name: f"{value:.3f}" for name, value in losses.items()}
+        self._bar.set_postfix(self._losses, refresh=False)
         self._bar.update()
 
     def write(self, text: str) -> None:
@@ -396,24 +408,35 @@ class Run:
 
         first = self.roles.rollouts[0]
 
-        def recorded() -> TensorDict | None:
-            if parallel.rank() != first:
-                return None
-            return record(self.env, self.policy, self.demonstration_seed, **settings)
+        def recorded() -> tuple[Samples, Samples] | None:
+            return self.record(self.policy) if parallel.rank() == first else None
 
-        demonstrations = parallel.broadcast_object(self._checkpoints.interruptible(recorded), first)
-        self._checkpoints.apart(
-            lambda: self.on_actors(
-                lambda: clone(self.policy, cast(TensorDict, demonstrations), cloning, before_step=self.stop_if_asked)
+        found = self._checkpoints.interruptible(recorded)
+        if settings.get("folder") is None:
+            found = parallel.broadcast_object(found, first)
+        else:
+            parallel.broadcast_object(None, first)  # now they are there
+
+        def learn() -> None:
+            samples, heldout = found or read(
+                self.spec, self.policy, self.config.eval["seed"], settings["folder"], settings.get("heldout", 0.0)
             )
-        )
+            clone(self.policy, samples, cloning, before_step=self.stop_if_asked, heldout=heldout)
+
+        self._checkpoints.apart(lambda: self.on_actors(learn))
 
     def _check_warm_start(self) -> None:
         if self.config.demonstrations["episodes"] and "steps" not in self.config.cloning:
             raise ValueError("cloning.steps is missing: how many steps? type sft=expert, or demonstrations.episodes=0")
-        if self.config.demonstrations["episodes"] and not self.config.policy.get("checkpoint"):
-            with contextlib.suppress(ImportError):  # whoever starts it says what to install
-                check_expert(self.spec.simulator_class(), self.spec)
+        settings = self.config.demonstrations
+        if "noise" in settings:
+            noise_of_dimensions(settings["noise"], self.spec)
+        cloned = not self.config.policy.get("checkpoint") or self.name == "sft"
+        if settings["episodes"] and cloned:
+            if find_demonstrations(settings.get("folder"), self.spec, self.config.eval["seed"]) is None:
+                check_heldout(settings.get("heldout", 0.0), settings["episodes"] // len(self.spec.tasks))
+                with contextlib.suppress(ImportError):  # whoever starts it says what to install
+                    check_expert(self.spec.simulator_class(), self.spec)
         if "state_noise" in self.config.cloning:
             check_state_noise(self.config.cloning["state_noise"], self.spec.state_dim)
 

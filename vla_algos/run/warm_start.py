@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tensordict import TensorDict
+from tqdm import tqdm
 
-from vla_algos.imitation import BehaviourCloning, record_demonstrations
+from vla_algos.demonstrations import (
+    DemonstrationSet,
+    ExpertTally,
+    Samples,
+    describe_experts,
+    for_policy,
+    load_demonstrations,
+    record_demonstrations,
+    write_demonstrations,
+)
+from vla_algos.imitation import BehaviourCloning
+from vla_algos.run.files import write_folder_atomically
+from vla_algos.run.lock import FolderInUse, FolderLock
 from vla_algos.run.logging import progress_bar
 from vla_common.settings import BelowOne, Count, Fraction, Whole
-from vla_envs import Episode, VLAEnv
+from vla_envs import Episode, SimulatorSpec, VLAEnv
 from vla_policies import VLAPolicy
 
 _FAMILY = 1_000_000  # added to a run's seed for the initial states of demonstrations
@@ -31,49 +45,156 @@ def demonstration_seed(seed: int, evaluation_seed: int) -> int:
     return demonstrations
 
 
+def find_demonstrations(folder: str | None, spec: SimulatorSpec, evaluation_seed: int) -> DemonstrationSet | None:
+    """Open the demonstrations of a folder; ``None`` if it is not there yet, or is none.
+
+    Raises:
+        ValueError: they do not fit the environment, the evaluation would repeat them, or something else is there.
+    """
+    if folder is None or not Path(folder).exists():
+        return None
+    found = load_demonstrations(folder)
+    found.check(spec)
+    if evaluation_seed in found.facts["recording"]["seeds"]:
+        raise ValueError(
+            f"eval.seed={evaluation_seed} is the family of initial states of the demonstrations in {folder}; take "
+            "another one, such as eval.seed=9000000"
+        )
+    return found
+
+
 def record(
     env: VLAEnv,
     policy: VLAPolicy,
     seed: int,
+    evaluation_seed: int,
     *,
     episodes: Whole,
     stride: Count = 4,
-    noise: Fraction = 0.25,
+    noise: Fraction | Sequence[Fraction] = 0.25,
     noise_correlation: BelowOne = 0.8,
     max_steps: Count = 150,
-) -> TensorDict:
-    """Record demonstrations of ``env``'s tasks in turn, with a progress bar.
+    folder: str | None = None,
+    heldout: BelowOne = 0.0,
+) -> tuple[Samples, Samples]:
+    """Record demonstrations of ``env``'s tasks, one task after the other, or read those of a folder.
+
+    With a progress bar, and afterwards a line on what the expert has solved.
 
     Args:
-        env: the episodes that run in it are abandoned.
+        env: its workers record.
         policy: whose instructions and chunks they are for.
         seed: family of the demonstrations' initial states.
-        episodes: how many.
+        evaluation_seed: family of the evaluation's, which must be another one.
+        episodes: how many the expert tries, of all tasks equally many, or one more of the first ones.
         stride: record every so many primitive actions.
-        noise: standard deviation of the disturbance, as a fraction of half the action's range.
+        noise: standard deviation of the disturbance, as a fraction of half the action's range: one number, for all but
+            the gripper, or one for each dimension.
         noise_correlation: of the disturbance between successive actions, 0 to below 1.
         max_steps: give up after that many actions.
+        folder: where demonstrations are kept: those that are there are read, otherwise they are recorded into it. Of
+            what was recorded, the folder's own settings count, and a line says so where they differ from these.
+            ``None`` keeps them in memory.
+        heldout: share of the trials of each task that are not learnt from.
 
     Returns:
-        The samples ``[K]`` that it returns.
+        What is learnt from, and what is held out: see :meth:`Samples.split`.
+
+    Raises:
+        ValueError: the folder has something else in it; nothing is held out although it should be.
+        FolderInUse: another process records into the folder.
     """
-    tasks = len(env.simulator_spec.tasks)
-    wanted = [Episode(n % tasks, n // tasks, seed) for n in range(episodes)]
-    with progress_bar("demonstrations", len(wanted), "episode") as bar:
-        return record_demonstrations(
-            env,
-            policy,
-            wanted,
-            stride=stride,
-            noise=noise,
-            noise_correlation=noise_correlation,
-            max_steps=max_steps,
-            on_episode=lambda solved: bar.update(),
+    spec = env.simulator_spec
+    settings = {"stride": stride, "noise": noise, "noise_correlation": noise_correlation, "max_steps": max_steps}
+    tasks = len(spec.tasks)
+    wanted = sorted((Episode(n % tasks, n // tasks, seed) for n in range(episodes)), key=lambda e: e.task_id)
+
+    def recorded(work: Callable[..., Any]) -> Any:
+        tally = ExpertTally(spec)
+        with progress_bar("demonstrations", len(wanted), "episode") as bar:
+
+            def note(episode: Episode, steps: int | None) -> None:
+                tally.add(episode, steps)
+                bar.set_postfix(solved=sum(tally.solved.values()), refresh=False)
+                bar.update()
+
+            found = work(on_episode=note)
+        tqdm.write(describe_experts(tally.tasks(), spec.max_episode_steps))
+        return found
+
+    if folder is None:
+        samples = Samples(recorded(lambda **on: record_demonstrations(env, policy, wanted, **settings, **on)))
+        return samples.split(heldout)
+    found = find_demonstrations(folder, spec, evaluation_seed)
+    if found is None:
+        _record_into(
+            Path(folder),
+            lambda path: recorded(
+                lambda **on: write_demonstrations(path, env, wanted, chunk_size=policy.chunk_size, **settings, **on)
+            ),
         )
+    else:
+        tqdm.write(_describe(found, spec, {"episodes": episodes, **settings}))
+    return read(spec, policy, evaluation_seed, folder, heldout)
+
+
+def read(
+    spec: SimulatorSpec, policy: VLAPolicy, evaluation_seed: int, folder: str, heldout: float
+) -> tuple[Samples, Samples]:
+    """Read demonstrations that are there, as :func:`record` does.
+
+    Raises:
+        ValueError: they are not there or do not fit.
+    """
+    found = find_demonstrations(folder, spec, evaluation_seed)
+    if found is None:
+        raise ValueError(
+            f"demonstrations.folder={folder}: this process does not see it; take a folder that all machines share"
+        )
+    return for_policy(found, policy, spec).split(heldout)
+
+
+def _describe(found: DemonstrationSet, spec: SimulatorSpec, settings: Mapping[str, Any]) -> str:
+    """Say what is read, and what of it is not as this run would have recorded it."""
+    recording = found.facts["recording"]
+    lines = [f"{found.folder}: {found.describe()}"]
+    other = [f"{name} {recording[name]}, not {ours}" for name, ours in settings.items() if recording.get(name) != ours]
+    if other:
+        lines.append(f"  recorded with other settings than demonstrations. has now: {'; '.join(other)}")
+    theirs, here = found.facts["env"]["protocol_deviations"], list(spec.protocol_deviations)
+    if theirs != here:
+        lines.append(f"  recorded with {'; '.join(theirs) or 'the benchmark as it is'}")
+        lines.append(f"  this run has  {'; '.join(here) or 'the benchmark as it is'}")
+    lines.append(describe_experts(found.facts["tasks"], found.facts["env"]["max_episode_steps"]))
+    return "\n".join(lines)
+
+
+def _record_into(folder: Path, write: Callable[[Path], object]) -> None:
+    """Fill a folder that is whole or not there at all, by one process at a time."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = folder.with_name(f".recording_{folder.name}")
+    beside.mkdir(exist_ok=True)
+    try:
+        lock = FolderLock(beside)
+    except FolderInUse as error:
+        raise FolderInUse(
+            f"demonstrations.folder={folder}: another process records into it; type the same again when that has "
+            f"ended ({str(error).partition(';')[0]})"
+        ) from None
+    try:
+        if not folder.exists():  # not done meanwhile
+            write_folder_atomically(folder, write)
+    finally:
+        lock.release()
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def clone(
-    policy: VLAPolicy, demonstrations: TensorDict, settings: dict[str, Any], before_step: Callable[[], None]
+    policy: VLAPolicy,
+    demonstrations: Samples,
+    settings: dict[str, Any],
+    before_step: Callable[[], None],
+    heldout: Samples | None = None,
 ) -> None:
     """Clone demonstrations into ``policy``, in all processes at once: ``recipes/sft.py`` within another recipe.
 
@@ -82,6 +203,7 @@ def clone(
         demonstrations: of :func:`record`.
         settings: of :class:`~vla_algos.imitation.BehaviourCloning`.
         before_step: called before each step; may raise to abandon it.
+        heldout: of :func:`record`; the loss on them is said at the end.
     """
     learner = BehaviourCloning(policy, demonstrations, **settings)
     with progress_bar("behaviour cloning", settings["steps"], "step") as bar:
@@ -89,3 +211,7 @@ def clone(
             before_step()
             bar.set_postfix(loss=f"{learner.step():.3f}", refresh=False)
             bar.update()
+        if heldout:
+            measured = learner.evaluate(heldout)
+            error = f", error {measured['error']:.3f} of half the range" if "error" in measured else ""
+            bar.write(f"{heldout.episodes} demonstrations held out: loss {measured['loss']:.3f}{error}")

@@ -145,6 +145,7 @@ def make_spec(
         state_dim=7,
         action_low=(-1.0,) * 7,
         action_high=(1.0,) * 7,
+        gripper_dims=(6,),
         clips_actions=False,
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,

@@ -168,6 +168,7 @@ def make_spec(
         state_dim=8,
         action_low=(-1.0,) * 7,
         action_high=(1.0,) * 7,
+        gripper_dims=(6,),
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
         protocol_deviations=(*deviations, *describe_assets(assets)),

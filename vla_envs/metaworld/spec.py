@@ -171,6 +171,7 @@ def make_spec(
         state_dim=4,
         action_low=(-1.0,) * 4,
         action_high=(1.0,) * 4,
+        gripper_dims=(3,),
         max_episode_steps=max_episode_steps,
         control_frequency=CONTROL_FREQUENCY,
         protocol_deviations=tuple(deviations),

@@ -184,6 +184,7 @@ def make_spec(
         state_dim=14,
         action_low=(*(-joint,) * 6, 0.0) * 2,
         action_high=(*(joint,) * 6, 1.0) * 2,
+        gripper_dims=(6, 13),
         clips_actions=False,
         max_episode_steps=max(limits.values()),
         control_frequency=None,
