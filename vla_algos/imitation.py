@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_algos import parallel
 from vla_algos.demonstrations import Samples
+from vla_algos.foresight import Foresight
 from vla_algos.learner import clip_gradient, empty_state
 from vla_common import keys
 from vla_common.settings import Count, Factor, Fraction, Rate, checked
@@ -49,9 +51,13 @@ class BehaviourCloning:
             ``S``. It keeps the policy from reading the phase of the expert's motion off the state instead of looking
             at the image.
         warmup_steps: of the learning rate.
+        auxiliary: weight of a second loss, which teaches the policy where to look: from what it has made of image and
+            instruction alone a small network, thrown away afterwards, predicts the states now, ``auxiliary_steps``
+            later and at the end of the demonstration (:class:`~vla_algos.foresight.Foresight`).
+        auxiliary_steps: numbers of primitive actions.
 
     Raises:
-        ValueError: ``state_noise`` is neither.
+        ValueError: ``state_noise`` is neither; ``auxiliary`` of a policy without ``sight``.
     """
 
     @checked
@@ -67,6 +73,8 @@ class BehaviourCloning:
         label_sigma: Annotated[float, Gt(0), Le(1)] = 0.1,
         state_noise: Factor | Sequence[Factor] = 0.01,
         warmup_steps: Count = 30,
+        auxiliary: Factor = 0.0,
+        auxiliary_steps: Sequence[Count] = (20, 40),
     ):
         states = demonstrations[keys.STATES]
         check_state_noise(state_noise, states.shape[-1])
@@ -74,7 +82,11 @@ class BehaviourCloning:
         policy.set_statistics(states.mean(0), spread + 1e-2)  # a constant entry must not be blown up
         self.policy, self.demonstrations = policy, demonstrations
         self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, torch.tensor(state_noise)
-        self.optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=weight_decay)
+        self.foresight = None
+        if auxiliary:
+            self.foresight = Foresight(policy, demonstrations, auxiliary, auxiliary_steps, label_sigma)
+        trained = [*policy.parameters(), *(self.foresight.parameters() if self.foresight else ())]
+        self.optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
 
         def factor(step: int) -> float:
             return min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
@@ -92,10 +104,12 @@ class BehaviourCloning:
         if not self._order:
             order = parallel.broadcast_object(torch.randperm(len(self.demonstrations)))
             self._order = list(order.split(self.batch_size))
-        batch = self.demonstrations[self._order.pop()]
+        rows = self._order.pop()
+        batch = self.demonstrations[rows]
         noise = parallel.broadcast_object(torch.randn_like(batch[keys.STATES]))
         batch[keys.STATES] = batch[keys.STATES] + self.state_noise * noise
-        loss = self._share_of_loss(batch)
+        with self.foresight.watching() if self.foresight else contextlib.nullcontext():
+            loss = self._share_of_loss(batch)
         whole = sum(parallel.all_gather_object(loss.item()))
         if not math.isfinite(whole):
             raise FloatingPointError(
@@ -103,7 +117,11 @@ class BehaviourCloning:
                 "demonstrations"
             )
         self.optimizer.zero_grad()
+        if self.foresight:
+            loss = loss + self.foresight.share_of_loss(rows)
         loss.backward()
+        if self.foresight:
+            self.foresight.sum_gradients()
         clip_gradient(list(self.policy.parameters()), 1.0)
         self.optimizer.step()
         self.schedule.step()
@@ -172,6 +190,7 @@ class BehaviourCloning:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "order": list(self._order),
+            **({"foresight": self.foresight.state_dict()} if self.foresight else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,6 +198,8 @@ class BehaviourCloning:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self._order = list(state["order"])
+        if self.foresight:
+            self.foresight.load_state_dict(state["foresight"])
 
     def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""

@@ -154,7 +154,7 @@ def test_foresight_is_of_image_and_instruction_alone():
     for states in (data[keys.STATES], data[keys.STATES] + 1.0):
         with cloning.foresight.watching():
             policy.imitation_loss(data.clone().update({keys.STATES: states}), sigma=0.1)
-        losses.append(float(cloning.foresight.share_of_loss(torch.arange(64))))
+        losses.append(cloning.foresight.share_of_loss(torch.arange(64)).item())
     assert losses[0] == losses[1]
 
 
