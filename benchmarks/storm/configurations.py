@@ -330,7 +330,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "env.fixtures": one_of("trial", "openvla", "openpi"),
     "env.task_ids": null_or(lambda v: list_of(whole(0, 129), 1)(v) and len(set(v)) == len(v)),
     "env.image_size": null_or(any_of(whole(16, 4096), list_of(whole(16, 4096), 2, 2))),
-    "env.render_quality": one_of("benchmark", "fast", "minimal"),
+    "env.render_quality": one_of("benchmark", "fast", "minimal", "coarse"),
     "env.assets": null_or(text),
     "env.download_assets": flag,
     "env.allow_other_versions": flag,

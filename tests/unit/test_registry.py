@@ -349,7 +349,7 @@ def test_every_configuration_passes_the_annotations(path):
         ("metaworld/MT50", "image_size", "x", "env.image_size=x: must be a valid integer"),
         ("metaworld/MT50", "image_size", [64, 0], "entry 1: must be greater"),
         ("metaworld/MT50", "settle_steps", 1.5, "env.settle_steps=1.5: must be a valid integer"),
-        ("metaworld/MT50", "render_quality", "fasst", "must be 'benchmark', 'fast' or 'minimal'"),
+        ("metaworld/MT50", "render_quality", "fasst", "must be 'benchmark', 'fast', 'minimal' or 'coarse'"),
         ("metaworld/MT50", "camera", {"lookat": [0, 0, 0], "dist": 1}, "'lookat', 'distance'"),
         ("metaworld/MT50", "img_size", 64, "unknown setting 'env.img_size'; did you mean env.image_size"),
         ("metaworld/MT50", "seed", 1, "unknown setting 'env.seed'"),

@@ -32,6 +32,7 @@ RENDER_QUALITIES = {  # and what each leaves out
     "benchmark": "",
     "fast": "no shadows, no multisampling",
     "minimal": "no shadows, no multisampling, no reflections, no sky box",
+    "coarse": "no shadows, no multisampling, no reflections, no sky box, coarser shapes and textures",
 }
 REWARD_TYPES = ("sparse", "progress")
 
@@ -103,7 +104,7 @@ def make_spec(
     *,
     image_size: Pixels | tuple[Pixels, Pixels] = IMAGE_SIZE,
     max_episode_steps: Count = MAX_EPISODE_STEPS,
-    render_quality: Literal["benchmark", "fast", "minimal"] = "benchmark",
+    render_quality: Literal["benchmark", "fast", "minimal", "coarse"] = "benchmark",
     settle_steps: Whole = SETTLE_STEPS,
     camera: Mapping[Literal["lookat", "distance", "azimuth", "elevation"], Any] | None = None,
     reset_ranges: Mapping[str, Sequence[Sequence[float]]] | None = None,
@@ -117,8 +118,9 @@ def make_spec(
             ``"hard"``, ``"very_hard"``), a task such as ``"reach-v3"``, or several of these joined by ``+``.
         image_size: pixels of a side, or ``(height, width)``.
         max_episode_steps: horizon in primitive actions, settle steps not counted.
-        render_quality: ``"benchmark"`` (shadows, 4x multisampling), ``"fast"`` (neither) or ``"minimal"`` (no
-            reflections and sky box either); the pixels differ.
+        render_quality: ``"benchmark"`` (shadows, 4x multisampling), ``"fast"`` (neither), ``"minimal"`` (no
+            reflections and sky box either) or ``"coarse"`` (fewer faces of large meshes and smaller textures as well,
+            for pictures of about 100 pixels); the pixels differ.
         settle_steps: zero actions after the reset.
         camera: ``None`` for the benchmark's camera, else the free camera's ``lookat`` (3 numbers, metres),
             ``distance`` (metres), ``azimuth`` and ``elevation`` (degrees).

@@ -17,6 +17,7 @@ from vla_envs.rendering.forks import refuse_fork
 choose_device()
 import mujoco  # noqa: E402
 
+from vla_envs.rendering.coarse import coarse_model  # noqa: E402
 from vla_envs.rendering.culling import Culling  # noqa: E402
 
 _UNSEEN = 5  # a geom group, which MuJoCo does not draw unless asked
@@ -44,7 +45,8 @@ class Renderer:
         model: the model whose meshes and textures are uploaded.
         size: ``(height, width)`` in pixels.
         quality: ``"benchmark"`` keeps what the model says, ``"fast"`` switches shadows and multisampling off,
-            ``"minimal"`` reflections and the sky box as well.
+            ``"minimal"`` reflections and the sky box as well; ``"coarse"`` also draws coarser shapes and textures
+            (:mod:`~vla_envs.rendering.coarse`).
         cameras: names of cameras of the model, or ``lookat``, ``distance``, ``azimuth`` and ``elevation`` of free
             ones.
         upside_down: turn the images by 180 degrees.
@@ -73,9 +75,10 @@ class Renderer:
         if quality != "benchmark":  # must be set before the context is made
             model.vis.quality.shadowsize = 0
             model.vis.quality.offsamples = 0
-        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
+        uploaded = coarse_model(model) if quality == "coarse" else model
+        self._context = mujoco.MjrContext(uploaded, mujoco.mjtFontScale.mjFONTSCALE_150)
         self._scene = mujoco.MjvScene(model, maxgeom=1000)
-        if quality == "minimal":
+        if quality in ("minimal", "coarse"):
             self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
             self._scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = 0
         self._viewport = mujoco.MjrRect(0, 0, width, height)
