@@ -11,8 +11,7 @@ from torchrl.envs.utils import ExplorationType
 
 from vla_algos.demonstrations import record_demonstrations
 from vla_common import keys
-from vla_envs.metaworld.spec import make_spec
-from vla_envs.simulator import Episode
+from vla_envs import Episode, make_spec
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0
 from vla_policies.processing.images import center_crop, resize_exact, resize_lanczos3, resize_with_pad
 from vla_policies.processing.jpeg import jpeg_round_trip
