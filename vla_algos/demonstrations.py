@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -311,7 +310,11 @@ def write_demonstrations(
         env: its workers record.
         episodes: what to solve.
         chunk_size: actions per label; policies with at most as many can learn from it.
-        stride, noise, noise_correlation, max_steps, on_episode: see :func:`record_demonstrations`.
+        stride: see :func:`record_demonstrations`, and so are the others.
+        noise: of the disturbance.
+        noise_correlation: of the disturbance.
+        max_steps: give up after that many actions.
+        on_episode: called after each.
 
     Raises:
         OSError: the folder cannot be written.
@@ -323,30 +326,30 @@ def write_demonstrations(
     tally, texts, written = ExpertTally(spec), list[str](), 0
     numbers = iter(range(len(episodes)))
     due = next(numbers, 0)
-    with _Arrays(folder) as arrays:
+    arrays = _Arrays(folder)
 
-        def write(number: int, recording: dict[str, Any] | None) -> None:
-            nonlocal due, written
-            waiting[number] = recording
-            while due in waiting:
-                ready = waiting.pop(due)
-                if ready is not None:
-                    cameras = {name: ready[name] for name in CAMERAS if name in ready}
-                    arrays.append({**cameras, **_rows(written, episodes[due], ready)})
-                    texts.extend([ready[keys.TASK_DESCRIPTIONS]] * len(ready[keys.STATES]))
-                    written += 1
-                due = next(numbers, len(episodes))
+    def write(number: int, recording: dict[str, Any] | None) -> None:
+        nonlocal due, written
+        waiting[number] = recording
+        while due in waiting:
+            ready = waiting.pop(due)
+            if ready is not None:
+                cameras = {name: ready[name] for name in CAMERAS if name in ready}
+                arrays.append({**cameras, **_rows(written, episodes[due], ready)})
+                texts.extend([ready[keys.TASK_DESCRIPTIONS]] * len(ready[keys.STATES]))
+                written += 1
+            due = next(numbers, len(episodes))
 
-        def count(episode: Episode, steps: int | None) -> None:
-            tally.add(episode, steps)
-            if on_episode is not None:
-                on_episode(episode, steps)
+    def count(episode: Episode, steps: int | None) -> None:
+        tally.add(episode, steps)
+        if on_episode is not None:
+            on_episode(episode, steps)
 
-        settings = {"chunk_size": chunk_size, "stride": stride, "noise": noise}
-        settings |= {"noise_correlation": noise_correlation, "max_steps": max_steps}
-        _record(env, episodes, write, count, **settings)
-        arrays.append({keys.TASK_DESCRIPTIONS: _encoded(texts).numpy()})
-        arrays.finish()
+    settings = {"chunk_size": chunk_size, "stride": stride, "noise": noise}
+    settings |= {"noise_correlation": noise_correlation, "max_steps": max_steps}
+    _record(env, episodes, write, count, **settings)
+    arrays.append({keys.TASK_DESCRIPTIONS: _encoded(texts).numpy()})
+    arrays.finish()
     facts = {
         "kind": KIND,
         "format": FORMAT,
@@ -441,29 +444,17 @@ class _Arrays:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._files: dict[str, BinaryIO] = {}
         self._shapes: dict[str, list[int]] = {}
-
-    def __enter__(self) -> _Arrays:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
 
     def append(self, rows: Mapping[str, np.ndarray]) -> None:
         """Write rows ``[k, ...]`` of some entries."""
         for name, array in rows.items():
-            if name not in self._files:
-                self._files[name] = open(self.folder / f"{name}.memmap", "wb")
-                self._shapes[name] = [0, *array.shape[1:]]
-            self._files[name].write(np.ascontiguousarray(array, np.dtype(_DTYPES[name]).newbyteorder("<")).tobytes())
-            self._shapes[name][0] += len(array)
+            self._shapes.setdefault(name, [0, *array.shape[1:]])[0] += len(array)
+            with open(self.folder / f"{name}.memmap", "ab") as file:
+                file.write(np.ascontiguousarray(array, np.dtype(_DTYPES[name]).newbyteorder("<")).tobytes())
 
     def finish(self) -> None:
         """Say what is in the files."""
-        for file in self._files.values():
-            file.flush()
         entries = {
             name: {"device": "cpu", "shape": shape, "dtype": f"torch.{_DTYPES[name]}", "is_nested": False}
             for name, shape in self._shapes.items()

@@ -48,7 +48,7 @@ SUBTASKS = "subtasks"  # int64 [N, 1], tasks of the episode's chain that are sol
 CRASHED = "crashed"  # bool [N, 1], the simulator died: this episode has no result
 ACTIONS_CLIPPED = "actions_clipped"  # float32 [N, 1], share of the executed action elements that the simulator clipped
 
-# Beside observation and ``action`` in recorded demonstrations, one row per recorded frame; ``episode_len`` is there too.
+# Beside observation, ``action`` and ``episode_len`` in recorded demonstrations, one row per recorded frame.
 EPISODE = "episode"  # int64 [K], which demonstration; its rows are consecutive and in order
 STEP = "step"  # int64 [K], primitive actions executed before the frame
 FINAL_STATES = "final_states"  # float32 [K, S], the states in which the demonstration ends

@@ -45,11 +45,12 @@ def test_a_batch_in_which_every_episode_crashed(tmp_path):
 def test_demonstrations_that_crash_are_left_out_and_counted(tmp_path):
     bad = {3: ("raise", 0, 0), 7: ("exit", 2, 0), 9: ("raise", 1, 1), 11: ("exit", 0, 2)}  # the last two come to work
     spec = toy_spec(bad, tmp_path)
-    policy, env, solved = tiny_policy(spec), make_toy_env(spec, 2, 2), []
+    policy, env, solved = tiny_policy(spec), make_toy_env(spec, 2, 2), {}
     wanted = [Episode(0, trial, 3) for trial in range(12)]
     with pytest.warns(UserWarning, match=r"2 of 12 demonstrations crashed and are left out: the first is task left"):
-        found = record_demonstrations(env, policy, wanted, noise=0.0, on_episode=solved.append)
-    assert sorted(solved) == [False] * 2 + [True] * 10
+        found = record_demonstrations(env, policy, wanted, noise=0.0, on_episode=solved.__setitem__)
+    assert {episode.trial_id for episode, steps in solved.items() if steps is None} == {3, 7}
+    assert len(solved) == 12
     kept = [episode for episode in wanted if episode.trial_id not in (3, 7)]
     alone = make_toy_env(toy_spec({}, tmp_path), 1, 1)
     assert (found == record_demonstrations(alone, policy, kept, noise=0.0)).all()

@@ -1,7 +1,5 @@
 """Frames are stored as the model sees them: the same bits in the update, nothing stale, no more than was observed."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from closeness import assert_near
@@ -13,8 +11,7 @@ from torchrl.envs.utils import ExplorationType
 
 from vla_algos.demonstrations import record_demonstrations
 from vla_common import keys
-from vla_envs.metaworld.simulator import MetaWorldSimulator
-from vla_envs.simulator import Episode
+from vla_envs import Episode, make_spec
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0
 from vla_policies.processing.images import center_crop, resize_exact, resize_lanczos3, resize_with_pad
 from vla_policies.processing.jpeg import jpeg_round_trip
@@ -166,12 +163,11 @@ class Recorder:
 
     def __init__(self, *recordings):
         self.recordings, self.pool = recordings, self
-        self.simulator_spec = SimpleNamespace(simulator_class=lambda: MetaWorldSimulator)  # one with an expert
+        self.simulator_spec = make_spec("metaworld/reach-v3")  # one with an expert
 
     def map(self, function, items, *, on_result, **settings):
-        for recording in self.recordings:
-            on_result(recording)
-        return list(self.recordings)
+        for (number, _), recording in zip(items, self.recordings, strict=True):
+            on_result((number, recording))
 
 
 def demonstration(images, chunk_size, action_dim):
@@ -182,6 +178,9 @@ def demonstration(images, chunk_size, action_dim):
         keys.TASK_DESCRIPTIONS: TEXTS[0],
         keys.ACTION: torch.zeros(decisions, chunk_size, action_dim).numpy(),
         keys.STEP_MASK: torch.ones(decisions, chunk_size, dtype=torch.bool).numpy(),
+        keys.STEP: torch.arange(decisions).numpy(),
+        keys.EPISODE_LEN: decisions,
+        keys.FINAL_STATES: torch.zeros(8).numpy(),
     }
 
 
@@ -191,8 +190,9 @@ def test_demonstrations_are_kept_as_the_policy_sees_them(folders):
     images = observe((240, 320))[keys.IMAGES]
     env = Recorder(demonstration(images, 1, 7), None, demonstration(images[:1], 1, 7))
     solved = []
-    samples = record_demonstrations(env, policy, [Episode(0, trial) for trial in range(3)], on_episode=solved.append)
-    assert solved == [True, False, True]
+    episodes = [Episode(0, trial) for trial in range(3)]
+    samples = record_demonstrations(env, policy, episodes, on_episode=lambda episode, steps: solved.append(steps))
+    assert solved == [2, None, 1]
     assert keys.IMAGES not in samples
     assert samples[keys.MODEL_IMAGES].shape == (3, 1, 224, 224, 3)
     plain = samples.exclude(keys.MODEL_IMAGES).set(keys.IMAGES, torch.cat([images, images[:1]]))

@@ -16,8 +16,8 @@ from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
 from vla_algos.collectors import EpisodeCollector
-from vla_algos.evaluation import EvaluationResult
 from vla_algos.demonstrations import Samples, check_heldout
+from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
 from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
@@ -347,7 +347,7 @@ class Run:
         self._check_crashes(logged.get("env/num_episodes", 0), logged.get("env/crashed_episodes", 0))
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
-        """Log a step that collects nothing; its losses are shown beside the progress bar, each until there is another."""
+        """Log a step that collects nothing; its losses are shown beside the progress bar, each until the next."""
         self._logger.log(metrics, self._iteration)
         losses = {name.removeprefix("train/"): value for name, value in metrics.items() if name.endswith("loss")}
         self._losses |= {name: f"{value:.3f}" for name, value in losses.items()}
@@ -432,11 +432,11 @@ class Run:
         if "noise" in settings:
             noise_of_dimensions(settings["noise"], self.spec)
         cloned = not self.config.policy.get("checkpoint") or self.name == "sft"
-        if settings["episodes"] and cloned:
-            if find_demonstrations(settings.get("folder"), self.spec, self.config.eval["seed"]) is None:
-                check_heldout(settings.get("heldout", 0.0), settings["episodes"] // len(self.spec.tasks))
-                with contextlib.suppress(ImportError):  # whoever starts it says what to install
-                    check_expert(self.spec.simulator_class(), self.spec)
+        folder, seed = settings.get("folder"), self.config.eval["seed"]
+        if settings["episodes"] and cloned and find_demonstrations(folder, self.spec, seed) is None:
+            check_heldout(settings.get("heldout", 0.0), settings["episodes"] // len(self.spec.tasks))
+            with contextlib.suppress(ImportError):  # whoever starts it says what to install
+                check_expert(self.spec.simulator_class(), self.spec)
         if "state_noise" in self.config.cloning:
             check_state_noise(self.config.cloning["state_noise"], self.spec.state_dim)
 

@@ -105,7 +105,12 @@ def record(
         FolderInUse: another process records into the folder.
     """
     spec = env.simulator_spec
-    settings = {"stride": stride, "noise": noise, "noise_correlation": noise_correlation, "max_steps": max_steps}
+    settings: dict[str, Any] = {
+        "stride": stride,
+        "noise": noise,
+        "noise_correlation": noise_correlation,
+        "max_steps": max_steps,
+    }
     tasks = len(spec.tasks)
     wanted = sorted((Episode(n % tasks, n // tasks, seed) for n in range(episodes)), key=lambda e: e.task_id)
 
