@@ -13,6 +13,8 @@ from .advantages import (
 )
 from .collectors import EpisodeCollector as EpisodeCollector
 from .collectors import StepCollector as StepCollector
+from .comparison import Comparison as Comparison
+from .comparison import compare as compare
 from .evaluation import EpisodeResult as EpisodeResult
 from .evaluation import EvaluationResult as EvaluationResult
 from .evaluation import evaluate as evaluate
