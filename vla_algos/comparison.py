@@ -62,13 +62,13 @@ class Comparison:
 
     @property
     def mean(self) -> Row | None:
-        """The mean of the groups of ``mean_of``; ``None`` where there are none.
+        """The mean of the groups of ``mean_of``; ``None`` where there are none, or no pairs of one of them.
 
         Each counts the same, and its interval is :func:`~vla_algos.metrics.mean_of_estimates` of theirs.
         """
-        if not self.mean_of:
-            return None
         groups = self._rows(first.group for first, _ in self.pairs)
+        if not self.mean_of or not groups.keys() >= {*self.mean_of}:
+            return None
         rows = [groups[name] for name in self.mean_of]
         return Row(
             sum(row.episodes for row in rows),
@@ -108,6 +108,8 @@ class Comparison:
             lines.append(f"{name:<{width}}  {row.episodes:8}  {both}  {100 * row.difference.value:+10.1f}  {interval}")
         if self.first_alone or self.second_alone:
             lines.append(f"not compared: {self.first_alone} episodes of {first} alone, {self.second_alone} of {second}")
+        if self.mean_of and not self.mean:
+            lines.append(f"mean of {', '.join(self.mean_of)}: none, no episode of one of them is in both")
         if self.crashed:
             lines.append(f"not compared: {self.crashed} episodes that crashed in one of them")
         return "\n".join(lines)
@@ -138,7 +140,7 @@ def compare(first: Sequence[EpisodeResult], second: Sequence[EpisodeResult], mea
             f"they share no episode: of {len(one)} and {len(other)} none has the same task, trial and seed and a "
             f"result in both ({_example(first)}; {_example(second)}); compare those of the same env.id and eval.seed"
         )
-    groups = list(dict.fromkeys(first.group for first, _ in pairs))
+    groups = list(dict.fromkeys(result.group for result in [*first, *second]))
     for name in mean_of:
         if name not in groups:
             raise unknown_name("group in mean_of", name, groups)

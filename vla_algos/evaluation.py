@@ -184,13 +184,16 @@ class EvaluationResult:
             groups[result.group].append(result)
         return groups if len(groups) > 1 else {}
 
-    def mean_of_groups(self) -> tuple[Estimate, float]:
+    def mean_of_groups(self) -> tuple[Estimate, float] | None:
         """Average over the groups of ``mean_of``, which count the same, however many episodes each has.
 
         Returns:
-            Success once (:func:`~vla_algos.metrics.mean_of_estimates` of Wilson's), and success at the end.
+            Success once (:func:`~vla_algos.metrics.mean_of_estimates` of Wilson's), and success at the end; ``None``
+            where there are no groups, or one of them has no finished episode.
         """
         groups = [[result for result in self.finished if result.group == name] for name in self.mean_of]
+        if not groups or not all(groups):
+            return None
         once = [Estimate(_mean(r.success_once for r in group), *_interval(group)) for group in groups]
         return mean_of_estimates(once), _mean(_mean(r.success_at_end for r in group) for group in groups)
 
@@ -214,17 +217,15 @@ class EvaluationResult:
                 metrics[f"{kind}/{name}/success_once"] = _mean(result.success_once for result in results)
                 metrics[f"{kind}/{name}/success_at_end"] = _mean(result.success_at_end for result in results)
                 metrics |= {f"{kind}/{name}/{key}": mean for key, mean in self._chain_means(results).items()}
-        if self.mean_of:
-            once, at_end = self.mean_of_groups()
-            metrics |= {"mean/success_once": once.value, "mean/success_at_end": at_end}
+        if (mean := self.mean_of_groups()) is not None:
+            metrics |= {"mean/success_once": mean[0].value, "mean/success_at_end": mean[1]}
         return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
     def intervals(self, prefix: str = "eval") -> dict[str, tuple[float, float]]:
         """Return 95 % intervals: :attr:`interval`, of the mean of groups, and of what :func:`estimate_chains` adds."""
         found = {f"{prefix}/interval": self.interval}
-        if self.mean_of:
-            once, _ = self.mean_of_groups()
-            found[f"{prefix}/mean/interval"] = (once.low, once.high)
+        if (mean := self.mean_of_groups()) is not None:
+            found[f"{prefix}/mean/interval"] = (mean[0].low, mean[0].high)
         for place, results in [
             ("", self.finished),
             *((f"task/{name}/", results) for name, results in self.by_task().items()),
@@ -258,12 +259,14 @@ class EvaluationResult:
                 f"  {100 * low:5.1f} - {100 * high:5.1f}  {_percent(r.success_at_end for r in results)[1:]}"
                 f"  {_mean(r.episode_len for r in results):6.1f}"
             )
-        if self.mean_of:
-            once, at_end = self.mean_of_groups()
+        if (mean := self.mean_of_groups()) is not None:
+            once, at_end = mean
             lines.append(
                 f"mean of {', '.join(self.mean_of)}: success {100 * once.value:.1f}%, at end {100 * at_end:.1f}%; "
                 f"95 % interval of success {100 * once.low:.1f} - {100 * once.high:.1f}"
             )
+        elif self.mean_of:
+            lines.append(f"mean of {', '.join(self.mean_of)}: none, one of them has no result")
         lines += self._chain_lines(rows)
         if not_run := len(self.episodes) - len(self.finished) - len(self.crashed):
             lines.append(f"not run: {not_run} (no result)")
