@@ -72,5 +72,5 @@ def test_the_out_of_distribution_table(tmp_path, capsys):
     assert metrics["eval/num_episodes"] == 16
     assert f"mean of Vision, Semantic, Execution: success {100 * sum(groups) / 3:.1f}%, at end" in said
     GlobalHydra.instance().clear()
-    with pytest.raises(ValueError, match="unknown group in eval.mean_of 'Visoin'; did you mean Vision"):
+    with pytest.raises(ValueError, match=r"unknown group in eval\.mean_of 'Visoin'; did you mean Vision"):
         main_of("evaluate")(composed("evaluate", [*settings, "eval.mean_of=[Visoin]"], tmp_path / "other"))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from toy import ToyEnv, ToyPolicy
 
+from vla_algos.ablations import blank_images
 from vla_algos.advantages import gae
 from vla_algos.collectors import StepCollector
-from vla_algos.ablations import blank_images
 from vla_algos.evaluation import evaluate
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_envs.simulator import Episode
