@@ -101,7 +101,7 @@ class Comparison:
         rows |= {f"mean of {', '.join(self.mean_of)}": self.mean} if self.mean else {}
         width = max(map(len, ["task", *rows]))
         left, right = max(7, len(first)), max(7, len(second))
-        lines = [f"{'task':<{width}}  episodes  {first:>{left}}  {second:>{right}}  difference   95 % interval"]
+        lines = [f"{'task':<{width}}  episodes  {first:>{left}}  {second:>{right}}  difference  {'95 % interval':>16}"]
         for name, row in rows.items():
             both = f"{100 * row.first:{left - 1}.1f}%  {100 * row.second:{right - 1}.1f}%"
             interval = f"{100 * row.difference.low:+6.1f} to {100 * row.difference.high:+6.1f}"

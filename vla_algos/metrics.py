@@ -173,13 +173,15 @@ def paired_difference(
         confidence: of the interval.
 
     Returns:
-        ``(c - b) / n`` (NaN without pairs) and the interval, within -1 and 1.
+        ``(c - b) / n`` and the interval, within -1 and 1; NaN and these themselves without pairs.
     """
+    if not pairs:
+        return Estimate(float("nan"), -1.0, 1.0)
     number = len(pairs)
     first_alone = sum(first and not second for first, second in pairs) + 0.5
     second_alone = sum(second and not first for first, second in pairs) + 0.5
     gained = second_alone - first_alone
-    value = gained / number if number else float("nan")
+    value = gained / number
     z, number = NormalDist().inv_cdf(0.5 + confidence / 2), number + 2
     margin = z * (first_alone + second_alone - gained * gained / number) ** 0.5 / number
     return Estimate(value, max(-1.0, gained / number - margin), min(1.0, gained / number + margin))
