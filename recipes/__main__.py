@@ -1,4 +1,7 @@
-"""Run and copy recipes from any folder: ``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``."""
+"""Run and copy recipes from any folder, and compare what came of them.
+
+``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``, ``vla-recipe compare runs/a runs/b``.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit status."""
     parser = OneLineParser(
         prog="vla-recipe",
-        description="Run recipes from any folder, or copy one out to change it.",
+        description="Run recipes from any folder, copy one out to change it, or compare two evaluations.",
         epilog="Settings of a recipe: vla-recipe run ppo --help",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | copy")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | copy | compare")
     commands.add_parser("list", help="what there is: recipes, and experiments with what each of them trains")
     run = commands.add_parser("run", help="the same as python recipes/NAME.py SETTINGS in a checkout")
     run.add_argument("recipe", help=", ".join(recipes()))
@@ -39,12 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     copy.add_argument("recipe", help=", ".join(recipes()))
     copy.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="this one unless given")
     copy.add_argument("--force", action="store_true", help="overwrite files that are there")
+    comparing = commands.add_parser("compare", help="two evaluations of the same episodes, with paired differences")
+    results = "a run's folder (its last evaluation), that of an evaluation, or a .jsonl file of one"
+    comparing.add_argument("first", type=Path, metavar="A", help=results)
+    comparing.add_argument("second", type=Path, metavar="B", nargs="?", help="likewise; else A's before and after")
+    comparing.add_argument("--mean-of", metavar="GROUPS", help="such as easy,medium,hard,very_hard; else eval.mean_of")
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "list":
             print("\n".join(describe()))
         elif chosen.command == "run":
             run_recipe(chosen.recipe, chosen.settings)
+        elif chosen.command == "compare":
+            from vla_algos.run.comparing import compare_folders  # it imports torch
+
+            groups = None if chosen.mean_of is None else [name for name in chosen.mean_of.split(",") if name]
+            for text in compare_folders(chosen.first, chosen.second, groups):
+                print(text)
         else:
             print("\n".join(copy_recipe(chosen.recipe, chosen.to, force=chosen.force)))
         sys.stdout.flush()

@@ -10,21 +10,21 @@ except ModuleNotFoundError as error:
     print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
     sys.exit(2)
 
+import contextlib
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import hydra
+from annotated_types import MinLen
 from omegaconf import DictConfig
 
-from vla_algos import EpisodeCollector, parallel
-from vla_algos.evaluation import blank_images, swap_instructions
+from vla_algos import EpisodeCollector, compare, parallel
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
+from vla_algos.run.ablating import AblationName, check_ablations, evaluate_with_ablations
 from vla_algos.run.files import finite_or_none, write_atomically
-from vla_algos.run.seeds import seed_rank
 from vla_algos.run.summary import as_evaluated, describe_spec
-from vla_common.errors import unknown_name
 from vla_common.settings import setting_types
 from vla_envs.workers.pool import SimulatorCrash
 
@@ -34,8 +34,7 @@ SETTINGS = {
     "eval": setting_types(Evaluator, without=["sampled"]),
     "pipeline": setting_types(EpisodeCollector, only=["stages", "overlap_resets"]),
     "greedy": bool,
-    "ablation": Literal["blank_images", "swap_instructions"] | None,  # what the policy is shown instead
-    "mean_of": Sequence[str],
+    "ablation": AblationName | Annotated[Sequence[AblationName], MinLen(1)] | None,
 }
 
 
@@ -47,34 +46,34 @@ def main(config: DictConfig) -> None:
 def evaluate(config: SimpleNamespace, run: Run) -> None:
     if not config.policy.get("checkpoint"):
         raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
-    groups = list(dict.fromkeys(task.group for task in run.spec.tasks))
-    for name in config.mean_of:
-        if name not in groups:
-            raise unknown_name("group in mean_of", name, groups)
-    ablations = {"blank_images": lambda: blank_images, "swap_instructions": lambda: swap_instructions(run.spec.tasks)}
-    observe = ablations[config.ablation]() if config.ablation else None
+    ablations = [config.ablation] if isinstance(config.ablation, str) else list(config.ablation or [])
+    check_ablations(ablations, run.spec, run.evaluator.episodes(run.spec))
     policy = run.make_policy()
     run.check_results()
-    run.make_env(policy)
-    seed_rank(config.seed)
-    result = run.evaluate(config.ablation or "evaluation", greedy=config.greedy, observe=observe)
+    with contextlib.closing(run.make_env(policy)):
+        results = evaluate_with_ablations(run, ablations, config.seed, greedy=config.greedy)
 
     setting = {"greedy": config.greedy, "ablation": config.ablation}
     setting |= {"protocol": run.spec.protocol} if run.spec.protocol else {}
     spec = as_evaluated(run.spec, config.eval.get("trials"))
     setting["protocol_deviations"] = spec.protocol_deviations
-    metrics = {**result.metrics(), **result.intervals(), **setting}
-    print(f"\n{describe_spec(spec)}\n{'greedy' if config.greedy else 'sampled'}, ablation {config.ablation or 'none'}")
-    print(f"\n{result.table()}")
-    if config.mean_of:
-        once, at_end = result.mean_of_groups(config.mean_of)
-        metrics |= {"eval/mean/success_once": once, "eval/mean/success_at_end": at_end}
-        print(f"mean of {', '.join(config.mean_of)}: success {100 * once:.1f}%, at end {100 * at_end:.1f}%")
-    if result.failure:
-        raise SimulatorCrash(f"{result.failure}; the same command with hydra.run.dir={run.folder} goes on")
+    print(f"\n{describe_spec(spec)}\n{'greedy' if config.greedy else 'sampled'}")
+    metrics: dict[str, Any] = {}
+    for name, result in results.items():
+        prefix = f"eval_{name}" if name else "eval"
+        metrics |= {**result.metrics(prefix), **result.intervals(prefix)}
+        if not name or result.failure:
+            print(f"\n{result.table()}")
+        if result.failure:
+            what = f"ablation {name}: " if name else ""
+            raise SimulatorCrash(f"{what}{result.failure}; the same command with hydra.run.dir={run.folder} goes on")
+        if name:
+            difference = compare(results[""].episodes, result.episodes, config.eval["mean_of"])
+            metrics |= difference.metrics(prefix)
+            print(f"\nablation {name}, paired\n{difference.table('normal', name)}")
     if parallel.is_main():
-        write_atomically(run.folder / "metrics.json", json.dumps(finite_or_none(metrics), indent=2) + "\n")
-    run.finish(result.metrics())
+        write_atomically(run.folder / "metrics.json", json.dumps(finite_or_none(metrics | setting), indent=2) + "\n")
+    run.finish({name: value for name, value in metrics.items() if isinstance(value, float)})
     print(f"\nresults      {run.folder}")
 
 

@@ -13,6 +13,8 @@ from .advantages import (
 )
 from .collectors import EpisodeCollector as EpisodeCollector
 from .collectors import StepCollector as StepCollector
+from .comparison import Comparison as Comparison
+from .comparison import compare as compare
 from .demonstrations import DemonstrationSet as DemonstrationSet
 from .demonstrations import Samples as Samples
 from .demonstrations import for_policy as for_policy

@@ -541,6 +541,7 @@ class EpisodeCollector(_ChunkCollector):
         attempts: by index in the queue, how often an episode was run.
         errors: by index in the queue, why its last attempt crashed, where that is known.
         deciding: the episode, or ``None``, of each row of the last decision.
+        decided: how many decisions each of these episodes has made before, while the policy decides.
 
     Example:
         >>> collector = EpisodeCollector(env, policy, evaluation_episodes(env.simulator_spec))  # doctest: +SKIP
@@ -585,6 +586,7 @@ class EpisodeCollector(_ChunkCollector):
         self.errors: dict[int, str] = {}
         self.remarks: dict[int, str] = {}
         self.deciding: list[QueuedEpisode | None] = []
+        self.decided: list[int] = []
         self.overlap_resets = overlap_resets
         self._next_index = 0  # of the episode that is yielded next
         self._finished: dict[int, TensorDictBase] = {}  # by queue index, until it is their turn
@@ -640,6 +642,7 @@ class EpisodeCollector(_ChunkCollector):
         observation, slots = self._reset(), list(range(self.env.batch_size[0]))
         while True:
             self._next_deciding()
+            self.decided = running.lengths(slots)
             outcome, observation = self._decide(observation)
             self._book(running, outcome, slots, len(slots))
             yield
@@ -689,6 +692,7 @@ class EpisodeCollector(_ChunkCollector):
         if stage.deciding:
             stage.episodes = [cast("QueuedEpisode | None", env.current_episodes[slot]) for slot in stage.deciding]
             stage.unstarted = np.array(env.unstarted)[stage.deciding]
+            self.deciding, self.decided = stage.episodes, running.lengths(stage.deciding)
             self._send(self._act(env.observe(stage.deciding), number), stage.deciding)
 
     def _next_deciding(self) -> None:
@@ -833,6 +837,10 @@ class _RunningEpisodes:
             self._buffer = buffer
         self._buffer[slots, self._cursor[slots]] = decisions
         self._cursor[slots] += 1
+
+    def lengths(self, slots: Sequence[int]) -> list[int]:
+        """Count the decisions of some slots."""
+        return self._cursor[slots].tolist()
 
     def take(self, slot: int) -> TensorDictBase:
         """Take the decisions ``[T]`` of a slot, which then starts anew."""

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
+from vla_algos import ablations
+from vla_algos.ablations import Observe
 from vla_algos.acting import Policy, as_module
 from vla_algos.collectors import EpisodeCollector
-from vla_algos.metrics import mean_interval, wilson_interval
+from vla_algos.metrics import Estimate, mean_interval, mean_of_estimates, wilson_interval
 from vla_common.keys import (
     ACTION,
     CRASHED,
+    DECISION_INDEX,
+    EPISODE_INDEX,
     EPISODE_LEN,
     EPISODE_RETURN,
     IMAGES,
@@ -28,15 +33,13 @@ from vla_common.keys import (
     SUCCESS,
     SUCCESS_AT_END,
     TASK_DESCRIPTIONS,
-    WRIST_IMAGES,
 )
 from vla_common.settings import Count
-from vla_common.texts import encode, to_strings
+from vla_common.texts import to_strings
 from vla_envs.env import base_env
-from vla_envs.simulator import Episode, Task
+from vla_envs.simulator import Episode
 from vla_envs.workers.pool import reason
 
-Observe = Callable[[TensorDictBase], TensorDictBase]
 _NAMED = 5  # crashed episodes that a table names
 
 
@@ -82,15 +85,6 @@ class EpisodeResult:
         return f"{self.task} trial {self.episode.trial_id} seed {self.episode.seed}"
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over episodes with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 def estimate_chains(results: Sequence[EpisodeResult], chain_length: int) -> dict[str, Estimate]:
     """Estimate how far chains of tasks get, by name; nothing where ``chain_length`` is 1.
 
@@ -118,6 +112,7 @@ class EvaluationResult:
         broken: why it ended before all episodes had run; empty if it did not.
         chain_length: tasks that an episode asked for one after the other.
         instructions: what the policy was told in each of the frames of ``videos``; in a chain of tasks it changes.
+        mean_of: suites or difficulties of which the mean is reported too, each counting the same.
     """
 
     episodes: list[EpisodeResult]
@@ -125,6 +120,7 @@ class EvaluationResult:
     broken: str = ""
     instructions: dict[int, list[str]] = field(default_factory=dict)
     chain_length: int = 1
+    mean_of: tuple[str, ...] = ()
 
     @classmethod
     def interleaved(cls, parts: Sequence[EvaluationResult]) -> EvaluationResult:
@@ -142,6 +138,7 @@ class EvaluationResult:
             next((part.broken for part in parts if part.broken), ""),
             joined([part.instructions for part in parts]),
             parts[0].chain_length,
+            parts[0].mean_of,
         )
 
     @property
@@ -187,18 +184,24 @@ class EvaluationResult:
             groups[result.group].append(result)
         return groups if len(groups) > 1 else {}
 
-    def mean_of_groups(self, names: Sequence[str]) -> tuple[float, float]:
-        """Average success once and success at the end over groups that count the same, however many episodes."""
-        groups = [[result for result in self.finished if result.group == name] for name in names]
-        return (
-            _mean(_mean(result.success_once for result in group) for group in groups),
-            _mean(_mean(result.success_at_end for result in group) for group in groups),
-        )
+    def mean_of_groups(self) -> tuple[Estimate, float] | None:
+        """Average over the groups of ``mean_of``, which count the same, however many episodes each has.
+
+        Returns:
+            Success once (:func:`~vla_algos.metrics.mean_of_estimates` of Wilson's), and success at the end; ``None``
+            where there are no groups, or one of them has no finished episode.
+        """
+        groups = [[result for result in self.finished if result.group == name] for name in self.mean_of]
+        if not groups or not all(groups):
+            return None
+        once = [Estimate(_mean(r.success_once for r in group), *_interval(group)) for group in groups]
+        return mean_of_estimates(once), _mean(_mean(r.success_at_end for r in group) for group in groups)
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
-        """Return means over the finished episodes, and the success of every task and group, under ``prefix/``.
+        """Return means over the finished episodes, the success of every task and group, under ``prefix/``.
 
-        Where episodes are chains of tasks, :func:`estimate_chains` too, over all and for every task and group.
+        That of :attr:`mean_of` is ``prefix/mean/success_once``. Where episodes are chains of tasks,
+        :func:`estimate_chains` too, over all and for every task and group.
         """
         metrics = {
             "success_once": self.success_once,
@@ -214,11 +217,15 @@ class EvaluationResult:
                 metrics[f"{kind}/{name}/success_once"] = _mean(result.success_once for result in results)
                 metrics[f"{kind}/{name}/success_at_end"] = _mean(result.success_at_end for result in results)
                 metrics |= {f"{kind}/{name}/{key}": mean for key, mean in self._chain_means(results).items()}
+        if (mean := self.mean_of_groups()) is not None:
+            metrics |= {"mean/success_once": mean[0].value, "mean/success_at_end": mean[1]}
         return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
     def intervals(self, prefix: str = "eval") -> dict[str, tuple[float, float]]:
-        """Return 95 % intervals: :attr:`interval`, and of what :func:`estimate_chains` adds to :meth:`metrics`."""
+        """Return 95 % intervals: :attr:`interval`, of the mean of groups, and of what :func:`estimate_chains` adds."""
         found = {f"{prefix}/interval": self.interval}
+        if (mean := self.mean_of_groups()) is not None:
+            found[f"{prefix}/mean/interval"] = (mean[0].low, mean[0].high)
         for place, results in [
             ("", self.finished),
             *((f"task/{name}/", results) for name, results in self.by_task().items()),
@@ -234,7 +241,7 @@ class EvaluationResult:
     def table(self) -> str:
         """Tabulate success per task, per group and over all, with 95 % intervals, for the terminal.
 
-        Below it, where episodes are chains of tasks, how far they got.
+        Below it the mean of groups and, where episodes are chains of tasks, how far they got.
         """
         rows = self.by_task()
         if len(rows) > 1:
@@ -252,6 +259,14 @@ class EvaluationResult:
                 f"  {100 * low:5.1f} - {100 * high:5.1f}  {_percent(r.success_at_end for r in results)[1:]}"
                 f"  {_mean(r.episode_len for r in results):6.1f}"
             )
+        if (mean := self.mean_of_groups()) is not None:
+            once, at_end = mean
+            lines.append(
+                f"mean of {', '.join(self.mean_of)}: success {100 * once.value:.1f}%, at end {100 * at_end:.1f}%; "
+                f"95 % interval of success {100 * once.low:.1f} - {100 * once.high:.1f}"
+            )
+        elif self.mean_of:
+            lines.append(f"mean of {', '.join(self.mean_of)}: none, one of them has no result")
         lines += self._chain_lines(rows)
         if not_run := len(self.episodes) - len(self.finished) - len(self.crashed):
             lines.append(f"not run: {not_run} (no result)")
@@ -306,7 +321,8 @@ def evaluate(
         policy: any TensorDictModule that writes ``action``, or a callable that does.
         episodes: what to run, see :func:`~vla_envs.episodes.evaluation_episodes`.
         greedy: take the policy's greedy action; sample if False.
-        observe: changes what the policy sees, see :func:`blank_images`; gets and returns the policy's inputs.
+        observe: changes what the policy sees, see :mod:`vla_algos.ablations`: gets and returns the policy's inputs, of
+            which ``episode_index`` is the place among ``episodes`` (-1: none) and ``decision_index`` counts from 0.
         on_episode: called with each result, in the order of finishing.
         record: keep the frames of the first so many episodes.
         max_attempts: runs of an episode whose simulator dies before it counts as crashed.
@@ -368,7 +384,7 @@ def evaluate(
     actor = as_module(policy, env)
     collector = EpisodeCollector(
         env,
-        _Observing(actor, observe) if observe else actor,
+        _Observing(actor, observe, lambda: collector) if observe else actor,
         wanted,
         exploration=ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM,
         for_learning=False,
@@ -395,63 +411,25 @@ def evaluate(
 class _Observing(TensorDictModuleBase):
     """A policy that sees something else than there is."""
 
-    def __init__(self, policy: TensorDictModuleBase, observe: Observe):
+    def __init__(self, policy: TensorDictModuleBase, observe: Observe, collector: Callable[[], EpisodeCollector]):
         super().__init__()
-        self.policy, self.observe = policy, observe
+        self.policy, self.observe, self.collector = policy, observe, collector
         self.in_keys, self.out_keys, self.loss_keys = policy.in_keys, [ACTION], ()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        decision = self.policy(self.observe(tensordict.select(*self.in_keys)))
+        collector, inputs = self.collector(), tensordict.select(*self.in_keys)
+        deciding = [-1 if episode is None else episode.queue_index for episode in collector.deciding]
+        inputs[EPISODE_INDEX], inputs[DECISION_INDEX] = torch.tensor(deciding), torch.tensor(collector.decided)
+        decision = self.policy(self.observe(inputs).exclude(EPISODE_INDEX, DECISION_INDEX))
         return tensordict.set(ACTION, decision[ACTION])
 
 
-def blank_images(td: TensorDictBase) -> TensorDictBase:
-    """Ablation: the policy sees black pictures."""
-    for key in (IMAGES, WRIST_IMAGES):
-        if (images := td.get(key, None)) is not None:
-            td[key] = torch.zeros_like(images)
-    return td
-
-
-def swap_instructions(tasks: Sequence[Task]) -> Observe:
-    """Ablation: the policy is told to do the next of ``tasks`` instead of its own, in whichever words it was told.
-
-    Raises:
-        ValueError: the tasks share one instruction, so there is nothing to swap; or each episode has one of its own.
-    """
-    if anew := [task.name for task in tasks if task.worded_anew]:
-        raise ValueError(
-            f"swapping instructions needs tasks with given ones; each episode of {anew[0]} is worded anew; type "
-            "ablation=blank_images, or null"
-        )
-    instructions = list(dict.fromkeys(task.instruction for task in tasks))
-    if len(instructions) < 2:
-        raise ValueError(
-            f"swapping instructions needs tasks with at least 2 different ones, got {instructions}; "
-            "evaluate an environment with several tasks, each of which is an episode"
-        )
-    said = {task.instruction: task.instructions or (task.instruction,) for task in tasks}
-    swapped = {
-        text: said[other][number % len(said[other])]
-        for own, other in zip(instructions, instructions[1:] + instructions[:1], strict=True)
-        for number, text in enumerate(said[own])
-    }
-
-    known = {*swapped, *instructions, ""}  # an idle slot may have a pattern, or nothing, and keeps it
-
-    def observe(td: TensorDictBase) -> TensorDictBase:
-        told, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
-        if unknown := [text for text in told if text not in known]:
-            raise ValueError(
-                "swapping instructions needs those of the tasks, and the policy is told others, such as "
-                f"{unknown[0]!r}; take another ablation"
-            )
-        texts = [swapped.get(text, text) for text in told]
-        as_bytes = isinstance(given, torch.Tensor)
-        td[TASK_DESCRIPTIONS] = encode(texts, given.shape[-1]).to(given.device) if as_bytes else NonTensorStack(*texts)
-        return td
-
-    return observe
+def __getattr__(name: str) -> Any:
+    new = {"swap_instructions": "swapped_instructions", "blank_images": "blank_images"}.get(name)
+    if new is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is {ablations.__name__}.{new} now", DeprecationWarning, stacklevel=2)
+    return getattr(ablations, new)
 
 
 def _mean(values: Iterable[float]) -> float:

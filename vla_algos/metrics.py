@@ -7,6 +7,7 @@ Names: ``rollout/...`` describes the data that is learnt from, ``env/...`` the e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Annotated
 
@@ -141,6 +142,67 @@ def mean_interval(
     square = (sum(value * value for value in values) + z2 * largest * largest / 2) / number
     margin = (z2 * max(0.0, square - mean * mean) / number) ** 0.5
     return max(0.0, mean - margin), min(float(largest), mean + margin)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over episodes, or a difference of two, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@checked
+def paired_difference(
+    pairs: Sequence[tuple[bool, bool]], confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
+) -> Estimate:
+    """Success of the second minus that of the first, of two evaluations of the same episodes.
+
+    The interval of Agresti and Min (2005, Statistics in Medicine 24:729), the normal one of paired proportions after
+    half an episode more of each of the four outcomes of a pair. With ``b`` episodes that the first alone solved, ``c``
+    that the second alone did, ``n`` in all, and ``b* = b + 1/2``, ``c* = c + 1/2``, ``n* = n + 2``::
+
+        (c* - b*) / n*  +-  z sqrt(b* + c* - (c* - b*)^2 / n*) / n*
+
+    What both solve, or neither, adds no variance: that is what pairs are for. Ten pairs that went alike are not
+    certainty; with many pairs it is the normal interval.
+
+    Args:
+        pairs: of each episode, whether the first and the second solved it.
+        confidence: of the interval.
+
+    Returns:
+        ``(c - b) / n`` and the interval, within -1 and 1; NaN and these themselves without pairs.
+    """
+    if not pairs:
+        return Estimate(float("nan"), -1.0, 1.0)
+    number = len(pairs)
+    first_alone = sum(first and not second for first, second in pairs) + 0.5
+    second_alone = sum(second and not first for first, second in pairs) + 0.5
+    gained = second_alone - first_alone
+    value = gained / number
+    z, number = NormalDist().inv_cdf(0.5 + confidence / 2), number + 2
+    margin = z * (first_alone + second_alone - gained * gained / number) ** 0.5 / number
+    return Estimate(value, max(-1.0, gained / number - margin), min(1.0, gained / number + margin))
+
+
+def mean_of_estimates(estimates: Sequence[Estimate]) -> Estimate:
+    """Mean of independent estimates that count the same, such as those of a benchmark's difficulties.
+
+    The interval is that of Zou, Huang and Zhang (2009, Computational Statistics and Data Analysis 53:1080), of ``G``
+    estimates ``x_g`` with bounds ``l_g`` and ``u_g``::
+
+        mean - sqrt(sum (x_g - l_g)^2) / G   to   mean + sqrt(sum (u_g - x_g)^2) / G
+
+    which is the usual stratified one, ``sqrt(sum variance_g) / G``, where the bounds are as far below as above.
+    """
+    if not estimates:
+        return Estimate(float("nan"), float("nan"), float("nan"))
+    mean = sum(each.value for each in estimates) / len(estimates)
+    below = sum((each.value - each.low) ** 2 for each in estimates) ** 0.5 / len(estimates)
+    above = sum((each.high - each.value) ** 2 for each in estimates) ** 0.5 / len(estimates)
+    return Estimate(mean, mean - below, mean + above)
 
 
 class WeightedMean:

@@ -20,6 +20,10 @@ TASK_ID = "task_id"  # int64 [N]
 TRIAL_ID = "trial_id"  # int64 [N]
 GROUP_ID = "group_id"  # int64 [N], equal for episodes that are compared with each other
 
+# Where a decision stands, written by ``vla_algos.evaluate`` for whatever changes what the policy sees.
+EPISODE_INDEX = "episode_index"  # int64 [N], place among the evaluated episodes; -1 for an idle slot
+DECISION_INDEX = "decision_index"  # int64 [N], how many decisions of the episode came before
+
 # Decision, written by the policy.
 ACTION = "action"  # float32 [N, C, A], in the simulator's own units and gripper sign
 ACTION_TOKENS = "action_tokens"  # int64 [N, C, A]

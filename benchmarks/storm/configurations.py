@@ -226,6 +226,7 @@ def first_process(value: Any) -> bool:
 flag, never, count = one_of(True, False), one_of(), whole(1, 1_000_000)
 rate, share, positive = number(0, 1, above=True, below=True), number(0, 1), number(0, above=True)
 below_one = number(0, 1, above=True, below=True)
+ablation = one_of("blank_images", "other_trial", "swapped_instructions")
 LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "recipe": never,
     "seed": whole(0, 2**32 - 1),
@@ -249,8 +250,8 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "group_size": whole(2, 1_000_000),
     "patience": count,
     "greedy": flag,
-    "mean_of": list_of(never),
-    "ablation": one_of(None, "blank_images", "swap_instructions"),
+    "eval.mean_of": list_of(one_of("easy", "medium", "hard", "very_hard")),
+    "ablation": any_of(null_or(ablation), lambda v: list_of(ablation, 1)(v) and len(set(v)) == len(v)),
     "eval.trials": null_or(whole(1, 1_000_000)),
     "eval.repeats": whole(1, 10_000),
     "eval.videos": whole(0, 1_000_000),

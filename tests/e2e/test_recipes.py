@@ -30,7 +30,7 @@ def ppo_run(tmp_path_factory):
 def test_ppo_leaves_policy_checkpoints_curves_videos_and_a_table(ppo_run):
     run, folder = ppo_run
     assert run.returncode == 0, run.stderr
-    for line in ("before PPO", "after PPO", "95 % interval", "env steps/s", "horizon 10 instead of 100"):
+    for line in ("before PPO", "after PPO", "after - before, paired", "env steps/s", "horizon 10 instead of 100"):
         assert line in run.stdout
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = set().union(*lines)
@@ -175,12 +175,30 @@ def test_ppo_goes_on_from_a_policy_even_if_it_is_the_latest(ppo_run):
     assert (folder.parent / "latest").resolve() == (folder.parent / "next").resolve()
 
 
-def test_evaluate_reads_what_ppo_wrote(ppo_run, tmp_path):
+def test_evaluate_with_ablations_reads_what_ppo_wrote(ppo_run, tmp_path):
     _, folder = ppo_run
-    run = recipe("evaluate", tmp_path / "eval", *TOY, f"policy.checkpoint={folder / 'policy'}", "ablation=blank_images")
+    settings = [*TOY, "eval.videos=1", f"policy.checkpoint={folder / 'policy'}", "ablation=[other_trial,blank_images]"]
+    there = tmp_path / "eval"
+    run = recipe("evaluate", there, *settings)
     assert run.returncode == 0, run.stderr
-    assert "ablation blank_images" in run.stdout
-    assert 0 <= json.loads((tmp_path / "eval" / "metrics.json").read_text())["eval/success_once"] <= 1
+    assert "ablation other_trial, paired" in run.stdout
+    metrics = json.loads((there / "metrics.json").read_text())
+    for name in ("other_trial", "blank_images"):
+        assert metrics[f"eval_{name}/paired_episodes"] == 2
+        difference = metrics[f"eval_{name}/success_once"] - metrics["eval/success_once"]
+        assert metrics[f"eval_{name}/difference"] == pytest.approx(difference)
+        low, high = metrics[f"eval_{name}/difference/interval"]
+        assert low < difference < high
+        assert len((there / f"episodes_{name}.jsonl").read_text().splitlines()) == 2
+        assert list((there / "videos" / name).glob("*.mp4"))
+    assert not list(there.glob(".seen*"))
+    lines = (there / "episodes_other_trial.jsonl").read_text().splitlines(True)
+    (there / "metrics.json").unlink()  # as if it had been killed in the second evaluation
+    (there / "episodes_blank_images.jsonl").unlink()
+    (there / "episodes_other_trial.jsonl").write_text(lines[0])
+    recipe_here("evaluate", there, *settings)
+    assert (there / "episodes_other_trial.jsonl").read_text().splitlines(True) == lines
+    assert json.loads((there / "metrics.json").read_text()) == metrics
 
 
 def test_an_evaluation_goes_on_where_it_stopped(ppo_run, tmp_path):

@@ -56,7 +56,7 @@ def test_the_out_of_distribution_table(tmp_path, capsys):
     SmallVLA(SmallVLAConfig(*shape)).save_pretrained(tmp_path / "policy")
     settings = ["env=maniskill_small", "env.id=maniskill/plate25-ood", "env.num_envs=2", "env.num_workers=1"]
     settings += ["env.image_size=48", "env.max_episode_steps=5", "eval=benchmark", "eval.trials=1", "eval.videos=0"]
-    settings += [f"policy.checkpoint={tmp_path / 'policy'}", "mean_of=[Vision,Semantic,Execution]"]
+    settings += [f"policy.checkpoint={tmp_path / 'policy'}", "eval.mean_of=[Vision,Semantic,Execution]"]
     main_of("evaluate")(composed("evaluate", settings, tmp_path / "run"))
     said = capsys.readouterr().out
     rows = [line.split("  ")[0] for line in said.splitlines() if line.startswith(("PutOnPlate", "all "))]
@@ -72,5 +72,5 @@ def test_the_out_of_distribution_table(tmp_path, capsys):
     assert metrics["eval/num_episodes"] == 16
     assert f"mean of Vision, Semantic, Execution: success {100 * sum(groups) / 3:.1f}%, at end" in said
     GlobalHydra.instance().clear()
-    with pytest.raises(ValueError, match="unknown group in mean_of 'Visoin'; did you mean Vision"):
-        main_of("evaluate")(composed("evaluate", [*settings, "mean_of=[Visoin]"], tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"unknown group in eval\.mean_of 'Visoin'; did you mean Vision"):
+        main_of("evaluate")(composed("evaluate", [*settings, "eval.mean_of=[Visoin]"], tmp_path / "other"))

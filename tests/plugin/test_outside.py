@@ -165,7 +165,7 @@ def test_grpo_trains_a_new_policy(recipe, tmp_path):
 
 def test_evaluate_reads_what_ppo_wrote(trained, recipe, tmp_path):
     policy = trained[1] / "policy"
-    done = recipe("evaluate", tmp_path / "run", f"policy.checkpoint={policy}", "ablation=swap_instructions")
+    done = recipe("evaluate", tmp_path / "run", f"policy.checkpoint={policy}", "ablation=swapped_instructions")
     assert done.returncode == 0, done.stderr
     assert 0 <= json.loads((tmp_path / "run" / "metrics.json").read_text())["eval/success_once"] <= 1
 

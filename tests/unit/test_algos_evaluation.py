@@ -6,7 +6,8 @@ import pytest
 import torch
 from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv, ToyPolicy
 
-from vla_algos.evaluation import EpisodeResult, EvaluationResult, blank_images, evaluate, swap_instructions
+from vla_algos.ablations import blank_images, swapped_instructions
+from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_common.keys import ACTION, IMAGES, TASK_DESCRIPTIONS
 from vla_envs.simulator import Episode
 
@@ -80,7 +81,7 @@ def test_numbers_and_table():
 
 def test_ablations_hit_only_the_policy_that_uses_the_input():
     env = ToyEnv(4)
-    swap = swap_instructions(env.simulator_spec.tasks)
+    swap = swapped_instructions(env.simulator_spec.tasks)
     success = lambda policy, observe: evaluate(env, policy, GRID, observe=observe).success_once  # noqa: E731
     assert success(LookingPolicy(), None) == success(ListeningPolicy(), None) == 1.0
     assert success(LookingPolicy(), blank_images) == 0.5
@@ -91,7 +92,7 @@ def test_ablations_hit_only_the_policy_that_uses_the_input():
 
 def test_swapping_needs_two_instructions():
     with pytest.raises(ValueError, match="at least 2 different"):
-        swap_instructions(ToyEnv(1).simulator_spec.tasks[:1])
+        swapped_instructions(ToyEnv(1).simulator_spec.tasks[:1])
 
 
 def test_crashed_episodes_run_again_and_are_counted():
@@ -159,5 +160,21 @@ def test_mean_of_groups_of_unequal_size():
 
     vision = [result("Vision", True, True), result("Vision", True), result("Vision", True, crashed=True)]
     execution = [result("Execution", place == 0) for place in range(4)]
-    whole = EvaluationResult([*vision, *execution, result("in distribution", True, True)])
-    assert whole.mean_of_groups(["Vision", "Execution"]) == (0.625, 0.25)
+    everything = [*vision, *execution, result("in distribution", True, True)]
+    whole = EvaluationResult(everything, mean_of=("Vision", "Execution"))
+    once, at_end = whole.mean_of_groups()
+    assert (once.value, at_end) == (0.625, 0.25)
+    assert 0.25 < once.low < once.value < once.high < 0.95
+    assert whole.metrics()["eval/mean/success_once"] == 0.625
+    assert whole.intervals()["eval/mean/interval"] == (once.low, once.high)
+    assert "mean of Vision, Execution: success 62.5%, at end 25.0%; 95 % interval of success" in whole.table()
+    assert EvaluationResult.interleaved([whole, whole]).mean_of == whole.mean_of
+
+
+def test_the_mean_of_groups_needs_a_result_in_each():
+    crashed = EpisodeResult(GRID[0], "task", False, False, 0.0, 5, crashed=True, group="hard")
+    some = EpisodeResult(GRID[1], "task", True, True, 0.0, 5, group="easy")
+    whole = EvaluationResult([crashed, some], mean_of=("easy", "hard"))
+    assert whole.mean_of_groups() is None
+    assert not [name for name in {**whole.metrics(), **whole.intervals()} if "mean" in name]
+    assert "mean of easy, hard: none" in whole.table()

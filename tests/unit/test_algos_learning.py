@@ -4,9 +4,10 @@ import pytest
 import torch
 from toy import ToyEnv, ToyPolicy
 
+from vla_algos.ablations import blank_images
 from vla_algos.advantages import gae
 from vla_algos.collectors import StepCollector
-from vla_algos.evaluation import blank_images, evaluate
+from vla_algos.evaluation import evaluate
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_envs.simulator import Episode
 

@@ -109,7 +109,29 @@ from vla_envs import EpisodeSampler
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=blank"],
-            "ablation=blank: must be 'blank_images' or 'swap_instructions'; did you mean blank_images",
+            "ablation=blank: must be 'blank_images', 'other_trial' or 'swapped_instructions' or must be a valid array; "
+            "did you mean blank_images",
+        ),
+        (
+            "evaluate",
+            ["policy.checkpoint=x", "ablation=[swap_instructions]"],
+            "ablation=['swap_instructions']: entry 0: must be 'blank_images', 'other_trial' or 'swapped_instructions'",
+        ),
+        (
+            "evaluate",
+            ["policy.checkpoint=x", "ablation=[other_trial,other_trial]"],
+            "ablation=[other_trial,other_trial]: one of them stands there twice",
+        ),
+        ("evaluate", ["policy.checkpoint=x", "ablation=[]"], "ablation=[]: "),
+        (
+            "evaluate",
+            ["policy.checkpoint=x", "ablation=other_trial", "eval.trials=1"],
+            "button-press-topdown-v3 has one trial only; type eval.trials=2 or more",
+        ),
+        (
+            "ppo",
+            ["env=metaworld", "eval=benchmark", "eval.mean_of=[easy,very hard]"],
+            "unknown group in eval.mean_of 'very hard'; did you mean very_hard",
         ),
     ],
 )

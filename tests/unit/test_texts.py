@@ -15,7 +15,7 @@ from torchrl.envs.utils import ExplorationType, check_env_specs, set_exploration
 from torchrl.objectives.value import GAE
 from toy import ToyEnv, ToyPolicy
 
-from vla_algos.evaluation import swap_instructions
+from vla_algos.ablations import swapped_instructions
 from vla_common import keys
 from vla_common.texts import WIDTH, decode, encode, to_strings
 from vla_envs import InstructionsToBytes, make_spec
@@ -391,7 +391,7 @@ def test_policies_do_the_same_bit_by_bit_from_bytes_as_from_text(name, folders):
 @pytest.mark.parametrize("instructions", [NonTensorStack("a", "b", ""), encode(["a", "b", ""])])
 def test_swapped_instructions_keep_their_form(instructions):
     td = TensorDict({keys.TASK_DESCRIPTIONS: instructions}, [3])
-    swapped = swap_instructions([Task("1", "a"), Task("2", "b")])(td)
+    swapped = swapped_instructions([Task("1", "a"), Task("2", "b")])(td)
     assert to_strings(swapped) == ["b", "a", ""]
     assert type(swapped.get(keys.TASK_DESCRIPTIONS)) is type(instructions)
 
@@ -400,19 +400,19 @@ def test_each_sentence_of_a_task_is_swapped():
     tasks = make_spec("calvin/open_drawer+close_drawer", sentences="training").tasks  # about ten sentences each
     said = [text for task in tasks for text in task.instructions]
     td = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack(*said)}, [len(said)])
-    swapped = to_strings(swap_instructions(tasks)(td))
+    swapped = to_strings(swapped_instructions(tasks)(td))
     half = len(tasks[0].instructions)
     assert set(swapped[:half]) <= set(tasks[1].instructions)
     assert set(swapped[half:]) <= set(tasks[0].instructions)
 
 
 def test_instructions_that_each_episode_words_anew_are_not_swapped():
-    with pytest.raises(ValueError, match="each episode of lift_pot is worded anew; type ablation=blank_images"):
-        swap_instructions(make_spec("robotwin/lift_pot+click_bell").tasks)
+    with pytest.raises(ValueError, match="each episode of lift_pot is worded anew; type ablation=other_trial"):
+        swapped_instructions(make_spec("robotwin/lift_pot+click_bell").tasks)
 
 
 def test_instructions_that_no_task_has_are_not_swapped_silently():
-    swap = swap_instructions([Task("1", "click bell", instructions=("click it",)), Task("2", "lift pot")])
+    swap = swapped_instructions([Task("1", "click bell", instructions=("click it",)), Task("2", "lift pot")])
     for told in (["tap the small bell", "tap it"], ["click it", "tap the small bell"]):  # neither some of them
         td = TensorDict({keys.TASK_DESCRIPTIONS: NonTensorStack(*told)}, batch_size=[2])
         with pytest.raises(ValueError, match="such as 'tap the small bell'; take another ablation"):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +70,41 @@ def finished_episodes(path: Path, episodes: Sequence[Episode], chain_length: int
             if result is not None and not result.crashed:
                 found[result.index] = result
     return found
+
+
+def read_episodes(path: Path) -> list[EpisodeResult]:
+    """Read all results that an evaluation has written, also one that was broken off, in the order of the episodes.
+
+    Raises:
+        ValueError: it has none, or lines that are something else (those torn by a kill are left out).
+    """
+    found: dict[int, EpisodeResult] = {}
+    for part in [path, *_parts(path)] if path.exists() else _parts(path):
+        for number, line in enumerate(part.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            try:
+                result = _result(entry)
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{part}: line {number} is no result of an episode; type another file") from None
+            found[result.index] = result
+    if not found:
+        raise ValueError(f"{path} has no result of an episode; type the folder of a run")
+    return [found[index] for index in sorted(found)]
+
+
+def ablated(folder: Path) -> dict[str, Path]:
+    """List the files of an evaluation's ablations by their names; see :func:`ablated_name`."""
+    pattern = re.compile(rf"{Path(NAME).stem}_(?!rank\d)(\w+?)(_rank\d+)?\.jsonl")
+    names = [match[1] for path in sorted(folder.iterdir()) if (match := pattern.fullmatch(path.name))]
+    return {name: folder / ablated_name(name) for name in names}
+
+
+def ablated_name(ablation: str) -> str:
+    """Return the name of the file with the results of an ablation: ``episodes_blank_images.jsonl``."""
+    return f"{Path(NAME).stem}_{ablation}.jsonl"
 
 
 def check_policy(folder: Path, policy: nn.Module) -> None:
@@ -155,20 +193,24 @@ def _read(line: str, episodes: Sequence[Episode], chain_length: int) -> EpisodeR
             episode.seed,
         ):
             return None
-        return EpisodeResult(
-            episode,
-            entry["task"],
-            entry["success_once"],
-            entry[keys.SUCCESS_AT_END],
-            entry["return"],
-            entry["length"],
-            entry[keys.CRASHED],
-            entry["attempts"],
-            entry["group"],
-            entry["index"],
-            entry.get("error", ""),
-            subtasks,
-            entry.get("remark", ""),
-        )
+        return replace(_result(entry), episode=episode, subtasks=subtasks)
     except (ValueError, KeyError, TypeError, IndexError):
         return None
+
+
+def _result(entry: Mapping[str, Any]) -> EpisodeResult:
+    return EpisodeResult(
+        Episode(int(entry[keys.TASK_ID]), int(entry[keys.TRIAL_ID]), int(entry["seed"])),
+        entry["task"],
+        entry["success_once"],
+        entry[keys.SUCCESS_AT_END],
+        entry["return"],
+        entry["length"],
+        entry[keys.CRASHED],
+        entry["attempts"],
+        entry["group"],
+        int(entry["index"]),
+        entry.get("error", ""),
+        entry.get(keys.SUBTASKS),
+        entry.get("remark", ""),
+    )

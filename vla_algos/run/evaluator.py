@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tqdm import tqdm
 
 from vla_algos import parallel
+from vla_algos.ablations import Observe
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.run.captions import caption
 from vla_algos.run.episode_log import EpisodeLog, finished_episodes
 from vla_algos.run.files import attempt
 from vla_algos.run.logging import progress_bar, write_video
+from vla_common.errors import unknown_name
+from vla_common.keys import EPISODE_INDEX
 from vla_common.settings import Count, Seed, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
 from vla_envs.workers.pool import SimulatorCrash
@@ -30,6 +36,7 @@ class Evaluator:
         repeats: runs of each.
         seed: family of initial states; another one than training uses.
         videos: episodes that are recorded.
+        mean_of: suites or difficulties of which the mean is reported too, each counting the same.
         sampled: evaluate the sampling policy too, not only the greedy one.
     """
 
@@ -37,14 +44,19 @@ class Evaluator:
     repeats: Count = 1
     seed: Seed = 9_000_000
     videos: Whole = 4
+    mean_of: Sequence[str] = ()
     sampled: bool = False
 
     def episodes(self, spec: SimulatorSpec) -> list[Episode]:
         """List the episodes of all processes.
 
         Raises:
-            ValueError: the benchmark has fewer initial states.
+            ValueError: the benchmark has fewer initial states, or no group of a name in ``mean_of``.
         """
+        groups = list(dict.fromkeys(task.group for task in spec.tasks))
+        for name in self.mean_of:
+            if name not in groups:
+                raise unknown_name("group in eval.mean_of", name, groups)
         return evaluation_episodes(spec, self.trials, self.seed, self.repeats)
 
     def run(
@@ -56,6 +68,8 @@ class Evaluator:
         *,
         go_on: bool = False,
         record: Whole = 0,
+        again: Container[int] = (),
+        observe: Observe | None = None,
         **options: Any,
     ) -> EvaluationResult:
         """Evaluate this process's share of the episodes; :func:`gather` puts the shares together.
@@ -69,13 +83,15 @@ class Evaluator:
             path: where results go as they come, see :class:`~vla_algos.run.episode_log.EpisodeLog`.
             go_on: skip the episodes whose results are there; those to be filmed run again.
             record: keep the frames of the first so many episodes of this process.
+            again: indices of episodes that run again if ``go_on`` would skip them.
+            observe: of :func:`~vla_algos.evaluation.evaluate`; indices are those among the episodes of all processes.
             **options: of :func:`~vla_algos.evaluation.evaluate`.
         """
         rank, processes = parallel.rank(), parallel.world_size()
         everybodys = self.episodes(env.simulator_spec)
         own = range(rank, len(everybodys), processes)
         known = finished_episodes(path, everybodys, env.simulator_spec.chain_length) if go_on else {}
-        results = {index: known[index] for index in own[record:] if index in known}
+        results = {index: known[index] for index in own[record:] if index in known and index not in again}
         left = [index for index in own if index not in results]
         share, broken = EvaluationResult([]), ""
         finished, solved = len(results), sum(result.success_once for result in results.values())
@@ -94,6 +110,7 @@ class Evaluator:
             try:
                 if left:
                     episodes = [everybodys[index] for index in left]
+                    options["observe"] = observe and _of_everybody(observe, left)
                     share = evaluate(env, policy, episodes, on_episode=note, record=record, **options)
             except SimulatorCrash as error:
                 broken = " ".join(str(error).split())  # what it quotes has several lines
@@ -112,7 +129,8 @@ class Evaluator:
             nothing = EpisodeResult(everybodys[index], task.name, False, False, 0.0, 0, True, 0, task.group, index)
             results[index] = nothing
         ordered = [results[index] for index in own]
-        return EvaluationResult(ordered, share.videos, broken, share.instructions, env.simulator_spec.chain_length)
+        length, mean_of = env.simulator_spec.chain_length, tuple(self.mean_of)
+        return EvaluationResult(ordered, share.videos, broken, share.instructions, length, mean_of)
 
     def run_both(
         self, title: str, env: VLAEnv, policy: TensorDictModuleBase, folder: Path, **options: Any
@@ -132,6 +150,17 @@ class Evaluator:
     def local_videos(self) -> int:
         """How many of the recorded episodes this process runs."""
         return len(range(parallel.rank(), self.videos, parallel.world_size()))
+
+
+def _of_everybody(observe: Observe, indices: Sequence[int]) -> Observe:
+    """Let ``observe`` know episodes by their place among those of all processes, of which some run here."""
+    places = torch.tensor([*indices, -1])  # the last one is that of an idle slot
+
+    def observe_everybodys(td: TensorDictBase) -> TensorDictBase:
+        td[EPISODE_INDEX] = places[td[EPISODE_INDEX].cpu()]
+        return observe(td)
+
+    return observe_everybodys
 
 
 def gather(share: EvaluationResult, path: Path) -> EvaluationResult:

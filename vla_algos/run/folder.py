@@ -139,7 +139,7 @@ def _check_place(folder: Path) -> None:
 def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not (folder / "config.yaml").is_file():
         return
-    before, now = _flat(_settings_of(folder)), _flat(_plain(config))
+    before, now = flat(settings_of(folder)), flat(_plain(config))
     if (recipe := before.get("recipe", config.recipe)) != config.recipe:
         raise ValueError(f"{folder} is of recipes/{recipe}.py, not {config.recipe}.py; take another: hydra.run.dir=...")
     if not hasattr(config, "resume"):
@@ -165,7 +165,7 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
         raise ValueError(f"{folder} has a run of other settings:\n{shown}\n  {advice}")
 
 
-def _settings_of(folder: Path) -> dict[str, Any]:
+def settings_of(folder: Path) -> dict[str, Any]:
     """Read ``config.yaml``; nothing where it is empty or broken."""
     try:
         found = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
@@ -178,12 +178,12 @@ def _plain(config: SimpleNamespace) -> dict[str, Any]:
     return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(config).items()}
 
 
-def _flat(node: Any, path: str = "") -> dict[str, Any]:
+def flat(node: Any, path: str = "") -> dict[str, Any]:
     """List settings by dotted name."""
     if not isinstance(node, dict):
         return {path: node}
     return {
         key: value
         for name, part in node.items()
-        for key, value in _flat(part, f"{path}.{name}" if path else str(name)).items()
+        for key, value in flat(part, f"{path}.{name}" if path else str(name)).items()
     }

@@ -19,4 +19,6 @@ RENAMED = {  # what was typed, and what is typed now
     "launcher.warning": "launcher.signal_delay_s",
     "policy.prefix_gigabytes": "policy.prefix_cache_gb",
     "eval=grid": "eval=heldout",
+    "mean_of": "eval.mean_of",
+    "ablation=swap_instructions": "ablation=swapped_instructions",
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from safetensors import SafetensorError
 from tensordict import TensorDictBase
@@ -21,6 +21,8 @@ from vla_algos.evaluation import EvaluationResult
 from vla_algos.imitation import check_state_noise
 from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
+from vla_algos.run.comparing import before_and_after
+from vla_algos.run.episode_log import finished_episodes
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
 from vla_algos.run.files import write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, say_what_differs
@@ -495,30 +497,36 @@ class Run:
         speed = speeds[len(speeds) // 2] if speeds else None
         if "ended" in self.state:
             print(f"\nstopped: {self.state['ended']}")
-        summarise(self.name.upper(), self.folder, describe_spec(self.spec), evaluations, speed, seconds)
+        compared = before_and_after(self.folder, self.evaluator.mean_of) if parallel.is_main() else []
+        summarise(self.name.upper(), self.folder, describe_spec(self.spec), evaluations, compared, speed, seconds)
         if self._failure:
             raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {self._failure}")
 
     # ---- evaluation alone
 
-    def evaluate(self, title: str, **options: object) -> EvaluationResult:
-        """Evaluate the policy once, write its videos, and close the environment.
+    def evaluate(self, ablation: str = "", **options: Any) -> EvaluationResult:
+        """Evaluate the policy once, and write its videos.
 
         It goes on after the episodes whose results are in the folder, see :meth:`check_results`.
 
         Args:
-            title: of the progress bar.
-            **options: of :func:`~vla_algos.evaluation.evaluate`.
+            ablation: name of what is done to what the policy sees (``observe``); its results and videos are apart.
+            **options: of :meth:`~vla_algos.run.evaluator.Evaluator.run`.
         """
         self._note_start()
-        path, videos = self.folder / episode_log.NAME, self.evaluator.local_videos
-        share = self.evaluator.run(
-            title, self.env, self.policy, path, go_on=True, record=videos, **self.pipeline, **options
-        )
+        path = self.folder / (episode_log.ablated_name(ablation) if ablation else episode_log.NAME)
+        options = {"go_on": True, "record": self.evaluator.local_videos, **self.pipeline, **options}
+        share = self.evaluator.run(ablation or "evaluation", self.env, self.policy, path, **options)
         result = gather(share, path)
-        self.env.close()
-        save_videos(self.folder / "videos", result)
+        save_videos(self.folder / "videos" / ablation, result)
         return result
+
+    def unfinished(self, ablation: str) -> list[int]:
+        """List the indices of the episodes of an ablation that have no result in the folder yet."""
+        episodes = self.evaluator.episodes(self.spec)
+        known = finished_episodes(self.folder / episode_log.ablated_name(ablation), episodes, self.spec.chain_length)
+        videos = range(self.evaluator.videos)  # which run again
+        return [index for index in range(len(episodes)) if index not in known or index in videos]
 
     def check_results(self) -> None:
         """Refuse to go on in a folder with results of another policy than :meth:`make_policy` has made.

@@ -52,6 +52,7 @@ def summarise(
     folder: Path,
     setting: str,
     evaluations: Sequence[tuple[str, Mapping[str, float]]],
+    compared: Sequence[str],
     speed: float | None,
     seconds: float,
 ) -> None:
@@ -62,6 +63,7 @@ def summarise(
         folder: of the run.
         setting: see :func:`describe_spec`.
         evaluations: tables and metrics; the first and the last are shown, as before and after.
+        compared: tables of :func:`~vla_algos.run.comparing.before_and_after`.
         speed: environment steps per second in training; ``None`` where there were none.
         seconds: the run took.
     """
@@ -73,6 +75,8 @@ def summarise(
         print(f"\n{when}\n{table}")
         if "eval_sampled/success_once" in metrics:
             print(f"sampled: {100 * metrics['eval_sampled/success_once']:.1f}%")
+    for table in compared:
+        print(f"\n{table}")
     median = "" if speed is None else f", {speed:.0f} env steps/s in training (median)"
     rows = {
         "time": f"{seconds / 60:.1f} minutes{median}",

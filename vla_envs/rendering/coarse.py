@@ -69,9 +69,7 @@ def _clusters(vertices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _shrink(model: mujoco.MjModel, texture: int) -> None:
     """Average squares of texels, a power of two wide; the six sides of a cube lie below one another."""
-    width, height, channels = (
-        int(of[texture]) for of in (model.tex_width, model.tex_height, model.tex_nchannel)
-    )
+    width, height, channels = (int(of[texture]) for of in (model.tex_width, model.tex_height, model.tex_nchannel))
     square = 1
     while width % (2 * square) == height % (2 * square) == 0 and width // (2 * square) >= _TEXELS:
         square *= 2

@@ -1,0 +1,257 @@
+"""What a policy is shown instead, to find out what it uses: each is an ``observe`` of :func:`~vla_algos.evaluate`.
+
+An ``observe`` gets the policy's inputs, batch ``[N]``, with ``episode_index`` (the place among the evaluated episodes,
+-1 where there is none) and ``decision_index`` (0 in an episode's first decision), and returns what the policy sees.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Container, Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDictBase
+
+from vla_algos import parallel
+from vla_common.keys import DECISION_INDEX, EPISODE_INDEX, IMAGES, TASK_DESCRIPTIONS, WRIST_IMAGES
+from vla_common.texts import encode, to_strings
+from vla_envs.simulator import Episode, SimulatorSpec, Task
+
+Observe = Callable[[TensorDictBase], TensorDictBase]
+_FILE = ".seen_images_rank"
+
+
+def blank_images(td: TensorDictBase) -> TensorDictBase:
+    """Ablation: the policy sees black pictures.
+
+    It never saw such pictures before: a policy may fail for that alone. :meth:`SeenImages.others` shows it real ones.
+    """
+    for key in (IMAGES, WRIST_IMAGES):
+        if (images := td.get(key, None)) is not None:
+            td[key] = torch.zeros_like(images)
+    return td
+
+
+def swapped_instructions(tasks: Sequence[Task]) -> Observe:
+    """Ablation: the policy is told to do another one of ``tasks``, in whichever words it was told its own.
+
+    Instructions are permuted in a cycle, so that none stays where it is: each is replaced by the next task's. One that
+    the task has as well, in these or other words, is passed over.
+
+    Raises:
+        ValueError: the tasks share one instruction, so there is nothing to swap; or each episode has one of its own.
+    """
+    if anew := [task.name for task in tasks if task.worded_anew]:
+        raise ValueError(
+            f"swapping instructions needs tasks with given ones; each episode of {anew[0]} is worded anew; type "
+            "ablation=other_trial, or null"
+        )
+    instructions = list(dict.fromkeys(task.instruction for task in tasks))
+    said: dict[str, tuple[str, ...]] = {}
+    for task in tasks:
+        words = task.instructions or (task.instruction,)
+        said[task.instruction] = tuple(dict.fromkeys([*said.get(task.instruction, ()), *words]))
+    own = {text: {*words} for words in said.values() for text in words}  # what it may be told for the same thing
+    for words in said.values():
+        for text in words:
+            own[text].update(words)
+    swapped: dict[str, str] = {}
+    for place, instruction in enumerate(instructions):
+        following = [*instructions[place + 1 :], *instructions[:place]]
+        for number, text in enumerate(said[instruction]):
+            others = (said[other][number % len(said[other])] for other in following)
+            if (told := next((other for other in others if other not in own[text]), None)) is None:
+                raise ValueError(
+                    f"swapping instructions needs tasks with at least 2 different ones, got {instructions}; "
+                    "evaluate an environment with several tasks, each of which is an episode"
+                )
+            swapped.setdefault(text, told)
+    known = {*swapped, *instructions, ""}  # an idle slot may have a pattern, or nothing, and keeps it
+
+    def observe(td: TensorDictBase) -> TensorDictBase:
+        told, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
+        if unknown := [text for text in told if text not in known]:
+            raise ValueError(
+                "swapping instructions needs those of the tasks, and the policy is told others, such as "
+                f"{unknown[0]!r}; take another ablation"
+            )
+        texts = [swapped.get(text, text) for text in told]
+        as_bytes = isinstance(given, torch.Tensor)
+        td[TASK_DESCRIPTIONS] = encode(texts, given.shape[-1]).to(given.device) if as_bytes else NonTensorStack(*texts)
+        return td
+
+    return observe
+
+
+class SeenImages:
+    """Images of all cameras that a policy has seen in an evaluation, for another one in which it sees those of others.
+
+    They are in a file, of several processes in one each, which all of them have to reach: images as they are observed,
+    uint8, so 500 episodes of 20 decisions take 0.5 GB at 128 x 128 pixels and 7 GB at 480 x 480. The system keeps them
+    in whatever memory is free. As a context manager it removes the file.
+
+    Args:
+        folder: where the file is, beside that of other processes.
+
+    Example:
+        >>> with SeenImages(folder) as seen:  # doctest: +SKIP
+        ...     normal = evaluate(env, policy, episodes, observe=seen.keep)
+        ...     donors = other_trials(episodes, env.simulator_spec.tasks)
+        ...     ablated = evaluate(env, policy, episodes, observe=seen.others(donors))
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._path = folder, folder / f"{_FILE}{parallel.rank()}"
+        self._file = open(self._path, "wb")  # noqa: SIM115 as long as this is
+        self._decisions: dict[int, list[int]] = {}  # by episode, the place in the file of each
+        self._kept = 0
+        self._shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {}  # by key
+        self._everybodys: dict[int, tuple[int, list[int]]] = {}  # by episode: whose file, and the places in it
+        self._images: list[np.ndarray | None] = []  # of each process, uint8 [decisions, bytes of all cameras]
+
+    def __enter__(self) -> SeenImages:
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        self._file.close()
+        self._images.clear()
+        self._path.unlink(missing_ok=True)
+        if parallel.is_main() and failed is None:  # what others read is read, and what killed ones left can go
+            for path in self._folder.glob(f"{_FILE}*"):
+                path.unlink(missing_ok=True)
+
+    def check_room(self, spec: SimulatorSpec, episodes: int, chunk_size: int) -> None:
+        """Refuse before any work what the disk has no room for.
+
+        Args:
+            spec: whose images they are.
+            episodes: of all processes.
+            chunk_size: primitive actions per decision.
+
+        Raises:
+            ValueError: says how much room there is and how much all episodes may take.
+        """
+        pixels = math.prod(spec.image_shape) + math.prod(spec.wrist_image_shape or (0,))
+        decisions = episodes * -(-spec.max_episode_steps // chunk_size)
+        needed, free = 3 * pixels * decisions, shutil.disk_usage(self._folder).free
+        if needed > free:
+            raise ValueError(
+                f"other_trial keeps the images of all decisions in {self._folder}, up to {needed / 1e9:.1f} GB, and "
+                f"there are {free / 1e9:.1f} GB free; take a folder with more (hydra.run.dir=...), or fewer eval.trials"
+            )
+
+    def keep(self, td: TensorDictBase) -> TensorDictBase:
+        """Keep what the policy sees in every decision: an ``observe`` that changes nothing.
+
+        Raises:
+            ValueError: the policy sees no images.
+        """
+        rows = (td[EPISODE_INDEX] >= 0).nonzero().flatten()
+        images = {key: td[key][rows].cpu().numpy() for key in (IMAGES, WRIST_IMAGES) if key in td}
+        if not images:
+            raise ValueError(f"the policy reads neither {IMAGES!r} nor {WRIST_IMAGES!r}: there is nothing to look at")
+        self._shapes = {key: (array.shape[1:], array.dtype) for key, array in images.items()}
+        whole = [np.ascontiguousarray(array).reshape(len(rows), -1).view(np.uint8) for array in images.values()]
+        self._file.write(np.concatenate(whole, 1).tobytes())
+        episodes, decisions = td[EPISODE_INDEX][rows].tolist(), td[DECISION_INDEX][rows].tolist()
+        for episode, decision, place in zip(episodes, decisions, count(self._kept)):
+            del self._decisions.setdefault(episode, [])[decision:]  # of an attempt that crashed
+            self._decisions[episode].append(place)
+        self._kept += len(rows)
+        return td
+
+    def join(self) -> set[int]:
+        """Have all processes see the images of all of them; returns the episodes of which there are some."""
+        self._file.close()
+        self._images.clear()
+        self._everybodys.clear()
+        everything = parallel.all_gather_object((self._path, self._kept, self._shapes, self._decisions))
+        for number, (path, kept, shapes, decisions) in enumerate(everything):
+            self._shapes = self._shapes or shapes
+            self._images.append(np.memmap(path, np.uint8, "r").reshape(kept, -1) if kept else None)
+            self._everybodys |= {episode: (number, places) for episode, places in decisions.items()}
+        return set(self._everybodys)
+
+    def others(self, donors: Sequence[int]) -> Observe:
+        """Ablation: the policy sees the images of another episode at the same decision; its last ones once it is over.
+
+        State and instruction stay its own. Calls :meth:`join`, as all processes do, if nobody has.
+
+        Args:
+            donors: by the index of an episode that of the other one, see :func:`other_trials`.
+        """
+        if not self._everybodys:
+            self.join()
+
+        def observe(td: TensorDictBase) -> TensorDictBase:
+            shown = {key: td[key].clone() for key in self._shapes}
+            for row, (episode, decision) in enumerate(
+                zip(td[EPISODE_INDEX].tolist(), td[DECISION_INDEX].tolist(), strict=True)
+            ):
+                if episode >= 0:
+                    for key, image in self._read(donors[episode], decision).items():
+                        shown[key][row] = torch.from_numpy(image)
+            return td.update(shown)
+
+        return observe
+
+    def _read(self, episode: int, decision: int) -> dict[str, np.ndarray]:
+        process, places = self._everybodys[episode]
+        images = self._images[process]
+        assert images is not None  # it has places
+        data, found, begin = images[places[min(decision, len(places) - 1)]], {}, 0
+        for key, (shape, dtype) in self._shapes.items():
+            end = begin + math.prod(shape) * dtype.itemsize
+            found[key] = np.array(data[begin:end]).view(dtype).reshape(shape)
+            begin = end
+        return found
+
+
+def other_trials(
+    episodes: Sequence[Episode],
+    tasks: Sequence[Task],
+    usable: Container[int] | None = None,
+    needed: Container[int] | None = None,
+) -> list[int]:
+    """Choose for each episode one of another trial of the same task: the next trial, after the last one the first.
+
+    Of a trial that runs several times the second run gets the next one's second, and so on. It depends on nothing else,
+    such as who finishes first or how many processes there are.
+
+    Args:
+        episodes: of an evaluation.
+        tasks: of these.
+        usable: indices of the episodes to choose from, such as those that have not crashed; ``None`` for all.
+        needed: indices of the episodes that need another one; -1 is that of the others. ``None`` for all.
+
+    Returns:
+        The index of the other episode, by that of an episode.
+
+    Raises:
+        ValueError: a task has no other trial.
+    """
+    runs: dict[int, dict[tuple[int, int], list[int]]] = {}  # by task and trial
+    for index, episode in enumerate(episodes):
+        runs.setdefault(episode.task_id, {}).setdefault((episode.trial_id, episode.seed), []).append(index)
+    donors = [-1] * len(episodes)
+    for task_id, trials in runs.items():
+        in_order = list(trials.values())
+        for place, own in enumerate(in_order):
+            following = [*in_order[place + 1 :], *in_order[:place]]
+            for run, index in enumerate(own):
+                if needed is not None and index not in needed:
+                    continue
+                candidates = (other[run % len(other)] for other in following)
+                donor = next((each for each in candidates if usable is None or each in usable), None)
+                if donor is None:
+                    what = "one trial only" if not following else "no other trial with a result"
+                    raise ValueError(
+                        f"other_trial shows the images of another trial of the same task, and {tasks[task_id].name} "
+                        f"has {what}; type eval.trials=2 or more"
+                    )
+                donors[index] = donor
+    return donors
