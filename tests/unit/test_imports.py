@@ -12,6 +12,7 @@ import vla_keys
 PACKAGES = ("vla_envs", "vla_policies", "vla_algos")
 SIMULATORS = ["metaworld", "mujoco", "libero", "robosuite", "mani_skill", "sapien", "pybullet", "robotwin"]
 KEYS = {value for name, value in vars(vla_keys).items() if name.isupper()}
+KEYS -= {vla_keys.STEP}  # which is a column of metrics.jsonl and a field of checkpoints, too
 MODULES = [str(path.relative_to(ROOT)) for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
 
 
