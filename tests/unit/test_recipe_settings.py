@@ -115,7 +115,7 @@ from vla_envs import EpisodeSampler
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=[swap_instructions]"],
-            "ablation=['swap_instructions']: entry 0: must be 'blank_images', 'other_trial' or 'swapped_instructions'",
+            "; entry 0: must be 'blank_images', 'other_trial' or 'swapped_instructions'",
         ),
         (
             "evaluate",
