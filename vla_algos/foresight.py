@@ -92,7 +92,8 @@ class Foresight(nn.Module):
         if parallel.world_size() == 1:
             return
         gradients = [parameter.grad for parameter in self.predict.parameters() if parameter.grad is not None]
-        whole = sum(parallel.all_gather_object(torch.cat([gradient.flatten().cpu() for gradient in gradients])))
+        own = torch.cat([gradient.flatten().cpu() for gradient in gradients])
+        whole = torch.stack(parallel.all_gather_object(own)).sum(0)
         for gradient, part in zip(gradients, whole.split([each.numel() for each in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
