@@ -69,15 +69,14 @@ def _clusters(vertices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _shrink(model: mujoco.MjModel, texture: int) -> None:
     """Average squares of texels, a power of two wide; the six sides of a cube lie below one another."""
-    width, height, channels = (
-        int(of[texture]) for of in (model.tex_width, model.tex_height, model.tex_nchannel)
-    )
+    width, height, channels = (int(of[texture]) for of in (model.tex_width, model.tex_height, model.tex_nchannel))
     square = 1
     while width % (2 * square) == height % (2 * square) == 0 and width // (2 * square) >= _TEXELS:
         square *= 2
     start = int(model.tex_adr[texture])
-    texels = model.tex_data[start : start + height * width * channels].astype(np.float64)
-    squares = texels.reshape(height // square, square, width // square, square, channels)
-    texels = squares.mean(axis=(1, 3)).round().astype(np.uint8)
+    texels = model.tex_data[start : start + height * width * channels]
+    rows = texels.reshape(height // square, square, -1).sum(axis=1, dtype=np.uint32)
+    sums = rows.reshape(height // square, width // square, square, channels).sum(axis=2, dtype=np.uint32)
+    texels = ((sums + square**2 // 2) // square**2).astype(np.uint8)
     model.tex_data[start : start + texels.size] = texels.ravel()
     model.tex_width[texture], model.tex_height[texture] = width // square, height // square
