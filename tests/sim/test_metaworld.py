@@ -19,6 +19,16 @@ ACTION = np.array([0.3, 0.5, -0.4, 0.7], np.float32)
 FRAMES = (0, 100)  # after how many actions pictures are compared with the benchmark's
 
 
+@pytest.fixture
+def fresh_cache():
+    """The built worlds of this process, none of them another test's."""
+    from vla_envs.metaworld.worlds import world_cache
+
+    world_cache.clear()
+    yield world_cache
+    world_cache.clear()
+
+
 def physics(world):
     """Everything that MuJoCo integrates, and the bodies and markers that a reset moves in the model itself."""
     import mujoco
@@ -132,13 +142,84 @@ def test_an_episode_fixes_state_and_pixels_whatever_ran_before(task):
         seen.append(found)
     assert seen[0] == seen[1]
     assert len(set(vectors)) == 3
-    # Drawn with a fifth of the physics, the vector is the one that Meta-World's own reset draws with it.
+    # Drawn with next to no physics, the vector is the one that Meta-World's own reset draws with it.
     world = simulator._world
     world._freeze_rand_vec = False
     world.np_random = np.random.default_rng([0, zlib.crc32(task.encode()), 2])
     world.reset()
     assert tuple(world._last_rand_vec) == vectors[2]
     simulator.close()
+
+
+def test_a_world_that_changed_hands_gives_the_episode_that_a_new_one_gives(fresh_cache):
+    """Simulators take turns on worlds of each task, in which the expert has moved things about."""
+    spec = make_spec("metaworld/MT50", **FAST, cache_gigabytes=10)
+    simulators, new = [spec.make(), spec.make()], make_spec("metaworld/MT50", **FAST, cache_gigabytes=0)
+    for task in range(0, 50, 7):
+        disturb(simulators[0], Episode(task, 5), 60)
+        used = simulators[0]._world
+        disturb(simulators[0], Episode(task + 1 if task < 49 else 0, 0), 1)  # gives the world back
+        found = fingerprint(simulators[1], Episode(task, 1))
+        assert simulators[1]._world is used
+        alone = new.make()
+        fresh_cache.clear()
+        assert fingerprint(alone, Episode(task, 1)) == found
+        assert alone._world is not used
+        alone.close()
+
+
+def test_switching_tasks_builds_no_world_twice_within_the_bound_and_keeps_none_beyond(fresh_cache):
+    small = {**FAST, "render_quality": "coarse"}
+    spec = make_spec("metaworld/reach-v3+push-v3+door-open-v3", **small, cache_gigabytes=10)
+    simulator = spec.make()
+    seen = []
+    for task in (0, 1, 2, 0, 1, 2):
+        simulator.reset(Episode(task, 0))
+        seen.append(simulator._world)
+    assert seen[:3] == seen[3:]
+    simulator.close()
+    assert len(fresh_cache) == 3
+    # Another option of drawing is another world; without room none is kept.
+    other = make_spec("metaworld/reach-v3", **small, hide_goals=True, cache_gigabytes=0).make()
+    other.reset(Episode(0, 0))
+    assert other._world not in seen
+    other.close()
+    assert len(fresh_cache) == 0
+
+
+def test_what_the_cache_says_it_takes_is_about_what_it_takes():
+    code = (
+        "import os; from vla_envs import make_spec, Episode\n"
+        "from vla_envs.metaworld.worlds import world_cache\n"
+        "resident = lambda: int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE') / 1e6\n"
+        "simulator = make_spec('metaworld/MT50', image_size=64, render_quality='coarse', cache_gigabytes=10).make()\n"
+        "simulator.reset(Episode(0, 0)); simulator.observe(); before = resident()\n"
+        "for task in range(1, 16): simulator.reset(Episode(task, 0)); simulator.observe()\n"
+        "print((resident() - before) / world_cache.megabytes)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.6 < float(run.stdout) < 1.5
+
+
+def test_coarse_pictures_are_of_a_fifth_of_the_faces_and_hardly_differ():
+    from vla_envs.rendering.coarse import coarse_model
+
+    pictures = []
+    for quality in ("minimal", "coarse"):
+        simulator = make_spec("metaworld/coffee-push-v3", image_size=96, render_quality=quality).make()
+        simulator.reset(Episode(0, 0))
+        before = simulator._world.model.mesh_face.copy(), simulator._world.model.tex_data.copy()
+        pictures.append(simulator.observe().images.astype(int))
+    difference = np.abs(pictures[0] - pictures[1])
+    assert 0 < difference.mean() < 2
+    assert (difference.max(-1) > 16).mean() < 0.03
+    model = simulator._world.model
+    for kept, now in zip(before, (model.mesh_face, model.tex_data), strict=True):
+        np.testing.assert_array_equal(kept, now)
+    coarse = coarse_model(model)
+    assert coarse.mesh_facenum.sum() < 0.25 * model.mesh_facenum.sum()
+    small = model.mesh_facenum <= 2000
+    np.testing.assert_array_equal(coarse.mesh_facenum[small], model.mesh_facenum[small])
 
 
 def test_a_range_without_width_replays_the_benchmarks_own_tasks():
@@ -184,6 +265,7 @@ def test_render_qualities_differ_and_markers_can_be_hidden():
         "benchmark": {},
         "fast": {"render_quality": "fast"},
         "minimal": {"render_quality": "minimal"},
+        "coarse": {"render_quality": "coarse"},
         "hidden": {"render_quality": "fast", "hide_goals": True},
     }.items():
         simulator = make_spec("metaworld/reach-v3", image_size=64, **options).make()
@@ -273,6 +355,7 @@ def test_the_two_faucet_tasks_differ_in_nothing_but_the_instruction():
         ("metaworld/reach", {"render_quality": "fasst"}, "fast"),
         ("metaworld/reach", {"max_episode_steps": 0}, "max_episode_steps"),
         ("metaworld/reach", {"reward_type": "dense"}, "progress"),
+        ("metaworld/reach", {"cache_gigabytes": -1}, "cache_gigabytes must be a number >= 0"),
         ("metaworld/reach", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole"),
         ("metaworld/reach", {"settle_steps": None}, "settle_steps must be >= 0 and whole"),
         ("metaworld/reach", {"reward_type": ["sparse"]}, "unknown reward_type"),

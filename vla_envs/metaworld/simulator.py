@@ -5,28 +5,26 @@ from __future__ import annotations
 import sys
 import warnings
 import zlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from vla_envs.metaworld.spec import CAMERA
 from vla_envs.rendering.egl import check_gpus
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
-_WORLDS_PER_SIMULATOR = 2  # built worlds kept for task switching, about 35 MB each and 90 MB for their renderer
-
 
 class MetaWorldSimulator:
-    """One Meta-World arm. Switching the task at ``reset`` costs about 0.2 s when the world is not cached."""
+    """Switching the task at ``reset`` costs 0.1 to 0.3 s when no built world of it is waiting in this process."""
 
     def __init__(self, spec: SimulatorSpec):
         self.spec = spec
-        self._worlds: OrderedDict[str, tuple[Any, Any]] = OrderedDict()  # by task, each with its renderer
-        self._world: Any = None
-        self._renderer: Any = None
+        from vla_envs.metaworld.worlds import world_cache  # only now: it imports MuJoCo
+
+        self._worlds = world_cache
+        self._built: Any = None  # a World, of the running episode
+        self._world: Any = None  # Meta-World's environment in it
         self._task: Any = None  # of the running episode
         self._shaped = 0.0  # Meta-World's shaped reward of the current state, 0 to 10
 
@@ -36,8 +34,11 @@ class MetaWorldSimulator:
         check_gpus(gpus)
 
     def reset(self, episode: Episode) -> None:
-        self._task = self.spec.task_of(episode)
-        self._world, self._renderer = self._get_world(self._task.name)
+        task = self.spec.task_of(episode)
+        if task != self._task:
+            self._give_back()
+            self._built = self._worlds.take(task.name, self.spec)
+            self._world, self._task = self._built.env, task
         # Meta-World ignores reset(seed=...): with seeded_rand_vec it draws from np_random instead. The task's
         # name, not its index, goes into the seed: an episode is the same in MT50 and on its own.
         name = zlib.crc32(self._task.name.encode())
@@ -60,7 +61,7 @@ class MetaWorldSimulator:
     def observe(self) -> Observation:
         states = self._world._get_curr_obs_combined_no_goal()[:4]
         return Observation(
-            images=self._renderer.render(self._world.model, self._world.data),
+            images=self._built.renderer.render(self._world.model, self._world.data),
             states=states.astype(np.float32),
             task_description=self._task.instruction,
         )
@@ -79,54 +80,12 @@ class MetaWorldSimulator:
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
     def close(self) -> None:
-        for world, _ in self._worlds.values():
-            world.close()
-        self._worlds.clear()
-        self._world = self._renderer = None
+        self._give_back()
 
-    def _get_world(self, name: str) -> tuple[Any, Any]:
-        if name not in self._worlds:
-            if len(self._worlds) == _WORLDS_PER_SIMULATOR:
-                self._worlds.popitem(last=False)[1][0].close()
-            world = self._build(name)
-            self._worlds[name] = world, self._renderer_of(world)
-        self._worlds.move_to_end(name)
-        return self._worlds[name]
-
-    def _renderer_of(self, world: Any) -> Any:
-        from vla_envs.rendering.mujoco import shared_renderer
-
-        options = self.spec.options
-        return shared_renderer(
-            world.model_name,
-            world.model,
-            size=self.spec.image_shape,
-            quality=options["render_quality"],
-            # corner4 hangs upside down, so its image is turned by 180 degrees.
-            cameras=[CAMERA if options["camera"] is None else options["camera"]],
-            upside_down=options["camera"] is None,
-            hide_sites=options["hide_goals"],
-        )
-
-    def _build(self, name: str) -> Any:
-        from gymnasium.spaces import Box
-        from metaworld.env_dict import ENV_CLS_MAP
-
-        world = ENV_CLS_MAP[name]()
-        world._set_task_called = True  # in place of set_task(), which replays one of 50 drawn vectors: see _draw()
-        world.seeded_rand_vec = True
-        if name in self.spec.options["reset_ranges"]:
-            low, high = (np.array(bound) for bound in self.spec.options["reset_ranges"][name])
-            usual: Any = world._random_reset_space
-            expected = usual.shape
-            if low.shape != expected or high.shape != expected:
-                raise ValueError(
-                    f"reset_ranges of {name} needs {expected[0]} numbers per bound, got {low.size} and {high.size}; "
-                    f"the benchmark's are {usual.low.tolist()} "
-                    f"and {usual.high.tolist()}"
-                )
-            world._random_reset_space = Box(low, high, dtype=np.float64)
-        return world
+    def _give_back(self) -> None:
+        if self._built is not None:
+            self._worlds.give_back(self._built, self.spec.options["cache_gigabytes"])
+        self._built = self._world = self._task = None
 
 
 def _draw(world: Any) -> None:
@@ -134,14 +93,16 @@ def _draw(world: Any) -> None:
 
     Meta-World's ``reset()`` places the task's objects twice. Unfrozen, it draws anew the second time, on the traces of
     the first: twelve tasks then start where the benchmark never does. No draw depends on where the hand has come to, so
-    one physics step in place of five is enough here: it says where the bodies are, which some tasks read.
+    one physics step in place of 250 is enough here: it says where the bodies are, which some tasks read.
     """
-    frame_skip = world.frame_skip
+    frame_skip, move_hand = world.frame_skip, world._reset_hand
     world._freeze_rand_vec, world.frame_skip = False, 1
+    world._reset_hand = lambda *_, **__: move_hand(steps=1)
     try:
         world.reset()
     finally:
         world._freeze_rand_vec, world.frame_skip = True, frame_skip
+        del world._reset_hand
 
 
 def _place(world: Any) -> None:

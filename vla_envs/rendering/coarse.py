@@ -74,8 +74,9 @@ def _shrink(model: mujoco.MjModel, texture: int) -> None:
     while width % (2 * square) == height % (2 * square) == 0 and width // (2 * square) >= _TEXELS:
         square *= 2
     start = int(model.tex_adr[texture])
-    texels = model.tex_data[start : start + height * width * channels].astype(np.float64)
-    squares = texels.reshape(height // square, square, width // square, square, channels)
-    texels = squares.mean(axis=(1, 3)).round().astype(np.uint8)
+    texels = model.tex_data[start : start + height * width * channels]
+    rows = texels.reshape(height // square, square, -1).sum(axis=1, dtype=np.uint32)
+    sums = rows.reshape(height // square, width // square, square, channels).sum(axis=2, dtype=np.uint32)
+    texels = ((sums + square**2 // 2) // square**2).astype(np.uint8)
     model.tex_data[start : start + texels.size] = texels.ravel()
     model.tex_width[texture], model.tex_height[texture] = width // square, height // square

@@ -1,0 +1,114 @@
+"""Built worlds of Meta-World, kept by the process from one episode of a task to its next, in whichever simulator."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from vla_envs.metaworld.spec import CAMERA
+from vla_envs.rendering.mujoco import Renderer, mujoco, shared_renderer
+from vla_envs.simulator import SimulatorSpec
+
+# MB of a renderer, which the worlds of one model file share; measured at the benchmark's size, most of it textures.
+_RENDERER = {"benchmark": 90, "fast": 42, "minimal": 42, "coarse": 5}
+
+
+class World:
+    """One task's world: Meta-World's own environment and what draws it. A reset leaves nothing of earlier episodes."""
+
+    def __init__(self, name: str, spec: SimulatorSpec):
+        options = spec.options
+        self.key = _key(name, spec)
+        self.env = _build(name, options["reset_ranges"].get(name))
+        self.renderer: Renderer = shared_renderer(
+            self.env.model_name,
+            self.env.model,
+            size=spec.image_shape,
+            quality=options["render_quality"],
+            # corner4 hangs upside down, so its image is turned by 180 degrees.
+            cameras=[CAMERA if options["camera"] is None else options["camera"]],
+            upside_down=options["camera"] is None,
+            hide_sites=options["hide_goals"],
+        )
+        self.renderer_megabytes = _RENDERER[options["render_quality"]]
+
+    @property
+    def megabytes(self) -> float:
+        """About what it takes, without its renderer."""
+        return 1.2 * (mujoco.mj_sizeModel(self.env.model) + self.env.data.nbuffer) / 1e6
+
+    def close(self) -> None:
+        """Let go of what Meta-World holds; the renderer goes with its last world."""
+        self.env.close()
+
+
+class WorldCache:
+    """Worlds of this process that no simulator is using, oldest first."""
+
+    def __init__(self) -> None:
+        self._idle: OrderedDict[int, World] = OrderedDict()  # by id()
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    @property
+    def megabytes(self) -> float:
+        """About what the idle worlds and their renderers take."""
+        renderers = {id(world.renderer): world.renderer_megabytes for world in self._idle.values()}
+        return sum(world.megabytes for world in self._idle.values()) + sum(renderers.values())
+
+    def take(self, name: str, spec: SimulatorSpec) -> World:
+        """Take an idle world of a task, the last one used, or build one: a tenth of a second.
+
+        Raises:
+            ValueError: ``reset_ranges`` has another number of bounds than the task.
+        """
+        key = _key(name, spec)
+        for place, world in reversed(self._idle.items()):
+            if world.key == key:
+                del self._idle[place]
+                return world
+        return World(name, spec)
+
+    def give_back(self, world: World, gigabytes: float) -> None:
+        """Keep a world for later, as long as all kept ones take at most ``gigabytes``."""
+        self._idle[id(world)] = world
+        while self._idle and self.megabytes > 1000 * gigabytes:
+            self._idle.popitem(last=False)[1].close()
+
+    def clear(self) -> None:
+        """Keep none."""
+        while self._idle:
+            self._idle.popitem()[1].close()
+
+
+world_cache = WorldCache()
+
+
+def _key(name: str, spec: SimulatorSpec) -> str:
+    """Name what a world is built and drawn by; what happens in it belongs to the simulator."""
+    drawn = {option: spec.options[option] for option in ("render_quality", "camera", "hide_goals")}
+    return repr((name, spec.options["reset_ranges"].get(name), spec.image_shape, drawn))
+
+
+def _build(name: str, reset_range: Any) -> Any:
+    from gymnasium.spaces import Box
+    from metaworld.env_dict import ENV_CLS_MAP
+
+    env = ENV_CLS_MAP[name]()
+    env._set_task_called = True  # in place of set_task(), which replays one of 50 drawn vectors
+    env.seeded_rand_vec = True
+    if reset_range is not None:
+        low, high = (np.array(bound) for bound in reset_range)
+        usual: Any = env._random_reset_space
+        expected = usual.shape
+        if low.shape != expected or high.shape != expected:
+            raise ValueError(
+                f"reset_ranges of {name} needs {expected[0]} numbers per bound, got {low.size} and {high.size}; "
+                f"the benchmark's are {usual.low.tolist()} "
+                f"and {usual.high.tolist()}"
+            )
+        env._random_reset_space = Box(low, high, dtype=np.float64)
+    return env
