@@ -20,7 +20,7 @@ from vla_algos import parallel
 from vla_algos.demonstrations import Samples
 from vla_common import keys
 from vla_policies import VLAPolicy
-from vla_policies.sharding import compute_device
+from vla_policies.sharding import compute_device, reshard
 
 
 class Foresight(nn.Module):
@@ -54,11 +54,14 @@ class Foresight(nn.Module):
         mean, spread = targets.mean((0, 1)), targets.std((0, 1))
         self.register_buffer("targets", ((targets - mean) / (spread + 1e-2)).flatten(1), persistent=False)
         device = compute_device(next(policy.parameters()))
-        with torch.no_grad(), torch.random.fork_rng(), self.watching():  # how wide is it?
+        devices = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices), self.watching():  # how wide is it?
             policy.imitation_loss(demonstrations[:1].to(device), sigma=sigma)
+        reshard(policy)  # without a backward pass nobody else does, and whoever trains it wants its parts
         width = self._seen.shape[-1]
         hidden, last = nn.Linear(width, max(width // 2, 1)), nn.Linear(max(width // 2, 1), self.targets.shape[1])
         self.predict = nn.Sequential(hidden, nn.GELU(), last)
+        self.predict.load_state_dict(parallel.broadcast_object(self.predict.state_dict()))  # each draws its own
         self.to(device)
 
     @contextlib.contextmanager

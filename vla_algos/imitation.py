@@ -20,7 +20,7 @@ from vla_common import keys
 from vla_common.settings import Count, Factor, Fraction, Rate, checked
 from vla_common.validation import are_numbers
 from vla_policies import VLAPolicy
-from vla_policies.sharding import compute_device
+from vla_policies.sharding import compute_device, reshard
 
 
 def check_state_noise(state_noise: Any, state_dim: int) -> None:
@@ -85,7 +85,9 @@ class BehaviourCloning:
         self.foresight = None
         if auxiliary:
             self.foresight = Foresight(policy, demonstrations, auxiliary, auxiliary_steps, label_sigma)
-        trained = [*policy.parameters(), *(self.foresight.parameters() if self.foresight else ())]
+        trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
+        if self.foresight:  # apart: on a GPU AdamW takes the tensors of a group together, and those of shards are others
+            trained.append({"params": list(self.foresight.parameters())})
         self.optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
 
         def factor(step: int) -> float:
@@ -164,6 +166,7 @@ class BehaviourCloning:
                         errors += (chosen - rows[keys.ACTION])[valid].abs().double().sum(0).cpu()
         finally:
             policy.train(was_training)
+            reshard(policy)  # without a backward pass nobody else does
         measured = {"loss": loss / count}
         if acts:
             half = (torch.tensor(high, dtype=torch.float64) - torch.tensor(low, dtype=torch.float64)) / 2

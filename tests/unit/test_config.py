@@ -32,7 +32,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
 def recipe_of(experiment):
-    return next(name for name in ("evaluate", "grpo", "ppo") if f"_{name}_" in experiment)
+    return next(name for name in ("evaluate", "grpo", "ppo", "sft") if f"_{name}_" in experiment)
 
 
 RUNS = [(name, []) for name in ("ppo", "grpo", "sft", "evaluate")]

@@ -36,6 +36,8 @@ WITHOUT_A_ROW = {
     "metaworld_button_ppo_smallflow": "ours alone",
     "metaworld_evaluate_openpi": "evaluation",
     "metaworld_faucets_ppo_small": "ours alone",
+    "metaworld_mt50_ppo_small": "ours alone: on a CPU",
+    "metaworld_mt50_sft_small": "cloning",
     "robotwin_bell_ppo_small": "ours alone: on a CPU",
     "robotwin_evaluate_openpi": "evaluation",
     "robotwin_evaluate_openvlaoft": "evaluation",

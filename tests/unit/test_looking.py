@@ -79,6 +79,24 @@ def test_bfloat16_is_near_float32_and_learns_in_float32():
     assert {parameter.grad.dtype for parameter in rounded.parameters() if parameter.grad is not None} == {torch.float32}
 
 
+@pytest.mark.parametrize("kind", [SmallVLA, SmallFlow])
+def test_bfloat16_is_the_same_where_nothing_is_learnt(kind):
+    """PPO compares the log-probabilities of a rollout with those of its update."""
+    policy, td = make(kind, compute="bf16"), observations()
+
+    def hidden():
+        if kind is SmallVLA:
+            return policy.logits_and_value(td[keys.IMAGES], td[keys.STATES], td[keys.PROMPT_TOKENS])[0]
+        return policy.velocity(policy.observe(td), torch.ones(4, 2, 2), torch.full((4,), 0.5))[1]
+
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        acting = hidden()
+    policy.train()
+    torch.testing.assert_close(acting, hidden().detach(), rtol=0, atol=1e-6)
+    assert torch.backends.mha.get_fastpath_enabled() == fast  # others keep it
+
+
 def test_keypoints_of_a_new_encoder_lie_apart():
     torch.manual_seed(0)
     encoder = KeypointEncoder((16, 32, 48), 32, 64)

@@ -128,32 +128,49 @@ def test_a_learner_of_several_processes_wants_a_sharded_policy(tmp_path):
         assert "2 processes train a policy together that is sharded: call shard(policy, " in said
 
 
-def clone(shards=None):
+def clone(shards=None, auxiliary=0.0):
     """Losses of four steps on batches of 3 of 8 demonstrations, the last of 2, and the mean gradient of the first."""
     torch.manual_seed(0)
     policy = SmallVLA(SmallVLAConfig((-1.0,) * 2, (1.0,) * 2, 3, chunk_size=2, num_bins=5))
     data = demonstrations(policy)
     data[keys.ACTION] = torch.rand(8, 2, 2) - 0.5
     data[keys.STEP_MASK][::3, 1] = False
+    data[keys.EPISODE], data[keys.STEP] = torch.arange(8) // 4, 4 * torch.arange(8) % 16
+    data[keys.FINAL_STATES] = torch.ones(8, 3)
     if shards is not None:
         shard(policy, parallel.device_mesh(shards))
-    learner = BehaviourCloning(policy, data, steps=4, batch_size=3)
     torch.manual_seed(1 + parallel.rank())  # as recipes do, that a flow draws other noise for each part
+    learner = BehaviourCloning(policy, data, steps=4, batch_size=3, auxiliary=auxiliary, auxiliary_steps=(4,))
     losses = [learner.step()]
     state = learner.optimizer.state
-    moments = {name: state[each]["exp_avg"].clone() for name, each in policy.named_parameters() if each in state}
+    trained = [*policy.named_parameters(), *(learner.foresight.named_parameters() if learner.foresight else ())]
+    moments = {name: state[each]["exp_avg"].clone() for name, each in trained if each in state}
     losses += [learner.step() for _ in range(3)]
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in moments.items()}, losses
+    losses.append(learner.evaluate(data)["loss"])
+    if shards is not None:  # whoever reads them finds its parts, also after passes without a gradient
+        assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+    weights = [each.detach().clone() for each in learner.foresight.parameters()] if learner.foresight else []
+    return {name: whole(each) for name, each in moments.items()}, losses, weights
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @MESHES
-def test_two_processes_clone_what_one_clones(shards, tmp_path):
-    alone, losses = clone()
-    for moments, seen in together(clone, tmp_path, shards):
+@pytest.mark.parametrize("auxiliary", [0.0, 2.0])
+def test_two_processes_clone_what_one_clones(shards, auxiliary, tmp_path):
+    alone, losses, weights = clone(auxiliary=auxiliary)
+    both = together(clone, tmp_path, shards, auxiliary)
+    for moments, seen, others in both:
         assert seen == pytest.approx(losses, abs=1e-5)
+        assert moments.keys() == alone.keys()
         for name, moment in alone.items():
             torch.testing.assert_close(moments[name], moment, rtol=0, atol=1e-8)
+        torch.testing.assert_close(others, weights, rtol=0, atol=1e-5)
     assert sum(moment.abs().sum() for moment in alone.values()) > 0.1
+    for one, other in zip(both[0][2], both[1][2], strict=True):  # each has a copy, which must stay one
+        assert torch.equal(one, other)
 
 
 def learn_with_moments(offload, shards=None):

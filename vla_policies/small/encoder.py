@@ -8,8 +8,8 @@ softmax put all keypoints into the middle of the image, and a policy that finds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Literal, Protocol
 
 import torch
@@ -88,9 +88,23 @@ def check_sizes(config: EncoderConfig) -> None:
             )
 
 
-def computing(config: EncoderConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which a small policy's network runs: with ``compute="bf16"`` most of it in bfloat16."""
-    return torch.autocast(device.type, torch.bfloat16) if config.compute == "bf16" else nullcontext()
+@contextmanager
+def computing(config: EncoderConfig, device: torch.device) -> Iterator[None]:
+    """Within, a small policy's network runs: with ``compute="bf16"`` most of it in bfloat16.
+
+    Whether it acts or learns. PyTorch's fast path of transformers, which is taken where nothing is learnt, does not
+    know autocast on CPUs and computes in float32: log-probabilities of a rollout would not be those of the update.
+    """
+    if config.compute != "bf16":
+        yield
+        return
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class SmallEncoder(nn.Module):
