@@ -13,7 +13,7 @@ import numpy as np
 from vla_common.settings import Count, Seed, Whole, checked
 from vla_envs.simulator import Episode, SimulatorSpec
 
-Mode = Literal["random", "ordered", "fixed"]
+Mode = Literal["random", "balanced", "ordered", "fixed"]
 _MOST = 1_000_000  # episodes of an evaluation
 _SETTINGS = ("mode", "group_size", "trials", "groups", "rank", "world_size")
 _TRAINING, _SHUFFLE = 0, 1  # streams of random numbers that never meet
@@ -41,9 +41,10 @@ class EpisodeSampler:
     Args:
         spec: the suite whose tasks are drawn from.
         seed: fixes the stream and is the ``seed`` of its episodes.
-        mode: ``"random"`` draws a task and a fresh initial state for each group; ``"ordered"`` walks through
-            every (task, trial) of the suite in a new random order per pass; ``"fixed"`` gives the same
-            ``groups`` episodes over and over.
+        mode: ``"random"`` draws a task and a fresh initial state for each group; ``"balanced"`` draws a suite or
+            difficulty first, so that those count the same, as in a mean over them, however many tasks each has;
+            ``"ordered"`` walks through every (task, trial) of the suite in a new random order per pass; ``"fixed"``
+            gives the same ``groups`` episodes over and over.
         group_size: runs per group, at least 1.
         trials: initial states per task for ``"ordered"``; the benchmark's own number if ``None``.
         groups: number of different groups for ``"fixed"``.
@@ -74,6 +75,9 @@ class EpisodeSampler:
         self.num_tasks, self.trials = len(spec.tasks), trials or spec.trials
         self.seed, self.mode, self.group_size, self.groups = seed, mode, group_size, groups
         self.rank, self.world_size = rank, world_size
+        self._tasks = range(self.num_tasks)
+        groups_of_tasks = dict.fromkeys(task.group for task in spec.tasks)
+        self._parts = [[n for n in self._tasks if spec.tasks[n].group == name] for name in groups_of_tasks]
         self._drawn = 0  # episodes given out by this rank
         self._first = 0  # group of the whole stream, with which all ranks have begun
 
@@ -88,7 +92,8 @@ class EpisodeSampler:
         else:
             key = group % self.groups if self.mode == "fixed" else group
             draw = np.random.default_rng([self.seed, _TRAINING, key])
-            task_id = int(draw.integers(self.num_tasks))
+            tasks = self._parts[int(draw.integers(len(self._parts)))] if self.mode == "balanced" else self._tasks
+            task_id = tasks[int(draw.integers(len(tasks)))]
             trial_id = int(draw.integers(self.spec.initial_states or 2**31))
         return Episode(task_id, trial_id, self.seed, group_id=group)
 

@@ -231,7 +231,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "recipe": never,
     "seed": whole(0, 2**32 - 1),
     "eval.seed": whole(2, 2**32 - 1),  # 0 and its neighbours are what is trained on
-    "episode_order": one_of("random", "ordered", "fixed"),
+    "episode_order": one_of("random", "balanced", "ordered", "fixed"),
     "resume": one_of("auto", "force", "never", "elastic"),
     "iterations": count,
     "sharding.shards": lambda value: value == "all" or count(value),

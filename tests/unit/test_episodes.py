@@ -5,13 +5,14 @@ import pytest
 from vla_envs import EpisodeQueue, EpisodeSampler, evaluation_episodes, make_spec
 
 SPEC = make_spec("metaworld/ML45-test")  # 5 tasks
+MODES = ("random", "balanced")
 
 
 def take(sampler, count):
     return [sampler.next() for _ in range(count)]
 
 
-@pytest.mark.parametrize("mode", ["random", "ordered", "fixed"])
+@pytest.mark.parametrize("mode", ["random", "balanced", "ordered", "fixed"])
 def test_a_seed_fixes_the_stream_and_a_saved_state_continues_it(mode):
     sampler = EpisodeSampler(SPEC, seed=4, mode=mode, group_size=2, groups=3)
     first = take(sampler, 30)
@@ -23,7 +24,7 @@ def test_a_seed_fixes_the_stream_and_a_saved_state_continues_it(mode):
     assert take(EpisodeSampler(SPEC, seed=5, mode=mode, group_size=2, groups=3), 30) != first
 
 
-@pytest.mark.parametrize("mode", ["random", "ordered", "fixed"])
+@pytest.mark.parametrize("mode", ["random", "balanced", "ordered", "fixed"])
 def test_groups_are_contiguous_and_identical(mode):
     episodes = take(EpisodeSampler(SPEC, mode=mode, group_size=4, groups=3), 24)
     for start in range(0, 24, 4):
@@ -32,13 +33,23 @@ def test_groups_are_contiguous_and_identical(mode):
     assert len({episode.group_id for episode in episodes}) == 6
 
 
-@pytest.mark.parametrize("mode", ["random", "ordered", "fixed"])
+@pytest.mark.parametrize("mode", ["random", "balanced", "ordered", "fixed"])
 def test_ranks_share_out_whole_groups_of_the_single_ranks_stream(mode):
     whole = take(EpisodeSampler(SPEC, mode=mode, group_size=2, groups=5), 24)
     ranks = [take(EpisodeSampler(SPEC, mode=mode, group_size=2, groups=5, rank=r, world_size=3), 8) for r in range(3)]
     dealt = [episode for turn in range(4) for rank in ranks for episode in rank[2 * turn : 2 * turn + 2]]
     assert dealt == whole
     assert [e.group_id for e in dealt] == [e.group_id for e in whole]
+
+
+def test_balanced_draws_difficulties_alike_and_random_draws_tasks_alike():
+    spec = make_spec("metaworld/MT50")  # 28 easy tasks, 5 very hard ones
+    drawn = {mode: [spec.tasks[e.task_id] for e in take(EpisodeSampler(spec, mode=mode), 4000)] for mode in MODES}
+    for group, tasks in {"easy": 28, "medium": 11, "hard": 6, "very_hard": 5}.items():
+        shares = {mode: sum(task.group == group for task in drawn[mode]) / 4000 for mode in MODES}
+        assert shares["balanced"] == pytest.approx(0.25, abs=0.03)
+        assert shares["random"] == pytest.approx(tasks / 50, abs=0.03)
+    assert {task.name for task in drawn["balanced"]} == {task.name for task in spec.tasks}
 
 
 def test_ordered_visits_everything_once_per_pass_in_a_new_order():
@@ -102,7 +113,7 @@ def test_a_state_of_another_stream_is_refused():
         EpisodeSampler(make_spec("metaworld/MT50"), seed=1).load_state_dict(state)
 
 
-@pytest.mark.parametrize("mode", ["random", "ordered", "fixed"])
+@pytest.mark.parametrize("mode", ["random", "balanced", "ordered", "fixed"])
 @pytest.mark.parametrize("drawn", [(0, 0, 0), (3, 0, 7), (4, 4, 4)])
 def test_another_number_of_ranks_goes_on_after_what_was_begun(mode, drawn):
     settings = {"mode": mode, "group_size": 2, "groups": 5}
