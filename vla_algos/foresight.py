@@ -43,13 +43,9 @@ class Foresight(nn.Module):
         self, policy: VLAPolicy, demonstrations: TensorDict | Samples, weight: float, steps: Sequence[int], sigma: float
     ):
         super().__init__()
-        if policy.sight is None:
-            raise ValueError(
-                f"cloning.auxiliary={weight}: {type(policy).__name__} does not say what it has made of image and "
-                "instruction (it has no sight); type cloning.auxiliary=0"
-            )
+        check_sight(policy, weight)
         self.weight = weight
-        self._sight, self._seen = policy.sight, torch.empty(0)
+        self._sight, self._seen = (policy.sight,), torch.empty(0)  # in a tuple: its parameters are the policy's
         targets = future_states(demonstrations, steps)
         mean, spread = targets.mean((0, 1)), targets.std((0, 1))
         self.register_buffer("targets", ((targets - mean) / (spread + 1e-2)).flatten(1), persistent=False)
@@ -71,7 +67,7 @@ class Foresight(nn.Module):
         def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
             self._seen = output.float()
 
-        handle = self._sight.register_forward_hook(keep)
+        handle = self._sight[0].register_forward_hook(keep)
         try:
             yield
         finally:
@@ -99,6 +95,19 @@ class Foresight(nn.Module):
         whole = torch.stack(parallel.all_gather_object(own)).sum(0)
         for gradient, part in zip(gradients, whole.split([each.numel() for each in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def check_sight(policy: VLAPolicy, weight: float) -> None:
+    """Refuse a :class:`Foresight` of such weight, if it has any, of a policy that has nothing to be read from.
+
+    Raises:
+        ValueError: says what to type.
+    """
+    if weight and policy.sight is None:
+        raise ValueError(
+            f"cloning.auxiliary={weight}: {type(policy).__name__} does not say what it has made of image and "
+            "instruction (it has no sight); type cloning.auxiliary=0"
+        )
 
 
 def future_states(demonstrations: TensorDict | Samples, steps: Sequence[int]) -> Tensor:

@@ -398,7 +398,7 @@ class VLAPolicy(TensorDictModuleBase):
         family, stored = layout.read(path)
         if family != cls.family:
             raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")
-        check_unchanged(settings, stored, [field.name for field in fields(cls.config_class)], cls.__name__, path)
+        cls._check_unchanged(settings, stored, path)
         try:
             policy = cls(cls.config_class(**as_tuples(stored)))
         except TypeError as error:
@@ -438,9 +438,16 @@ class VLAPolicy(TensorDictModuleBase):
                 "wrote, such as runs/ppo/latest/policy"
             )
         _, stored = layout.read(folder)
-        check_unchanged(settings, stored, [field.name for field in fields(cls.config_class)], cls.__name__, folder)
+        cls._check_unchanged(settings, stored, folder)
         with torch.device("meta"):
             return Outline(f"config.json of {folder}", cls(cls.config_class(**as_tuples(stored))), ())
+
+    @classmethod
+    def _check_unchanged(cls, settings: Mapping[str, Any], stored: Mapping[str, Any], path: Path) -> None:
+        """Refuse settings that a checkpoint has otherwise; one of before there was a setting has its default."""
+        known = fields(cls.config_class)
+        defaults = {field.name: field.default for field in known if field.default is not MISSING}
+        check_unchanged(settings, {**defaults, **stored}, [field.name for field in known], cls.__name__, path)
 
 
 class PretrainedPolicy(VLAPolicy):

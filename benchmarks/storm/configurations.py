@@ -267,6 +267,8 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "cloning.weight_decay": share,
     "cloning.label_sigma": rate,
     "cloning.state_noise": number(0, 1000),
+    "cloning.auxiliary": number(0, 1000),
+    "cloning.auxiliary_steps": list_of(count),
     "cloning.*": count,
     "collector.success_bounds": null_or(ordered(list_of(share, 2, 2))),
     "collector.*": count,

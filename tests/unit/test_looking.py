@@ -1,5 +1,7 @@
 """Small policies look: what a crop leaves, what a blind twin sees, the auxiliary task that teaches where to look."""
 
+import json
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -97,6 +99,19 @@ def test_bfloat16_is_the_same_where_nothing_is_learnt(kind):
     assert torch.backends.mha.get_fastpath_enabled() == fast  # others keep it
 
 
+@pytest.mark.parametrize("kind", [SmallVLA, SmallFlow])
+@pytest.mark.parametrize("typed", [{"blind": True}, {"crop": [0.1, 0.1, 0.5, 0.5]}, {"compute": "bf16"}])
+def test_a_checkpoint_of_before_saw_everything_and_is_not_made_to_do_otherwise(kind, typed, tmp_path):
+    policy = make(kind)
+    policy.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in typed}))
+    (tmp_path / "SHA256SUMS").unlink()
+    assert kind.from_pretrained(tmp_path).config == policy.config
+    with pytest.raises(ValueError, match=rf"{[*typed][0]}=.* was trained with .* leave {[*typed][0]} out"):
+        kind.from_pretrained(tmp_path, **typed)
+
+
 def test_keypoints_of_a_new_encoder_lie_apart():
     torch.manual_seed(0)
     encoder = KeypointEncoder((16, 32, 48), 32, 64)
@@ -187,6 +202,20 @@ def test_without_it_no_random_number_is_drawn_and_a_policy_that_cannot_say_is_re
     mute = Mute(SmallVLAConfig(**BOUNDS))
     with pytest.raises(ValueError, match=r"cloning.auxiliary=1.*Mute.*type cloning.auxiliary=0"):
         Foresight(mute, recorded(), 1.0, (5,), 0.1)
+
+
+def test_a_sight_may_have_weights_of_its_own():
+    """They are the policy's: trained once, clipped with it, and not in the state of foresight."""
+    torch.manual_seed(0)
+    policy = make().train()
+    policy.encoder.sight = torch.nn.Linear(256, 256)
+    cloning = BehaviourCloning(policy, recorded(), steps=1, auxiliary=1.0)
+    before = policy.encoder.sight.weight.detach().clone()
+    cloning.step()
+    assert not torch.equal(policy.encoder.sight.weight, before)
+    of_policy = {id(parameter) for parameter in policy.parameters()}
+    assert not any(id(parameter) in of_policy for parameter in cloning.foresight.parameters())
+    assert all(name.startswith("predict.") for name in cloning.state_dict()["foresight"])
 
 
 def test_cloning_with_foresight_resumes_exactly():

@@ -115,7 +115,11 @@ from vla_envs import EpisodeSampler
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=[swap_instructions]"],
+<<<<<<< HEAD
             "; entry 0: must be 'blank_images', 'other_trial' or 'swapped_instructions'",
+=======
+            "entry 0: must be 'blank_images', 'other_trial' or 'swapped_instructions'",
+>>>>>>> review23
         ),
         (
             "evaluate",
@@ -166,7 +170,7 @@ def test_every_experiment_composes_and_explains_itself(experiment):
     head = (CONF / "experiment" / f"{experiment}.yaml").read_text()
     comment = head[: head.index("defaults:")]
     assert f"experiment={experiment}" in comment, "the head of an experiment says how to run it"
-    name = next(name for name in ("evaluate", "ppo", "grpo") if f"_{name}_" in experiment)
+    name = next(name for name in ("evaluate", "ppo", "grpo", "sft") if f"_{name}_" in experiment)
     with initialize_config_dir(str(CONF), version_base=None):
         config = compose(name, overrides=[f"experiment={experiment}"])
     assert make_env_spec(OmegaConf.to_container(config.env)).id == config.env.id

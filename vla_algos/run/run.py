@@ -18,6 +18,7 @@ from vla_algos import parallel
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.demonstrations import Samples, check_heldout
 from vla_algos.evaluation import EvaluationResult
+from vla_algos.foresight import check_sight
 from vla_algos.imitation import check_state_noise
 from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
@@ -157,7 +158,11 @@ class Run:
 
         Returns:
             What ``policy`` learns from, and what is held out; see :func:`vla_algos.run.record`.
+
+        Raises:
+            ValueError: ``cloning.auxiliary`` of a policy without ``sight``, before anything is recorded.
         """
+        check_sight(policy, self.config.cloning.get("auxiliary", 0.0))
         settings = self.config.demonstrations
         return record(self.env, policy, self.demonstration_seed, self.config.eval["seed"], **settings)
 
