@@ -115,11 +115,7 @@ from vla_envs import EpisodeSampler
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=[swap_instructions]"],
-<<<<<<< HEAD
-            "; entry 0: must be 'blank_images', 'other_trial' or 'swapped_instructions'",
-=======
             "entry 0: must be 'blank_images', 'other_trial' or 'swapped_instructions'",
->>>>>>> review23
         ),
         (
             "evaluate",
