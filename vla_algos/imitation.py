@@ -88,7 +88,7 @@ class BehaviourCloning:
         trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
         if (
             self.foresight
-        ):  # apart: on a GPU AdamW takes the tensors of a group together, and shards are of another kind
+        ):  # apart: on a GPU AdamW takes a group together, and its DTensors are of another kind
             trained.append({"params": list(self.foresight.parameters())})
         self.optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
 
