@@ -86,7 +86,7 @@ class BehaviourCloning:
         if auxiliary:
             self.foresight = Foresight(policy, demonstrations, auxiliary, auxiliary_steps, label_sigma)
         trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
-        if self.foresight:  # apart: on a GPU AdamW takes the tensors of a group together, and those of shards are others
+        if self.foresight:  # apart: on a GPU AdamW takes a group's tensors together, which must not be shards and whole
             trained.append({"params": list(self.foresight.parameters())})
         self.optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
 
