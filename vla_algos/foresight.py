@@ -45,7 +45,8 @@ class Foresight(nn.Module):
         super().__init__()
         check_sight(policy, weight)
         self.weight = weight
-        self._sight, self._seen = (policy.sight,), torch.empty(0)  # in a tuple: its parameters are the policy's
+        self._sight: Any = (policy.sight,)  # in a tuple: its parameters are the policy's
+        self._seen = torch.empty(0)
         targets = future_states(demonstrations, steps)
         mean, spread = targets.mean((0, 1)), targets.std((0, 1))
         self.register_buffer("targets", ((targets - mean) / (spread + 1e-2)).flatten(1), persistent=False)
