@@ -86,13 +86,7 @@ class BehaviourCloning:
         if auxiliary:
             self.foresight = Foresight(policy, demonstrations, auxiliary, auxiliary_steps, label_sigma)
         trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
-<<<<<<< HEAD
-        if (
-            self.foresight
-        ):  # apart: on a GPU AdamW takes a group together, and its DTensors are of another kind
-=======
         if self.foresight:  # apart: on a GPU AdamW takes a group's tensors together, which must not be shards and whole
->>>>>>> review23
             trained.append({"params": list(self.foresight.parameters())})
         self.optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
 

@@ -108,12 +108,8 @@ def test_a_checkpoint_of_before_saw_everything_and_is_not_made_to_do_otherwise(k
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in typed}))
     (tmp_path / "SHA256SUMS").unlink()
     assert kind.from_pretrained(tmp_path).config == policy.config
-<<<<<<< HEAD
-    with pytest.raises(ValueError, match=rf"{next(iter(typed))}=.* was trained with .* leave {next(iter(typed))} out"):
-=======
     [name] = typed
     with pytest.raises(ValueError, match=rf"{name}=.* was trained with .* leave {name} out"):
->>>>>>> review23
         kind.from_pretrained(tmp_path, **typed)
 
 

@@ -191,4 +191,5 @@ def spatial_softmax(maps: Tensor, sharpness: Tensor) -> Tensor:
     """Return the expected position of each map: ``[N, K, H, W]`` -> ``[N, 2 K]``, coordinates from -1 to 1."""
     weights = (maps.flatten(2) * sharpness).softmax(-1).view_as(maps)
     rows, columns = (torch.linspace(-1, 1, size, device=maps.device) for size in maps.shape[-2:])
-    return torch.cat([weights.sum(2) @ columns, weights.sum(3) @ rows], dim=-1)
+    # No matrix products, which autocast would round to bfloat16: to a seventh of a pixel.
+    return torch.cat([(weights.sum(2) * columns).sum(-1), (weights.sum(3) * rows).sum(-1)], dim=-1)
