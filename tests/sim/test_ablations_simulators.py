@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from noting import Noting
 from tensordict.nn import TensorDictModuleBase
 
 from vla_algos.ablations import SeenImages, other_trials
 from vla_algos.evaluation import evaluate
-from vla_common.keys import ACTION, DECISION_INDEX, EPISODE_INDEX, IMAGES
+from vla_common.keys import ACTION, IMAGES
 from vla_envs import evaluation_episodes, make_env
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
@@ -25,20 +26,6 @@ class Reading(TensorDictModuleBase):
         return td
 
 
-class Noting:
-    """Notes what the policy sees, by episode and decision."""
-
-    def __init__(self, observe):
-        self.observe, self.seen = observe, {}
-
-    def __call__(self, td):
-        shown = self.observe(td)
-        for row, place in enumerate(zip(td[EPISODE_INDEX].tolist(), td[DECISION_INDEX].tolist(), strict=True)):
-            if place[0] >= 0:
-                self.seen[place] = shown[IMAGES][row].clone()
-        return shown
-
-
 def ablate(folder, num_envs, **options):
     """What the policy sees, as it is and with the images of others, and how the episodes went."""
     env = make_env(SUITE, num_envs, CHUNK, num_workers=1, image_size=32, render_quality="minimal", max_episode_steps=24)
@@ -46,9 +33,9 @@ def ablate(folder, num_envs, **options):
     donors = other_trials(episodes, env.simulator_spec.tasks)
     try:
         with SeenImages(folder) as seen:
-            normal = Noting(seen.keep)
+            normal = Noting(seen.keep, torch.clone)
             evaluate(env, Reading(), episodes, observe=normal, **options)
-            ablated = Noting(seen.others(donors))
+            ablated = Noting(seen.others(donors), torch.clone)
             result = evaluate(env, Reading(), episodes, observe=ablated, **options)
     finally:
         env.close()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from noting import Noting
 from tensordict import NonTensorStack, TensorDict
 from together import together
 from toy import CHUNK, DIM, ToyEnv, ToyPolicy
@@ -40,24 +41,15 @@ class Fickle(ToyPolicy):
         return td
 
 
-class Noting:
-    """Notes what the policy sees, by episode and decision."""
-
-    def __init__(self, observe):
-        self.observe, self.seen = observe, {}
-
-    def __call__(self, td):
-        shown = self.observe(td)
-        for row, place in enumerate(zip(td[EPISODE_INDEX].tolist(), td[DECISION_INDEX].tolist(), strict=True)):
-            if place[0] >= 0:
-                self.seen[place] = tuple(shown[IMAGES][row, 0, 0, :2].tolist())
-        return shown
+def first_pixel(image):
+    """What tells the toy's images apart."""
+    return tuple(image[0, 0, :2].tolist())
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 16])
 @pytest.mark.parametrize("crashes", [{}, {2: 2}])  # the trial dies in its second decision and begins again
 def test_observers_know_which_decision_of_which_episode_it_is(num_envs, crashes):
-    noting = Noting(lambda td: td)
+    noting = Noting(lambda td: td, first_pixel)
     result = evaluate(PaintedEnv(num_envs, crashes=crashes), Fickle(), GRID, observe=noting)
     assert [row.attempts for row in result.episodes] == [1 + crashes.get(e.trial_id, 0) // 2 for e in GRID]
     steps = [5 if episode.trial_id == 0 else 7 for episode in GRID]
@@ -84,7 +76,7 @@ def test_observers_change_nothing_but_what_they_say():
 def test_other_trial_shows_the_next_trial_at_the_same_decision_and_its_last_frame(num_envs, crashes, tmp_path):
     with SeenImages(tmp_path) as seen:
         evaluate(PaintedEnv(num_envs, crashes=crashes), Fickle(), GRID, observe=seen.keep)
-        noting = Noting(seen.others(other_trials(GRID, TASKS)))
+        noting = Noting(seen.others(other_trials(GRID, TASKS)), first_pixel)
         ablated = evaluate(PaintedEnv(num_envs + 1), Fickle(), GRID, observe=noting)  # other slots, same images
     donor = lambda trial: (trial + 1) % 5  # noqa: E731
     last = lambda trial: CHUNK * (1 if trial == 0 else 2)  # noqa: E731  the first trial is over after two decisions
@@ -168,7 +160,7 @@ def ablate(folder):
     evaluator, env = Evaluator(trials=5, seed=1, videos=0), Suite(2)
     with SeenImages(folder) as seen:
         gather(evaluator.run("", env, Fickle(), folder / "normal.jsonl", observe=seen.keep), folder / "normal.jsonl")
-        noting = Noting(seen.others(other_trials(evaluator.episodes(env.simulator_spec), TASKS)))
+        noting = Noting(seen.others(other_trials(evaluator.episodes(env.simulator_spec), TASKS)), first_pixel)
         share = evaluator.run("", env, Fickle(), folder / "ablated.jsonl", observe=noting)
         gather(share, folder / "ablated.jsonl")
     return noting.seen

@@ -49,7 +49,7 @@ class SmallVLAConfig:
             costs time, and precision elsewhere. All of it if ``None``.
         blind: see black images only: a twin that shows how much of a result needs no looking.
         compute: ``"bf16"`` runs the network in bfloat16 (:func:`torch.autocast`) on weights in float32, wherever it
-            runs; on CPUs that know bfloat16 it learns about twice as fast.
+            runs; on CPUs that know bfloat16 it learns faster.
     """
 
     action_low: tuple[float, ...]
