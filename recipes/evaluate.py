@@ -57,6 +57,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     setting |= {"protocol": run.spec.protocol} if run.spec.protocol else {}
     spec = as_evaluated(run.spec, config.eval.get("trials"))
     setting["protocol_deviations"] = spec.protocol_deviations
+    setting["differs_from_training"] = run.differs
     print(f"\n{describe_spec(spec)}\n{'greedy' if config.greedy else 'sampled'}")
     metrics: dict[str, Any] = {}
     for name, result in results.items():

@@ -175,6 +175,18 @@ def test_ppo_goes_on_from_a_policy_even_if_it_is_the_latest(ppo_run):
     assert (folder.parent / "latest").resolve() == (folder.parent / "next").resolve()
 
 
+def test_a_policy_that_sees_otherwise_than_in_its_training_is_named(ppo_run, tmp_path):
+    _, folder = ppo_run
+    settings = [*TOY, "eval.videos=0", f"policy.checkpoint={folder / 'policy'}"]
+    run = recipe_here("evaluate", tmp_path / "same", *settings)
+    assert "was trained otherwise" not in run.stdout
+    assert json.loads((tmp_path / "same" / "metrics.json").read_text())["differs_from_training"] == {}
+    run = recipe_here("evaluate", tmp_path / "other", *settings, "env.image_size=40")
+    assert "was trained otherwise: env.image_size=40, not 32" in run.stdout
+    noted = json.loads((tmp_path / "other" / "metrics.json").read_text())["differs_from_training"]
+    assert noted == {"image_size": [32, 40]}
+
+
 def test_evaluate_with_ablations_reads_what_ppo_wrote(ppo_run, tmp_path):
     _, folder = ppo_run
     settings = [*TOY, "eval.videos=1", f"policy.checkpoint={folder / 'policy'}", "ablation=[other_trial,blank_images]"]

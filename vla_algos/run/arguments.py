@@ -53,7 +53,7 @@ def read_arguments(recipe: str, arguments: Sequence[str], conf: Path) -> list[st
         conf: folder of its configuration.
 
     Raises:
-        ValueError: what is no setting at all, and an experiment of another recipe.
+        ValueError: what is no setting at all, and an experiment of another recipe that trains.
     """
     found = translated(arguments)
     flags = read_flags(found)
@@ -121,7 +121,7 @@ def check_experiment(recipe: str, arguments: Sequence[str], folder: Path) -> Non
         if name not in known:
             continue  # none, several, or in another folder: whoever composes the configuration says
         written_for = (yaml.safe_load(known[name].read_text()) or {}).get("recipe", recipe)
-        if written_for != recipe:
+        if written_for != recipe and recipe != "evaluate":  # which takes its environment: as_trained
             raise ValueError(
                 f"experiment={name} is for {written_for}.py; type: python recipes/{written_for}.py experiment={name}"
             )

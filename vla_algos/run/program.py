@@ -17,6 +17,7 @@ from hydra.types import RunMode
 
 from vla_algos.parallel import ProcessLost
 from vla_algos.run.arguments import combinations, read_arguments
+from vla_algos.run.as_trained import as_trained
 from vla_algos.run.checkpoints import CheckpointError
 from vla_algos.run.explanations import explain
 from vla_algos.run.phase import begin_anew, has_begun
@@ -51,6 +52,8 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
     try:
         with _hydra_raises():
             sys.argv[1:] = read_arguments(name, sys.argv[1:], conf)
+            if name == "evaluate":
+                sys.argv[1:] = as_trained(sys.argv[1:], conf)
             _check_sweep(name, main, conf)
             main()
         sys.stdout.flush()

@@ -100,6 +100,8 @@ class ResumableRun:
             sharded, the others are each process's own.
         every: iterations between two checkpoints.
         before_save: called before each save, to flush what the run has said about its iterations.
+        save_policy: writes the policy's own files into a folder, all processes together; its ``save_pretrained`` if
+            ``None``.
         elastic_seed: go on from a checkpoint of another number of processes, with random numbers of this seed, of the
             process and of the iteration; ``None`` to refuse it.
 
@@ -115,6 +117,7 @@ class ResumableRun:
         parts: Mapping[str, Stateful],
         every: int,
         before_save: Callable[[], object] = lambda: None,
+        save_policy: Callable[[Path], object] | None = None,
         elastic_seed: int | None = None,
     ):
         if every < 1:
@@ -123,6 +126,7 @@ class ResumableRun:
         self.run_state: dict[str, Any] = {}
         self.seconds = 0.0
         self._before_save, self._elastic_seed = before_save, elastic_seed
+        self._save_policy = save_policy or policy.save_pretrained
         self._started = time.perf_counter()
         self._between: dict[str, Any] | None = None  # of this process; weights and learner change in the update only
         self._unchanged: Any = None  # what tells whether they have
@@ -500,7 +504,7 @@ class ResumableRun:
             return
         folder = unfinished(self.checkpoints, self._iteration)
         try:
-            self._together(lambda: self.policy.save_pretrained(folder / "policy"))  # each process gives its part
+            self._together(lambda: self._save_policy(folder / "policy"))  # each process gives its part
         except OSError:
             if parallel.is_main():
                 remove(folder)

@@ -28,6 +28,7 @@ from vla_algos.run.evaluator import Evaluator, gather, save_videos
 from vla_algos.run.files import write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, say_what_differs
 from vla_algos.run.logging import RunLogger, progress_bar
+from vla_algos.run.origin import differences, env_of, note_origin
 from vla_algos.run.phase import begin_work
 from vla_algos.run.resume import ResumableRun, Stateful
 from vla_algos.run.roles import Roles
@@ -44,6 +45,7 @@ from vla_envs.demonstrations import check_expert, noise_of_dimensions
 from vla_envs.stages import TOGETHER, check_stages
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
+from vla_policies.checkpoint.hub import resolve
 from vla_policies.memory import Way
 
 B = TypeVar("B")
@@ -76,6 +78,7 @@ class Run:
         name: of the recipe.
         config, folder, spec: the settings, the folder, and the description of the environment.
         state: plain values that are kept over an interruption.
+        differs: what the policy sees otherwise than in its training, see :func:`vla_algos.run.origin.differences`.
 
     Raises:
         ValueError: settings that do not fit each other, or the folder has a run of other settings.
@@ -99,6 +102,7 @@ class Run:
             self._check_warm_start()
         self._lock = open_folder(config, folder)
         self._noted = False
+        self.differs: dict[str, tuple[Any, Any]] = {}
         self.state: dict = {}
         self._failure = ""  # of the last evaluation
         self._seconds: dict[str, float] = {}
@@ -132,7 +136,17 @@ class Run:
             if divide is None:
                 complete(self.policy)
         check_same_draws()
+        self._say_origin()
         return self.policy
+
+    def _say_origin(self) -> None:
+        """Say in one line what the policy sees otherwise than in its training, if its folder tells."""
+        checkpoint = self.config.policy.get("checkpoint")
+        trained = env_of(resolve(checkpoint)) if checkpoint else None
+        self.differs = {} if trained is None else differences(trained, self.config.env)
+        if self.differs and parallel.is_main():
+            shown = "; ".join(f"env.{name}={now}, not {then}" for name, (then, now) in self.differs.items())
+            print(f"warning: {checkpoint} was trained otherwise: {shown}")
 
     def make_env(self, policy: VLAPolicy) -> VLAEnv:
         """Start the simulators of ``config.env`` with the chunk length of the policy, as :meth:`on_rollouts` does."""
@@ -249,6 +263,7 @@ class Run:
             kept,
             self.config.checkpoint_every,
             lambda: self._logger.sync(),
+            save_policy=self._write_policy,
             elastic_seed=self.config.seed if self.config.resume == "elastic" else None,
         )
         with self._checkpoints:
@@ -391,14 +406,20 @@ class Run:
             return
         try:
             if parallel.is_main():
-                write_folder_atomically(self.folder / "policy", self.policy.save_pretrained)
+                write_folder_atomically(self.folder / "policy", self._write_policy)
             else:
-                self.policy.save_pretrained(self.folder / "policy")
+                self._write_policy(self.folder / "policy")
         except (OSError, RuntimeError, SafetensorError) as error:  # whatever is raised on a full disk
             raise OSError(
                 f"{self.folder / 'policy'} could not be written: {error}; make room, then type the same command with "
                 f"hydra.run.dir={self.folder}: it resumes after the last iteration"
             ) from error
+
+    def _write_policy(self, folder: Path) -> None:
+        """Write the policy's own files, and what it was trained on; all processes that learn together."""
+        self.policy.save_pretrained(folder)
+        if parallel.is_main():
+            note_origin(folder, self.name, self.config.env, self.spec, self.policy.chunk_size)
 
     def _begin(self) -> None:
         seed_rank(self.config.seed)  # before cloning, in which a flow draws noise for each process's part

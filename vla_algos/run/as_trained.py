@@ -1,0 +1,72 @@
+"""What evaluate.py evaluates in if nobody says: what the policy, or the experiment that is named, was trained in."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from vla_algos.run.arguments import compose_settings, read_flags
+from vla_algos.run.origin import env_of
+
+_SECTIONS = ("env", "policy", "eval")  # of an experiment that trains, which an evaluation has too
+_UNREAD = {"eval": ("sampled",)}  # evaluate.py has greedy
+_NAME = "trained_on"
+
+
+def as_trained(arguments: Sequence[str], conf: Path) -> list[str]:
+    """Complete what was typed after ``evaluate.py``.
+
+    The name of an experiment that trains stands for its environment, policy and evaluation. Where neither an
+    environment nor an experiment is named, the environment is the one that the policy's folder names.
+
+    Args:
+        arguments: what was typed, in today's names.
+        conf: folder of the recipes' configuration.
+
+    Raises:
+        ValueError: a sweep over policies that does not say in which environment.
+    """
+    flags = read_flags(arguments)
+    typed = {name: value for name, _, value in (each.lstrip("+").partition("=") for each in flags.overrides)}
+    place = list(arguments).index(flags.overrides[0]) if flags.overrides else 0  # Hydra wants them side by side
+    before, rest = list(arguments[:place]), list(arguments[place:])
+    if experiment := _of_training(typed.get("experiment"), conf):
+        recipe, name = experiment
+        trained: Any = OmegaConf.to_container(compose_settings(recipe, [f"experiment={name}"], conf), resolve=True)
+        sections = [section for section in _SECTIONS if section not in typed]
+        for section in sections:
+            unread = _UNREAD.get(section, ())
+            _offer(section, name, {key: value for key, value in trained[section].items() if key not in unread})
+        rest = [each for each in rest if not re.match(r"\+?experiment=", each)]
+        return [*before, *(f"{section}={name}" for section in sections), *rest]
+    if not {"env", "experiment"} & typed.keys() and (checkpoint := typed.get("policy.checkpoint")):
+        if flags.multirun and ("," in checkpoint or "(" in checkpoint):
+            raise ValueError(f"policy.checkpoint={checkpoint}: each may be of another environment; type env=NAME too")
+        env = env_of(checkpoint.strip("'\""))
+        if env is None:
+            print(f"warning: {checkpoint} does not say what it was trained on; type env=NAME", file=sys.stderr)
+            return list(arguments)
+        _offer("env", _NAME, {"defaults": ["base", "_self_"], **env})
+        return [*before, f"env={_NAME}", *rest]
+    return list(arguments)
+
+
+def _of_training(name: str | None, conf: Path) -> tuple[str, str] | None:
+    """Find the recipe of an experiment of ours that trains; ``None`` if there is none of that name, or it does not."""
+    file = conf / "experiment" / f"{name}.yaml"
+    if name is None or not file.is_file():
+        return None
+    recipe = (yaml.safe_load(file.read_text()) or {}).get("recipe", "evaluate")
+    return None if recipe == "evaluate" else (recipe, name)
+
+
+def _offer(group: str, name: str, settings: Mapping[str, Any]) -> None:
+    """Let ``group=name`` stand for settings, as if there were a file."""
+    ConfigStore.instance().store(group=group, name=name, node=dict(settings))
