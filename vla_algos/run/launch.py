@@ -25,6 +25,7 @@ from vla_algos import parallel
 from vla_algos.heartbeat import FirstFailed
 from vla_algos.parallel import ProcessLost, process_group
 from vla_algos.run.config import Types, read_config
+from vla_algos.run.console import console_file
 from vla_algos.run.launcher_settings import SUBMITIT_NAMES, count_processes, launcher_types
 from vla_algos.run.phase import has_begun
 from vla_algos.run.program import OTHERS_FIRST, in_program, only_checks, say
@@ -48,7 +49,9 @@ def run_recipe(train: Callable[[SimpleNamespace, Run], None], types: Types, conf
         folder: where everything goes.
     """
     settings = read_config(config, types)
-    with Run(settings, folder) as run:
+    with Run(settings, folder) as run, console_file(folder):
+        if parallel.is_main():
+            print(f"run          {folder}")
         train(settings, run)
 
 

@@ -270,6 +270,8 @@ class Run:
             resumed = self._checkpoints.resume()
             self._first = resumed or 0
             if resumed is not None:
+                if parallel.is_main():
+                    print(f"resumed after {resumed} iterations")
                 say_what_differs(self.folder)
             self._note_start()
             self._logger = RunLogger(self.folder, after=-1 if resumed is None else resumed)
