@@ -112,6 +112,7 @@ class EvaluationResult:
         broken: why it ended before all episodes had run; empty if it did not.
         chain_length: tasks that an episode asked for one after the other.
         instructions: what the policy was told in each of the frames of ``videos``; in a chain of tasks it changes.
+        progress: the return so far, and whether it has been solved, in each of the frames of ``videos``.
         mean_of: suites or difficulties of which the mean is reported too, each counting the same.
     """
 
@@ -121,6 +122,7 @@ class EvaluationResult:
     instructions: dict[int, list[str]] = field(default_factory=dict)
     chain_length: int = 1
     mean_of: tuple[str, ...] = ()
+    progress: dict[int, list[tuple[float, bool]]] = field(default_factory=dict)
 
     @classmethod
     def interleaved(cls, parts: Sequence[EvaluationResult]) -> EvaluationResult:
@@ -139,6 +141,7 @@ class EvaluationResult:
             joined([part.instructions for part in parts]),
             parts[0].chain_length,
             parts[0].mean_of,
+            joined([part.progress for part in parts]),
         )
 
     @property
@@ -345,6 +348,7 @@ def evaluate(
     wanted = list(episodes)
     frames: dict[int, list[np.ndarray]] = {}
     instructions: dict[int, list[str]] = {}
+    progress: dict[int, list[tuple[float, bool]]] = {}
     results: dict[int, EpisodeResult] = {}
     spec = base_env(env).simulator_spec
     tasks = spec.tasks
@@ -357,8 +361,11 @@ def evaluate(
                 if before == 0:  # its first decision, perhaps after a crash
                     frames[episode.queue_index] = [outcome[IMAGES][slot].cpu().numpy().copy()]
                     instructions[episode.queue_index] = [told[slot]]
+                    progress[episode.queue_index] = [(0.0, False)]
                 frames[episode.queue_index].append(outcome[NEXT, IMAGES][slot].cpu().numpy().copy())
                 instructions[episode.queue_index].append(told_next[slot])
+                so_far = float(outcome[NEXT, EPISODE_RETURN][slot]), bool(outcome[NEXT, SUCCESS][slot])
+                progress[episode.queue_index].append(so_far)
 
     def note(index: int, decisions: TensorDictBase) -> None:
         outcome = decisions[NEXT][-1]
@@ -403,9 +410,9 @@ def evaluate(
         for module in training:  # a module that was set to eval() by itself stays so
             module.training = True
     videos = {index: np.stack(shots) for index, shots in sorted(frames.items()) if not results[index].crashed}
-    told = {index: instructions[index] for index in videos}
+    told, so_far = ({index: each[index] for index in videos} for each in (instructions, progress))
     ordered = [results[index] for index in range(len(wanted))]
-    return EvaluationResult(ordered, videos, "", told, spec.chain_length)
+    return EvaluationResult(ordered, videos, "", told, spec.chain_length, progress=so_far)
 
 
 class _Observing(TensorDictModuleBase):

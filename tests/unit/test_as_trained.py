@@ -47,7 +47,9 @@ def test_flags_of_hydra_may_stand_anywhere(policy):
 
 def test_the_name_of_an_experiment_that_trains_stands_for_its_environment():
     training = compose_settings("ppo", ["experiment=metaworld_mt50_ppo_small"], CONF)
-    evaluation = composed_evaluation("experiment=metaworld_mt50_ppo_small", "policy.checkpoint=somewhere", "env.num_envs=4")
+    evaluation = composed_evaluation(
+        "experiment=metaworld_mt50_ppo_small", "policy.checkpoint=somewhere", "env.num_envs=4"
+    )
     assert evaluation.env == {**training.env, "num_envs": 4}
     assert evaluation.policy == {**training.policy, "checkpoint": "somewhere"}
     assert evaluation.eval.mean_of == training.eval.mean_of

@@ -1,4 +1,4 @@
-"""Text below the frames of a video."""
+"""The frames of a video as people want to see them: large enough, and with a text below."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from functools import cache
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+_WATCHABLE = 256  # pixels of the longer side
 _SMALLEST, _SHARE = 9, 0.05  # height of the letters: pixels, and of the frame's width
 _WHITE = 255
+
+
+def enlarge(frames: np.ndarray) -> np.ndarray:
+    """Repeat the pixels of small frames, until the longer side has 256 or more: uint8 ``[T, H, W, 3]``.
+
+    They are what the policy saw: nothing is smoothed, and nothing drawn anew.
+    """
+    factor = -(-_WATCHABLE // max(frames.shape[1:3]))
+    return frames.repeat(factor, axis=1).repeat(factor, axis=2)
 
 
 def caption(frames: np.ndarray, texts: Sequence[str]) -> np.ndarray:
@@ -17,7 +27,7 @@ def caption(frames: np.ndarray, texts: Sequence[str]) -> np.ndarray:
 
     Args:
         frames: uint8 ``[T, H, W, 3]``.
-        texts: one for each.
+        texts: one for each, of one line or several.
 
     Returns:
         uint8 ``[T, H + lines, W, 3]``; the frames themselves are what they were.
@@ -43,9 +53,11 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 def _wrap(text: str, size: int, width: int) -> list[str]:
     """Break a text into lines of at most ``width`` pixels; a longer word has a line of its own."""
     lines: list[str] = []
-    for word in text.split():
-        if lines and _font(size).getlength(f"{lines[-1]} {word}") <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
+    for paragraph in text.splitlines():
+        begun = len(lines)
+        for word in paragraph.split():
+            if len(lines) > begun and _font(size).getlength(f"{lines[-1]} {word}") <= width:
+                lines[-1] += f" {word}"
+            else:
+                lines.append(word)
     return lines

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from vla_algos import parallel
 from vla_algos.ablations import Observe
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
-from vla_algos.run.captions import caption
+from vla_algos.run.captions import caption, enlarge
 from vla_algos.run.episode_log import EpisodeLog, finished_episodes
 from vla_algos.run.files import attempt
 from vla_algos.run.logging import progress_bar, write_video
@@ -77,7 +77,7 @@ class Evaluator:
         Where simulators fail whatever they are to run, the result is ``broken`` and has what finished until then.
 
         Args:
-            title: of the progress bar, which shows the success so far.
+            title: of the progress bar, which shows how many are solved so far.
             env: the episodes that run in it are abandoned.
             policy: writes ``action``.
             path: where results go as they come, see :class:`~vla_algos.run.episode_log.EpisodeLog`.
@@ -94,18 +94,18 @@ class Evaluator:
         results = {index: known[index] for index in own[record:] if index in known and index not in again}
         left = [index for index in own if index not in results]
         share, broken = EvaluationResult([]), ""
-        finished, solved = len(results), sum(result.success_once for result in results.values())
+        solved = sum(result.success_once for result in results.values())
         log = EpisodeLog(path, keep=go_on)
         with progress_bar(title, len(own), "episode", initial=len(results)) as bar:
 
             def note(result: EpisodeResult) -> None:
-                nonlocal finished, solved
+                nonlocal solved
                 result = replace(result, index=left[result.index])
                 results[result.index] = result
                 log.add(result)
-                finished, solved = finished + (not result.crashed), solved + result.success_once
+                solved += result.success_once
                 bar.update()
-                bar.set_postfix(success=f"{100 * solved / max(1, finished):.1f}%", refresh=False)
+                bar.set_postfix(solved=solved, refresh=False)  # no share: who succeeds ends first
 
             try:
                 if left:
@@ -130,7 +130,7 @@ class Evaluator:
             results[index] = nothing
         ordered = [results[index] for index in own]
         length, mean_of = env.simulator_spec.chain_length, tuple(self.mean_of)
-        return EvaluationResult(ordered, share.videos, broken, share.instructions, length, mean_of)
+        return EvaluationResult(ordered, share.videos, broken, share.instructions, length, mean_of, share.progress)
 
     def run_both(
         self, title: str, env: VLAEnv, policy: TensorDictModuleBase, folder: Path, **options: Any
@@ -170,10 +170,15 @@ def gather(share: EvaluationResult, path: Path) -> EvaluationResult:
     return result
 
 
-def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> list[Path]:
+def save_videos(folder: Path, result: EvaluationResult, fps: float) -> list[Path]:
     """Write the recorded episodes of an evaluation as mp4, named after task, trial and outcome.
 
-    What the policy was told stands below each frame.
+    Small frames are enlarged. Below each stands what the policy was told, its return so far, and that it is solved.
+
+    Args:
+        folder: where to.
+        result: has them.
+        fps: frames, which are decisions, per second; :func:`~vla_envs.gym.frames_per_second` is real time.
     """
     paths: list[Path] = []
     if not parallel.is_main():
@@ -182,7 +187,11 @@ def save_videos(folder: Path, result: EvaluationResult, fps: float = 8.0) -> lis
         episode = result.episodes[index]
         outcome = "success" if episode.success_once else "failure"
         name = f"{index:03d}_{episode.task}_trial{episode.episode.trial_id}_{outcome}.mp4"
-        shown = caption(frames, result.instructions[index])
+        lines = [
+            f"{told}\nreturn {so_far:.2f}{', solved' if solved else ''}"
+            for told, (so_far, solved) in zip(result.instructions[index], result.progress[index], strict=True)
+        ]
+        shown = caption(enlarge(frames), lines)
         write = partial(write_video, folder / name, shown, fps)
         if attempt(f"a video in {folder}", write, "the run goes on without it"):
             paths.append(folder / name)

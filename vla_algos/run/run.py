@@ -42,6 +42,7 @@ from vla_common.keys import NEXT, STEP_MASK
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.demonstrations import check_expert, noise_of_dimensions
+from vla_envs.gym.episodes import frames_per_second
 from vla_envs.stages import TOGETHER, check_stages
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
@@ -395,6 +396,11 @@ class Run:
 
     # ---- what happens in between
 
+    @property
+    def _fps(self) -> float:
+        """Frames per second of a video in real time, one for each decision."""
+        return frames_per_second(self.spec, self.policy.chunk_size)
+
     def _note_start(self) -> None:
         """Work begins: write what this process runs; what a full disk refuses is tried again after an iteration."""
         begin_work()
@@ -508,7 +514,7 @@ class Run:
         for result in results.values():
             if result.failure:  # if the simulator is broken for good, the next iteration ends the run
                 self.write(f"{title}: {result.failure}")
-        save_videos(self.folder / "videos" / f"iteration_{iteration:04d}", results["eval"])
+        save_videos(self.folder / "videos" / f"iteration_{iteration:04d}", results["eval"], self._fps)
         metrics = {name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()}
         self.state["evaluations"].append((results["eval"].table(), metrics))
         if (collector := self._parts.get("collector")) is not None:
@@ -546,7 +552,7 @@ class Run:
         options = {"go_on": True, "record": self.evaluator.local_videos, **self.pipeline, **options}
         share = self.evaluator.run(ablation or "evaluation", self.env, self.policy, path, **options)
         result = gather(share, path)
-        save_videos(self.folder / "videos" / ablation, result)
+        save_videos(self.folder / "videos" / ablation, result, self._fps)
         return result
 
     def unfinished(self, ablation: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,9 +40,10 @@ def describe_policy(policy: VLAPolicy) -> str:
 
 def show_iteration(bar: tqdm, iteration: int, metrics: Mapping[str, float]) -> None:
     """Show success and speed beside the progress bar, and as a line in the log of a SLURM job."""
-    success = 100 * metrics.get("env/success_once", float("nan"))
+    success = metrics.get("env/success_once", float("nan"))  # not a number where none has ended
+    solved = "no episode ended" if math.isnan(success) else f"success {100 * success:.0f}%"
     subtasks = f", {metrics['env/avg_num_subtasks']:.2f} subtasks" if "env/avg_num_subtasks" in metrics else ""
-    text = f"success {success:.0f}%{subtasks}, {metrics['env_steps_per_s']:.0f} env steps/s"
+    text = f"{solved}{subtasks}, {metrics['env_steps_per_s']:.0f} env steps/s"
     bar.set_postfix_str(text)
     if "SLURM_JOB_ID" in os.environ:
         print(f"iteration {iteration} of {bar.total}: {text}", flush=True)
