@@ -47,7 +47,8 @@ def test_an_exception_leaves_what_was_said(tmp_path):
             print("so far")
             raise ZeroDivisionError
 
-    pytest.raises(ZeroDivisionError, fail)
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert (sys.stdout, sys.stderr) == streams
     assert (tmp_path / NAME).read_text() == "so far\n"
 

@@ -41,9 +41,10 @@ def describe_policy(policy: VLAPolicy) -> str:
 def show_iteration(bar: tqdm, iteration: int, metrics: Mapping[str, float]) -> None:
     """Show success and speed beside the progress bar, and as a line in the log of a SLURM job."""
     success = metrics.get("env/success_once", float("nan"))  # not a number where none has ended
-    solved = "no episode ended" if math.isnan(success) else f"success {100 * success:.0f}%"
-    subtasks = f", {metrics['env/avg_num_subtasks']:.2f} subtasks" if "env/avg_num_subtasks" in metrics else ""
-    text = f"{solved}{subtasks}, {metrics['env_steps_per_s']:.0f} env steps/s"
+    how = "no episode ended" if math.isnan(success) else f"success {100 * success:.0f}%"
+    if not math.isnan(subtasks := metrics.get("env/avg_num_subtasks", float("nan"))):
+        how += f", {subtasks:.2f} subtasks"
+    text = f"{how}, {metrics['env_steps_per_s']:.0f} env steps/s"
     bar.set_postfix_str(text)
     if "SLURM_JOB_ID" in os.environ:
         print(f"iteration {iteration} of {bar.total}: {text}", flush=True)
