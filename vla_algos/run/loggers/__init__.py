@@ -12,15 +12,14 @@ from vla_algos import parallel
 from vla_algos.run.files import attempt
 from vla_algos.run.loggers.events import Events
 from vla_algos.run.loggers.memory import Memory
-from vla_algos.run.loggers.sink import Sink
-from vla_algos.run.loggers.table import Table
+from vla_algos.run.loggers.sink import Sink, kind_of
+from vla_algos.run.loggers.table import Table, entries
 from vla_algos.run.loggers.trackers import Tracker, has_key, open_swanlab, open_wandb
 from vla_common.program import one_line
 from vla_common.settings import check_settings, setting_types
 
 __all__ = ["LOGGERS", "Sink", "Tracker", "check_keys", "check_loggers", "open_loggers"]
 
-_FILES: dict[str, Callable[..., Sink]] = {"tensorboard": Events, "csv": Table}
 _TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": open_wandb, "swanlab": open_swanlab}
 LOGGERS: Mapping[str, Mapping[str, Any]] = {  # settings of each and their types
     "tensorboard": setting_types(Events, only=["videos"]),
@@ -79,17 +78,21 @@ def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: i
     Raises:
         ValueError: a tracker of a new run cannot be begun.
     """
-    sinks, refusal = [], None
+    sinks: list[Sink] = []
+    refusal = None
     if parallel.is_main():
-        memory = Memory(folder, resumed=after is not None)
+        written = [] if after is None else entries(folder / "metrics.jsonl")
+        memory = Memory(folder, after is not None, written)
+        evaluated = any(entry["step"] == after and kind_of(entry) == "eval" for entry in written)
 
         def open_tracker(name: str) -> None:
             sinks.append(_TRACKERS[name](folder, memory.id_of(name), memory.logged(name), **chosen[name]))
 
         for name in chosen:
-            if name in _FILES:
-                arguments = [] if name == "csv" else [-1 if after is None else after]
-                sinks.append(_FILES[name](folder, *arguments, **chosen[name]))
+            if name == "csv":
+                sinks.append(Table(folder))
+            elif name == "tensorboard":
+                sinks.append(Events(folder, -1 if after is None else after, evaluated, **chosen[name]))
             elif after is not None:
                 attempt(f"what {name} logs", partial(open_tracker, name), "the run goes on without it", Exception)
             else:

@@ -21,7 +21,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from vla_algos.run.files import Appended
 from vla_algos.run.folder import flat
-from vla_algos.run.loggers.sink import Sink
+from vla_algos.run.loggers.sink import Sink, kind_of
 from vla_algos.run.loggers.videos import as_gif
 
 _COMPARED = ("eval/success_once", "env/success_once")  # what the table of runs shows beside their settings
@@ -34,20 +34,24 @@ class Events(Sink):
         folder: of the run.
         after: iterations that are done when a run is resumed: TensorBoard then hides what an interrupted process wrote
             beyond them. ``None`` hides nothing.
+        evaluated: the evaluation after those was logged already, and comes again.
         videos: write videos too, as GIFs.
     """
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, after: int | None = None, *, videos: bool = False):
+    def __init__(self, folder: Path, after: int | None = None, evaluated: bool = False, *, videos: bool = False):
         self._folder, self._videos = folder, videos
+        self._evaluated = after if evaluated else None
         self._events = Appended(folder / "tensorboard" / _events_name())
         self._add(file_version="brain.Event:2")
         if after is not None:
             self._add(step=after + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write numbers."""
+        """Write numbers, but for those of an evaluation that it has."""
+        if step == self._evaluated and kind_of(metrics) == "eval":
+            return
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(step=step, summary=Summary(value=values))
 
@@ -62,7 +66,7 @@ class Events(Sink):
 
     def log_videos(self, videos: Mapping[str, Path], step: int) -> None:
         """Write videos as images that move, if asked."""
-        if not self._videos:
+        if not self._videos or (step == self._evaluated and kind_of(videos) == "eval"):
             return
         for name, path in videos.items():
             gif, height, width = as_gif(path)

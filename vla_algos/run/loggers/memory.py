@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vla_algos.run.files import attempt, write_atomically
 from vla_algos.run.loggers.sink import kind_of
-from vla_algos.run.loggers.table import entries
 
 
 class Memory:
     """Reads ``loggers.json`` of a run that is resumed; a new run begins without.
 
     Args:
-        folder: of the run; ``metrics.jsonl`` is still as the process before has left it.
+        folder: of the run.
         resumed: the run goes on.
+        written: the lines of ``metrics.jsonl`` as the process before has left them.
     """
 
-    def __init__(self, folder: Path, resumed: bool):
+    def __init__(self, folder: Path, resumed: bool, written: Sequence[Mapping[str, Any]]):
         self._path = folder / "loggers.json"
         self._trackers: dict[str, dict[str, Any]] = _read(self._path) if resumed else {}
         before: dict[str, int] = {}
-        for entry in entries(folder / "metrics.jsonl") if self._trackers else []:
+        for entry in written:
             kind = kind_of(entry)
             before[kind] = max(entry["step"], before.get(kind, -1))
         for tracker in self._trackers.values():
             if tracker["active"]:  # what was written to metrics.jsonl was logged there too
                 logged = tracker["logged"]
-                tracker["logged"] = {kind: max(step, logged.get(kind, -1)) for kind, step in before.items()} or logged
+                logged |= {kind: max(step, logged.get(kind, -1)) for kind, step in before.items()}
             tracker["active"] = False
 
     def id_of(self, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,6 @@ class Sink:
         raise NotImplementedError
 
 
-def kind_of(metrics: Mapping[str, float]) -> str:
-    """Tell evaluations from training: of an iteration that an interruption falls into, either may come again alone."""
+def kind_of(metrics: Iterable[str]) -> str:
+    """Tell names of an evaluation from those of training: of an iteration, either may come again without the other."""
     return "eval" if any(name.startswith("eval") for name in metrics) else "train"

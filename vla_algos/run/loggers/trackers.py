@@ -54,7 +54,7 @@ class Tracker(Sink):
 
     def log_videos(self, videos: Mapping[str, Path], step: int) -> None:
         """Log videos, but for those that it has."""
-        if self._as_video is None or step <= self._logged.get(kind_of(dict.fromkeys(videos, 0.0)), -1):
+        if self._as_video is None or step <= self._logged.get(kind_of(videos), -1):
             return
         self._logger.log_metrics({name: self._as_video(path) for name, path in videos.items()}, step=step)
 

@@ -20,11 +20,9 @@ def as_gif(path: Path) -> tuple[bytes, int, int]:
         OSError: it cannot be read.
     """
     with imageio.get_reader(path) as reader:
-        fps = reader.get_meta_data()["fps"]
-        frames = list(reader)
-    height, width = frames[0].shape[:2]
-    every = -(-max(height, width) // _LARGEST)
-    frames = [frame[::every, ::every] for frame in frames]
+        about = reader.get_meta_data()
+        every = -(-max(about["size"]) // _LARGEST)
+        frames = [frame[::every, ::every] for frame in reader]
     gif = io.BytesIO()
-    imageio.mimwrite(gif, frames, format="GIF", duration=1000 / fps, loop=0)
+    imageio.mimwrite(gif, frames, format="GIF", duration=1000 / about["fps"], loop=0)
     return gif.getvalue(), *frames[0].shape[:2]
