@@ -40,7 +40,10 @@ NAMES = [  # what is typed, and the words that the line has
     ("ppo launcher.gpu=1", r"launcher=slurm has launcher\.gpus: type launcher=slurm launcher\.gpus=VALUE"),
     ("ppo launcher=slurm launcher.gpu=1", r"did you mean launcher\.gpus"),
     ("ppo logger=[csv,wand]", "unknown logger 'wand'; did you mean wandb"),
-    ("ppo logger.wandb.mode=offline", r"logger=wandb has logger\.wandb\.mode: type logger=wandb logger\.wandb\.mode=VALUE"),
+    (
+        "ppo logger.wandb.mode=offline",
+        r"logger=wandb has logger\.wandb\.mode: type logger=wandb logger\.wandb\.mode=VALUE",
+    ),
     ("ppo logger=[csv,wandb] logger.wandb.mod=x", r"did you mean logger\.wandb\.mode"),
     ("evaluate logger=csv", r"logger is a setting of grpo\.py, not of evaluate\.py"),
     ("ppo policy.lora_rank=8", "policy=openvla has policy.lora_rank: type policy=openvla"),

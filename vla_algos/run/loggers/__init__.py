@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +16,6 @@ from vla_algos.run.loggers.memory import Memory
 from vla_algos.run.loggers.sink import Sink, kind_of
 from vla_algos.run.loggers.table import Table, entries
 from vla_algos.run.loggers.trackers import Tracker, has_key, open_swanlab, open_wandb
-from vla_common.program import one_line
 from vla_common.settings import check_settings, setting_types
 
 __all__ = ["LOGGERS", "Sink", "Tracker", "check_keys", "check_loggers", "open_loggers"]
@@ -57,8 +57,7 @@ def check_keys(chosen: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     goes_on = any((folder / "checkpoints").glob("step_*"))  # which it does without
     for name, settings in chosen.items() if parallel.is_main() and not goes_on else ():
         if name in _TRACKERS and settings.get("mode", "online") == "online" and not has_key(name):
-            refusal = f"there is no API key of yours; type: {name} login, or logger.{name}.mode=offline"
-            refusal = f"logger={name}: {refusal}"
+            refusal = f"logger={name}: there is no API key of yours; type: {name} login, or logger.{name}.mode=offline"
     if refusal := parallel.broadcast_object(refusal):
         raise ValueError(refusal)
 
@@ -99,14 +98,16 @@ def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: i
                 try:
                     open_tracker(name)
                 except Exception as error:
-                    reason = one_line(str(error))
-                    refusal = f"logger={name}: {reason}; to log without a network: logger.{name}.mode=offline"
+                    reason = str(error).strip().partition("\n")[0]
+                    refusal = f"logger={name}: {reason}; to log without a network type logger.{name}.mode=offline"
                     break
-        if refusal:
-            for sink in sinks:
-                sink.close(failed=True)
+        trackers = [sink for sink in sinks if isinstance(sink, Tracker)]
+        if refusal is None:
+            memory.keep([tracker.name for tracker in trackers])
         else:
-            memory.keep([sink.name for sink in sinks if isinstance(sink, Tracker)])
+            for tracker in trackers:
+                with contextlib.suppress(Exception):
+                    tracker.close(failed=True)
     if refusal := parallel.broadcast_object(refusal):
         raise ValueError(refusal)
     return sinks
