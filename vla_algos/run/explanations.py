@@ -114,6 +114,8 @@ def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | N
 def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Path) -> str:
     if whole := next((argument for argument in arguments if argument.startswith((f"{name}={{", f"{name}=["))), None):
         return f"{whole}: is a section; type its settings one by one: {name}.NAME=VALUE"
+    if other := next((each for each in _choosing(name, conf) if each != recipe), None):
+        return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"
     known = sorted(_known(recipe, arguments, conf), key=lambda each: each.count("."))
     section = name.partition(".")[0]
     elsewhere = {  # settings that come with another file of the group
@@ -131,6 +133,14 @@ def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Pat
         if name not in elsewhere and name in _names(OmegaConf.to_container(compose_settings(other, [], conf))):
             return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"
     return str(unknown_name("setting", name, known))
+
+
+def _choosing(group: str, conf: Path) -> Iterator[str]:
+    """Yield the recipes that choose a file of a group."""
+    for file in sorted(conf.glob("*.yaml")) if group and (conf / group).is_dir() else ():
+        defaults = (yaml.safe_load(file.read_text()) or {}).get("defaults", [])
+        if any(isinstance(each, dict) and group in each for each in defaults):
+            yield file.stem
 
 
 def _place(file: Path, section: str) -> str:
