@@ -1,5 +1,6 @@
 """Every recipe runs for two iterations: as programs, and with other settings in this process."""
 
+import csv
 import json
 
 import pytest
@@ -64,6 +65,18 @@ def test_ppo_leaves_policy_checkpoints_curves_videos_and_a_table(ppo_run):
     assert list((folder / "videos").rglob("*.mp4"))
     assert list((folder / "tensorboard").glob("events.*"))
     assert (folder.parent / "latest").resolve() == folder.resolve()
+
+
+def test_another_logger_takes_the_place_of_tensorboard_and_is_named_at_the_end(tmp_path):
+    folder = tmp_path / "run"
+    run = recipe_here("ppo", folder, *TOY_PPO, "logger=csv", "evaluate_every=1")
+    assert f"curves       {folder / 'metrics.csv'}" in run.stdout
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert rows[0]["train/loss"] == ""
+    assert all(row["train/loss"] and row["eval/success_once"] for row in rows[1:])
+    assert not (folder / "tensorboard").exists()
 
 
 @pytest.fixture(scope="module")

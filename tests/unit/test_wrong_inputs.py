@@ -39,6 +39,13 @@ NAMES = [  # what is typed, and the words that the line has
     ("ppo +env.img_size=3", r"unknown setting 'env\.img_size'; did you mean env\.image_size"),
     ("ppo launcher.gpu=1", r"launcher=slurm has launcher\.gpus: type launcher=slurm launcher\.gpus=VALUE"),
     ("ppo launcher=slurm launcher.gpu=1", r"did you mean launcher\.gpus"),
+    ("ppo logger=[csv,wand]", "unknown logger 'wand'; did you mean wandb"),
+    (
+        "ppo logger.wandb.mode=offline",
+        r"logger=wandb has logger\.wandb\.mode: type logger=wandb logger\.wandb\.mode=VALUE",
+    ),
+    ("ppo logger=[csv,wandb] logger.wandb.mod=x", r"did you mean logger\.wandb\.mode"),
+    ("evaluate logger=csv", r"logger is a setting of grpo\.py, not of evaluate\.py"),
     ("ppo policy.lora_rank=8", "policy=openvla has policy.lora_rank: type policy=openvla"),
     ("ppo env.id=metaworld/reach-v2", r"'reach-v2'; did you mean reach-v3"),
     ("ppo env.id=reach-v3", "did you mean metaworld/reach-v3"),

@@ -13,6 +13,7 @@ from vla_algos.imitation import BehaviourCloning
 from vla_algos.placement import DEFAULTS, Placement, split_roles
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.launcher_settings import check_job, count_processes, launcher_types
+from vla_algos.run.loggers import LOGGERS, check_loggers
 from vla_algos.run.roles import read_placement
 from vla_algos.run.sharding import Sharding, check_shards
 from vla_algos.run.warm_start import record
@@ -38,6 +39,7 @@ CLONING: Types = {
     "cloning": setting_types(BehaviourCloning, without=["policy", "demonstrations"]),
     "checkpoint_every": Count,
     "resume": RESUME,
+    "logger": dict.fromkeys(LOGGERS, dict[str, Any]),  # check_loggers says what they may have
 }
 TRAINING: Types = {
     **CLONING,
@@ -116,6 +118,7 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
                 raise _unknown(f"{name}.{setting}", types)
         check_settings(name, value, expected)
         found[name] = Section(name, value)
+    check_loggers(found.get("logger", {}))
     if found["launcher"]["name"] == "slurm":
         shared = {f"{section}.{name}": found.get(section, {}).get(name) for section, name in _SHARED}
         launcher = found["launcher"]

@@ -47,7 +47,8 @@ def _explained(error: BaseException, recipe: str, arguments: Sequence[str], conf
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if not group and "primary config" in text:
             return str(unknown_name("configuration", name, [path.stem for path in conf.glob("*.yaml")]))
-        return str(unknown_name(group or "configuration", name, [str(option) for option in error.options or ()]))
+        options = error.options or [path.stem for path in sorted((conf / group).glob("*.yaml"))]  # none of a list
+        return str(unknown_name(group or "configuration", name, [str(option) for option in options]))
     if isinstance(error, OverrideParseException):
         name, _, value = error.override.partition("=")
         quoted = f"""'{name}="{value}"'"""
@@ -113,13 +114,16 @@ def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | N
 def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Path) -> str:
     if whole := next((argument for argument in arguments if argument.startswith((f"{name}={{", f"{name}=["))), None):
         return f"{whole}: is a section; type its settings one by one: {name}.NAME=VALUE"
+    if other := next((each for each in _choosing(name, conf) if each != recipe), None):
+        return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"
     known = sorted(_known(recipe, arguments, conf), key=lambda each: each.count("."))
     section = name.partition(".")[0]
     elsewhere = {  # settings that come with another file of the group
-        f"{section}.{setting}": file.stem
+        f"{place}.{setting}": file.stem
         for file in sorted((conf / section).glob("*.yaml"), reverse=True)  # of several, the first is named
+        for place in [_place(file, section)]
         for setting in yaml.safe_load(file.read_text()) or {}
-        if f"{section}.{setting}" not in known and setting != "defaults"
+        if f"{place}.{setting}" not in known and setting != "defaults"
     }
     nearest = next(iter(nearest_names(name, [*known, *elsewhere])), None)
     if nearest in elsewhere:
@@ -131,13 +135,27 @@ def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Pat
     return str(unknown_name("setting", name, known))
 
 
+def _choosing(group: str, conf: Path) -> Iterator[str]:
+    """Yield the recipes that choose a file of a group."""
+    for file in sorted(conf.glob("*.yaml")) if group and (conf / group).is_dir() else ():
+        defaults = (yaml.safe_load(file.read_text()) or {}).get("defaults", [])
+        if any(isinstance(each, dict) and group in each for each in defaults):
+            yield file.stem
+
+
+def _place(file: Path, section: str) -> str:
+    """Return where the settings of a file of a group come: several loggers have a section each."""
+    package = re.match(rf"# @package ({section}\.\w+)", file.read_text())
+    return package[1] if package else section
+
+
 def _known(recipe: str, arguments: Sequence[str], conf: Path) -> list[str]:
     """List the settings that there are with the files that were chosen."""
     flags = read_flags(arguments)
     chosen = [
         f"{group}={name}"
         for group, _, name in (argument.lstrip("+").partition("=") for argument in flags.overrides)
-        if (conf / group).is_dir() and not name.startswith(("{", "["))
+        if (conf / group).is_dir() and not name.startswith("{" if group == "logger" else ("{", "["))
     ]
     if flags.config_dir is not None:
         chosen.append(f"hydra.searchpath=[file://{Path(flags.config_dir).resolve()}]")

@@ -72,7 +72,7 @@ def note_start(config: SimpleNamespace, folder: Path) -> bool:
         for pattern in _LEFTOVERS:
             for path in folder.glob(pattern):
                 remove(path)
-        write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(_plain(config))))
+        write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))))
         record_start(folder)
 
     return attempt(f"config.yaml or run.json of {folder}", write, "the run goes on, and tries again")
@@ -139,7 +139,7 @@ def _check_place(folder: Path) -> None:
 def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not (folder / "config.yaml").is_file():
         return
-    before, now = flat(settings_of(folder)), flat(_plain(config))
+    before, now = flat(settings_of(folder)), flat(plain(config))
     if (recipe := before.get("recipe", config.recipe)) != config.recipe:
         raise ValueError(f"{folder} is of recipes/{recipe}.py, not {config.recipe}.py; take another: hydra.run.dir=...")
     if not hasattr(config, "resume"):
@@ -155,7 +155,7 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not before:
         tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
         return
-    free = ("resume", "launcher.", *(_OF_PROCESSES if getattr(config, "resume", None) == "elastic" else ()))
+    free = ("resume", "launcher.", "logger.", *(_OF_PROCESSES if getattr(config, "resume", None) == "elastic" else ()))
     keys = [key for key in before.keys() | now.keys() if not key.startswith(free)]
     other = sorted(key for key in keys if before.get(key) != now.get(key))
     if {"seed", "env.id", "episode_order"} & set(other):
@@ -174,7 +174,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
-def _plain(config: SimpleNamespace) -> dict[str, Any]:
+def plain(config: SimpleNamespace) -> dict[str, Any]:
+    """Return settings and sections as dictionaries."""
     return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(config).items()}
 
 

@@ -1,27 +1,21 @@
-"""Where the numbers go: TensorBoard and a JSON-lines file, always; other TorchRL loggers on request."""
+"""Where the numbers go: a JSON-lines file, always, and the loggers that were chosen."""
 
 from __future__ import annotations
 
 import functools
-import io
 import json
 import os
-import platform
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import imageio
 import numpy as np
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torchrl.record.loggers import Logger
 from tqdm import tqdm
 
 from vla_algos import parallel
 from vla_algos.run.files import Appended, attempt, finite_or_none, write_atomically
+from vla_algos.run.loggers.sink import Sink, kind_of
 
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
@@ -30,64 +24,71 @@ def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
 
 
 class RunLogger:
-    """Writes ``metrics.jsonl`` (one line per call) and ``tensorboard/`` into a folder, both at once.
+    """Writes ``metrics.jsonl`` into a folder, one line per call and at once, and gives the numbers to the loggers.
 
-    Of several processes the first one does. What a full disk refuses is written later, when there is room.
+    Of several processes the first one does. What a full disk refuses is written later, when there is room; a logger
+    that fails is left out of that call, which is said once.
 
     Args:
         folder: of the run.
         after: iterations that are done when a run is resumed: what an interrupted process wrote beyond them goes, and
             what comes is appended. ``None`` keeps everything.
-        others: further TorchRL loggers, for example ``torchrl.record.loggers.wandb.WandbLogger(...)``.
+        sinks: loggers, see :func:`~vla_algos.run.loggers.open_loggers`, which comes before.
     """
 
-    def __init__(self, folder: Path, after: int | None = None, others: Sequence[Logger] = ()):
-        self._writes = parallel.is_main()
+    def __init__(self, folder: Path, after: int | None = None, sinks: Sequence[Sink] = ()):
+        self._writes, self._sinks, self._closed = parallel.is_main(), sinks, False
         if not self._writes:
             return
         path = folder / "metrics.jsonl"
-        self._lines, self._events = Appended(path), Appended(folder / "tensorboard" / _events_name())
-        self._others = others
-        self._add_event(file_version="brain.Event:2")
+        self._lines = Appended(path)
         if after is not None:
             attempt(f"{path} without what comes again", lambda: _forget(path, after), "some of its lines come twice")
-            # TensorBoard then hides what an interrupted process wrote beyond.
-            self._add_event(step=after + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write numbers; those that are not finite become ``null`` in the file, as JSON has no NaN."""
         if not self._writes:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
-        finite = finite_or_none(numbers)
-        self._lines.append(json.dumps({"step": step, **finite}).encode() + b"\n")
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._add_event(step=step, summary=Summary(value=values))
-        for logger in self._others:
-            log = functools.partial(logger.log_metrics, dict(metrics), step=step)
-            attempt(f"what {type(logger).__name__} logs", log, "the run goes on without it", Exception)
+        self._lines.append(json.dumps({"step": step, **finite_or_none(numbers)}).encode() + b"\n")
+        self._give("what {} logs", lambda sink: sink.log(numbers, step))
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        """Give the settings of the run to the loggers."""
+        self._give("the settings for {}", lambda sink: sink.log_settings(settings))
+
+    def log_videos(self, prefix: str, paths: Sequence[Path], step: int) -> None:
+        """Give videos to the loggers, as ``<prefix>/video_0``, ... in each iteration."""
+        videos = {f"{prefix}/video_{index}": path for index, path in enumerate(paths)}
+        if videos:
+            self._give("videos for {}", lambda sink: sink.log_videos(videos, step))
+
+    def where(self) -> list[str]:
+        """Say for each logger how one looks at what it has."""
+        return [sink.where() for sink in self._sinks]
 
     def sync(self) -> None:
         """Flush the files to disk."""
         if self._writes:
             self._lines.sync()
-            self._events.sync()
+            self._give("the file for {}", lambda sink: sink.sync())
 
-    def close(self) -> None:
-        """Write what a full disk has refused, if there is room now."""
-        if self._writes:
+    def close(self, failed: bool = False) -> None:
+        """Write what a full disk has refused, if there is room now, and end the runs of the loggers, once.
+
+        Args:
+            failed: the run was broken off.
+        """
+        if self._writes and not self._closed:
+            self._closed = True
             self._lines.close()
-            self._events.close()
+            self._give("the end of what {} logs", lambda sink: sink.close(failed))
 
-    def _add_event(self, **what: Any) -> None:
-        record = io.BytesIO()
-        RecordWriter(record).write(Event(wall_time=time.time(), **what).SerializeToString())
-        self._events.append(record.getvalue())
-
-
-def _events_name() -> str:
-    """Name a file as TensorBoard wants it; it shows all of a folder, in the order of their names, as one curve."""
-    return f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
+    def _give(self, what: str, give: Callable[[Sink], object]) -> None:
+        if not self._writes:
+            return
+        for sink in self._sinks:
+            attempt(what.format(sink.name), functools.partial(give, sink), "the run goes on without it", Exception)
 
 
 def _forget(path: Path, after: int) -> None:
@@ -114,7 +115,7 @@ def _stays(line: bytes, after: int) -> bool:
     step = entry.get("step") if isinstance(entry, dict) else None
     if not isinstance(step, int):
         return True
-    return step < after or (step == after and not any(name.startswith("eval") for name in entry))
+    return step < after or (step == after and kind_of(entry) != "eval")
 
 
 def write_video(path: Path, frames: np.ndarray, fps: float) -> Path:

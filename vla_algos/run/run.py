@@ -26,7 +26,8 @@ from vla_algos.run.comparing import before_and_after
 from vla_algos.run.episode_log import finished_episodes
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
 from vla_algos.run.files import write_folder_atomically
-from vla_algos.run.folder import finish_folder, note_start, open_folder, say_what_differs
+from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
+from vla_algos.run.loggers import check_keys, open_loggers
 from vla_algos.run.logging import RunLogger, progress_bar
 from vla_algos.run.origin import differences, env_of, note_origin
 from vla_algos.run.phase import begin_work
@@ -101,7 +102,9 @@ class Run:
         if hasattr(config, "demonstrations"):
             self.demonstration_seed = demonstration_seed(config.seed, config.eval["seed"])
             self._check_warm_start()
+        check_keys(getattr(config, "logger", {}), folder)
         self._lock = open_folder(config, folder)
+        self._logger = RunLogger(folder)  # that of the loop comes with it
         self._noted = False
         self.differs: dict[str, tuple[Any, Any]] = {}
         self.state: dict = {}
@@ -111,8 +114,9 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         timeline.end()
+        self._logger.close(failed=kind is not None)
         if self._lock is not None:
             self._lock.release()
 
@@ -274,8 +278,10 @@ class Run:
                 if parallel.is_main():
                     print(f"resumed after {resumed} iterations")
                 say_what_differs(self.folder)
+            sinks = open_loggers(self.config.logger, self.folder, resumed)
             self._note_start()
-            self._logger = RunLogger(self.folder, after=-1 if resumed is None else resumed)
+            self._logger = RunLogger(self.folder, -1 if resumed is None else resumed, sinks)
+            self._logger.log_settings(plain(self.config))
             self._started -= self._checkpoints.seconds
             self.state = self._checkpoints.run_state
             if self.config.resume == "force":  # other settings may not end where the last ones did
@@ -514,12 +520,14 @@ class Run:
         for result in results.values():
             if result.failure:  # if the simulator is broken for good, the next iteration ends the run
                 self.write(f"{title}: {result.failure}")
-        save_videos(self.folder / "videos" / f"iteration_{iteration:04d}", results["eval"], self._fps)
+        folder_of_videos = self.folder / "videos" / f"iteration_{iteration:04d}"
+        videos = save_videos(folder_of_videos, results["eval"], self._fps)
         metrics = {name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()}
         self.state["evaluations"].append((results["eval"].table(), metrics))
         if (collector := self._parts.get("collector")) is not None:
             cast(BaseCollector, collector).reset()  # the evaluation used the same simulators
         self._logger.log({**metrics, "time/elapsed": time.perf_counter() - self._started}, iteration)
+        self._logger.log_videos("eval", videos, iteration)
 
     def _finish(self) -> None:
         seconds = time.perf_counter() - self._started
@@ -532,7 +540,8 @@ class Run:
         if "ended" in self.state:
             print(f"\nstopped: {self.state['ended']}")
         compared = before_and_after(self.folder, self.evaluator.mean_of) if parallel.is_main() else []
-        summarise(self.name.upper(), self.folder, describe_spec(self.spec), evaluations, compared, speed, seconds)
+        curves, spec = self._logger.where(), describe_spec(self.spec)
+        summarise(self.name.upper(), self.folder, spec, evaluations, compared, speed, seconds, curves)
         if self._failure:
             raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {self._failure}")
 

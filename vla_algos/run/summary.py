@@ -58,6 +58,7 @@ def summarise(
     compared: Sequence[str],
     speed: float | None,
     seconds: float,
+    curves: Sequence[str] = (),
 ) -> None:
     """Print what a training run did and where everything is.
 
@@ -69,6 +70,7 @@ def summarise(
         compared: tables of :func:`~vla_algos.run.comparing.before_and_after`.
         speed: environment steps per second in training; ``None`` where there were none.
         seconds: the run took.
+        curves: how one looks at what each logger has.
     """
     print(f"\n{setting}")
     shown = {f"after {title}": evaluations[-1]}
@@ -85,7 +87,7 @@ def summarise(
         "time": f"{seconds / 60:.1f} minutes{median}",
         "policy": folder / "policy",
         "checkpoints": folder / "checkpoints",
-        "curves": f"tensorboard --logdir {folder}   (and {folder / 'metrics.jsonl'})",
+        "curves": f"\n{' ' * 13}".join([*curves, str(folder / "metrics.jsonl")]),
         "videos": folder / "videos",
     }
     if not (folder / "videos").is_dir():
