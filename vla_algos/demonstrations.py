@@ -148,6 +148,10 @@ class Samples:
     def __contains__(self, key: str) -> bool:
         return key in self.data
 
+    def select(self, *names: str) -> Samples:
+        """Return the rows with some of the entries only."""
+        return Samples(self.data.select(*names), self.rows)
+
     def choose(self, chosen: Tensor) -> Samples:
         """Return the rows where ``chosen``, bool ``[len]``, is true."""
         rows = torch.arange(len(self)) if self.rows is None else self.rows
