@@ -10,7 +10,9 @@ FPS = 80  # Meta-World's
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
-def write_lerobot(folder, episodes, *, version="v3.0", fps=FPS, video=False, state="observation.state", action="action"):
+def write_lerobot(
+    folder, episodes, *, version="v3.0", fps=FPS, video=False, state="observation.state", action="action"
+):
     """Write ``episodes`` and return ``folder``.
 
     Each is ``{"task": text, "states": [T, S], "actions": [T, A], "images": {camera: uint8 [T, H, W, 3]}}``. In v3 all
@@ -185,7 +187,9 @@ def _stats(episode):
         pixels = images.reshape(-1, 3) / 255.0
         numbers = {"min": pixels.min(0), "max": pixels.max(0), "mean": pixels.mean(0), "std": pixels.std(0)}
         numbers |= {kind: np.quantile(pixels, share, axis=0) for kind, share in QUANTILES.items()}
-        found[name] = {kind: value[:, None, None].tolist() for kind, value in numbers.items()} | {"count": [len(images)]}
+        found[name] = {kind: value[:, None, None].tolist() for kind, value in numbers.items()} | {
+            "count": [len(images)]
+        }
     return found
 
 

@@ -93,7 +93,9 @@ def test_samples_are_the_frames_that_were_written(written, policy):
     images = np.concatenate([episode["images"][CAMERA] for episode in episodes])
     video = LeRobotFolder.read(folder).cameras[CAMERA].video
     assert np.abs(rows[keys.IMAGES].numpy().astype(int) - images).max() <= (3 if video else 0)
-    assert decode(rows[keys.TASK_DESCRIPTIONS]) == [TASKS[n] for n, k in zip((0, 1, 0), LENGTHS, strict=True) for _ in range(k)]
+    assert decode(rows[keys.TASK_DESCRIPTIONS]) == [
+        TASKS[n] for n, k in zip((0, 1, 0), LENGTHS, strict=True) for _ in range(k)
+    ]
     assert rows[keys.TASK_ID].tolist() == [0] * 7 + [1] * 4 + [0] * 5
     assert rows[keys.TRIAL_ID].tolist() == [0] * 7 + [0] * 4 + [1] * 5  # counted for each task
     assert rows[keys.EPISODE].tolist() == [0] * 7 + [1] * 4 + [2] * 5
@@ -209,10 +211,10 @@ def test_versions_that_are_not_read_say_what_converts_them(plain, tmp_path, vers
         ({"observation.state": None}, r"has no states: none of its features is observation\.state or state, there are"),
         ({"action": None}, r"has no actions: none of its features is action or actions"),
         ({CAMERA: None, WRIST: None}, r"no camera is among its features, observation\.state, action"),
-        ({"action": {"dtype": "float32", "shape": [7]}}, r"its action has 7 numbers, an action of metaworld/.* has 4;"),
-        ({"observation.state": {"dtype": "float32", "shape": [9]}}, r"its observation\.state has 9 numbers, a state of"),
-        ({CAMERA: {"dtype": "image", "shape": [3, 48, 64]}}, r"has 48 x 64 pixels, .* 16 x 16 here; type env\.image_siz"),
-        ({WRIST: {"dtype": "image", "shape": [16, 16, 3]}, "observation.images.side": {"dtype": "image", "shape": [16, 16, 3]}},
+        ({"action": {"dtype": "float32", "shape": [7]}}, r"its action has 7 numbers, an action of metaworld/.* has 4"),
+        ({"observation.state": {"dtype": "float32", "shape": [9]}}, r"its observation\.state has 9 numbers, a state"),
+        ({CAMERA: {"dtype": "image", "shape": [3, 48, 64]}}, r"has 48 x 64 pixels, .* 16 x 16 here; type env\.image"),
+        ({"observation.images.side": {"dtype": "image", "shape": [16, 16, 3]}},
          r"is not clear from their names; type demonstrations\.camera=NAME, one of .*top, .*wrist, .*side"),
     ],
 )  # fmt: skip
@@ -307,10 +309,15 @@ def checkpoint(kind, folder):
     if kind.startswith("pi0"):
         make_pi0(folder, f"{kind}_tiny")
         return Pi0.from_pretrained(folder, benchmark="metaworld", config_name=f"{kind}_metaworld", num_action_chunks=3)
-    make_checkpoint(folder)
+    make_checkpoint(folder, heads=kind == "oft_l1")
     if kind == "openvla":
         return OpenVLA.from_pretrained(folder, benchmark="metaworld")
-    settings = {"layout": "rlinf", "num_action_chunks": 3, "head": kind.removeprefix("oft_")}
+    settings: dict = {
+        "layout": "official",
+        "num_action_chunks": 3,
+        "head": kind.removeprefix("oft_"),
+        "use_proprio": False,
+    }
     return OpenVLAOFT.from_pretrained(folder, benchmark="metaworld", **settings)
 
 
@@ -370,6 +377,7 @@ def test_what_is_saved_has_the_statistics(kind, plain, tmp_path):
 def test_prompts_list_states_by_the_new_statistics(plain, tmp_path):
     """pi0.5 writes normalised states into its prompt: tokens are made after the statistics are set."""
     policy = checkpoint("pi05", tmp_path / "checkpoint")
+    policy.preset = replace(policy.preset, state_in_prompt=True)  # as in RoboTwin
     before, _ = read(SPEC, policy, 1, {"folder": str(plain), "stride": 1})
     old = before[:4][keys.PROMPT_TOKENS]
     after, _ = read(SPEC, policy, 1, {"folder": str(plain), "stride": 1, "statistics": "demonstrations"})
@@ -377,6 +385,25 @@ def test_prompts_list_states_by_the_new_statistics(plain, tmp_path):
     assert not torch.equal(new[keys.PROMPT_TOKENS], old)
     fresh = policy.prompt_tokens(decode(new[keys.TASK_DESCRIPTIONS]), new[keys.STATES])
     assert torch.equal(new[keys.PROMPT_TOKENS], fresh)
+
+
+def test_statistics_are_of_what_the_model_predicts(tmp_path):
+    """Relative actions of pi0 in LIBERO; a gripper that OpenVLA sees as closed or open is not normalised."""
+    random = torch.Generator().manual_seed(0)
+    actions, states = torch.rand(50, 3, 7, generator=random), torch.rand(50, 8, generator=random)
+    actions[..., 6] = torch.where(actions[..., 6] < 0.5, -1.0, 1.0)
+    counted = torch.ones(50, 3, dtype=torch.bool)
+    settings = {"benchmark": "libero", "config_name": "pi0_libero", "num_action_chunks": 3}
+    pi0 = Pi0.from_pretrained(make_pi0(tmp_path / "pi0"), **settings)
+    assert pi0.preset.relative
+    pi0.take_statistics("new", actions, states, counted)
+    found = pi0.to_model(actions, states).flatten(0, 1)
+    assert torch.allclose(found.mean(0), torch.zeros(7), atol=1e-4)
+    assert torch.allclose(found.std(0, correction=0), torch.ones(7), atol=1e-4)
+    openvla = OpenVLA.from_pretrained(make_checkpoint(tmp_path / "openvla"), benchmark="libero")
+    openvla.take_statistics("new", actions, states, counted)
+    assert openvla.statistics.action.mask == (True,) * 6 + (False,)
+    assert torch.equal(openvla.to_simulator(openvla.to_model(actions))[..., 6], actions[..., 6])
 
 
 def test_percentiles_of_a_gripper_that_hardly_moves_are_its_extremes():

@@ -146,7 +146,7 @@ class LeRobotDemonstrations:
         lines = [
             f"{folder.path}: a data set of LeRobot v{folder.version[0]}.{folder.version[1]}, {folder.episodes:,} "
             f"episodes with {folder.frames:,} frames, {folder.fps:g} a second; {cameras}",
-            f"  every frame of {self.stride} is learnt from (demonstrations.stride); episodes, noise, noise_correlation "
+            f"  of {self.stride} frames one is learnt from (demonstrations.stride); episodes, noise, noise_correlation "
             "and max_steps are settings of a recording and change nothing",
         ]
         return "\n".join([*lines, *(f"  note: {remark}" for remark in self.remarks)])
@@ -299,7 +299,7 @@ class _Rows:
 
 
 def _number_trials(table: Table, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Number the episodes of each task from 0 on, int64 ``[F]``: what is held out is a share of each."""
+    """Count the episodes of each task from 0 on, int64 ``[F]``: what is held out is a share of each."""
     counted: dict[int, int] = {}
     numbers = []
     for task in table.task[begins].tolist():

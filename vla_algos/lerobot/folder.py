@@ -7,8 +7,8 @@ The format is that of https://github.com/huggingface/lerobot, ``codebase_version
 * v3 puts several episodes into a file, ``data/chunk-000/file-000.parquet`` and
   ``videos/CAMERA/chunk-000/file-000.mp4``, and ``meta/episodes/**/*.parquet`` and ``tasks.parquet`` say which.
 
-A camera is a column of PNG bytes (``image``) or a video (``video``). Nothing is downloaded, and nothing that is read can
-be code: JSON, parquet, PNG, JPEG and video. No path comes from the data set.
+A camera is a column of PNG bytes (``image``) or a video (``video``). Nothing is downloaded, and nothing that is read
+can be code: JSON, parquet, PNG, JPEG and video. No path comes from the data set.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ class LeRobotFolder:
             chunks = int(info.get("chunks_size", 1000))
             sizes = [int(np.prod(features[name]["shape"])) for name in (action, state)]
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise damaged(path, f"{INFO} lacks {error}" if isinstance(error, KeyError) else f"{INFO}: {error}") from None
+            raise damaged(
+                path, f"{INFO} lacks {error}" if isinstance(error, KeyError) else f"{INFO}: {error}"
+            ) from None
         if min(fps, episodes, frames, chunks, *sizes) <= 0:
             raise damaged(path, f"{INFO} has no frames")
         if not cameras:
@@ -169,7 +171,7 @@ class LeRobotFolder:
                 begin = float(row[f"videos/{camera}/from_timestamp"])
             except (KeyError, TypeError) as error:
                 raise damaged(self.path, f"meta/episodes does not say where episode {episode} is: {error}") from None
-            file = self.path / "videos" / camera / "chunk-{:03d}".format(numbers[0]) / f"file-{numbers[1]:03d}.mp4"
+            file = self.path / "videos" / camera / f"chunk-{numbers[0]:03d}" / f"file-{numbers[1]:03d}.mp4"
         if not file.is_file():
             raise damaged(self.path, f"{file.relative_to(self.path)} is missing")
         return file, begin
