@@ -199,8 +199,8 @@ def _check_split(heldout: float, out: Tensor) -> None:
         return
     what = "no demonstration is left to learn from" if out.any() else "no demonstration is held out"
     raise ValueError(
-        f"demonstrations.heldout={heldout:g}: {what}, of each task trials {_some(heldout)}, ... are; type more "
-        "demonstrations.episodes, or demonstrations.heldout=0 to learn from all"
+        f"demonstrations.heldout={heldout:g}: {what}, of each task trials {_some(heldout)}, ... are; take more "
+        "(demonstrations.episodes, where they are recorded), or type demonstrations.heldout=0 to learn from all"
     )
 
 

@@ -1,4 +1,4 @@
-"""A data set in LeRobot's layout of Meta-World's scripted experts: it solves the tasks, and recipes and LeRobot read it."""
+"""A data set of Meta-World's scripted experts in LeRobot's layout: it solves the task; recipes and LeRobot read it."""
 
 import importlib.util
 import json
@@ -77,13 +77,13 @@ def test_frames_are_what_the_simulator_showed(written, solved):
     frames = np.array([0, 5, len(images) // 2, len(images) - 1])
     read = FrameReader(found.folder).read(found.camera, frames)
     wrong = np.abs(read - images[frames]).mean((1, 2, 3))
-    assert (wrong < (4 if found.camera.video else 1e-9)).all()  # the colours of a video are coarser than its pixels
+    assert (wrong < (8 if found.camera.video else 1e-9)).all()  # the colours of a video are coarser than its pixels
     others = np.abs(read[2] - images).mean((1, 2, 3))
     assert abs(int(others.argmin()) - frames[2]) <= 1  # the frame itself; neighbours may look alike
 
 
 SFT = [*TOY[:4], "env.render_quality=minimal", "cloning.steps=6", "cloning.batch_size=8", "heldout_every=3"]
-SFT += ["eval.trials=1", "eval.videos=0", "demonstrations.heldout=0.3", "demonstrations.stride=2", "policy.dim=16"]
+SFT += ["eval.trials=1", "eval.videos=0", "demonstrations.heldout=0.34", "demonstrations.stride=2", "policy.dim=16"]
 
 
 def test_sft_learns_from_it(written, tmp_path, capsys):
@@ -95,11 +95,12 @@ def test_sft_learns_from_it(written, tmp_path, capsys):
         r"button: a data set of LeRobot v\d\.\d, 3 episodes with \d+ frames, 80 a second; images are", said
     )
     assert "expert" not in said.partition("evaluation")[0]  # nobody recorded anything
-    assert sum("heldout/loss" in line for line in metrics(run)) == 2
+    logged = [line for lines in metrics(run).values() for line in lines]
+    assert sum("heldout/loss" in line for line in logged) == 2
     kept = json.loads((run / "run.json").read_text())["demonstrations"]
     assert (kept["images"], kept["episodes"], kept["remarks"]) == (CAMERA, 3, [])
     policy = load_policy(run / "policy")
-    learnt, _ = LeRobotDemonstrations.open(written, SPEC, stride=2).for_policy(policy).split(0.3)
+    learnt, _ = LeRobotDemonstrations.open(written, SPEC, stride=2).for_policy(policy).split(0.34)
     assert torch.allclose(policy.encoder.state_mean.cpu(), learnt[keys.STATES].mean(0), atol=1e-5)
 
 

@@ -178,7 +178,7 @@ class LeRobotDemonstrations:
         if not wanted.any():
             raise ValueError(f"{self.folder.path}: no frame has an instruction of {self.spec.id}")
         rows = _Rows(self, np.flatnonzero(wanted), task_id, policy, cameras)
-        samples = Samples(rows)  # type: ignore[arg-type]  # it has what Samples asks of a TensorDict
+        samples = Samples(rows)  # which has what Samples asks of a TensorDict
         _ = samples[:1]  # what cannot be decoded or tokenised is said now
         return samples
 

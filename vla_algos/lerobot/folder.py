@@ -115,16 +115,16 @@ class LeRobotFolder:
             action = _vector(path, features, ACTIONS, "actions")
             state = _vector(path, features, STATES, "states")
             chunks = int(info.get("chunks_size", 1000))
-            sizes = [int(np.prod(features[name]["shape"])) for name in (action, state)]
+            action_dim, state_dim = (int(np.prod(features[name]["shape"])) for name in (action, state))
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise damaged(
                 path, f"{INFO} lacks {error}" if isinstance(error, KeyError) else f"{INFO}: {error}"
             ) from None
-        if min(fps, episodes, frames, chunks, *sizes) <= 0:
+        if min(fps, episodes, frames, chunks, action_dim, state_dim) <= 0:
             raise damaged(path, f"{INFO} has no frames")
         if not cameras:
             raise ValueError(f"{path}: no camera is among its features, {', '.join(features)}; take another data set")
-        return cls(path, version, fps, episodes, frames, cameras, action, state, *sizes, chunks)
+        return cls(path, version, fps, episodes, frames, cameras, action, state, action_dim, state_dim, chunks)
 
     @cached_property
     def tasks(self) -> dict[int, str]:

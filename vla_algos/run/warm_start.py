@@ -207,16 +207,17 @@ def read(
             "machines share"
         )
 
-    def made() -> tuple[Samples, Samples]:
-        is_data_set = isinstance(found, LeRobotDemonstrations)
-        samples = found.for_policy(policy) if is_data_set else for_policy(found, policy, spec)
-        return samples.split(settings.get("heldout", 0.0))
-
-    learnt, heldout = made()
+    share = settings.get("heldout", 0.0)
     if settings.get("statistics") == "demonstrations":
-        _take_statistics(policy, learnt, settings["folder"])
-        learnt, heldout = made()  # prompts may have normalised states in them
-    return learnt, heldout
+        learnt, _ = _samples(found, policy, spec).split(share)
+        _take_statistics(policy, learnt, settings["folder"])  # before prompts that have normalised states in them
+    return _samples(found, policy, spec).split(share)
+
+
+def _samples(found: DemonstrationSet | LeRobotDemonstrations, policy: VLAPolicy, spec: SimulatorSpec) -> Samples:
+    if isinstance(found, LeRobotDemonstrations):
+        return found.for_policy(policy)
+    return for_policy(found, policy, spec)
 
 
 def _take_statistics(policy: VLAPolicy, samples: Samples, folder: str) -> None:

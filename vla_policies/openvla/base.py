@@ -386,8 +386,10 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         """
         gripper = None if self.adapter.gripper is None else self.adapter.gripper.dimension
         mask = [number != gripper for number in range(self.token_dim)]
-        entry = {ACTION: {**summarise(self.adapter.to_model(actions)[step_mask]), "mask": mask}}
-        entry[PROPRIO] = summarise(self.adapter.joints.states(states))
+        entry = {
+            ACTION: {**summarise(self.adapter.to_model(actions)[step_mask]), "mask": mask},
+            PROPRIO: summarise(self.adapter.joints.states(states)),
+        }
         self.folder = replace(self.folder, statistics={**self.folder.statistics, name: entry})
         self.config = replace(self.config, unnorm_key=name)
         self.statistics = ActionStatistics.from_json(self.folder.statistics, name, self.config.statistics)
