@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,19 +123,47 @@ np.savez(
 """
 
 
-@pytest.mark.skipif(
+WRITE = """
+import sys
+import numpy as np
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+given, folder, camera, video = np.load(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "video"
+features = {
+    "observation.state": {"dtype": "float32", "shape": (4,), "names": None},
+    "action": {"dtype": "float32", "shape": (4,), "names": None},
+    camera: {"dtype": "video" if video else "image", "shape": given["images"].shape[1:], "names": ["height", "width", "channels"]},
+}
+data = LeRobotDataset.create("local/button", 80, features, root=folder, use_videos=video)
+for number in range(given["episode"].max() + 1):
+    for row in np.flatnonzero(given["episode"] == number):
+        frame = {"observation.state": given["states"][row], "action": given["actions"][row], camera: given["images"][row]}
+        data.add_frame({**frame, "task": str(given["task"])})
+    data.save_episode()
+data.finalize()
+"""  # noqa: E501
+
+by_lerobot = pytest.mark.skipif(
     not LEROBOT,
     reason="LeRobot is not installed (it asks for another torch): VLA_TORCHRL_LEROBOT_PYTHON=/path/to/a/python/with/it",
 )
+
+
+def run_lerobot(code, *arguments):
+    """Run a program in LeRobot's Python, which reaches no hub."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [LEROBOT, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**environment, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@by_lerobot
 @pytest.mark.timeout(1800)  # importing LeRobot takes its time
 @pytest.mark.parametrize("video", [False, True], ids=["images", "video"])
 def test_lerobots_own_loader_reads_the_same(solved, tmp_path, video):
     """v3, which LeRobot 0.4 reads."""
     folder = write_lerobot(tmp_path / "button", solved, video=video)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [LEROBOT, "-c", LOAD, folder, tmp_path / "read.npz", CAMERA]
-    done = subprocess.run(command, capture_output=True, text=True, env={**environment, "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_lerobot(LOAD, folder, tmp_path / "read.npz", CAMERA)
     theirs = np.load(tmp_path / "read.npz")
     ours = LeRobotFolder.read(folder)
     assert np.array_equal(theirs["states"], ours.table.states)
@@ -144,3 +173,24 @@ def test_lerobots_own_loader_reads_the_same(solved, tmp_path, video):
     images = FrameReader(ours).read(ours.cameras[CAMERA], np.arange(ours.frames))
     pixels = np.rint(theirs["images"].transpose(0, 2, 3, 1) * 255)
     assert np.array_equal(pixels, images)
+
+
+@by_lerobot
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_what_lerobot_writes_is_read(solved, tmp_path, kind):
+    """v3 as a recording of LeRobot 0.4 is; its videos are AV1."""
+    joined = {name: np.concatenate([episode[name] for episode in solved]) for name in ("states", "actions")}
+    images = np.concatenate([episode["images"][CAMERA] for episode in solved]).repeat(4, 1).repeat(4, 2)  # AV1: 64 pixels
+    episode = np.repeat(np.arange(len(solved)), [len(each["states"]) for each in solved])
+    np.savez(tmp_path / "given.npz", **joined, images=images, episode=episode, task=solved[0]["task"])
+    run_lerobot(WRITE, tmp_path / "given.npz", tmp_path / "button", CAMERA, kind)
+    found = LeRobotDemonstrations.open(tmp_path / "button", replace(SPEC, image_shape=(128, 128)))
+    table = found.folder.table
+    assert found.folder.version == (3, 0)
+    assert np.array_equal(table.states, joined["states"])
+    assert np.array_equal(table.actions, joined["actions"])
+    assert np.array_equal(table.episode, episode)
+    rows = np.arange(0, len(episode), 7)
+    wrong = np.abs(FrameReader(found.folder).read(found.camera, rows).astype(int) - images[rows]).mean((1, 2, 3))
+    assert (wrong < (6 if kind == "video" else 1e-9)).all(), wrong
