@@ -181,7 +181,9 @@ def test_lerobots_own_loader_reads_the_same(solved, tmp_path, video):
 def test_what_lerobot_writes_is_read(solved, tmp_path, kind):
     """v3 as a recording of LeRobot 0.4 is; its videos are AV1."""
     joined = {name: np.concatenate([episode[name] for episode in solved]) for name in ("states", "actions")}
-    images = np.concatenate([episode["images"][CAMERA] for episode in solved]).repeat(4, 1).repeat(4, 2)  # AV1: 64 pixels
+    images = (
+        np.concatenate([episode["images"][CAMERA] for episode in solved]).repeat(4, 1).repeat(4, 2)
+    )  # AV1: 64 pixels
     episode = np.repeat(np.arange(len(solved)), [len(each["states"]) for each in solved])
     np.savez(tmp_path / "given.npz", **joined, images=images, episode=episode, task=solved[0]["task"])
     run_lerobot(WRITE, tmp_path / "given.npz", tmp_path / "button", CAMERA, kind)

@@ -13,9 +13,10 @@ can be code: JSON, parquet, PNG, JPEG and video. No path comes from the data set
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 
 INFO = Path("meta", "info.json")
 ACTIONS, STATES = ("action", "actions"), ("observation.state", "state")  # the names that there are for them
-_COLUMNS = ("episode_index", "frame_index", "task_index")
+_COLUMNS = _EPISODE, _FRAME, _TASK = "episode_index", "frame_index", "task_index"
 _CONVERTERS = {  # by major and minor version; the modules are in LeRobot 0.3.3
     1: "python -m lerobot.datasets.v2.convert_dataset_v1_to_v2, then python -m lerobot.datasets.v21."
     "convert_dataset_v20_to_v21",
@@ -134,7 +135,7 @@ class LeRobotFolder:
         else:
             rows = _rows(self.path, self.path / "meta" / "tasks.parquet")
         try:  # pandas writes the index of a table, which v3 has the instruction for, under one of these names
-            return {int(row["task_index"]): str(row.get("task", row.get("__index_level_0__"))) for row in rows}
+            return {int(row[_TASK]): str(row.get("task", row.get("__index_level_0__"))) for row in rows}
         except (KeyError, TypeError) as error:
             raise damaged(self.path, f"its tasks lack {error}") from None
 
@@ -143,7 +144,7 @@ class LeRobotFolder:
         """What v3 says of each episode, by ``episode_index``: in which videos it is, from when."""
         files = sorted((self.path / "meta" / "episodes").rglob("*.parquet"))
         rows = [row for file in files for row in _rows(self.path, file, without="stats/")]
-        return {int(row["episode_index"]): row for row in rows}
+        return {int(row[_EPISODE]): row for row in rows}
 
     @cached_property
     def table(self) -> Table:
@@ -203,6 +204,22 @@ def parquet(path: Path) -> Any:
     return pyarrow.parquet
 
 
+@contextlib.contextmanager
+def reading(path: Path, file: Path) -> Iterator[Any]:
+    """Open a parquet file of the data set in ``path``; what goes wrong within says which file it was.
+
+    Raises:
+        ValueError: it cannot be read.
+        ModuleNotFoundError: see :func:`parquet`.
+    """
+    reader = parquet(path)
+    try:
+        yield reader.ParquetFile(file)
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's are among them
+        said = (str(error).splitlines() or ["unreadable"])[0]
+        raise damaged(path, f"{file.relative_to(path)}: {said}") from None
+
+
 def _version(path: Path, stored: str) -> tuple[int, int]:
     found = re.fullmatch(r"v?(\d+)\.(\d+)", stored)
     if found is None:
@@ -256,42 +273,36 @@ def _json_lines(path: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path, file: Path, without: str | None = None) -> list[dict[str, Any]]:
-    opened = _open(path, file)
-    names = [name for name in opened.schema_arrow.names if without is None or not name.startswith(without)]
-    found: list[dict[str, Any]] = opened.read(columns=names).to_pylist()
+    with reading(path, file) as opened:
+        names = [name for name in opened.schema_arrow.names if without is None or not name.startswith(without)]
+        found: list[dict[str, Any]] = opened.read(columns=names).to_pylist()
     return found
-
-
-def _open(path: Path, file: Path) -> Any:
-    reader = parquet(path)
-    try:
-        return reader.ParquetFile(file)
-    except Exception as error:  # pyarrow's own, OSError, ...
-        raise damaged(path, f"{file.relative_to(path)}: {str(error).splitlines()[0]}") from None
 
 
 def _read_table(folder: LeRobotFolder) -> Table:
     path, files = folder.path, sorted((folder.path / "data").rglob("*.parquet"))
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, "action", "state", "file", "group", "row")}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, "file", "group", "row")}
+    actions, states = list[np.ndarray](), list[np.ndarray]()
     for number, file in enumerate(files):
-        opened = _open(path, file)
-        sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
         names = [*_COLUMNS, folder.action, folder.state]
-        if missing := sorted(set(names) - set(opened.schema_arrow.names)):
+        with reading(path, file) as opened:
+            sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+            missing = sorted(set(names) - set(opened.schema_arrow.names))
+            columns = opened.read(columns=[name for name in names if name not in missing])
+        if missing:
             raise damaged(path, f"{file.relative_to(path)} has no {', '.join(missing)}")
-        columns = opened.read(columns=names)
-        where = f"{file.relative_to(path)}: "
+        of = f"{file.relative_to(path)}: "
         for name in _COLUMNS:
-            parts[name].append(_numbers(path, where + name, columns[name], 1)[:, 0].astype(np.int64))
-        parts["action"].append(_numbers(path, where + folder.action, columns[folder.action], folder.action_dim))
-        parts["state"].append(_numbers(path, where + folder.state, columns[folder.state], folder.state_dim))
+            parts[name].append(_numbers(path, of + name, columns[name], 1)[:, 0].astype(np.int64))
+        actions.append(_numbers(path, of + folder.action, columns[folder.action], folder.action_dim).astype(np.float32))
+        states.append(_numbers(path, of + folder.state, columns[folder.state], folder.state_dim).astype(np.float32))
         parts["file"].append(np.full(sum(sizes), number))
         parts["group"].append(np.repeat(np.arange(len(sizes)), sizes))
-        parts["row"].append(np.concatenate([np.arange(size) for size in sizes]))
+        parts["row"].append(np.concatenate([np.arange(0), *(np.arange(size) for size in sizes)]))
     if (found := sum(map(len, parts["row"]))) != folder.frames:
         raise damaged(path, f"{len(files)} files of data/ have {found:,} frames, {INFO} says {folder.frames:,}")
     joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-    episode, step = joined["episode_index"], joined["frame_index"]
+    episode, step = joined[_EPISODE], joined[_FRAME]
     order = np.lexsort((step, episode))
     episode, step = episode[order], step[order]
     begins = np.flatnonzero(np.diff(episode, prepend=-1))
@@ -300,14 +311,13 @@ def _read_table(folder: LeRobotFolder) -> Table:
         raise damaged(path, f"it has {len(begins):,} episodes, {INFO} says {folder.episodes:,}")
     if (step != np.concatenate([np.arange(length) for length in lengths])).any():
         raise damaged(path, "the frames of an episode are not numbered from 0 on")
-    rest = {name: joined[name][order] for name in ("file", "group", "row")}
-    return Table(
-        joined["action"][order], joined["state"][order], episode, step, joined["task_index"][order], **rest, files=files
-    )
+    where = {name: joined[name][order] for name in ("file", "group", "row")}
+    numbers = (np.concatenate(actions)[order], np.concatenate(states)[order])
+    return Table(*numbers, episode=episode, step=step, task=joined[_TASK][order], files=files, **where)
 
 
 def _numbers(path: Path, name: str, column: Any, size: int) -> np.ndarray:
-    """Return a column of numbers, or of lists of them, as ``[n, size]``; float32 where they are fractions."""
+    """Return a column of numbers, or of lists of them, as ``[n, size]``."""
     count = len(column)
     values = column.combine_chunks()
     while hasattr(values, "flatten") and str(values.type).startswith(("list", "large_list", "fixed_size_list")):
@@ -315,4 +325,4 @@ def _numbers(path: Path, name: str, column: Any, size: int) -> np.ndarray:
     numbers = np.asarray(values.to_numpy(zero_copy_only=False))
     if numbers.dtype.kind not in "iufb" or numbers.size != count * size or not np.isfinite(numbers).all():
         raise damaged(path, f"{name} is not {size} finite numbers in each row")
-    return numbers.reshape(count, size).astype(np.float32 if numbers.dtype.kind == "f" else np.int64)
+    return numbers.reshape(count, size)

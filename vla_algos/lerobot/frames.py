@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from PIL import Image
 
-from vla_algos.lerobot.folder import Camera, LeRobotFolder, damaged, parquet
+from vla_algos.lerobot.folder import Camera, LeRobotFolder, damaged, reading
 
 MEMORY = 2**30  # bytes of encoded images that are kept; more are read again
 _VIDEOS = 16  # that are kept open
@@ -65,10 +65,8 @@ class FrameReader:
         file, group, row = int(table.file[frame]), int(table.group[frame]), int(table.row[frame])
 
         def load() -> Any:
-            opened = parquet(path).ParquetFile(table.files[file])
-            if camera.name not in opened.schema_arrow.names:
-                raise damaged(path, f"{table.files[file].relative_to(path)} has no {camera.name}")
-            column = opened.read_row_group(group, columns=[camera.name])[camera.name]
+            with reading(path, table.files[file]) as opened:
+                column = opened.read_row_group(group, columns=[camera.name])[camera.name]
             return column.combine_chunks().field("bytes") if str(column.type).startswith("struct") else column
 
         encoded = self._groups.get((camera.name, file, group), load)[row].as_py()
