@@ -154,7 +154,7 @@ class LeRobotDemonstrations:
     def for_policy(self, policy: VLAPolicy) -> Samples:
         """Make what ``policy`` learns from: the entries that recorded demonstrations have, made batch by batch.
 
-        Actions, states and the like, about 100 bytes a frame, are in memory. Chunks, tokens and images are made of
+        Actions, states and the like, some 130 bytes a frame, are in memory. Chunks, tokens and images are made of
         them when a batch asks.
 
         Raises:

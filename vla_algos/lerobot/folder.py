@@ -148,7 +148,7 @@ class LeRobotFolder:
 
     @cached_property
     def table(self) -> Table:
-        """All frames but for the images: some 100 bytes for each are in memory.
+        """All frames but for the images: some 130 bytes for each are in memory.
 
         Raises:
             ValueError: files are missing, cannot be read or are not what ``meta/info.json`` says.
