@@ -148,6 +148,10 @@ class Samples:
     def __contains__(self, key: str) -> bool:
         return key in self.data
 
+    def select(self, *names: str) -> Samples:
+        """Return the rows with some of the entries only."""
+        return Samples(self.data.select(*names), self.rows)
+
     def choose(self, chosen: Tensor) -> Samples:
         """Return the rows where ``chosen``, bool ``[len]``, is true."""
         rows = torch.arange(len(self)) if self.rows is None else self.rows
@@ -195,8 +199,8 @@ def _check_split(heldout: float, out: Tensor) -> None:
         return
     what = "no demonstration is left to learn from" if out.any() else "no demonstration is held out"
     raise ValueError(
-        f"demonstrations.heldout={heldout:g}: {what}, of each task trials {_some(heldout)}, ... are; type more "
-        "demonstrations.episodes, or demonstrations.heldout=0 to learn from all"
+        f"demonstrations.heldout={heldout:g}: {what}, of each task trials {_some(heldout)}, ... are; take more "
+        "(demonstrations.episodes, where they are recorded), or type demonstrations.heldout=0 to learn from all"
     )
 
 

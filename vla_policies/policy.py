@@ -225,6 +225,20 @@ class VLAPolicy(TensorDictModuleBase):
         Nothing is done where the statistics are the checkpoint's.
         """
 
+    def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
+        """Normalise actions and states by what is in demonstrations from here on, instead of by the checkpoint's.
+
+        For a checkpoint that is trained on another data set than it comes from; what is saved has the statistics too.
+        Nothing is done by a policy that is made new: its actions are scaled by the bounds of the environment, and
+        :meth:`set_statistics` is called for its states.
+
+        Args:
+            name: of the data set.
+            actions: float32 ``[K, C, A]``, in the simulator's units.
+            states: float32 ``[K, S]``.
+            step_mask: bool ``[K, C]``, which of the actions count.
+        """
+
     def critic_parameters(self) -> Iterator[nn.Parameter]:
         """Return the critic's parameters, which have a learning rate and a warm-up of their own: ``value_head``'s."""
         return (parameter for name, parameter in self.named_parameters() if "value_head" in name)

@@ -60,10 +60,10 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
     raise refusal
 
 
-def note_start(config: SimpleNamespace, folder: Path) -> bool:
+def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] | None = None) -> bool:
     """Write ``config.yaml``, if it differs, and this process into ``run.json``; returns whether there was room.
 
-    What a process left behind that was killed while writing is removed.
+    What a process left behind that was killed while writing is removed. ``facts`` are entries of ``run.json``.
     """
     if not parallel.is_main():
         return True
@@ -73,7 +73,7 @@ def note_start(config: SimpleNamespace, folder: Path) -> bool:
             for path in folder.glob(pattern):
                 remove(path)
         write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))))
-        record_start(folder)
+        record_start(folder, facts or {})
 
     return attempt(f"config.yaml or run.json of {folder}", write, "the run goes on, and tries again")
 

@@ -49,12 +49,12 @@ def differences(folder: Path) -> list[str]:
     return found
 
 
-def record_start(folder: Path) -> None:
-    """Add a process to ``run.json``; a run that was resumed has several.
+def record_start(folder: Path, facts: Mapping[str, Any] | None = None) -> None:
+    """Add a process to ``run.json``, and ``facts`` of the run; a run that was resumed has several processes.
 
     Warns where the code is no longer that of :func:`record_submission`.
     """
-    record = _read(folder)
+    record = {**_read(folder), **(facts or {})}
     now, then = code(), record.get("submitted", {}).get("code", {})
     if "SLURM_JOB_ID" in os.environ and then and now != then:
         warnings.warn(

@@ -20,6 +20,7 @@ from vla_algos.demonstrations import Samples, check_heldout
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.foresight import check_sight
 from vla_algos.imitation import check_state_noise
+from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
 from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
 from vla_algos.run.comparing import before_and_after
@@ -97,6 +98,7 @@ class Run:
         self.evaluator = Evaluator(**config.eval)
         self.evaluator.episodes(self.spec)  # there are so many
         self.demonstration_seed = 0
+        self._facts: dict[str, Any] = {}
         if hasattr(config, "sharding"):
             self.sharding = self.roles.shard(config.sharding)
         if hasattr(config, "demonstrations"):
@@ -412,7 +414,7 @@ class Run:
         begin_work()
         if getattr(self.config, "timeline", False) and not self._noted:
             timeline.begin(self.folder / "timeline" / f"process_{parallel.rank():05d}.jsonl")
-        self._noted = self._noted or note_start(self.config, self.folder)
+        self._noted = self._noted or note_start(self.config, self.folder, self._facts)
 
     def _save_policy(self) -> None:
         """Write the policy; all processes that learn send the first one what they have of it."""
@@ -460,9 +462,7 @@ class Run:
             parallel.broadcast_object(None, first)  # now they are there
 
         def learn() -> None:
-            samples, heldout = found or read(
-                self.spec, self.policy, self.config.eval["seed"], settings["folder"], settings.get("heldout", 0.0)
-            )
+            samples, heldout = found or read(self.spec, self.policy, self.config.eval["seed"], settings)
             clone(self.policy, samples, cloning, before_step=self.stop_if_asked, heldout=heldout)
 
         self._checkpoints.apart(lambda: self.on_actors(learn))
@@ -474,11 +474,14 @@ class Run:
         if "noise" in settings:
             noise_of_dimensions(settings["noise"], self.spec)
         cloned = not self.config.policy.get("checkpoint") or self.name == "sft"
-        folder, seed = settings.get("folder"), self.config.eval["seed"]
-        if settings["episodes"] and cloned and find_demonstrations(folder, self.spec, seed) is None:
+        if not settings["episodes"] or not cloned:
+            found = None
+        elif (found := find_demonstrations(settings, self.spec, self.config.eval["seed"])) is None:
             check_heldout(settings.get("heldout", 0.0), settings["episodes"] // len(self.spec.tasks))
             with contextlib.suppress(ImportError):  # whoever starts it says what to install
                 check_expert(self.spec.simulator_class(), self.spec)
+        if isinstance(found, LeRobotDemonstrations):
+            self._facts["demonstrations"] = found.facts()
         if "state_noise" in self.config.cloning:
             check_state_noise(self.config.cloning["state_noise"], self.spec.state_dim)
 

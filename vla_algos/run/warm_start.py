@@ -1,12 +1,14 @@
-"""Demonstrations of a benchmark's scripted expert, and cloning them before reinforcement learning begins."""
+"""Demonstrations of a benchmark's scripted expert or of a data set, and cloning them before reinforcement learning."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from tqdm import tqdm
 
 from vla_algos.demonstrations import (
@@ -20,14 +22,19 @@ from vla_algos.demonstrations import (
     write_demonstrations,
 )
 from vla_algos.imitation import BehaviourCloning
+from vla_algos.lerobot.demonstrations import LeRobotDemonstrations, Tasks
+from vla_algos.lerobot.folder import is_lerobot
 from vla_algos.run.files import write_folder_atomically
 from vla_algos.run.lock import FolderInUse, FolderLock
 from vla_algos.run.logging import progress_bar
+from vla_common import keys
 from vla_common.settings import BelowOne, Count, Fraction, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv
 from vla_policies import VLAPolicy
 
 _FAMILY = 1_000_000  # added to a run's seed for the initial states of demonstrations
+_STATISTICS_ROWS = 20_000  # evenly spread, that percentiles are of
+_OF_DATA_SETS = {"camera": None, "wrist_cameras": None, "tasks": "environment"}  # what they are without being typed
 
 
 def demonstration_seed(seed: int, evaluation_seed: int) -> int:
@@ -45,12 +52,36 @@ def demonstration_seed(seed: int, evaluation_seed: int) -> int:
     return demonstrations
 
 
-def find_demonstrations(folder: str | None, spec: SimulatorSpec, evaluation_seed: int) -> DemonstrationSet | None:
-    """Open the demonstrations of a folder; ``None`` if it is not there yet, or is none.
+def find_demonstrations(
+    settings: Mapping[str, Any], spec: SimulatorSpec, evaluation_seed: int
+) -> DemonstrationSet | LeRobotDemonstrations | None:
+    """Open the demonstrations of a folder, recorded ones or a LeRobot data set; ``None`` if it is not there yet.
+
+    Args:
+        settings: of :func:`record`.
+        spec: of the environment.
+        evaluation_seed: see :func:`record`.
 
     Raises:
-        ValueError: they do not fit the environment, the evaluation would repeat them, or something else is there.
+        ValueError: they do not fit the environment, the evaluation would repeat them, something else is there, or
+            settings that mean nothing for them.
+        ModuleNotFoundError: what reads them is not installed.
     """
+    folder = settings.get("folder")
+    if folder is not None and is_lerobot(folder):
+        chosen = {name: settings.get(name, default) for name, default in _OF_DATA_SETS.items()}
+        return LeRobotDemonstrations.open(folder, spec, stride=settings.get("stride", 4), **chosen)
+    for name, default in _OF_DATA_SETS.items():
+        if settings.get(name, default) != default:
+            raise ValueError(
+                f"demonstrations.{name}={settings[name]} is for a data set of LeRobot, and demonstrations.folder="
+                f"{folder} is none (no meta/info.json); leave it out"
+            )
+    if folder is None and settings.get("statistics") == "demonstrations":
+        raise ValueError(
+            "demonstrations.statistics=demonstrations needs demonstrations that are kept; type "
+            "demonstrations.folder=FOLDER"
+        )
     if folder is None or not Path(folder).exists():
         return None
     found = load_demonstrations(folder)
@@ -76,6 +107,10 @@ def record(
     max_steps: Count = 150,
     folder: str | None = None,
     heldout: BelowOne = 0.0,
+    statistics: Literal["checkpoint", "demonstrations"] = "checkpoint",
+    camera: str | None = None,
+    wrist_cameras: Sequence[str] | None = None,
+    tasks: Tasks = "environment",
 ) -> tuple[Samples, Samples]:
     """Record demonstrations of ``env``'s tasks, one task after the other, or read those of a folder.
 
@@ -94,8 +129,14 @@ def record(
         max_steps: give up after that many actions.
         folder: where demonstrations are kept: those that are there are read, otherwise they are recorded into it. Of
             what was recorded, the folder's own settings count, and a line says so where they differ from these.
-            ``None`` keeps them in memory.
+            ``None`` keeps them in memory. A data set of LeRobot is read; of the settings above ``stride`` counts then.
         heldout: share of the trials of each task that are not learnt from.
+        statistics: what a policy of a checkpoint normalises actions and states by: its own statistics, or those of the
+            demonstrations that are learnt from, which it is saved with. Policies that are made new always take these
+            for their states, and the environment's bounds for their actions.
+        camera: of a LeRobot data set, what ``images`` are; ``None`` for the only one that is on no wrist, by its name.
+        wrist_cameras: of a LeRobot data set, what ``wrist_images`` are; ``None`` for those whose names say so.
+        tasks: of a LeRobot data set, whether only what has an instruction of the environment is learnt from, or all.
 
     Returns:
         What is learnt from, and what is held out: see :meth:`Samples.split`.
@@ -111,8 +152,10 @@ def record(
         "noise_correlation": noise_correlation,
         "max_steps": max_steps,
     }
-    tasks = len(spec.tasks)
-    wanted = sorted((Episode(n % tasks, n // tasks, seed) for n in range(episodes)), key=lambda e: e.task_id)
+    chosen: dict[str, Any] = {"camera": camera, "wrist_cameras": wrist_cameras, "tasks": tasks}
+    kept: dict[str, Any] = {"folder": folder, "stride": stride, "heldout": heldout, "statistics": statistics, **chosen}
+    count = len(spec.tasks)
+    wanted = sorted((Episode(n % count, n // count, seed) for n in range(episodes)), key=lambda e: e.task_id)
 
     def recorded(work: Callable[..., Any]) -> Any:
         tally = ExpertTally(spec)
@@ -127,10 +170,10 @@ def record(
         tqdm.write(describe_experts(tally.tasks(), spec.max_episode_steps))
         return found
 
+    found = find_demonstrations(kept, spec, evaluation_seed)
     if folder is None:
         samples = Samples(recorded(lambda **on: record_demonstrations(env, policy, wanted, **settings, **on)))
         return samples.split(heldout)
-    found = find_demonstrations(folder, spec, evaluation_seed)
     if found is None:
         _record_into(
             Path(folder),
@@ -138,25 +181,51 @@ def record(
                 lambda **on: write_demonstrations(path, env, wanted, chunk_size=policy.chunk_size, **settings, **on)
             ),
         )
+    elif isinstance(found, LeRobotDemonstrations):
+        tqdm.write("\n".join(filter(None, [found.describe(), found.outside()])))
     else:
         tqdm.write(_describe(found, spec, {"episodes": episodes, **settings}))
-    return read(spec, policy, evaluation_seed, folder, heldout)
+    return read(spec, policy, evaluation_seed, kept, found)
 
 
 def read(
-    spec: SimulatorSpec, policy: VLAPolicy, evaluation_seed: int, folder: str, heldout: float
+    spec: SimulatorSpec,
+    policy: VLAPolicy,
+    evaluation_seed: int,
+    settings: Mapping[str, Any],
+    found: DemonstrationSet | LeRobotDemonstrations | None = None,
 ) -> tuple[Samples, Samples]:
-    """Read demonstrations that are there, as :func:`record` does.
+    """Read demonstrations that are there, as :func:`record` does with such ``settings``.
 
     Raises:
         ValueError: they are not there or do not fit.
     """
-    found = find_demonstrations(folder, spec, evaluation_seed)
+    found = found or find_demonstrations(settings, spec, evaluation_seed)
     if found is None:
         raise ValueError(
-            f"demonstrations.folder={folder}: this process does not see it; take a folder that all machines share"
+            f"demonstrations.folder={settings['folder']}: this process does not see it; take a folder that all "
+            "machines share"
         )
-    return for_policy(found, policy, spec).split(heldout)
+
+    share = settings.get("heldout", 0.0)
+    if settings.get("statistics") == "demonstrations":
+        learnt, _ = _samples(found, policy, spec).split(share)
+        _take_statistics(policy, learnt, settings["folder"])  # before prompts that have normalised states in them
+    return _samples(found, policy, spec).split(share)
+
+
+def _samples(found: DemonstrationSet | LeRobotDemonstrations, policy: VLAPolicy, spec: SimulatorSpec) -> Samples:
+    if isinstance(found, LeRobotDemonstrations):
+        return found.for_policy(policy)
+    return for_policy(found, policy, spec)
+
+
+def _take_statistics(policy: VLAPolicy, samples: Samples, folder: str) -> None:
+    """Have ``policy`` normalise by what is in ``samples``; the name of their folder is that of the statistics."""
+    rows = torch.linspace(0, len(samples) - 1, min(len(samples), _STATISTICS_ROWS)).long()
+    some = samples.select(keys.ACTION, keys.STATES, keys.STEP_MASK)[rows]
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(folder).resolve().name)
+    policy.take_statistics(name, some[keys.ACTION], some[keys.STATES], some[keys.STEP_MASK])
 
 
 def _describe(found: DemonstrationSet, spec: SimulatorSpec, settings: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -47,7 +47,7 @@ from vla_policies.processing.action_tokens import ActionTokens
 from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
-from vla_policies.processing.normalization import ActionStatistics
+from vla_policies.processing.normalization import ACTION, PROPRIO, ActionStatistics, summarise
 from vla_policies.processing.sampling import TokenDistribution, action_distribution, check_sampling
 from vla_policies.sharding import ShardGroup, compute_device, place, storage_device
 
@@ -378,6 +378,21 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     def to_model(self, actions: Tensor) -> Tensor:
         """Invert :meth:`to_simulator`."""
         return self.statistics.normalize(self.adapter.to_model(actions))
+
+    def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
+        """See :meth:`~vla_policies.policy.VLAPolicy.take_statistics`: ``name`` is the ``unnorm_key`` from here on.
+
+        A gripper that is converted is either closed or open, and is not normalised.
+        """
+        gripper = None if self.adapter.gripper is None else self.adapter.gripper.dimension
+        mask = [number != gripper for number in range(self.token_dim)]
+        entry = {
+            ACTION: {**summarise(self.adapter.to_model(actions)[step_mask]), "mask": mask},
+            PROPRIO: summarise(self.adapter.joints.states(states)),
+        }
+        self.folder = replace(self.folder, statistics={**self.folder.statistics, name: entry})
+        self.config = replace(self.config, unnorm_key=name)
+        self.statistics = ActionStatistics.from_json(self.folder.statistics, name, self.config.statistics)
 
     def _prefix(
         self, tensordict: TensorDictBase, extra: Tensor | None = None, *, stop: bool = False

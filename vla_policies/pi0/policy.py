@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -45,6 +45,7 @@ from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.policy import PretrainedPolicy, Sharding
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.model_images import CAMERAS, ModelImages
+from vla_policies.processing.normalization import summarise
 from vla_policies.sharding import ShardGroup, compute_device, place, storage_device
 
 _ROWS = 32  # decisions per pass of a frozen PaliGemma
@@ -377,6 +378,18 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
 
     def to_model(self, actions: Tensor, states: Tensor) -> Tensor:
         return self.statistics.normalize("actions", self.adapter.to_model(actions) - self._offset(states))
+
+    def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
+        """See :meth:`~vla_policies.policy.VLAPolicy.take_statistics`: ``name`` is the ``norm_stats_id`` from here on.
+
+        As openpi's own, they are of what the model sees: actions that are relative to the state are that here too.
+        """
+        relative = self.adapter.to_model(actions) - self._offset(states)
+        entry = {"actions": summarise(relative[step_mask]), "state": summarise(self.adapter.joints.states(states))}
+        self.folder = replace(self.folder, statistics={**self.folder.statistics, name: entry})
+        self.config = replace(self.config, norm_stats_id=name)
+        self.statistics = self.folder.select_statistics(name, quantiles=self.preset.pi05)
+        self.statistics.check(self.state_dim, self.action_dim)
 
     def _offset(self, states: Tensor) -> Tensor:
         """Return what relative actions are relative to, ``[N, 1, A]``: the model's states, as openpi adapts them."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,6 +118,21 @@ class ActionStatistics:
                 "use the benchmark that it was trained on"
             )
         return self.proprio.normalize(states).clamp(-1.0, 1.0)
+
+
+def summarise(values: Tensor) -> dict[str, list[float]]:
+    """Return statistics of values ``[n, D]``, by dimension: ``mean``, ``std``, ``min``, ``max``, ``q01`` and ``q99``.
+
+    Where the percentiles are equal although a dimension moved, such as a gripper that hardly ever does, they are its
+    extremes: nothing can be divided by what is between equal ones.
+    """
+    found = values.double().cpu().numpy()
+    low, high = found.min(0), found.max(0)
+    first, last = np.quantile(found, [0.01, 0.99], axis=0)
+    still = first == last
+    rows = {"mean": found.mean(0), "std": found.std(0), "min": low, "max": high}
+    rows |= {"q01": np.where(still, low, first), "q99": np.where(still, high, last)}
+    return {name: row.tolist() for name, row in rows.items()}
 
 
 def select_statistics(statistics: Mapping[str, Any], unnorm_key: str | None) -> str:

@@ -1,0 +1,370 @@
+"""Demonstrations of a LeRobot data set: which of its frames a policy of an environment learns from."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from vla_algos.demonstrations import CAMERAS, Samples
+from vla_algos.lerobot.folder import Camera, LeRobotFolder, Table, parquet
+from vla_algos.lerobot.frames import FrameReader, check_decoder
+from vla_common import keys
+from vla_common.texts import WIDTH, encode
+from vla_envs.simulator import SimulatorSpec
+from vla_policies import VLAPolicy
+
+_WRIST = re.compile(r"wrist|hand|gripper")
+_SHOWN = 5  # sentences in a message
+_OUTSIDE = 0.01  # share of the actions' numbers from which it is worth a line
+Tasks = Literal["environment", "all"]
+
+
+@dataclass(frozen=True)
+class LeRobotDemonstrations:
+    """A LeRobot data set as demonstrations for an environment; made by :meth:`open`.
+
+    Attributes:
+        folder: the data set.
+        spec: the environment.
+        camera: what ``images`` are.
+        wrist_cameras: what ``wrist_images`` are, in order; empty where the data set has none.
+        stride: every so many frames of an episode are learnt from.
+        tasks: whether only the frames are learnt from whose instruction is one of the environment's.
+    """
+
+    folder: LeRobotFolder
+    spec: SimulatorSpec
+    camera: Camera
+    wrist_cameras: tuple[Camera, ...]
+    stride: int = 1
+    tasks: Tasks = "environment"
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        spec: SimulatorSpec,
+        *,
+        stride: int = 1,
+        camera: str | None = None,
+        wrist_cameras: Sequence[str] | None = None,
+        tasks: Tasks = "environment",
+    ) -> LeRobotDemonstrations:
+        """Read what a data set is and refuse what does not fit the environment; no frame is read yet.
+
+        Args:
+            path: a local folder with ``meta/info.json``.
+            spec: of the environment.
+            stride: every so many frames of an episode are learnt from.
+            camera: what ``images`` are; ``None`` for the only one that is not on a wrist, by its name.
+            wrist_cameras: what ``wrist_images`` are, in order; ``None`` for those whose names say so.
+            tasks: ``"environment"`` for the frames whose instruction is one of the environment's, ``"all"`` for all.
+
+        Raises:
+            ValueError: in one line, what does not fit and what to type.
+            ModuleNotFoundError: what reads it is not installed.
+        """
+        folder = LeRobotFolder.read(path)
+        parquet(folder.path)
+        _check_sizes(folder, spec)
+        wrists = _wrists(folder, wrist_cameras)
+        found = cls(folder, spec, _third_person(folder, camera, wrists), wrists, stride, tasks)
+        shapes = [(found.camera, spec.image_shape)]
+        if spec.wrist_image_shape is not None:
+            shapes += [(wrist, spec.wrist_image_shape[1:]) for wrist in wrists]
+        for each, shape in shapes:
+            if (each.height, each.width) != tuple(shape):
+                raise ValueError(
+                    f"{folder.path}: {each.name} has {each.height} x {each.width} pixels, {spec.id} has "
+                    f"{shape[0]} x {shape[1]} here; type env.image_size={_size(each)}, or take another camera of "
+                    f"{_names(folder)}: demonstrations.camera=NAME"
+                )
+        if any(each.video for each, _ in shapes):
+            check_decoder(folder.path)
+        if tasks == "environment" and not any(number >= 0 for number in found.task_ids.values()):
+            raise ValueError(
+                f"{folder.path}: none of its instructions is one of {spec.id}: it has {_some(folder.tasks.values())}, "
+                f"the environment {_some(task.instruction for task in spec.tasks)}; type demonstrations.tasks=all to "
+                "learn from all, in the words of the data set"
+            )
+        return found
+
+    @cached_property
+    def task_ids(self) -> dict[int, int]:
+        """For each ``task_index`` of the data set the ``task_id`` of the environment, -1 where it has none."""
+        ours: dict[str, int] = {}
+        for number, task in enumerate(self.spec.tasks):
+            for text in (task.instruction, *task.instructions):
+                ours.setdefault(_plain(text), number)
+        return {index: ours.get(_plain(text), -1) for index, text in self.folder.tasks.items()}
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is said before learning, and kept in ``run.json``: what may be meant otherwise."""
+        said, frequency = [], self.spec.control_frequency
+        if frequency is not None and abs(self.folder.fps - frequency) > 1e-3 * frequency:
+            said.append(
+                f"its actions are {self.folder.fps:g} a second and those of {self.spec.id} {frequency:g}: what is "
+                "learnt moves at another speed, if actions are not the same whatever their duration"
+            )
+        here = set(self.task_ids.values())
+        if missing := [task.name for number, task in enumerate(self.spec.tasks) if number not in here]:
+            said.append(f"it has nothing of {len(missing)} of {len(self.spec.tasks)} tasks: {_some(missing)}")
+        return tuple(said)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ``run.json`` keeps of it."""
+        folder = self.folder
+        return {
+            "folder": str(folder.path),
+            "format": "LeRobot v{}.{}".format(*folder.version),
+            "episodes": folder.episodes,
+            "frames": folder.frames,
+            "fps": folder.fps,
+            "images": self.camera.name,
+            "wrist_images": [camera.name for camera in self.wrist_cameras],
+            "stride": self.stride,
+            "remarks": list(self.remarks),
+        }
+
+    def describe(self) -> str:
+        """Say in some lines what it is and what is taken of it."""
+        folder = self.folder
+        cameras = f"images are {self.camera.name}"
+        if self.wrist_cameras:
+            cameras += f", wrist_images {' and '.join(camera.name for camera in self.wrist_cameras)}"
+        lines = [
+            f"{folder.path}: a data set of LeRobot v{folder.version[0]}.{folder.version[1]}, {folder.episodes:,} "
+            f"episodes with {folder.frames:,} frames, {folder.fps:g} a second; {cameras}",
+            f"  of {self.stride} frames one is learnt from (demonstrations.stride); episodes, noise, noise_correlation "
+            "and max_steps are settings of a recording and change nothing",
+        ]
+        return "\n".join([*lines, *(f"  note: {remark}" for remark in self.remarks)])
+
+    def for_policy(self, policy: VLAPolicy) -> Samples:
+        """Make what ``policy`` learns from: the entries that recorded demonstrations have, made batch by batch.
+
+        Actions, states and the like, some 130 bytes a frame, are in memory. Chunks, tokens and images are made of
+        them when a batch asks.
+
+        Raises:
+            ValueError: the policy looks at wrist cameras that there are not; frames are missing or damaged.
+        """
+        cameras: dict[str, tuple[Camera, ...]] = {keys.IMAGES: (self.camera,)} if keys.IMAGES in policy.in_keys else {}
+        if keys.WRIST_IMAGES in policy.in_keys:
+            wanted = self.spec.wrist_image_shape[0] if self.spec.wrist_image_shape else 0
+            if len(self.wrist_cameras) != wanted:
+                raise ValueError(
+                    f"{self.folder.path}: the policy looks at {wanted} wrist cameras, and the data set has "
+                    f"{len(self.wrist_cameras)} whose names say so; type demonstrations.wrist_cameras=[NAME], of "
+                    f"{_names(self.folder)}"
+                )
+            cameras[keys.WRIST_IMAGES] = self.wrist_cameras
+        table = self.folder.table
+        if unknown := sorted(set(table.task.tolist()) - set(self.task_ids)):
+            raise ValueError(f"{self.folder.path}: damaged, frames have task_index {unknown[0]}, which no task has")
+        task_id = np.vectorize(self.task_ids.__getitem__, otypes=[np.int64])(table.task)
+        wanted = (table.step % self.stride == 0) & ((task_id >= 0) | (self.tasks == "all"))
+        if not wanted.any():
+            raise ValueError(f"{self.folder.path}: no frame has an instruction of {self.spec.id}")
+        rows = _Rows(self, np.flatnonzero(wanted), task_id, policy, cameras)
+        samples = Samples(rows)  # which has what Samples asks of a TensorDict
+        _ = samples[:1]  # what cannot be decoded or tokenised is said now
+        return samples
+
+    def outside(self) -> str | None:
+        """Say how many numbers of the actions are outside of the environment's bounds, if it is worth it."""
+        actions, spec = self.folder.table.actions, self.spec
+        low, high = np.array(spec.action_low), np.array(spec.action_high)
+        beyond = ((actions < low - 1e-4) | (actions > high + 1e-4)).mean(0)
+        if beyond.max() < _OUTSIDE:
+            return None
+        shares = ", ".join(f"{100 * share:.0f} %" for share in beyond)
+        return f"actions outside of the bounds of {spec.id}, by dimension: {shares}; they may be in other units"
+
+    def columns(self, cameras: Collection[str] = ()) -> dict[str, Any]:
+        """Return the data set as columns, as ``torchrl.data.datasets.LeRobotExperienceReplay.from_columns`` takes them.
+
+        All of it is in memory.
+
+        Args:
+            cameras: names of the cameras whose images go with it, uint8 ``[F, 3, H, W]``.
+
+        Raises:
+            ValueError: there is no such camera, or frames are missing or damaged.
+        """
+        table, reader = self.folder.table, FrameReader(self.folder)
+        read = {name: reader.read(_named(self.folder, name), np.arange(len(table.step))) for name in cameras}
+        last = np.append(table.episode[1:] != table.episode[:-1], True)
+        return {
+            "observation.state": torch.from_numpy(table.states),
+            **{
+                name if name.startswith("observation.images.") else f"observation.images.{name}": torch.from_numpy(
+                    images
+                ).permute(0, 3, 1, 2)
+                for name, images in read.items()
+            },
+            "action": torch.from_numpy(table.actions),
+            "episode_index": torch.from_numpy(table.episode),
+            "frame_index": torch.from_numpy(table.step),
+            "next.done": torch.from_numpy(last),
+            "task": [self.folder.tasks[int(index)] for index in table.task],
+        }
+
+
+class _Rows:
+    """Rows of a data set that are made when they are asked for: what :class:`Samples` needs of a ``TensorDict``."""
+
+    def __init__(
+        self,
+        source: LeRobotDemonstrations,
+        frames: np.ndarray,
+        task_id: np.ndarray,
+        policy: VLAPolicy,
+        cameras: dict[str, tuple[Camera, ...]],
+    ):
+        table = source.folder.table
+        self._source, self._frames, self._policy, self._cameras = source, frames, policy, cameras
+        self._task_id = task_id
+        self._reader = FrameReader(source.folder)
+        self._length = policy.chunk_size
+        begins = np.flatnonzero(np.diff(table.episode, prepend=-1))
+        lengths = np.diff(np.append(begins, len(table.episode)))
+        self._lengths = np.repeat(lengths, lengths)  # of the episode of each frame
+        self._trials = _number_trials(table, begins, lengths)
+        self._width = max(WIDTH, *(len(text.encode()) for text in source.folder.tasks.values()))
+        names = [keys.STATES, keys.TASK_DESCRIPTIONS, keys.ACTION, keys.STEP_MASK, keys.TASK_ID, keys.TRIAL_ID]
+        names += [keys.EPISODE, keys.STEP, keys.EPISODE_LEN, keys.FINAL_STATES, keys.PROMPT_TOKENS]
+        self._names: Collection[str] = (*cameras, *names)
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._names
+
+    def select(self, *names: str) -> _Rows:
+        """Return the rows without the other entries."""
+        found = copy.copy(self)
+        found._names = names
+        return found
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            if index not in self._names:
+                raise KeyError(f"{index!r} is not among {sorted(self._names)}")
+            return self._entry(index, self._frames)
+        frames = self._frames[torch.arange(len(self))[index].numpy()]
+        if frames.ndim == 0:
+            return self[torch.arange(len(self))[index].unsqueeze(0)][0]
+        return TensorDict({name: self._entry(name, frames) for name in self._names}, [len(frames)])
+
+    def _entry(self, name: str, frames: np.ndarray) -> Tensor:
+        table, policy = self._source.folder.table, self._policy
+        if name in CAMERAS:
+            images = [torch.from_numpy(self._reader.read(camera, frames)) for camera in self._cameras[name]]
+            return images[0] if name == keys.IMAGES else torch.stack(images, 1)
+        left = (self._lengths - table.step)[frames]  # frames from here to the end of the episode
+        ahead = np.arange(self._length)
+        makers: dict[str, Callable[[], np.ndarray | Tensor]] = {
+            keys.STATES: lambda: table.states[frames],
+            keys.TASK_DESCRIPTIONS: lambda: encode(self._texts(frames), self._width),
+            keys.ACTION: lambda: table.actions[frames[:, None] + np.minimum(ahead, left[:, None] - 1)],
+            keys.STEP_MASK: lambda: ahead < left[:, None],
+            keys.TASK_ID: lambda: self._task_id[frames],
+            keys.TRIAL_ID: lambda: self._trials[frames],
+            keys.EPISODE: lambda: table.episode[frames],
+            keys.STEP: lambda: table.step[frames],
+            keys.EPISODE_LEN: lambda: self._lengths[frames][:, None],
+            keys.FINAL_STATES: lambda: table.states[frames + left - 1],
+            keys.PROMPT_TOKENS: lambda: policy.prompt_tokens(
+                self._texts(frames), torch.from_numpy(table.states[frames])
+            ).cpu(),
+        }
+        return torch.as_tensor(makers[name]())
+
+    def _texts(self, frames: np.ndarray) -> list[str]:
+        folder = self._source.folder
+        return [folder.tasks[int(index)] for index in folder.table.task[frames]]
+
+
+def _number_trials(table: Table, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Count the episodes of each task from 0 on, int64 ``[F]``: what is held out is a share of each."""
+    counted: dict[int, int] = {}
+    numbers = []
+    for task in table.task[begins].tolist():
+        numbers.append(counted.get(task, 0))
+        counted[task] = numbers[-1] + 1
+    return np.repeat(np.array(numbers, np.int64), lengths)
+
+
+def _check_sizes(folder: LeRobotFolder, spec: SimulatorSpec) -> None:
+    for name, theirs, ours, what in (
+        (folder.action, folder.action_dim, spec.action_dim, "an action"),
+        (folder.state, folder.state_dim, spec.state_dim, "a state"),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"{folder.path}: its {name} has {theirs} numbers, {what} of {spec.id} has {ours}; take a data set of "
+                "this robot, or the environment that it is of: env=NAME"
+            )
+
+
+def _wrists(folder: LeRobotFolder, names: Sequence[str] | None) -> tuple[Camera, ...]:
+    if names is not None:
+        return tuple(_named(folder, name, "wrist_cameras") for name in names)
+    return tuple(camera for name, camera in sorted(folder.cameras.items()) if _is_wrist(name))
+
+
+def _third_person(folder: LeRobotFolder, name: str | None, wrists: Sequence[Camera]) -> Camera:
+    if name is not None:
+        return _named(folder, name)
+    others = [camera for camera in folder.cameras.values() if camera not in wrists]
+    if len(others) != 1:
+        raise ValueError(
+            f"{folder.path}: which of its cameras are images is not clear from their names; type "
+            f"demonstrations.camera=NAME, one of {_names(folder)}"
+        )
+    return others[0]
+
+
+def _is_wrist(name: str) -> bool:
+    return _WRIST.search(name.rpartition(".")[2].lower()) is not None
+
+
+def _named(folder: LeRobotFolder, name: str, setting: str = "camera") -> Camera:
+    if name not in folder.cameras:
+        raise ValueError(
+            f"demonstrations.{setting}={name}: {folder.path} has no such camera; type one of {_names(folder)}"
+        )
+    return folder.cameras[name]
+
+
+def _names(folder: LeRobotFolder) -> str:
+    return ", ".join(folder.cameras)
+
+
+def _size(camera: Camera) -> str:
+    square = camera.height == camera.width
+    return str(camera.height) if square else f"[{camera.height},{camera.width}]"
+
+
+def _plain(text: str) -> str:
+    """Return an instruction without what two spellings of one differ in: case, spaces and a full stop."""
+    return " ".join(text.lower().split()).rstrip(".")
+
+
+def _some(texts: Any) -> str:
+    found = list(texts)
+    shown = ", ".join(repr(text) for text in found[:_SHOWN])
+    return shown + (f" and {len(found) - _SHOWN} others" if len(found) > _SHOWN else "")

@@ -1,0 +1,147 @@
+"""Images of a data set of LeRobot, decoded when a batch asks for them."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from PIL import Image
+
+from vla_algos.lerobot.folder import Camera, LeRobotFolder, damaged, reading
+
+MEMORY = 2**30  # bytes of encoded images that are kept; more are read again
+_VIDEOS = 16  # that are kept open
+_FORMATS = ("PNG", "JPEG")
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class FrameReader:
+    """Reads the images of some cameras.
+
+    Of parquet files the encoded images of a row group are read together, which LeRobot writes one of per episode, and
+    kept while they take less than :data:`MEMORY` in all. Of videos single frames are decoded, from the key frame
+    before each, of which LeRobot writes every second one.
+
+    Args:
+        folder: the data set.
+
+    Raises:
+        ModuleNotFoundError: what decodes videos is not installed; says what to type.
+    """
+
+    def __init__(self, folder: LeRobotFolder):
+        self.folder = folder
+        self._groups = _Recent[tuple[str, int, int], Any](MEMORY, lambda images: images.nbytes, lambda images: None)
+        self._videos = _Recent[Path, Any](_VIDEOS, lambda video: 1, lambda video: video.close())
+
+    def read(self, camera: Camera, frames: np.ndarray) -> np.ndarray:
+        """Return images uint8 ``[K, H, W, 3]`` of frames, int64 ``[K]``, numbers of rows of the folder's table.
+
+        Raises:
+            ValueError: an image is missing, cannot be decoded, or has another size than the data set says.
+        """
+        images = np.empty((len(frames), camera.height, camera.width, 3), np.uint8)
+        table = self.folder.table
+        read = self._from_video if camera.video else self._from_table
+        places = sorted(range(len(frames)), key=lambda place: (table.episode[frames[place]], table.step[frames[place]]))
+        for place in places:  # in the order of the files
+            image = read(camera, int(frames[place]))
+            if image.shape != images.shape[1:]:
+                raise damaged(
+                    self.folder.path,
+                    f"an image of {camera.name} has {' x '.join(map(str, image.shape[:2]))} pixels, meta/info.json "
+                    f"says {camera.height} x {camera.width}",
+                )
+            images[place] = image
+        return images
+
+    def _from_table(self, camera: Camera, frame: int) -> np.ndarray:
+        table, path = self.folder.table, self.folder.path
+        file, group, row = int(table.file[frame]), int(table.group[frame]), int(table.row[frame])
+
+        def load() -> Any:
+            with reading(path, table.files[file]) as opened:
+                column = opened.read_row_group(group, columns=[camera.name])[camera.name]
+            return column.combine_chunks().field("bytes") if str(column.type).startswith("struct") else column
+
+        encoded = self._groups.get((camera.name, file, group), load)[row].as_py()
+        where = f"{camera.name} of frame {table.step[frame]} of episode {table.episode[frame]}"
+        if not isinstance(encoded, bytes):
+            raise damaged(path, f"{where} is not in its parquet file")
+        try:
+            return np.asarray(Image.open(io.BytesIO(encoded), formats=_FORMATS).convert("RGB"))
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise damaged(path, f"{where} is no image: {error}") from None
+
+    def _from_video(self, camera: Camera, frame: int) -> np.ndarray:
+        folder = self.folder
+        file, begin = folder.video(camera.name, int(folder.table.episode[frame]))
+        video = self._videos.get(file, lambda: _open_video(folder.path, file))
+        wanted = begin + int(folder.table.step[frame]) / folder.fps
+        stream = video.streams.video[0]
+        try:
+            # A little earlier: rounding must not skip a key frame at the very time.
+            video.seek(max(0, int((wanted - 0.25 / folder.fps) / stream.time_base)), stream=stream, backward=True)
+            for image in video.decode(stream):
+                ahead = image.pts * float(stream.time_base) - wanted
+                if ahead > 0.5 / folder.fps:
+                    break
+                if ahead > -0.5 / folder.fps:
+                    decoded: np.ndarray = image.to_ndarray(format="rgb24")
+                    return decoded
+        except (OSError, ValueError, TypeError) as error:  # PyAV's errors are OSErrors and ValueErrors
+            raise damaged(folder.path, f"{file.relative_to(folder.path)}: {error}") from None
+        raise damaged(folder.path, f"{file.relative_to(folder.path)} has no frame at {wanted:.3f} s")
+
+
+def check_decoder(path: Path) -> None:
+    """Refuse videos without what decodes them.
+
+    Raises:
+        ModuleNotFoundError: says what to type.
+    """
+    try:
+        import av  # noqa: F401
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"{path} has videos, and av, which decodes them, is not installed; type pip install 'vla-torchrl[lerobot]'"
+        ) from None
+
+
+def _open_video(path: Path, file: Path) -> Any:
+    check_decoder(path)
+    import av
+
+    try:
+        video = av.open(str(file), format="mp4")  # not what the content asks for, such as a list of addresses
+        if not video.streams.video:
+            raise ValueError("no video is in it")
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"{file.relative_to(path)}: {error}") from None
+    return video
+
+
+class _Recent(Generic[K, V]):
+    """Keeps what was used last, as long as it weighs no more than ``most`` in all."""
+
+    def __init__(self, most: int, weigh: Callable[[V], int], drop: Callable[[V], object]):
+        self._most, self._weigh, self._drop = most, weigh, drop
+        self._kept: OrderedDict[K, V] = OrderedDict()
+        self._weight = 0
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        value = self._kept[key] = make()
+        self._weight += self._weigh(value)
+        while self._weight > self._most and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._weight -= self._weigh(oldest)
+            self._drop(oldest)
+        return value
