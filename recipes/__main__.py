@@ -137,7 +137,7 @@ def translate_from_rlinf(file: Path) -> list[str]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no embodied training of RLinf's, or none that there is here, or comes to what a recipe refuses.
+        ValueError: it is no embodied training of RLinf's, of nothing that there is here, or comes to what is refused.
     """
     from vla_algos.run import read_config
     from vla_algos.run.rlinf import translate

@@ -13,17 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.placement import Placement
 from vla_algos.run.arguments import compose_settings
 from vla_algos.run.rlinf.keys import Keys
-from vla_algos.run.rlinf.learning import read_algorithm, read_optim, read_processes, read_run, recipe
+from vla_algos.run.rlinf.learning import read_algorithm, recipe
 from vla_algos.run.rlinf.models import FAMILIES, MODEL, read_policy
 from vla_algos.run.rlinf.reading import Configuration, read_configuration
+from vla_algos.run.rlinf.running import read_optim, read_processes, read_run
 from vla_algos.run.rlinf.untranslated import DIFFERS, NONE, NOTHING, SAME, UNKNOWN, account_for_the_rest
 from vla_algos.run.rlinf.worlds import PLATE25, benchmark, check_suite, read_env
 from vla_algos.run.run import make_env_spec
+from vla_common.program import one_line
 from vla_policies.registry import get_policy_class
 
 Check = Callable[[str, DictConfig], object]  # of a recipe's name and its configuration
@@ -72,25 +77,37 @@ class Translation:
     def lines(self) -> Iterator[str]:
         """Yield the command as a shell reads it, and all else as its comments."""
         yield " \\\n    ".join(_in_lines(self.command))
+        yield ""
+        yield from (f"# {_printable(line)}".rstrip() for line in self._remarks())
+
+    def _remarks(self) -> Iterator[str]:
         keys = self.keys.configuration.values
         counted = f"{sum(key in self.keys.used for key in keys)} of {len(keys)} keys are translated"
-        yield f"\n# {self.configuration.path.name}: {counted}. Nothing was run."
-        for package, group in self.configuration.missing.items():
-            yield f"# Missing: {group}.yaml beside it, which {package} is made of; settings that need it stay as they are here."
-        if needed := sorted(self.keys.not_given):
-            yield f"# Not given: {', '.join(needed)}."
+        yield f"{self.configuration.path.name}: {counted}. Nothing was run."
+        if self.configuration.missing:
+            yield self._missing()
         for kind, title in _TITLES.items():
-            rows = {}
+            rows: dict[str, list[str]] = {}
             for remark in self.keys.remarks:
                 if remark.kind == kind:
                     rows.setdefault(remark.text, []).append(remark.shown or ", ".join(remark.keys))
             if rows:
-                yield f"#\n# {title}:"
-                yield from (f"#   {', '.join(shown)}: {text}" for text, shown in rows.items())
-        yield "#\n# Translated:"
+                yield from ("", f"{title}:")
+                yield from (f"  {', '.join(shown)}: {text}" for text, shown in rows.items())
+        yield from ("", "Translated:")
         for key, settings in self.keys.used.items():
             if key in keys:
-                yield f"#   {key}={_shown(keys[key])} -> {', '.join(self._typed(each) for each in settings)}"
+                yield f"  {key}={_shown(keys[key])} -> {', '.join(self._typed(each) for each in settings)}"
+
+    def _missing(self) -> str:
+        files: dict[str, list[str]] = {}
+        for package, group in self.configuration.missing.items():
+            files.setdefault(f"{group}.yaml", []).append(package)
+        named = ", ".join(f"{name} ({', '.join(packages)})" for name, packages in files.items())
+        kept = ", ".join(sorted({setting for settings in self.keys.not_given.values() for setting in settings}))
+        base = self.overrides[0] if self.overrides[0].startswith("experiment=") else "our groups"
+        stay = f"these settings are as in {base}: {kept}" if kept else "no setting needs them"
+        return f"Missing beside it: {named}; {stay}"
 
     def _typed(self, setting: str) -> str:
         if setting in self.keys.settings:
@@ -111,16 +128,23 @@ def translate(path: Path, conf: Path, check: Check | None = None) -> Translation
         ValueError: it is no embodied training of RLinf's, or of a benchmark, a model or an algorithm that there is not.
     """
     keys = Keys(_with_names_of_missing_groups(read_configuration(path)))
+    try:
+        return _translated(keys, conf, check)
+    except ArithmeticError as error:
+        raise ValueError(f"{path}: has a number that is far too large or small: {error}") from error
+
+
+def _translated(keys: Keys, conf: Path, check: Check | None) -> Translation:
     _check_kind(keys)
-    kind, name = benchmark(keys), ""
+    kind = benchmark(keys)
     family = keys.choice(f"{MODEL}model_type", FAMILIES)
     name = recipe(keys)
     read_env(keys, groups=name == "grpo")
     check_suite(keys)
     read_policy(keys, critic=name == "ppo")
+    read_run(keys)
     read_algorithm(keys, name)
     read_optim(keys)
-    read_run(keys)
     placement = read_processes(keys)
     keys.settings["recipe"] = name
     processes = _place(keys, placement)
@@ -131,8 +155,9 @@ def translate(path: Path, conf: Path, check: Check | None = None) -> Translation
     if check is not None:
         try:
             check(name, compose_settings(name, chosen, conf))
-        except ValueError as error:
-            raise ValueError(f"{path}: comes to what the recipe refuses: {error}") from error
+        except (ValueError, HydraException, OmegaConfBaseException) as error:
+            path = keys.configuration.path
+            raise ValueError(f"{path}: comes to what the recipe refuses: {one_line(str(error))}") from error
     placed = [f"{name}={typed(value)}" for name, value in keys.settings.items() if name.startswith("placement.")]
     return Translation(keys.configuration, name, (*chosen, *placed), processes, keys)
 
@@ -144,8 +169,7 @@ def typed(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(typed, value))}]"
     if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _WORDS):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
-        return f"'{escaped}'"
+        return QuotedString(text=value, quote=Quote.single).with_quotes()
     return str(value)
 
 
@@ -154,8 +178,10 @@ def _check_kind(keys: Keys) -> None:
     task = values.get("runner.task_type")
     if task == _EVALUATIONS or values.get("runner.only_eval") is True:
         raise ValueError(
-            f"{path}: is an evaluation of RLinf's, and from-rlinf translates trainings; type python recipes/evaluate.py "
-            "with an experiment that vla-recipe list has, such as experiment=libero_evaluate_openpi policy.checkpoint=FOLDER"
+            f"{path}: is an evaluation of RLinf's, and from-rlinf translates trainings; type python "
+            "recipes/evaluate.py "
+            "with an experiment that vla-recipe list has, such as experiment=libero_evaluate_openpi "
+            "policy.checkpoint=FOLDER"
         )
     if task not in _TASKS:
         said = f"runner.task_type is {task!r}" if task is not None else "it has no runner.task_type"
@@ -182,10 +208,12 @@ def _with_names_of_missing_groups(configuration: Configuration) -> Configuration
             elif name == "maniskill_put_on_plate_in_scene_25_main":
                 said[f"{package}.init_params.id"] = PLATE25
     if configuration.missing.get("actor.model") in ("model/pi0", "model/pi0_5"):
-        kind = {**said, **configuration.values}.get("env.train.env_type")
+        benchmark_of = {**said, **configuration.values}.get("env.train.env_type")
         pi = {"model/pi0": "pi0", "model/pi0_5": "pi05"}[configuration.missing["actor.model"]]
         said["actor.model.model_type"] = "openpi"
-        said["actor.model.openpi.config_name"] = f"{pi}_{'aloha_robotwin' if kind == 'robotwin' else kind}"
+        said["actor.model.openpi.config_name"] = (
+            f"{pi}_{'aloha_robotwin' if benchmark_of == 'robotwin' else benchmark_of}"
+        )
     elif configuration.missing.get("actor.model") in ("model/openvla", "model/openvla_oft"):
         said["actor.model.model_type"] = configuration.missing["actor.model"].rpartition("/")[2]
     return dataclasses.replace(configuration, values={**said, **configuration.values})
@@ -220,12 +248,12 @@ def _shortest(keys: Keys, name: str, kind: str, family: str, conf: Path) -> tupl
     worlds = [kind, "robotwin_piper"] if kind == "robotwin" else [kind]
     plain = [[f"env={world}", *groups, *tails] for world in worlds]
     same = {keys.configuration.path.stem, keys.configuration.values.get("runner.logger.experiment_name")}
-    names = [
+    experiments = [
         experiment
         for experiment in _experiments(conf, name, worlds, family)
-        if experiment in same or not keys.configuration.missing
+        if not keys.configuration.missing or _is_of(keys, _effective(name, (f"experiment={experiment}",), conf))
     ]
-    candidates = [[f"experiment={experiment}"] for experiment in sorted(names, key=lambda each: each not in same)]
+    candidates = [[f"experiment={experiment}"] for experiment in sorted(experiments, key=lambda each: each not in same)]
     best: tuple[int, list[str], list[str]] | None = None
     for base in [*candidates, *plain]:
         overrides = _differences(keys.settings, _effective(name, tuple(base), conf))
@@ -234,6 +262,11 @@ def _shortest(keys: Keys, name: str, kind: str, family: str, conf: Path) -> tupl
             best = typed_words, base, overrides
     assert best is not None
     return best[1], best[2]
+
+
+def _is_of(keys: Keys, found: Mapping[str, Any]) -> bool:
+    """Tell whether an experiment has the task and the model that are wanted, so that it says what is not given."""
+    return all(found.get(each) == keys.settings.get(each) for each in ("env.id", "policy.config_name"))
 
 
 def _experiments(conf: Path, name: str, worlds: Sequence[str], family: str) -> Iterator[str]:
@@ -251,7 +284,7 @@ def _effective(name: str, chosen: tuple[str, ...], conf: Path) -> dict[str, Any]
     """Return each setting, with ``null`` replaced by what it stands for where that does not hang on the checkpoint."""
     content: Any = OmegaConf.to_container(compose_settings(name, chosen, conf), resolve=True)
     policy = content["policy"]
-    fields = dataclasses.fields(get_policy_class(policy["family"]).config_class)  # type: ignore[attr-defined]
+    fields = dataclasses.fields(get_policy_class(policy["family"]).config_class)
     defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
     policy.update({name: default for name, default in defaults.items() if name in policy and policy[name] is None})
     policy["dtype"] = policy.get("dtype") or "float32"
@@ -281,6 +314,11 @@ def _same(one: Any, other: Any) -> bool:
     if any(isinstance(value, (bool, str, type(None), list, tuple)) for value in (one, other)):
         return type(one) is type(other) and bool(one == other)
     return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def _printable(text: str) -> str:
+    """Replace what would end a comment, or hide some of it, in a file that somebody else wrote."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -43,7 +44,7 @@ class Keys:
         settings: ours, by the name that is typed.
         used: by key of the file, the settings of ours that come of it.
         remarks: on what was not translated, or not to the letter.
-        not_given: keys that would be needed, of groups whose files are not there.
+        not_given: by key that would be needed, of a group whose file is not there, the settings that need it.
     """
 
     def __init__(self, configuration: Configuration):
@@ -51,7 +52,7 @@ class Keys:
         self.settings: dict[str, Any] = {}
         self.used: dict[str, list[str]] = {}
         self.remarks: list[Remark] = []
-        self.not_given: dict[str, str] = {}
+        self.not_given: dict[str, list[str]] = {}
         self._reading: list[str] = []
 
     # ---- reading
@@ -82,9 +83,13 @@ class Keys:
     def number(self, key: str, default: Any = ...) -> float:
         """Return a number."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self.error(key, "should be a number")
         return value
+
+    def real(self, key: str, default: Any = ...) -> float:
+        """Return a number as one with a point."""
+        return float(self.number(key, default))
 
     def whole(self, key: str, default: Any = ..., least: int = 1) -> int:
         """Return a whole number."""
@@ -131,7 +136,7 @@ class Keys:
         try:
             self.settings[setting] = value()
         except NotGiven as error:
-            self.not_given[error.key] = setting
+            self.not_given.setdefault(error.key, []).append(setting)
             self.remark("differs", self._reading, f"{setting} stays as it is here, as {error.key} is not given")
             return
         for key in self._reading:

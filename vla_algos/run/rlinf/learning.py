@@ -1,9 +1,9 @@
-"""Algorithm, optimizer and how long: what RLinf's ``algorithm``, ``actor`` and ``runner`` say."""
+"""The algorithm: what RLinf's ``algorithm`` says."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
 
 from vla_algos.run.rlinf.keys import Keys, NotGiven
 from vla_algos.run.rlinf.untranslated import DIFFERS, NONE, NOTHING
@@ -12,6 +12,7 @@ _ALGORITHM, _OPTIM, _TRAIN = "algorithm.", "actor.optim.", "env.train."
 _LEVELS = {"token_level": "token", "action_level": "action", "chunk_level": "chunk"}
 _LOSSES = {"actor_critic": "gae", "decoupled_actor_critic": "gae", "actor": "grpo"}
 _CRITIC = ("value_clip", "huber_delta")
+_FILTER = ("filter_rewards", "rewards_lower_bound", "rewards_upper_bound")
 
 
 def recipe(keys: Keys) -> str:
@@ -39,56 +40,6 @@ def recipe(keys: Keys) -> str:
     return found
 
 
-def read_run(keys: Keys) -> None:
-    """Set how long a run is, and how often it evaluates and saves."""
-
-    def iterations() -> int:
-        epochs, most = keys.whole("runner.max_epochs"), keys.whole("runner.max_steps", -1, least=-1)
-        return epochs if most < 0 else min(epochs, most)
-
-    keys.put("iterations", iterations)
-    keys.put("evaluate_every", lambda: max(0, keys.whole("runner.val_check_interval", -1, least=-1)))
-    if keys.where(lambda: keys.whole("runner.save_interval", -1, least=-1) > 0):
-        keys.put("checkpoint_every", lambda: keys.whole("runner.save_interval"))
-    else:
-        keys.remark(
-            DIFFERS, ["runner.save_interval"], "RLinf saves at the end alone; here every checkpoint_every iterations"
-        )
-    ordered = f"{_TRAIN}use_ordered_reset_state_ids"
-    keys.put("episode_order", lambda: "ordered" if keys.flag(ordered, False) else "random")
-    keys.put("pipeline.stages", lambda: keys.whole("rollout.pipeline_stage_num", 1))
-    _read_evaluation(keys)
-
-
-def _read_evaluation(keys: Keys) -> None:
-    values, every = keys.configuration.values, keys.settings.get("evaluate_every")
-    of_evaluation = [key for key in values if key.startswith("env.eval.")]
-    video, temperature = "env.eval.video_cfg.save_video", "rollout.sampling_params.temperature_eval"
-    suites = [f"env.{part}.{name}" for name in ("task_suite_name", "env_type") for part in ("train", "eval")]
-    shown = f"env.eval.* ({len(of_evaluation)} keys)"
-    if not every:
-        text = "runner.val_check_interval is not above 0: RLinf never evaluates in this run; ours does before and after"
-        keys.remark(NOTHING, of_evaluation, text, shown)
-        keys.remark(NOTHING, [temperature], text)
-        return
-    if values.get(video) is False:
-        keys.put("eval.videos", lambda: 0 if keys.flag(video) is False else None)
-    if values.get(temperature) is not None and values.get("actor.model.model_type") != "openpi":
-        keys.put("eval.sampled", lambda: keys.number(temperature) > 0)
-        trained = keys.settings.get("policy.temperature")
-        if keys.settings["eval.sampled"] and values[temperature] != trained:
-            keys.remark(DIFFERS, [temperature], f"evaluations of a run sample at policy.temperature, {trained}")
-    for train, other in zip(suites[::2], suites[1::2], strict=True):
-        if values.get(train) != values.get(other):
-            text = (
-                f"evaluations of a run are on its own env.id; afterwards type python recipes/evaluate.py with another"
-            )
-            keys.remark(DIFFERS, [other], text)
-    text = "which episodes an evaluation has is said by eval=benchmark (each initial state of the protocol once) or eval.trials"
-    rest = [key for key in of_evaluation if key not in keys.used]
-    keys.remark(DIFFERS, rest, text, shown)
-
-
 def read_algorithm(keys: Keys, name: str) -> None:
     """Set what is of the algorithm.
 
@@ -110,7 +61,10 @@ def read_algorithm(keys: Keys, name: str) -> None:
     _read_entropy(keys, bonus, summed)
     if summed > 1:
         changed = [f"{_ALGORITHM}clip_ratio_low", f"{_ALGORITHM}clip_ratio_high", bonus]
-        text = f"log-probabilities of all steps are summed here, RLinf averages {summed}: bounds to that power, the bonus divided by it"
+        text = (
+            f"log-probabilities of all steps are summed here, RLinf averages {summed}: bounds to that "
+            "power, the bonus divided by it"
+        )
         keys.remark(DIFFERS, changed, text)
     keys.settings.update({"loss.dual_clip": None, "loss.reference_kl_coeff": 0.0})
     keys.put("update.epochs", lambda: keys.whole(f"{_ALGORITHM}update_epoch", 1))
@@ -181,19 +135,18 @@ def _read_ppo(keys: Keys) -> None:
 
     keys.put("update.aggregation", aggregation)
     keys.put("gae.bootstrap", bootstrap)
-    keys.remark(NOTHING, [f"{_ALGORITHM}bootstrap_type"], "env.train.auto_reset is False") if not keys.where(
-        lambda: keys.flag(auto)
-    ) else None
+    if not keys.where(lambda: keys.flag(auto)):
+        keys.remark(NOTHING, [f"{_ALGORITHM}bootstrap_type"], "env.train.auto_reset is False")
     if keys.configuration.values.get(auto) is False:
         text = "RLinf waits for the longest episode, and masks; here the next one starts at once"
         keys.remark(DIFFERS, [auto], text)
-    keys.put("gae.gamma", lambda: float(keys.number(f"{_ALGORITHM}gamma")))
-    keys.put("gae.lmbda", lambda: float(keys.number(f"{_ALGORITHM}gae_lambda")))
+    keys.put("gae.gamma", lambda: keys.real(f"{_ALGORITHM}gamma"))
+    keys.put("gae.lmbda", lambda: keys.real(f"{_ALGORITHM}gae_lambda"))
     keys.put("gae.reward_level", lambda: _reward_level(keys))
     keys.settings.update({"gae.normalize": True, "loss.critic_coeff": 1.0})
     keys.put("loss.clip_value", lambda: keys.get(f"{_ALGORITHM}value_clip", None))
-    keys.put("loss.huber_delta", lambda: float(keys.number(f"{_ALGORITHM}huber_delta", 10.0)))
-    keys.put("optim.value_lr", lambda: float(keys.number(f"{_OPTIM}value_lr")))
+    keys.put("loss.huber_delta", lambda: keys.real(f"{_ALGORITHM}huber_delta", 10.0))
+    keys.put("optim.value_lr", lambda: keys.real(f"{_OPTIM}value_lr"))
     if keys.where(lambda: keys.whole(f"{_TRAIN}group_size", 1) > 1):
         keys.put("env.group_size", lambda: keys.whole(f"{_TRAIN}group_size"))
     else:
@@ -240,17 +193,14 @@ def _read_lag(keys: Keys) -> None:
     keys.put("loss.max_behaviour_weight", lambda: keys.get(weight, None))
     keys.remark(DIFFERS, [weight], "a weight above it is bounded by it here; RLinf leaves the element out")
     if keys.has(f"{_ALGORITHM}clip_ratio_c"):
-        keys.put("loss.dual_clip", lambda: float(keys.number(f"{_ALGORITHM}clip_ratio_c")))
+        keys.put("loss.dual_clip", lambda: keys.real(f"{_ALGORITHM}clip_ratio_c"))
     keys.put("gae.normalize", lambda: keys.flag(f"{_ALGORITHM}normalize_advantages", True))
-
-
-_FILTER = ("filter_rewards", "rewards_lower_bound", "rewards_upper_bound")
 
 
 def _read_grpo(keys: Keys) -> None:
     values = keys.configuration.values
     for name in ("auto_reset", "ignore_terminations"):
-        if keys.where(lambda name=name: keys.flag(f"{_TRAIN}{name}")):
+        if keys.where(partial(keys.flag, f"{_TRAIN}{name}")):
             raise keys.error(f"{_TRAIN}{name}", "GRPO compares whole episodes; write False")
     keys.account(f"{_TRAIN}auto_reset", "recipe")
     keys.put("group_size", lambda: keys.whole(f"{_ALGORITHM}group_size", least=2))
@@ -304,7 +254,10 @@ def _read_bounds(keys: Keys) -> None:
 
     keys.put("collector.success_bounds", bounds)
     if f"{_TRAIN}reward_coef" in keys.used and keys.settings.get("collector.success_bounds", [0, 1])[1] < 0.5:
-        text = "in success rates they drop each group in which half of the runs succeed; look whether they were meant for another env.train.reward_coef"
+        text = (
+            "in success rates they drop each group in which half of the runs succeed; look whether they "
+            "were meant for another env.train.reward_coef"
+        )
         keys.remark(DIFFERS, [f"{_ALGORITHM}rewards_upper_bound"], text)
 
 
@@ -313,7 +266,10 @@ def _remark_on_groups(keys: Keys) -> None:
     alike, fixed = f"{_TRAIN}group_size", f"{_TRAIN}use_fixed_reset_state_ids"
     robotwin = values.get(f"{_TRAIN}env_type") == "robotwin"
     if alike in values and values[alike] != values.get(f"{_ALGORITHM}group_size"):
-        text = f"RLinf starts {values[alike]} runs alike and compares {values.get(f'{_ALGORITHM}group_size')}, of different tasks; here all of a group start alike"
+        text = (
+            f"RLinf starts {values[alike]} runs alike and compares "
+            f"{values.get(f'{_ALGORITHM}group_size')}, of different tasks; here all of a group start alike"
+        )
         keys.remark(DIFFERS, [alike], text)
     elif alike in values:
         keys.account(alike, "group_size")
@@ -327,107 +283,3 @@ def _remark_on_groups(keys: Keys) -> None:
             [fixed],
             "RLinf draws each run's start anew, so that groups mix tasks; here all of a group start alike",
         )
-
-
-def read_optim(keys: Keys) -> None:
-    """Set the section ``optim``."""
-    for ours, theirs, default in (
-        ("lr", "lr", ...),
-        ("eps", "adam_eps", 1e-8),
-        ("weight_decay", "weight_decay", 0.01),
-        ("max_grad_norm", "clip_grad", ...),
-    ):
-        keys.put(
-            f"optim.{ours}", lambda theirs=theirs, default=default: float(keys.number(f"{_OPTIM}{theirs}", default))
-        )
-    keys.remark(
-        DIFFERS, [f"{_OPTIM}clip_grad"], "gradients of policy and value head are clipped apart; RLinf's together"
-    )
-    keys.put(
-        "optim.betas", lambda: [keys.number(f"{_OPTIM}adam_beta1", 0.9), keys.number(f"{_OPTIM}adam_beta2", 0.999)]
-    )
-    keys.put(
-        "optim.schedule",
-        lambda: keys.choice(f"{_OPTIM}lr_scheduler", {"constant": "constant", "cosine": "cosine"}, "constant"),
-    )
-    warmup, total = f"{_OPTIM}lr_warmup_steps", f"{_OPTIM}total_training_steps"
-
-    def warmup_updates() -> int:
-        number = keys.whole(warmup, -1, least=-1)
-        if number >= 0:
-            return number
-        return int(keys.number(f"{_OPTIM}lr_warmup_steps_ratio", 0.0) * keys.number(total, 0))
-
-    keys.put("optim.warmup_updates", warmup_updates)
-    if keys.settings.get("optim.schedule") != "cosine":
-        unread = [
-            total,
-            *(f"{_OPTIM}{name}" for name in ("num_cycles", "min_lr", "min_lr_rate", "lr_warmup_steps_ratio")),
-        ]
-        keys.remark(NOTHING, unread, "actor.optim.lr_scheduler is constant")
-        return
-
-    def final() -> float:
-        if keys.has(f"{_OPTIM}min_lr_rate"):
-            return float(keys.number(f"{_OPTIM}min_lr_rate"))
-        return round(keys.number(f"{_OPTIM}min_lr", 0.0) / keys.number(f"{_OPTIM}lr"), 12)
-
-    keys.put("optim.final_lr", final)
-    if keys.has(f"{_OPTIM}min_lr_rate"):
-        keys.remark(NOTHING, [f"{_OPTIM}min_lr"], "actor.optim.min_lr_rate is set")
-    cycles = f"{_OPTIM}num_cycles"
-    if keys.configuration.values.get(cycles, 0.5) == 0.5:
-        keys.account(cycles, "optim.schedule")
-    else:
-        keys.remark(NONE, [cycles], "the cosine falls once, which is 0.5")
-    if keys.configuration.values.get(total) == keys.settings.get("iterations"):
-        keys.account(total, "iterations")
-    else:
-        keys.remark(NONE, [total], "the cosine falls until the last of the iterations")
-
-
-def read_processes(keys: Keys) -> dict[str, Any]:
-    """Set how weights are divided and what leaves the GPU; returns the section ``placement``, where roles differ."""
-    strategy = "actor.fsdp_config.sharding_strategy"
-    shards = {"full_shard": "all", "shard_grad_op": "all", "no_shard": 1}
-    if keys.configuration.values.get(strategy) == "hybrid_shard":
-        keys.remark(NONE, [strategy], "sharding.shards=N says how many processes share one copy")
-    else:
-        keys.put("sharding.shards", lambda: keys.choice(strategy, shards, "full_shard"))
-    reshard = "actor.fsdp_config.reshard_after_forward"
-    if keys.configuration.values.get(strategy) == "shard_grad_op":
-        keys.settings["sharding.reshard_after_forward"] = False
-    else:
-        keys.put("sharding.reshard_after_forward", lambda: keys.flag(reshard, True))
-    keys.put("sharding.cpu_offload", lambda: keys.flag("actor.fsdp_config.cpu_offload", False))
-    if keys.settings.get("sharding.cpu_offload"):
-        keys.remark(DIFFERS, ["actor.enable_offload"], "sharding.cpu_offload=true has all of it in host memory already")
-    else:
-        keys.put("offload.optimizer", lambda: keys.flag("actor.enable_offload", False))
-    return _read_placement(keys)
-
-
-def _read_placement(keys: Keys) -> dict[str, Any]:
-    begin = "cluster.component_placement."
-    found: dict[str, str] = {}
-    names: dict[str, list[str]] = {}
-    for key, value in keys.configuration.values.items():
-        if not key.startswith(begin):
-            continue
-        for role in (each.strip() for each in key.removeprefix(begin).split(",")):
-            if role in ("actor", "rollout", "env") and isinstance(value, (str, int)) and not isinstance(value, bool):
-                found[role] = str(value).replace(" ", "")
-                names.setdefault(role, []).append(key)
-    mentioned = [key for each in names.values() for key in each]
-    if set(found) != {"actor", "rollout", "env"} or any(
-        not set(each) <= set("0123456789-,al") for each in found.values()
-    ):
-        return {}
-    if len(set(found.values())) == 1:
-        for key in mentioned:
-            keys.account(key, "placement")
-        return {}
-    for role, each in names.items():
-        for key in each:
-            keys.account(key, f"placement.{role}")
-    return found

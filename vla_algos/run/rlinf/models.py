@@ -43,6 +43,8 @@ def read_policy(keys: Keys, *, critic: bool) -> None:
     keys.put(
         "policy.value_head", lambda: keys.flag(head, keys.configuration.values.get(f"{MODEL}add_value_head", False))
     )
+    if keys.not_given.pop(head, None):
+        keys.settings["policy.value_head"] = critic
     keys.account(f"{MODEL}add_value_head", "policy.value_head")
     if critic and keys.settings.get("policy.value_head") is False:
         raise keys.error(f"{MODEL}add_value_head", "algorithm.loss_type has a critic; write True")
@@ -66,7 +68,7 @@ def _read_tokens(keys: Keys, family: str, *, lora: bool, critic: bool) -> None:
     def temperature() -> float:
         if not keys.flag(f"{_SAMPLING}do_sample", True):
             return 1.0  # RLinf's rollouts sample at 1 then
-        return float(keys.number(f"{_SAMPLING}temperature_train"))
+        return keys.real(f"{_SAMPLING}temperature_train")
 
     keys.put("policy.temperature", temperature)
     keys.put("policy.top_k", lambda: max(0, keys.whole(f"{_SAMPLING}top_k", -1, least=-1)))  # -1 and 0: all
@@ -117,7 +119,10 @@ def _read_precision(keys: Keys, *, lora: bool) -> None:
     keys.put("policy.dtype", weights)
     keys.put("sharding.compute", computes)
     if keys.settings.get("sharding.compute") == "bf16" and not lora:
-        text = "RLinf steps weights in bfloat16, which rounds a step of 2e-5 away; here they are float32 and compute in bfloat16"
+        text = (
+            "RLinf steps weights in bfloat16, which rounds a step of 2e-5 away; here they are float32 and "
+            "compute in bfloat16"
+        )
         keys.remark(DIFFERS, [precision], text)
 
 
@@ -141,7 +146,7 @@ def _read_flow(keys: Keys, *, critic: bool) -> None:
     )
     method = keys.settings.get("policy.method")
     if method in ("flow_sde", "flow_cps"):
-        keys.put("policy.noise_level", lambda: float(keys.number(f"{_PI}noise_level", 0.5)))
+        keys.put("policy.noise_level", lambda: keys.real(f"{_PI}noise_level", 0.5))
         anneals = keys.where(lambda: keys.flag(f"{_PI}noise_anneal", False))
         keys.put("policy.noise_anneal", lambda: keys.get(f"{_PI}noise_params", [0.7, 0.3, 400]) if anneals else None)
         keys.account(f"{_PI}noise_anneal", "policy.noise_anneal")
@@ -178,7 +183,10 @@ def _read_value_head(keys: Keys) -> None:
 def _remark_on_unread(keys: Keys) -> None:
     """Say of the keys beside the section ``openpi`` whether anything reads them."""
     values: dict[str, Any] = keys.configuration.values
-    text = "RLinf holds most weights of pi in bfloat16 whatever it says; here float32, or policy.dtype and sharding.compute"
+    text = (
+        "RLinf holds most weights of pi in bfloat16 whatever it says; here float32, or policy.dtype and "
+        "sharding.compute"
+    )
     keys.remark(DIFFERS, [f"{MODEL}precision"], text)
     keys.settings.update({"policy.dtype": "float32", "sharding.compute": None})
     compute = "actor.fsdp_config.mixed_precision.param_dtype"

@@ -1,7 +1,7 @@
 """An embodied configuration of RLinf as plain values: its groups merged as Hydra merges them, references followed.
 
-Nothing of the file is executed: YAML by ``safe_load``, and of interpolations only references to other keys are followed.
-Resolvers (``${oc.env:HOME}``) stay as they are written.
+Nothing of the file is executed: YAML by ``safe_load``, and of interpolations only references to other keys are
+followed. Resolvers (``${oc.env:HOME}``) stay as they are written.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_configuration(path: Path) -> Configuration:
     missing: dict[str, str] = {}
     itself_done = False
     for entry in _entries(path, defaults):
-        if entry == "_self_":
+        if entry is None:
             _merge(merged, content)
             itself_done = True
             continue
@@ -129,13 +129,14 @@ def _check_size(path: Path, content: Any) -> None:
         if not level:
             return
     raise ValueError(
-        f"{path}: has more than {_MOST_VALUES} values, or sections in sections in sections without end; a configuration of "
+        f"{path}: has more than {_MOST_VALUES} values, or sections in sections in sections without end; a "
+        "configuration of "
         "RLinf has a few hundred"
     )
 
 
-def _entries(path: Path, defaults: Any) -> Iterator[str | tuple[str, str]]:
-    """Yield ``_self_``, or group and package, of each default that has values of its own."""
+def _entries(path: Path, defaults: Any) -> Iterator[tuple[str, str] | None]:
+    """Yield group and package of each default that has values of its own, and ``None`` for the file itself."""
     for entry in defaults if isinstance(defaults, list) else [defaults]:
         name = entry
         if isinstance(entry, dict) and len(entry) == 1:  # env@env.train: libero_10, override hydra/job_logging: stdout
@@ -146,7 +147,7 @@ def _entries(path: Path, defaults: Any) -> Iterator[str | tuple[str, str]]:
             section, _, package = words[-1].partition("@") if words else ("", "", "")
             name = f"{section}/{chosen}@{package or section.replace('/', '.')}"
         if name == "_self_":
-            yield name
+            yield None
             continue
         found = _ENTRY.fullmatch(name) if isinstance(name, str) else None
         if found is None or ".." in name or name.startswith("/"):

@@ -38,7 +38,8 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
     (
         "runner.overlap_env_bootstrap",
         NONE,
-        "PPO's environments are never reset together; for GRPO pipeline.overlap_resets=true begins an episode while others decide",
+        "PPO's environments are never reset together; for GRPO pipeline.overlap_resets=true begins an "
+        "episode while others decide",
     ),
     ("runner.use_training_pipeline", NONE, "nothing is learnt before all of a batch is there"),
     ("runner.max_prompt_length", NOTHING, "read by runs of language models"),
@@ -53,12 +54,14 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
     (
         "weight_syncer.*",
         NONE,
-        "how weights travel is not chosen: nothing is sent where those that learn collect, else what was trained (docs/placement.md)",
+        "how weights travel is not chosen: nothing is sent where those that learn collect, else what was "
+        "trained (docs/placement.md)",
     ),
     (
         "env.*.enable_offload",
         NONE,
-        "simulators keep their memory, closing them costs each its start; placement.env or env.gpus puts them on other GPUs",
+        "simulators keep their memory, closing them costs each its start; placement.env or env.gpus puts "
+        "them on other GPUs",
     ),
     ("env.enable_offload", NOTHING, "env.train.enable_offload and env.eval.enable_offload are read"),
     (

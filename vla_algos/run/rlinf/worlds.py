@@ -80,7 +80,7 @@ def _read_suite(keys: Keys, kind: str) -> None:
     height, width = f"{TRAIN}init_params.camera_heights", f"{TRAIN}init_params.camera_widths"
 
     def size() -> int:
-        if keys.whole(height) != keys.whole(width):
+        if keys.whole(height) != keys.whole(width, keys.get(height)):
             raise keys.error(height, f"and camera_widths={keys.get(width)}: frames here are as wide as high")
         return keys.whole(height)
 
@@ -109,7 +109,7 @@ def _read_maniskill(keys: Keys, kind: str) -> None:
             raise keys.error(setup, "plate-25 has a WidowX arm: widowx_bridge")
         keys.account(setup, "env.id")
     except NotGiven as error:
-        keys.not_given[error.key] = "env.id"
+        keys.not_given[error.key] = ["env.id"]
     rewards = {"default": None, "only_success": "success"}
     if keys.configuration.values.get(f"{TRAIN}reward_mode", "default") in rewards:
         keys.put("env.reward_type", lambda: keys.choice(f"{TRAIN}reward_mode", rewards, "default"))
@@ -131,11 +131,10 @@ def _read_maniskill(keys: Keys, kind: str) -> None:
 def _read_robotwin(keys: Keys, kind: str) -> None:
     keys.put("env.id", lambda: f"robotwin/{keys.text(f'{_TASK}task_name')}")
 
-    def step_limit() -> int:
-        steps = [keys.whole(f"{TRAIN}max_episode_steps"), keys.whole(f"{_TASK}step_lim")]
-        return min(steps)
-
-    keys.put("env.step_lim", step_limit)
+    horizon, limit = f"{TRAIN}max_episode_steps", f"{_TASK}step_lim"
+    keys.put("env.step_lim", lambda: min(keys.whole(horizon), keys.whole(limit)))
+    if keys.configuration.values.get(horizon) != keys.configuration.values.get(limit):
+        keys.remark(DIFFERS, [horizon, limit], "an episode has one limit, the lower of the two: env.step_lim")
     keys.put("env.embodiment", lambda: keys.get(f"{_TASK}embodiment"))
     for name in ("head_camera_type", "wrist_camera_type"):
         keys.put(f"env.{name}", _of(keys.text, f"{_TASK}camera.{name}"))
@@ -180,7 +179,7 @@ def _read_rewards(keys: Keys, kind: str, *, groups: bool) -> None:
         text = "divided out: GRPO divides by the deviation of the group; collector.success_bounds are success rates"
         keys.remark(DIFFERS, [coefficient], text)
     else:
-        keys.put("env.reward_coef", lambda: float(keys.number(coefficient, 1.0)))
+        keys.put("env.reward_coef", lambda: keys.real(coefficient, 1.0))
     if kind == "calvin":
         keys.settings["env.relative_reward"] = False
         keys.remark(NOTHING, [relative], "its CALVIN does not read it: each finished task is paid once, as here")
