@@ -81,7 +81,7 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
         NOTHING,
         "no embodied run reads it: log-probabilities are those of the rollout, as here",
     ),
-    ("rollout.unnorm_key", NOTHING, "no run reads it; actor.model.unnorm_key counts"),
+    ("rollout.unnorm_key", NOTHING, "no run reads it"),
     ("rollout.collect_*", NONE, "what the algorithm needs is collected, and nothing else"),
     ("rollout.model.precision", SAME, "the policy that collects is the one that learns, in its precision"),
     ("rollout.model.model_path", SAME, "the policy that collects is the one that learns: policy.checkpoint"),
