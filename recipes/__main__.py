@@ -1,6 +1,7 @@
-"""Run and copy recipes from any folder, and compare what came of them.
+"""Run and copy recipes from any folder, compare what came of them, and translate configurations of RLinf's.
 
-``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``, ``vla-recipe compare runs/a runs/b``.
+``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``, ``vla-recipe compare runs/a runs/b``,
+``vla-recipe from-rlinf FILE.yaml``.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from vla_common.errors import unknown_name
 from vla_common.program import OneLineParser, report, run_main
 from vla_common.registry import config_packages
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 HOME = Path(__file__).resolve().parent
 CONF = HOME / "conf"
@@ -30,10 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit status."""
     parser = OneLineParser(
         prog="vla-recipe",
-        description="Run recipes from any folder, copy one out to change it, or compare two evaluations.",
+        description="Run recipes from any folder, copy one out to change it, compare two evaluations, or translate a "
+        "configuration of RLinf's.",
         epilog="Settings of a recipe: vla-recipe run ppo --help",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | copy | compare")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | copy | compare | from-rlinf")
     commands.add_parser("list", help="what there is: recipes, and experiments with what each of them trains")
     run = commands.add_parser("run", help="the same as python recipes/NAME.py SETTINGS in a checkout")
     run.add_argument("recipe", help=", ".join(recipes()))
@@ -47,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing.add_argument("first", type=Path, metavar="A", help=results)
     comparing.add_argument("second", type=Path, metavar="B", nargs="?", help="likewise; else A's before and after")
     comparing.add_argument("--mean-of", metavar="GROUPS", help="such as easy,medium,hard,very_hard; else eval.mean_of")
+    translating = commands.add_parser(
+        "from-rlinf", help="the command that means the same as a configuration of RLinf's"
+    )
+    translating.add_argument("file", type=Path, metavar="FILE.yaml", help="with the groups of its defaults beside it")
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "list":
@@ -59,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             groups = None if chosen.mean_of is None else [name for name in chosen.mean_of.split(",") if name]
             for text in compare_folders(chosen.first, chosen.second, groups):
                 print(text)
+        elif chosen.command == "from-rlinf":
+            print("\n".join(translate_from_rlinf(chosen.file)))
         else:
             print("\n".join(copy_recipe(chosen.recipe, chosen.to, force=chosen.force)))
         sys.stdout.flush()
@@ -117,6 +128,24 @@ def copy_recipe(name: str, folder: Path, *, force: bool = False) -> list[str]:
         f"copied {folder / files[0].name} and {folder / 'conf'} ({len(files) - 1} configuration files)",
         f"now type: {where}python {files[0].name}",
     ]
+
+
+def translate_from_rlinf(file: Path) -> list[str]:
+    """Return the command that means the same as a configuration of RLinf's, and as its comments what differs.
+
+    The whole is a shell script; nothing is run.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no embodied training of RLinf's, of nothing that there is here, or comes to what is refused.
+    """
+    from vla_algos.run import read_config
+    from vla_algos.run.rlinf import translate
+
+    def check(recipe: str, config: DictConfig) -> None:
+        read_config(config, importlib.import_module(f"{__package__}.{recipe}").SETTINGS)
+
+    return list(translate(file, CONF, check).lines())
 
 
 def describe() -> list[str]:
