@@ -167,6 +167,14 @@ EVERYTHING = [  # settings that the default leaves off
 ]
 
 
+def test_the_loss_of_the_warm_start_is_logged(ppo_run):
+    _, folder = ppo_run
+    lines = [json.loads(line) for line in (folder / "warm_start" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["train/loss"] > 0 for line in lines)
+    assert list((folder / "warm_start" / "tensorboard").glob("events*"))
+
+
 def test_ppo_without_a_critic(tmp_path):
     recipe_here("ppo", tmp_path / "run", *TOY_PPO, "loss.critic_coeff=null", "update.critic_warmup_steps=0")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

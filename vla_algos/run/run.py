@@ -28,7 +28,7 @@ from vla_algos.run.episode_log import finished_episodes
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
 from vla_algos.run.files import write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
-from vla_algos.run.loggers import check_keys, open_loggers
+from vla_algos.run.loggers import check_keys, events_of, open_loggers
 from vla_algos.run.logging import RunLogger, progress_bar
 from vla_algos.run.origin import differences, env_of, note_origin
 from vla_algos.run.phase import begin_work
@@ -463,7 +463,9 @@ class Run:
 
         def learn() -> None:
             samples, heldout = found or read(self.spec, self.policy, self.config.eval["seed"], settings)
-            clone(self.policy, samples, cloning, before_step=self.stop_if_asked, heldout=heldout)
+            folder = self.folder / "warm_start"  # its steps are not the run's
+            with contextlib.closing(RunLogger(folder, -1, events_of(self.config.logger, folder))) as logger:
+                clone(self.policy, samples, cloning, self.stop_if_asked, heldout, logger.log)
 
         self._checkpoints.apart(lambda: self.on_actors(learn))
 

@@ -269,6 +269,7 @@ def clone(
     settings: dict[str, Any],
     before_step: Callable[[], None],
     heldout: Samples | None = None,
+    log: Callable[[Mapping[str, float], int], object] = lambda metrics, step: None,
 ) -> None:
     """Clone demonstrations into ``policy``, in all processes at once: ``recipes/sft.py`` within another recipe.
 
@@ -278,14 +279,18 @@ def clone(
         settings: of :class:`~vla_algos.imitation.BehaviourCloning`.
         before_step: called before each step; may raise to abandon it.
         heldout: of :func:`record`; the loss on them is said at the end.
+        log: told of the numbers of each step, by their names in ``recipes/sft.py``.
     """
     learner = BehaviourCloning(policy, demonstrations, **settings)
     with progress_bar("behaviour cloning", settings["steps"], "step") as bar:
-        for _ in range(settings["steps"]):
+        for step in range(1, settings["steps"] + 1):
             before_step()
-            bar.set_postfix(loss=f"{learner.step():.3f}", refresh=False)
+            loss = learner.step()
+            log({"train/loss": loss}, step)
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update()
         if heldout:
             measured = learner.evaluate(heldout)
+            log({f"heldout/{name}": value for name, value in measured.items()}, settings["steps"])
             error = f", error {measured['error']:.3f} of half the range" if "error" in measured else ""
             bar.write(f"{heldout.episodes} demonstrations held out: loss {measured['loss']:.3f}{error}")

@@ -18,7 +18,7 @@ from vla_algos.run.loggers.table import Table, entries
 from vla_algos.run.loggers.trackers import Tracker, has_key, open_swanlab, open_wandb
 from vla_common.settings import check_settings, setting_types
 
-__all__ = ["LOGGERS", "Sink", "Tracker", "check_keys", "check_loggers", "open_loggers"]
+__all__ = ["LOGGERS", "Sink", "Tracker", "check_keys", "check_loggers", "events_of", "open_loggers"]
 
 _TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": open_wandb, "swanlab": open_swanlab}
 LOGGERS: Mapping[str, Mapping[str, Any]] = {  # settings of each and their types
@@ -45,6 +45,11 @@ def check_loggers(chosen: Mapping[str, Mapping[str, Any]]) -> None:
                 f"logger={name}: the package {name} is not installed; type: pip install 'vla-torchrl[{name}]', or "
                 f"leave {name} out"
             )
+
+
+def events_of(chosen: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Sink]:
+    """Open TensorBoard's files alone, if they were chosen, for steps that are not the run's and begin anew."""
+    return [Events(folder, -1)] if "tensorboard" in chosen and parallel.is_main() else []
 
 
 def check_keys(chosen: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
