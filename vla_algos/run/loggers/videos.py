@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def as_gif(path: Path) -> tuple[bytes, int, int]:
     Raises:
         OSError: it cannot be read.
     """
-    with imageio.get_reader(path) as reader:
+    with contextlib.closing(imageio.get_reader(path)) as reader:
         about = reader.get_meta_data()
         every = -(-max(about["size"]) // _LARGEST)
         frames = [frame[::every, ::every] for frame in reader]
