@@ -254,18 +254,33 @@ def test_groups_beside_the_file_are_merged_and_the_file_counts(tmp_path):
 
 
 def test_a_file_alone_is_translated_as_far_as_it_goes(tmp_path, capsys):
-    path = in_groups(tmp_path / "whole")
+    path = in_groups(tmp_path / "whole", actor__fsdp_config__mixed_precision__param_dtype="${actor.model.precision}")
     alone = tmp_path / "alone.yaml"
     alone.write_text(path.read_text())
     translation = translate(alone, CONF, check)
     assert translation.overrides[0] == "experiment=libero_10_ppo_openpi", "the names of the groups say which task"
     assert "env.num_envs=16" in translation.overrides
     kept = {setting for settings in translation.keys.not_given.values() for setting in settings}
-    assert {"env.image_size", "policy.num_steps", "collector.decisions"} <= kept
+    assert {"env.image_size", "policy.num_steps", "collector.decisions", "sharding.compute"} <= kept
     assert main(["from-rlinf", str(alone)]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("# Missing"))
     assert "env/libero_10.yaml (env.train), model/pi0.yaml (actor.model)" in line
     assert "policy.num_steps" in line
+
+
+@pytest.mark.parametrize(
+    ("group", "other", "key"),
+    [
+        ("model/pi0@actor.model", "model/gr00t@actor.model", "actor.model.model_type"),
+        ("env/libero_10@env.train", "env/maniskill_pick_cube@env.train", "env.train.init_params.id"),
+    ],
+)
+def test_a_group_that_says_what_it_is_about_is_needed(group, other, key, tmp_path, capsys):
+    alone = tmp_path / "alone.yaml"
+    alone.write_text(in_groups(tmp_path / "whole").read_text().replace(group, other))
+    assert main(["from-rlinf", str(alone)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{key} is needed, and {other.partition('@')[0]}.yaml, which has it, is not beside it" in line
 
 
 def test_references_to_other_keys_are_followed_and_what_they_refer_to_counts_as_translated(tmp_path):

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.placement import Placement
 from vla_algos.run.arguments import compose_settings
-from vla_algos.run.rlinf.keys import Keys
+from vla_algos.run.rlinf.keys import Keys, NotGiven
 from vla_algos.run.rlinf.learning import read_algorithm, recipe
 from vla_algos.run.rlinf.models import FAMILIES, MODEL, read_policy
 from vla_algos.run.rlinf.reading import Configuration, read_configuration
@@ -130,6 +130,13 @@ def translate(path: Path, conf: Path, check: Check | None = None) -> Translation
     keys = Keys(_with_names_of_missing_groups(read_configuration(path)))
     try:
         return _translated(keys, conf, check)
+    except NotGiven as error:
+        package = next(each for each in keys.configuration.missing if f"{error.key}.".startswith(f"{each}."))
+        group = keys.configuration.missing[package]
+        raise ValueError(
+            f"{path}: {error.key} is needed, and {group}.yaml, which has it, is not beside it; copy the file into "
+            "RLinf's examples/embodiment/config, or write the key into it"
+        ) from error
     except ArithmeticError as error:
         raise ValueError(f"{path}: has a number that is far too large or small: {error}") from error
 
@@ -140,6 +147,8 @@ def _translated(keys: Keys, conf: Path, check: Check | None) -> Translation:
     family = keys.choice(f"{MODEL}model_type", FAMILIES)
     name = recipe(keys)
     read_env(keys, groups=name == "grpo")
+    if "env.id" not in keys.settings:
+        raise NotGiven(next(key for key, settings in keys.not_given.items() if "env.id" in settings))
     check_suite(keys)
     read_policy(keys, critic=name == "ppo")
     read_run(keys)

@@ -72,13 +72,20 @@ class Keys:
         if key in values:
             self._reading.append(key)
             if unresolved(values[key]):
+                if referred := self._in_missing_group(str(values[key]).strip("${ }")):
+                    raise NotGiven(referred)
                 raise self.error(key, "only references to other keys of the file are followed; write the value there")
             return values[key]
-        if any(f"{key}.".startswith(f"{package}.") for package in self.configuration.missing):
+        if self._in_missing_group(key):
             raise NotGiven(key)
         if default is ...:
             raise ValueError(f"{self.configuration.path}: has no {key}, which RLinf needs; write it there")
         return default
+
+    def _in_missing_group(self, key: str) -> str:
+        """Return the key if it is one that a group may have whose file is not there, else nothing."""
+        missing = any(f"{key}.".startswith(f"{package}.") for package in self.configuration.missing)
+        return key if missing else ""
 
     def number(self, key: str, default: Any = ...) -> float:
         """Return a number."""
