@@ -191,6 +191,20 @@ def test_runs_of_a_group_that_start_apart_and_strict_bounds_are_pointed_out(tmp_
     assert "1 runs alike" in said["env.train.group_size"].text
 
 
+def test_loggers_are_chosen_with_project_and_name(tmp_path):
+    logger = {"runner__logger__project_name": "vla, two", "runner__logger__experiment_name": "first"}
+    chosen = {"runner__logger__logger_backends": ["tensorboard", "wandb"], **logger}
+    translation = translated(tmp_path, "libero_10_ppo_openpi", **chosen)
+    assert "logger=[tensorboard,wandb]" in translation.overrides
+    settings = composed(translation)["logger"]
+    assert list(settings) == ["tensorboard", "wandb"]
+    assert (settings["wandb"]["project"], settings["wandb"]["name"]) == ("vla, two", "first")
+    alone = translated(tmp_path, "libero_10_ppo_openpi", **logger)
+    assert not [each for each in alone.overrides if each.startswith("logger")]
+    other = translated(tmp_path, "libero_10_ppo_openpi", runner__logger__logger_backends=["mlflow"])
+    assert "runner.logger.logger_backends" not in other.keys.used
+
+
 def test_a_key_that_nobody_knows_is_listed(tmp_path, capsys):
     path = write(tmp_path, "mine", values_of("metaworld_50_ppo_openpi", algorithm__curiosity=0.1))
     assert main(["from-rlinf", str(path)]) == 0

@@ -24,7 +24,7 @@ from vla_algos.run.rlinf.keys import Keys, NotGiven
 from vla_algos.run.rlinf.learning import read_algorithm, recipe
 from vla_algos.run.rlinf.models import FAMILIES, MODEL, read_policy
 from vla_algos.run.rlinf.reading import Configuration, read_configuration
-from vla_algos.run.rlinf.running import read_optim, read_processes, read_run
+from vla_algos.run.rlinf.running import read_loggers, read_optim, read_processes, read_run
 from vla_algos.run.rlinf.untranslated import DIFFERS, NONE, NOTHING, SAME, UNKNOWN, account_for_the_rest
 from vla_algos.run.rlinf.worlds import PLATE25, benchmark, check_suite, read_env
 from vla_algos.run.run import make_env_spec
@@ -155,6 +155,7 @@ def _translated(keys: Keys, conf: Path, check: Check | None) -> Translation:
     read_algorithm(keys, name)
     read_optim(keys)
     placement = read_processes(keys)
+    loggers = read_loggers(keys)  # whose packages may be installed elsewhere
     keys.settings["recipe"] = name
     processes = _place(keys, placement)
     account_for_the_rest(keys)
@@ -168,7 +169,7 @@ def _translated(keys: Keys, conf: Path, check: Check | None) -> Translation:
             path = keys.configuration.path
             raise ValueError(f"{path}: comes to what the recipe refuses: {one_line(str(error))}") from error
     placed = [f"{name}={typed(value)}" for name, value in keys.settings.items() if name.startswith("placement.")]
-    return Translation(keys.configuration, name, (*chosen, *placed), processes, keys)
+    return Translation(keys.configuration, name, (*chosen, *loggers, *placed), processes, keys)
 
 
 def typed(value: Any) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from vla_algos.run.loggers import LOGGERS
 from vla_algos.run.rlinf.keys import Keys
 from vla_algos.run.rlinf.untranslated import DIFFERS, NONE, NOTHING
 
@@ -116,6 +119,24 @@ def read_optim(keys: Keys) -> None:
         keys.account(total, "iterations")
     else:
         keys.remark(NONE, [total], "the cosine falls until the last of the iterations")
+
+
+def read_loggers(keys: Keys) -> list[str]:
+    """Return what is typed for the loggers of a file, with project and name; nothing for TensorBoard alone."""
+    begin = "runner.logger."
+    backends = keys.configuration.values.get(f"{begin}logger_backends")
+    if not isinstance(backends, list) or not backends or not all(name in LOGGERS for name in backends):
+        return []
+    keys.account(f"{begin}logger_backends", "logger")
+    typed = [] if backends == ["tensorboard"] else [f"logger=[{','.join(backends)}]"]
+    for theirs, ours in (("project_name", "project"), ("experiment_name", "name")):
+        if not keys.has(f"{begin}{theirs}"):
+            continue
+        for name in (name for name in backends if ours in LOGGERS[name]):
+            text = QuotedString(text=keys.text(f"{begin}{theirs}"), quote=Quote.single).with_quotes()
+            typed.append(f"logger.{name}.{ours}={text}")
+            keys.account(f"{begin}{theirs}", f"logger.{name}.{ours}")
+    return typed
 
 
 def read_processes(keys: Keys) -> dict[str, Any]:

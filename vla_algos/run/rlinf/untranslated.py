@@ -18,7 +18,11 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
     ("runner.task_type", SAME, "an embodied configuration"),
     ("runner.only_eval", SAME, "False: a training"),
     ("runner.logger.log_path", NONE, "runs go to runs/, or where hydra.run.dir=FOLDER says"),
-    ("runner.logger.*", NONE, "TensorBoard and files in the run's folder are always written, under that folder's name"),
+    (
+        "runner.logger.*",
+        NONE,
+        "metrics.jsonl is always written; logger=[tensorboard,wandb] chooses others",
+    ),
     (
         "runner.resume_dir",
         NONE,
