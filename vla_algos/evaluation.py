@@ -410,7 +410,8 @@ def evaluate(
         for module in training:  # a module that was set to eval() by itself stays so
             module.training = True
     videos = {index: np.stack(shots) for index, shots in sorted(frames.items()) if not results[index].crashed}
-    told, so_far = ({index: each[index] for index in videos} for each in (instructions, progress))
+    told = {index: instructions[index] for index in videos}
+    so_far = {index: progress[index] for index in videos}
     ordered = [results[index] for index in range(len(wanted))]
     return EvaluationResult(ordered, videos, "", told, spec.chain_length, progress=so_far)
 

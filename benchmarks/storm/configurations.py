@@ -317,6 +317,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "logger.wandb.project": matches(r"[^/\\#?%:]{1,128}"),
     "logger.swanlab.project": matches(r"[0-9a-zA-Z_.+-]{1,100}"),
     "logger.swanlab.workspace": null_or(matches(r"[0-9a-zA-Z_-]{1,25}")),
+    "logger.csv.columns": list_of(text, 1),
     "logger.*": null_or(text),
     "launcher.name": never,
     "launcher.partition": null_or(any_of(text, whole(0, 10**20))),

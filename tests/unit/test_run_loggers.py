@@ -183,6 +183,14 @@ def test_nothing_stands_twice_after_a_resume(tmp_path, given):
     assert [row["eval/success_once"] for row in rows] == ["", "0.2", "", "0.4", ""]
 
 
+def test_a_table_has_the_columns_that_are_asked_for(tmp_path):
+    logger = begin(tmp_path, {"csv": {"columns": ["eval/*", "train/loss"]}})
+    logger.log({"train/loss": 1.0, "train/entropy": 2.0}, 1)
+    logger.log({"eval/success_once": 0.5, "eval/length": 9.0}, 1)
+    logger.close()
+    assert (tmp_path / "metrics.csv").read_text() == "step,train/loss,eval/success_once,eval/length\n1,1.0,0.5,9.0\n"
+
+
 def numbers(given):
     return [each for each in given if isinstance(each, tuple)]
 

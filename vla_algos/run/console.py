@@ -25,12 +25,12 @@ def console_file(folder: Path) -> Iterator[None]:
         return
     file = Appended(folder / NAME)
     out, errors = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Both(out, file), _Both(errors, file)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _Both(out, file), _Both(errors, file)
     try:
         yield
     finally:
-        sys.stdout.end()  # type: ignore[attr-defined]
-        sys.stderr.end()  # type: ignore[attr-defined]
+        sys.stdout.end()
+        sys.stderr.end()
         sys.stdout, sys.stderr = out, errors
         file.close()
 

@@ -23,7 +23,7 @@ __all__ = ["LOGGERS", "Sink", "Tracker", "check_keys", "check_loggers", "events_
 _TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": open_wandb, "swanlab": open_swanlab}
 LOGGERS: Mapping[str, Mapping[str, Any]] = {  # settings of each and their types
     "tensorboard": setting_types(Events, only=["videos"]),
-    "csv": {},
+    "csv": setting_types(Table, without=["folder"]),
     **{name: setting_types(open, without=["folder", "run_id", "logged"]) for name, open in _TRACKERS.items()},
 }
 
@@ -94,7 +94,7 @@ def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: i
 
         for name in chosen:
             if name == "csv":
-                sinks.append(Table(folder))
+                sinks.append(Table(folder, **chosen[name]))
             elif name == "tensorboard":
                 sinks.append(Events(folder, -1 if after is None else after, evaluated, **chosen[name]))
             elif after is not None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MinLen
 
 from vla_algos.run.files import write_atomically
 from vla_algos.run.loggers.sink import Sink
@@ -25,12 +28,13 @@ class Table(Sink):
 
     Args:
         folder: of the run.
+        columns: patterns of the names that get one, such as ``eval/*``; ``("*",)`` for all.
     """
 
     name = "csv"
 
-    def __init__(self, folder: Path):
-        self._folder, self._changed = folder, True
+    def __init__(self, folder: Path, columns: Annotated[Sequence[str], MinLen(1)] = ("*",)):
+        self._folder, self._columns, self._changed = folder, columns, True
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Note that there is something new."""
@@ -39,7 +43,7 @@ class Table(Sink):
     def sync(self) -> None:
         """Write the table, if there is something new."""
         if self._changed:
-            write_atomically(self._folder / "metrics.csv", as_table(self._folder / "metrics.jsonl"))
+            write_atomically(self._folder / "metrics.csv", as_table(self._folder / "metrics.jsonl", self._columns))
         self._changed = False
 
     def close(self, failed: bool) -> None:
@@ -51,15 +55,15 @@ class Table(Sink):
         return str(self._folder / "metrics.csv")
 
 
-def as_table(path: Path) -> str:
+def as_table(path: Path, columns: Sequence[str] = ("*",)) -> str:
     """Read ``metrics.jsonl`` and return it as comma-separated values; lines that are not of a run are passed over."""
     rows: dict[int, dict[str, Any]] = {}
     names = {"step": None}
     for entry in entries(path):
         rows.setdefault(entry["step"], {}).update(entry)
-        names |= dict.fromkeys(entry)
+        names |= dict.fromkeys(name for name in entry if any(fnmatchcase(name, column) for column in columns))
     table = io.StringIO()
-    writer = csv.DictWriter(table, list(names), lineterminator="\n")
+    writer = csv.DictWriter(table, list(names), extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows[step] for step in sorted(rows))
     return table.getvalue()

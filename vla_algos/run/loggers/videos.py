@@ -23,7 +23,7 @@ def as_gif(path: Path) -> tuple[bytes, int, int]:
     with contextlib.closing(imageio.get_reader(path)) as reader:
         about = reader.get_meta_data()
         every = -(-max(about["size"]) // _LARGEST)
-        frames = [frame[::every, ::every] for frame in reader]
+        frames = [frame[::every, ::every] for frame in reader.iter_data()]
     gif = io.BytesIO()
     imageio.mimwrite(gif, frames, format="GIF", duration=1000 / about["fps"], loop=0)
     return gif.getvalue(), *frames[0].shape[:2]
