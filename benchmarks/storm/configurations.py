@@ -236,6 +236,7 @@ ablation = one_of("blank_images", "other_trial", "swapped_instructions")
 LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "recipe": never,
     "seed": whole(0, 2**32 - 1),
+    "evaluate eval.seed": whole(0, 2**32 - 1),  # where nothing is trained
     "eval.seed": whole(2, 2**32 - 1),  # 0 and its neighbours are what is trained on
     "episode_order": one_of("random", "balanced", "ordered", "fixed"),
     "resume": one_of("auto", "force", "never", "elastic"),
@@ -424,9 +425,10 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
 }
 
 
-def legal(name: str, value: Any) -> bool:
-    """Tell whether a setting may have a value."""
-    pattern = next(pattern for pattern in LEGAL if fnmatch.fnmatchcase(name, pattern))
+def legal(name: str, value: Any, recipe: str = "ppo") -> bool:
+    """Tell whether a setting of a recipe may have a value."""
+    names = (f"{recipe} {name}", name)
+    pattern = next(pattern for pattern in LEGAL if any(fnmatch.fnmatchcase(each, pattern) for each in names))
     return LEGAL[pattern](value)
 
 
@@ -514,7 +516,7 @@ def mutations(count: int, seed: int, tally: Tally, accepted: dict[str, set[str]]
         if error is None:
             given = OmegaConf.to_container(given) if isinstance(given, (DictConfig, ListConfig)) else given
             accepted[name].add(value[:60])
-            if legal(name, given):
+            if legal(name, given, recipe):
                 tally.note("survived", "mutation: legal")
             else:
                 tally.note("wrong", "mutation: accepted", what)
