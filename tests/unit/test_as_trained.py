@@ -6,7 +6,7 @@ import pytest
 from paths import CONF
 
 from vla_algos.run.arguments import compose_settings
-from vla_algos.run.as_trained import as_trained
+from vla_algos.run.as_trained import as_trained, is_chosen
 from vla_algos.run.origin import FILE, differences, env_of, note_origin
 from vla_algos.run.run import make_env_spec
 
@@ -61,10 +61,15 @@ def test_an_experiment_that_evaluates_is_left_as_it_is():
     assert as_trained(typed, CONF) == typed
 
 
-def test_a_policy_that_does_not_say_is_named(tmp_path, capsys):
+def test_a_policy_that_does_not_say_changes_nothing(tmp_path):
     typed = [f"policy.checkpoint={tmp_path}"]
     assert as_trained(typed, CONF) == typed
-    assert f"{tmp_path} does not say what it was trained on; type env=NAME" in capsys.readouterr().err
+
+
+def test_an_environment_is_chosen_by_a_group_its_id_or_an_experiment():
+    for typed in ("env=metaworld", "env.id=metaworld/MT50", "experiment=libero_evaluate_openpi", "+experiment=mine"):
+        assert is_chosen(["seed=1", typed])
+    assert not is_chosen(["env.num_envs=2", "policy.checkpoint=experiment=x"])
 
 
 def test_a_sweep_over_policies_says_in_which_environment(policy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,12 +49,16 @@ def as_trained(arguments: Sequence[str], conf: Path) -> list[str]:
         if flags.multirun and ("," in checkpoint or "(" in checkpoint):
             raise ValueError(f"policy.checkpoint={checkpoint}: each may be of another environment; type env=NAME too")
         env = env_of(checkpoint.strip("'\""))
-        if env is None:
-            print(f"warning: {checkpoint} does not say what it was trained on; type env=NAME", file=sys.stderr)
+        if env is None:  # a line says so when there is a policy
             return list(arguments)
         _offer("env", _NAME, {"defaults": ["base", "_self_"], **env})
         return [*before, f"env={_NAME}", *rest]
     return list(arguments)
+
+
+def is_chosen(arguments: Sequence[str]) -> bool:
+    """Tell whether what was typed says in which environment."""
+    return any(re.match(r"\+?(env|env\.id|experiment)=", each) for each in arguments)
 
 
 def _of_training(name: str | None, conf: Path) -> tuple[str, str] | None:

@@ -126,7 +126,7 @@ class ResumableRun:
         self.run_state: dict[str, Any] = {}
         self.seconds = 0.0
         self._before_save, self._elastic_seed = before_save, elastic_seed
-        self._save_policy = save_policy or policy.save_pretrained
+        self._save_policy = save_policy
         self._started = time.perf_counter()
         self._between: dict[str, Any] | None = None  # of this process; weights and learner change in the update only
         self._unchanged: Any = None  # what tells whether they have
@@ -504,7 +504,8 @@ class ResumableRun:
             return
         folder = unfinished(self.checkpoints, self._iteration)
         try:
-            self._together(lambda: self._save_policy(folder / "policy"))  # each process gives its part
+            save = self._save_policy or self.policy.save_pretrained
+            self._together(lambda: save(folder / "policy"))  # each process gives its part
         except OSError:
             if parallel.is_main():
                 remove(folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+from hydra.core.hydra_config import HydraConfig
 from safetensors import SafetensorError
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
@@ -23,6 +24,7 @@ from vla_algos.imitation import check_state_noise
 from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
 from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
+from vla_algos.run.as_trained import is_chosen
 from vla_algos.run.comparing import before_and_after
 from vla_algos.run.episode_log import finished_episodes
 from vla_algos.run.evaluator import Evaluator, gather, save_videos
@@ -147,11 +149,18 @@ class Run:
         return self.policy
 
     def _say_origin(self) -> None:
-        """Say in one line what the policy sees otherwise than in its training, if its folder tells."""
+        """Say in one line what the policy sees otherwise than in its training, or that its folder does not tell."""
         checkpoint = self.config.policy.get("checkpoint")
-        trained = env_of(resolve(checkpoint)) if checkpoint else None
+        if not checkpoint:
+            return
+        trained = env_of(resolve(checkpoint))
         self.differs = {} if trained is None else differences(trained, self.config.env)
-        if self.differs and parallel.is_main():
+        if not parallel.is_main():
+            return
+        known = HydraConfig.initialized()  # a job does not know what was typed
+        if trained is None and self.name == "evaluate" and known and not is_chosen(HydraConfig.get().overrides.task):
+            print(f"warning: {checkpoint} does not say what it was trained on, {self.spec.id} is taken; type env=NAME")
+        if self.differs:
             shown = "; ".join(f"env.{name}={now}, not {then}" for name, (then, now) in self.differs.items())
             print(f"warning: {checkpoint} was trained otherwise: {shown}")
 
