@@ -23,7 +23,7 @@ from vla_algos.advantages import valid_decisions
 from vla_algos.learner import OPTIM, check_steps
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_algos.run import TRAINING, Run, launch, run_program
-from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, VALUE_TARGET
+from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, TASK_ID, VALUE_TARGET
 from vla_common.settings import Count, setting_types
 
 SETTINGS = {  # by section: the keyword arguments of one callable
@@ -69,7 +69,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
     def learn(batch: TensorDictBase | None) -> tuple[TensorDictBase, dict[str, float]]:
         with run.timer("train"):
-            own = None if batch is None else batch.select(NEXT, STATE_VALUE, strict=False)
+            own = None if batch is None else batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False)
             everything = parallel.all_gather(own)  # of all processes that learn
             gae(everything, **config.gae)
             rows = parallel.local_rows(everything, 0 if batch is None else len(batch))

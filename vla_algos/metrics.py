@@ -59,6 +59,13 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
+def finished(batch: TensorDictBase) -> Tensor:
+    """Tell with which decisions an episode ended that has a result, bool, of the shape of ``batch``."""
+    after = batch[NEXT]
+    ended = after[DONE] & ~after[CRASHED] & (after[EPISODE_LEN] > 0)  # an idle slot is "done" after 0 actions
+    return ended.squeeze(-1)
+
+
 def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, float]:
     """Average over the episodes that ended in ``batch``; crashed ones are counted and left out.
 
@@ -72,23 +79,23 @@ def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, 
     """
     after = batch[NEXT]
     crashed = after[CRASHED]
-    finished = after[DONE] & ~crashed & (after[EPISODE_LEN] > 0)  # an idle slot is "done" after 0 actions
+    ended = finished(batch).unsqueeze(-1)
     metrics = {
-        "env/num_episodes": float(finished.sum()),
+        "env/num_episodes": float(ended.sum()),
         "env/crashed_episodes": float(crashed.sum() + crashed_elsewhere),
     }
     clipped, executed = after.get(ACTIONS_CLIPPED, None), after[STEP_MASK].sum(-1, keepdim=True)
     if clipped is not None and executed.any():
         metrics["env/actions_clipped"] = float((clipped.double() * executed).sum() / executed.sum())
-    if finished.any():
-        returns, lengths = after[EPISODE_RETURN][finished], after[EPISODE_LEN][finished].float()
-        metrics["env/success_once"] = float(after[SUCCESS][finished].float().mean())
-        metrics["env/success_at_end"] = float(after[SUCCESS_AT_END][finished].float().mean())
+    if ended.any():
+        returns, lengths = after[EPISODE_RETURN][ended], after[EPISODE_LEN][ended].float()
+        metrics["env/success_once"] = float(after[SUCCESS][ended].float().mean())
+        metrics["env/success_at_end"] = float(after[SUCCESS_AT_END][ended].float().mean())
         metrics["env/return"] = float(returns.mean())
         metrics["env/reward"] = float((returns / lengths).mean())
         metrics["env/episode_len"] = float(lengths.mean())
         if (subtasks := after.get(SUBTASKS, None)) is not None:
-            metrics["env/avg_num_subtasks"] = float(subtasks[finished].double().mean())
+            metrics["env/avg_num_subtasks"] = float(subtasks[ended].double().mean())
     return metrics
 
 

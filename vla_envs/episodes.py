@@ -13,7 +13,9 @@ import numpy as np
 from vla_common.settings import Count, Seed, Whole, checked
 from vla_envs.simulator import Episode, SimulatorSpec
 
-Mode = Literal["random", "balanced", "ordered", "fixed"]
+Mode = Literal["random", "balanced", "learnable", "ordered", "fixed"]
+_REMEMBERED = 50  # episodes of a task that its success is estimated from
+_LEAST = 0.1  # of a task that is always or never solved, beside one that is solved half of the time
 _MOST = 1_000_000  # episodes of an evaluation
 _SETTINGS = ("mode", "group_size", "trials", "groups", "rank", "world_size")
 _TRAINING, _SHUFFLE = 0, 1  # streams of random numbers that never meet
@@ -43,8 +45,11 @@ class EpisodeSampler:
         seed: fixes the stream and is the ``seed`` of its episodes.
         mode: ``"random"`` draws a task and a fresh initial state for each group; ``"balanced"`` draws a suite or
             difficulty first, so that those count the same, as in a mean over them, however many tasks each has;
-            ``"ordered"`` walks through every (task, trial) of the suite in a new random order per pass; ``"fixed"``
-            gives the same ``groups`` episodes over and over.
+            ``"learnable"`` draws like it, but a task that is solved with probability ``p`` in proportion to
+            ``p (1 - p)``, and at least a tenth of the most: there is little to learn from what always or never succeeds
+            (Rutherford et al. 2024, arXiv 2408.15099). It has to be told of successes: :meth:`tell`. ``"ordered"``
+            walks through every (task, trial) of the suite in a new random order per pass; ``"fixed"`` gives the same
+            ``groups`` episodes over and over.
         group_size: runs per group, at least 1.
         trials: initial states per task for ``"ordered"``; the benchmark's own number if ``None``.
         groups: number of different groups for ``"fixed"``.
@@ -78,6 +83,7 @@ class EpisodeSampler:
         self._tasks = range(self.num_tasks)
         groups_of_tasks = dict.fromkeys(task.group for task in spec.tasks)
         self._parts = [[n for n in self._tasks if spec.tasks[n].group == name] for name in groups_of_tasks]
+        self._solved, self._tried = [0.0] * self.num_tasks, [0.0] * self.num_tasks  # of the last episodes of each task
         self._drawn = 0  # episodes given out by this rank
         self._first = 0  # group of the whole stream, with which all ranks have begun
 
@@ -92,10 +98,41 @@ class EpisodeSampler:
         else:
             key = group % self.groups if self.mode == "fixed" else group
             draw = np.random.default_rng([self.seed, _TRAINING, key])
-            tasks = self._parts[int(draw.integers(len(self._parts)))] if self.mode == "balanced" else self._tasks
-            task_id = tasks[int(draw.integers(len(tasks)))]
+            task_id = self._draw_task(draw)
             trial_id = int(draw.integers(self.spec.initial_states or 2**31))
         return Episode(task_id, trial_id, self.seed, group_id=group)
+
+    def _draw_task(self, draw: np.random.Generator) -> int:
+        if self.mode == "learnable":
+            until = np.cumsum(self.shares())
+            return int(np.searchsorted(until, draw.random() * until[-1], side="right"))
+        tasks = self._parts[int(draw.integers(len(self._parts)))] if self.mode == "balanced" else self._tasks
+        return tasks[int(draw.integers(len(tasks)))]
+
+    def tell(self, task_ids: Iterable[int], solved: Iterable[bool]) -> None:
+        """Tell of episodes that have ended, those of all ranks; ``"learnable"`` draws accordingly from now on.
+
+        Args:
+            task_ids: their tasks.
+            solved: whether they were solved.
+        """
+        for task, success in zip(task_ids, solved, strict=True):
+            self._tried[task] += 1
+            self._solved[task] += success
+            if self._tried[task] > _REMEMBERED:
+                self._solved[task] *= _REMEMBERED / self._tried[task]
+                self._tried[task] = _REMEMBERED
+
+    def shares(self) -> np.ndarray:
+        """Return how often each task is drawn by ``"learnable"``, float64 ``[tasks]``, of sum 1.
+
+        Of a task nobody knows anything of yet, success is taken for one half.
+        """
+        found = np.zeros(self.num_tasks)
+        for part in self._parts:
+            success = (np.array(self._solved)[part] + 1) / (np.array(self._tried)[part] + 2)
+            found[part] = np.maximum(4 * success * (1 - success), _LEAST) / len(part)
+        return found / found.sum()
 
     def reseeded(self, seed: int) -> EpisodeSampler:
         """Make a new stream with the same settings and another seed."""
@@ -103,7 +140,8 @@ class EpisodeSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs to resume exactly here."""
-        return {"drawn": self._drawn, "first": self._first, **self._identity()}
+        told = {"solved": list(self._solved), "tried": list(self._tried)} if self.mode == "learnable" else {}
+        return {"drawn": self._drawn, "first": self._first, **told, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken.
@@ -113,6 +151,11 @@ class EpisodeSampler:
         """
         self._check(state)
         self._drawn, self._first = state["drawn"], state["first"]
+        self._remember(state)
+
+    def _remember(self, state: dict[str, Any]) -> None:
+        if self.mode == "learnable":
+            self._solved, self._tried = list(state["solved"]), list(state["tried"])
 
     def begin_anew(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on in the stream after the last group that any of other ranks has begun, however many they were.
@@ -131,6 +174,8 @@ class EpisodeSampler:
             for state, count in zip(states, begun, strict=True)
         ]
         self._drawn, self._first = 0, max(used)
+        if states:
+            self._remember(states[0])  # all ranks were told the same
 
     def _check(self, state: dict[str, Any], but: Sequence[str] = ()) -> None:
         if "drawn" not in state:

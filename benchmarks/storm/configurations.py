@@ -238,7 +238,7 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "seed": whole(0, 2**32 - 1),
     "evaluate eval.seed": whole(0, 2**32 - 1),  # where nothing is trained
     "eval.seed": whole(2, 2**32 - 1),  # 0 and its neighbours are what is trained on
-    "episode_order": one_of("random", "balanced", "ordered", "fixed"),
+    "episode_order": one_of("random", "balanced", "learnable", "ordered", "fixed"),
     "resume": one_of("auto", "force", "never", "elastic"),
     "iterations": count,
     "sharding.shards": lambda value: value == "all" or count(value),

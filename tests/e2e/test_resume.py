@@ -21,6 +21,7 @@ from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.learner import Learner
 from vla_algos.run.checkpoints import CheckpointError, latest_checkpoint, open_checkpoint
+from vla_envs import EpisodeSampler
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
 pytestmark = pytest.mark.timeout(900)  # whole runs, several of them
@@ -103,6 +104,31 @@ def test_a_signal_costs_nothing(whole, where, number, monkeypatch, tmp_path, cap
     assert metrics(again) == expected
     first, second = (load_file(f / "policy" / "model.safetensors") for f in (folder, again))
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_what_was_told_of_tasks_is_resumed(monkeypatch, tmp_path):
+    """Which task comes next hangs on the successes of the iterations before."""
+    settings = ["env=metaworld_faucets", "episode_order=learnable", "evaluate_every=0"]
+    told = []
+    tell = EpisodeSampler.tell
+
+    def listen(sampler, task_ids, solved):
+        told.append(list(zip(task_ids, solved, strict=True)))
+        tell(sampler, task_ids, solved)
+
+    monkeypatch.setattr(EpisodeSampler, "tell", listen)
+    run("ppo", tmp_path / "whole", *settings)
+    GlobalHydra.instance().clear()
+    expected, told[:] = list(told), []
+    assert sum(map(len, expected)) > ITERATIONS
+    with monkeypatch.context() as patch:
+        interrupt(patch, StepCollector, "rollout", 3, terminate)
+        with pytest.raises(SystemExit):
+            run("ppo", tmp_path / "again", *settings)
+    GlobalHydra.instance().clear()
+    run("ppo", tmp_path / "again", *settings)
+    assert told == expected
+    assert metrics(tmp_path / "again") == metrics(tmp_path / "whole")
 
 
 def test_an_update_is_abandoned_if_nothing_is_lost_by_it(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ def take(sampler, count):
     return [sampler.next() for _ in range(count)]
 
 
-@pytest.mark.parametrize("mode", ["random", "balanced", "ordered", "fixed"])
+@pytest.mark.parametrize("mode", ["random", "balanced", "learnable", "ordered", "fixed"])
 def test_a_seed_fixes_the_stream_and_a_saved_state_continues_it(mode):
     sampler = EpisodeSampler(SPEC, seed=4, mode=mode, group_size=2, groups=3)
     first = take(sampler, 30)
@@ -24,7 +24,7 @@ def test_a_seed_fixes_the_stream_and_a_saved_state_continues_it(mode):
     assert take(EpisodeSampler(SPEC, seed=5, mode=mode, group_size=2, groups=3), 30) != first
 
 
-@pytest.mark.parametrize("mode", ["random", "balanced", "ordered", "fixed"])
+@pytest.mark.parametrize("mode", ["random", "balanced", "learnable", "ordered", "fixed"])
 def test_groups_are_contiguous_and_identical(mode):
     episodes = take(EpisodeSampler(SPEC, mode=mode, group_size=4, groups=3), 24)
     for start in range(0, 24, 4):
@@ -33,7 +33,7 @@ def test_groups_are_contiguous_and_identical(mode):
     assert len({episode.group_id for episode in episodes}) == 6
 
 
-@pytest.mark.parametrize("mode", ["random", "balanced", "ordered", "fixed"])
+@pytest.mark.parametrize("mode", ["random", "balanced", "learnable", "ordered", "fixed"])
 def test_ranks_share_out_whole_groups_of_the_single_ranks_stream(mode):
     whole = take(EpisodeSampler(SPEC, mode=mode, group_size=2, groups=5), 24)
     ranks = [take(EpisodeSampler(SPEC, mode=mode, group_size=2, groups=5, rank=r, world_size=3), 8) for r in range(3)]
@@ -50,6 +50,39 @@ def test_balanced_draws_difficulties_alike_and_random_draws_tasks_alike():
         assert shares["balanced"] == pytest.approx(0.25, abs=0.03)
         assert shares["random"] == pytest.approx(tasks / 50, abs=0.03)
     assert {task.name for task in drawn["balanced"]} == {task.name for task in spec.tasks}
+
+
+def test_what_is_sometimes_solved_comes_more_often():
+    spec = make_spec("metaworld/MT50")
+    sampler = EpisodeSampler(spec, mode="learnable")
+    easy, hard = ([n for n, task in enumerate(spec.tasks) if task.group == name] for name in ("easy", "hard"))
+    assert sampler.shares()[easy].sum() == pytest.approx(0.25)  # nothing is known yet
+    for _ in range(40):
+        sampler.tell([*easy, hard[0], hard[1]], [True] * len(easy) + [False, True])
+        sampler.tell([hard[2]] * 2, [True, False])
+    shares = sampler.shares()
+    assert shares[easy[0]] / shares[hard[2]] == pytest.approx(0.1 * len(hard) / len(easy), rel=1e-3)
+    assert shares[hard[0]] == shares[hard[1]] == pytest.approx(0.1 * shares[hard[2]], rel=1e-3)
+    drawn = [episode.task_id for episode in take(sampler, 4000)]
+    assert drawn.count(hard[2]) / 4000 == pytest.approx(shares[hard[2]], abs=0.03)
+    sampler.tell([hard[0]] * 60, [True, False] * 30)  # what was long ago is forgotten
+    assert sampler.shares()[hard[0]] > 0.9 * sampler.shares()[hard[2]]
+
+
+def test_what_was_told_is_resumed_also_by_another_number_of_ranks():
+    def told(**ranks):
+        return EpisodeSampler(SPEC, mode="learnable", **ranks)
+
+    sampler = told(rank=1, world_size=2)
+    take(sampler, 5)
+    sampler.tell([0, 1, 2], [True, False, True])
+    sampler.tell([0] * 60, [True] * 60)
+    resumed = told(rank=1, world_size=2)
+    resumed.load_state_dict(sampler.state_dict())
+    assert take(resumed, 20) == take(sampler, 20)
+    alone = told()
+    alone.begin_anew([sampler.state_dict()])
+    assert (alone.shares() == sampler.shares()).all()
 
 
 def test_ordered_visits_everything_once_per_pass_in_a_new_order():
@@ -113,7 +146,7 @@ def test_a_state_of_another_stream_is_refused():
         EpisodeSampler(make_spec("metaworld/MT50"), seed=1).load_state_dict(state)
 
 
-@pytest.mark.parametrize("mode", ["random", "balanced", "ordered", "fixed"])
+@pytest.mark.parametrize("mode", ["random", "balanced", "learnable", "ordered", "fixed"])
 @pytest.mark.parametrize("drawn", [(0, 0, 0), (3, 0, 7), (4, 4, 4)])
 def test_another_number_of_ranks_goes_on_after_what_was_begun(mode, drawn):
     settings = {"mode": mode, "group_size": 2, "groups": 5}

@@ -45,7 +45,7 @@ TRAINING: Types = {
     **CLONING,
     "iterations": Count,
     "evaluate_every": Whole,
-    "episode_order": Literal["random", "balanced", "ordered", "fixed"],
+    "episode_order": Literal["random", "balanced", "learnable", "ordered", "fixed"],
     "resume": RESUME_SHARED,
     "sharding": setting_types(Sharding),
     "offload": {"optimizer": bool},

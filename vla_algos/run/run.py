@@ -22,6 +22,7 @@ from vla_algos.evaluation import EvaluationResult
 from vla_algos.foresight import check_sight
 from vla_algos.imitation import check_state_noise
 from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
+from vla_algos.metrics import finished
 from vla_algos.pipeline import advise
 from vla_algos.run import episode_log
 from vla_algos.run.as_trained import is_chosen
@@ -42,7 +43,7 @@ from vla_algos.run.summary import describe_policy, describe_spec, show_iteration
 from vla_algos.run.turns import Turns
 from vla_algos.run.warm_start import clone, demonstration_seed, find_demonstrations, read, record
 from vla_common import timeline
-from vla_common.keys import NEXT, STEP_MASK
+from vla_common.keys import NEXT, STEP_MASK, SUCCESS, TASK_ID
 from vla_common.settings import setting_types
 from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.demonstrations import check_expert, noise_of_dimensions
@@ -101,6 +102,7 @@ class Run:
         self.evaluator.episodes(self.spec)  # there are so many
         self.demonstration_seed = 0
         self._facts: dict[str, Any] = {}
+        self._samplers: list[EpisodeSampler] = []
         if hasattr(config, "sharding"):
             self.sharding = self.roles.shard(config.sharding)
         if hasattr(config, "demonstrations"):
@@ -248,7 +250,7 @@ class Run:
 
         Called within :meth:`on_rollouts`.
         """
-        return EpisodeSampler(
+        sampler = EpisodeSampler(
             self.spec,
             self.config.seed,
             mode=getattr(self.config, "episode_order", "random"),
@@ -256,6 +258,8 @@ class Run:
             rank=parallel.rank(),
             world_size=parallel.world_size(),
         )
+        self._samplers.append(sampler)
+        return sampler
 
     # ---- the loop
 
@@ -365,9 +369,15 @@ class Run:
         """Log the present iteration, with times and speeds.
 
         Args:
-            outcomes: the decisions of all processes, with ``("next", "step_mask")``.
+            outcomes: the decisions of all processes, with ``("next", "step_mask")`` and, for
+                ``episode_order=learnable``, ``task_id`` and all else that the environment wrote under ``"next"``.
             *metrics: numbers by their names in the log.
         """
+        if self._samplers and self.config.episode_order == "learnable":
+            ended = finished(outcomes)
+            told = outcomes[TASK_ID][ended].tolist(), outcomes[NEXT, SUCCESS].squeeze(-1)[ended].tolist()
+            for sampler in self._samplers:
+                sampler.tell(*told)
         now = time.perf_counter()
         seconds = now - self._clock
         speed = int(outcomes[NEXT, STEP_MASK].sum()) / seconds
