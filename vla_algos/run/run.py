@@ -373,11 +373,7 @@ class Run:
                 ``episode_order=learnable``, ``task_id`` and all else that the environment wrote under ``"next"``.
             *metrics: numbers by their names in the log.
         """
-        if self._samplers and self.config.episode_order == "learnable":
-            ended = finished(outcomes)
-            told = outcomes[TASK_ID][ended].tolist(), outcomes[NEXT, SUCCESS].squeeze(-1)[ended].tolist()
-            for sampler in self._samplers:
-                sampler.tell(*told)
+        self._tell(outcomes)
         now = time.perf_counter()
         seconds = now - self._clock
         speed = int(outcomes[NEXT, STEP_MASK].sum()) / seconds
@@ -397,6 +393,20 @@ class Run:
         show_iteration(self._bar, self._iteration, logged)
         self._advise(logged)
         self._check_crashes(logged.get("env/num_episodes", 0), logged.get("env/crashed_episodes", 0))
+
+    def _tell(self, outcomes: TensorDictBase) -> None:
+        """Tell the sources of episodes that want to know it which tasks were solved."""
+        samplers = [sampler for sampler in self._samplers if sampler.mode == "learnable"]
+        if not samplers:
+            return
+        if outcomes.get(TASK_ID, None) is None:
+            raise ValueError(
+                f"episode_order=learnable needs {TASK_ID!r} in what run.log is given; keep it in the recipe's batch as "
+                "recipes/ppo.py does, or type episode_order=balanced"
+            )
+        ended = finished(outcomes)
+        for sampler in samplers:
+            sampler.tell(outcomes[TASK_ID][ended].tolist(), outcomes[NEXT, SUCCESS].squeeze(-1)[ended].tolist())
 
     def log_step(self, metrics: Mapping[str, float]) -> None:
         """Log a step that collects nothing; its losses are shown beside the progress bar, each until the next."""
