@@ -5,7 +5,11 @@ VENV ?= .venv
 # The first interpreter that really runs and is new enough.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3 python; do \
     $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
+override PYTHON := $(patsubst 3.%,python3.%,$(PYTHON))
 EXTRAS ?= metaworld,libero,maniskill,calvin,robotwin,dev
+# A build of torch by its name on download.pytorch.org (cpu, cu130, ...) for `make wheelhouse`; pip's choice if empty.
+CUDA ?=
+WHEELHOUSE ?= wheelhouse
 # The commit whose list of modules with type errors must hold all of today's (make lint).
 BASE ?= HEAD
 # Arguments for what is run: make run ARGS="seed=1", make test ARGS="-k determinism".
@@ -28,7 +32,7 @@ DOCS_STAMP := $(VENV)/.set-up-docs
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-e2e test-all test-cluster lint hooks docs docs-serve doctor clean
+.PHONY: help setup run test test-e2e test-all test-cluster lint hooks docs docs-serve doctor wheelhouse container clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
@@ -77,6 +81,25 @@ docs-serve: $(DOCS_STAMP)  ## the documentation on http://127.0.0.1:8000, built 
 
 doctor: $(STAMP)  ## which environments there are, and what this machine lacks for them
 	$(RUN) -m vla_envs
+
+# As set-up installs, step by step; what is published as source alone is built here. The build of torch is fixed in the
+# copy of the constraints, so that neither this nor the installation takes another. An offline machine installs with
+# PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER make setup (docs/how-to/offline.md).
+GATHER = $(WHEELHOUSE)/.venv/bin/python -m pip wheel --quiet --disable-pip-version-check \
+    --wheel-dir $(WHEELHOUSE) --find-links $(WHEELHOUSE) -c $(WHEELHOUSE)/constraints.txt
+
+wheelhouse:  ## a folder of everything that a machine without a network installs (PYTHON=3.11 CUDA=cpu, EXTRAS=...)
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed. Type: make wheelhouse PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv --clear $(WHEELHOUSE)/.venv
+	sed -E 's/^(torch==.*)/\1$(addprefix +,$(CUDA))/' constraints.txt > $(WHEELHOUSE)/constraints.txt
+	$(GATHER) $(if $(CUDA),--no-deps --extra-index-url https://download.pytorch.org/whl/$(CUDA)) torch
+	$(GATHER) '.[$(EXTRAS)]' pip setuptools wheel
+	$(if $(findstring libero,$(EXTRAS)),$(GATHER) --no-deps hf-libero)
+	rm -r $(WHEELHOUSE)/.venv
+	@echo "$(WHEELHOUSE) has $$(ls $(WHEELHOUSE)/*.whl | wc -l) wheels, $$(du -sh $(WHEELHOUSE) | cut -f1); what simulators need beside: docs/how-to/offline.md"
+
+container:  ## an image of what set-up installs, for Docker and Apptainer (PIP_EXTRA_INDEX_URL, EXTRAS=...)
+	docker build --build-arg PIP_EXTRA_INDEX_URL --build-arg EXTRAS=$(EXTRAS:,dev=) --tag vla-torchrl .
 
 clean:  ## remove the virtual environment
 	rm -rf $(VENV)

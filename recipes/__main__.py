@@ -1,7 +1,7 @@
-"""Run and copy recipes from any folder, compare what came of them, and translate configurations of RLinf's.
+"""Run and copy recipes from any folder, compare and publish what came of them, translate configurations of RLinf's.
 
 ``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``, ``vla-recipe compare runs/a runs/b``,
-``vla-recipe from-rlinf FILE.yaml``.
+``vla-recipe merge FOLDER --to NEW``, ``vla-recipe card FOLDER EVALUATION``, ``vla-recipe from-rlinf FILE.yaml``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from vla_common.completion import script
 from vla_common.errors import unknown_name
 from vla_common.program import OneLineParser, report, run_main
 from vla_common.registry import config_packages
+from vla_common.started import handed_on, started
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -34,11 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit status."""
     parser = OneLineParser(
         prog="vla-recipe",
-        description="Run recipes from any folder, copy one out to change it, compare two evaluations, or translate a "
-        "configuration of RLinf's.",
+        description="Run recipes from any folder, copy one out to change it, compare two evaluations, prepare a policy "
+        "for publication, or translate a configuration of RLinf's.",
         epilog="Settings of a recipe: vla-recipe run ppo --help",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | copy | compare | from-rlinf")
+    every = "list | run | copy | compare | merge | card | from-rlinf | completion"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=every)
     commands.add_parser("list", help="what there is: recipes, and experiments with what each of them trains")
     run = commands.add_parser("run", help="the same as python recipes/NAME.py SETTINGS in a checkout")
     run.add_argument("recipe", help=", ".join(recipes()))
@@ -52,10 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing.add_argument("first", type=Path, metavar="A", help=results)
     comparing.add_argument("second", type=Path, metavar="B", nargs="?", help="likewise; else A's before and after")
     comparing.add_argument("--mean-of", metavar="GROUPS", help="such as easy,medium,hard,very_hard; else eval.mean_of")
+    _add_publishing(commands)
     translating = commands.add_parser(
         "from-rlinf", help="the command that means the same as a configuration of RLinf's"
     )
     translating.add_argument("file", type=Path, metavar="FILE.yaml", help="with the groups of its defaults beside it")
+    commands.add_parser("completion", help='for bash: eval "$(vla-recipe completion)"')
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "list":
@@ -68,8 +73,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             groups = None if chosen.mean_of is None else [name for name in chosen.mean_of.split(",") if name]
             for text in compare_folders(chosen.first, chosen.second, groups):
                 print(text)
+        elif chosen.command == "merge":
+            from vla_algos.run.merging import merge_folder
+
+            print("\n".join(merge_folder(chosen.folder, chosen.to)))
+        elif chosen.command == "card":
+            from vla_algos.run.card import write_card
+
+            names = {"repository": chosen.repository, "base_model": chosen.base_model, "license_name": chosen.license}
+            print("\n".join(write_card(chosen.folder, chosen.evaluations, **names, force=chosen.force)))
         elif chosen.command == "from-rlinf":
             print("\n".join(translate_from_rlinf(chosen.file)))
+        elif chosen.command == "completion":
+            print(script(commands.choices, recipes()), end="")
         else:
             print("\n".join(copy_recipe(chosen.recipe, chosen.to, force=chosen.force)))
         sys.stdout.flush()
@@ -78,6 +94,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return report(error)
     return 0
+
+
+def _add_publishing(commands: argparse._SubParsersAction[OneLineParser]) -> None:
+    merging = commands.add_parser("merge", help="a policy with its adapter added to its weights")
+    merging.add_argument("folder", type=Path, metavar="FOLDER", help="of the policy, such as runs/ppo/latest/policy")
+    merging.add_argument("--to", type=Path, required=True, metavar="NEW", help="a folder that is not there yet")
+    card = commands.add_parser("card", help="write README.md, the model card, beside a policy; uploads nothing")
+    card.add_argument("folder", type=Path, metavar="FOLDER", help="of the policy, such as runs/ppo/latest/policy")
+    card.add_argument("evaluations", type=Path, nargs="*", metavar="EVALUATION", help="folders of recipes/evaluate.py")
+    card.add_argument("--repository", default="NAME/REPOSITORY", metavar="NAME/REPOSITORY", help="its hub id to be")
+    card.add_argument("--base-model", metavar="NAME/REPOSITORY", help="hub id of what training began with")
+    card.add_argument("--license", metavar="NAME", help="by the hub's names, such as mit")
+    card.add_argument("--force", action="store_true", help="replace a README.md that is somebody else's")
 
 
 def recipes() -> dict[str, Path]:
@@ -93,7 +122,8 @@ def run_recipe(name: str, settings: Sequence[str]) -> NoReturn:
         ValueError: there is no such recipe; offers the nearest names.
     """
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(_file_of(name)), *settings])
+    command = [sys.executable, str(_file_of(name)), *settings]
+    os.execve(sys.executable, command, handed_on(started(settings)))
 
 
 def copy_recipe(name: str, folder: Path, *, force: bool = False) -> list[str]:

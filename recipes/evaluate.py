@@ -31,7 +31,7 @@ from vla_envs.workers.pool import SimulatorCrash
 SETTINGS = {
     **EVALUATION,
     "recipe": Literal["evaluate"],
-    "eval": setting_types(Evaluator, without=["sampled"]),
+    "eval": setting_types(Evaluator, without=["sampled", "temperature", "env"]),
     "pipeline": setting_types(EpisodeCollector, only=["stages", "overlap_resets"]),
     "greedy": bool,
     "ablation": AblationName | Annotated[Sequence[AblationName], MinLen(1)] | None,
@@ -53,7 +53,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     with contextlib.closing(run.make_env(policy)):
         results = evaluate_with_ablations(run, ablations, config.seed, greedy=config.greedy)
 
-    setting = {"greedy": config.greedy, "ablation": config.ablation}
+    setting = {"evaluated_on": run.spec.id, "greedy": config.greedy, "ablation": config.ablation}
     setting |= {"protocol": run.spec.protocol} if run.spec.protocol else {}
     spec = as_evaluated(run.spec, config.eval.get("trials"))
     setting["protocol_deviations"] = spec.protocol_deviations
@@ -67,7 +67,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
             print(f"\n{result.table()}")
         if result.failure:
             what = f"ablation {name}: " if name else ""
-            raise SimulatorCrash(f"{what}{result.failure}; the same command with hydra.run.dir={run.folder} goes on")
+            raise SimulatorCrash(f"{what}{result.failure}; type the command above to go on")
         if name:
             difference = compare(results[""].episodes, result.episodes, config.eval["mean_of"])
             metrics |= difference.metrics(prefix)

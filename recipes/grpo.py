@@ -72,7 +72,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     env = run.make_env(policy)
     episodes = run.on_rollouts(lambda: run.training_episodes(config.group_size))
-    collector = run.on_rollouts(lambda: EpisodeCollector(env, policy, **config.pipeline))
+    collector = run.on_rollouts(lambda: EpisodeCollector(env, policy, **config.pipeline, on_decision=run.film))
 
     def collect() -> list[Group]:
         return collect_groups(collector, episodes, **wanted, success_bounds=bounds)

@@ -65,7 +65,9 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     env = run.make_env(policy)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
-    collector = run.on_rollouts(lambda: StepCollector(env, policy, **config.collector, **config.pipeline, **reads))
+    collector = run.on_rollouts(
+        lambda: StepCollector(env, policy, **config.collector, **config.pipeline, **reads, on_decision=run.film)
+    )
 
     def learn(batch: TensorDictBase | None) -> tuple[TensorDictBase, dict[str, float]]:
         with run.timer("train"):

@@ -1,4 +1,6 @@
-"""What a policy is shown instead, to find out what it uses: each is an ``observe`` of :func:`~vla_algos.evaluate`.
+"""What a policy is shown instead, to find out what it uses, and the policy that does nothing.
+
+Each ablation is an ``observe`` of :func:`~vla_algos.evaluate`.
 
 An ``observe`` gets the policy's inputs, batch ``[N]``, with ``episode_index`` (the place among the evaluated episodes,
 -1 where there is none) and ``decision_index`` (0 in an episode's first decision), and returns what the policy sees.
@@ -11,13 +13,15 @@ import shutil
 from collections.abc import Callable, Container, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 
 from vla_algos import parallel
-from vla_common.keys import DECISION_INDEX, EPISODE_INDEX, IMAGES, TASK_DESCRIPTIONS, WRIST_IMAGES
+from vla_common.keys import ACTION, DECISION_INDEX, EPISODE_INDEX, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.texts import encode, to_strings
 from vla_envs.simulator import Episode, SimulatorSpec, Task
 
@@ -34,6 +38,41 @@ def blank_images(td: TensorDictBase) -> TensorDictBase:
         if (images := td.get(key, None)) is not None:
             td[key] = torch.zeros_like(images)
     return td
+
+
+class DoNothing(TensorDictModuleBase):
+    """Baseline: a policy that does nothing, as the benchmark understands it (``SimulatorSpec.neutral_action``).
+
+    It is no ablation of what a policy sees, but stands beside one for the same question: what of a success is the
+    policy's? Some episodes are solved as they begin, or by what falls.
+
+    Args:
+        spec: of the environment.
+        chunk_size: primitive actions per decision.
+
+    Raises:
+        ValueError: nobody has said what doing nothing is there.
+    """
+
+    loss_keys = ()
+
+    def __init__(self, spec: SimulatorSpec, chunk_size: int):
+        super().__init__()
+        if spec.neutral_action is None:
+            raise ValueError(
+                f"doing nothing is unknown in {spec.id}; have its make_spec say it: SimulatorSpec(neutral_action=...), "
+                f"{spec.action_dim} numbers, or a function of the states"
+            )
+        self.in_keys, self.out_keys = [STATES], [ACTION]
+        self._neutral, self._chunk_size = spec.neutral_action, chunk_size
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``action``, float32 ``[N, C, A]``."""
+        states = tensordict[STATES]
+        neutral = self._neutral
+        rows: list[Any] = [neutral(row) if callable(neutral) else neutral for row in states.cpu().numpy()]
+        actions = torch.as_tensor(np.stack(rows), dtype=torch.float32, device=states.device)
+        return tensordict.set(ACTION, actions.unsqueeze(1).repeat(1, self._chunk_size, 1))
 
 
 def swapped_instructions(tasks: Sequence[Task]) -> Observe:

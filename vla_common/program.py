@@ -15,6 +15,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
+from vla_common.completion import answer_if_asked
+
 TRACEBACK = "VLA_TRACEBACK"
 WRONG_USE, FAILED, INTERRUPTED, UNREAD = 2, 1, 130, 141  # exit status; the last two as of the signals
 _LONGEST = 1000  # characters of a line
@@ -30,6 +32,7 @@ def begin_program(module: str) -> None:
     # A thread that waits must sleep, because the simulators need the cores meanwhile.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if module == "__main__":
+        answer_if_asked(sys.argv)
         sys.excepthook = _while_importing
         signal.signal(signal.SIGINT, _leave)
 

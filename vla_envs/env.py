@@ -88,6 +88,53 @@ def make_env(
         >>> env = make_env("metaworld/MT50", num_envs=8, image_size=224, render_quality="fast")
         >>> rollout = env.rollout(4)  # doctest: +SKIP
     """
+    spec = check_env(
+        id,
+        num_envs,
+        chunk_size,
+        relative_reward=relative_reward,
+        group_size=group_size,
+        num_workers=num_workers,
+        **options,
+    )
+    check_machine(spec, num_envs, gpus)
+    chunk_size = _CHUNK if chunk_size is None else chunk_size
+    if episodes is None:
+        episodes = EpisodeSampler(spec, secrets.randbelow(2**31) if seed is None else seed, group_size=group_size)
+    return VLAEnv(
+        spec,
+        num_envs,
+        chunk_size,
+        episodes,
+        num_workers=count_workers(num_envs, num_workers),
+        ignore_terminations=ignore_terminations,
+        reward_coef=reward_coef,
+        relative_reward=relative_reward,
+        step_penalty=step_penalty,
+        step_timeout=step_timeout,
+        start_timeout=start_timeout,
+        gpus=gpus,
+    )
+
+
+def check_env(
+    id: str | SimulatorSpec,
+    num_envs: int,
+    chunk_size: int | None = None,
+    *,
+    relative_reward: bool = False,
+    group_size: int = 1,
+    num_workers: int | None = None,
+    **options: Any,
+) -> SimulatorSpec:
+    """Refuse what :func:`make_env` refuses on every machine, and start nothing; :func:`check_machine` says the rest.
+
+    Returns:
+        What would be simulated.
+
+    Raises:
+        ValueError: see :func:`make_env`.
+    """
     if isinstance(id, SimulatorSpec):
         refuse_options(id, options)
         spec = id
@@ -99,38 +146,27 @@ def make_env(
             f"relative_reward=True: {spec.id} pays once for what is done, and would take it back with the next action; "
             "leave relative_reward out (false)"
         )
-    if gpus is not None:
-        check_gpus(gpus, torch.cuda.device_count())
-        spec.check_gpus(gpus)
     check_chunk_size(spec, chunk_size)
-    chunk_size = _CHUNK if chunk_size is None else chunk_size
+    count_workers(num_envs, num_workers)
     if num_envs % group_size:
         raise ValueError(
             f"num_envs={num_envs} is not a multiple of group_size={group_size}; "
             f"try num_envs={group_size * -(-num_envs // group_size)}"
         )
-    if episodes is None:
-        episodes = EpisodeSampler(spec, secrets.randbelow(2**31) if seed is None else seed, group_size=group_size)
-    num_workers = count_workers(num_envs, num_workers)
-    _check_memory(spec, num_envs)
-    return VLAEnv(
-        spec,
-        num_envs,
-        chunk_size,
-        episodes,
-        num_workers=num_workers,
-        ignore_terminations=ignore_terminations,
-        reward_coef=reward_coef,
-        relative_reward=relative_reward,
-        step_penalty=step_penalty,
-        step_timeout=step_timeout,
-        start_timeout=start_timeout,
-        gpus=gpus,
-    )
+    return spec
 
 
-def _check_memory(spec: SimulatorSpec, num_envs: int) -> None:
-    """Refuse more environments than could ever be: their frames, and a little for each simulator."""
+def check_machine(spec: SimulatorSpec, num_envs: int, gpus: Sequence[int] | None = None) -> None:
+    """Refuse GPUs that are not here, and more environments than could ever be: their frames, and a little for each.
+
+    What else a benchmark needs of a machine, ``spec.check()`` says.
+
+    Raises:
+        ValueError: says which GPUs there are, or how many environments there can be.
+    """
+    if gpus is not None:
+        check_gpus(gpus, torch.cuda.device_count())
+        spec.check_gpus(gpus)
     pixels = math.prod(spec.image_shape) + math.prod(spec.wrist_image_shape or (0,))
     needed = num_envs * (3 * pixels + (0 if spec.batched else _SIMULATOR_BYTES))
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -161,11 +161,16 @@ class SimulatorSpec:
             again; ``None`` where the benchmark has no such option.
         gripper_dims: dimensions of an action that open and close a gripper; disturbances of demonstrations leave them
             alone unless they are asked for.
+        neutral_action: the action that does nothing, ``A`` numbers: nothing moves, and a gripper stays as it is. Where
+            it depends on the state, as of absolute joint positions, a function of ``states``, float32 ``[S]``, that
+            worker processes can import. ``None`` where nobody has said.
         batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
             processes do.
         protocol: the one under which results are measured, in a line, where the benchmark has several; shown wherever a
             result is shown.
         protocol_deviations: what differs from the benchmark's own protocol, or from the one named, shown likewise.
+        worker_gb: host memory that a worker process takes with one world, and more for each further world in it, in GB,
+            as it was measured: what is said of a job's memory before it is submitted. ``None``: nobody knows.
         options: further keyword arguments of the entry point (camera, render quality, ...).
     """
 
@@ -187,9 +192,11 @@ class SimulatorSpec:
     pays_once: bool = False
     center_crop: bool | None = None
     gripper_dims: tuple[int, ...] = ()
+    neutral_action: tuple[float, ...] | Callable[[np.ndarray], np.ndarray] | None = None
     batched: str = ""
     protocol: str = ""
     protocol_deviations: tuple[str, ...] = ()
+    worker_gb: tuple[float, float] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -202,6 +209,13 @@ class SimulatorSpec:
             raise ValueError(
                 f"{self.id}: gripper_dims is {self.gripper_dims!r}, must be dimensions of an action, 0 to "
                 f"{self.action_dim - 1}; type gripper_dims=() where it has no gripper"
+            )
+        if not (self.neutral_action is None or callable(self.neutral_action)) and (
+            len(self.neutral_action) != self.action_dim or not np.isfinite(self.neutral_action).all()
+        ):
+            raise ValueError(
+                f"{self.id}: neutral_action is {self.neutral_action!r}, must be the {self.action_dim} numbers of an "
+                "action that does nothing, or a function of the states; leave it out (None) if nobody knows"
             )
         if not isinstance(self.protocol, str) or "\n" in self.protocol:
             raise ValueError(f"{self.id}: protocol is {self.protocol!r}, must be one line of text, or '' for none")

@@ -9,13 +9,13 @@ import warnings
 from pathlib import Path
 from typing import Any, Optional
 
-from vla_common.checksums import verify_checksums
+from vla_common.checksums import only_names, verify_checksums
 from vla_common.errors import unknown_name
 from vla_common.registry import policies
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import check_settings
 from vla_policies.checkpoint import layout
-from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.hub import find_cached, is_hub_id, resolve
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.outline import Outline
@@ -99,7 +99,7 @@ def make_policy(
     try:
         if checkpoint and not policy_class.needs_checkpoint:
             path = resolve(checkpoint)
-            found = policy_class if policy_class.recognises(path) else find_policy_class(path)
+            found = _class_of(path, policy_class)
             policy = found.from_pretrained(path, device=found.default_device(), **chosen)
         else:
             policy = policy_class.make(shape, checkpoint or None, **chosen)
@@ -115,6 +115,61 @@ def make_policy(
             ) from error
         raise
     return policy
+
+
+class _CompleteError(Exception):
+    """Ends the making of a policy before its weights are read."""
+
+
+def check_policy(
+    shape: EnvironmentShape, *, family: str, checkpoint: str | Path | None = None, **settings: Any
+) -> VLAPolicy | None:
+    """Check all that :func:`make_policy` would before it reads weights: settings, files, statistics, names and shapes.
+
+    A family that starts from checkpoints is made as it is for sharding, and no tensor of its model is read; one that
+    is made new is small, and made. Nothing is downloaded, and digests are not computed.
+
+    Args:
+        shape: see :func:`make_policy`, as for the others.
+        family: see there.
+        checkpoint: see there.
+        **settings: see there.
+
+    Returns:
+        The policy, whose model is on the meta device if it is a checkpoint's; ``None`` where ``checkpoint`` is a hub id
+        of which files are not here, so that nothing is known.
+
+    Raises:
+        FileNotFoundError, ValueError: what :func:`make_policy` would raise.
+    """
+    policy_class, cached = get_policy_class(family), False
+    if checkpoint and is_hub_id(checkpoint):
+        if (found := find_cached(str(checkpoint))) is None:
+            return None
+        checkpoint, cached = found, True
+    made: list[VLAPolicy] = []
+
+    def stop(policy: VLAPolicy) -> None:
+        policy.check_environment(shape)
+        made.append(policy)
+        raise _CompleteError
+
+    try:
+        with only_names():
+            if checkpoint and not policy_class.needs_checkpoint:  # one that is made new takes those of every family
+                policy_class = _class_of(resolve(checkpoint), policy_class)
+            shard = stop if policy_class.needs_checkpoint else None
+            return make_policy(shape, family=family, checkpoint=checkpoint, shard=shard, **settings)
+    except _CompleteError:
+        return made[0]
+    except FileNotFoundError as error:
+        if cached and str(checkpoint) in str(error):  # the run downloads what lacks of it
+            return None
+        raise
+
+
+def _class_of(path: Path, policy_class: type[VLAPolicy]) -> type[VLAPolicy]:
+    return policy_class if policy_class.recognises(path) else find_policy_class(path)
 
 
 def _other_family(policy_class: type[VLAPolicy], checkpoint: str | Path | None) -> str | None:

@@ -232,7 +232,7 @@ def matches(pattern: str) -> Callable[[Any], bool]:
 flag, never, count = one_of(True, False), one_of(), whole(1, 1_000_000)
 rate, share, positive = number(0, 1, above=True, below=True), number(0, 1), number(0, above=True)
 below_one = number(0, 1, above=True, below=True)
-ablation = one_of("blank_images", "other_trial", "swapped_instructions")
+ablation = one_of("blank_images", "do_nothing", "other_trial", "swapped_instructions")
 LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "recipe": never,
     "seed": whole(0, 2**32 - 1),
@@ -248,6 +248,8 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "offload.optimizer": flag,
     "placement.env": lambda value: value == "same" or first_process(value),
     "placement.*": first_process,  # there is no other
+    "train_videos.environments": whole(0, 1_000_000),  # of as many and more
+    "train_videos.every": count,
     "timeline": flag,
     "sync.lag": whole(0, 1_000_000),
     "pipeline.stages": whole(1, 50_000),  # of as many environments and more
@@ -263,6 +265,8 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "eval.repeats": whole(1, 10_000),
     "eval.videos": whole(0, 1_000_000),
     "eval.sampled": flag,
+    "eval.temperature": one_of(None),  # no policy here samples at one
+    "eval.env": one_of(None),
     "demonstrations.episodes": whole(0, 1_000_000),
     "demonstrations.noise": any_of(share, list_of(share, 4, 4)),
     "demonstrations.folder": null_or(text),
@@ -330,6 +334,10 @@ LEGAL: Mapping[str, Callable[[Any], bool]] = {  # the first pattern that fits
     "launcher.setup": null_or(list_of(text)),
     "launcher.seeds": null_or(lambda v: list_of(whole(0, 2**32 - 1), 1)(v) and len(set(v)) == len(v)),
     "launcher.wait": flag,
+    "launcher.check": flag,
+    "launcher.extra": null_or(
+        lambda v: isinstance(v, dict) and all(re.fullmatch(r"[a-z][a-z0-9_-]*", name) for name in v)
+    ),
     "launcher.retries": whole(0, 1_000_000),
     "launcher.signal_delay_s": null_or(whole(0, 240 * 60 - 1)),
     "launcher.*": null_or(whole(0, 1_000_000)),

@@ -16,7 +16,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from paths import CONF, RECIPES, ROOT
 
-_LIMIT = 60  # seconds of one command
+_LIMIT = 60  # seconds of one command, unless it is given others
 
 
 class ForkedPrograms:
@@ -29,14 +29,15 @@ class ForkedPrograms:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._server = subprocess.Popen(command, env=environment, **pipes)
 
-    def run(self, file, *arguments, cwd=None, **environment):
-        """What ``subprocess.run`` gives; ``file`` is the name of a recipe or a Python file."""
+    def run(self, file, *arguments, cwd=None, limit=_LIMIT, **environment):
+        """What ``subprocess.run`` gives; ``file`` is the name of a recipe or a Python file, ``limit`` in seconds."""
         file = str(RECIPES / f"{file}.py") if (RECIPES / f"{file}.py").is_file() else str(file)
         asked = {
             "file": file,
             "arguments": list(map(str, arguments)),
             "cwd": str(cwd or Path.cwd()),
             "env": environment,
+            "limit": limit,
         }
         print(json.dumps(asked), file=self._server.stdin, flush=True)
         status, out, err = json.loads(self._server.stdout.readline())
@@ -72,7 +73,7 @@ def _become(asked, out, err):
     for file, number in ((out, 1), (err, 2)):
         os.dup2(file, number)
     os.close(0)
-    signal.alarm(_LIMIT)
+    signal.alarm(asked["limit"])
     os.chdir(asked["cwd"])
     os.environ |= asked["env"]
     sys.argv = [asked["file"], *asked["arguments"]]

@@ -16,6 +16,8 @@ from omegaconf import DictConfig, open_dict
 from paths import CONF, RECIPES
 from safetensors.torch import load_file
 
+from vla_algos.run.arguments import placed
+
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=8", "env.image_size=32", "eval.trials=2"]
 TOY += ["eval.videos=0", "iterations=1", "update.epochs=1", "optim.lr=1e-3"]
 TOY_OF = {
@@ -57,7 +59,9 @@ def composed(name, overrides, folder) -> DictConfig:
     """The configuration of a recipe for :func:`main_of`."""
     folder.mkdir(parents=True, exist_ok=True)
     with initialize_config_dir(str(CONF), version_base=None):
-        config = compose(name, overrides=[*overrides, f"hydra.runtime.output_dir={folder}"], return_hydra_config=True)
+        config = compose(
+            name, overrides=[*map(placed, overrides), f"hydra.runtime.output_dir={folder}"], return_hydra_config=True
+        )
     HydraConfig.instance().set_config(config)
     with open_dict(config):
         del config["hydra"]

@@ -115,6 +115,23 @@ def test_submit_and_finish(tmp_path):
     assert record["processes"][0]["slurm_job"] == job
 
 
+def test_slurm_knows_what_extra_says(tmp_path):
+    (job,), _ = submit(tmp_path / "run", "launcher.extra={comment:hello,nice:17}")
+    shown = show(job)
+    assert "Comment=hello" in shown
+    assert "Nice=17" in shown
+    finished(job, tmp_path / "run")
+
+
+def test_what_would_fail_is_not_submitted(tmp_path):
+    jobs, done = submit(tmp_path / "run", "policy.checkpoint=/nope", check=False)
+    assert not jobs
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no folder /nope")
+    jobs, _ = submit(tmp_path / "run", "policy.checkpoint=/nope", "launcher.check=false")
+    assert len(jobs) == 1
+
+
 def test_an_array_of_seeds(tmp_path):
     jobs, _ = submit(tmp_path / "run", "launcher.seeds=[3,4]")
     assert len(jobs) == 2

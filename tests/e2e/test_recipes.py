@@ -70,7 +70,7 @@ def test_ppo_leaves_policy_checkpoints_curves_videos_and_a_table(ppo_run):
 def test_another_logger_takes_the_place_of_tensorboard_and_is_named_at_the_end(tmp_path):
     folder = tmp_path / "run"
     run = recipe_here("ppo", folder, *TOY_PPO, "logger=csv", "evaluate_every=1")
-    assert f"curves       {folder / 'metrics.csv'}" in run.stdout
+    assert f"curves       {folder / 'curves.png'}\n             {folder / 'metrics.csv'}\n" in run.stdout
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["0", "1", "2"]
@@ -210,13 +210,18 @@ def test_a_policy_that_sees_otherwise_than_in_its_training_is_named(ppo_run, tmp
 
 def test_evaluate_with_ablations_reads_what_ppo_wrote(ppo_run, tmp_path):
     _, folder = ppo_run
-    settings = [*TOY, "eval.videos=1", f"policy.checkpoint={folder / 'policy'}", "ablation=[other_trial,blank_images]"]
+    settings = [
+        *TOY,
+        "eval.videos=1",
+        f"policy.checkpoint={folder / 'policy'}",
+        "ablation=[other_trial,blank_images,do_nothing]",
+    ]
     there = tmp_path / "eval"
     run = recipe("evaluate", there, *settings)
     assert run.returncode == 0, run.stderr
     assert "ablation other_trial, paired" in run.stdout
     metrics = json.loads((there / "metrics.json").read_text())
-    for name in ("other_trial", "blank_images"):
+    for name in ("other_trial", "blank_images", "do_nothing"):
         assert metrics[f"eval_{name}/paired_episodes"] == 2
         difference = metrics[f"eval_{name}/success_once"] - metrics["eval/success_once"]
         assert metrics[f"eval_{name}/difference"] == pytest.approx(difference)

@@ -115,7 +115,7 @@ def test_experiments_train_and_follow_the_instruction(experiment, family, one_ch
     if name == "grpo":
         small += [*OFT, "group_size=2", "collector.groups=1", "collector.max_groups=1", "update.minibatches=2"]
         small += ["env.id=calvin/D", "env.sentences=training"]  # where the button is known
-        small += ["eval.sampled=false"]
+        small += ["eval.sampled=false", "eval.temperature=null", "eval.env=null"]
         acting.presses = lambda decision: decision // 25 == 1  # first run of the group; an episode has 25 decisions
     else:
         small += ["collector.decisions=6", "update.minibatch_size=4", "policy.num_steps=2"]

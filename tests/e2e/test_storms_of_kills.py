@@ -140,7 +140,8 @@ def test_an_exception_while_collecting_saves_what_rarer_checkpoints_have_not(tmp
     assert _lives.wait(_lives.live("ppo", folder, board, prepare, rare), 120) == 70
     said = folder.with_suffix(".log").read_text()
     assert "KeyError: 'a defect'" in said
-    assert f"stopped by KeyError after 3 iterations; the same command with hydra.run.dir={folder} resumes it" in said
+    assert "stopped by KeyError after 3 iterations\n" in said
+    assert f"run          {folder}\nto go on     the same command with hydra.run.dir={folder}\n" in said
     assert _lives.wait(_lives.live("ppo", folder, board, more=rare), 120) == 0
     assert board[_lives.Board.RESUMED] == 4
     assert _lives.difference(folder, _lives.outcome(tmp_path / "whole")) == ""

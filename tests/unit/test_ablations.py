@@ -1,5 +1,6 @@
 """What a policy is shown instead: who gets whose images when, however many slots and processes there are."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,10 +10,12 @@ from noting import Noting
 from tensordict import NonTensorStack, TensorDict
 from together import together
 from toy import CHUNK, DIM, ToyEnv, ToyPolicy
+from walker import walker_spec
 
 from vla_algos import ablations, parallel
-from vla_algos.ablations import SeenImages, other_trials, swapped_instructions
+from vla_algos.ablations import DoNothing, SeenImages, other_trials, swapped_instructions
 from vla_algos.evaluation import evaluate
+from vla_algos.run.ablating import check_ablations
 from vla_algos.run.evaluator import Evaluator, gather
 from vla_common.keys import ACTION, DECISION_INDEX, EPISODE_INDEX, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.texts import to_strings
@@ -141,6 +144,33 @@ def test_a_task_with_one_trial_is_refused():
         other_trials([*GRID[::2], GRID[1], GRID[1]], TASKS)
     with pytest.raises(ValueError, match="task-0 has no other trial with a result"):
         other_trials(GRID, TASKS, usable={0, *range(1, 10, 2)})
+
+
+# ---- nobody acts
+
+
+def doing_nothing(neutral_action):
+    """A benchmark that says so, of two states and two action dimensions."""
+    walker = replace(walker_spec(), neutral_action=neutral_action)
+    states = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    td = TensorDict({STATES: states[:, : walker.state_dim]}, [2])
+    return DoNothing(walker, 3)(td)[ACTION]
+
+
+def test_doing_nothing_is_what_the_benchmark_says():
+    dims = walker_spec().action_dim
+    assert torch.equal(doing_nothing((0.5,) * dims), torch.full((2, 3, dims), 0.5))
+    found = doing_nothing(lambda states: np.repeat(2 * states[:1], dims))
+    assert torch.equal(found, torch.tensor([2.0, 6.0]).view(2, 1, 1).expand(2, 3, dims))
+
+
+def test_a_benchmark_that_does_not_say_what_doing_nothing_is_is_told_how():
+    with pytest.raises(
+        ValueError, match=r"unknown in .*make_spec say it: SimulatorSpec\(neutral_action=\.\.\.\), . numb"
+    ):
+        check_ablations(["do_nothing"], walker_spec(), [])
+    with pytest.raises(ValueError, match=r"neutral_action is .*must be the . numbers of an action that does nothing"):
+        replace(walker_spec(), neutral_action=(0.0,) * 9)
 
 
 # ---- several processes

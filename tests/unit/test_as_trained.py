@@ -1,15 +1,25 @@
 """A policy says what it was trained on, and evaluate.py takes that where nothing else is typed."""
 
+import importlib
 import json
+import sys
 
 import pytest
+import yaml
 from paths import CONF
 
+from vla_algos.run import as_trained as module
 from vla_algos.run.arguments import compose_settings
 from vla_algos.run.as_trained import as_trained, is_chosen
+from vla_algos.run.config import read_config
+from vla_algos.run.evaluated import make_env_spec
 from vla_algos.run.origin import FILE, differences, env_of, note_origin
-from vla_algos.run.run import make_env_spec
 
+THAT_TRAIN = sorted(
+    file.stem
+    for file in (CONF / "experiment").glob("*.yaml")
+    if yaml.safe_load(file.read_text()).get("recipe", "evaluate") != "evaluate"
+)
 FAUCETS = {"id": "metaworld/faucet-open-v3", "image_size": 64, "render_quality": "minimal", "num_envs": 7, "gpus": [1]}
 
 
@@ -19,6 +29,12 @@ def policy(tmp_path):
     spec = make_env_spec(FAUCETS)
     note_origin(tmp_path / "policy", "ppo", FAUCETS, spec, chunk_size=5)
     return tmp_path / "policy"
+
+
+def test_an_experiment_that_trains_stands_for_where_it_is_evaluated():
+    found = composed_evaluation("experiment=metaworld_45_ppo_openpi", "policy.checkpoint=x")
+    assert (found.env.id, found.env.max_episode_steps, found.env.image_size) == ("metaworld/ML45-test", 160, 480)
+    assert not {"env", "temperature", "sampled"} & found.eval.keys()
 
 
 def composed_evaluation(*typed):
@@ -54,6 +70,27 @@ def test_the_name_of_an_experiment_that_trains_stands_for_its_environment():
     assert evaluation.policy == {**training.policy, "checkpoint": "somewhere"}
     assert evaluation.eval.mean_of == training.eval.mean_of
     assert "demonstrations" not in evaluation
+
+
+@pytest.mark.parametrize("name", THAT_TRAIN)
+def test_each_experiment_that_trains_can_be_evaluated(name):
+    found = composed_evaluation(f"experiment={name}", "policy.checkpoint=somewhere")
+    read_config(found, importlib.import_module("recipes.evaluate").SETTINGS)
+    make_env_spec(found.env)
+
+
+def test_an_experiment_of_an_installed_package_is_found_too(tmp_path, monkeypatch):
+    folder = tmp_path / "strangers_conf" / "experiment"
+    folder.mkdir(parents=True)
+    (tmp_path / "strangers_conf" / "__init__.py").touch()
+    for name, recipe in (("theirs", "ppo"), ("their_test", "evaluate")):
+        (folder / f"{name}.yaml").write_text(f"# @package _global_\nrecipe: {recipe}\nseed: 3\n")
+    monkeypatch.setattr(module, "config_packages", lambda: ["gone_conf", "strangers_conf"])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert module._of_training("theirs", CONF) == ("ppo", "theirs")
+    assert module._of_training("their_test", CONF) is None
+    assert module._of_training("nobodys", CONF) is None
+    sys.modules.pop("strangers_conf", None)
 
 
 def test_an_experiment_that_evaluates_is_left_as_it_is():

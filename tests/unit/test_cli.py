@@ -1,5 +1,6 @@
 """The command ``vla-recipe``: what it lists, copies, refuses and becomes. The installed one is in e2e/test_wheel.py."""
 
+import json
 import os
 import subprocess
 import sys
@@ -59,10 +60,15 @@ def test_a_misspelt_recipe_is_one_line_with_the_nearest_name(command, capsys, tm
 
 def test_run_becomes_the_recipe_with_its_settings(monkeypatch):
     became = []
-    monkeypatch.setattr(os, "execv", lambda *call: became.append(call))
+    monkeypatch.setattr(os, "execve", lambda *call: became.append(call))
     settings = ["-m", "seed=1,2", "+x=3", "--help"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "recipes", "run", "grpo", *settings])
     main(["run", "grpo", *settings])
-    assert became == [(sys.executable, [sys.executable, str(RECIPES / "grpo.py"), *settings])]
+    ((program, arguments, environment),) = became
+    assert program == sys.executable
+    assert arguments == [sys.executable, str(RECIPES / "grpo.py"), *settings]
+    assert json.loads(environment.pop("VLA_STARTED_AS")) == ["python", "-m", "recipes", "run", "grpo"]
+    assert environment == dict(os.environ)
 
 
 def test_help_of_a_recipe_is_hydras_from_any_folder(tmp_path):

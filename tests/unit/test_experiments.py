@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from paths import CONF, GOLDEN, ROOT
 
-from vla_algos.run.run import make_env_spec
+from vla_algos.run.evaluated import make_env_spec
 from vla_envs.robotwin import BENCHMARK
 from vla_policies.registry import get_policy_class
 

@@ -205,6 +205,42 @@ def test_loggers_are_chosen_with_project_and_name(tmp_path):
     assert "runner.logger.logger_backends" not in other.keys.used
 
 
+def test_evaluations_on_another_suite_and_at_another_temperature_are_those_of_eval(tmp_path):
+    every = {"runner__val_check_interval": 10}
+    ood = {"env__eval__task_suite_name": "metaworld_45_ood", "env__eval__max_episode_steps": 160}
+    own = {"env__eval__task_suite_name": "metaworld_45_ind", "env__eval__max_episode_steps": 100}
+    same = translated(tmp_path, "metaworld_45_ppo_openpi", **every, **ood, env__eval__total_num_envs=64)
+    typed_of_it = [each for each in same.overrides if "eval.env" in each]
+    assert typed_of_it == ["eval.env.num_envs=64"], "the experiment has the rest"
+    assert same.keys.used["env.eval.task_suite_name"] == ["eval.env.id"]
+    assert same.keys.used["env.eval.max_episode_steps"] == ["eval.env.max_episode_steps"]
+    undone = translated(tmp_path, "metaworld_45_ppo_openpi", **every, **own)
+    assert "eval.env=null" in undone.overrides
+    assert composed(undone)["eval"]["env"] is None
+    check("ppo", compose_settings("ppo", undone.overrides, CONF))
+    typed_too = translated(tmp_path, "metaworld_50_ppo_openpi", **every, **ood, env__eval__ignore_terminations=True)
+    found = composed(typed_too)["eval"]["env"]
+    assert found == {
+        "id": "metaworld/ML45-test", "max_episode_steps": 160, "num_envs": 500, "ignore_terminations": True
+    }  # fmt: skip
+    check("ppo", compose_settings("ppo", typed_too.overrides, CONF))
+
+    objects = translated(tmp_path, "maniskill_ppo_openpi", **every, env__eval__init_params__obj_set="test")
+    found = composed(objects)["eval"]
+    assert (found["env"]["object_set"], found["env"].get("id"), found["mean_of"]) == ("test", None, [])
+    elsewhere = translated(tmp_path, "libero_10_ppo_openpi", **every, env__eval__env_type="metaworld")
+    assert "env.eval.env_type" in {key for remark in elsewhere.keys.remarks for key in remark.keys}
+    assert composed(elsewhere)["eval"]["env"] == {}
+
+    at = "rollout__sampling_params__temperature_eval"
+    cooler = composed(translated(tmp_path, "libero_10_grpo_openvlaoft", **every, **{at: 0.6}))["eval"]
+    assert (cooler["sampled"], cooler["temperature"]) == (True, 0.6)
+    alike = composed(translated(tmp_path, "maniskill_ppo_openvla", **every, **{at: 1.0}))["eval"]
+    assert (alike["sampled"], alike["temperature"]) == (True, None)
+    greedy = composed(translated(tmp_path, "libero_10_grpo_openvlaoft", **every, **{at: -1}))["eval"]
+    assert (greedy["sampled"], greedy["temperature"]) == (False, None)
+
+
 def test_a_key_that_nobody_knows_is_listed(tmp_path, capsys):
     path = write(tmp_path, "mine", values_of("metaworld_50_ppo_openpi", algorithm__curiosity=0.1))
     assert main(["from-rlinf", str(path)]) == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from closeness import assert_near, relative, rounding_error
 from openvla_checkpoint import act
+from paths import ROOT
 from pi0_checkpoint import GOLDEN, TOKENIZER, add_rlinf_heads, golden, make_checkpoint, statistics
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -270,6 +271,18 @@ def test_prompts():
         prompts(["word " * 60])
     with pytest.raises(ValueError, match="no sentencepiece file"):
         Pi0Prompts(b"nothing", 40)
+
+
+def test_a_folder_without_a_tokenizer_says_where_to_get_it(tmp_path):
+    folder = make_checkpoint(tmp_path / "pi0")
+    (folder / "paligemma_tokenizer.model").unlink()
+    (missing,) = inspect_policy(folder).missing
+    typed = re.search(r"type: curl --location --output (\S+) (https://\S+)", missing)
+    assert typed[1] == str(folder / "paligemma_tokenizer.model")
+    for page in ("pi0.md", "pi05.md"):
+        assert typed[2] in (ROOT / "docs" / "checkpoints" / page).read_text()
+    (folder / "tokenizer.model").write_bytes(TOKENIZER.read_bytes())  # by its name on the hub
+    assert not inspect_policy(folder).missing
 
 
 def test_a_prompt_that_only_some_episodes_have_is_refused_before_they_begin(name, folder):

@@ -13,8 +13,10 @@ from running import CONF, Started, composed, main_of
 
 import vla_envs.env
 from vla_algos.run.arguments import check_experiment, translated
+from vla_algos.run.evaluated import evaluated_env, make_env_spec
+from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.launcher_settings import launcher_types
-from vla_algos.run.run import Run, make_env_spec
+from vla_algos.run.run import Run
 from vla_common.settings import check_settings
 from vla_envs import EpisodeSampler
 
@@ -109,13 +111,13 @@ from vla_envs import EpisodeSampler
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=blank"],
-            "ablation=blank: must be 'blank_images', 'other_trial' or 'swapped_instructions' or must be a valid array; "
-            "did you mean blank_images",
+            "ablation=blank: must be 'blank_images', 'do_nothing', 'other_trial' or 'swapped_instructions' or must be "
+            "a valid array; did you mean blank_images",
         ),
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=[swap_instructions]"],
-            "entry 0: must be 'blank_images', 'other_trial' or 'swapped_instructions'",
+            "entry 0: must be 'blank_images', 'do_nothing', 'other_trial' or 'swapped_instructions'",
         ),
         (
             "evaluate",
@@ -169,7 +171,9 @@ def test_every_experiment_composes_and_explains_itself(experiment):
     name = next(name for name in ("evaluate", "ppo", "grpo", "sft") if f"_{name}_" in experiment)
     with initialize_config_dir(str(CONF), version_base=None):
         config = compose(name, overrides=[f"experiment={experiment}"])
-    assert make_env_spec(OmegaConf.to_container(config.env)).id == config.env.id
+    env, evaluation = OmegaConf.to_container(config.env), OmegaConf.to_container(config.eval)
+    assert make_env_spec(env).id == config.env.id
+    Evaluator(**evaluation).episodes(make_env_spec(evaluated_env(env, evaluation), "eval.env"))
 
 
 @pytest.mark.parametrize("group", sorted(path.parent.name + "/" + path.stem for path in CONF.glob("*/*.yaml")))

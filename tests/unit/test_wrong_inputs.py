@@ -194,8 +194,37 @@ SHORT = {
     "lh-mtlc": "env=calvin_lh_mtlc sft=none",
     "chains": "{place}/chains.json",
     "robotwin": "env=robotwin sft=none",
+    "plate": "env=maniskill_small sft=none",
     "pi0": "policy=pi0 policy.checkpoint={place}/pi0",
 }
+EVALUATED = [  # on another suite than the one trained on
+    ("ppo eval.env=metaworld_faucet", "unknown env 'metaworld_faucet'; did you mean metaworld_faucets"),
+    ("ppo eval.env=metaworld/ML45-test", r"suite, not of a file; type eval\.env\.id=metaworld/ML45-test"),
+    ("ppo eval.env.id=metaworld/ML45-tets", r"eval\.env\.id=metaworld/ML45-tets: unknown .*did you mean .*ML45-test"),
+    ("ppo eval.env.id=metawrld/ML45-test", r"eval\.env\.id=metawrld/ML45-test: unknown .*did you mean metaworld"),
+    ("ppo eval.env.image_sise=32", r"unknown setting 'eval\.env\.image_sise'; did you mean eval\.env\.image_size"),
+    ("ppo eval.env.image_size=1", r"eval\.env\.image_size=1: must be greater than or equal to 16"),
+    ("ppo eval.env.tasks=all", r"unknown setting 'eval\.env\.tasks'"),
+    ("ppo eval.env.group_size=2", r"eval\.env\.group_size=2: evaluations have no groups"),
+    ("ppo eval.env.num_envs=0", r"eval\.env\.num_envs=0: must be greater"),
+    (
+        "ppo eval.env=calvin sft=none",
+        r"eval\.env\.id=calvin/D: is of calvin, and the policy learns to act in metaworld",
+    ),
+    ("ppo eval.env.id=metaworld/reach-v3", r"reset_ranges 'button-press.*; what eval\.env does not say is as in env"),
+    ("ppo eval.env.id=libero/goal", r"eval\.env\.id=libero/goal: is of libero, .*type another suite of metaworld"),
+    ("ppo {robotwin} eval.env.step_lim=20 policy.chunk_size=25", r"eval\.env\.id=robotwin/\w+: chunk_size=25: a chunk"),
+    ("ppo {plate} eval.env=maniskill_push_cube", r"eval\.env\.id=maniskill/PushCube-v1: the policy has 7 action and 8"),
+    (
+        "ppo eval.env.id=metaworld/MT50 eval.env.reset_ranges=null eval.mean_of=[esy]",
+        r"unknown group in eval\.mean_of 'esy'; did you mean easy",
+    ),
+    ("ppo pipeline.stages=2 eval.env.num_envs=1", "stages=2"),
+    ("ppo eval.temperature=0.6", r"eval\.temperature=0\.6: is of sampled actions, .*type eval\.sampled=true"),
+    ("ppo eval.sampled=true eval.temperature=0.6", "policy=small does not sample at a temperature; leave it out"),
+    ("ppo eval.sampled=true eval.temperature=0", r"eval\.temperature=0: must be greater than 0"),
+    ("evaluate policy.checkpoint={place}/small eval.env.id=metaworld/MT50", r"'eval\.env'.*did you mean"),
+]
 CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
     ("ppo {calvin} env.id=calvin/E", "unknown CALVIN suite or task 'E'; known are lh-mtlc, A, B"),
     ("ppo {calvin} env.id=calvin/open_drawr", r"unknown CALVIN suite or task 'open_drawr'; did you mean open_drawer"),
@@ -285,7 +314,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("typed", "message"),
-    [*NAMES, *OTHER_ALGORITHM, *GRAMMAR, *FLAGS, *VALUES, *FILES, *ENVIRONMENT, *CALVIN, *ROBOTWIN],
+    [*NAMES, *OTHER_ALGORITHM, *GRAMMAR, *FLAGS, *VALUES, *FILES, *ENVIRONMENT, *EVALUATED, *CALVIN, *ROBOTWIN],
     ids=lambda text: text if "=" in text or text[0] in "pegs" else "",
 )
 def test_a_wrong_input_is_one_line(typed, message, programs, place, tmp_path):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from vla_algos.ablations import Observe, SeenImages, blank_images, other_trials, swapped_instructions
+from vla_algos.ablations import DoNothing, Observe, SeenImages, blank_images, other_trials, swapped_instructions
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.run.seeds import seed_rank
 from vla_envs import Episode, SimulatorSpec
@@ -14,14 +14,15 @@ from vla_envs import Episode, SimulatorSpec
 if TYPE_CHECKING:
     from vla_algos.run.run import Run
 
-AblationName = Literal["blank_images", "other_trial", "swapped_instructions"]
+AblationName = Literal["blank_images", "do_nothing", "other_trial", "swapped_instructions"]
 
 
 def check_ablations(names: Sequence[str], spec: SimulatorSpec, episodes: Sequence[Episode]) -> None:
     """Refuse before any work what cannot be.
 
     Raises:
-        ValueError: an ablation stands there twice, tasks share one instruction, or have one trial only.
+        ValueError: an ablation stands there twice, tasks share one instruction, or have one trial only, or nobody has
+            said what doing nothing is.
     """
     if len(set(names)) < len(names):
         raise ValueError(f"ablation=[{','.join(names)}]: one of them stands there twice; type each once")
@@ -29,6 +30,8 @@ def check_ablations(names: Sequence[str], spec: SimulatorSpec, episodes: Sequenc
         swapped_instructions(spec.tasks)
     if "other_trial" in names:
         other_trials(episodes, spec.tasks)
+    if "do_nothing" in names:
+        DoNothing(spec, 1)
 
 
 def evaluate_with_ablations(run: Run, names: Sequence[str], seed: int, **options: Any) -> dict[str, EvaluationResult]:
@@ -54,6 +57,9 @@ def evaluate_with_ablations(run: Run, names: Sequence[str], seed: int, **options
             "blank_images": lambda: blank_images,
             "swapped_instructions": lambda: swapped_instructions(tasks),
         }
+        nothing: dict[str, Any] = (
+            {"policy": DoNothing(run.spec, run.policy.chunk_size)} if "do_nothing" in names else {}
+        )
         normal: dict[str, Any] = {}
         if "other_trial" in names:
             seen = stack.enter_context(SeenImages(run.folder))
@@ -69,7 +75,10 @@ def evaluate_with_ablations(run: Run, names: Sequence[str], seed: int, **options
             shown["other_trial"] = other_trial
         for name in ["", *names]:
             seed_rank(seed)
-            results[name] = run.evaluate(name, **(normal if not name else {"observe": shown[name]()}), **options)
+            how: dict[str, Any] = (
+                normal if not name else nothing if name == "do_nothing" else {"observe": shown[name]()}
+            )
+            results[name] = run.evaluate(name, **how, **options)
             if results[name].failure:
                 break
     return results

@@ -13,35 +13,23 @@ from typing import NoReturn
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
 from vla_algos.run.renamed import RENAMED
 from vla_common.program import one_line
-from vla_common.registry import config_packages
+from vla_common.search_path import search_packages
 
 _OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<name>[\w./@$][\w./@$:-]*)(?P<rest>=.*)?", re.DOTALL)
 _FLAGS = {"-h", "-r", "-m", "-sc", "--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun"}
 _FLAGS |= {"--shell-completion"}
 _FLAGS_WITH_VALUE = {"-c", "-p", "-cp", "-cn", "-cd", "-i", "--cfg", "--package", "--config-path", "--config-name"}
 _FLAGS_WITH_VALUE |= {"--config-dir", "--experimental-rerun", "--info"}
+_EVALUATED = re.compile(r"eval\.env(\.[\w.]+)?=.*", re.DOTALL)
 _MOST_COMBINATIONS = 200  # of a sweep that are looked at before the first begins
 
-
-class PluginSearchPath(SearchPathPlugin):
-    """Puts configuration groups of installed packages on Hydra's search path (``vla_torchrl.configs``)."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append them after the recipe's own."""
-        for package in config_packages():
-            search_path.append("vla-torchrl", f"pkg://{package}")
-
-
-Plugins.instance().register(PluginSearchPath)
+search_packages()
 
 
 def read_arguments(recipe: str, arguments: Sequence[str], conf: Path) -> list[str]:
@@ -101,8 +89,24 @@ def translated(arguments: Sequence[str]) -> list[str]:
             )
             new = RENAMED[old] if "=" in old else f"{RENAMED[old]}{match['rest'] or ''}"
             argument = f"{match['prefix']}{new}"
-        found.append(argument)
+        found.append(placed(argument))
     return found
+
+
+def placed(argument: str) -> str:
+    """Return what Hydra is told of ``eval.env=NAME``, a file of the group ``env``, and ``eval.env.SETTING=VALUE``.
+
+    Raises:
+        ValueError: the name of a suite in place of a file's.
+    """
+    if not (match := _EVALUATED.fullmatch(argument)):
+        return argument
+    if match[1]:  # no file has what only evaluations have otherwise
+        return f"++{argument}"
+    name = argument.partition("=")[2]
+    if re.fullmatch(r"[\w.+-]+/[\w./+-]+", name):
+        raise ValueError(f"{argument}: is the name of a suite, not of a file; type eval.env.id={name}")
+    return f"+env@{argument}" if re.fullmatch(r"[\w,-]+", name) and name != "null" else argument
 
 
 def check_experiment(recipe: str, arguments: Sequence[str], folder: Path) -> None:
@@ -178,6 +182,6 @@ def compose_settings(recipe: str, arguments: Sequence[str], conf: Path) -> DictC
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf), version_base=None):
-            return compose(recipe, overrides=list(arguments))
+            return compose(recipe, overrides=[placed(each) for each in arguments])
     finally:
         GlobalHydra.instance().clear()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +15,21 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from vla_algos.run.arguments import compose_settings, read_flags
+from vla_algos.run.evaluated import evaluated_env
 from vla_algos.run.origin import env_of
+from vla_common.registry import config_packages
 
 _SECTIONS = ("env", "policy", "eval")  # of an experiment that trains, which an evaluation has too
-_UNREAD = {"eval": ("sampled",)}  # evaluate.py has greedy
+_UNREAD = {"eval": ("sampled", "temperature", "env")}  # evaluate.py has greedy, policy.temperature and env
 _NAME = "trained_on"
 
 
 def as_trained(arguments: Sequence[str], conf: Path) -> list[str]:
     """Complete what was typed after ``evaluate.py``.
 
-    The name of an experiment that trains stands for its environment, policy and evaluation. Where neither an
-    environment nor an experiment is named, the environment is the one that the policy's folder names.
+    The name of an experiment that trains stands for its policy, its evaluations and the environment of these
+    (``eval.env``). Where neither an environment nor an experiment is named, the environment is the one that the
+    policy's folder says it was trained in.
 
     Args:
         arguments: what was typed, in today's names.
@@ -39,6 +45,7 @@ def as_trained(arguments: Sequence[str], conf: Path) -> list[str]:
     if experiment := _of_training(typed.get("experiment"), conf):
         recipe, name = experiment
         trained: Any = OmegaConf.to_container(compose_settings(recipe, [f"experiment={name}"], conf), resolve=True)
+        trained["env"] = evaluated_env(trained["env"], trained["eval"])
         sections = [section for section in _SECTIONS if section not in typed]
         for section in sections:
             unread = _UNREAD.get(section, ())
@@ -62,12 +69,21 @@ def is_chosen(arguments: Sequence[str]) -> bool:
 
 
 def _of_training(name: str | None, conf: Path) -> tuple[str, str] | None:
-    """Find the recipe of an experiment of ours that trains; ``None`` if there is none of that name, or it does not."""
-    file = conf / "experiment" / f"{name}.yaml"
-    if name is None or not file.is_file():
-        return None
-    recipe = (yaml.safe_load(file.read_text()) or {}).get("recipe", "evaluate")
-    return None if recipe == "evaluate" else (recipe, name)
+    """Find the recipe of an experiment that trains, ours or an installed package's; ``None`` if there is none."""
+    for folder in _folders(conf) if name else ():
+        file = folder / "experiment" / f"{name}.yaml"
+        if file.is_file():
+            recipe = (yaml.safe_load(file.read_text()) or {}).get("recipe", "evaluate")
+            return None if recipe == "evaluate" else (recipe, str(name))
+    return None
+
+
+def _folders(conf: Path) -> Iterator[Path | Traversable]:
+    """Yield where Hydra looks for configuration groups, in its order."""
+    yield conf
+    for package in config_packages():
+        with contextlib.suppress(ImportError):  # Hydra says so
+            yield files(package)
 
 
 def _offer(group: str, name: str, settings: Mapping[str, Any]) -> None:

@@ -22,6 +22,11 @@ def enlarge(frames: np.ndarray) -> np.ndarray:
     return frames.repeat(factor, axis=1).repeat(factor, axis=2)
 
 
+def describe(told: str, so_far: float, solved: bool) -> str:
+    """Return what stands below a frame: what the policy was told, the return so far, and that it is solved."""
+    return f"{told}\nreturn {so_far:.2f}{', solved' if solved else ''}"
+
+
 def caption(frames: np.ndarray, texts: Sequence[str]) -> np.ndarray:
     """Write a text below each frame, white on black, in as many lines as the longest of them needs.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from vla_algos.comparison import compare
 from vla_algos.run import episode_log
+from vla_algos.run.evaluated import evaluated_env
 from vla_algos.run.folder import flat, settings_of
 
 _OF_THE_MACHINE = ("num_envs", "num_workers", "gpus", "step_timeout", "start_timeout", "group_size")
@@ -153,12 +154,21 @@ def _differences(one: _Found, other: _Found) -> Iterator[str]:
     for name in first:
         if first[name] != second[name]:
             yield f"{name}: {first[name]} and {second[name]}"
-    settings = [flat(settings_of(each.run).get("env"), "env") for each in (one, other)]
+    settings = [_env(each.run) for each in (one, other)]
     for name in sorted(settings[0].keys() | settings[1].keys()):
         if name.removeprefix("env.") in (*_OF_THE_MACHINE, *_OF_TRAINING) or not all(settings):
             continue
         if settings[0].get(name) != settings[1].get(name):
             yield f"{name}: {settings[0].get(name)} and {settings[1].get(name)}"
+
+
+def _env(run: Path) -> dict[str, Any]:
+    """List the settings of the environment in which a run is evaluated, by name; nothing where they are unknown."""
+    config = settings_of(run)
+    if not isinstance(config.get("env"), dict):
+        return {}
+    evaluation = config.get("eval")
+    return flat(evaluated_env(config["env"], evaluation if isinstance(evaluation, dict) else {}), "env")
 
 
 def _protocol(run: Path) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.placement import DEFAULTS, Placement, split_roles
+from vla_algos.run.evaluated import check_evaluated
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.launcher_settings import check_job, count_processes, launcher_types
 from vla_algos.run.loggers import LOGGERS, check_loggers
 from vla_algos.run.roles import read_placement
 from vla_algos.run.sharding import Sharding, check_shards
+from vla_algos.run.train_videos import TrainVideos
 from vla_algos.run.warm_start import record
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Seed, Whole, check_settings, setting_types
@@ -51,6 +53,7 @@ TRAINING: Types = {
     "offload": {"optimizer": bool},
     "placement": dict.fromkeys(DEFAULTS, Any),  # Placement.read says what they may be
     "sync": {"lag": Whole},
+    "train_videos": setting_types(TrainVideos, without=["folder"]),
     "timeline": bool,
 }
 _MOVED = {"algo": "gae, loss, update and collector", "sft": "demonstrations and cloning"}
@@ -118,9 +121,12 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
                 raise _unknown(f"{name}.{setting}", types)
         check_settings(name, value, expected)
         found[name] = Section(name, value)
+    if other := found["eval"].get("env"):
+        check_evaluated(found["env"], other)
     check_loggers(found.get("logger", {}))
     if found["launcher"]["name"] == "slurm":
         shared = {f"{section}.{name}": found.get(section, {}).get(name) for section, name in _SHARED}
+        shared["eval.env.num_envs"] = (found["eval"].get("env") or {}).get("num_envs")
         launcher = found["launcher"]
         placement = Placement.read(
             found.get("placement", {}), count_processes(launcher), launcher.get("tasks_per_node", 1)

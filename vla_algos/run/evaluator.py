@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt, Le
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tqdm import tqdm
@@ -16,8 +17,9 @@ from tqdm import tqdm
 from vla_algos import parallel
 from vla_algos.ablations import Observe
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
-from vla_algos.run.captions import caption, enlarge
+from vla_algos.run.captions import caption, describe, enlarge
 from vla_algos.run.episode_log import EpisodeLog, finished_episodes
+from vla_algos.run.evaluated import at_temperature
 from vla_algos.run.files import attempt
 from vla_algos.run.logging import progress_bar, write_video
 from vla_common.errors import unknown_name
@@ -25,6 +27,9 @@ from vla_common.keys import EPISODE_INDEX
 from vla_common.settings import Count, Seed, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
 from vla_envs.workers.pool import SimulatorCrash
+from vla_policies import VLAPolicy
+
+Temperature = Annotated[float, Gt(0), Le(100)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,12 @@ class Evaluator:
         videos: episodes that are recorded.
         mean_of: suites or difficulties of which the mean is reported too, each counting the same.
         sampled: evaluate the sampling policy too, not only the greedy one.
+        temperature: at which that samples; ``None`` for that of training.
+        env: settings of the environment of evaluations that are not those of training, such as ``id``; none of them
+            (``None``, or nothing) evaluates in that of training.
+
+    Raises:
+        ValueError: a temperature, and nothing is sampled.
     """
 
     trials: Count | None = None
@@ -46,6 +57,14 @@ class Evaluator:
     videos: Whole = 4
     mean_of: Sequence[str] = ()
     sampled: bool = False
+    temperature: Temperature | None = None
+    env: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not self.sampled:
+            raise ValueError(
+                f"eval.temperature={self.temperature:g}: is of sampled actions, and none are; type eval.sampled=true"
+            )
 
     def episodes(self, spec: SimulatorSpec) -> list[Episode]:
         """List the episodes of all processes.
@@ -116,10 +135,7 @@ class Evaluator:
                 broken = " ".join(str(error).split())  # what it quotes has several lines
             except BaseException:
                 if go_on:
-                    tqdm.write(
-                        f"{len(results)} of {len(own)} episodes are in {path}; to go on: the same command with "
-                        f"hydra.run.dir={path.parent}"
-                    )
+                    tqdm.write(f"{len(results)} of {len(own)} episodes are in {path}")
                 raise
             finally:
                 log.close()
@@ -133,7 +149,7 @@ class Evaluator:
         return EvaluationResult(ordered, share.videos, broken, share.instructions, length, mean_of, share.progress)
 
     def run_both(
-        self, title: str, env: VLAEnv, policy: TensorDictModuleBase, folder: Path, **options: Any
+        self, title: str, env: VLAEnv, policy: VLAPolicy, folder: Path, **options: Any
     ) -> dict[str, EvaluationResult]:
         """Evaluate the greedy policy, filmed, and the sampling one if asked: shares by the prefix of their metrics.
 
@@ -143,7 +159,8 @@ class Evaluator:
         results = {"eval": self.run(title, env, policy, folder / "eval.jsonl", record=self.local_videos, **options)}
         if self.sampled:
             path = folder / "eval_sampled.jsonl"
-            results["eval_sampled"] = self.run(f"{title}, sampled", env, policy, path, greedy=False, **options)
+            with at_temperature(policy, self.temperature):
+                results["eval_sampled"] = self.run(f"{title}, sampled", env, policy, path, greedy=False, **options)
         return results
 
     @property
@@ -188,8 +205,8 @@ def save_videos(folder: Path, result: EvaluationResult, fps: float) -> list[Path
         outcome = "success" if episode.success_once else "failure"
         name = f"{index:03d}_{episode.task}_trial{episode.episode.trial_id}_{outcome}.mp4"
         lines = [
-            f"{told}\nreturn {so_far:.2f}{', solved' if solved else ''}"
-            for told, (so_far, solved) in zip(result.instructions[index], result.progress[index], strict=True)
+            describe(told, *progress)
+            for told, progress in zip(result.instructions[index], result.progress[index], strict=True)
         ]
         shown = caption(enlarge(frames), lines)
         write = partial(write_video, folder / name, shown, fps)

@@ -48,8 +48,7 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
     if parallel.is_main():
         try:
             lock = FolderLock(folder)
-            _check_place(folder)
-            _check_same_run(config, folder)
+            check_folder(config, folder)
         except (FolderInUse, ValueError) as error:
             refusal = error
     refusal = parallel.broadcast_object(refusal)
@@ -58,6 +57,16 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
     if lock is not None:
         lock.release()
     raise refusal
+
+
+def check_folder(config: SimpleNamespace, folder: Path) -> None:
+    """Refuse a folder that a run of these settings cannot have; it is not changed.
+
+    Raises:
+        ValueError: it has a run of other settings, or something else, in it.
+    """
+    _check_place(folder)
+    _check_same_run(config, folder)
 
 
 def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] | None = None) -> bool:
@@ -93,7 +102,8 @@ def finish_folder(
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
     if not parallel.is_main():
         return
-    named = {"protocol": spec.protocol} if spec and spec.protocol else {}
+    named = {"evaluated_on": spec.id} if spec else {}
+    named |= {"protocol": spec.protocol} if spec and spec.protocol else {}
     differs = {"protocol_deviations": spec.protocol_deviations} if spec else {}
     result = {"seconds": seconds, **named, **differs, "metrics": finite_or_none(metrics)}
     attempt(f"the result in {folder / 'run.json'}", lambda: record_result(folder, result), "it is printed below")
@@ -155,7 +165,13 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not before:
         tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
         return
-    free = ("resume", "launcher.", "logger.", *(_OF_PROCESSES if getattr(config, "resume", None) == "elastic" else ()))
+    free = (
+        "resume",
+        "launcher.",
+        "logger.",
+        "train_videos.",
+        *(_OF_PROCESSES if getattr(config, "resume", None) == "elastic" else ()),
+    )
     keys = [key for key in before.keys() | now.keys() if not key.startswith(free)]
     other = sorted(key for key in keys if before.get(key) != now.get(key))
     if {"seed", "env.id", "episode_order"} & set(other):

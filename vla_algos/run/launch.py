@@ -24,12 +24,16 @@ from submitit.core.utils import FailedJobError
 from vla_algos import parallel
 from vla_algos.heartbeat import FirstFailed
 from vla_algos.parallel import ProcessLost, process_group
+from vla_algos.run.command import Command, adopt, say_how_to_go_on, typed
 from vla_algos.run.config import Types, read_config
 from vla_algos.run.console import console_file
+from vla_algos.run.folder import check_folder
 from vla_algos.run.launcher_settings import SUBMITIT_NAMES, count_processes, launcher_types
+from vla_algos.run.needs import Needs
 from vla_algos.run.phase import has_begun
 from vla_algos.run.program import OTHERS_FIRST, in_program, only_checks, say
 from vla_algos.run.provenance import record_submission
+from vla_algos.run.rehearsal import rehearse
 from vla_algos.run.resume import SIGNALS
 from vla_algos.run.retries import batch_lines, note_stopped
 from vla_algos.run.roles import read_placement
@@ -49,7 +53,7 @@ def run_recipe(train: Callable[[SimpleNamespace, Run], None], types: Types, conf
         folder: where everything goes.
     """
     settings = read_config(config, types)
-    with Run(settings, folder) as run, console_file(folder):
+    with Run(settings, folder) as run, console_file(folder), say_how_to_go_on(folder):
         if parallel.is_main():
             print(f"run          {folder}")
         train(settings, run)
@@ -58,11 +62,12 @@ def run_recipe(train: Callable[[SimpleNamespace, Run], None], types: Types, conf
 class SlurmRun(submitit.helpers.Checkpointable):
     """What a job runs, again each time it was requeued: the run itself finds out where it stopped."""
 
-    def __init__(self, recipe: Recipe, config: DictConfig, folder: Path):
-        self.recipe, self.config, self.folder = recipe, config, folder
+    def __init__(self, recipe: Recipe, config: DictConfig, folder: Path, command: Command | None):
+        self.recipe, self.config, self.folder, self.command = recipe, config, folder, command
 
     def __call__(self) -> None:
         """Run the recipe in the processes of the job."""
+        adopt(getattr(self, "command", None))  # a job of an earlier version has none
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
         try:
             with process_group(members(self.config)) as has_part, _first_says_it():
@@ -95,11 +100,15 @@ def launch(
         alone: the recipe runs in one process.
 
     Raises:
-        ValueError: a setting that nobody reads or that cannot be, or more processes than the recipe can use.
+        ValueError: a setting that nobody reads or that cannot be, or more processes than the recipe can use. Of a
+            job, and of all runs of a sweep before the first begins, what the recipe itself would refuse
+            (:mod:`vla_algos.run.rehearsal`).
         RuntimeError: there is no SLURM, or it refuses the job; says why.
     """
-    read_config(config, types)  # a job that waits in a queue is checked before it does
+    checked = read_config(config, types)  # a job that waits in a queue is checked before it does
     if only_checks():
+        if checked.launcher.get("check", True):
+            _rehearse(train, checked, Path())
         return
     recipe = functools.partial(run_recipe, train, types)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
@@ -120,25 +129,55 @@ def launch(
         return
     if missing := launcher_types(launcher).keys() - settings.keys():
         raise ValueError(f"launcher.{min(missing)} is missing; type launcher={launcher}, which sets all of them")
-    wait, seeds, retries = (settings.pop(name) for name in ("wait", "seeds", "retries"))
+    wait, seeds, retries, check = (settings.pop(name) for name in ("wait", "seeds", "retries", "check"))
     del settings["name"]
+    if check:
+        _rehearse(train, checked, folder)
     if shutil.which("sbatch") is None:
         raise RuntimeError(
             "no SLURM on this machine: sbatch is not on the PATH; log in to a node that submits jobs, or run here: "
             "launcher=local"
         )
-    runs = [SlurmRun(recipe, config, folder)]
+    command = typed()
+    runs = [SlurmRun(recipe, config, folder, command)]
     if seeds is not None:
         runs = [
-            SlurmRun(recipe, cast(DictConfig, OmegaConf.merge(config, {"seed": seed})), folder / f"seed{seed}")
+            SlurmRun(
+                recipe,
+                cast(DictConfig, OmegaConf.merge(config, {"seed": seed})),
+                folder / f"seed{seed}",
+                command and command.having(f"seed={seed}", "launcher.seeds=null"),
+            )
             for seed in seeds
         ]
+    for run in runs if check else ():
+        check_folder(read_config(run.config, types), run.folder)
     for run in runs:
         run.folder.mkdir(parents=True, exist_ok=True)
         record_submission(run.folder)
     if retries:
         settings["setup"] = [*(settings["setup"] or []), *batch_lines(retries, [run.folder for run in runs])]
     _report(_submit(runs, folder / "slurm", HydraConfig.get().job.name, settings), runs, wait)
+
+
+def _rehearse(train: Callable[[SimpleNamespace, Run], None], config: SimpleNamespace, folder: Path) -> None:
+    """Run the recipe up to where work would begin; of a job, say what it takes.
+
+    Raises:
+        ValueError: what the recipe refuses, and how to submit it as it is.
+    """
+    job = config.launcher["name"] == "slurm"
+    try:
+        run = rehearse(train, config, folder)
+    except (ValueError, OSError, ImportError) as error:
+        named = [each for each in (*config.policy.values(), *getattr(config, "demonstrations", {}).values()) if each]
+        paths = [path for path in (*named, config.env.get("path")) if isinstance(path, str) and "/" in path]
+        if not job or not (isinstance(error, OSError) or any(path.rstrip("/") in str(error) for path in paths)):
+            raise
+        around = "if the nodes see another than this machine, type launcher.check=false"
+        raise ValueError(f"{error}; {around}") from error
+    if job and not only_checks() and (needs := Needs.of(run)) is not None:
+        print("\n".join(needs.describe(config.launcher)))
 
 
 def members(config: DictConfig) -> tuple[int, ...] | None:
@@ -188,9 +227,10 @@ def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list
     executor = submitit.AutoExecutor(
         folder=logs, cluster="slurm", slurm_python=_python(), slurm_max_num_timeout=1_000_000
     )
+    extra = {name.replace("-", "_"): value for name, value in (settings.pop("extra") or {}).items()}
     given = {SUBMITIT_NAMES[key]: value for key, value in settings.items() if value not in (None, [], 0)}
     executor.update_parameters(name=name, **given)
-    executor.update_parameters(slurm_additional_parameters={"requeue": True})
+    executor.update_parameters(slurm_additional_parameters={**extra, "requeue": True})
     executor.update_parameters(slurm_srun_args=["--kill-on-bad-exit=1"])  # a process that fails ends the others
     try:
         if len(runs) == 1:

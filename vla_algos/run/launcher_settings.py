@@ -25,6 +25,21 @@ SUBMITIT_NAMES = {
     "signal_delay_s": "slurm_signal_delay_s",
     "setup": "slurm_setup",
 }
+# Options of sbatch, for launcher.extra, by the setting that says the same ...
+_SAID_BY = {
+    **{name: name for name in ("partition", "account", "qos", "constraint", "nodes", "wait")},
+    **dict.fromkeys(("ntasks", "ntasks_per_node"), "tasks_per_node"),
+    **{"cpus_per_task": "cpus", "gpus_per_node": "gpus", "mem": "memory_gb", "time": "minutes"},
+    **{"signal": "signal_delay_s", "array": "seeds", "requeue": "retries", "no_requeue": "retries"},
+}
+# ... and that say it otherwise, where the setting is empty: gres=gpu:a100:4.
+_INSTEAD_OF = {
+    **dict.fromkeys(("gres", "gpus", "gpus_per_task"), "gpus"),
+    **dict.fromkeys(("mem_per_cpu", "mem_per_gpu"), "memory_gb"),
+    "cpus_per_gpu": "cpus",
+}
+_SUBMITITS = ("output", "error", "open_mode", "chdir", "wrap", "parsable", "quiet", "test_only")
+_OPTION = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
 _TEXT = ("partition", "account", "qos", "constraint")
 _LAUNCHERS: dict[str, dict[str, Any]] = {
     "local": {},
@@ -38,6 +53,8 @@ _LAUNCHERS: dict[str, dict[str, Any]] = {
         "setup": Sequence[str] | None,
         "seeds": Annotated[Sequence[Seed], MinLen(1)] | None,
         "wait": bool,
+        "extra": Mapping[str, str | int | float | bool | None] | None,
+        "check": bool,
     },
 }
 
@@ -56,6 +73,12 @@ def launcher_types(name: str) -> dict[str, Any]:
 def count_processes(settings: Mapping[str, Any]) -> int:
     """Return how many processes a launcher starts."""
     return settings.get("nodes", 1) * settings.get("tasks_per_node", 1)
+
+
+def asks_for_gpus(settings: Mapping[str, Any]) -> bool:
+    """Tell whether a job of such settings has GPUs."""
+    extra = settings["extra"] or {}
+    return bool(settings["gpus"]) or any("gpu" in (value if name == "gres" else name) for name, value in extra.items())
 
 
 def check_job(settings: Mapping[str, Any], shared: Mapping[str, int], sharing: int | None = None) -> None:
@@ -83,6 +106,7 @@ def check_job(settings: Mapping[str, Any], shared: Mapping[str, int], sharing: i
             f"launcher.setup: {trap!r} takes the place of what launcher.retries does at the job's end; leave out the "
             "trap, or type launcher.retries=0"
         )
+    _check_extra(settings)
     everybody = count_processes(settings)
     processes = everybody if sharing is None else sharing
     said = "launcher.nodes and launcher.tasks_per_node" if processes == everybody else "placement.rollout"
@@ -92,3 +116,24 @@ def check_job(settings: Mapping[str, Any], shared: Mapping[str, int], sharing: i
                 f"{name}={number} cannot be shared by the {processes} processes of {said}; try "
                 f"{name}={-(-number // processes) * processes}"
             )
+
+
+def _check_extra(settings: Mapping[str, Any]) -> None:
+    for name, value in (settings.get("extra") or {}).items():
+        option, said = name.replace("-", "_"), f"launcher.extra.{name}={value}"
+        if not _OPTION.fullmatch(name):
+            raise ValueError(f"{said}: is no option of sbatch; type its long name without --, such as reservation=x")
+        if (setting := _SAID_BY.get(option)) is not None:
+            raise ValueError(f"{said}: there is a setting for it; type launcher.{setting}={_same(option, value)}")
+        if settings.get(setting := _INSTEAD_OF.get(option, "")):
+            raise ValueError(
+                f"{said}: launcher.{setting}={settings[setting]} says it already; type launcher.{setting}=0"
+            )
+        if option in _SUBMITITS:
+            raise ValueError(f"{said}: would take the job's script, folder or log from us; leave it out")
+        if value is None or value is False or "\n" in str(value):
+            raise ValueError(f"{said}: must be a text or a number, true for an option that has no value, or left out")
+
+
+def _same(option: str, value: Any) -> Any:
+    return value if _SAID_BY[option] == option else "VALUE"

@@ -45,12 +45,18 @@ class RunLogger:
         if after is not None:
             attempt(f"{path} without what comes again", lambda: _forget(path, after), "some of its lines come twice")
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write numbers; those that are not finite become ``null`` in the file, as JSON has no NaN."""
+    def log(self, metrics: Mapping[str, float], step: int, notes: Mapping[str, str] | None = None) -> None:
+        """Write numbers; those that are not finite become ``null`` in the file, as JSON has no NaN.
+
+        Args:
+            metrics: numbers by name.
+            step: the iteration that they are of.
+            notes: texts that stand beside them in the file.
+        """
         if not self._writes:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
-        self._lines.append(json.dumps({"step": step, **finite_or_none(numbers)}).encode() + b"\n")
+        self._lines.append(json.dumps({"step": step, **(notes or {}), **finite_or_none(numbers)}).encode() + b"\n")
         self._give("what {} logs", lambda sink: sink.log(numbers, step))
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:

@@ -15,7 +15,14 @@ FILE = "environment.json"
 _UNSEEN = frozenset(setting_types(make_env)) - {"id"}  # of the machine or of the reward, which no policy sees
 
 
-def note_origin(folder: Path, recipe: str, env: Mapping[str, Any], spec: SimulatorSpec, chunk_size: int) -> None:
+def note_origin(
+    folder: Path,
+    recipe: str,
+    env: Mapping[str, Any],
+    spec: SimulatorSpec,
+    chunk_size: int,
+    evaluated_on: str | None = None,
+) -> None:
     """Write beside a policy's files what it was trained on.
 
     Args:
@@ -24,11 +31,13 @@ def note_origin(folder: Path, recipe: str, env: Mapping[str, Any], spec: Simulat
         env: the settings of the environment; what is of the machine alone is left out.
         spec: made of them.
         chunk_size: primitive actions per decision.
+        evaluated_on: id of the suite of the run's evaluations; ``None`` for that of ``env``.
     """
     known = {
         "recipe": recipe,
         "env": {name: value for name, value in env.items() if name not in _UNSEEN or name == "num_envs"},
         "chunk_size": chunk_size,
+        "evaluated_on": evaluated_on or spec.id,
         "protocol": spec.protocol,
         "protocol_deviations": list(spec.protocol_deviations),
     }
@@ -36,11 +45,11 @@ def note_origin(folder: Path, recipe: str, env: Mapping[str, Any], spec: Simulat
     (folder / FILE).write_text(json.dumps(known, indent=2) + "\n")
 
 
-def env_of(folder: str | Path) -> dict[str, Any] | None:
-    """Read the settings of the environment that the policy of a local folder was trained in.
+def origin_of(folder: str | Path) -> dict[str, Any] | None:
+    """Read all that a policy's folder says of what it was trained on.
 
     Returns:
-        Those of ``env``; ``None`` if the folder does not say, as folders of published checkpoints do not.
+        See :func:`note_origin`; ``None`` if the folder does not say, as folders of published checkpoints do not.
 
     Raises:
         ValueError: the file is broken.
@@ -48,11 +57,17 @@ def env_of(folder: str | Path) -> dict[str, Any] | None:
     file = Path(folder) / FILE
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
-            env = json.loads(file.read_text())["env"]
-            return {"id": str(env["id"]), **env}
+            found = json.loads(file.read_text())
+            return {**found, "env": {"id": str(found["env"]["id"]), **found["env"]}}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is broken ({error}); remove it, and type env=NAME") from error
     return None
+
+
+def env_of(folder: str | Path) -> dict[str, Any] | None:
+    """Read the settings of the environment that the policy of a local folder was trained in; see :func:`origin_of`."""
+    found = origin_of(folder)
+    return None if found is None else dict(found["env"])
 
 
 def differences(trained: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from vla_algos.parallel import ProcessLost
+from vla_algos.run import command
 from vla_algos.run.arguments import combinations, read_arguments
 from vla_algos.run.as_trained import as_trained
 from vla_algos.run.checkpoints import CheckpointError
@@ -51,7 +52,9 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
     program.end_imports()
     try:
         with _hydra_raises():
-            sys.argv[1:] = read_arguments(name, sys.argv[1:], conf)
+            typed = sys.argv[1:]
+            sys.argv[1:] = read_arguments(name, typed, conf)
+            command.remember(typed, sys.argv[1:])
             if name == "evaluate":
                 sys.argv[1:] = as_trained(sys.argv[1:], conf)
             _check_sweep(name, main, conf)
@@ -124,7 +127,7 @@ def _check_sweep(name: str, main: Callable[[], Any], conf: Path) -> None:
         for typed, config in combinations(name, sys.argv[1:], conf):
             try:
                 inspect.unwrap(main)(config)
-            except ValueError as error:
+            except (ValueError, OSError, ImportError) as error:
                 raise ValueError(f"{' '.join(typed)}: {error}") from error
     finally:
         _Program.only_checks = False

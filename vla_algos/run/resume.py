@@ -330,7 +330,7 @@ class ResumableRun:
             done = f"after {self._iteration} iterations"
             if 0 <= self._written < self._iteration:
                 done += f", of which {self._written} are saved"
-        print(f"\n{why} {done}; the same command with hydra.run.dir={self.folder} resumes it")
+        print(f"\n{why} {done}")
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -545,7 +545,7 @@ class ResumableRun:
         if self._failures == _FAILURES:
             raise OSError(
                 f"{_FAILURES} checkpoints in a row could not be saved in {self.checkpoints} ({error}); make room, "
-                f"then type the same command with hydra.run.dir={self.folder}: it resumes from the last one"
+                "then type the command above: it resumes from the last one"
             ) from error
 
     def _check_finite(self, parts: dict[str, Tensor]) -> None:
@@ -556,7 +556,7 @@ class ResumableRun:
             raise CheckpointError(
                 f"the weights after iteration {self._iteration} are not finite ({len(found)} tensors, such as "
                 f"{found[0]}): the policy has diverged and is not saved; the last good checkpoint is {good or 'none'}; "
-                f"go on from it with a lower learning rate: hydra.run.dir={self.folder} resume=force optim.lr=..."
+                "go on from it with a lower learning rate: type the command above, with resume=force optim.lr=..."
             )
 
 

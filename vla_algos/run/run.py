@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,42 +15,38 @@ from typing import Any, TypeVar, cast
 from hydra.core.hydra_config import HydraConfig
 from safetensors import SafetensorError
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torchrl.collectors import BaseCollector
 
 from vla_algos import parallel
 from vla_algos.collectors import EpisodeCollector
-from vla_algos.demonstrations import Samples, check_heldout
+from vla_algos.demonstrations import Samples
 from vla_algos.evaluation import EvaluationResult
-from vla_algos.foresight import check_sight
-from vla_algos.imitation import check_state_noise
-from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
 from vla_algos.metrics import finished
 from vla_algos.pipeline import advise
-from vla_algos.run import episode_log
+from vla_algos.run import curves, episode_log
 from vla_algos.run.as_trained import is_chosen
 from vla_algos.run.comparing import before_and_after
 from vla_algos.run.episode_log import finished_episodes
-from vla_algos.run.evaluator import Evaluator, gather, save_videos
-from vla_algos.run.files import write_folder_atomically
+from vla_algos.run.evaluator import gather, save_videos
+from vla_algos.run.files import attempt, write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
-from vla_algos.run.loggers import check_keys, events_of, open_loggers
+from vla_algos.run.loggers import events_of, open_loggers
 from vla_algos.run.logging import RunLogger, progress_bar
 from vla_algos.run.origin import differences, env_of, note_origin
-from vla_algos.run.phase import begin_work
+from vla_algos.run.phase import begin_work, has_begun
+from vla_algos.run.plan import Plan
 from vla_algos.run.resume import ResumableRun, Stateful
 from vla_algos.run.roles import Roles
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.sharding import check_same_draws, say_host_memory
-from vla_algos.run.summary import describe_policy, describe_spec, show_iteration, summarise
+from vla_algos.run.summary import describe_policy, show_iteration, summarise
 from vla_algos.run.turns import Turns
-from vla_algos.run.warm_start import clone, demonstration_seed, find_demonstrations, read, record
+from vla_algos.run.warm_start import clone, read, record
 from vla_common import timeline
 from vla_common.keys import NEXT, STEP_MASK, SUCCESS, TASK_ID
-from vla_common.settings import setting_types
-from vla_envs import EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
-from vla_envs.demonstrations import check_expert, noise_of_dimensions
+from vla_envs import EpisodeSampler, VLAEnv, make_env
 from vla_envs.gym.episodes import frames_per_second
-from vla_envs.stages import TOGETHER, check_stages
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy, make_policy
 from vla_policies.checkpoint.hub import resolve
@@ -83,6 +81,7 @@ class Run:
     Attributes:
         name: of the recipe.
         config, folder, spec: the settings, the folder, and the description of the environment.
+        plan: what follows from the settings.
         state: plain values that are kept over an interruption.
         differs: what the policy sees otherwise than in its training, see :func:`vla_algos.run.origin.differences`.
 
@@ -92,30 +91,25 @@ class Run:
     """
 
     def __init__(self, config: SimpleNamespace, folder: Path):
-        self.name, self.config, self.folder = config.recipe, config, folder
         self._started = time.perf_counter()
-        self.spec: SimulatorSpec = make_env_spec(config.env)
-        self.roles = Roles.of(getattr(config, "placement", None))
-        self.pipeline: Mapping = getattr(config, "pipeline", {})
-        self._check_stages()
-        self.evaluator = Evaluator(**config.eval)
-        self.evaluator.episodes(self.spec)  # there are so many
-        self.demonstration_seed = 0
-        self._facts: dict[str, Any] = {}
-        self._samplers: list[EpisodeSampler] = []
+        self._take(Plan(config, folder, Roles.of(getattr(config, "placement", None)), parallel.cores()), folder)
         if hasattr(config, "sharding"):
             self.sharding = self.roles.shard(config.sharding)
-        if hasattr(config, "demonstrations"):
-            self.demonstration_seed = demonstration_seed(config.seed, config.eval["seed"])
-            self._check_warm_start()
-        check_keys(getattr(config, "logger", {}), folder)
         self._lock = open_folder(config, folder)
         self._logger = RunLogger(folder)  # that of the loop comes with it
         self._noted = False
         self.differs: dict[str, tuple[Any, Any]] = {}
         self.state: dict = {}
         self._failure = ""  # of the last evaluation
+        self._unit = "iteration"
         self._seconds: dict[str, float] = {}
+
+    def _take(self, plan: Plan, folder: Path) -> None:
+        """Be the run of a plan."""
+        self.plan, self.config, self.folder, self.name = plan, plan.config, folder, plan.config.recipe
+        self.spec, self.roles, self.evaluator, self.pipeline = plan.spec, plan.roles, plan.evaluator, plan.pipeline
+        self._samplers: list[EpisodeSampler] = []
+        self._filmed = False  # a collector has what films
 
     def __enter__(self) -> Run:
         return self
@@ -123,6 +117,8 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         timeline.end()
         self._logger.close(failed=kind is not None)
+        if kind is not None and has_begun() and parallel.world_size() == 1:  # whoever ends has the others killed
+            self._draw_curves()
         if self._lock is not None:
             self._lock.release()
 
@@ -147,6 +143,9 @@ class Run:
             if divide is None:
                 complete(self.policy)
         check_same_draws()
+        self.plan.check_policy(self.policy)
+        if self.plan.other_suite is not None:
+            self.on_rollouts(self.plan.other_suite.check_machine)
         self._say_origin()
         return self.policy
 
@@ -168,12 +167,8 @@ class Run:
 
     def make_env(self, policy: VLAPolicy) -> VLAEnv:
         """Start the simulators of ``config.env`` with the chunk length of the policy, as :meth:`on_rollouts` does."""
-        settings = {**self.config.env, **self._workers()}
-        if (gpus := self.roles.gpus(self.config.env.get("gpus"))) is not None:
-            settings["gpus"] = gpus
+        settings = self.plan.own_share(self.config.env)
         group_size = settings.get("group_size", 1)
-        if group_size != 1 and not hasattr(self.config, "episode_order"):
-            raise ValueError(f"env.group_size={group_size}: {self.name}.py has no groups; leave it out")
         self.env = self.on_rollouts(
             lambda: make_env(**settings, chunk_size=policy.chunk_size, episodes=self.training_episodes(group_size))
         )
@@ -182,7 +177,7 @@ class Run:
             with self.roles.own():
                 divided = self.sharding.describe(self.config.offload["optimizer"])
             said += filter(None, [divided, self.roles.describe()])
-        print(f"{describe_spec(self.spec)}\n{'; '.join(said)}")
+        print(f"{self.plan.describe_suites()}\n{'; '.join(said)}")
         return self.env
 
     def record(self, policy: VLAPolicy) -> tuple[Samples, Samples]:
@@ -190,13 +185,9 @@ class Run:
 
         Returns:
             What ``policy`` learns from, and what is held out; see :func:`vla_algos.run.record`.
-
-        Raises:
-            ValueError: ``cloning.auxiliary`` of a policy without ``sight``, before anything is recorded.
         """
-        check_sight(policy, self.config.cloning.get("auxiliary", 0.0))
         settings = self.config.demonstrations
-        return record(self.env, policy, self.demonstration_seed, self.config.eval["seed"], **settings)
+        return record(self.env, policy, self.plan.demonstration_seed, self.config.eval["seed"], **settings)
 
     def per_rollout(self, total: int, what: str) -> int:
         """Return the part of each process that collects of a number that is given for the whole run.
@@ -204,7 +195,7 @@ class Run:
         Raises:
             ValueError: it cannot be divided evenly.
         """
-        return parallel.per_rank(total, what, len(self.roles.rollouts))
+        return self.plan.per_rollout(total, what)
 
     def on_rollouts(self, make: Callable[[], T]) -> T:
         """Make what the processes that collect have, such as the collector; within, there are no others.
@@ -228,22 +219,18 @@ class Run:
         with parallel.among(self.roles.actors):
             return make()
 
-    def _workers(self) -> dict[str, int]:
-        """Count this process's environments, and the workers that share them: each has some of every stage."""
-        num_envs = self.per_rollout(self.config.env["num_envs"], "env.num_envs")
-        workers = self.config.env.get("num_workers")
-        if workers is None:
-            stages = self.pipeline["stages"] if self.pipeline else 1
-            workers = max(1, min(num_envs // stages, parallel.cores()))
-        return {"num_envs": num_envs, "num_workers": workers}
+    @property
+    def film(self) -> Callable[[TensorDictBase], None] | None:
+        """What films training where ``config.train_videos`` asks for it: ``on_decision`` of a collector.
 
-    def _check_stages(self) -> None:
-        """Refuse stages before anything is loaded."""
-        if self.pipeline:
-            workers, batched = self._workers(), self.spec.id if self.spec.batched else ""
-            check_stages(self.pipeline["stages"], workers["num_envs"], workers["num_workers"], batched)
-            if batched and self.pipeline.get("overlap_resets"):
-                raise ValueError(f"pipeline.overlap_resets=true: {TOGETHER.format(id=batched)}")
+        The first process that collects does it; ``None`` in others, and where nothing is filmed.
+        """
+        self._filmed = True
+        return self.plan.train_videos if self.plan.train_videos.environments and self._is_first_rollout else None
+
+    @property
+    def _is_first_rollout(self) -> bool:
+        return self.roles.rank == self.roles.rollouts[0]
 
     def training_episodes(self, group_size: int) -> EpisodeSampler:
         """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times.
@@ -272,6 +259,11 @@ class Run:
             **parts: what changes beside the policy's weights: ``learner`` and, where there is one, ``collector``;
                 ``None`` in a process that has none.
         """
+        if self.plan.train_videos.environments and self.roles.collects and not self._filmed:
+            raise ValueError(
+                f"train_videos.environments={self.plan.train_videos.environments}: {self.name}.py gives its collector "
+                "nothing that films; write on_decision=run.film there, or leave train_videos out"
+            )
         self._warm_starts = warm_start
         self._parts: dict[str, Stateful] = {name: part for name, part in parts.items() if part is not None}
         lag = self.config.sync["lag"] if hasattr(self.config, "sync") else 0
@@ -319,6 +311,7 @@ class Run:
             title: of the progress bar; the name of the recipe if ``None``.
         """
         total = self.config.iterations if total is None else total
+        self._unit = unit
         self._last = self.state.get("last_iteration", total)
         self._losses: dict[str, str] = {}
         with progress_bar(title or self.name.upper(), total, unit, self._first) as self._bar:
@@ -326,6 +319,7 @@ class Run:
                 if iteration > self._first:
                     self._iteration, self._clock = iteration, time.perf_counter()
                     self._seconds = {}
+                    self.plan.train_videos.begin(iteration)
                     yield iteration
                 evaluated = self._evaluates_after(iteration)
                 if iteration > self._first:
@@ -391,8 +385,15 @@ class Run:
         self._logger.log(logged, self._iteration)
         self._bar.update()
         show_iteration(self._bar, self._iteration, logged)
+        self._save_train_videos()
         self._advise(logged)
         self._check_crashes(logged.get("env/num_episodes", 0), logged.get("env/crashed_episodes", 0))
+
+    def _save_train_videos(self) -> None:
+        if not self.plan.train_videos.films(self._iteration):
+            return
+        videos = self.plan.train_videos.write(self._iteration, self._fps) if self._is_first_rollout else []
+        self._logger.log_videos("train", parallel.broadcast_object(videos, self.roles.rollouts[0]), self._iteration)
 
     def _tell(self, outcomes: TensorDictBase) -> None:
         """Tell the sources of episodes that want to know it which tasks were solved."""
@@ -443,7 +444,7 @@ class Run:
         begin_work()
         if getattr(self.config, "timeline", False) and not self._noted:
             timeline.begin(self.folder / "timeline" / f"process_{parallel.rank():05d}.jsonl")
-        self._noted = self._noted or note_start(self.config, self.folder, self._facts)
+        self._noted = self._noted or note_start(self.config, self.folder, self.plan.facts)
 
     def _save_policy(self) -> None:
         """Write the policy; all processes that learn send the first one what they have of it."""
@@ -456,15 +457,16 @@ class Run:
                 self._write_policy(self.folder / "policy")
         except (OSError, RuntimeError, SafetensorError) as error:  # whatever is raised on a full disk
             raise OSError(
-                f"{self.folder / 'policy'} could not be written: {error}; make room, then type the same command with "
-                f"hydra.run.dir={self.folder}: it resumes after the last iteration"
+                f"{self.folder / 'policy'} could not be written: {error}; make room, then type the command above: it "
+                "resumes after the last iteration"
             ) from error
 
     def _write_policy(self, folder: Path) -> None:
         """Write the policy's own files, and what it was trained on; all processes that learn together."""
         self.policy.save_pretrained(folder)
         if parallel.is_main():
-            note_origin(folder, self.name, self.config.env, self.spec, self.policy.chunk_size)
+            evaluated_on = self.plan.evaluated_on.id
+            note_origin(folder, self.name, self.config.env, self.spec, self.policy.chunk_size, evaluated_on)
 
     def _begin(self) -> None:
         seed_rank(self.config.seed)  # before cloning, in which a flow draws noise for each process's part
@@ -498,24 +500,6 @@ class Run:
 
         self._checkpoints.apart(lambda: self.on_actors(learn))
 
-    def _check_warm_start(self) -> None:
-        if self.config.demonstrations["episodes"] and "steps" not in self.config.cloning:
-            raise ValueError("cloning.steps is missing: how many steps? type sft=expert, or demonstrations.episodes=0")
-        settings = self.config.demonstrations
-        if "noise" in settings:
-            noise_of_dimensions(settings["noise"], self.spec)
-        cloned = not self.config.policy.get("checkpoint") or self.name == "sft"
-        if not settings["episodes"] or not cloned:
-            found = None
-        elif (found := find_demonstrations(settings, self.spec, self.config.eval["seed"])) is None:
-            check_heldout(settings.get("heldout", 0.0), settings["episodes"] // len(self.spec.tasks))
-            with contextlib.suppress(ImportError):  # whoever starts it says what to install
-                check_expert(self.spec.simulator_class(), self.spec)
-        if isinstance(found, LeRobotDemonstrations):
-            self._facts["demonstrations"] = found.facts()
-        if "state_noise" in self.config.cloning:
-            check_state_noise(self.config.cloning["state_noise"], self.spec.state_dim)
-
     def _check_crashes(self, finished: float, crashed: float) -> None:
         """Say it once if most episodes crash, each time if all do, and end a run that gets no others."""
         all_crashed = crashed > 0 and finished == 0
@@ -523,7 +507,7 @@ class Run:
         if in_a_row == _CRASHED_ITERATIONS:
             raise SimulatorCrash(
                 f"in {in_a_row} iterations in a row every episode that ended had crashed; the log names them. Run "
-                f"`python -m vla_envs` to check the simulator; to go on: hydra.run.dir={self.folder}"
+                "`python -m vla_envs` to check the simulator; then type the command above to go on"
             )
         if all_crashed:
             self.write(f"iteration {self._iteration}: no episode finished; all {crashed:.0f} that ended had crashed")
@@ -540,9 +524,14 @@ class Run:
         return first or iteration >= self._last or bool(every and iteration and iteration % every == 0)
 
     def _evaluate(self, iteration: int) -> None:
-        title = f"evaluation after {iteration}"
+        notes = {} if self.plan.other_suite is None else {"evaluated_on": self.plan.evaluated_on.id}
+        title = " on ".join([f"evaluation after {iteration}", *notes.values()])
         folder = self.folder / "evaluations" / f"iteration_{iteration:04d}"
-        run = partial(self.evaluator.run_both, title, self.env, self.policy, folder, **self.pipeline)
+
+        def run() -> dict[str, EvaluationResult]:
+            with self._evaluation_env() as env:
+                return self.evaluator.run_both(title, env, self.policy, folder, **self.pipeline)
+
         with self._turns.acting():
             share = self._checkpoints.interruptible(lambda: self.on_rollouts(run))
         results = self.on_rollouts(
@@ -558,15 +547,21 @@ class Run:
         videos = save_videos(folder_of_videos, results["eval"], self._fps)
         metrics = {name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()}
         self.state["evaluations"].append((results["eval"].table(), metrics))
-        if (collector := self._parts.get("collector")) is not None:
+        if (collector := self._parts.get("collector")) is not None and self.plan.other_suite is None:
             cast(BaseCollector, collector).reset()  # the evaluation used the same simulators
-        self._logger.log({**metrics, "time/elapsed": time.perf_counter() - self._started}, iteration)
+        self._logger.log({**metrics, "time/elapsed": time.perf_counter() - self._started}, iteration, notes)
         self._logger.log_videos("eval", videos, iteration)
+
+    def _evaluation_env(self) -> AbstractContextManager[VLAEnv]:
+        """Give the environment of an evaluation: that of training, or another suite's as long as it takes."""
+        if self.plan.other_suite is None:
+            return contextlib.nullcontext(self.env)
+        return self.plan.other_suite.started(self.policy.chunk_size)
 
     def _finish(self) -> None:
         seconds = time.perf_counter() - self._started
         evaluations, speeds = self.state["evaluations"], sorted(self.state["speeds"])
-        finish_folder(self.folder, evaluations[-1][1], seconds, self.spec)
+        finish_folder(self.folder, evaluations[-1][1], seconds, self.plan.evaluated_on)
         self._logger.close()
         if self.roles.collects:
             self.env.close()
@@ -574,26 +569,44 @@ class Run:
         if "ended" in self.state:
             print(f"\nstopped: {self.state['ended']}")
         compared = before_and_after(self.folder, self.evaluator.mean_of) if parallel.is_main() else []
-        curves, spec = self._logger.where(), describe_spec(self.spec)
-        summarise(self.name.upper(), self.folder, spec, evaluations, compared, speed, seconds, curves)
+        where = [*self._draw_curves(), *self._logger.where()]
+        suites = self.plan.describe_suites()
+        summarise(self.name.upper(), self.folder, suites, evaluations, compared, speed, seconds, where)
         if self._failure:
             raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {self._failure}")
 
+    def _draw_curves(self) -> list[str]:
+        """Draw what was logged; returns where that is, or what to type for it."""
+        if not parallel.is_main():
+            return []
+        if importlib.util.find_spec("matplotlib") is None:
+            return ["for a picture of them: pip install 'vla-torchrl[curves]'"]
+        elsewhere = "" if self.plan.other_suite is None else f", evaluated on {self.plan.evaluated_on.id}"
+        title = f"{self.name} in {self.spec.id}{elsewhere}, {self.folder.name}"
+        drawn: list[Path | None] = []
+        draw = partial(curves.draw, self.folder, title, self._unit)
+        attempt(str(self.folder / curves.NAME), lambda: drawn.append(draw()), "the run has all but it", Exception)
+        return [str(path) for path in drawn if path is not None]
+
     # ---- evaluation alone
 
-    def evaluate(self, ablation: str = "", **options: Any) -> EvaluationResult:
+    def evaluate(
+        self, ablation: str = "", policy: TensorDictModuleBase | None = None, **options: Any
+    ) -> EvaluationResult:
         """Evaluate the policy once, and write its videos.
 
         It goes on after the episodes whose results are in the folder, see :meth:`check_results`.
 
         Args:
-            ablation: name of what is done to what the policy sees (``observe``); its results and videos are apart.
+            ablation: name of what is done to what the policy sees (``observe``), or of another ``policy``; its results
+                and videos are apart.
+            policy: acts in its place.
             **options: of :meth:`~vla_algos.run.evaluator.Evaluator.run`.
         """
         self._note_start()
         path = self.folder / (episode_log.ablated_name(ablation) if ablation else episode_log.NAME)
         options = {"go_on": True, "record": self.evaluator.local_videos, **self.pipeline, **options}
-        share = self.evaluator.run(ablation or "evaluation", self.env, self.policy, path, **options)
+        share = self.evaluator.run(ablation or "evaluation", self.env, policy or self.policy, path, **options)
         result = gather(share, path)
         save_videos(self.folder / "videos" / ablation, result, self._fps)
         return result
@@ -616,19 +629,6 @@ class Run:
     def finish(self, metrics: Mapping[str, float]) -> None:
         """Note what came of the run; called when everything is written."""
         finish_folder(self.folder, metrics, time.perf_counter() - self._started, self.spec)
-
-
-def make_env_spec(settings: Mapping) -> SimulatorSpec:
-    """Make the specification of what the section ``env`` describes; nothing is started.
-
-    Raises:
-        ValueError: an unknown name or option.
-    """
-    starting = set(setting_types(make_env)) - {"id"}
-    try:
-        return make_spec(**{name: value for name, value in settings.items() if name not in starting})
-    except ValueError as error:
-        raise ValueError(f"env.id={settings['id']}: {error}") from error
 
 
 def collector_stats(collector: BaseCollector | None) -> dict[str, float]:

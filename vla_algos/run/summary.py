@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from vla_algos.run.command import to_evaluate
 from vla_envs import SimulatorSpec
 from vla_policies import VLAPolicy
 
@@ -70,7 +71,7 @@ def summarise(
         compared: tables of :func:`~vla_algos.run.comparing.before_and_after`.
         speed: environment steps per second in training; ``None`` where there were none.
         seconds: the run took.
-        curves: how one looks at what each logger has.
+        curves: the picture of them, and how one looks at what each logger has.
     """
     print(f"\n{setting}")
     shown = {f"after {title}": evaluations[-1]}
@@ -84,11 +85,13 @@ def summarise(
         print(f"\n{table}")
     median = "" if speed is None else f", {speed:.0f} env steps/s in training (median)"
     rows = {
+        "run": folder,
         "time": f"{seconds / 60:.1f} minutes{median}",
         "policy": folder / "policy",
         "checkpoints": folder / "checkpoints",
         "curves": f"\n{' ' * 13}".join([*curves, str(folder / "metrics.jsonl")]),
         "videos": folder / "videos",
+        "evaluate": to_evaluate(folder / "policy"),
     }
     if not (folder / "videos").is_dir():
         del rows["videos"]

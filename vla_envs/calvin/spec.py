@@ -22,6 +22,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels
 from vla_common.validation import check_name, is_whole_number
@@ -37,6 +39,7 @@ SUBTASK_STEPS = 360  # for each task of the published evaluation, and for a task
 CHAIN_STEPS = 480  # for five tasks in training
 EVALUATION = "lh-mtlc"
 TRIALS_OF_A_TASK = 50
+_HOLDING = 0.07  # m, that the gripper is open at most around a block; 0.08 with nothing in it
 _PROTOCOLS = {
     EVALUATION: f"LH-MTLC: chains of {LENGTH} tasks, {SUBTASK_STEPS} steps for each, ended by the first failure",
     "chain": f"training chain: {LENGTH} tasks in {{steps}} steps, as RLinf has it; not LH-MTLC; {{chains}} chains",
@@ -146,11 +149,13 @@ def make_spec(
         action_low=(-1.0,) * 7,
         action_high=(1.0,) * 7,
         gripper_dims=(6,),
+        neutral_action=stay,
         clips_actions=False,
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
         protocol=_PROTOCOLS[kind].format(steps=steps, chains="the published" if published else "drawn"),
         protocol_deviations=tuple(deviations),
+        worker_gb=(0.25, 0.09),
         options={
             "kind": kind,
             "scenes": scenes,
@@ -204,6 +209,11 @@ def _task(kind: str, name: str, said: str) -> Task:
 def spoken(task: str, said: str) -> tuple[str, ...]:
     """List the sentences that a task may have, ``"validation"`` or ``"training"`` ones."""
     return all_sentences()[said][task]
+
+
+def stay(states: np.ndarray) -> np.ndarray:
+    """Return the action that moves nothing, float32 ``[7]``: some tasks begin with a block in the hand, others open."""
+    return np.array([*(0.0,) * 6, 1.0 if states[6] > _HOLDING else -1.0], np.float32)
 
 
 def choose_renderer(asked: str) -> str:

@@ -169,9 +169,11 @@ def make_spec(
         action_low=(-1.0,) * 7,
         action_high=(1.0,) * 7,
         gripper_dims=(6,),
+        neutral_action=(*(0.0,) * 6, -1.0 if reset_gripper_open else 0.0),  # as in the settle steps
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
         protocol_deviations=(*deviations, *describe_assets(assets)),
+        worker_gb=(0.75, 0.22),
         options={
             "settle_steps": settle,
             "reset_gripper_open": reset_gripper_open,

@@ -104,7 +104,7 @@ def describe_assets(assets: str | None = None) -> tuple[str, ...]:
     found = _complete(assets)
     if found is None or not (found / _STAND_INS).is_file():
         return ()
-    return (f"stand-ins for meshes and textures, see {found / _STAND_INS}",)
+    return (f"stand-ins for meshes and textures, as {_STAND_INS} of the assets says",)  # the same on all machines
 
 
 @cache

@@ -229,11 +229,13 @@ def _plate25(
         action_low=tuple(-bound for bound in ACTION_BOUND),
         action_high=ACTION_BOUND,
         gripper_dims=(6,),
+        neutral_action=(*(0.0,) * 6, 1.0),  # the gripper is told where to be, and begins open
         clips_actions=False,
         max_episode_steps=horizon,
         control_frequency=CONTROL_FREQUENCY,
         batched=batched,
         protocol_deviations=tuple(deviations),
+        worker_gb=(0.8, 0.14),
         options={
             "splits": tuple((split.variant.id, split.object_set) for split in splits),
             "only": kept,
@@ -298,9 +300,11 @@ def _built_in(
         action_low=(-1.0,) * CONTROL_MODES[control_mode],
         action_high=(1.0,) * CONTROL_MODES[control_mode],
         gripper_dims=(CONTROL_MODES[control_mode] - 1,),
+        neutral_action=(*(0.0,) * (CONTROL_MODES[control_mode] - 1), 1.0),
         max_episode_steps=horizon,
         control_frequency=20,
         protocol_deviations=deviations,
+        worker_gb=(0.73, 0.02),
         options={"reward_mode": rewards, "control_mode": control_mode, "camera": camera},
     )
 

@@ -179,9 +179,11 @@ def make_spec(
         action_low=(-1.0,) * 4,
         action_high=(1.0,) * 4,
         gripper_dims=(3,),
+        neutral_action=(0.0,) * 4,
         max_episode_steps=max_episode_steps,
         control_frequency=CONTROL_FREQUENCY,
         protocol_deviations=tuple(deviations),
+        worker_gb=(0.33, 0.16 if len(names) > 1 else 0.04),
         options={
             "render_quality": render_quality,
             "settle_steps": settle_steps,

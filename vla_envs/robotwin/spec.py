@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels
 from vla_common.validation import check_name, check_whole_number, image_shape
@@ -185,11 +187,13 @@ def make_spec(
         action_low=(*(-joint,) * 6, 0.0) * 2,
         action_high=(*(joint,) * 6, 1.0) * 2,
         gripper_dims=(6, 13),
+        neutral_action=hold,
         clips_actions=False,
         max_episode_steps=max(limits.values()),
         control_frequency=None,
         protocol=f"{task_config}, {_describe(arms)}, {_SEEDS[seeds]}, {_numbers(limits.values())} actions",
         protocol_deviations=tuple(deviations),
+        worker_gb=(0.5, 0.1) if render_quality == "fast" else (0.7, 0.23),
         options={
             "task_config": task_config,
             "embodiment": arms,
@@ -206,6 +210,11 @@ def make_spec(
             "assets_path": assets_path,
         },
     )
+
+
+def hold(states: np.ndarray) -> np.ndarray:
+    """Return the action that moves nothing, ``[14]``: joints and grippers are told to be where they are told to be."""
+    return states
 
 
 def _tasks_of(suite: str) -> tuple[str, ...]:

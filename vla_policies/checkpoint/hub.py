@@ -18,6 +18,7 @@ _PATTERNS = [
     "proprio_projector--*.pt",
     "vision_backbone--*.pt",
 ]
+_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -35,6 +36,21 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def is_hub_id(folder_or_id: str | Path) -> bool:
+    """Tell whether it is written like a hub id, and no folder of that name is here."""
+    return not Path(folder_or_id).expanduser().exists() and _ID.fullmatch(str(folder_or_id)) is not None
+
+
+def find_cached(hub_id: str) -> Path | None:
+    """Return the local copy of a hub repository, which may lack files; ``None`` if there is none. Downloads nothing."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_PATTERNS, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
 def resolve(folder_or_id: str | Path) -> Path:
     """Find a local folder as it is, or the local copy of a hub repository, downloaded if need be.
 
@@ -50,7 +66,7 @@ def resolve(folder_or_id: str | Path) -> Path:
     if folder.exists():
         raise FileNotFoundError(f"{folder} is a file; pass the checkpoint folder that it is in")
     name = str(folder_or_id)
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+    if not is_hub_id(name):
         raise FileNotFoundError(f"no folder {folder}; pass a checkpoint folder or a hub id (openvla/openvla-7b)")
     from huggingface_hub import snapshot_download
 

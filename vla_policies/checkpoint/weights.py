@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -147,13 +148,9 @@ def load_weights(
         FileNotFoundError, ValueError: see :func:`list_weights`; tensors that are missing, unknown, of another shape or
             not finite.
     """
-    entries = source if isinstance(source, Mapping) else list_weights(source)
-    entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+    entries = check_weights(module, source, prefix=prefix, unused=unused, what=what)
     state = module.state_dict()
     names = plain_names(state)
-    expected = {key: tuple(state[name].shape) for key, name in names.items()}
-    found = {key: entry.shape for key, entry in entries.items()}
-    check_layout(expected, found, unused=unused, what=_name(source) if what is None else what)
     unused_tensors = {}
     for key, entry in entries.items():
         if key in names:
@@ -162,6 +159,31 @@ def load_weights(
             empty = empty_like_others(entry.shape, state.values())
             unused_tensors[key] = from_part(entry.read(own_part(empty)).clone(), empty)
     return unused_tensors
+
+
+def check_weights(
+    module: nn.Module,
+    source: str | Path | Mapping[str, Entry],
+    *,
+    prefix: str = "",
+    unused: Callable[[str], bool] = lambda key: False,
+    what: str | None = None,
+) -> dict[str, Entry]:
+    """Compare names and shapes as :func:`load_weights` does, which takes the same arguments; reads headers only.
+
+    Returns:
+        What is considered, by name without ``prefix``.
+
+    Raises:
+        FileNotFoundError, ValueError: see there.
+    """
+    entries = source if isinstance(source, Mapping) else list_weights(source)
+    entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
+    state = module.state_dict()
+    expected = {key: tuple(state[name].shape) for key, name in plain_names(state).items()}
+    found = {key: entry.shape for key, entry in entries.items()}
+    check_layout(expected, found, unused=unused, what=_name(source) if what is None else what)
+    return entries
 
 
 def fill(module: nn.Module, name: str, entry: Entry, device: torch.device | str | None = None) -> None:
@@ -239,17 +261,28 @@ def load_head(module: nn.Module, file: str | Path, *, prefix: str = "") -> None:
     Raises:
         ValueError: not a file of tensors, or tensors that are missing, unknown, of another shape or not finite.
     """
-    file = Path(file)
+    load_weights(module, _list_head(Path(file), prefix), what=str(file))
+
+
+def check_head(module: nn.Module, file: str | Path, *, prefix: str = "") -> None:
+    """Compare names and shapes as :func:`load_head` does; of a ``.pt`` file nothing but these is read.
+
+    Raises:
+        ValueError: see there; a file of before torch 1.6 is read as a whole.
+    """
+    check_weights(module, _list_head(Path(file), prefix, mmap=True), what=str(file))
+
+
+def _list_head(file: Path, prefix: str, mmap: bool = False) -> dict[str, Entry]:
     entries: Mapping[str, Entry]
     if file.suffix == ".safetensors":
         entries = list_weights(file)
     else:
         entries = {
             key: Loaded(file, key, tuple(tensor.shape), tensor.dtype, tensor)
-            for key, tensor in load_tensors(file).items()
+            for key, tensor in load_tensors(file, mmap=mmap and is_zipfile(file)).items()
         }
-    entries = {key.removeprefix("module.").removeprefix(prefix): entry for key, entry in entries.items()}
-    load_weights(module, entries, what=str(file))
+    return {key.removeprefix("module.").removeprefix(prefix): entry for key, entry in entries.items()}
 
 
 def load_file(file: Path) -> dict[str, Tensor]:

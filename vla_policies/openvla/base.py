@@ -30,14 +30,14 @@ from vla_policies.checkpoint.lora import (
 from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import SettingError, dtype_name, merge_settings, saved_dtype
-from vla_policies.checkpoint.weights import cast, load_weights
+from vla_policies.checkpoint.weights import cast, check_weights, load_weights
 from vla_policies.nn.value_head import ValueHead
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.describe import describe
 from vla_policies.openvla.film import FILE as FILM_FILE
 from vla_policies.openvla.film import Adapted, write_film
 from vla_policies.openvla.folder import VALUE_HEAD, OpenVLAFolder, family_of
-from vla_policies.openvla.loading import empty_model, load_heads, save_heads, unused_by
+from vla_policies.openvla.loading import check_heads, empty_model, load_heads, save_heads, unused_by
 from vla_policies.openvla.model import Prismatic
 from vla_policies.openvla.outline import cache_bytes, find_model, make_heads, stacks_of
 from vla_policies.openvla.prompts import Prompts
@@ -173,6 +173,8 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         cast(model, saved_dtype(checkpoint.options) if dtype is None else dtype)
         policy = cls(model, checkpoint, config)
         adapter = put_stored_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
+        check_weights(model, entries, unused=unused_by(model))
+        check_heads(checkpoint, policy.heads(), policy.value_head)
         if shard is not None:
             shard(policy)
         unused = load_weights(model, entries, device=storage_device(policy, device), unused=unused_by(model))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vla_policies.checkpoint.parts import in_first
-from vla_policies.checkpoint.weights import Entry, load_head, load_weights
+from vla_policies.checkpoint.weights import Entry, check_head, check_weights, load_head, load_weights
 from vla_policies.checkpoint.writing import write_pickled
 from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
@@ -55,6 +55,21 @@ def load_heads(checkpoint: OpenVLAFolder, heads: Mapping[str, nn.Module | None],
         FileNotFoundError: the checkpoint lacks one of ``heads``.
         ValueError: a file that does not fit.
     """
+    _each_head(checkpoint, heads, value_head, load_head, load_weights)
+
+
+def check_heads(checkpoint: OpenVLAFolder, heads: Mapping[str, nn.Module | None], value_head: nn.Module | None) -> None:
+    """Raise what :func:`load_heads` would, which takes the same arguments, but for numbers that are none."""
+    _each_head(checkpoint, heads, value_head, check_head, check_weights)
+
+
+def _each_head(
+    checkpoint: OpenVLAFolder,
+    heads: Mapping[str, nn.Module | None],
+    value_head: nn.Module | None,
+    of_file: Callable[..., object],
+    of_weights: Callable[..., object],
+) -> None:
     for name, head in heads.items():
         if head is None:
             continue
@@ -64,11 +79,11 @@ def load_heads(checkpoint: OpenVLAFolder, heads: Mapping[str, nn.Module | None],
                 f"{checkpoint.path} has no {name}--*.pt, which the policy needs; copy it from the original "
                 "checkpoint, or set head='tokens' (action_head) or use_proprio=False (proprio_projector)"
             )
-        load_head(head, file)
+        of_file(head, file)
     if value_head is not None and checkpoint.value_head_in_weights:
-        load_weights(value_head, checkpoint.weights, prefix=VALUE_HEAD)
+        of_weights(value_head, checkpoint.weights, prefix=VALUE_HEAD)
     elif value_head is not None and checkpoint.value_head is not None:
-        load_head(value_head, checkpoint.value_head, prefix=VALUE_HEAD)
+        of_file(value_head, checkpoint.value_head, prefix=VALUE_HEAD)
 
 
 def save_heads(folder: Path, heads: Mapping[str, nn.Module | None]) -> list[str]:

@@ -29,6 +29,7 @@ from vla_policies.processing.normalization import check_order, numbers
 
 OPTIONS = "vla_torchrl.json"
 TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
+_TOKENIZER_URL = "https://storage.googleapis.com/big_vision/paligemma_tokenizer.model"  # where openpi has it from
 EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
 UNUSED = f"{EXPERT}lm_head."
 _STATISTICS = "norm_stats.json"
@@ -144,7 +145,8 @@ class Pi0Folder:
         tokenizer = next((path / name for name in TOKENIZERS if (path / name).is_file()), None)
         if tokenizer is None:
             raise FileNotFoundError(
-                f"{path} has no tokenizer; copy PaliGemma's sentencepiece file into it as {TOKENIZERS[0]}"
+                f"{path} has no tokenizer: PaliGemma's sentencepiece file has to be there; type: curl --location "
+                f"--output {path / TOKENIZERS[0]} {_TOKENIZER_URL} (or see docs/checkpoints/pi05.md)"
             )
         return cls(
             path=path,

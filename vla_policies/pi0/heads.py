@@ -8,14 +8,14 @@ RLinf has them among the weights: ``value_head.mlp.<n>.*``, linear layers with R
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from vla_policies.checkpoint.settings import SettingError
-from vla_policies.checkpoint.weights import Entry, list_weights, load_weights
+from vla_policies.checkpoint.weights import Entry, check_weights, list_weights, load_weights
 from vla_policies.checkpoint.writing import write_safetensors
 
 HEADS = "vla_torchrl_heads.safetensors"
@@ -133,11 +133,18 @@ class StoredHeads:
         Raises:
             ValueError: a tensor is missing or of another shape.
         """
+        self._each(heads, load_weights)
+
+    def check(self, heads: Mapping[str, nn.Module | None]) -> None:
+        """Raise what :meth:`load` would; reads headers only."""
+        self._each(heads, check_weights)
+
+    def _each(self, heads: Mapping[str, nn.Module | None], function: Callable[..., object]) -> None:
         for head in _built(heads):
             module, entries = heads[head], self.layers.get(head)
             if module is None or not entries:
                 continue
-            load_weights(module, entries, what=f"the {head} of {self.path}")
+            function(module, entries, what=f"the {head} of {self.path}")
 
     def describe(self) -> str:
         """Say which heads there are and where."""

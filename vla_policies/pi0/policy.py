@@ -28,7 +28,7 @@ from vla_policies.checkpoint.lora import (
 from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
-from vla_policies.checkpoint.weights import cast, load_weights
+from vla_policies.checkpoint.weights import cast, check_weights, load_weights
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import NOISE_WIDTHS
 from vla_policies.nn.value_head import make_value_layers
@@ -165,15 +165,17 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         cast(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=needs_float32)
         policy = cls(model, checkpoint, cls.config_class(**merged))
         adapter = put_stored_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
+        stored, heads = checkpoint.heads, policy.heads()
+        taken = stored.keys_of(heads)  # heads that are not built stay as they were, to be written again
+        entries = {key: entry for key, entry in entries.items() if key not in taken}
+        check_weights(model, entries, unused=unused)
+        stored.check(heads)
         if shard is not None:
             shard(policy)
-        stored, heads = checkpoint.heads, policy.heads()
         stored.load(heads)
         level = stored.noise_level
         if level is not None and not settings.keys() & {"noise_level", "noise_anneal"}:
             policy.noise_level.copy_(level.read())
-        taken = stored.keys_of(heads)  # heads that are not built stay as they were, to be written again
-        entries = {key: entry for key, entry in entries.items() if key not in taken}
         kept_on = storage_device(policy, device)
         policy.unused_tensors = load_weights(model, entries, device=kept_on, unused=unused)
         place(policy, device)

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.placement import Placement
 from vla_algos.run.arguments import compose_settings
+from vla_algos.run.evaluated import make_env_spec
 from vla_algos.run.rlinf.keys import Keys, NotGiven
 from vla_algos.run.rlinf.learning import read_algorithm, recipe
 from vla_algos.run.rlinf.models import FAMILIES, MODEL, read_policy
@@ -27,7 +28,6 @@ from vla_algos.run.rlinf.reading import Configuration, read_configuration
 from vla_algos.run.rlinf.running import read_loggers, read_optim, read_processes, read_run
 from vla_algos.run.rlinf.untranslated import DIFFERS, NONE, NOTHING, SAME, UNKNOWN, account_for_the_rest
 from vla_algos.run.rlinf.worlds import PLATE25, benchmark, check_suite, read_env
-from vla_algos.run.run import make_env_spec
 from vla_common.program import one_line
 from vla_policies.registry import get_policy_class
 
@@ -84,6 +84,12 @@ class Translation:
         keys = self.keys.configuration.values
         counted = f"{sum(key in self.keys.used for key in keys)} of {len(keys)} keys are translated"
         yield f"{self.configuration.path.name}: {counted}. Nothing was run."
+        if self.processes == (1, 1):
+            yield (
+                "This is one process on one GPU. On all 8 of a node: torchrun --nproc-per-node 8 in place of python, "
+                "or launcher=slurm_8gpus at the end; outside a checkout "
+                f"vla-recipe run {self.recipe} in place of python recipes/{self.recipe}.py"
+            )
         if self.configuration.missing:
             yield self._missing()
         for kind, title in _TITLES.items():
@@ -302,7 +308,8 @@ def _effective(name: str, chosen: tuple[str, ...], conf: Path) -> dict[str, Any]
         policy["joint_log_prob"] = policy["method"] == "flow_noise"
     if content["env"].get("max_episode_steps", 0) is None:
         content["env"]["max_episode_steps"] = make_env_spec(content["env"]).max_episode_steps
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {f"eval.env.{name}": value for name, value in (content["eval"]["env"] or {}).items()}
+    content["eval"]["env"] = content["eval"]["env"] or None
     for name, value in content.items():
         found.update(
             {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
@@ -313,6 +320,12 @@ def _effective(name: str, chosen: tuple[str, ...], conf: Path) -> dict[str, Any]
 def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """List what has to be typed for the settings that are wanted."""
     chosen = ("recipe", "policy.family")
+    if "eval.env" in wanted:
+        of_evaluation = {name for name in found if name.startswith("eval.env.")}
+        if of_evaluation <= wanted.keys():
+            found = {**found, "eval.env": None}
+        else:  # nothing stays of what an experiment has there
+            found = {name: value for name, value in found.items() if name not in of_evaluation}
     names = [name for name in wanted if name not in chosen and not name.startswith("placement.")]
     names.sort(key=lambda name: name != "policy.checkpoint")
     return [f"{name}={typed(wanted[name])}" for name in names if not _same(wanted[name], found.get(name))]

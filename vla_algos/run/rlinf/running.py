@@ -10,6 +10,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from vla_algos.run.loggers import LOGGERS
 from vla_algos.run.rlinf.keys import Keys
 from vla_algos.run.rlinf.untranslated import DIFFERS, NONE, NOTHING
+from vla_algos.run.rlinf.worlds import read_other_suite
 
 _OPTIM = "actor.optim."
 _TRAIN = "env.train."
@@ -40,7 +41,6 @@ def _read_evaluation(keys: Keys) -> None:
     values, every = keys.configuration.values, keys.settings.get("evaluate_every")
     of_evaluation = [key for key in values if key.startswith("env.eval.")]
     video, temperature = "env.eval.video_cfg.save_video", "rollout.sampling_params.temperature_eval"
-    suites = [f"env.{part}.{name}" for name in ("task_suite_name", "env_type") for part in ("train", "eval")]
     shown = f"env.eval.* ({len(of_evaluation)} keys)"
     if not every:
         text = "runner.val_check_interval is not above 0: RLinf never evaluates in this run; ours does before and after"
@@ -52,12 +52,10 @@ def _read_evaluation(keys: Keys) -> None:
     if values.get(temperature) is not None and values.get("actor.model.model_type") != "openpi":
         keys.put("eval.sampled", lambda: keys.number(temperature) > 0)
         trained = keys.settings.get("policy.temperature")
-        if keys.settings["eval.sampled"] and values[temperature] != trained:
-            keys.remark(DIFFERS, [temperature], f"evaluations of a run sample at policy.temperature, {trained}")
-    for train, other in zip(suites[::2], suites[1::2], strict=True):
-        if values.get(train) != values.get(other):
-            text = "evaluations of a run are on its own env.id; afterwards type python recipes/evaluate.py with another"
-            keys.remark(DIFFERS, [other], text)
+        other = keys.settings["eval.sampled"] and values[temperature] != trained
+        keys.put("eval.temperature", lambda: keys.real(temperature) if other else None)
+    keys.settings["eval.mean_of"] = []
+    read_other_suite(keys)
     text = (
         "which episodes an evaluation has is said by eval=benchmark (each initial state of the protocol "
         "once) or eval.trials"

@@ -181,7 +181,7 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
     ("actor.model.openpi.double_layer", NONE, "there is one kind of the expert's head"),
     ("actor.model.openpi_data.*", NONE, "statistics are the checkpoint's; policy.norm_stats_id chooses among them"),
     # ---- environments
-    ("env.train.video_cfg.*", NONE, "training is not filmed; eval.videos says how many episodes of an evaluation are"),
+    ("env.train.video_cfg.*", DIFFERS, "train_videos.environments=1 films training, eval.videos=4 evaluations"),
     ("env.train.is_eval", SAME, "False: training episodes"),
     ("env.train.init_params.num_envs", NOTHING, "overwritten by env.train.total_num_envs"),
     ("env.train.init_params.control_mode", NOTHING, "overwritten by what actor.model.policy_setup says"),

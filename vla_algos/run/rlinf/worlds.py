@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -10,7 +11,7 @@ from vla_algos.run.rlinf.keys import Keys, NotGiven
 from vla_algos.run.rlinf.untranslated import DIFFERS, NONE, NOTHING, SAME
 from vla_common.errors import unknown_name
 
-TRAIN = "env.train."
+TRAIN, EVAL = "env.train.", "env.eval."
 _TASK = f"{TRAIN}task_config."
 SUITES = {
     "libero": {f"libero_{name}": f"libero/{name}" for name in ("spatial", "object", "goal", "10", "90", "130")},
@@ -21,7 +22,17 @@ SUITES = {
     },
     "calvin": {"calvin_d": "calvin/D", "calvin_abc": "calvin/ABC", "calvin_abcd": "calvin/ABCD"},
 }
+_HORIZON = ("eval.env.max_episode_steps", "max_episode_steps", None)
 PLATE25 = "PutOnPlateInScene25Main-v3"
+_OF_SUITES: Mapping[str, Sequence[tuple[str, str, Mapping[Any, Any] | None]]] = {  # what an evaluation may have else
+    **{kind: (("eval.env.id", "task_suite_name", suites), _HORIZON) for kind, suites in SUITES.items()},
+    "maniskill": (
+        ("eval.env.id", "init_params.id", {PLATE25: f"maniskill/{PLATE25}"}),
+        ("eval.env.object_set", "init_params.obj_set", {each: each for each in ("train", "test", "all")}),
+        _HORIZON,
+    ),
+    "robotwin": (("eval.env.step_lim", "task_config.step_lim", None),),
+}
 _CLEAN: Mapping[str, Any] = {  # RoboTwin's task_config/demo_clean.yml
     "random_background": False,
     "cluttered_table": False,
@@ -73,6 +84,41 @@ def read_env(keys: Keys, *, groups: bool) -> None:
     if keys.configuration.values.get(f"{TRAIN}is_eval"):
         text = "training draws from the initial states of training; evaluations have their own"
         keys.remark(NONE, [f"{TRAIN}is_eval"], text)
+
+
+def read_other_suite(keys: Keys) -> None:
+    """Set ``eval.env`` where ``env.eval`` says another task, objects or horizon than ``env.train``.
+
+    How many environments run at a time, and for how long after a success, is translated beside these alone: for that
+    only, simulators of their own would be started.
+    """
+    values, kind = keys.configuration.values, benchmark(keys)
+    keys.settings["eval.env"] = None  # but for what follows
+    if values.get(f"{EVAL}env_type", kind) != kind:
+        keys.remark(NONE, [f"{EVAL}env_type"], "evaluations of a run are in the benchmark of its training")
+        return
+    found: dict[str, Callable[[], Any]] = {}
+    for setting, name, suites in _OF_SUITES.get(kind, ()):
+        key = EVAL + name
+        if not keys.has(key) or values[key] == values.get(TRAIN + name):
+            continue
+        if suites is not None and values[key] not in suites:
+            keys.remark(NONE, [key], f"there is no such suite; evaluations are in env.id={keys.settings['env.id']}")
+            continue
+        found[setting] = _of(keys.get, key) if suites is None else partial(keys.choice, key, suites)
+    if not found:
+        return
+    beside: dict[str, tuple[str, Callable[[str], Any]]] = {
+        "num_envs": ("total_num_envs", keys.whole),
+        "ignore_terminations": ("ignore_terminations", keys.flag),
+    }
+    if kind != "robotwin":
+        beside["max_episode_steps"] = ("max_episode_steps", keys.whole)
+    for name, (theirs, read) in beside.items():
+        if keys.has(EVAL + theirs):
+            found.setdefault(f"eval.env.{name}", _of(read, EVAL + theirs))
+    for setting, value in found.items():
+        keys.put(setting, value)
 
 
 def _read_suite(keys: Keys, kind: str) -> None:

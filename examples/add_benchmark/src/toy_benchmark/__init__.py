@@ -37,6 +37,7 @@ def make_spec(
         state_dim=len(BENCHMARK.schema.states),
         action_low=(-1.0, -1.0),
         action_high=(1.0, 1.0),
+        neutral_action=(0.0, 0.0),  # moves nothing: evaluate.py ablation=do_nothing
         max_episode_steps=max_episode_steps,
         control_frequency=10,
         protocol_deviations=("training reward for coming closer",) if shaped_reward else (),

@@ -1,0 +1,100 @@
+"""What a run leaves for a person: videos of training, a picture of its curves, and commands that can be pasted."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from paths import ROOT
+from running import TOY, TOY_OF, differing, metrics, recipe_here, train
+
+from vla_algos import Learner
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+FILMED = ["train_videos.environments=2", "train_videos.every=2"]
+
+
+@pytest.fixture(autouse=True)
+def forget_hydra():
+    yield
+    GlobalHydra.instance().clear()
+
+
+@pytest.mark.parametrize(("name", "stages"), [("ppo", 1), ("ppo", 2), ("grpo", 2)])
+def test_a_run_that_is_filmed_is_the_same_run(name, stages, tmp_path):
+    settings = ["iterations=2", "demonstrations.episodes=0", f"pipeline.stages={stages}"]
+    train(name, tmp_path / "plain", settings)
+    GlobalHydra.instance().clear()
+    train(name, tmp_path / "filmed", [*settings, *FILMED])
+    assert metrics(tmp_path / "filmed") == metrics(tmp_path / "plain")
+    assert differing(tmp_path / "filmed" / "policy", tmp_path / "plain" / "policy") == set()
+    folder = tmp_path / "filmed" / "videos" / "training"
+    found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
+    assert found == [f"iteration_0002/environment_{slot}.mp4" for slot in (0, 1)]
+    assert not (tmp_path / "plain" / "videos").exists()
+
+
+def test_an_iteration_that_is_run_again_is_filmed_again(tmp_path, monkeypatch):
+    """And a run that was begun without may be filmed when it is resumed."""
+    settings = [*TOY, *TOY_OF["ppo"], "demonstrations.episodes=0", "iterations=3"]
+    recipe_here("ppo", tmp_path / "whole", *settings)
+    GlobalHydra.instance().clear()
+    learn, calls = Learner.update, []
+
+    def stopped(*given, **named):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learn(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "update", stopped)
+        with pytest.raises(SystemExit):
+            recipe_here("ppo", tmp_path / "run", *settings)
+    GlobalHydra.instance().clear()
+    assert (tmp_path / "run" / "curves.png").is_file(), "of what there is"
+    recipe_here("ppo", tmp_path / "run", *settings, *FILMED)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert len(list((tmp_path / "run" / "videos" / "training" / "iteration_0002").glob("*.mp4"))) == 2
+
+
+def test_more_environments_than_there_are_cannot_be_filmed(tmp_path):
+    with pytest.raises(ValueError, match=r"train_videos.environments=9: there are 2 environments; type .*=2 or fewer"):
+        recipe_here("ppo", tmp_path, *TOY, *TOY_OF["ppo"], "train_videos.environments=9")
+
+
+def line_of(process, begin):
+    """Read what a program says until a line begins so; returns that line."""
+    for line in process.stdout:
+        if line.startswith(begin):
+            return line
+    raise AssertionError(f"it has not said {begin!r}")
+
+
+@pytest.mark.timeout(600)  # three programs
+def test_what_is_printed_can_be_pasted(tmp_path):
+    folder = tmp_path / "a run, of mine"
+    typed = ["-m", "recipes", "run", "ppo", *TOY, *TOY_OF["ppo"], "demonstrations.episodes=0", "iterations=400"]
+    command = ["python", *typed, f'hydra.run.dir="{folder}"', "resume=never"]
+    shell = {"cwd": ROOT, "env": ENVIRONMENT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    first = subprocess.Popen(command, **shell)
+    while not (folder / "metrics.jsonl").exists():
+        time.sleep(0.2)
+        assert first.poll() is None
+    first.send_signal(signal.SIGTERM)
+    again = line_of(first, "to go on ").removeprefix("to go on").strip()
+    assert first.wait() == 128 + signal.SIGTERM
+    assert again.startswith("python -m recipes run ppo env.num_envs=2 ")
+    assert "resume" not in again
+
+    second = subprocess.Popen(["bash", "-c", f"exec {again} iterations=1 resume=force"], **shell)
+    said = line_of(second, "evaluate ")
+    assert second.wait() == 0
+    evaluate = said.removeprefix("evaluate").strip()
+    third = subprocess.run(["bash", "-c", f"{evaluate} eval.trials=1 eval.videos=0"], **shell)
+    assert third.returncode == 0
+    assert re.search(r"button-press-topdown-v3 +1 ", third.stdout)

@@ -1,0 +1,199 @@
+"""``vla-recipe merge`` and ``vla-recipe card``: a policy made ready for others, without a network."""
+
+import json
+import os
+import shutil
+import socket
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from openvla_checkpoint import make_checkpoint
+from tiny_policies import SIZES
+from torch import nn
+
+from recipes.__main__ import main
+from vla_algos.evaluation import EpisodeResult, EvaluationResult
+from vla_algos.run.episode_log import EpisodeLog
+from vla_algos.run.evaluated import make_env_spec
+from vla_algos.run.origin import FILE, note_origin
+from vla_common.checksums import verify_checksums
+from vla_envs import Episode
+from vla_policies import OpenVLA, load_policy
+from vla_policies.checkpoint.lora import add_lora, has_lora
+from vla_policies.small import SmallVLA, SmallVLAConfig
+
+FAUCET = {"id": "metaworld/faucet-open-v3", "image_size": 64, "render_quality": "minimal"}
+SOLVED = [True, True, False, True]
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Fails whoever asks for a connection."""
+
+    def refuse(*_, **__):
+        raise AssertionError("something wants to connect")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def refused(capsys, *typed):
+    assert main(list(map(str, typed))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+# ---- merge
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """A policy with an adapter that matters, saved as a recipe does."""
+    policy = OpenVLA.from_pretrained(make_checkpoint(tmp_path / "base"), benchmark="metaworld")
+    add_lora(policy, 4)
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05, generator=generator)
+    policy.save_pretrained(tmp_path / "policy")
+    (tmp_path / "policy" / FILE).write_text("{}")
+    return policy
+
+
+def test_a_merged_policy_acts_as_with_its_adapter(adapted, tmp_path, capsys, no_network):
+    new = tmp_path / "somewhere" / "merged"
+    assert main(["merge", str(tmp_path / "policy"), "--to", str(new)]) == 0
+    assert f"policy.checkpoint={new}" in capsys.readouterr().out
+    merged, base = load_policy(new), load_policy(tmp_path / "base", benchmark="metaworld")
+    assert not has_lora(merged)
+    assert not (new / "lora_adapter").exists()
+    assert (new / FILE).read_text() == "{}"
+    verify_checksums(new)
+    weights = dict(base.model.named_parameters())
+    for name, parameter in merged.model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        module = adapted.model.get_submodule(layer)
+        expected = weights[name]
+        if kind == "weight" and hasattr(module, "get_delta_weight"):
+            expected = expected + module.get_delta_weight("default")
+            assert not torch.equal(expected, weights[name])
+        torch.testing.assert_close(parameter, expected)
+    assert main(["merge", str(tmp_path / "policy"), "--to", str(tmp_path / "again")]) == 0, "the original stays"
+
+
+def test_what_cannot_be_merged_is_one_line(adapted, tmp_path, capsys):
+    assert "base has no adapter to merge: it has no vla_torchrl.json" in refused(
+        capsys, "merge", tmp_path / "base", "--to", tmp_path / "new"
+    )
+    load_policy(tmp_path / "base", benchmark="metaworld").save_pretrained(tmp_path / "whole")
+    line = refused(capsys, "merge", tmp_path / "whole", "--to", tmp_path / "new")
+    assert "whole has no adapter to merge: its weights are whole as they are" in line
+    assert "no such folder" in refused(capsys, "merge", tmp_path / "none", "--to", tmp_path / "new")
+    line = refused(capsys, "merge", tmp_path / "policy", "--to", tmp_path / "base")
+    assert "base is there already; type another folder: --to NEW" in line
+    assert not (tmp_path / "new").exists()
+
+
+# ---- card
+
+
+@pytest.fixture
+def policy(tmp_path):
+    """The folder of a small policy, as a recipe leaves it."""
+    folder = tmp_path / "policy"
+    SmallVLA(SmallVLAConfig(num_bins=8, **SIZES)).save_pretrained(folder)
+    note_origin(folder, "ppo", FAUCET, make_env_spec(FAUCET), chunk_size=2)
+    return folder
+
+
+@pytest.fixture
+def evaluation(policy, tmp_path):
+    """The folder of an evaluation of four episodes, as recipes/evaluate.py leaves it."""
+    return evaluate(policy, tmp_path / "evaluation")
+
+
+def evaluate(policy, folder):
+    folder.mkdir()
+    episodes = [
+        EpisodeResult(Episode(0, trial, 9), "faucet-open", solved, solved, 1.0, 10, index=trial)
+        for trial, solved in enumerate(SOLVED)
+    ]
+    log = EpisodeLog(folder / "episodes.jsonl", keep=False)
+    for episode in episodes:
+        log.add(episode)
+    log.close()
+    said = {"greedy": True, "protocol": "metaworld/tests", "protocol_deviations": ["64 pixels instead of 480"]}
+    said["differs_from_training"] = {"image_size": [64, 32]}
+    (folder / "metrics.json").write_text(json.dumps({**EvaluationResult(episodes).metrics(), **said}))
+    settings = {"recipe": "evaluate", "env": FAUCET, "eval": {"seed": 9}, "policy": {"family": "small"}}
+    settings["policy"] |= {"checkpoint": str(policy), "temperature": 1.6, "top_k": None}
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    process = {"versions": {"torch": "2.13.0"}, "code": {"commit": "0123456789abcdef", "changes": None}}
+    (folder / "run.json").write_text(json.dumps({"processes": [process]}))
+    return folder
+
+
+def test_a_card_says_protocol_deviations_and_results(policy, evaluation, capsys, no_network):
+    typed = ["--repository", "me/faucets", "--base-model", "openvla/openvla-7b", "--license", "mit"]
+    assert main(["card", str(policy), str(evaluation), *typed]) == 0
+    said = capsys.readouterr().out
+    assert "Nothing was uploaded" in said
+    assert f"hf upload me/faucets {policy} . --private" in said
+    card = ModelCard.load(policy / "README.md")
+    assert (card.data.license, card.data.base_model, card.data.library_name) == (
+        "mit",
+        "openvla/openvla-7b",
+        "vla-torchrl",
+    )
+    assert {"small", "metaworld", "reinforcement-learning"} <= set(card.data.tags)
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_type) == ("success_rate", 75.0, FAUCET["id"])
+    assert "deviating from its protocol" in result.dataset_name
+    for text in (
+        "# faucets",
+        "trained by `ppo`",
+        '| `render_quality` | `"minimal"` |',
+        "- protocol: metaworld/tests",
+        "- not the benchmark's: 64 pixels instead of 480",
+        "- `env.image_size` is `32`, was `64` in training",
+        "- episodes of `eval.seed=9`",
+        "- `policy.temperature=1.6`",
+        "- torch 2.13.0",
+        "- vla-torchrl at 0123456789ab",
+        "faucet-open         4    75.0%   30.1 -  95.4",
+        "hf download me/faucets --local-dir faucets",
+    ):
+        assert text in card.text, text
+    assert str(policy) not in card.text
+    assert "top_k" not in card.text
+    verify_checksums(policy)  # the card is no part of what was trained
+    assert main(["card", str(policy)]) == 0, "ours is replaced"
+    assert "It was not evaluated." in (policy / "README.md").read_text()
+
+
+def test_a_copy_of_the_policy_has_its_evaluations(policy, evaluation, tmp_path):
+    shutil.copytree(policy, tmp_path / "copy")
+    assert main(["card", str(tmp_path / "copy"), str(evaluation)]) == 0
+
+
+def test_an_evaluation_of_other_weights_is_refused(policy, evaluation, tmp_path, capsys):
+    other = tmp_path / "other"
+    SmallVLA(SmallVLAConfig(num_bins=9, **SIZES)).save_pretrained(other)
+    shutil.copyfile(policy / FILE, other / FILE)
+    assert f"is an evaluation of {policy}, not of {other}" in refused(capsys, "card", other, evaluation)
+    later = os.stat(evaluation / "metrics.json").st_mtime + 5
+    os.utime(policy / "SHA256SUMS", (later, later))
+    assert "was written again after" in refused(capsys, "card", policy, evaluation)
+
+
+def test_what_has_no_card_is_one_line(policy, evaluation, tmp_path, capsys):
+    assert "no such folder" in refused(capsys, "card", tmp_path / "none")
+    assert "does not say what it was trained on" in refused(capsys, "card", make_checkpoint(tmp_path / "published"))
+    assert "--repository faucets: is no hub id" in refused(capsys, "card", policy, "--repository", "faucets")
+    (evaluation / "metrics.json").unlink()
+    assert "has no finished evaluation" in refused(capsys, "card", policy, evaluation)
+    (policy / "README.md").write_text("mine")
+    assert "--force replaces it" in refused(capsys, "card", policy)
+    assert (policy / "README.md").read_text() == "mine"
+    assert main(["card", str(policy), "--force"]) == 0
