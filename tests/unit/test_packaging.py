@@ -115,7 +115,7 @@ def test_the_container_is_not_root_and_installs_as_set_up_does():
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_continuous_integration_says_what_it_does_not_build(tmp_path, installed):
-    """``.ci/run`` goes on without docker, and with a docker whose daemon does not answer; on hosted runners there is one."""
+    """``.ci/run`` goes on without docker, and with one whose daemon does not answer; on hosted runners there is one."""
     script = (ROOT / ".ci" / "run").read_text()
     said = script[script.index("if docker info") :]
     if installed:
