@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 import contextlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
 from vla_algos.run.ablating import AblationName, check_ablations, evaluate_with_ablations
 from vla_algos.run.files import finite_or_none, write_atomically
 from vla_algos.run.summary import as_evaluated, describe_spec
+from vla_common.checksums import identity
 from vla_common.settings import setting_types
 from vla_envs.workers.pool import SimulatorCrash
 
@@ -48,12 +50,14 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
         raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
     ablations = [config.ablation] if isinstance(config.ablation, str) else list(config.ablation or [])
     check_ablations(ablations, run.spec, run.evaluator.episodes(run.spec))
+    evaluated = identity(Path(config.policy["checkpoint"]))
     policy = run.make_policy()
     run.check_results()
     with contextlib.closing(run.make_env(policy)):
         results = evaluate_with_ablations(run, ablations, config.seed, greedy=config.greedy)
 
     setting = {"evaluated_on": run.spec.id, "greedy": config.greedy, "ablation": config.ablation}
+    setting["policy_identity"] = evaluated
     setting |= {"protocol": run.spec.protocol} if run.spec.protocol else {}
     spec = as_evaluated(run.spec, config.eval.get("trials"))
     setting["protocol_deviations"] = spec.protocol_deviations

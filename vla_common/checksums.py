@@ -31,6 +31,14 @@ def write_lines(folder: Path, digests: dict[str, str]) -> None:
     (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
+def identity(folder: Path) -> str | None:
+    """Tell folders apart by what was written into them: the digest of ``SHA256SUMS``; ``None`` without one."""
+    try:
+        return digest(folder / SUMS)
+    except OSError:
+        return None
+
+
 @contextlib.contextmanager
 def only_names() -> Iterator[None]:
     """Within, :func:`verify_checksums` looks whether files are there and reads none, which may take minutes."""

@@ -1,7 +1,6 @@
 """``vla-recipe merge`` and ``vla-recipe card``: a policy made ready for others, without a network."""
 
 import json
-import os
 import shutil
 import socket
 
@@ -17,7 +16,7 @@ from vla_algos.evaluation import EpisodeResult, EvaluationResult
 from vla_algos.run.episode_log import EpisodeLog
 from vla_algos.run.evaluated import make_env_spec
 from vla_algos.run.origin import FILE, note_origin
-from vla_common.checksums import verify_checksums
+from vla_common.checksums import identity, verify_checksums
 from vla_envs import Episode
 from vla_policies import OpenVLA, load_policy
 from vla_policies.checkpoint.lora import add_lora, has_lora
@@ -125,6 +124,7 @@ def evaluate(policy, folder):
     log.close()
     said = {"greedy": True, "protocol": "metaworld/tests", "protocol_deviations": ["64 pixels instead of 480"]}
     said["differs_from_training"] = {"image_size": [64, 32]}
+    said["policy_identity"] = identity(policy)
     (folder / "metrics.json").write_text(json.dumps({**EvaluationResult(episodes).metrics(), **said}))
     settings = {"recipe": "evaluate", "env": FAUCET, "eval": {"seed": 9}, "policy": {"family": "small"}}
     settings["policy"] |= {"checkpoint": str(policy), "temperature": 1.6, "top_k": None}
@@ -181,10 +181,12 @@ def test_an_evaluation_of_other_weights_is_refused(policy, evaluation, tmp_path,
     other = tmp_path / "other"
     SmallVLA(SmallVLAConfig(num_bins=9, **SIZES)).save_pretrained(other)
     shutil.copyfile(policy / FILE, other / FILE)
-    assert f"is an evaluation of {policy}, not of {other}" in refused(capsys, "card", other, evaluation)
-    later = os.stat(evaluation / "metrics.json").st_mtime + 5
-    os.utime(policy / "SHA256SUMS", (later, later))
-    assert "was written again after" in refused(capsys, "card", policy, evaluation)
+    line = refused(capsys, "card", other, evaluation)
+    assert f"is no evaluation of what {other} has now, but of {policy} as it was then" in line
+    shutil.copytree(policy, tmp_path / "kept")
+    SmallVLA(SmallVLAConfig(num_bins=9, **SIZES)).save_pretrained(policy)  # training went on in the same folder
+    assert f"is no evaluation of what {policy} has now" in refused(capsys, "card", policy, evaluation)
+    assert main(["card", str(tmp_path / "kept"), str(evaluation)]) == 0
 
 
 def test_what_has_no_card_is_one_line(policy, evaluation, tmp_path, capsys):

@@ -19,7 +19,7 @@ from vla_algos.run import episode_log
 from vla_algos.run.files import write_atomically
 from vla_algos.run.folder import settings_of
 from vla_algos.run.origin import origin_of
-from vla_common.checksums import SUMS
+from vla_common.checksums import identity
 from vla_policies.registry import inspect_policy
 
 NAME = "README.md"
@@ -114,30 +114,19 @@ def _read(evaluation: Path, policy: Path) -> _Evaluation:
             f"{evaluation} has no finished evaluation; type the folder that python recipes/evaluate.py "
             f"policy.checkpoint={policy} names as its results"
         )
-    evaluated = Path(str((settings.get("policy") or {}).get("checkpoint")))
-    if not _same(evaluated, policy):
+    metrics = json.loads(file.read_text())
+    now = identity(policy)
+    if now is None or metrics.get("policy_identity") != now:
+        evaluated = (settings.get("policy") or {}).get("checkpoint")
         raise ValueError(
-            f"{evaluation} is an evaluation of {evaluated}, not of {policy}; type: python recipes/evaluate.py "
-            f"policy.checkpoint={policy}"
-        )
-    if (evaluated / SUMS).stat().st_mtime > file.stat().st_mtime:
-        raise ValueError(
-            f"{policy} was written again after {evaluation}; evaluate it again: python recipes/evaluate.py "
-            f"policy.checkpoint={policy}"
+            f"{evaluation} is no evaluation of what {policy} has now, but of {evaluated} as it was then; type: python "
+            f"recipes/evaluate.py policy.checkpoint={policy}"
         )
     try:
         record = json.loads((evaluation / "run.json").read_text())
     except (OSError, ValueError):
         record = {}
-    return _Evaluation(evaluation, settings, json.loads(file.read_text()), record)
-
-
-def _same(evaluated: Path, policy: Path) -> bool:
-    """Tell whether two folders have the same files, by their digests."""
-    try:
-        return (evaluated / SUMS).read_bytes() == (policy / SUMS).read_bytes()
-    except OSError:
-        return False
+    return _Evaluation(evaluation, settings, metrics, record)
 
 
 def _metadata(
