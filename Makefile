@@ -45,7 +45,7 @@ run: $(STAMP)  ## the main job: PPO fine-tunes a small VLA policy on Meta-World 
 # Some of them: make test ARGS="-k gym". One after the other, as in a debugger: make test WORKERS=0.
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2
 
-test: $(STAMP)  ## units and simulators, a quarter of an hour on two cores (ARGS="-k gym" for some of them)
+test: $(STAMP)  ## units and simulators, twenty minutes on two cores (ARGS="-k gym" for some of them)
 	$(PYTEST) $(ARGS)
 
 test-e2e: $(STAMP)  ## whole runs: recipes, resuming, several processes, packages from outside

@@ -242,7 +242,25 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         """
         tensordict, whole = tensordict.reshape(-1), None if whole is None else whole.reshape(-1)
         self._check_entries(tensordict)
-        log_prob, entropy, value = self.actor_network.evaluate_actions(tensordict)
+        return self.terms(tensordict, *self.actor_network.evaluate_actions(tensordict), whole)
+
+    def terms(
+        self,
+        tensordict: TensorDictBase,
+        log_prob: Tensor,
+        entropy: Tensor,
+        value: Tensor | None,
+        whole: TensorDictBase | None = None,
+    ) -> TensorDict:
+        """Compute the loss terms of what one pass of the policy has given: the place for a term of a subclass.
+
+        Args:
+            tensordict: batch ``[B]``, see :meth:`forward`.
+            log_prob: of the stored actions ``[B, C, A]``.
+            entropy: ``[B, C, A]``.
+            value: ``[B, 1]`` or ``[B, C]``; ``None`` without a critic.
+            whole: ``[W]``, see :meth:`forward`.
+        """
         mask = tensordict[NEXT, STEP_MASK]  # [B, C]
         all_of_it = mask if whole is None else whole[NEXT, STEP_MASK]
         weight = tensordict.get(WEIGHT, None)

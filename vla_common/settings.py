@@ -49,7 +49,8 @@ def setting_types(
     """List names and annotations of the parameters of a function, or of the constructor of a class.
 
     Args:
-        function: its parameters with a name are the settings; ``**options`` are not.
+        function: its parameters with a name are the settings. A constructor with ``**options`` passes them on to that
+            of the next class in line, whose parameters are settings too then; the ``**options`` of a function are none.
         without: parameters that are no settings.
         only: the parameters that are settings, where these are fewer.
 
@@ -57,11 +58,28 @@ def setting_types(
         The annotation of each; ``Any`` where there is none.
     """
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(function).parameters.values()
-    settings = [each for each in parameters if each.kind in named and each.name not in set(without)]
-    scope = getattr(inspect.unwrap(function.__init__ if inspect.isclass(function) else function), "__globals__", {})
-    chosen = {each.name for each in settings} if only is None else set(only)
-    return {each.name: _evaluated(each.annotation, scope) for each in settings if each.name in chosen}
+    found: dict[str, Any] = {}
+    for each in _passed_on(function):
+        scope = getattr(inspect.unwrap(each), "__globals__", {})
+        parameters = list(inspect.signature(each).parameters.values())
+        for parameter in parameters[1:] if inspect.isclass(function) else parameters:  # without self
+            if parameter.kind in named:
+                found.setdefault(parameter.name, _evaluated(parameter.annotation, scope))
+    chosen = (found.keys() if only is None else set(only)) - set(without)
+    return {name: hint for name, hint in found.items() if name in chosen}
+
+
+def _passed_on(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield a function; of a class its constructor, and the next one in line as long as ``**options`` are passed on."""
+    if not inspect.isclass(function):
+        yield function
+        return
+    constructors = (vars(each)["__init__"] for each in function.__mro__ if "__init__" in vars(each))
+    for constructor in constructors:
+        yield constructor
+        kinds = {each.kind for each in inspect.signature(constructor).parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            return
 
 
 def _evaluated(annotation: Any, scope: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from paths import RECIPES
 from running import composed
 
-from vla_algos.run import command
+from vla_algos.run import Evaluator, command
 from vla_algos.run.command import Command, say_how_to_go_on, to_evaluate, to_go_on, typed
 from vla_algos.run.phase import begin_anew, begin_work
 from vla_common.started import handed_on, started
@@ -85,6 +85,9 @@ def test_a_policy_is_evaluated_the_way_it_was_trained(start, expected, adopted, 
     monkeypatch.chdir(RECIPES.parent)
     adopted(Command(start, ("seed=1",)))
     assert to_evaluate(tmp_path) == f"{expected} policy.checkpoint={tmp_path}"
+    settings = Evaluator(trials=10, mean_of=["easy", "hard"]).settings_of_episodes()
+    shown = f"policy.checkpoint={tmp_path} eval.trials=10 'eval.mean_of=[easy,hard]'"
+    assert to_evaluate(tmp_path, settings) == f"{expected} {shown}"
 
 
 def test_what_was_typed_is_what_the_interpreter_was_given(monkeypatch):

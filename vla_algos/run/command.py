@@ -90,11 +90,13 @@ def to_go_on(folder: Path) -> str:
     return f"the same command with hydra.run.dir={folder}" if command is None else command.in_folder(folder)
 
 
-def to_evaluate(policy: Path) -> str:
-    """Return what is typed to evaluate the policy of a folder."""
+def to_evaluate(policy: Path, settings: Sequence[str] = ()) -> str:
+    """Return what is typed to evaluate the policy of a folder, with ``settings`` such as ``eval.trials=10``."""
     command = typed()
     start = None if command is None else command.of_recipe("evaluate")
-    return shlex.join([*(start or ["vla-recipe", "run", "evaluate"]), f"policy.checkpoint={_quoted(str(policy))}"])
+    return shlex.join(
+        [*(start or ["vla-recipe", "run", "evaluate"]), f"policy.checkpoint={_quoted(str(policy))}", *settings]
+    )
 
 
 @contextlib.contextmanager

@@ -78,6 +78,13 @@ class Evaluator:
                 raise unknown_name("group in eval.mean_of", name, groups)
         return evaluation_episodes(spec, self.trials, self.seed, self.repeats)
 
+    def settings_of_episodes(self) -> list[str]:
+        """List the settings with which another recipe evaluates the same episodes: ``["eval.trials=10"]``."""
+        shown = [f"eval.trials={'null' if self.trials is None else self.trials}"]
+        shown += [f"eval.repeats={self.repeats}"] if self.repeats != Evaluator.repeats else []
+        shown += [f"eval.seed={self.seed}"] if self.seed != Evaluator.seed else []
+        return shown + ([f"eval.mean_of=[{','.join(self.mean_of)}]"] if self.mean_of else [])
+
     def run(
         self,
         title: str,

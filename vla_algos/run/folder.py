@@ -155,13 +155,13 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not hasattr(config, "resume"):
         if (folder / "metrics.json").exists():
             raise ValueError(f"{folder} has a finished evaluation in it; take another folder: hydra.run.dir=...")
-        advice = "Take another folder: hydra.run.dir=..."
+        advice = "take another folder: hydra.run.dir=..."
     else:
         if config.resume == "force" or not any((folder / "checkpoints").glob("step_*")):
             return
         if config.resume == "never":
             raise ValueError(f"{folder} has a run in it, and resume=never; take another folder: hydra.run.dir=...")
-        advice = "Take another folder (hydra.run.dir=...), or resume it with the new settings: resume=force"
+        advice = "take another folder (hydra.run.dir=...), or resume it with the new settings: resume=force"
     if not before:
         tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
         return
@@ -175,7 +175,7 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     keys = [key for key in before.keys() | now.keys() if not key.startswith(free)]
     other = sorted(key for key in keys if before.get(key) != now.get(key))
     if {"seed", "env.id", "episode_order"} & set(other):
-        advice = "Take another folder: hydra.run.dir=..."  # its episodes are others
+        advice = "take another folder: hydra.run.dir=..."  # its episodes are others
     if other:
         shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
         raise ValueError(f"{folder} has a run of other settings:\n{shown}\n  {advice}")

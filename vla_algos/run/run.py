@@ -40,7 +40,7 @@ from vla_algos.run.resume import ResumableRun, Stateful
 from vla_algos.run.roles import Roles
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.sharding import check_same_draws, say_host_memory
-from vla_algos.run.summary import describe_policy, show_iteration, summarise
+from vla_algos.run.summary import describe_policy, never_trained, show_iteration, summarise
 from vla_algos.run.turns import Turns
 from vla_algos.run.warm_start import clone, read, record
 from vla_common import timeline
@@ -568,10 +568,13 @@ class Run:
         speed = speeds[len(speeds) // 2] if speeds else None
         if "ended" in self.state:
             print(f"\nstopped: {self.state['ended']}")
+        if parallel.is_main() and (said := never_trained(self.folder)):
+            print(f"\n{said}")
         compared = before_and_after(self.folder, self.evaluator.mean_of) if parallel.is_main() else []
         where = [*self._draw_curves(), *self._logger.where()]
         suites = self.plan.describe_suites()
-        summarise(self.name.upper(), self.folder, suites, evaluations, compared, speed, seconds, where)
+        episodes = self.evaluator.settings_of_episodes() if self.plan.other_suite is None else []
+        summarise(self.name.upper(), self.folder, suites, evaluations, compared, speed, seconds, where, episodes)
         if self._failure:
             raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {self._failure}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from vla_algos.run.command import to_evaluate
+from vla_algos.run.loggers.table import entries
 from vla_envs import SimulatorSpec
 from vla_policies import VLAPolicy
 
@@ -51,6 +52,22 @@ def show_iteration(bar: tqdm, iteration: int, metrics: Mapping[str, float]) -> N
         print(f"iteration {iteration} of {bar.total}: {text}", flush=True)
 
 
+def never_trained(folder: Path) -> str | None:
+    """Say that a run was too short to train its policy at all; ``None`` where it did, or was not to.
+
+    Args:
+        folder: of the run, with its ``metrics.jsonl``.
+    """
+    lines = [line for line in entries(folder / "metrics.jsonl") if line.get("train/actor/lr") is not None]
+    if not lines or any(line["train/actor/lr"] for line in lines):
+        return None
+    steps = sum(int(line.get("train/steps") or 0) for line in lines)
+    return (
+        f"the policy is as it was: in all {steps} optimizer steps of this run only the critic learnt; type more "
+        "iterations, or a smaller update.critic_warmup_steps (0 for none)"
+    )
+
+
 def summarise(
     title: str,
     folder: Path,
@@ -60,6 +77,7 @@ def summarise(
     speed: float | None,
     seconds: float,
     curves: Sequence[str] = (),
+    episodes: Sequence[str] = (),
 ) -> None:
     """Print what a training run did and where everything is.
 
@@ -72,6 +90,7 @@ def summarise(
         speed: environment steps per second in training; ``None`` where there were none.
         seconds: the run took.
         curves: the picture of them, and how one looks at what each logger has.
+        episodes: settings with which ``recipes/evaluate.py`` runs those of these evaluations.
     """
     print(f"\n{setting}")
     shown = {f"after {title}": evaluations[-1]}
@@ -91,7 +110,7 @@ def summarise(
         "checkpoints": folder / "checkpoints",
         "curves": f"\n{' ' * 13}".join([*curves, str(folder / "metrics.jsonl")]),
         "videos": folder / "videos",
-        "evaluate": to_evaluate(folder / "policy"),
+        "evaluate": to_evaluate(folder / "policy", episodes),
     }
     if not (folder / "videos").is_dir():
         del rows["videos"]

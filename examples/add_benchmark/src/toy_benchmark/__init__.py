@@ -8,7 +8,7 @@ SUITES = {"discs": COLOURS, **{colour: (colour,) for colour in COLOURS}}  # name
 
 
 def suites() -> list[str]:
-    """What may stand after ``toy/``."""
+    """List what may stand after ``toy/``."""
     return list(SUITES)
 
 

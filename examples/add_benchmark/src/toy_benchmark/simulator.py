@@ -19,7 +19,7 @@ class ToySimulator:
         self._grid = np.stack(np.meshgrid(np.linspace(-1, 1, width), np.linspace(-1, 1, height)), axis=-1)
 
     def reset(self, episode: Episode) -> None:
-        """An episode fixes state and pixels completely: draw from it, and from nothing else."""
+        """Begin an episode, which fixes state and pixels completely: draw from it, and from nothing else."""
         self._task = self.spec.task_of(episode)
         # The task's name and not its index, so that an episode is the same in "discs" and on its own.
         random = np.random.default_rng([episode.seed, zlib.crc32(self._task.name.encode()), episode.trial_id])
