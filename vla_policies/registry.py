@@ -221,6 +221,8 @@ def outline_policy(name: str | Path, **settings: Any) -> Outline:
     chosen = {key: value for key, value in settings.items() if value is not None}
     family, folder = str(name), None
     if family not in policies:
+        if "/" not in family and not Path(family).exists():
+            raise unknown_name("family or folder", family, policies.names())
         folder = resolve(name)
         family = chosen.pop("family", None) or find_policy_class(folder).family
     policy_class = get_policy_class(family)
