@@ -21,7 +21,6 @@ from .demonstrations import for_policy as for_policy
 from .demonstrations import load_demonstrations as load_demonstrations
 from .demonstrations import record_demonstrations as record_demonstrations
 from .demonstrations import write_demonstrations as write_demonstrations
-from .evaluation import EpisodeResult as EpisodeResult
 from .evaluation import EvaluationResult as EvaluationResult
 from .evaluation import evaluate as evaluate
 from .groups import Group as Group
@@ -29,10 +28,12 @@ from .groups import collect_groups as collect_groups
 from .groups import grpo as grpo
 from .imitation import BehaviourCloning as BehaviourCloning
 from .learner import Learner as Learner
+from .lerobot.demonstrations import LeRobotDemonstrations as LeRobotDemonstrations
 from .losses import ChunkClipPPOLoss as ChunkClipPPOLoss
 from .losses import add_proximal_log_prob as add_proximal_log_prob
 from .losses import add_reference_log_prob as add_reference_log_prob
 from .placement import Placement as Placement
+from .results import EpisodeResult as EpisodeResult
 from .weight_sync import TrainedWeightSyncScheme as TrainedWeightSyncScheme
 
 __version__: str

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vla_algos.evaluation import EpisodeResult
 from vla_algos.metrics import Estimate, mean_of_estimates, paired_difference
+from vla_algos.results import EpisodeResult
 from vla_common.errors import unknown_name
 
 
@@ -138,7 +138,8 @@ def compare(first: Sequence[EpisodeResult], second: Sequence[EpisodeResult], mea
     if not pairs:
         raise ValueError(
             f"they share no episode: of {len(one)} and {len(other)} none has the same task, trial and seed and a "
-            f"result in both ({_example(first)}; {_example(second)}); compare those of the same env.id and eval.seed"
+            f"result in both ({_example(first)}; {_example(second)}); take two of the same "
+            "environment and seed (recipes: env.id, eval.seed)"
         )
     groups = list(dict.fromkeys(result.group for result in [*first, *second]))
     for name in mean_of:

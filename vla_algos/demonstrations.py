@@ -199,8 +199,8 @@ def _check_split(heldout: float, out: Tensor) -> None:
         return
     what = "no demonstration is left to learn from" if out.any() else "no demonstration is held out"
     raise ValueError(
-        f"demonstrations.heldout={heldout:g}: {what}, of each task trials {_some(heldout)}, ... are; take more "
-        "(demonstrations.episodes, where they are recorded), or type demonstrations.heldout=0 to learn from all"
+        f"heldout={heldout:g}: {what}, of each task trials {_some(heldout)}, ... are; take more demonstrations, or "
+        "heldout=0 to learn from all (recipes: demonstrations.episodes, demonstrations.heldout)"
     )
 
 
@@ -292,7 +292,7 @@ def record_demonstrations(
 
 @checked
 def write_demonstrations(
-    folder: Path,
+    folder: str | Path,
     env: VLAEnv,
     episodes: Sequence[Episode],
     *,
@@ -324,7 +324,7 @@ def write_demonstrations(
         OSError: the folder cannot be written.
         Exception: what :func:`record_demonstrations` raises.
     """
-    spec = env.simulator_spec
+    spec, folder = env.simulator_spec, Path(folder)
     folder.mkdir(parents=True)
     waiting: dict[int, dict[str, Any] | None] = {}  # solved, but not yet those before
     tally, texts, written = ExpertTally(spec), list[str](), 0
@@ -381,7 +381,10 @@ def _record(
 ) -> None:
     """Have workers record episodes task by task, and hand each to ``take``, by its number, as it is done."""
     if not episodes:
-        raise ValueError("behaviour cloning needs at least 1 demonstration; raise demonstrations.episodes")
+        raise ValueError(
+            "no episodes are given, and behaviour cloning needs at least 1 demonstration; give some (recipes: "
+            "demonstrations.episodes)"
+        )
     spec = env.simulator_spec
     check_expert(spec.simulator_class(), spec)
     noise_of_dimensions(settings["noise"], spec)
@@ -518,9 +521,9 @@ class DemonstrationSet:
             ValueError: says what differs and what to type.
         """
         theirs, ours = self.facts["env"], _env_facts(spec)
-        other = "or another demonstrations.folder=FOLDER to record anew"
-        size = theirs["image_shape"]
-        typed = f"type env.image_size=[{size[0]},{size[1]}] as it was recorded, {other}"
+        anew = "record anew into another folder (recipes: demonstrations.folder=FOLDER)"
+        other, size = f"or {anew}", theirs["image_shape"]
+        typed = f"type image_size=[{size[0]},{size[1]}] as it was recorded (recipes: env.image_size), {other}"
         for name, what, how in (
             ("image_shape", "images of {} pixels", typed),
             ("wrist_image_shape", "wrist images {}", f"choose the cameras as they were recorded, {other}"),
@@ -535,23 +538,22 @@ class DemonstrationSet:
                     f"here; {how}"
                 )
         recorded = {task["name"]: task for task in self.facts["tasks"]}
-        other_folder = f"type {other.removeprefix('or ')}"
         for task in spec.tasks:
             if task.name not in recorded:
-                raise ValueError(f"{self.folder}: {task.name} is not among its tasks ({theirs['id']}); {other_folder}")
+                raise ValueError(f"{self.folder}: {task.name} is not among its tasks ({theirs['id']}); {anew}")
             if recorded[task.name]["instruction"] != task.instruction:
                 raise ValueError(
                     f"{self.folder}: {task.name} was recorded as {recorded[task.name]['instruction']!r}, here it is "
-                    f"{task.instruction!r}; {other_folder}"
+                    f"{task.instruction!r}; {anew}"
                 )
         if not any(recorded[task.name]["solved"] for task in spec.tasks):  # of many, an expert may fail some
-            raise ValueError(f"{self.folder}: the expert solved no task of {spec.id}; {other_folder}")
+            raise ValueError(f"{self.folder}: the expert solved no task of {spec.id}; {anew}")
         length = self.facts["recording"]["chunk_size"]
         if chunk_size is not None and (length < chunk_size or (theirs["whole_chunks"] and length != chunk_size)):
             most = "chunks of" if theirs["whole_chunks"] else "chunks of at most"
             raise ValueError(
-                f"{self.folder}: its demonstrations are for {most} {length}, the policy has {chunk_size}; type "
-                f"policy.chunk_size={length}, {other}"
+                f"{self.folder}: its demonstrations are for {most} {length}, the policy has {chunk_size}; make the "
+                f"policy with chunk_size={length} (recipes: policy.chunk_size), {other}"
             )
 
 
@@ -562,9 +564,9 @@ def load_demonstrations(folder: str | Path) -> DemonstrationSet:
         ValueError: it is no such folder, of another format, damaged, or has files that could hold code.
     """
     folder = Path(folder)
-    another = "type another demonstrations.folder=FOLDER"
+    another = "take another folder (recipes: demonstrations.folder=FOLDER)"
     if not (folder / FACTS).is_file():
-        raise ValueError(f"{folder}: no demonstrations are here, {FACTS} is missing; {another}, to record into")
+        raise ValueError(f"{folder}: no demonstrations are here, {FACTS} is missing; {another}")
     for path in folder.rglob("*"):
         if path.suffix in _NO_CODE:
             raise ValueError(f"{folder}: {path.name} may hold code, which is never loaded; remove it, or {another}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 
 from vla_algos import ablations
@@ -19,6 +20,7 @@ from vla_algos.ablations import Observe
 from vla_algos.acting import Policy, as_module
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.metrics import Estimate, mean_interval, mean_of_estimates, wilson_interval
+from vla_algos.results import IDENTITY, NAME, EpisodeResult, as_lines, files_of, parts_of, read_episodes
 from vla_common.keys import (
     ACTION,
     CRASHED,
@@ -41,48 +43,6 @@ from vla_envs.simulator import Episode
 from vla_envs.workers.pool import reason
 
 _NAMED = 5  # crashed episodes that a table names
-
-
-@dataclass(frozen=True)
-class EpisodeResult:
-    """How one episode went.
-
-    Attributes:
-        episode: its identity.
-        task: the name of its task.
-        group: the suite or difficulty that the task belongs to; may be empty.
-        success_once: solved at some time.
-        success_at_end: solved after the last action.
-        episode_return: sum of its rewards.
-        episode_len: primitive actions executed.
-        crashed: it has no result, because the simulator could not begin it, or failed in every attempt; success,
-            return, length and subtasks mean nothing.
-        attempts: runs it took, more than 1 after a crashed one; 0 if there was no time for it before all simulators
-            were broken.
-        index: its place among the episodes of the evaluation.
-        error: why it crashed, where that is known.
-        subtasks: how many tasks of its chain were solved; ``None`` where episodes are no chains.
-        remark: what its simulator has said of it, such as another seed than the one asked for.
-    """
-
-    episode: Episode
-    task: str
-    success_once: bool
-    success_at_end: bool
-    episode_return: float
-    episode_len: int
-    crashed: bool = False
-    attempts: int = 1
-    group: str = ""
-    index: int = 0
-    error: str = ""
-    subtasks: int | None = None
-    remark: str = ""
-
-    @property
-    def name(self) -> str:
-        """Task, trial and seed, for messages."""
-        return f"{self.task} trial {self.episode.trial_id} seed {self.episode.seed}"
 
 
 def estimate_chains(results: Sequence[EpisodeResult], chain_length: int) -> dict[str, Estimate]:
@@ -143,6 +103,63 @@ class EvaluationResult:
             parts[0].mean_of,
             joined([part.progress for part in parts]),
         )
+
+    @classmethod
+    def load(cls, path: str | Path, *, chain_length: int = 1, mean_of: Sequence[str] = ()) -> EvaluationResult:
+        """Read the episodes of an evaluation that :meth:`save`, or a recipe, has written.
+
+        Args:
+            path: a folder with ``episodes.jsonl``, or a file of such lines, such as ``eval.jsonl`` of a training run.
+            chain_length: tasks of an episode (``SimulatorSpec.chain_length``), which the lines do not say.
+            mean_of: groups of which the mean is reported too.
+
+        Raises:
+            FileNotFoundError: nothing is there.
+            ValueError: it has no results, or they are of chains of tasks and ``chain_length`` is not of them.
+        """
+        path = Path(path)
+        file = path / NAME if path.is_dir() else path
+        if not files_of(file):
+            raise FileNotFoundError(
+                f"{file}: there is no such file; give the folder or file of EvaluationResult.save, or the folder of "
+                "an evaluation by a recipe"
+            )
+        episodes = read_episodes(file)
+        most = max((result.subtasks or 0 for result in episodes), default=0)
+        chains = any(result.subtasks is not None for result in episodes)
+        if chains != (chain_length > 1) or most > chain_length:
+            said = "chains of tasks" + f", of which {most} were solved" * (most > 1) if chains else "no chains of tasks"
+            right = "the length of the environment: chain_length=env.simulator_spec.chain_length"
+            raise ValueError(f"{file}: its episodes are {said}; give {right if chains else 'chain_length=1'}")
+        return cls(episodes, chain_length=chain_length, mean_of=tuple(mean_of))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the episodes as ``vla-recipe evaluate`` does, one to a line; ``vla-recipe compare`` reads them.
+
+        Videos, why an evaluation was broken off and episodes that were never tried are not in it. What was saved there
+        before is replaced.
+
+        Args:
+            path: a folder, which gets ``episodes.jsonl``, or a file that ends in ``.jsonl``; missing folders are made.
+
+        Returns:
+            The file.
+
+        Raises:
+            FileExistsError: an evaluation by a recipe is there.
+            OSError: it cannot be written; what was there before is still there.
+        """
+        path = Path(path)
+        file = path if path.suffix == ".jsonl" else path / NAME
+        if (file.parent / IDENTITY).exists():
+            raise FileExistsError(f"{file.parent} has an evaluation by a recipe, which goes on there; save elsewhere")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f".unfinished_{file.name}")
+        unfinished.write_text(as_lines(self.episodes), encoding="utf-8")
+        unfinished.replace(file)
+        for part in parts_of(file):
+            part.unlink()
+        return file
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -321,7 +338,8 @@ def evaluate(
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``). Whatever they make of
             the reward, the returns are those of the environment itself.
-        policy: any TensorDictModule that writes ``action``, or a callable that does.
+        policy: any TensorDictModule that writes ``action``, or a callable that does. One of ours has to fit ``env``
+            (:meth:`~vla_policies.policy.VLAPolicy.check_environment`); behind transforms that is not checked.
         episodes: what to run, see :func:`~vla_envs.episodes.evaluation_episodes`.
         greedy: take the policy's greedy action; sample if False.
         observe: changes what the policy sees, see :mod:`vla_algos.ablations`: gets and returns the policy's inputs, of
@@ -337,7 +355,7 @@ def evaluate(
         Results in the order of ``episodes``.
 
     Raises:
-        ValueError: it should record, but a transform has changed the images.
+        ValueError: the policy cannot act there; or it should record, but a transform has changed the images.
         SimulatorCrash: simulators fail whatever they are to run; ``on_episode`` has got the results so far.
     """
     if record and (env.observation_spec.get(IMAGES, None) is None or env.observation_spec[IMAGES].dtype != torch.uint8):
@@ -345,12 +363,14 @@ def evaluate(
             f"record={record}, but a transform of the environment has changed {IMAGES!r}, which are filmed: give it "
             'out_keys=["pixels"], or record=0'
         )
+    spec = base_env(env).simulator_spec
+    if hasattr(policy, "check_environment") and not isinstance(env, TransformedEnv):  # which may show it what it reads
+        policy.check_environment(spec)
     wanted = list(episodes)
     frames: dict[int, list[np.ndarray]] = {}
     instructions: dict[int, list[str]] = {}
     progress: dict[int, list[tuple[float, bool]]] = {}
     results: dict[int, EpisodeResult] = {}
-    spec = base_env(env).simulator_spec
     tasks = spec.tasks
 
     def film(outcome: TensorDictBase) -> None:

@@ -115,8 +115,8 @@ class BehaviourCloning:
         whole = sum(parallel.all_gather_object(loss.item()))
         if not math.isfinite(whole):
             raise FloatingPointError(
-                f"the loss of cloning is {whole}: the policy has diverged; lower cloning.lr, or look at the "
-                "demonstrations"
+                f"the loss of cloning is {whole}: the policy has diverged; lower lr (recipes: cloning.lr), or look "
+                "at the demonstrations"
             )
         self.optimizer.zero_grad()
         if self.foresight:

@@ -367,7 +367,7 @@ class VLAPolicy(TensorDictModuleBase):
         if (self.action_dim, self.state_dim) != (action_dim, shape.state_dim):
             raise ValueError(
                 f"the policy has {self.action_dim} action and {self.state_dim} state dimensions, {name} has "
-                f"{action_dim} and {shape.state_dim}; use it where it was trained: env=..."
+                f"{action_dim} and {shape.state_dim}; use it where it was trained (recipes: env=...)"
             )
         if WRIST_IMAGES in self.in_keys and shape.wrist_image_shape is None:
             raise ValueError(
@@ -658,8 +658,8 @@ class PretrainedPolicy(VLAPolicy):
         if self.config.benchmark != shape.benchmark:
             own, name = self.config.benchmark, shape.id
             raise ValueError(
-                f"the policy acts in {own} and {name} is of {shape.benchmark}; take env=... of {own}, or load the "
-                f"checkpoint for {shape.benchmark}: policy={self.family}"
+                f"the policy acts in {own} and {name} is of {shape.benchmark}; take an environment of {own} (recipes: "
+                f"env=...), or load the checkpoint with benchmark={shape.benchmark!r} (recipes: policy={self.family})"
             )
         super().check_environment(shape)
 

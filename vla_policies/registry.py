@@ -189,6 +189,10 @@ def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
         **settings: of ``from_pretrained`` of its class. Files of OpenVLA-OFT that have neither its heads nor our
             options look like OpenVLA's: load those with ``OpenVLAOFT.from_pretrained``.
 
+    Returns:
+        The policy, in train mode as torch makes modules. None of ours has dropout or statistics of batches: after
+        ``eval()``, which :func:`vla_algos.evaluate` calls itself, it acts the same up to rounding.
+
     Raises:
         FileNotFoundError: the folder is not a policy.
         ValueError: an unknown architecture, settings that do not fit, a truncated file, or weights that do not fit the

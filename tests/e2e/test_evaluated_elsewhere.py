@@ -10,7 +10,7 @@ from running import TOY, TOY_OF, composed, differing, main_of, metrics, recipe_h
 
 from vla_algos.collectors import EpisodeCollector
 from vla_algos.comparison import compare
-from vla_algos.run import episode_log
+from vla_algos.results import read_episodes
 from vla_envs.workers.process import WorkerProcess
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
@@ -82,8 +82,8 @@ def test_its_policy_is_evaluated_as_it_was_trained_or_where_the_run_was(elsewher
     noted = json.loads((tmp_path / "there" / "metrics.json").read_text())
     assert noted["evaluated_on"] == SUITE
     assert list(noted["differs_from_training"]) == ["id", "reset_ranges"]
-    last = episode_log.read_episodes(elsewhere / "evaluations" / "iteration_0003" / "eval.jsonl")
-    again = episode_log.read_episodes(tmp_path / "there" / "episodes.jsonl")
+    last = read_episodes(elsewhere / "evaluations" / "iteration_0003" / "eval.jsonl")
+    again = read_episodes(tmp_path / "there" / "episodes.jsonl")
     assert len(compare(last, again, []).pairs) == 4, "the same episodes"
     assert [each.episode_len for each in last] == [each.episode_len for each in again]
 

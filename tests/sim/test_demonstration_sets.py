@@ -118,8 +118,8 @@ def test_a_policy_with_shorter_chunks_and_fewer_tasks_reads_its_part(made):
 @pytest.mark.parametrize(
     ("options", "chunk_size", "message"),
     [
-        ({"image_size": 48}, 5, r"images of \[32, 32\] pixels.*\[48, 48\] here; type env.image_size=\[32,32\]"),
-        ({}, 6, "chunks of at most 5, the policy has 6; type policy.chunk_size=5"),
+        ({"image_size": 48}, 5, r"images of \[32, 32\] pixels.*\[48, 48\] here; type image_size=\[32,32\]"),
+        ({}, 6, "chunks of at most 5, the policy has 6; make the policy with chunk_size=5"),
         ({"suite": "metaworld/door-open-v3"}, 5, "door-open-v3 is not among its tasks"),
         ({"state_dim": 5}, 5, "have 4 states, .* has 5 here; take the environment that was recorded, metaworld/but"),
         ({"action_high": (1.0,) * 3 + (2.0,)}, 5, r"actions up to \[1.0, 1.0, 1.0, 1.0\], .* has \[1.0, .*, 2.0\]"),
@@ -177,7 +177,7 @@ def without_tasks(folder):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / FACTS).unlink(), "no demonstrations are here, dataset.json is missing; type another"),
+        (lambda folder: (folder / FACTS).unlink(), "no demonstrations are here, dataset.json is missing; take another"),
         (with_pickle, "other.pickle may hold code, which is never loaded; remove it"),
         (other_format, "of kind .* and format 2, this version reads .* of format 1"),
         (shortened, r"damaged, images.memmap has 1,000 bytes, not"),
@@ -396,7 +396,7 @@ def test_one_process_records_at_a_time(tmp_path):
     ("settings", "message"),
     [
         (["demonstrations.folder=FOLDER"], r"no demonstrations are here, dataset.json is missing"),
-        (["demonstrations.folder=SET", "env.image_size=48"], r"type env.image_size=\[32,32\] as it was recorded"),
+        (["demonstrations.folder=SET", "env.image_size=48"], r"type image_size=\[32,32\] as it was recorded"),
         (
             ["demonstrations.folder=SET", "env.id=metaworld/reach-v3", "env.reset_ranges=null", "eval.seed=7"],
             "eval.seed=7 is the family of in",
@@ -420,7 +420,7 @@ def test_a_toy_policy_learns_from_a_toy_folder(tmp_path):
     """A stranger's simulator without a gripper, one worker."""
     spec = toy_spec({}, tmp_path)
     env, policy = make_toy_env(spec, 1, 1), tiny_policy(spec)
-    write_demonstrations(tmp_path / "set", env, [Episode(0, trial, 3) for trial in range(6)], chunk_size=2)
+    write_demonstrations(str(tmp_path / "set"), env, [Episode(0, trial, 3) for trial in range(6)], chunk_size=2)
     env.close()
     samples = for_policy(load_demonstrations(tmp_path / "set"), policy, spec)
     assert load_demonstrations(tmp_path / "set").facts["recording"]["noise_of_dimensions"] == [0.25, 0.25]

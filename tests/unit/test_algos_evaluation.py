@@ -1,15 +1,18 @@
 """Evaluation works off a fixed grid, completely and in its order."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torchrl.envs import StepCounter, TransformedEnv
 from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv, ToyPolicy
 
 from vla_algos.ablations import blank_images, swapped_instructions
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_common.keys import ACTION, IMAGES, TASK_DESCRIPTIONS
 from vla_envs.simulator import Episode
+from vla_policies import SmallVLA, SmallVLAConfig
 
 GRID = [Episode(task_id=i % 2, trial_id=100 + i, seed=1) for i in range(10)]
 
@@ -54,6 +57,28 @@ def test_every_episode_once_in_grid_order(num_envs):
     assert env.episodes is own
     if num_envs > 1:  # the successful ones are shorter: they finish before their turn
         assert [row.episode.trial_id for row in seen] != [episode.trial_id for episode in GRID]
+
+
+def test_a_policy_of_other_states_is_refused_before_anything_runs():
+    env, bounds = ToyEnv(2), {"action_low": (-1.0,) * DIM, "action_high": (1.0,) * DIM}
+    env.simulator_spec = SimpleNamespace(
+        id="toy", tasks=env.simulator_spec.tasks, chain_length=1, state_dim=3, wrist_image_shape=None, **bounds
+    )
+    begun = env.interactions
+    with pytest.raises(ValueError, match=r"the policy has 5 action and 4 state dimensions, toy has 5 and 3; use it"):
+        evaluate(env, SmallVLA(SmallVLAConfig(**bounds, state_dim=4, chunk_size=CHUNK)), GRID)
+    assert env.interactions == begun
+
+
+class PickyPolicy(LookingPolicy):
+    def check_environment(self, shape):
+        raise ValueError("not here")
+
+
+def test_behind_transforms_a_policy_may_see_what_it_reads():
+    with pytest.raises(ValueError, match="not here"):
+        evaluate(ToyEnv(2), PickyPolicy(), GRID[:2])
+    assert evaluate(TransformedEnv(ToyEnv(2), StepCounter()), PickyPolicy(), GRID[:2]).success_once == 1
 
 
 def test_numbers_and_table():

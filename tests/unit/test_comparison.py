@@ -8,8 +8,8 @@ import pytest
 
 from recipes.__main__ import main
 from vla_algos.comparison import compare
-from vla_algos.evaluation import EpisodeResult
 from vla_algos.metrics import Estimate, mean_of_estimates, paired_difference
+from vla_algos.results import EpisodeResult
 from vla_algos.run.comparing import before_and_after
 from vla_algos.run.episode_log import EpisodeLog
 from vla_envs.simulator import Episode

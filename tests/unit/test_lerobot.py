@@ -213,9 +213,10 @@ def test_versions_that_are_not_read_say_what_converts_them(plain, tmp_path, vers
         ({CAMERA: None, WRIST: None}, r"no camera is among its features, observation\.state, action"),
         ({"action": {"dtype": "float32", "shape": [7]}}, r"its action has 7 numbers, an action of metaworld/.* has 4"),
         ({"observation.state": {"dtype": "float32", "shape": [9]}}, r"its observation\.state has 9 numbers, a state"),
-        ({CAMERA: {"dtype": "image", "shape": [3, 48, 64]}}, r"has 48 x 64 pixels, .* 16 x 16 here; type env\.image"),
+        ({CAMERA: {"dtype": "image", "shape": [3, 48, 64]}},
+         r"has 48 x 64 pixels, .* 16 x 16 here; type image_size=\[48,64\]"),
         ({"observation.images.side": {"dtype": "image", "shape": [16, 16, 3]}},
-         r"is not clear from their names; type demonstrations\.camera=NAME, one of .*top, .*wrist, .*side"),
+         r"is not clear from their names; type camera=NAME \(recipes: demonstrations\.camera\), one of .*top, .*wrist"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_line(plain, tmp_path, changes, said):
@@ -223,6 +224,13 @@ def test_what_does_not_fit_is_one_line(plain, tmp_path, changes, said):
     with pytest.raises(ValueError, match=said) as caught:
         LeRobotDemonstrations.open(folder, SPEC)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_not_damaged(tmp_path):
+    for folder, said in ((tmp_path / "nowhere", "there is no such folder"), (tmp_path, "info.json is missing")):
+        with pytest.raises(FileNotFoundError, match=f"no data set of LeRobot is here, .*{said}; give the") as caught:
+            LeRobotDemonstrations.open(str(folder), SPEC)
+        assert "\n" not in str(caught.value)
 
 
 def test_depth_is_no_camera(plain, tmp_path):
@@ -238,7 +246,7 @@ def test_an_unknown_camera_lists_those_there_are(plain):
 
 def test_instructions_of_other_tasks_show_both(tmp_path):
     folder = write_lerobot(tmp_path / "set", made_up(tasks=("fold", "iron", "fold")))
-    with pytest.raises(ValueError, match=r"it has 'fold', 'iron', the environment '.*; type demonstrations\.tasks=all"):
+    with pytest.raises(ValueError, match=r"it has 'fold', 'iron', the environment '.*; type tasks='all' \(recipes"):
         LeRobotDemonstrations.open(folder, SPEC)
 
 

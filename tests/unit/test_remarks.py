@@ -8,7 +8,8 @@ from tensordict.nn import TensorDictModule
 from whole import whole_spec
 
 from vla_algos.evaluation import evaluate
-from vla_algos.run.episode_log import _line, _read
+from vla_algos.results import as_lines
+from vla_algos.run.episode_log import _read
 from vla_common import keys
 from vla_envs import Episode, make_env
 from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
@@ -31,7 +32,7 @@ def test_results_have_it_beside_the_episode(caplog):
     assert f"with a remark: 2, such as far trial 2 seed 0: {SAID}" in evaluation.table()
     assert f"toy/whole task far trial 2 seed 0: {SAID}" in caplog.text
     for result in results:
-        entry = _line(result)
+        entry = as_lines([result])
         assert json.loads(entry).get("remark", "") == result.remark
         assert _read(entry, episodes, 1) == result
 

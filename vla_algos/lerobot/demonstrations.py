@@ -71,6 +71,7 @@ class LeRobotDemonstrations:
             tasks: ``"environment"`` for the frames whose instruction is one of the environment's, ``"all"`` for all.
 
         Raises:
+            FileNotFoundError: there is no data set.
             ValueError: in one line, what does not fit and what to type.
             ModuleNotFoundError: what reads it is not installed.
         """
@@ -86,16 +87,16 @@ class LeRobotDemonstrations:
             if (each.height, each.width) != tuple(shape):
                 raise ValueError(
                     f"{folder.path}: {each.name} has {each.height} x {each.width} pixels, {spec.id} has "
-                    f"{shape[0]} x {shape[1]} here; type env.image_size={_size(each)}, or take another camera of "
-                    f"{_names(folder)}: demonstrations.camera=NAME"
+                    f"{shape[0]} x {shape[1]} here; type image_size={_size(each)} (recipes: env.image_size), or "
+                    f"camera=NAME (recipes: demonstrations.camera), another one of {_names(folder)}"
                 )
         if any(each.video for each, _ in shapes):
             check_decoder(folder.path)
         if tasks == "environment" and not any(number >= 0 for number in found.task_ids.values()):
             raise ValueError(
                 f"{folder.path}: none of its instructions is one of {spec.id}: it has {_some(folder.tasks.values())}, "
-                f"the environment {_some(task.instruction for task in spec.tasks)}; type demonstrations.tasks=all to "
-                "learn from all, in the words of the data set"
+                f"the environment {_some(task.instruction for task in spec.tasks)}; type tasks='all' (recipes: "
+                "demonstrations.tasks=all) to learn from all, in the words of the data set"
             )
         return found
 
@@ -166,8 +167,8 @@ class LeRobotDemonstrations:
             if len(self.wrist_cameras) != wanted:
                 raise ValueError(
                     f"{self.folder.path}: the policy looks at {wanted} wrist cameras, and the data set has "
-                    f"{len(self.wrist_cameras)} whose names say so; type demonstrations.wrist_cameras=[NAME], of "
-                    f"{_names(self.folder)}"
+                    f"{len(self.wrist_cameras)} whose names say so; type wrist_cameras=[NAME] (recipes: "
+                    f"demonstrations.wrist_cameras), of {_names(self.folder)}"
                 )
             cameras[keys.WRIST_IMAGES] = self.wrist_cameras
         table = self.folder.table
@@ -316,7 +317,7 @@ def _check_sizes(folder: LeRobotFolder, spec: SimulatorSpec) -> None:
         if theirs != ours:
             raise ValueError(
                 f"{folder.path}: its {name} has {theirs} numbers, {what} of {spec.id} has {ours}; take a data set of "
-                "this robot, or the environment that it is of: env=NAME"
+                "this robot, or the environment that it is of (recipes: env=NAME)"
             )
 
 
@@ -333,7 +334,7 @@ def _third_person(folder: LeRobotFolder, name: str | None, wrists: Sequence[Came
     if len(others) != 1:
         raise ValueError(
             f"{folder.path}: which of its cameras are images is not clear from their names; type "
-            f"demonstrations.camera=NAME, one of {_names(folder)}"
+            f"camera=NAME (recipes: demonstrations.camera), one of {_names(folder)}"
         )
     return others[0]
 
@@ -345,7 +346,8 @@ def _is_wrist(name: str) -> bool:
 def _named(folder: LeRobotFolder, name: str, setting: str = "camera") -> Camera:
     if name not in folder.cameras:
         raise ValueError(
-            f"demonstrations.{setting}={name}: {folder.path} has no such camera; type one of {_names(folder)}"
+            f"{setting}={name}: {folder.path} has no such camera; type one of {_names(folder)} (recipes: "
+            f"demonstrations.{setting})"
         )
     return folder.cameras[name]
 

@@ -104,9 +104,13 @@ class LeRobotFolder:
         """Read ``meta/info.json``.
 
         Raises:
+            FileNotFoundError: there is none.
             ValueError: another version, no actions, states or cameras, or a damaged file; says what to do.
         """
         path = Path(path)
+        if not is_lerobot(path):
+            what = f"{INFO} is missing" if path.is_dir() else "there is no such folder"
+            raise FileNotFoundError(f"{path}: no data set of LeRobot is here, {what}; give the folder that has {INFO}")
         try:
             info = json.loads((path / INFO).read_text())
             features = {str(name): dict(feature) for name, feature in info["features"].items()}

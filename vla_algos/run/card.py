@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from vla_algos import results
 from vla_algos.evaluation import EvaluationResult
-from vla_algos.run import episode_log
 from vla_algos.run.files import write_atomically
 from vla_algos.run.folder import settings_of
 from vla_algos.run.origin import origin_of
@@ -51,7 +51,7 @@ class _Evaluation:
         lengths = (re.fullmatch(r"eval/success_len_(\d+)", name) for name in self.metrics)
         chain = max((int(length[1]) for length in lengths if length), default=1)
         groups = (self.settings.get("eval") or {}).get("mean_of") or ()
-        episodes = episode_log.read_episodes(self.folder / episode_log.NAME)
+        episodes = results.read_episodes(self.folder / results.NAME)
         return EvaluationResult(episodes, chain_length=chain, mean_of=tuple(groups))
 
 

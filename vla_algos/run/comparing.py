@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_algos.comparison import compare
+from vla_algos.results import NAME, files_of, read_episodes
 from vla_algos.run import episode_log
 from vla_algos.run.evaluated import evaluated_env
 from vla_algos.run.folder import flat, settings_of
@@ -76,7 +77,7 @@ def _compare_own(folder: Path, mean_of: Sequence[str] | None) -> Iterator[str]:
     ablations = episode_log.ablated(folder) if folder.is_dir() else {}
     if not ablations:
         raise ValueError(f"{folder} has one evaluation; with what? type: vla-recipe compare {folder} OTHER")
-    normal = folder / episode_log.NAME
+    normal = folder / NAME
     for name, path in ablations.items():
         yield _table(normal, path, groups, "normal", name, normal, path, tasks=True)
 
@@ -101,7 +102,7 @@ def _table(
     *,
     tasks: bool,
 ) -> str:
-    found = compare(episode_log.read_episodes(one), episode_log.read_episodes(other), mean_of)
+    found = compare(read_episodes(one), read_episodes(other), mean_of)
     said = [kind] * bool(kind) + [f"{first} {place.name}, {second} {other_place.name}"] * (first == "before")
     said += [f"{first} {place}, {second} {other_place}"] * (first == "A")
     title = f"{second} - {first}, paired over {len(found.pairs)} episodes"
@@ -115,16 +116,16 @@ def _find(path: Path) -> _Found:
     run = next((each for each in (path, *path.absolute().parents) if (each / "config.yaml").is_file()), path)
     if path.is_file():
         return _Found(path, {"": path}, run)
-    if _there(path / episode_log.NAME):
+    if _there(path / NAME):
         kind = "sampled" if settings_of(run).get("greedy") is False else "greedy"
-        return _Found(path, {kind: path / episode_log.NAME}, run)
+        return _Found(path, {kind: path / NAME}, run)
     names = {"greedy": path / "eval.jsonl", "sampled": path / "eval_sampled.jsonl"}
     if files := {kind: file for kind, file in names.items() if _there(file)}:
         return _Found(path, files, run)
     if evaluations := _evaluations(path):
         return evaluations[-1]
     raise ValueError(
-        f"{path} has no results of episodes: neither {episode_log.NAME} nor evaluations/; type the folder of a run, of "
+        f"{path} has no results of episodes: neither {NAME} nor evaluations/; type the folder of a run, of "
         "an evaluation, or such a file"
     )
 
@@ -137,7 +138,7 @@ def _evaluations(run: Path) -> list[_Found]:
 
 def _there(path: Path) -> bool:
     """Tell whether an evaluation has written there; one that was broken off may have files of other processes alone."""
-    return path.exists() or any(path.parent.glob(f"{path.stem}_rank*{path.suffix}"))
+    return bool(files_of(path))
 
 
 def _mean_of(*found: _Found) -> list[str]:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from vla_algos import parallel
-from vla_algos.evaluation import EpisodeResult
+from vla_algos.results import IDENTITY, NAME, EpisodeResult, as_lines, files_of, parts_of, result_of
 from vla_algos.run.files import Appended, attempt, remove, write_atomically
 from vla_common import keys
 from vla_envs import Episode
-
-NAME, _IDENTITY = "episodes.jsonl", "evaluation.json"
 
 
 class EpisodeLog:
@@ -41,7 +38,7 @@ class EpisodeLog:
 
     def add(self, result: EpisodeResult) -> None:
         """Write a result."""
-        self._file.append(_line(result).encode())
+        self._file.append(as_lines([result]).encode())
 
     def close(self) -> None:
         """Write what a full disk has refused, if there is room now."""
@@ -52,9 +49,9 @@ class EpisodeLog:
         """Write all results in the order of the episodes, in place of the files of all processes; in the first one."""
         if not parallel.is_main():
             return
-        content = "".join(map(_line, results))
+        content = as_lines(results)
         if attempt(str(path), lambda: write_atomically(path, content), "it has what was written as it came"):
-            for part in _parts(path):
+            for part in parts_of(path):
                 part.unlink()
 
 
@@ -64,35 +61,12 @@ def finished_episodes(path: Path, episodes: Sequence[Episode], chain_length: int
     Of chains of tasks a line without the number of those that were solved is no result.
     """
     found = {}
-    for part in [path, *_parts(path)] if path.exists() else _parts(path):
+    for part in files_of(path):
         for line in part.read_text(encoding="utf-8", errors="replace").splitlines():
             result = _read(line, episodes, chain_length)
             if result is not None and not result.crashed:
                 found[result.index] = result
     return found
-
-
-def read_episodes(path: Path) -> list[EpisodeResult]:
-    """Read all results that an evaluation has written, also one that was broken off, in the order of the episodes.
-
-    Raises:
-        ValueError: it has none, or lines that are something else (those torn by a kill are left out).
-    """
-    found: dict[int, EpisodeResult] = {}
-    for part in [path, *_parts(path)] if path.exists() else _parts(path):
-        for number, line in enumerate(part.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            try:
-                result = _result(entry)
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{part}: line {number} is no result of an episode; type another file") from None
-            found[result.index] = result
-    if not found:
-        raise ValueError(f"{path} has no result of an episode; type the folder of a run")
-    return [found[index] for index in sorted(found)]
 
 
 def ablated(folder: Path) -> dict[str, Path]:
@@ -121,7 +95,7 @@ def check_policy(folder: Path, policy: nn.Module) -> None:
             f"{folder} has results of a policy with other weights than this one. {_WAY_OUT.format(folder / NAME)}"
         )
     if parallel.is_main():
-        write_atomically(folder / _IDENTITY, json.dumps({"policy": weights}) + "\n")
+        write_atomically(folder / IDENTITY, json.dumps({"policy": weights}) + "\n")
 
 
 _WAY_OUT = "Take another folder (hydra.run.dir=...), or remove {} to begin anew"
@@ -143,40 +117,14 @@ def fingerprint(policy: nn.Module) -> str:
 def _policy_of(folder: Path) -> str | None:
     """Read whose results the folder has; ``None`` where it has no results."""
     path = folder / NAME
-    if not path.exists() and not _parts(path):
+    if not files_of(path):
         return None
     try:
-        return str(json.loads((folder / _IDENTITY).read_text())["policy"])
+        return str(json.loads((folder / IDENTITY).read_text())["policy"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{path} is there, but no readable {_IDENTITY} says of which policy. {_WAY_OUT.format(path)}"
+            f"{path} is there, but no readable {IDENTITY} says of which policy. {_WAY_OUT.format(path)}"
         ) from None
-
-
-def _parts(path: Path) -> list[Path]:
-    """List the files of the other processes."""
-    return sorted(path.parent.glob(f"{path.stem}_rank*{path.suffix}"))
-
-
-def _line(result: EpisodeResult) -> str:
-    entry = {
-        "index": result.index,
-        "task": result.task,
-        keys.TASK_ID: result.episode.task_id,
-        keys.TRIAL_ID: result.episode.trial_id,
-        "seed": result.episode.seed,
-        "group": result.group,
-        "success_once": result.success_once,
-        keys.SUCCESS_AT_END: result.success_at_end,
-        "return": result.episode_return,
-        "length": result.episode_len,
-        keys.CRASHED: result.crashed,
-        "attempts": result.attempts,
-    }
-    if result.subtasks is not None:
-        entry[keys.SUBTASKS] = result.subtasks
-    said = {"error": result.error, "remark": result.remark}
-    return json.dumps(entry | {name: text for name, text in said.items() if text}) + "\n"
 
 
 def _read(line: str, episodes: Sequence[Episode], chain_length: int) -> EpisodeResult | None:
@@ -193,24 +141,6 @@ def _read(line: str, episodes: Sequence[Episode], chain_length: int) -> EpisodeR
             episode.seed,
         ):
             return None
-        return replace(_result(entry), episode=episode, subtasks=subtasks)
+        return replace(result_of(entry), episode=episode, subtasks=subtasks)
     except (ValueError, KeyError, TypeError, IndexError):
         return None
-
-
-def _result(entry: Mapping[str, Any]) -> EpisodeResult:
-    return EpisodeResult(
-        Episode(int(entry[keys.TASK_ID]), int(entry[keys.TRIAL_ID]), int(entry["seed"])),
-        entry["task"],
-        entry["success_once"],
-        entry[keys.SUCCESS_AT_END],
-        entry["return"],
-        entry["length"],
-        entry[keys.CRASHED],
-        entry["attempts"],
-        entry["group"],
-        int(entry["index"]),
-        entry.get("error", ""),
-        entry.get(keys.SUBTASKS),
-        entry.get("remark", ""),
-    )

@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from vla_algos import parallel
 from vla_algos.ablations import Observe
-from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
+from vla_algos.evaluation import EvaluationResult, evaluate
+from vla_algos.results import EpisodeResult
 from vla_algos.run.captions import caption, describe, enlarge
 from vla_algos.run.episode_log import EpisodeLog, finished_episodes
 from vla_algos.run.evaluated import at_temperature
@@ -190,7 +191,7 @@ def _of_everybody(observe: Observe, indices: Sequence[int]) -> Observe:
 def gather(share: EvaluationResult, path: Path) -> EvaluationResult:
     """Join the result of an evaluation of which each process has run its share, and the files of their episodes."""
     result = EvaluationResult.interleaved(parallel.all_gather_object(share))
-    EpisodeLog.join(path, (episode for episode in result.episodes if episode.attempts))
+    EpisodeLog.join(path, result.episodes)
     return result
 
 

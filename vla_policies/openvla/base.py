@@ -60,7 +60,8 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     """Prompt, images, statistics, sampling and checkpoints of the two OpenVLA policies.
 
     Action tokens are relative, 0 to 255, of all dimensions that the model predicts; ``action`` has those of the
-    simulator. Any exploration type but ``RANDOM`` takes the likeliest tokens.
+    simulator. Tokens are drawn under ``ExplorationType.RANDOM`` and outside of any ``set_exploration_type``; any other
+    type takes the likeliest ones.
 
     Args:
         model: its parameters may still be on the meta device.

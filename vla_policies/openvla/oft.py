@@ -137,6 +137,6 @@ class OpenVLAOFT(PrismaticPolicy):
     def _refuse_l1(self) -> None:
         if self.action_head is not None:
             raise ValueError(
-                "the L1 head predicts actions without a distribution, so they have no log-probability; train it with "
-                "recipes/sft.py, or load a checkpoint with head='tokens' for PPO and GRPO"
+                "the L1 head predicts actions without a distribution, so they have no log-probability; train it by "
+                "BehaviourCloning (recipes/sft.py), or load a checkpoint with head='tokens' for PPO and GRPO"
             )
