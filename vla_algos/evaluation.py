@@ -134,7 +134,7 @@ class EvaluationResult:
         return cls(episodes, chain_length=chain_length, mean_of=tuple(mean_of))
 
     def save(self, path: str | Path) -> Path:
-        """Write the episodes as ``vla-recipe evaluate`` does, one to a line; ``vla-recipe compare`` reads them.
+        """Write the episodes as ``vla-recipe run evaluate`` does, one to a line; ``vla-recipe compare`` reads them.
 
         Videos, why an evaluation was broken off and episodes that were never tried are not in it. What was saved there
         before is replaced.
