@@ -243,7 +243,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         """
         tensordict, whole = tensordict.reshape(-1), None if whole is None else whole.reshape(-1)
         self._check_entries(tensordict)
-        return self.terms(tensordict, *self.actor_network.evaluate_actions(tensordict), whole)
+        log_prob, entropy, value = self.actor_network.evaluate_actions(tensordict)
+        return self.terms(tensordict, log_prob, entropy, value, whole)
 
     def terms(
         self,
