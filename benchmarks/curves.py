@@ -21,17 +21,22 @@ def main() -> None:
     parser.add_argument("--title", default="")
     parser.add_argument("--success", default="eval/success_once", help="of evaluations, such as eval/mean/success_once")
     parser.add_argument("--smooth", type=int, default=1, help="iterations of training to average")
+    parser.add_argument("--iterations", action="store_true", help="along iterations, of runs on different machines")
     arguments = parser.parse_args()
+    along, unit, scale = "time/elapsed", "minutes since the start, set-up excluded", 60
+    if arguments.iterations:
+        along, unit, scale = "step", "iteration", 1
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for index, run in enumerate(arguments.runs):
         color = f"C{index}"
         lines = entries(run / "metrics.jsonl")
-        seconds, training = points(lines, "env/success_once", "time/elapsed")
-        minutes = [each / 60 for each in seconds]
-        axes.plot(minutes, smooth(training, arguments.smooth), color=color, alpha=0.4, linewidth=1)
-        seconds, evaluation = points(lines, arguments.success, "time/elapsed")
-        axes.plot([each / 60 for each in seconds], evaluation, color=color, marker="o", label=run.name)
-    axes.set(xlabel="minutes since the start, set-up excluded", ylabel="success", ylim=(0, 1.02), title=arguments.title)
+        places, training = points(lines, "env/success_once", along)
+        axes.plot(
+            [place / scale for place in places], smooth(training, arguments.smooth), color=color, alpha=0.4, linewidth=1
+        )
+        places, evaluation = points(lines, arguments.success, along)
+        axes.plot([place / scale for place in places], evaluation, color=color, marker="o", label=run.name)
+    axes.set(xlabel=unit, ylabel="success", ylim=(0, 1.02), title=arguments.title)
     axes.grid(alpha=0.3)
     axes.legend(title="bold: greedy, held-out grid; thin: sampled, training", loc="lower right")
     figure.savefig(arguments.output, dpi=120)

@@ -58,7 +58,7 @@ def test_one_state_is_enough_and_a_loss_that_is_not_finite_ends_it(policy):
     assert 0 < cloning.step() < 10
     one[keys.STATES] = torch.full_like(one[keys.STATES], torch.inf)
     with pytest.raises(
-        FloatingPointError, match=r"cloning is nan: .* lower cloning\.lr, or look at the demonstrations"
+        FloatingPointError, match=r"cloning is nan: .* lower lr \(recipes: cloning\.lr\), or look at the demonstrations"
     ):
         cloning.step()
 
