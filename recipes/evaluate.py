@@ -50,7 +50,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
         raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
     ablations = [config.ablation] if isinstance(config.ablation, str) else list(config.ablation or [])
     check_ablations(ablations, run.spec, run.evaluator.episodes(run.spec))
-    evaluated = identity(Path(config.policy["checkpoint"]))
+    evaluated = identity(Path(config.policy["checkpoint"]).expanduser())
     policy = run.make_policy()
     run.check_results()
     with contextlib.closing(run.make_env(policy)):
