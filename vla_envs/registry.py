@@ -64,6 +64,11 @@ class Benchmark:
         suite_title: how a suite is written in a Gymnasium id.
         checks: what this machine has and lacks for it (:mod:`vla_envs.doctor.checks` has the usual ones). It may take
             seconds and may run beside the checks of others.
+        unseen: options that are of the machine or of the reward, such as where assets are: no policy sees them, and
+            none is evaluated with those that it was trained with.
+
+    Raises:
+        ValueError: a name or title with other characters, or no option of a name in ``unseen``.
 
     Example:
         >>> from vla_envs import Benchmark, BenchmarkSchema, register_benchmark
@@ -79,11 +84,13 @@ class Benchmark:
     suites: Callable[[], Iterable[str]]
     suite_title: Callable[[str], str] = without_version
     checks: Callable[[], Sequence[Finding]] = no_checks
+    unseen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for what, value in (("name", self.name), ("title", self.title)):
             if not re.fullmatch(r"[\w-]+", value):
                 raise ValueError(f"the {what} of a benchmark is letters, digits, _ and -, got {value!r}")
+        check_options(self, self.unseen)
         if self.name in _unfinished:
             _unfinished.remove(self.name)
             _register_ids(self)

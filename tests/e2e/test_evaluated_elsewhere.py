@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 
 import pytest
@@ -76,12 +77,15 @@ def test_what_is_measured_elsewhere_says_so(elsewhere):
 
 
 def test_its_policy_is_evaluated_as_it_was_trained_or_where_the_run_was(elsewhere, tmp_path):
-    typed = [*TOY[:5], "eval.videos=0", f"policy.checkpoint={elsewhere / 'policy'}", "policy.chunk_size=3"]
-    done = recipe_here("evaluate", tmp_path / "there", *typed, f"env.id={SUITE}", "env.reset_ranges=null")
+    *_, line = (each for each in (elsewhere / "console.log").read_text().splitlines() if each.startswith("evaluate "))
+    typed = shlex.split(line)[shlex.split(line).index("evaluate", 1) + 1 :]  # what the run said at its end
+    assert typed[0] == f"policy.checkpoint={elsewhere / 'policy'}"
+    assert {f"env.id='{SUITE}'", "env.reset_ranges=null", "env.num_envs=1", "eval.trials=2"} >= set(typed[1:])
+    done = recipe_here("evaluate", tmp_path / "there", *typed, "eval.videos=0")
     assert f"was trained otherwise: env.id={SUITE}, not metaworld/button" in done.stdout
     noted = json.loads((tmp_path / "there" / "metrics.json").read_text())
     assert noted["evaluated_on"] == SUITE
-    assert list(noted["differs_from_training"]) == ["id", "reset_ranges"]
+    assert list(noted["differs_from_training"]) == ["env.id", "env.reset_ranges"]
     last = read_episodes(elsewhere / "evaluations" / "iteration_0003" / "eval.jsonl")
     again = read_episodes(tmp_path / "there" / "episodes.jsonl")
     assert len(compare(last, again, []).pairs) == 4, "the same episodes"

@@ -207,7 +207,7 @@ def test_a_policy_that_sees_otherwise_than_in_its_training_is_named(ppo_run, tmp
     run = recipe_here("evaluate", tmp_path / "other", *settings, "env.image_size=40")
     assert "was trained otherwise: env.image_size=40, not 32" in run.stdout
     noted = json.loads((tmp_path / "other" / "metrics.json").read_text())["differs_from_training"]
-    assert noted == {"image_size": [32, 40]}
+    assert noted == {"env.image_size": [32, 40]}
 
 
 def test_evaluate_with_ablations_reads_what_ppo_wrote(ppo_run, tmp_path):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from paths import CONF
 
 from vla_algos.run import as_trained as module
@@ -13,6 +14,7 @@ from vla_algos.run.arguments import compose_settings
 from vla_algos.run.as_trained import as_trained, is_chosen
 from vla_algos.run.config import read_config
 from vla_algos.run.evaluated import make_env_spec
+from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.origin import FILE, differences, env_of, note_origin
 
 THAT_TRAIN = sorted(
@@ -27,8 +29,19 @@ FAUCETS = {"id": "metaworld/faucet-open-v3", "image_size": 64, "render_quality":
 def policy(tmp_path):
     """The folder of a policy that was trained on a faucet."""
     spec = make_env_spec(FAUCETS)
-    note_origin(tmp_path / "policy", "ppo", FAUCETS, spec, chunk_size=5)
+    note_origin(tmp_path / "policy", "ppo", FAUCETS, spec, chunk_size=5, evaluation={"trials": 7, "seed": 3})
     return tmp_path / "policy"
+
+
+def trained_by(experiment, folder):
+    """The folder of a policy that an experiment would leave."""
+    recipe, name = module._of_training(experiment, CONF)
+    trained = compose_settings(recipe, [f"experiment={name}"], CONF)
+    evaluated_on = make_env_spec({**trained.env, **(trained.eval.env or {})}).id
+    settings = {name: OmegaConf.to_container(trained[name], resolve=True) for name in ("env", "eval")}
+    spec = make_env_spec(trained.env)
+    note_origin(folder, recipe, settings["env"], spec, 5, settings["eval"], evaluated_on)
+    return folder
 
 
 def test_an_experiment_that_trains_stands_for_where_it_is_evaluated():
@@ -54,11 +67,66 @@ def test_what_is_typed_counts(policy):
     assert chosen.env.id == "metaworld/MT50"
 
 
+def test_a_policy_is_evaluated_on_the_episodes_of_its_training(policy):
+    found = composed_evaluation(f"policy.checkpoint={policy}").eval
+    assert (found.trials, found.seed, found.videos) == (7, 3, 4)
+    assert composed_evaluation(f"policy.checkpoint={policy}", "eval.trials=2").eval.trials == 2
+    assert composed_evaluation(f"policy.checkpoint={policy}", "eval=benchmark").eval.trials is None
+    assert composed_evaluation(f"policy.checkpoint={policy}", "env=metaworld").eval.trials == 128
+
+
+@pytest.mark.parametrize("name", THAT_TRAIN)
+def test_the_policy_of_each_experiment_can_be_evaluated_by_its_folder(name, tmp_path):
+    found = composed_evaluation(f"policy.checkpoint={trained_by(name, tmp_path)}")
+    read_config(found, importlib.import_module("recipes.evaluate").SETTINGS)
+    episodes = {key: found.eval[key] for key in ("trials", "repeats", "seed", "mean_of")}
+    assert Evaluator(**episodes).episodes(make_env_spec(found.env))
+
+
+def test_mt50_is_evaluated_by_its_folder_as_its_page_says(tmp_path):
+    folder = trained_by("metaworld_mt50_ppo_small", tmp_path)
+    found = composed_evaluation(f"policy.checkpoint={folder}").eval
+    assert (found.trials, list(found.mean_of)) == (None, ["easy", "medium", "hard", "very_hard"])
+    other = composed_evaluation(f"policy.checkpoint={folder}", "env.id=metaworld/reach-v3").eval
+    assert (other.trials, list(other.mean_of)) == (None, []), "groups that another suite need not have"
+
+
+def test_episodes_of_another_suite_are_not_those_of_trainings_suite(tmp_path):
+    assert not composed_evaluation(f"policy.checkpoint={trained_by('metaworld_45_ppo_openpi', tmp_path)}").eval.mean_of
+    noted = json.loads((tmp_path / FILE).read_text())
+    assert noted["env"]["id"] == "metaworld/ML45-train"
+    assert noted["evaluation"] == {"trials": None, "repeats": 1, "seed": 9_000_000, "mean_of": []}
+
+
+def test_a_folder_is_found_at_home(policy, monkeypatch):
+    monkeypatch.setenv("HOME", str(policy.parent))
+    assert composed_evaluation("policy.checkpoint='~/policy'").env.id == FAUCETS["id"]
+
+
+def test_a_hub_id_is_what_its_local_copy_says(policy, monkeypatch):
+    monkeypatch.setattr(module, "find_cached", {"me/faucet": policy}.get)
+    assert composed_evaluation("policy.checkpoint=me/faucet").env.id == FAUCETS["id"]
+    with pytest.raises(ValueError, match=r"not known before it is downloaded; type: hf download me/other, and this"):
+        as_trained(["policy.checkpoint=me/other"], CONF)
+    for chosen in ("env=metaworld", "experiment=metaworld_evaluate_openpi"):
+        assert as_trained([chosen, "policy.checkpoint=me/other"], CONF) == [chosen, "policy.checkpoint=me/other"]
+
+
+def test_an_experiment_with_sampled_evaluations_says_how_to_have_them(capsys):
+    composed_evaluation("experiment=maniskill_ppo_openvla", "policy.checkpoint=x")
+    said = capsys.readouterr().err
+    assert "sampled actions at temperature 0.6 beside greedy ones: type greedy=false policy.temperature=0.6" in said
+    composed_evaluation("experiment=maniskill_ppo_openvla", "policy.checkpoint=x", "greedy=true")
+    assert not capsys.readouterr().err
+
+
 def test_flags_of_hydra_may_stand_anywhere(policy):
     for typed in (["--cfg", "job", f"policy.checkpoint={policy}"], [f"policy.checkpoint={policy}", "--cfg", "job"]):
         completed = as_trained(typed, CONF)
-        assert [each for each in completed if not each.startswith("env=")] == typed
-        assert completed[completed.index(f"policy.checkpoint={policy}") - 1].startswith("env=")
+        chosen = ["env=trained_on", "eval=trained_on"]
+        place = completed.index(f"policy.checkpoint={policy}")
+        assert completed[place - 2 : place] == chosen
+        assert [each for each in completed if each not in chosen] == typed
 
 
 def test_the_name_of_an_experiment_that_trains_stands_for_its_environment():
@@ -128,6 +196,15 @@ def test_only_what_a_policy_sees_differs(policy):
     assert differences(trained, {**FAUCETS, "num_envs": 1, "gpus": None}) == {}
     assert differences(trained, {**FAUCETS, "image_size": 200}) == {"image_size": (64, 200)}
     assert differences(trained, {**FAUCETS, "camera": "corner"}) == {"camera": (None, "corner")}
+
+
+def test_where_assets_are_and_what_is_paid_differs_for_no_policy(tmp_path):
+    env = {"id": "maniskill/PickCube-v1", "assets": "/mine", "reward_type": "dense", "num_envs": 2}
+    note_origin(tmp_path, "ppo", env, make_env_spec(FAUCETS), 5, {})
+    assert env_of(tmp_path) == {"id": env["id"], "num_envs": 2}
+    assert differences({"id": env["id"]}, env) == {}
+    theirs = {"id": "nobodys/suite", "assets": "/mine"}  # of a package that is not installed
+    assert differences(theirs, {**theirs, "assets": "/yours"}) == {"assets": ("/mine", "/yours")}
 
 
 def test_the_protocol_is_noted(policy):

@@ -15,9 +15,8 @@ from paths import CONF, GOLDEN
 
 from recipes.__main__ import main
 from vla_algos.run import read_config
-from vla_algos.run.arguments import compose_settings
+from vla_algos.run.arguments import as_typed, compose_settings
 from vla_algos.run.rlinf import translate
-from vla_algos.run.rlinf.command import typed
 
 RUNS = json.loads((GOLDEN / "rlinf_experiments.json").read_text())["runs"]
 FULL = {  # of every file, and read by nobody or about the machine
@@ -271,10 +270,11 @@ def test_no_text_of_the_file_gets_out_of_the_comments(tmp_path, capsys):
 @pytest.mark.parametrize(
     "value",
     [None, True, 1, 1e-8, 2.5, [0.2, 0.28], ["piper", "piper", 0.6], "a b", "it's", "true", "1e3", "0-7", "a,b=c", "",
-     "/models/x-1_b.c", "back\\slash", "(x)", "{a: 1}", "[0]", "a'b\\'c", "end\\"],
+     "/models/x-1_b.c", "back\\slash", "(x)", "{a: 1}", "[0]", "a'b\\'c", "end\\",
+     {"lookat": [0.0, 0.68], "distance": 1}, {"button-press-v3": [[-0.25], [0.25]]}],
 )  # fmt: skip
 def test_what_is_typed_is_what_hydra_reads(value):
-    (override,) = OverridesParser.create().parse_overrides([f"x={typed(value)}"])
+    (override,) = OverridesParser.create().parse_overrides([f"x={as_typed(value)}"])
     assert override.value() == value
 
 

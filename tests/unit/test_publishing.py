@@ -102,7 +102,7 @@ def policy(tmp_path):
     """The folder of a small policy, as a recipe leaves it."""
     folder = tmp_path / "policy"
     SmallVLA(SmallVLAConfig(num_bins=8, **SIZES)).save_pretrained(folder)
-    note_origin(folder, "ppo", FAUCET, make_env_spec(FAUCET), chunk_size=2)
+    note_origin(folder, "ppo", FAUCET, make_env_spec(FAUCET), chunk_size=2, evaluation={"trials": 4, "seed": 9})
     return folder
 
 
@@ -123,10 +123,11 @@ def evaluate(policy, folder):
         log.add(episode)
     log.close()
     said = {"greedy": True, "protocol": "metaworld/tests", "protocol_deviations": ["64 pixels instead of 480"]}
-    said["differs_from_training"] = {"image_size": [64, 32]}
+    said["differs_from_training"] = {"env.image_size": [64, 32]}
     said["policy_identity"] = identity(policy)
     (folder / "metrics.json").write_text(json.dumps({**EvaluationResult(episodes).metrics(), **said}))
-    settings = {"recipe": "evaluate", "env": FAUCET, "eval": {"seed": 9}, "policy": {"family": "small"}}
+    settings = {"recipe": "evaluate", "policy": {"family": "small"}}
+    settings |= {"env": {**FAUCET, "camera": {"distance": 1.5}}, "eval": {"trials": 2, "seed": 9}}
     settings["policy"] |= {"checkpoint": str(policy), "temperature": 1.6, "top_k": None}
     (folder / "config.yaml").write_text(json.dumps(settings))
     process = {"versions": {"torch": "2.13.0"}, "code": {"commit": "0123456789abcdef", "changes": None}}
@@ -163,13 +164,17 @@ def test_a_card_says_protocol_deviations_and_results(policy, evaluation, capsys,
         "- vla-torchrl at 0123456789ab",
         "faucet-open         4    75.0%   30.1 -  95.4",
         "hf download me/faucets --local-dir faucets",
+        "vla-recipe run evaluate policy.checkpoint=faucets policy=small policy.temperature=1.6 "
+        "'env.camera={distance:1.5}' eval.trials=2\n",
     ):
         assert text in card.text, text
     assert str(policy) not in card.text
     assert "top_k" not in card.text
     verify_checksums(policy)  # the card is no part of what was trained
     assert main(["card", str(policy)]) == 0, "ours is replaced"
-    assert "It was not evaluated." in (policy / "README.md").read_text()
+    card = (policy / "README.md").read_text()
+    assert "It was not evaluated." in card
+    assert "vla-recipe run evaluate policy.checkpoint=REPOSITORY\n" in card
 
 
 def test_a_copy_of_the_policy_has_its_evaluations(policy, evaluation, tmp_path):

@@ -96,6 +96,12 @@ def test_a_registered_benchmark_is_one_of_the_benchmarks():
     assert [env.step(np.zeros(2, np.float32))[1:3] for _ in range(3)] == [(0, False), (0, False), (1, True)]
 
 
+def test_what_no_policy_sees_is_among_a_benchmarks_options():
+    assert make_toy(unseen=["horizon"]).unseen == ["horizon"]
+    with pytest.raises(ValueError, match=r"unknown option of toy 'horizn'.*horizon"):
+        make_toy(unseen=["horizn"])
+
+
 def test_a_benchmark_says_how_its_suites_are_written_in_ids():
     register_benchmark(make_toy(suite_title=str.upper))
     assert {"vla/Toy-EASY-V2-v0", "vla/Toy-HARD-v0"} <= set(gymnasium.registry)

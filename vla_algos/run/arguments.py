@@ -6,15 +6,16 @@ import argparse
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
 from vla_algos.run.renamed import RENAMED
@@ -27,6 +28,8 @@ _FLAGS |= {"--shell-completion"}
 _FLAGS_WITH_VALUE = {"-c", "-p", "-cp", "-cn", "-cd", "-i", "--cfg", "--package", "--config-path", "--config-name"}
 _FLAGS_WITH_VALUE |= {"--config-dir", "--experimental-rerun", "--info"}
 _EVALUATED = re.compile(r"eval\.env(\.[\w.]+)?=.*", re.DOTALL)
+_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*|[0-9]+-[0-9]+")  # a text that Hydra reads as one without quotes
+_WORDS = ("true", "false", "null", "inf", "nan")
 _MOST_COMBINATIONS = 200  # of a sweep that are looked at before the first begins
 
 search_packages()
@@ -164,6 +167,19 @@ def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_args(list(arguments))
+
+
+def as_typed(value: Any) -> str:
+    """Return how a value is typed on Hydra's command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{as_typed(each)}' for name, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _WORDS):
+        return QuotedString(text=value, quote=Quote.single).with_quotes()
+    return str(value)
 
 
 def _check_folder(name: str, value: str, sweep: bool) -> None:

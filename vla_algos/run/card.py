@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ import yaml
 
 from vla_algos import results
 from vla_algos.evaluation import EvaluationResult
+from vla_algos.run.arguments import as_typed
 from vla_algos.run.files import write_atomically
 from vla_algos.run.folder import settings_of
-from vla_algos.run.origin import origin_of
+from vla_algos.run.origin import EPISODES, differences, origin_of
 from vla_common.checksums import identity
 from vla_policies.registry import inspect_policy
 
 NAME = "README.md"
+_EVALUATE = ("vla-recipe", "run", "evaluate")
 _OURS = "<!-- written by vla-recipe card -->"
 _OF_THE_MACHINE = ("checkpoint", "family", "device")  # settings of a policy that say nothing of a result
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -99,7 +102,8 @@ def write_card(
     found = [_read(evaluation, folder) for evaluation in evaluations]
     facts = inspect_policy(folder).facts
     lines = ["---", *_metadata(repository, facts, origin, found, base_model, license_name), "---", _OURS, ""]
-    lines += [*_introduction(repository, facts, origin), *_training(origin), *_results(found), *_usage(repository)]
+    lines += [*_introduction(repository, facts, origin), *_training(origin), *_results(found)]
+    lines += _usage(repository, origin, found)
     write_atomically(file, "\n".join(lines) + "\n")
     said = [f"wrote {file}: {_counted(len(found), 'evaluation')}. Nothing was uploaded."]
     return [*said, f"now type: hf upload {repository} {folder} . --private"]
@@ -111,7 +115,7 @@ def _read(evaluation: Path, policy: Path) -> _Evaluation:
     file = evaluation / "metrics.json"
     if settings.get("recipe") != "evaluate" or not file.is_file():
         raise FileNotFoundError(
-            f"{evaluation} has no finished evaluation; type the folder that python recipes/evaluate.py "
+            f"{evaluation} has no finished evaluation; type the folder that vla-recipe run evaluate "
             f"policy.checkpoint={policy} names as its results"
         )
     metrics = json.loads(file.read_text())
@@ -119,8 +123,8 @@ def _read(evaluation: Path, policy: Path) -> _Evaluation:
     if now is None or metrics.get("policy_identity") != now:
         evaluated = (settings.get("policy") or {}).get("checkpoint")
         raise ValueError(
-            f"{evaluation} is no evaluation of what {policy} has now, but of {evaluated} as it was then; type: python "
-            f"recipes/evaluate.py policy.checkpoint={policy}"
+            f"{evaluation} is no evaluation of what {policy} has now, but of {evaluated} as it was then; type: "
+            f"vla-recipe run evaluate policy.checkpoint={policy}"
         )
     try:
         record = json.loads((evaluation / "run.json").read_text())
@@ -184,15 +188,38 @@ def _results(evaluations: Sequence[_Evaluation]) -> Iterator[str]:
         chosen = {name: value for name, value in each.settings["policy"].items() if value is not None}
         yield from (f"- `policy.{name}={value}`" for name, value in chosen.items() if name not in _OF_THE_MACHINE)
         differs = each.metrics.get("differs_from_training") or {}
-        yield from (f"- `env.{name}` is `{now}`, was `{then}` in training" for name, (then, now) in differs.items())
+        yield from (f"- `{name}` is `{now}`, was `{then}` in training" for name, (then, now) in differs.items())
         yield from (f"- {text}" for text in _software(each.record))
         yield from ("", "```text", each.result().table(), "```")
 
 
-def _usage(repository: str) -> Iterator[str]:
+def _usage(repository: str, origin: Mapping[str, Any], evaluations: Sequence[_Evaluation]) -> Iterator[str]:
+    """Say how to repeat the evaluations; without any, how to evaluate as it was trained."""
     name = repository.partition("/")[2]
     yield from ("", "## Evaluate it", "", "```bash", f"hf download {repository} --local-dir {name}")
-    yield from (f"python recipes/evaluate.py policy.checkpoint={name}", "```")
+    for each in evaluations:
+        yield f"# {each.settings['env']['id']}, {each.how}"
+        yield shlex.join([*_EVALUATE, f"policy.checkpoint={name}", *_again(origin, each)])
+    if not evaluations:
+        yield shlex.join([*_EVALUATE, f"policy.checkpoint={name}"])
+    yield "```"
+
+
+def _again(origin: Mapping[str, Any], evaluation: _Evaluation) -> Iterator[str]:
+    """List what is typed to evaluate so again: all that is otherwise than in the policy's training."""
+    settings = evaluation.settings
+    policy = {name: value for name, value in settings["policy"].items() if value is not None}
+    if policy := {name: value for name, value in policy.items() if name not in _OF_THE_MACHINE}:
+        yield f"policy={settings['policy']['family']}"  # a file that has these settings
+        yield from (f"policy.{name}={as_typed(value)}" for name, value in policy.items())
+    for name, (_, now) in differences(origin["env"], settings["env"]).items():
+        yield f"env.{name}={as_typed(now)}" if name in settings["env"] else f"~env.{name}"
+    noted = origin.get("evaluation") or {}
+    for name in EPISODES:
+        if name in (settings.get("eval") or {}) and noted.get(name, ...) != settings["eval"][name]:
+            yield f"eval.{name}={as_typed(settings['eval'][name])}"
+    if not evaluation.metrics["greedy"]:
+        yield "greedy=false"
 
 
 def _protocol(protocol: str | None, deviations: Sequence[str]) -> Iterator[str]:

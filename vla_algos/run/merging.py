@@ -51,5 +51,5 @@ def merge_folder(folder: Path, to: Path) -> list[str]:
     write_folder_atomically(to, write)
     return [
         f"merged the adapter of {folder} into {to}: {policy.family}, {options.get('dtype', 'float32')}",
-        f"now type: python recipes/evaluate.py policy.checkpoint={to}",
+        f"now type: vla-recipe run evaluate policy.checkpoint={to}",
     ]

@@ -10,9 +10,10 @@ from typing import Any
 
 from vla_common.settings import setting_types
 from vla_envs import SimulatorSpec, make_env
+from vla_envs.registry import find_benchmark
 
 FILE = "environment.json"
-_UNSEEN = frozenset(setting_types(make_env)) - {"id"}  # of the machine or of the reward, which no policy sees
+EPISODES = ("trials", "repeats", "seed", "mean_of")  # settings of an evaluation that say which it has
 
 
 def note_origin(
@@ -21,6 +22,7 @@ def note_origin(
     env: Mapping[str, Any],
     spec: SimulatorSpec,
     chunk_size: int,
+    evaluation: Mapping[str, Any],
     evaluated_on: str | None = None,
 ) -> None:
     """Write beside a policy's files what it was trained on.
@@ -28,15 +30,22 @@ def note_origin(
     Args:
         folder: of the policy.
         recipe: that has trained it.
-        env: the settings of the environment; what is of the machine alone is left out.
+        env: the settings of the environment; what is of the machine or of the reward alone is left out.
         spec: made of them.
         chunk_size: primitive actions per decision.
+        evaluation: the settings of the run's evaluations; which episodes these have is noted, of another suite than
+            that of ``env`` the seed alone.
         evaluated_on: id of the suite of the run's evaluations; ``None`` for that of ``env``.
     """
+    unseen = _unseen(env["id"]) - {"num_envs"}
+    episodes = {name: evaluation[name] for name in EPISODES if name in evaluation}
+    if evaluated_on not in (None, spec.id):
+        episodes |= {"trials": None, "repeats": 1, "mean_of": []}
     known = {
         "recipe": recipe,
-        "env": {name: value for name, value in env.items() if name not in _UNSEEN or name == "num_envs"},
+        "env": {name: value for name, value in env.items() if name not in unseen},
         "chunk_size": chunk_size,
+        "evaluation": episodes,
         "evaluated_on": evaluated_on or spec.id,
         "protocol": spec.protocol,
         "protocol_deviations": list(spec.protocol_deviations),
@@ -54,7 +63,7 @@ def origin_of(folder: str | Path) -> dict[str, Any] | None:
     Raises:
         ValueError: the file is broken.
     """
-    file = Path(folder) / FILE
+    file = Path(folder).expanduser() / FILE
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
             found = json.loads(file.read_text())
@@ -72,6 +81,16 @@ def env_of(folder: str | Path) -> dict[str, Any] | None:
 
 def differences(trained: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """List what a policy sees otherwise than in its training: ``{setting: (then, now)}``."""
-    names = [name for name in {**trained, **env} if name not in _UNSEEN]
+    unseen = _unseen(trained["id"]) | _unseen(env["id"])
+    names = [name for name in {**trained, **env} if name not in unseen]
     both = {name: (trained.get(name), env.get(name)) for name in names}
     return {name: (then, now) for name, (then, now) in both.items() if then != now}
+
+
+def _unseen(suite: str) -> set[str]:
+    """List settings of the machine or of the reward, which no policy sees, of the environments of a name."""
+    try:
+        own = find_benchmark(suite)[0].unseen
+    except (ValueError, ImportError):  # of a package that is not installed here
+        own = ()
+    return set(setting_types(make_env)) - {"id"} | set(own)

@@ -13,6 +13,7 @@ from vla_algos.demonstrations import check_heldout
 from vla_algos.foresight import check_sight
 from vla_algos.imitation import check_state_noise
 from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
+from vla_algos.run.arguments import as_typed
 from vla_algos.run.evaluated import OtherSuite, check_share, check_temperature, evaluated_env, make_env_spec
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.loggers import check_keys
@@ -102,10 +103,20 @@ class Plan:
         """Name the suite of training, and that of evaluations where it is another one, for printing."""
         if self.other_suite is None:
             return describe_spec(self.spec)
-        other = differences(self.config.env, evaluated_env(self.config.env, self.config.eval))
+        other = self._otherwise()
         shown = "; ".join(f"{name}={now}, not {then}" for name, (then, now) in other.items() if name != "id")
         lines = [f"trained on {describe_spec(self.spec)}", f"evaluated on {describe_spec(self.evaluated_on)}"]
         return "\n".join([*lines, *([f"  otherwise than training: {shown}"] if shown else [])])
+
+    def elsewhere(self) -> list[str]:
+        """List the settings with which ``recipes/evaluate.py`` repeats evaluations of another suite; none otherwise."""
+        if self.other_suite is None:
+            return []
+        env = [f"env.{name}={as_typed(now)}" for name, (_, now) in self._otherwise().items()]
+        return [*env, *self.evaluator.settings_of_episodes()]
+
+    def _otherwise(self) -> dict[str, tuple[Any, Any]]:
+        return differences(self.config.env, evaluated_env(self.config.env, self.config.eval))
 
     def check_policy(self, policy: VLAPolicy) -> None:
         """Refuse a policy that could not act, clone or be evaluated as asked, before any work.

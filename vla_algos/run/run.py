@@ -33,7 +33,7 @@ from vla_algos.run.files import attempt, write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
 from vla_algos.run.loggers import events_of, open_loggers
 from vla_algos.run.logging import RunLogger, progress_bar
-from vla_algos.run.origin import differences, env_of, note_origin
+from vla_algos.run.origin import differences, note_origin, origin_of
 from vla_algos.run.phase import begin_work, has_begun
 from vla_algos.run.plan import Plan
 from vla_algos.run.resume import ResumableRun, Stateful
@@ -150,19 +150,26 @@ class Run:
         return self.policy
 
     def _say_origin(self) -> None:
-        """Say in one line what the policy sees otherwise than in its training, or that its folder does not tell."""
+        """Say in one line what is otherwise than in the policy's training, or that its folder does not tell."""
         checkpoint = self.config.policy.get("checkpoint")
         if not checkpoint:
             return
-        trained = env_of(resolve(checkpoint))
-        self.differs = {} if trained is None else differences(trained, self.config.env)
+        trained, chunk = origin_of(resolve(checkpoint)), self.policy.chunk_size
+        if trained is not None:
+            found = differences(trained["env"], self.config.env)
+            self.differs = {f"env.{name}": each for name, each in found.items()}
+            if trained.get("chunk_size", chunk) != chunk:
+                self.differs["actions per decision"] = (trained["chunk_size"], chunk)
         if not parallel.is_main():
             return
         known = HydraConfig.initialized()  # a job does not know what was typed
         if trained is None and self.name == "evaluate" and known and not is_chosen(HydraConfig.get().overrides.task):
-            print(f"warning: {checkpoint} does not say what it was trained on, {self.spec.id} is taken; type env=NAME")
+            print(
+                f"warning: {checkpoint} does not say what it was trained on, {self.spec.id} is taken; type env=NAME or "
+                "experiment=NAME"
+            )
         if self.differs:
-            shown = "; ".join(f"env.{name}={now}, not {then}" for name, (then, now) in self.differs.items())
+            shown = "; ".join(f"{name}={now}, not {then}" for name, (then, now) in self.differs.items())
             print(f"warning: {checkpoint} was trained otherwise: {shown}")
 
     def make_env(self, policy: VLAPolicy) -> VLAEnv:
@@ -466,7 +473,8 @@ class Run:
         self.policy.save_pretrained(folder)
         if parallel.is_main():
             evaluated_on = self.plan.evaluated_on.id
-            note_origin(folder, self.name, self.config.env, self.spec, self.policy.chunk_size, evaluated_on)
+            evaluation = self.config.eval
+            note_origin(folder, self.name, self.config.env, self.spec, self.policy.chunk_size, evaluation, evaluated_on)
 
     def _begin(self) -> None:
         seed_rank(self.config.seed)  # before cloning, in which a flow draws noise for each process's part
@@ -573,8 +581,9 @@ class Run:
         compared = before_and_after(self.folder, self.evaluator.mean_of) if parallel.is_main() else []
         where = [*self._draw_curves(), *self._logger.where()]
         suites = self.plan.describe_suites()
-        episodes = self.evaluator.settings_of_episodes() if self.plan.other_suite is None else []
-        summarise(self.name.upper(), self.folder, suites, evaluations, compared, speed, seconds, where, episodes)
+        summarise(
+            self.name.upper(), self.folder, suites, evaluations, compared, speed, seconds, where, self.plan.elsewhere()
+        )
         if self._failure:
             raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {self._failure}")
 

@@ -77,7 +77,7 @@ def summarise(
     speed: float | None,
     seconds: float,
     curves: Sequence[str] = (),
-    episodes: Sequence[str] = (),
+    elsewhere: Sequence[str] = (),
 ) -> None:
     """Print what a training run did and where everything is.
 
@@ -90,7 +90,7 @@ def summarise(
         speed: environment steps per second in training; ``None`` where there were none.
         seconds: the run took.
         curves: the picture of them, and how one looks at what each logger has.
-        episodes: settings with which ``recipes/evaluate.py`` runs those of these evaluations.
+        elsewhere: settings with which ``recipes/evaluate.py`` repeats evaluations of another suite than training's.
     """
     print(f"\n{setting}")
     shown = {f"after {title}": evaluations[-1]}
@@ -110,7 +110,7 @@ def summarise(
         "checkpoints": folder / "checkpoints",
         "curves": f"\n{' ' * 13}".join([*curves, str(folder / "metrics.jsonl")]),
         "videos": folder / "videos",
-        "evaluate": to_evaluate(folder / "policy", episodes),
+        "evaluate": to_evaluate(folder / "policy", elsewhere),
     }
     if not (folder / "videos").is_dir():
         del rows["videos"]

@@ -40,4 +40,5 @@ BENCHMARK = Benchmark(
     make_spec=make_spec,
     suites=suites,
     checks=check,
+    unseen=("path",),
 )

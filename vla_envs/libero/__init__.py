@@ -41,4 +41,5 @@ BENCHMARK = Benchmark(
     suites=suites,
     suite_title=str.capitalize,
     checks=check,
+    unseen=("assets", "cache_gigabytes", "download_assets"),
 )

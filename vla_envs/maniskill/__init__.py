@@ -35,4 +35,5 @@ BENCHMARK = Benchmark(
     make_spec=make_spec,
     suites=suites,
     checks=check,
+    unseen=("assets", "reward_type"),
 )

@@ -30,4 +30,5 @@ BENCHMARK = Benchmark(
     make_spec=make_spec,
     suites=suites,
     checks=check,
+    unseen=("cache_gigabytes", "reward_type"),
 )

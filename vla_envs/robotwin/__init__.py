@@ -49,4 +49,5 @@ BENCHMARK = Benchmark(
     make_spec=make_spec,
     suites=suites,
     checks=check,
+    unseen=("path", "assets_path"),
 )

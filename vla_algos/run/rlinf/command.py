@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.placement import Placement
-from vla_algos.run.arguments import compose_settings
+from vla_algos.run.arguments import as_typed, compose_settings
 from vla_algos.run.evaluated import make_env_spec
 from vla_algos.run.rlinf.keys import Keys, NotGiven
 from vla_algos.run.rlinf.learning import read_algorithm, recipe
@@ -41,8 +40,6 @@ _TITLES = {
     SAME: "The same here, with nothing to set",
     UNKNOWN: "Not known",
 }
-_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*|[0-9]+-[0-9]+")  # a text that Hydra reads as one without quotes
-_WORDS = ("true", "false", "null", "inf", "nan")
 _TRAINING = {"pi0": "openpi", "openvla": "openvlaoft", "openvla_oft": "openvlaoft"}  # algo=ppo_openpi, optim=openpi
 
 
@@ -117,7 +114,7 @@ class Translation:
 
     def _typed(self, setting: str) -> str:
         if setting in self.keys.settings:
-            return f"{setting}={typed(self.keys.settings[setting])}"
+            return f"{setting}={as_typed(self.keys.settings[setting])}"
         return setting
 
 
@@ -174,19 +171,8 @@ def _translated(keys: Keys, conf: Path, check: Check | None) -> Translation:
         except (ValueError, HydraException, OmegaConfBaseException) as error:
             path = keys.configuration.path
             raise ValueError(f"{path}: comes to what the recipe refuses: {one_line(str(error))}") from error
-    placed = [f"{name}={typed(value)}" for name, value in keys.settings.items() if name.startswith("placement.")]
+    placed = [f"{name}={as_typed(value)}" for name, value in keys.settings.items() if name.startswith("placement.")]
     return Translation(keys.configuration, name, (*chosen, *loggers, *placed), processes, keys)
-
-
-def typed(value: Any) -> str:
-    """Return how a value is typed on Hydra's command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(typed, value))}]"
-    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _WORDS):
-        return QuotedString(text=value, quote=Quote.single).with_quotes()
-    return str(value)
 
 
 def _check_kind(keys: Keys) -> None:
@@ -328,7 +314,7 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[st
             found = {name: value for name, value in found.items() if name not in of_evaluation}
     names = [name for name in wanted if name not in chosen and not name.startswith("placement.")]
     names.sort(key=lambda name: name != "policy.checkpoint")
-    return [f"{name}={typed(wanted[name])}" for name in names if not _same(wanted[name], found.get(name))]
+    return [f"{name}={as_typed(wanted[name])}" for name in names if not _same(wanted[name], found.get(name))]
 
 
 def _same(one: Any, other: Any) -> bool:
