@@ -47,16 +47,21 @@ def test_it_is_continued(tmp_path):
     assert (tmp_path / NAME).read_text() == "first\nsecond\n"
 
 
+def fail(folder, error):
+    """A run that ends in an error."""
+
+    def run():
+        with console_file(folder):
+            print("so far")
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+
+
 def test_an_exception_leaves_what_was_said(tmp_path):
     streams = sys.stdout, sys.stderr
-
-    def fail():
-        with console_file(tmp_path):
-            print("so far")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
+    fail(tmp_path, ZeroDivisionError())
     assert (sys.stdout, sys.stderr) == streams
     assert (tmp_path / NAME).read_text() == "so far\n"
 
@@ -84,9 +89,7 @@ def test_a_full_disk_is_said_once_and_loses_nothing(tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("of steps"), OSError("no room"), KeyboardInterrupt()])
 def test_why_a_run_ended_early_is_in_its_file_as_it_was_printed(error, tmp_path, capsys):
-    with pytest.raises(type(error)), console_file(tmp_path):
-        print("so far")
-        raise error
+    fail(tmp_path, error)
     assert program.say(error) != 0
     printed = capsys.readouterr().err
     assert str(error) in printed
@@ -95,25 +98,19 @@ def test_why_a_run_ended_early_is_in_its_file_as_it_was_printed(error, tmp_path,
 
 
 def test_an_error_of_another_run_is_not_in_it(tmp_path):
-    """Of a sweep: the second run has failed, or was refused before it had a file."""
-    for error in (ValueError("of the first"), None):
-        try:
-            with console_file(tmp_path):
-                if error:
-                    raise error
-                print("the second")
-        except ValueError as raised:
-            program.say(raised)
+    """Of a sweep: the second run is well, the third was refused before it had a file."""
+    fail(tmp_path / "first", ValueError("of the first"))
+    program.say(ValueError("of the first"))
+    with console_file(tmp_path / "second"):
+        print("all is well")
     program.say(ValueError("of the third"))
-    said = (tmp_path / NAME).read_text()
-    assert said.endswith("of the first\nthe second\n"), said
+    assert (tmp_path / "first" / NAME).read_text().endswith("of the first\n")
+    assert (tmp_path / "second" / NAME).read_text() == "all is well\n"
 
 
 def test_a_start_that_is_refused_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(phase, "_begun", False)
-    with pytest.raises(ValueError, match="wrong"), console_file(tmp_path):
-        print("run in folder")
-        raise ValueError("wrong")
+    fail(tmp_path, ValueError("wrong"))
     program.say(ValueError("wrong"))
     assert not list(tmp_path.iterdir())
 
