@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 
+import imageio.v3
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from paths import ROOT
 from running import TOY, TOY_OF, differing, metrics, recipe_here, train
 
 from vla_algos import Learner
+from vla_envs import make_spec
+from vla_policies import SmallVLA, SmallVLAConfig
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
 FILMED = ["train_videos.environments=2", "train_videos.every=2"]
@@ -65,6 +68,19 @@ def test_an_iteration_that_is_run_again_is_filmed_again(tmp_path, monkeypatch):
 def test_more_environments_than_there_are_cannot_be_filmed(tmp_path):
     with pytest.raises(ValueError, match=r"train_videos.environments=9: there are 2 environments; type .*=2 or fewer"):
         recipe_here("ppo", tmp_path, *TOY, *TOY_OF["ppo"], "train_videos.environments=9")
+
+
+def test_videos_of_evaluations_are_in_real_time(tmp_path):
+    """One frame is a decision, which takes as long as its actions; the speed of another policy is another one."""
+    spec, fps = make_spec("metaworld/button-press-topdown-v3"), {}
+    for length in (4, 8):
+        SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4, chunk_size=length)).save_pretrained(tmp_path / "policy")
+        typed = [f"policy.checkpoint={tmp_path / 'policy'}", *TOY[:4], "eval.trials=1", "eval.videos=1"]
+        recipe_here("evaluate", tmp_path / str(length), *typed)
+        GlobalHydra.instance().clear()
+        (path,) = (tmp_path / str(length) / "videos").glob("*.mp4")
+        fps[length] = imageio.v3.immeta(path)["fps"]
+    assert fps == {length: spec.control_frequency / length for length in (4, 8)}
 
 
 def line_of(process, begin):

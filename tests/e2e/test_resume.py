@@ -216,6 +216,7 @@ def test_cloning_goes_on(monkeypatch, tmp_path):
     GlobalHydra.instance().clear()
     assert open_checkpoint(latest_checkpoint(again / "checkpoints")).step == 4
     found, measured = clone(again)
+    assert "resumed after 4 steps\n" in (again / "console.log").read_text()
     assert measured == expected
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 

@@ -54,3 +54,19 @@ def test_the_instructions_of_all_benchmarks_fit():
             continue
         longest = max(longest, *(len(task.instruction.encode()) for task in tasks))
     assert 0 < longest < WIDTH
+
+
+@pytest.mark.timeout(600)  # ManiSkill compiles shaders
+@pytest.mark.parametrize("name", ["metaworld/reach-v3+push-v3", "calvin/D", "calvin/lh-mtlc", "maniskill/plate25-ood"])
+def test_what_a_benchmark_of_ours_says_is_what_its_tasks_declare(name, caplog):
+    """Sentences that are fixed, drawn, of a chain, and made of a pattern: none is remarked on."""
+    try:
+        tasks = make_spec(name).tasks
+        env = make_env(name, 1, 4, episodes=EpisodeQueue([Episode(task, 1, 3) for task in range(len(tasks))]))
+    except (ImportError, FileNotFoundError) as error:
+        pytest.skip(str(error))
+    for _ in tasks:
+        text = to_strings(env.reset())[0]
+        assert text
+    env.close()
+    assert "observe() returned the instruction" not in caplog.text

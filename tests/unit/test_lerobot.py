@@ -135,10 +135,26 @@ def test_other_tasks_are_learnt_from_if_asked_for(tmp_path, policy):
     found = LeRobotDemonstrations.open(folder, SPEC)
     samples = found.for_policy(policy)
     assert samples[keys.EPISODE].unique().tolist() == [1, 2]  # case and full stop aside
-    assert found.remarks == ("it has nothing of 1 of 2 tasks: 'push-v3'",)
+    assert found.remarks[0] == "it has nothing of 1 of 2 tasks: 'push-v3'"
     everything = LeRobotDemonstrations.open(folder, SPEC, tasks="all").for_policy(policy)
     assert everything[keys.TASK_ID].unique().tolist() == [-1, 0]
     assert decode(everything[keys.TASK_DESCRIPTIONS])[0] == "Sweep the floor."
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_frames_that_are_dropped_for_their_instructions_are_said(version, tmp_path):
+    """With their number; in ``run.json`` and in the lines before learning, and not where all are learnt from."""
+    episodes = made_up(tasks=("fly", TASKS[0], "swim"))
+    folder = write_lerobot(tmp_path / "set", episodes, version=version)
+    found = LeRobotDemonstrations.open(folder, SPEC)
+    said = "12 of 16 frames have instructions that are none of metaworld/reach-v3+push-v3: 'fly', 'swim'; type tasks="
+    assert found.remarks[-1].startswith(said)
+    assert found.remarks[-1] in found.facts()["remarks"]
+    assert found.remarks[-1] in found.describe()
+    assert "table" not in vars(found.folder), "states and actions are not read for it"
+    assert "frames have" not in LeRobotDemonstrations.open(folder, SPEC, tasks="all").describe()
+    own = write_lerobot(tmp_path / "own", made_up(), version=version)
+    assert "frames have" not in LeRobotDemonstrations.open(own, SPEC).describe()
 
 
 def test_wrist_cameras_are_found_by_their_names(plain):

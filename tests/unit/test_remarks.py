@@ -3,6 +3,7 @@
 import json
 
 import gymnasium
+import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from whole import whole_spec
@@ -11,7 +12,7 @@ from vla_algos.evaluation import evaluate
 from vla_algos.results import as_lines
 from vla_algos.run.episode_log import _read
 from vla_common import keys
-from vla_envs import Episode, make_env
+from vla_envs import Episode, Task, make_env
 from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
 
 SAID = "trial 2 ran as trial 3"
@@ -57,3 +58,35 @@ def test_gymnasium_has_it_in_its_infos():
     assert isinstance(single, gymnasium.Env)
     single.close()
     many.close()
+
+
+def told(caplog, *tasks, chain_length=1):
+    """What is said of the instruction, always that of the first task, while episodes of all tasks run."""
+    caplog.clear()
+    env = make_env(whole_spec(tasks=tasks, chain_length=chain_length), num_envs=2, chunk_size=4, num_workers=2)
+    still = TensorDictModule(lambda x: torch.zeros(x.shape[0], 4, 1), in_keys=[keys.STATES], out_keys=[keys.ACTION])
+    evaluate(env, still, [Episode(task, trial) for task in range(len(tasks)) for trial in (0, 1)])
+    env.close()
+    return [record.getMessage() for record in caplog.records if "instruction" in record.getMessage()]
+
+
+def test_an_instruction_that_no_task_declares_is_said_once(caplog):
+    (said,) = told(caplog, Task("far", "go far"), Task("near", "go near"))
+    assert said.startswith("toy/whole task near trial ")
+    assert "returned the instruction 'go far', its task has 'go near'; return that of the running episode" in said
+    (said,) = told(caplog, Task("near", "go {where}", instructions=("go near", "go on")))
+    assert "its task has 'go {where}' and the 2 of Task.instructions; " in said
+
+
+@pytest.mark.parametrize(
+    ("task", "chain_length"),
+    [
+        (Task("far", "go {where}", instructions=("go near", "go far")), 1),
+        (Task("far", "go somewhere", instructions=("the longest",), worded_anew=True), 1),
+        (Task("far", "go {where}"), 1),
+        (Task("far", "one after the other"), 2),
+    ],
+    ids=["listed", "worded anew", "pattern", "chain"],
+)
+def test_an_instruction_that_may_be_one_of_the_tasks_is_not_remarked_on(task, chain_length, caplog):
+    assert told(caplog, task, chain_length=chain_length) == []

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from vla_algos.run import read_config
 from vla_algos.run.launcher_settings import check_job
 from vla_algos.run.needs import Needs
-from vla_algos.run.rehearsal import Rehearsal, rehearse
+from vla_algos.run.rehearsal import rehearse
 from vla_common.program import WRONG_USE
 from vla_envs import make_spec
 from vla_policies import SmallVLA, SmallVLAConfig, make_policy
@@ -143,6 +143,11 @@ WRONG = [  # what is typed, and the words of the line
     ("grpo group_size=1", "group_size is 1: a group of one"),
     ("grpo env.group_size=2", "type group_size=2"),
     ("ppo pipeline.stages=3 env.num_envs=16", "stages=3: num_envs=16 cannot be divided"),
+    (
+        "ppo launcher.tasks_per_node=8 env.num_envs=63",
+        r"env\.num_envs=63 cannot be shared by the 8 processes of .*; try env\.num_envs=64",
+    ),
+    ("ppo optim.lr=abc", r"optim\.lr=abc: must be a valid number"),
     ("ppo gae.reward_level=action", "needs 5 values per decision, the policy has 1"),
 ]
 SHORT = {"openvla": OPENVLA, "pi0": PI0}
@@ -159,7 +164,8 @@ def test_what_would_fail_on_the_node_is_refused_here(typed, message, submit, pla
     assert done.stderr.startswith("error: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert re.search(message, done.stderr), done.stderr
-    assert not [path for path in (tmp_path / "run").glob("*") if path.suffix != ".log"], "nothing is written"
+    left = {path.name for path in (tmp_path / "run").glob("*")}
+    assert left <= {f"{typed.split()[0]}.log"}, "nothing but Hydra's log is written"
 
 
 @pytest.mark.parametrize("typed", ["ppo policy.checkpoint={place}/nope", "ppo policy.checkpoint={place}/seven"])
@@ -322,11 +328,18 @@ def test_extra_has_no_other_way_to_say_a_setting(extra, message):
     [
         (
             "launcher.tasks_per_node=2 env.num_envs=16",
-            "16 simulators in 8 processes 3.0, 2 processes of the recipe 0.8",
+            "16 simulators in 8 processes on 8 cores 3.0, 2 processes of the recipe 0.8",
             "",
         ),
         ("env.num_envs=16 launcher.memory_gb=1", "needs about 2.2 GB", "launcher.memory_gb=1 is less than that; type"),
         ("env.num_workers=8", "16 simulators in 8 processes", "launcher.cpus=4: 8 processes simulate on 4 cores of a"),
+        (
+            "launcher.cpus=1 env.num_envs=64",
+            "64 simulators in 1 process on 1 core",
+            "launcher.cpus=1: 64 simulators share 1 core of a node, and a decision waits for 64 of them one after the "
+            "other; type launcher.cpus=16, or fewer",
+        ),
+        ("launcher.cpus=16 env.num_envs=64", "64 simulators in 16 processes on 16 cores", ""),
         ("env.num_workers=8 launcher.memory_gb=0 launcher.cpus=null", "in 8 processes", ""),
     ],
 )
@@ -338,13 +351,20 @@ def test_what_a_job_takes_is_said_before_it_is_submitted(typed, needed, warnings
     assert warnings in done.stdout
 
 
-def test_nothing_is_said_of_a_benchmark_that_nobody_measured(tmp_path):
-    config = composed("ppo", ["launcher=slurm"], tmp_path)
-    settings = read_config(config, main_of("ppo").__globals__["SETTINGS"])
-    run = Rehearsal(settings, tmp_path)
-    assert Needs.of(run).simulators == 16
-    run.spec = replace(run.spec, worker_gb=None)
-    assert Needs.of(run) is None
+@pytest.mark.parametrize("unknown", [{"worker_gb": None}, {"batched": "module:Class"}])
+def test_the_policy_is_counted_where_the_simulators_cannot_be(unknown, tmp_path):
+    """Of a benchmark that nobody measured, and of one that simulates on the GPU."""
+    globals_of = main_of("ppo").__globals__
+    typed = ["launcher=slurm", "launcher.cpus=1", "policy.dim=1024", "policy.layers=12"]
+    settings = read_config(composed("ppo", typed, tmp_path), globals_of["SETTINGS"])
+    run = rehearse(globals_of["train"], settings, tmp_path)
+    known = Needs.of(run)
+    run.spec = replace(run.spec, **unknown)
+    needs = Needs.of(run)
+    assert needs.total == pytest.approx(known.total - known.simulating)
+    said = list(needs.describe(settings.launcher))
+    assert "simulators and batches not counted: 1 process of the recipe 0.4, the policy in host memory" in said[0]
+    assert any("simulators share 1 core" in line for line in said) == ("worker_gb" in unknown)
 
 
 def test_a_rehearsal_draws_no_random_numbers(tmp_path):

@@ -24,7 +24,7 @@ from vla_common.program import FAILED, INTERRUPTED, WRONG_USE, one_line, report
 from vla_envs.calvin.chains import published_chains
 from vla_policies import SmallVLA, SmallVLAConfig
 
-BEFORE_WORK = {".lock"}  # and the log of Hydra's
+BEFORE_WORK = {".lock"}  # and the empty log of Hydra's
 
 NAMES = [  # what is typed, and the words that the line has
     ("ppo env=metaworl_button", "unknown env 'metaworl_button'; did you mean metaworld_button"),
@@ -45,6 +45,10 @@ NAMES = [  # what is typed, and the words that the line has
         r"logger=wandb has logger\.wandb\.mode: type logger=wandb logger\.wandb\.mode=VALUE",
     ),
     ("ppo logger=[csv,wandb] logger.wandb.mod=x", r"did you mean logger\.wandb\.mode"),
+    ("ppo experimnt=x", "unknown setting 'experimnt'; did you mean experiment"),
+    ("ppo expriment=metaworld_mt50_ppo_small", "unknown setting 'expriment'; did you mean experiment"),
+    ("ppo algoo=ppo", "unknown setting 'algoo'; did you mean algo"),
+    ("sft sfft=expert", "unknown setting 'sfft'; did you mean sft"),
     ("evaluate logger=csv", r"logger is a setting of grpo\.py, not of evaluate\.py"),
     ("ppo policy.lora_rank=8", "policy=openvla has policy.lora_rank: type policy=openvla"),
     ("ppo env.id=metaworld/reach-v2", r"'reach-v2'; did you mean reach-v3"),
@@ -72,6 +76,16 @@ OTHER_ALGORITHM = [
     ("ppo group_size=4", r"group_size is a setting of grpo\.py, not of ppo\.py"),
     ("grpo gae.gamma=0.9", r"gae\.gamma is a setting of ppo\.py, not of grpo\.py"),
     ("ppo greedy=true", r"greedy is a setting of evaluate\.py"),
+    (
+        "evaluate optim.lr=1e-4",
+        r"optim\.lr is a setting of grpo\.py, not of evaluate\.py, which learns nothing; leave it out$",
+    ),
+    (
+        "evaluate optim=adamw",
+        r"optim is a setting of grpo\.py, not of evaluate\.py, which learns nothing; leave it out$",
+    ),
+    ("evaluate eval.temperature=0.6", r"in a training run; type greedy=false policy\.temperature=0\.6$"),
+    ("evaluate eval.sampled=true", "in a training run; type greedy=false for sampled actions$"),
     ("ppo recipe=grpo", r"for grpo\.py, not for ppo\.py"),
 ]
 GRAMMAR = [
@@ -223,7 +237,11 @@ EVALUATED = [  # on another suite than the one trained on
     ("ppo eval.temperature=0.6", r"eval\.temperature=0\.6: is of sampled actions, .*type eval\.sampled=true"),
     ("ppo eval.sampled=true eval.temperature=0.6", "policy=small does not sample at a temperature; leave it out"),
     ("ppo eval.sampled=true eval.temperature=0", r"eval\.temperature=0: must be greater than 0"),
-    ("evaluate policy.checkpoint={place}/small eval.env.id=metaworld/MT50", r"'eval\.env'.*did you mean"),
+    ("evaluate policy.checkpoint={place}/small eval.env.id=metaworld/MT50", r"; type env\.id=metaworld/MT50$"),
+    (
+        "evaluate policy.checkpoint={place}/small eval.env=metaworld_mt50",
+        r"eval\.env is of .*; type env=metaworld_mt50$",
+    ),
 ]
 CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
     ("ppo {calvin} env.id=calvin/E", "unknown CALVIN suite or task 'E'; known are lh-mtlc, A, B"),
@@ -334,8 +352,8 @@ def test_a_wrong_input_is_one_line(typed, message, programs, place, tmp_path):
     assert len(done.stderr) < 900, done.stderr
     assert re.search(message, done.stderr), done.stderr
     assert done.returncode == WRONG_USE
-    left = {path.name for path in (tmp_path / "run").glob("*") if path.suffix != ".log"}
-    assert left <= BEFORE_WORK
+    left = {path.name for path in (tmp_path / "run").glob("*")}
+    assert left <= {*BEFORE_WORK, f"{name}.log"}
     assert {path.name for path in tmp_path.iterdir()} <= {"run"}
 
 

@@ -121,7 +121,23 @@ class LeRobotDemonstrations:
         here = set(self.task_ids.values())
         if missing := [task.name for number, task in enumerate(self.spec.tasks) if number not in here]:
             said.append(f"it has nothing of {len(missing)} of {len(self.spec.tasks)} tasks: {_some(missing)}")
+        if self.tasks == "environment" and (dropped := self._dropped()):
+            said.append(dropped)
         return tuple(said)
+
+    def _dropped(self) -> str | None:
+        """Say how many frames are not learnt from because of their instructions."""
+        if min(self.task_ids.values()) >= 0:
+            return None
+        counts = self.folder.frames_of_tasks
+        foreign = [index for index, task_id in self.task_ids.items() if task_id < 0 and counts.get(index)]
+        if not foreign:
+            return None
+        return (
+            f"{sum(map(counts.__getitem__, foreign)):,} of {self.folder.frames:,} frames have instructions that are "
+            f"none of {self.spec.id}: {_some(self.folder.tasks[index] for index in foreign)}; type tasks='all' "
+            "(recipes: demonstrations.tasks=all) to learn from them too"
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return what ``run.json`` keeps of it."""

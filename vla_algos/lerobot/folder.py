@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,6 +150,20 @@ class LeRobotFolder:
         files = sorted((self.path / "meta" / "episodes").rglob("*.parquet"))
         rows = [row for file in files for row in _rows(self.path, file, without="stats/")]
         return {int(row[_EPISODE]): row for row in rows}
+
+    @cached_property
+    def frames_of_tasks(self) -> dict[int, int]:
+        """How many frames there are of each ``task_index`` that has some; nothing else of them is read.
+
+        Raises:
+            ValueError: see :attr:`table`.
+        """
+        counted: Counter[int] = Counter()
+        for file in sorted((self.path / "data").rglob("*.parquet")):
+            with reading(self.path, file) as opened:
+                column = opened.read(columns=[_TASK])[_TASK]
+            counted.update(_numbers(self.path, f"{file.relative_to(self.path)}: {_TASK}", column, 1)[:, 0].tolist())
+        return dict(counted)
 
     @cached_property
     def table(self) -> Table:

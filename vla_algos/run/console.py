@@ -10,20 +10,44 @@ from typing import Any, TextIO
 
 from vla_algos import parallel
 from vla_algos.run.files import Appended
+from vla_algos.run.phase import has_begun
 
 NAME = "console.log"
+_ended_early: Path | None = None  # folder of this process's last run, if nobody has said yet why it ended
 
 
 @contextlib.contextmanager
 def console_file(folder: Path) -> Iterator[None]:
     """Within, append to ``console.log`` what this process prints, of a progress bar only what stays on the screen.
 
-    Of several processes the first one does. What a full disk refuses is written when there is room.
+    It is written from when work begins: a start that is refused leaves nothing. Of several processes the first one
+    writes it. What a full disk refuses is written when there is room.
     """
+    global _ended_early
     if not parallel.is_main():
         yield
         return
-    file = Appended(folder / NAME)
+    _ended_early = None
+    try:
+        with _into(folder):
+            yield
+    except BaseException:
+        _ended_early = folder
+        raise
+
+
+@contextlib.contextmanager
+def file_of_failed() -> Iterator[None]:
+    """Go on with the file of a run that has just ended early, for what says why; of no other run."""
+    global _ended_early
+    folder, _ended_early = _ended_early, None
+    with contextlib.nullcontext() if folder is None else _into(folder):
+        yield
+
+
+@contextlib.contextmanager
+def _into(folder: Path) -> Iterator[None]:
+    file = _File(folder / NAME)
     out, errors = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Both(out, file), _Both(errors, file)
     try:
@@ -35,10 +59,26 @@ def console_file(folder: Path) -> Iterator[None]:
         file.close()
 
 
+class _File:
+    """A file of lines that are kept in memory until work begins, and forgotten if it never does."""
+
+    def __init__(self, path: Path):
+        self._file, self._kept = Appended(path), b""
+
+    def append(self, text: str) -> None:
+        self._kept += text.encode(errors="replace")
+        if self._kept and has_begun():
+            lines, self._kept = self._kept, b""
+            self._file.append(lines)
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _Both:
     """A stream whose whole lines go into a file too, without what was overwritten behind a carriage return."""
 
-    def __init__(self, stream: TextIO, file: Appended):
+    def __init__(self, stream: TextIO, file: _File):
         self._stream, self._file, self._line = stream, file, ""
         self._writes = False  # that the file could not be written is said on this stream
 
@@ -47,7 +87,7 @@ class _Both:
         written = self._stream.write(text)
         *lines, self._line = (self._line + text).split("\n")
         self._line = self._line.rpartition("\r")[2] if len(self._line) > _LONG else self._line
-        if lines and not self._writes:
+        if not self._writes:  # also without a line: work may have begun
             self._append("".join(_visible(line) + "\n" for line in lines))
         return written
 
@@ -60,7 +100,7 @@ class _Both:
     def _append(self, text: str) -> None:
         self._writes = True
         try:
-            self._file.append(text.encode(errors="replace"))
+            self._file.append(text)
         finally:
             self._writes = False
 

@@ -16,6 +16,11 @@ from vla_algos.run.arguments import compose_settings, read_flags
 from vla_common.errors import nearest_names, unknown_name
 from vla_common.program import one_line
 
+_OF_EVALUATE = {  # settings of evaluations within a training run, and what is typed after evaluate.py instead
+    "eval.temperature": "greedy=false policy.temperature={value}",
+    "eval.sampled": "greedy=false for sampled actions",
+    "eval.env": "env={value}",
+}
 _NO_NAME = "Config group override must be"  # Hydra says so with a plain ValueError
 
 
@@ -30,7 +35,7 @@ def explain(error: BaseException, recipe: str, arguments: Sequence[str], conf: P
     """
     if isinstance(error, (HydraException, OmegaConfBaseException)) or _NO_NAME in str(error):
         said = _explained(error, recipe, arguments, conf)
-    elif isinstance(error, ValueError) and (other := _of_another_file(str(error), arguments, conf)):
+    elif isinstance(error, ValueError) and (other := _elsewhere(str(error), recipe, arguments, conf)):
         said = other
     elif isinstance(error, TypeError) and (left_out := _left_out(str(error), arguments)):
         said = left_out
@@ -93,6 +98,13 @@ def _no_file(argument: str, conf: Path) -> str | None:
     return str(unknown_name(group, name, files)) if files and name not in files else None
 
 
+def _elsewhere(text: str, recipe: str, arguments: Sequence[str], conf: Path) -> str | None:
+    """Explain settings that are nobody's here, and why."""
+    if recipe == "evaluate" and "unknown setting 'eval.env'" in text:
+        return _of_evaluate("eval.env", arguments)
+    return _of_another_file(text, arguments, conf)
+
+
 def _of_another_file(text: str, arguments: Sequence[str], conf: Path) -> str | None:
     """Explain settings of a file that the user did not type: ``env.id`` of another benchmark, another family."""
     unknown = re.search(r"unknown setting '((env|policy)\.\w+)'", text)
@@ -115,12 +127,16 @@ def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Pat
     if whole := next((argument for argument in arguments if argument.startswith((f"{name}={{", f"{name}=["))), None):
         return f"{whole}: is a section; type its settings one by one: {name}.NAME=VALUE"
     if other := next((each for each in _choosing(name, conf) if each != recipe), None):
-        return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"
+        return _of_recipe(other, name, recipe)
+    if recipe == "evaluate" and (said := _of_evaluate(name, arguments)):
+        return said
     known = sorted(_known(recipe, arguments, conf), key=lambda each: each.count("."))
+    groups = [group.name for group in sorted(conf.iterdir()) if recipe in _choosing(group.name, conf)]
     section = name.partition(".")[0]
     elsewhere = {  # settings that come with another file of the group
         f"{place}.{setting}": file.stem
         for file in sorted((conf / section).glob("*.yaml"), reverse=True)  # of several, the first is named
+        if section in known  # otherwise the recipe takes no file of it
         for place in [_place(file, section)]
         for setting in yaml.safe_load(file.read_text()) or {}
         if f"{place}.{setting}" not in known and setting != "defaults"
@@ -131,8 +147,30 @@ def _no_such_setting(name: str, recipe: str, arguments: Sequence[str], conf: Pat
         return f"unknown setting {name!r}; {choice} has {nearest}: type {choice} {nearest}=VALUE"
     for other in sorted(path.stem for path in conf.glob("*.yaml") if path.stem != recipe):
         if name not in elsewhere and name in _names(OmegaConf.to_container(compose_settings(other, [], conf))):
-            return f"{name} is a setting of {other}.py, not of {recipe}.py; leave it out, or run {other}.py with it"
-    return str(unknown_name("setting", name, known))
+            return _of_recipe(other, name, recipe)
+    return str(unknown_name("setting", name, known if "." in name else dict.fromkeys([*known, *groups])))
+
+
+def _of_recipe(other: str, name: str, recipe: str) -> str:
+    """Say that a setting is another recipe's."""
+    advice = (
+        f"; leave it out, or run {other}.py with it" if recipe != "evaluate" else ", which learns nothing; leave it out"
+    )
+    return f"{name} is a setting of {other}.py, not of {recipe}.py{advice}"
+
+
+def _of_evaluate(name: str, arguments: Sequence[str]) -> str | None:
+    """Say what is typed after ``evaluate.py`` in place of a setting that only evaluations of a training run have."""
+    for argument in arguments:
+        typed, _, value = argument.lstrip("+").removeprefix("env@").partition("=")
+        if typed == name and name in _OF_EVALUATE:
+            instead = _OF_EVALUATE[name].format(value=value)
+        elif name == "eval.env" and typed.startswith("eval.env."):
+            instead = f"{typed.removeprefix('eval.')}={value}"
+        else:
+            continue
+        return f"{typed} is of evaluations in a training run; type {instead}"
+    return None
 
 
 def _choosing(group: str, conf: Path) -> Iterator[str]:

@@ -176,8 +176,8 @@ def _rehearse(train: Callable[[SimpleNamespace, Run], None], config: SimpleNames
             raise
         around = "if the nodes see another than this machine, type launcher.check=false"
         raise ValueError(f"{error}; {around}") from error
-    if job and not only_checks() and (needs := Needs.of(run)) is not None:
-        print("\n".join(needs.describe(config.launcher)))
+    if job and not only_checks():
+        print("\n".join(Needs.of(run).describe(config.launcher)))
 
 
 def members(config: DictConfig) -> tuple[int, ...] | None:

@@ -20,6 +20,7 @@ from vla_algos.run import command
 from vla_algos.run.arguments import combinations, read_arguments
 from vla_algos.run.as_trained import as_trained
 from vla_algos.run.checkpoints import CheckpointError
+from vla_algos.run.console import file_of_failed
 from vla_algos.run.explanations import explain
 from vla_algos.run.phase import begin_anew, has_begun
 from vla_common import program
@@ -111,7 +112,8 @@ def say(error: BaseException, run: str = "") -> int:
         error.args = (f"{run}: {error}",)
     if not has_begun() and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
         time.sleep(OTHERS_FIRST)
-    return program.report(error, begun=has_begun(), expected=_EXPECTED)
+    with file_of_failed():
+        return program.report(error, begun=has_begun(), expected=_EXPECTED)
 
 
 def _of_sweep() -> str:

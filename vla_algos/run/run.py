@@ -287,10 +287,8 @@ class Run:
         )
         with self._checkpoints:
             resumed = self._checkpoints.resume()
-            self._first = resumed or 0
+            self._first, self._resumes = resumed or 0, resumed is not None
             if resumed is not None:
-                if parallel.is_main():
-                    print(f"resumed after {resumed} iterations")
                 say_what_differs(self.folder)
             sinks = open_loggers(self.config.logger, self.folder, resumed)
             self._note_start()
@@ -314,13 +312,15 @@ class Run:
 
         Args:
             total: the last one; ``config.iterations`` if ``None``.
-            unit: of the progress bar.
+            unit: what they are called where they are counted.
             title: of the progress bar; the name of the recipe if ``None``.
         """
         total = self.config.iterations if total is None else total
         self._unit = unit
         self._last = self.state.get("last_iteration", total)
         self._losses: dict[str, str] = {}
+        if self._resumes and parallel.is_main():
+            print(f"resumed after {self._first} {unit}s")
         with progress_bar(title or self.name.upper(), total, unit, self._first) as self._bar:
             for iteration in range(min(self._first, total), total + 1):
                 if iteration > self._first:

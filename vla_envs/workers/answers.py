@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
 
 from vla_common.validation import is_whole_number
-from vla_envs.simulator import Observation, Outcome, SimulatorSpec
+from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
+_PATTERN = re.compile(r"[{<\[$]|\.\.\.")  # an instruction with a place for something
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -70,6 +72,26 @@ def check_observation(spec: SimulatorSpec, seen: Observation) -> np.ndarray:
     if not isinstance(text, str):
         raise WrongAnswer(f"task_description is {_kind(text)}, must be a text")
     return check_states(spec, states)
+
+
+def undeclared_instruction(spec: SimulatorSpec, episode: Episode, text: str) -> str | None:
+    """Say in a line that an observation has another instruction than the task of its episode; ``None`` if it has not.
+
+    It is no error: a policy is told what was observed. Who goes by the description, such as a LeRobot data set or
+    swapped instructions, misses it. Nobody can tell of tasks that are worded anew, nor of a pattern or a chain whose
+    sentences are not listed.
+    """
+    task = spec.tasks[episode.task_id]
+    if text == task.instruction or text in task.instructions or task.worded_anew:
+        return None
+    if not task.instructions and (spec.chain_length > 1 or _PATTERN.search(task.instruction)):
+        return None
+    declared = _kind(task.instruction)
+    declared += f" and the {len(task.instructions)} of Task.instructions" if task.instructions else ""
+    return (
+        f"observe() returned the instruction {_kind(text)}, its task has {declared}; return that of the running "
+        "episode, list it in Task.instructions, or set worded_anew=True"
+    )
 
 
 def remark_of(simulator: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers.answers import undeclared_instruction
 from vla_envs.workers.process import WorkerProcess, close_all, wait
 from vla_envs.workers.shared_memory import SharedArrays
 
@@ -122,6 +123,7 @@ class WorkerPool:
         self.errors: dict[int, str] = {}
         self.remarks: dict[int, str] = {}
         self.restarts = 0
+        self._told_of_instruction = False
         self._lost: set[int] = set()  # slots whose episode is over because its simulator failed
         self._displaced: set[int] = set()  # whose simulator went with its worker, and whose episode can go on
         self._failed: dict[Any, str] = {}  # by episode, the errors since a step last worked
@@ -466,6 +468,7 @@ class WorkerPool:
         texts, failed, remarks = answer[1]
         for slot, text in texts.items():
             self.texts[slot] = text
+            self._check_instruction(slot, text)
         for slot, remark in remarks.items():
             if self.remarks.get(slot) != remark:
                 _logger.warning("%s: %s", self._describe(slot), remark)
@@ -475,6 +478,15 @@ class WorkerPool:
         self.restarts += len(failed)
         for slot, traceback in failed.items():
             exchange.errors[slot] = self._report(worker, traceback, [slot])
+
+    def _check_instruction(self, slot: int, text: str) -> None:
+        """Say once if what a policy is told is not what the description says."""
+        episode = self.episodes[slot]
+        if self._told_of_instruction or episode is None:
+            return
+        if (wrong := undeclared_instruction(self.spec, episode, text)) is not None:
+            _logger.warning("%s: %s", self._describe(slot), wrong)
+            self._told_of_instruction = True
 
     def _answers(self, asked: Iterable[int]) -> list[tuple[int, Any, str | None]]:
         """Wait for events: ``(worker, (ok, answer), None)``, or an error if it died or ran out of time."""
