@@ -1,4 +1,7 @@
-"""``python -m vla_policies inspect | memory``: what a checkpoint is and lacks, and how large a GPU a policy needs."""
+"""``python -m vla_policies inspect | memory | tiny``: what a checkpoint is and lacks, how large a GPU a policy needs.
+
+``tiny`` writes a checkpoint with random weights, to try commands with.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_memory(
         commands.add_parser("memory", help="GB per GPU in update and rollout, calculated, by how it is trained")
     )
+    _add_tiny(commands.add_parser("tiny", help="write a tiny checkpoint with random weights, to try commands with"))
     words = list(sys.argv[1:] if arguments is None else arguments)
     settings = [word for word in words if word.startswith(_SETTING)]
     chosen = parser.parse_args([word for word in words if not word.startswith(_SETTING)])
@@ -31,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.command == "memory":
             return _print_memory(chosen, settings)
         if settings:
-            raise ValueError(f"{settings[0]}: inspect takes a folder and no settings")
+            raise ValueError(f"{settings[0]}: {chosen.command} takes a folder and no settings")
+        if chosen.command == "tiny":
+            return _write_tiny(chosen)
         from vla_policies.registry import inspect_policy
 
         found = inspect_policy(chosen.folder)
@@ -51,6 +57,22 @@ def _add_memory(command: argparse.ArgumentParser) -> None:
     command.add_argument("--gpu-memory", type=float, default=80.0, metavar="GB", help="of a GPU: what fits")
     command.add_argument("--micro-batch-size", type=int, default=1, help="decisions of a backward pass")
     command.add_argument("--num-envs", type=int, default=1, help="of a process, that decide together")
+
+
+def _add_tiny(command: argparse.ArgumentParser) -> None:
+    command.add_argument("kind", help="openvla, openvla_oft_official, openvla_oft_rlinf, pi0 or pi05")
+    command.add_argument("--to", required=True, metavar="NEW", help="a folder that is not there yet")
+    command.add_argument(
+        "--statistics", default="tiny", metavar="NAME", help="of their data set, such as bridge_orig for plate-25"
+    )
+
+
+def _write_tiny(chosen: argparse.Namespace) -> int:
+    from vla_policies.tiny import make_tiny
+
+    folder = make_tiny(chosen.kind, chosen.to, chosen.statistics)
+    print(f"{folder}: a tiny {chosen.kind} with random weights, to try commands with; it solves nothing")
+    return 0
 
 
 def _print_memory(chosen: argparse.Namespace, settings: Sequence[str]) -> int:

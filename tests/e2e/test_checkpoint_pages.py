@@ -1,9 +1,9 @@
 """The commands of docs/checkpoints are run as written, in their order, on tiny checkpoints of the real layouts.
 
-The rule: where ``hf download`` would have put a checkpoint, :data:`PAGES` puts a tiny one of the same layout. Behind
-what a page types for a recipe come the settings of :data:`BENCHMARKS` and :data:`RECIPES`, which make episodes, batches
-and the number of iterations small. Nothing else is changed. What needs a network is in :data:`NOT_RUN`; any other
-program fails the test.
+The rule is that of the first page, under "Try it without weights": where ``hf download`` would have put a checkpoint,
+``python -m vla_policies tiny`` puts one of the same layout, of the kinds in :data:`PAGES`, and behind what a page types
+for a recipe come the settings of that page's table. The first page's own commands have them already. Nothing else is
+changed. What needs a network is in :data:`NOT_RUN`; any other program fails the test.
 """
 
 import json
@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import pytest
 from forked import ForkedPrograms
 from huggingface_hub import ModelCard
-from openvla_checkpoint import make_checkpoint as make_openvla
 from paths import ROOT
-from pi0_checkpoint import make_checkpoint as make_pi0
 from safetensors.torch import load_file
 from simulators import libero_assets
 
@@ -24,6 +22,7 @@ from vla_envs.maniskill import assets
 from vla_envs.rendering import vulkan
 from vla_policies import OpenVLAOFT
 from vla_policies.checkpoint.lora import add_lora, save_adapter
+from vla_policies.tiny import KINDS, make_tiny
 
 DOCS = ROOT / "docs" / "checkpoints"
 NOT_RUN = {
@@ -35,21 +34,18 @@ NOT_RUN = {
 PROGRAMS = {"vla-recipe": ROOT / "recipes" / "__main__.py"}
 MODULES = {"vla_policies": ROOT / "vla_policies" / "__main__.py"}
 
-EPISODES = ["env.num_envs=2", "env.num_workers=1", "eval.trials=1", "eval.videos=0"]
-BENCHMARKS = {
-    "libero": ["env.task_ids=[0]", "env.max_episode_steps=10", "env.image_size=64", "env.render_quality=fast"],
-    "metaworld": ["env.id=metaworld/reach-v3", "eval.mean_of=[]", "env.max_episode_steps=10", "env.image_size=64"],
-    "maniskill": [
-        *("env.id=maniskill/PutOnPlateInScene25Main-v3", "eval.mean_of=[]"),
-        *("env.max_episode_steps=6", "env.image_size=48"),
-    ],
-}
-UPDATE = ["update.epochs=1", "update.micro_batch_size=2", "evaluate_every=0"]
-RECIPES = {
-    "evaluate": [],
-    "ppo": [*UPDATE, "collector.decisions=2", "update.minibatch_size=4"],
-    "grpo": [*UPDATE, "group_size=2", "collector.groups=2", "collector.max_groups=2", "update.minibatches=1"],
-}
+INDEX = (DOCS / "index.md").read_text()
+
+
+def small(row):
+    """The settings of a row of the first page's table."""
+    (settings,) = re.findall(rf"^\| {re.escape(row)} \| `(.+)` \|$", INDEX, re.MULTILINE)
+    return shlex.split(settings)
+
+
+BENCHMARKS = {"libero": small("LIBERO"), "metaworld": small("Meta-World"), "maniskill": small("plate-25")}
+UPDATE = small("`ppo.py`, `grpo.py`")
+RECIPES = {"evaluate": [], "ppo": [*UPDATE, *small("`ppo.py`")], "grpo": [*UPDATE, *small("`grpo.py`")]}
 FIRST, FURTHER = "iterations=1", "iterations=2"  # the latter where a page types a number of iterations itself
 
 
@@ -58,7 +54,8 @@ class Page:
     """What stands for the checkpoints of a page.
 
     Attributes:
-        checkpoints: what makes each folder that the page downloads.
+        checkpoints: what each folder is made with that the page downloads: words behind ``vla_policies tiny``, or a
+            function.
         trained: folders with what training and merging wrote of the first of them.
         needs: skips the test where a simulator lacks.
     """
@@ -68,18 +65,9 @@ class Page:
     needs: object
 
 
-def openvla(folder, key="tiny", **parts):
-    make_openvla(folder, **parts)
-    file = folder / "dataset_statistics.json"
-    (statistics,) = json.loads(file.read_text()).values()
-    file.write_text(json.dumps({key: statistics}))
-
-
 def adapter_of_openvla(folder):
-    make_openvla(folder.parent / "base")
-    policy = OpenVLAOFT.from_pretrained(
-        folder.parent / "base", benchmark="maniskill", layout="rlinf", use_proprio=False
-    )
+    base = make_tiny("openvla", folder.parent / "base", "bridge_orig")
+    policy = OpenVLAOFT.from_pretrained(base, benchmark="maniskill", layout="rlinf", use_proprio=False)
     add_lora(policy, 32)
     save_adapter(policy, folder)
 
@@ -95,29 +83,29 @@ def plate25():
 PAGES = {
     "openvla.md": Page(
         {
-            "checkpoints/openvla-plate25": lambda folder: openvla(folder, "bridge_orig"),
-            "checkpoints/openvla-libero": openvla,
+            "checkpoints/openvla-plate25": "openvla --statistics bridge_orig",
+            "checkpoints/openvla-libero": "openvla",
         },
         ("runs/openvla/policy", "checkpoints/openvla-plate25-ppo"),
         lambda: (plate25(), libero_assets()),
     ),
     "openvla-oft.md": Page(
         {
-            "checkpoints/oft-libero": openvla,
-            "checkpoints/oft-official": lambda folder: openvla(folder, heads=True),
-            "checkpoints/openvla-7b": lambda folder: openvla(folder, "bridge_orig"),
+            "checkpoints/oft-libero": "openvla_oft_rlinf",
+            "checkpoints/oft-official": "openvla_oft_official",
+            "checkpoints/openvla-7b": "openvla --statistics bridge_orig",
             "checkpoints/oft-plate25-adapter": adapter_of_openvla,
         },
         ("runs/oft/policy", "checkpoints/oft-libero-grpo"),
         lambda: (plate25(), libero_assets()),
     ),
     "pi0.md": Page(
-        {"checkpoints/pi0-metaworld": lambda folder: make_pi0(folder, "pi0_tiny")},
+        {"checkpoints/pi0-metaworld": "pi0"},
         ("runs/pi0/policy", "checkpoints/pi0-merged"),
         lambda: pytest.importorskip("metaworld"),
     ),
     "pi05.md": Page(
-        {"checkpoints/pi05-libero": lambda folder: make_pi0(folder, "pi05_tiny")},
+        {"checkpoints/pi05-libero": "pi05"},
         ("runs/pi05/policy", "checkpoints/pi05-merged"),
         libero_assets,
     ),
@@ -141,7 +129,7 @@ def excepted(words):
 def made_small(recipe, words):
     """What is typed for a recipe, and the settings that make it small."""
     (benchmark,) = (each for each in BENCHMARKS if any(re.match(f"(experiment|env)={each}", word) for word in words))
-    settings = [*EPISODES, *BENCHMARKS[benchmark], *RECIPES[recipe]]
+    settings = [*small("every recipe"), *BENCHMARKS[benchmark], *RECIPES[recipe]]
     if recipe != "evaluate":
         settings.append(FURTHER if any(word.startswith("iterations=") for word in words) else FIRST)
     return [*words, *settings]
@@ -168,11 +156,11 @@ def test_the_commands_of_a_page(name, programs, tmp_path, monkeypatch):
         for words in commands(text):
             if words[:2] == ["hf", "download"]:
                 folder = words[words.index("--local-dir") + 1]
-                page.checkpoints[folder](tmp_path / folder)
+                make(page.checkpoints[folder], tmp_path / folder, programs)
                 downloaded.add(folder)
             if excepted(words):
                 continue
-            done = run(words, programs)
+            done = run(words, programs, made_small)
             assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             ran.append((words, done.stdout))
     assert downloaded == page.checkpoints.keys()
@@ -181,15 +169,25 @@ def test_the_commands_of_a_page(name, programs, tmp_path, monkeypatch):
     check_card(ran, tmp_path)
 
 
-def run(words, programs):
-    """Run what a page types; a program that is not known is a failure."""
+def make(how, folder, programs):
+    """Put a tiny checkpoint where the page downloads one."""
+    if callable(how):
+        return how(folder)
+    done = run(["python", "-m", "vla_policies", "tiny", *how.split(), "--to", str(folder)], programs)
+    assert done.returncode == 0, done.stderr
+    assert "solves nothing" in done.stdout
+    return None
+
+
+def run(words, programs, completed=lambda recipe, words: words):
+    """Run what a page types, a recipe with what ``completed`` makes of it; a program that is not known is a failure."""
     if words[0] in PROGRAMS:
         return programs.run(PROGRAMS[words[0]], *words[1:], limit=600)
     if words[:2] == ["python", "-m"] and words[2] in MODULES:
         return programs.run(MODULES[words[2]], *words[3:], limit=600)
     recipe = re.fullmatch(r"recipes/(\w+)\.py", words[1]) if words[0] == "python" and len(words) > 1 else None
     assert recipe, f"the test does not know {words[0]}: {shlex.join(words)}"
-    return programs.run(recipe[1], *made_small(recipe[1], words[2:]), limit=600)
+    return programs.run(recipe[1], *completed(recipe[1], words[2:]), limit=600)
 
 
 def check_resumed(ran):
@@ -207,7 +205,7 @@ def check_folders(page, ran, place):
         own = {name for name in after if name.startswith("value_head.")}
         assert after.keys() - own == before.keys()
         assert all(after[name].shape == tensor.shape for name, tensor in before.items())
-        files = {file.name for file in (place / start).iterdir() if file.is_file()}
+        files = {file.name for file in (place / start).iterdir() if file.is_file()} - {"README.md"}
         assert files <= {file.name for file in (place / folder).iterdir()}
         assert (place / folder / "environment.json").is_file()
     merged = next(words[words.index("--to") + 1] for words, _ in ran if words[:2] == ["vla-recipe", "merge"])
@@ -227,6 +225,29 @@ def check_card(ran, place):
         assert f"- not the benchmark's: {text}" in card.text
 
 
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_first_page(programs, tmp_path, monkeypatch):
+    pytest.importorskip("metaworld")
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for _, text in blocks("index.md"):
+        for words in commands(text):
+            done = run(words, programs)
+            assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            ran.append((words, done.stdout))
+    made = {words[4] for words, _ in ran if words[:4] == ["python", "-m", "vla_policies", "tiny"]}
+    assert made == KINDS.keys()
+    assert all("solves nothing" in out for words, out in ran if words[3] == "tiny")
+    check_card(ran, tmp_path)
+
+
+def test_the_first_page_types_the_settings_of_its_table():
+    for words in [words for _, text in blocks("index.md") for words in commands(text)]:
+        if words[1] in ("recipes/evaluate.py", "recipes/ppo.py"):
+            recipe = words[1].removeprefix("recipes/").removesuffix(".py")
+            assert {*small("every recipe"), *BENCHMARKS["metaworld"], *RECIPES[recipe]} <= {*words}
+
+
 def test_a_command_that_is_not_known_fails():
     for typed in (
         "wget https://example.org",
@@ -242,7 +263,6 @@ def test_a_command_that_is_not_known_fails():
 
 def test_every_page_is_known():
     assert {path.name for path in DOCS.glob("*.md")} == {*PAGES, "index.md"}
-    assert not blocks("index.md"), "what it shows is run by nobody: write it as text"
 
 
 def test_hub_ids_are_those_of_the_tables():

@@ -1,0 +1,135 @@
+"""A tiny OpenVLA checkpoint in the published layout: random weights, a tokenizer of few words, invented statistics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vla_policies.checkpoint.weights import WEIGHTS
+from vla_policies.checkpoint.writing import write_pickled, write_safetensors
+from vla_policies.nn.dino_siglip import Mlp
+from vla_policies.nn.dino_siglip_config import TransformerConfig, VisionConfig
+from vla_policies.nn.llama import LlamaConfig
+from vla_policies.openvla.heads import L1Head, ProprioProjector
+from vla_policies.openvla.model import BOS, STOP, Prismatic, PrismaticConfig
+from vla_policies.openvla.outline import ACTION_DIM, PROPRIO_DIM
+from vla_policies.openvla.prompts import PAD, SPACE
+
+_WIDTH, _MLP, _HEADS = 32, 64, 16  # as many heads as the names of the published vision models stand for
+# A checkpoint stores a last block that nobody reads, and the module has one block fewer than its configuration: of
+# three, two are stored and one is computed.
+_VISION = VisionConfig(
+    TransformerConfig(_WIDTH, 3, _HEADS, _MLP, registers=4, layer_scale=True),
+    TransformerConfig(_WIDTH, 3, _HEADS, _MLP),
+)
+_LANGUAGE = {
+    "hidden_size": _WIDTH,
+    "intermediate_size": _MLP,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 32064,
+}
+_MEANS, _STDS = [[0.485, 0.456, 0.406], [0.5, 0.5, 0.5]], [[0.229, 0.224, 0.225], [0.5, 0.5, 0.5]]
+_CONFIG = {
+    "architectures": ["OpenVLAForActionPrediction"],
+    "model_type": "openvla",
+    "n_action_bins": 256,
+    "pad_to_multiple_of": 64,
+    "pad_token_id": PAD,
+    "text_config": {"model_type": "llama", "pad_token_id": PAD, **_LANGUAGE},
+    "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_tiny(folder: Path, statistics: str, words: Sequence[str], *, heads: bool) -> None:
+    """Write the files of a checkpoint; weights are drawn from torch's own generator.
+
+    Args:
+        folder: which is there.
+        statistics: name of their data set.
+        words: of the tokenizer, which spells all others.
+        heads: the L1 head and the projector of proprioception, which OpenVLA-OFT's authors publish.
+    """
+    model = Prismatic(PrismaticConfig(_VISION, LlamaConfig.from_dict(_LANGUAGE)))
+    _add_unread(model.vision_backbone)
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    write_safetensors(folder / WEIGHTS, tensors, {"format": "pt"})
+    if heads:
+        parts = {"action_head": L1Head(_WIDTH, ACTION_DIM), "proprio_projector": ProprioProjector(PROPRIO_DIM, _WIDTH)}
+        for name, head in parts.items():
+            state = {f"module.{key}": tensor for key, tensor in head.state_dict().items()}
+            write_pickled(folder / f"{name}--150000_checkpoint.pt", state)
+    size = _VISION.image_size
+    files: dict[str, Mapping[str, Any]] = {
+        "config.json": {**_CONFIG, "image_sizes": [size, size]},
+        "preprocessor_config.json": {"input_sizes": 2 * [[3, size, size]], "means": _MEANS, "stds": _STDS},
+        "dataset_statistics.json": {statistics: _statistics()},
+        "tokenizer.json": _tokenizer(words),
+    }
+    for file, content in files.items():
+        (folder / file).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _add_unread(backbone: nn.Module) -> None:
+    """Add what checkpoints have after the blocks: final norms and SigLIP's attention pooling."""
+    pool = nn.ModuleDict(
+        {
+            "q": nn.Linear(_WIDTH, _WIDTH),
+            "kv": nn.Linear(_WIDTH, 2 * _WIDTH),
+            "proj": nn.Linear(_WIDTH, _WIDTH),
+            "norm": nn.LayerNorm(_WIDTH),
+            "mlp": Mlp(_WIDTH, _MLP),
+        }
+    )
+    pool.register_parameter("latent", nn.Parameter(torch.randn(1, 1, _WIDTH)))
+    for name in ("featurizer", "fused_featurizer"):
+        backbone.get_submodule(name).add_module("norm", nn.LayerNorm(_WIDTH))
+    backbone.get_submodule("fused_featurizer").add_module("attn_pool", pool)
+
+
+def _statistics() -> dict[str, Any]:
+    """Return statistics of a gripper from 0 to 1 after motions from -1 to 1, and of proprioception."""
+    motions = ACTION_DIM - 1
+    low, high = [-1.0] * motions + [0.0], [1.0] * ACTION_DIM
+    own_low, own_high = [-1.0] * PROPRIO_DIM, [1.0] * PROPRIO_DIM
+    return {
+        "action": {"min": low, "max": high, "q01": low, "q99": high, "mask": [True] * motions + [False]},
+        "proprio": {"min": own_low, "max": own_high, "q01": own_low, "q99": own_high},
+    }
+
+
+def _tokenizer(words: Sequence[str]) -> dict[str, Any]:
+    """Return a ``tokenizer.json`` with Llama-2's special tokens: the words, their beginnings, letters and bytes.
+
+    A token is merged of the one without its last letter and that letter, so that merges never compete.
+    """
+    names = {"<unk>": 0, "<s>": BOS, "</s>": STOP}
+    vocabulary = names | {f"<0x{byte:02X}>": len(names) + byte for byte in range(256)}
+    beginnings = sorted({f"▁{word[:stop]}" for word in words for stop in range(1, len(word) + 1)})
+    vocabulary |= {text: len(vocabulary) + index for index, text in enumerate(beginnings)}
+    letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+    vocabulary |= {letter: SPACE + index for index, letter in enumerate(["▁", *letters])}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": index, "content": text, **special} for text, index in {**names, "<PAD>": PAD}.items()]
+    prepend = {"type": "Prepend", "prepend": "▁"}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]},
+        "model": {
+            "type": "BPE",
+            "unk_token": "<unk>",
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": vocabulary,
+            "merges": [[text[:-1], text[-1]] for text in beginnings],
+        },
+    }
