@@ -1,0 +1,9 @@
+"""The two ways to collect: so many decisions in every environment, or a queue of whole episodes.
+
+:class:`~vla_algos.collectors.steps.StepCollector` and :class:`~vla_algos.collectors.episodes.EpisodeCollector`, on what
+:mod:`~vla_algos.collectors.base` has for both.
+"""
+
+from vla_algos.collectors.base import WHAT_HAPPENED as WHAT_HAPPENED
+from vla_algos.collectors.episodes import EpisodeCollector as EpisodeCollector
+from vla_algos.collectors.steps import StepCollector as StepCollector

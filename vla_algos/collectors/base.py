@@ -1,0 +1,291 @@
+"""What both collectors share: acting in chunks, stages, times, random numbers and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.collectors import BaseCollector
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from vla_algos import parallel
+from vla_algos.acting import Policy, as_module, load_weights, loss_keys
+from vla_common import timeline
+from vla_common.keys import (
+    ACTION,
+    ACTION_LOG_PROB,
+    ACTIONS_CLIPPED,
+    CRASHED,
+    DONE,
+    EPISODE_LEN,
+    EPISODE_RETURN,
+    GROUP_ID,
+    NEXT,
+    REWARD,
+    STATE_VALUE,
+    STEP_MASK,
+    STEP_REWARDS,
+    SUBTASKS,
+    SUCCESS,
+    SUCCESS_AT_END,
+    TASK_ID,
+    TERMINATED,
+    TRIAL_ID,
+    TRUNCATED,
+)
+from vla_envs.env import VLAEnv, base_env
+from vla_envs.stages import check_stages
+
+OUTCOME_KEYS = (
+    REWARD,
+    STEP_REWARDS,
+    STEP_MASK,
+    TERMINATED,
+    TRUNCATED,
+    DONE,
+    SUCCESS,
+    SUCCESS_AT_END,
+    CRASHED,
+    EPISODE_RETURN,
+    EPISODE_LEN,
+    ACTIONS_CLIPPED,
+    SUBTASKS,  # where episodes are chains of tasks
+)
+WHAT_HAPPENED = (ACTION, TASK_ID, TRIAL_ID, GROUP_ID, *((NEXT, key) for key in OUTCOME_KEYS))
+"""What is kept of a decision that nothing is learnt from."""
+
+T = TypeVar("T")
+Hook = Callable[[TensorDictBase], None]
+
+
+class ChunkCollector(BaseCollector):
+    """What both collectors share: one decision of the policy in every environment, what is kept of it, and counters.
+
+    The policy acts under ``torch.no_grad()``. It reads and writes TensorDicts on the environment's device; one
+    that computes elsewhere moves its inputs itself. It is the very module that was passed, no copy of it: whoever
+    trains that has nothing to synchronise.
+    """
+
+    init_random_frames = 0  # TorchRL's Trainer reads it
+    calls: list[tuple[int, float]]
+    """Environments and seconds of each call of the policy in the last batch."""
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Policy,
+        exploration: ExplorationType,
+        *,
+        values: bool,
+        stages: int,
+        halves: bool = False,
+        on_decision: Hook | None,
+        pre_collect_hook: Callable[[], None] | None,
+        post_collect_hook: Hook | None,
+    ):
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        self.base_env = base_env(env)  # under the transforms: it has the episodes
+        self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
+        self.on_decision = on_decision
+        self.stages = stages
+        self._stages = _divide(env, stages) if stages != 1 or halves else []
+        self.has_value = values and STATE_VALUE in self.policy.out_keys
+        written = [ACTION, ACTION_LOG_PROB] if ACTION_LOG_PROB in self.policy.out_keys else [ACTION]
+        root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
+        root_keys += [STATE_VALUE] if self.has_value else []
+        declared = set(env.full_reward_spec.keys())
+        outcome_keys = [(NEXT, key) for key in OUTCOME_KEYS if key != SUBTASKS or key in declared]
+        self.stored_keys = [*dict.fromkeys(root_keys), *outcome_keys]
+        self._remember()
+        self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
+        self._begin_times()
+
+    def _decide(self, observation: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """Make one decision in every environment; returns its outcome, and the observations of the next one."""
+        decision = self._act(observation)
+        outcome, following = self._timed("env", self.env.step_and_maybe_reset, decision)
+        self._remember()
+        if self.on_decision is not None:
+            self.on_decision(outcome)
+        # Only what the environment wrote is passed on: nothing of this decision may reach the next one.
+        return outcome, following.select(*self._observation_keys)
+
+    def _act(self, observation: TensorDictBase, stage: int = 0) -> TensorDictBase:
+        """Have the policy decide."""
+        self._check_alone()
+        with torch.no_grad(), set_exploration_type(self.exploration):
+            return self._call_policy(observation, stage)
+
+    def _call_policy(self, observation: TensorDictBase, stage: int = 0) -> TensorDictBase:
+        started, rows = perf_counter(), len(observation)
+        decision = self._timed("policy", self.policy, observation, stage=stage)
+        self.calls.append((rows, perf_counter() - started))
+        return decision
+
+    # ---- the halves of a decision in some slots; nothing but these is done while others are under way
+
+    def _send(self, decision: TensorDictBase, slots: Sequence[int]) -> None:
+        """Have simulators execute the decisions of some slots."""
+        self._alone(self.base_env.async_step_send, decision, slots)
+
+    def _hear(self, slots: Sequence[int], stage: int) -> TensorDictBase:
+        """Wait for what came of the decisions that were sent together for some slots."""
+        outcome = self._timed("wait", self._alone, self.base_env.async_step_recv, slots, stage=stage)
+        if self.on_decision is not None:
+            self.on_decision(outcome)
+        return outcome
+
+    def _begin_episodes(self, slots: Sequence[int]) -> None:
+        """Have simulators begin the next episodes in some slots."""
+        if slots:
+            self._alone(self.base_env.async_reset_send, None, slots)
+
+    def _await_episodes(self, slots: Sequence[int], stage: int) -> None:
+        """Wait until the episodes have begun that were begun together in some slots."""
+        if slots:
+            self._timed("wait", self._alone, self.base_env.async_reset_recv, slots, stage=stage)
+
+    def _alone(self, function: Callable[..., T], *args: Any) -> T:
+        """Do something with the environment, and remember that it was us."""
+        self._check_alone()
+        result = function(*args)
+        self._interactions = self.base_env.interactions
+        return result
+
+    def _check_alone(self) -> None:
+        if self._interactions != self.base_env.interactions:
+            raise RuntimeError(
+                f"somebody else has used the environment between two decisions of {type(self).__name__}, which cannot "
+                "go on in its episodes; evaluate between batches, or in another make_env(...)"
+            )
+
+    def _begin_times(self) -> None:
+        """Begin to count the seconds of a batch, and to note how long each call of the policy takes."""
+        self._seconds = {"env": 0.0, "policy": 0.0, "rollout": 0.0}
+        self.calls = []
+        if self._stages:
+            self._seconds["wait"] = 0.0
+            self._worked = self.base_env.simulator_seconds
+
+    @contextmanager
+    def _rollout_timed(self) -> Iterator[None]:
+        """Count a part of a batch as a whole; where both work at a time, simulators tell for how long they did."""
+        started = perf_counter()
+        yield
+        self._seconds["rollout"] += perf_counter() - started
+        if self._stages:
+            self._seconds["env"] = self.base_env.simulator_seconds - self._worked
+
+    def _reset(self) -> TensorDictBase:
+        observation = self._timed("env", self.env.reset)
+        self._remember()
+        self._observation_keys = list(observation.keys())
+        return observation
+
+    def _remember(self) -> None:
+        """Remember how the environment was left: which episodes run, and that nobody else has used it."""
+        self._interactions, self._episodes = self.base_env.interactions, list(self.base_env.current_episodes)
+        self._unstarted = np.array(getattr(self.base_env, "unstarted", np.zeros(len(self._episodes), bool)))
+
+    def _timed(self, what: str, function: Callable[..., T], *args: Any, stage: int = 0) -> T:
+        started = perf_counter()
+        with timeline.span("env" if what == "wait" else what, stage=stage):
+            result = function(*args)
+        self._seconds[what] += perf_counter() - started
+        return result
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far.
+
+        ``time/rollout`` is the whole of it, ``time/policy`` in calls of the policy, ``time/env`` in the simulators.
+        Where they work beside the policy it is that of the busiest worker, and ``time/wait`` was waited for them.
+        """
+        return {
+            **super().stats(),
+            **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
+            "env/worker_restarts": self.base_env.worker_restarts,
+        }
+
+    def begin_anew(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have the counters go on, of what collectors of another number of processes have collected; nothing else does.
+
+        Args:
+            states: of the collectors of all of them.
+        """
+        self._frames = sum(state["frames"] for state in states) if parallel.is_main() else 0  # they add up
+        self._iter = max(state["batches"] for state in states) - 1
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed torch (the policy samples from it) and the environment; returns the next seed."""
+        torch.manual_seed(seed)
+        return self.env.set_seed(seed, static_seed=static_seed)
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        *,
+        worker_ids: Any = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Copy weights into the policy; without arguments there is nothing to do, it acts with its own.
+
+        Args:
+            policy_or_weights: a module of the same kind, its weights as a TensorDict, or its ``state_dict``.
+            worker_ids: there are none.
+            weights_dict: the same under ``"policy"``.
+            **kwargs: of :class:`~torchrl.collectors.BaseCollector`.
+
+        Raises:
+            ValueError: workers or other models are named, or weights do not fit.
+        """
+        if worker_ids is not None:
+            raise ValueError(f"worker_ids is {worker_ids}, but the policy of {type(self).__name__} is in this process")
+        if weights_dict is not None:
+            if policy_or_weights is not None or list(weights_dict) != ["policy"]:
+                raise ValueError(
+                    f"there is one model, 'policy', and no other: got {list(weights_dict)} in weights_dict"
+                )
+            policy_or_weights = weights_dict["policy"]
+        super().update_policy_weights_(policy_or_weights, **kwargs)
+
+    def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
+        if model_id not in (None, "policy"):
+            raise ValueError(f"there is one model, 'policy', and no {model_id!r}")
+        if policy_or_weights is not None:
+            load_weights(self.policy, policy_or_weights)
+
+    def start(self) -> None:
+        """Refuse: a batch is collected when it is asked for, by the policy of that moment."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not run by itself: iterate over it, or use TorchRL's "
+            "Collector(env, policy, replay_buffer=...), which starts a thread"
+        )
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do nothing: between two batches nothing runs."""
+        yield
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Close the environment (unless told not to); may be called again."""
+        if close_env and not self.env.is_closed:
+            self.env.close(raise_if_closed=raise_on_error)
+
+
+def _divide(env: EnvBase, stages: int) -> list[list[int]]:
+    """List the slots of each stage, or say why there cannot be so many."""
+    check_stages(stages, env.batch_size.numel(), 1)
+    if not hasattr(type(env), "stage_slots"):
+        raise ValueError(
+            f"stages={stages} and overlap_resets take a VLAEnv without transforms, not {type(env).__name__}: "
+            "transforms are of all slots at once; have the policy transform what it sees, or leave both out"
+        )
+    return cast(VLAEnv, env).stage_slots(stages)

@@ -1,0 +1,278 @@
+"""The step-bound way to collect: so many decisions in every environment."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from vla_algos.acting import Policy
+from vla_algos.advantages import Bootstrap
+from vla_algos.collectors.base import ChunkCollector, Hook
+from vla_common.keys import (
+    CRASHED,
+    DONE,
+    NEXT,
+    STATE_VALUE,
+    TERMINATED,
+    TRUNCATED,
+)
+from vla_common.settings import Count
+from vla_envs.env import ENV_INDEX
+from vla_envs.resume import load_state, save_state
+
+
+class StepCollector(ChunkCollector):
+    """Runs the policy for a fixed number of decisions per environment and yields them as ``[N, T]``.
+
+    TorchRL's own :class:`~torchrl.collectors.Collector` would keep every observation twice (at the root
+    and under ``"next"``) and needs a second pass of the critic over all of them. This one stores only what
+    learning reads and gets ``("next", "state_value")`` almost for free: where the episode continues it is the
+    value of the next decision; one further pass covers the final observations of the rollout and of those
+    episodes whose end ``bootstrap`` looks beyond. For the others, and nobody may read it, it is NaN; a crashed
+    episode has no future, 0.
+
+    Args:
+        env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``), batch ``[N]``.
+        policy: any TensorDictModule that writes ``action``, or a callable that does; it samples. Of one with
+            ``loss_keys`` these entries are stored, of others all that they read and write (of a callable without
+            ``in_keys`` and ``out_keys`` the action alone).
+        decisions: ``T``, decisions per environment and batch.
+        total_frames: stop after that many decisions over all environments; -1 for never.
+        values: store the values of a policy that has ``state_value`` among its ``out_keys``.
+        bootstrap: that of :func:`~vla_algos.advantages.gae`.
+        stages: groups of slots that take turns: while the policy decides for one, simulators of the others work. Policy
+            calls, and which episode is whose, have a fixed order, so that a batch does not depend on who was faster.
+            Rows stay slots. With more than 1, ``env`` is a :class:`~vla_envs.env.VLAEnv` without transforms.
+        on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars; of every stage's,
+            with ``env_index``, where there are several.
+        pre_collect_hook: TorchRL's hook, called before a batch.
+        post_collect_hook: TorchRL's hook, called with each batch.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Policy,
+        decisions: Count,
+        total_frames: int = -1,
+        *,
+        values: bool = True,
+        bootstrap: Bootstrap = "truncation",
+        stages: Count = 1,
+        on_decision: Hook | None = None,
+        pre_collect_hook: Callable[[], None] | None = None,
+        post_collect_hook: Hook | None = None,
+    ):
+        if decisions < 1:
+            raise ValueError(f"decisions is {decisions}, must be at least 1")
+        if bootstrap not in get_args(Bootstrap):
+            raise ValueError(f"bootstrap is {bootstrap!r}, must be one of {', '.join(get_args(Bootstrap))}")
+        super().__init__(
+            env,
+            policy,
+            ExplorationType.RANDOM,
+            values=values,
+            stages=stages,
+            on_decision=on_decision,
+            pre_collect_hook=pre_collect_hook,
+            post_collect_hook=post_collect_hook,
+        )
+        self.decisions, self.bootstrap = decisions, bootstrap
+        self.total_frames = total_frames
+        self.frames_per_batch = self.requested_frames_per_batch = env.batch_size.numel() * decisions
+        self._observation: TensorDictBase | None = None
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yield batches ``[N, T]`` until ``total_frames`` is reached."""
+        while self.total_frames < 0 or self._frames < self.total_frames:
+            if self.pre_collect_hook is not None:
+                self.pre_collect_hook()
+            batch = self.rollout()
+            if self.post_collect_hook is not None:
+                self.post_collect_hook(batch)
+            yield batch
+
+    @torch.no_grad()
+    def rollout(self) -> TensorDictBase:
+        """Collect one batch ``[N, T]``, continuing where the last one stopped.
+
+        If somebody else has used the environment since, such as an evaluation, that is nowhere: it begins with fresh
+        episodes, as after :meth:`reset`.
+        """
+        self._begin_times()
+        with self._rollout_timed():
+            batch = self._collect()
+        self._frames += batch.numel()
+        self._iter += 1
+        return batch
+
+    def _collect(self) -> TensorDictBase:
+        self._forget_if_stale()
+        if self._observation is None:
+            self._observation = self._reset()
+        batch: TensorDictBase | None = None
+        finals = _FinalValues(self._call_policy, self.env.batch_size[0])
+        for t, slots, outcome in self._staged_outcomes() if self._stages else self._outcomes(self._observation):
+            stored = outcome.select(*self.stored_keys)
+            if batch is None:  # a fresh one every time: the caller may keep the last batch
+                batch = torch.empty_like(stored[:1].unsqueeze(1).expand(*self.env.batch_size, self.decisions))
+            batch[slots, t] = stored
+            if self.has_value:
+                after = outcome[NEXT]
+                wanted = self._worth_something(after)
+                if t == self.decisions - 1:
+                    wanted = wanted | ~after[DONE]
+                rows = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
+                finals.add(t, slots, rows, after.select(*self.policy.in_keys))
+        assert batch is not None  # there is at least one decision
+        if self.has_value:
+            batch[NEXT, STATE_VALUE] = self._next_values(batch, finals)
+        return batch
+
+    def _outcomes(self, observation: TensorDictBase) -> Iterator[tuple[int, Tensor, TensorDictBase]]:
+        """Make all decisions of a batch; yields their times, slots and outcomes."""
+        slots = torch.arange(len(observation))
+        for t in range(self.decisions):
+            outcome, observation = self._decide(observation)
+            self._observation = observation
+            yield t, slots, outcome
+
+    def _staged_outcomes(self) -> Iterator[tuple[int, Tensor, TensorDictBase]]:
+        """Do the same stage by stage: while the policy decides for one, simulators of the others work.
+
+        What the next stage's simulators have done is heard, and new episodes are begun where it ended one, before the
+        present stage's decision is sent: otherwise these resets would wait behind its steps.
+        """
+        self._observation = None  # with fresh episodes, if this fails half-way
+        turns = [(t, number) for t in range(self.decisions) for number in range(self.stages)]
+        for place, (_, number) in enumerate(turns):
+            slots = self._stages[number]
+            decision = self._act(self.base_env.observe(slots), number)
+            heard = [self._hear_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
+            self._send(decision, slots)
+            for turn in heard:
+                yield self._finish_turn(*turn)
+        for t, number in turns[len(turns) - self.stages + 1 :]:
+            yield self._finish_turn(*self._hear_turn(t, number))
+        self._observation = self.base_env.observe()
+        self._remember()
+
+    def _hear_turn(self, t: int, number: int) -> tuple[int, int, TensorDictBase, list[int]]:
+        """Hear what a stage's simulators did, and have those that ended an episode begin the next."""
+        outcome = self._hear(self._stages[number], number)
+        done = outcome[ENV_INDEX][outcome[NEXT, DONE].squeeze(-1)].tolist()
+        self._begin_episodes(done)
+        return t, number, outcome, done
+
+    def _finish_turn(
+        self, t: int, number: int, outcome: TensorDictBase, done: list[int]
+    ) -> tuple[int, Tensor, TensorDictBase]:
+        self._await_episodes(done, number)
+        return t, outcome[ENV_INDEX], outcome
+
+    def _worth_something(self, after: TensorDictBase) -> Tensor:
+        """Find the ends of episodes, bool ``[N, 1]``, beyond which :attr:`bootstrap` looks."""
+        if self.bootstrap == "none":
+            return torch.zeros_like(after[DONE])
+        return after[DONE] if self.bootstrap == "any_done" else after[TRUNCATED] & ~after[TERMINATED]
+
+    def _next_values(self, batch: TensorDictBase, finals: _FinalValues) -> Tensor:
+        """Value of the observation after each decision, ``[N, T, 1]`` or ``[N, T, C]``."""
+        values = torch.zeros_like(batch[STATE_VALUE])
+        values[:, :-1] = batch[STATE_VALUE][:, 1:]
+        values.masked_fill_(batch[NEXT, DONE], torch.nan)
+        values.masked_fill_(batch[NEXT, CRASHED], 0.0)
+        found = finals.finish()
+        if found is not None:
+            values[finals.slots, finals.times] = found
+        return values
+
+    def reset(self) -> None:
+        """Abandon the running episodes: the next batch starts with fresh ones."""
+        self._observation = None
+
+    def _forget_if_stale(self) -> None:
+        if self._interactions != self.base_env.interactions:
+            self.reset()
+
+    def state_dict(self) -> OrderedDict:
+        """Return counters, and the environment in the middle of its episodes: tensors, numbers and texts.
+
+        Right after :meth:`reset` no episode is running, and the state is that of the episode sampler and of the
+        transforms.
+        """
+        self._forget_if_stale()
+        return OrderedDict(
+            frames=self._frames, batches=self._iter + 1, environment=save_state(self.env, self._observation)
+        )
+
+    def load_state_dict(self, state_dict: OrderedDict) -> None:
+        """Restore what :meth:`state_dict` returned; the next batch continues in the middle of the same episodes."""
+        self._frames, self._iter = state_dict["frames"], state_dict["batches"] - 1
+        self._observation = load_state(self.env, state_dict["environment"])
+        self._remember()
+        if self._observation is not None:
+            self._observation_keys = list(self._observation.keys())
+
+    def begin_anew(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Begin with fresh episodes, after those of collectors of another number of processes; counters go on.
+
+        What transforms of the environment have gathered is not kept: it is of slots that are others now.
+
+        Args:
+            states: of the collectors of all of them.
+
+        Raises:
+            ValueError: the episodes cannot go on so, or are of another stream.
+        """
+        super().begin_anew(states)
+        episodes = self.base_env.episodes
+        if not hasattr(episodes, "begin_anew"):
+            raise ValueError(
+                f"{type(episodes).__name__} has no begin_anew(states): its episodes cannot go on in another number of "
+                "processes; resume with as many"
+            )
+        episodes.begin_anew([state["environment"]["env"]["sampler"] for state in states])
+        self.reset()
+
+
+class _FinalValues:
+    """Values of observations that no decision follows.
+
+    ``N`` of them are evaluated as soon as there are so many: no more frames are kept, and that is the batch that the
+    memory is known to suffice for. The actions are thrown away; the greedy mode leaves the random state alone.
+    """
+
+    def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase], num_envs: int):
+        self.slots: list[int] = []
+        self.times: list[int] = []
+        self._policy, self._num_envs = policy, num_envs
+        self._waiting: list[TensorDictBase] = []
+        self._values: list[Tensor] = []
+
+    def add(self, time: int, slots: Tensor, rows: Tensor, observations: TensorDictBase) -> None:
+        """Note some ``rows`` of the observations ``[k]`` after decision ``time`` in ``slots`` ``[k]``."""
+        if rows.numel():
+            self.slots += slots[rows].tolist()
+            self.times += [time] * len(rows)
+            self._waiting += observations[rows].unbind(0)
+        while len(self._waiting) >= self._num_envs:
+            self._evaluate()
+
+    def finish(self) -> Tensor | None:
+        """Return the values of all, ``[k, 1]`` or ``[k, C]``; ``None`` if there were none."""
+        if self._waiting:
+            self._evaluate()
+        return torch.cat(self._values) if self._values else None
+
+    def _evaluate(self) -> None:
+        rows, self._waiting = self._waiting[: self._num_envs], self._waiting[self._num_envs :]
+        with set_exploration_type(ExplorationType.DETERMINISTIC):
+            self._values.append(self._policy(torch.stack(rows))[STATE_VALUE])
