@@ -112,6 +112,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || \
 	    { echo "Python 3.11 or later is needed. Type: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing some 4 GB of packages into $(VENV): a few minutes in which nothing is printed"
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	$(if $(findstring libero,$(EXTRAS)),$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps hf-libero)

@@ -213,6 +213,10 @@ SHORT = {
 }
 EVALUATED = [  # on another suite than the one trained on
     ("ppo eval.env=metaworld_faucet", "unknown env 'metaworld_faucet'; did you mean metaworld_faucets"),
+    (
+        "ppo env=metaworld/reach-v3",
+        r"suite, not of a file; type env=metaworld env\.id=metaworld/reach-v3",
+    ),
     ("ppo eval.env=metaworld/ML45-test", r"suite, not of a file; type eval\.env\.id=metaworld/ML45-test"),
     ("ppo eval.env.id=metaworld/ML45-tets", r"eval\.env\.id=metaworld/ML45-tets: unknown .*did you mean .*ML45-test"),
     ("ppo eval.env.id=metawrld/ML45-test", r"eval\.env\.id=metawrld/ML45-test: unknown .*did you mean metaworld"),

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from vla_algos.run.renamed import RENAMED
 from vla_common.program import one_line
+from vla_common.registry import benchmarks
 from vla_common.search_path import search_packages
 
 _OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<name>[\w./@$][\w./@$:-]*)(?P<rest>=.*)?", re.DOTALL)
@@ -30,6 +31,7 @@ _FLAGS_WITH_VALUE |= {"--config-dir", "--experimental-rerun", "--info"}
 _EVALUATED = re.compile(r"eval\.env(\.[\w.]+)?=.*", re.DOTALL)
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*|[0-9]+-[0-9]+")  # a text that Hydra reads as one without quotes
 _WORDS = ("true", "false", "null", "inf", "nan")
+_SUITE = re.compile(r"env=([a-z]\w*)/[\w./+-]+")
 _MOST_COMBINATIONS = 200  # of a sweep that are looked at before the first begins
 
 search_packages()
@@ -102,6 +104,10 @@ def placed(argument: str) -> str:
     Raises:
         ValueError: the name of a suite in place of a file's.
     """
+    if (match := _SUITE.fullmatch(argument)) and match[1] in benchmarks:
+        raise ValueError(
+            f"{argument}: is the name of a suite, not of a file; type env={match[1]} env.id={match[0][4:]}"
+        )
     if not (match := _EVALUATED.fullmatch(argument)):
         return argument
     if match[1]:  # no file has what only evaluations have otherwise
