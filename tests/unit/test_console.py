@@ -39,6 +39,26 @@ def test_lines_of_both_streams_and_of_a_bar_what_stays(tmp_path, capsys):
     assert "a warning" in shown.err
 
 
+def test_of_a_bar_below_another_one_the_last_state_stays(tmp_path):
+    with console_file(tmp_path):
+        with tqdm(total=2, desc="outer", file=sys.stderr, mininterval=0) as outer:
+            for _ in range(2):
+                with tqdm(total=3, desc="inner", file=sys.stderr, mininterval=0) as inner:
+                    for _ in range(3):
+                        inner.update()
+                outer.update()
+        print("done")
+    text = (tmp_path / NAME).read_text()
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    assert [line.partition(" |")[0].partition("%")[0] for line in lines if line.startswith("inner")] == [
+        "inner: 100"
+    ] * 2
+    assert lines[-1] == "done"
+    assert "" not in lines
+    assert len(lines) <= 7, text
+
+
 def test_it_is_continued(tmp_path):
     for text in ("first", "second"):
         with console_file(tmp_path):

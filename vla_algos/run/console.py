@@ -88,12 +88,12 @@ class _Both:
         *lines, self._line = (self._line + text).split("\n")
         self._line = self._line.rpartition("\r")[2] if len(self._line) > _LONG else self._line
         if not self._writes:  # also without a line: work may have begun
-            self._append("".join(_visible(line) + "\n" for line in lines))
+            self._append("".join(f"{_visible(line)}\n" for line in lines if not _left(line)))
         return written
 
     def end(self) -> None:
         """Write what has not ended with a line."""
-        if line := _visible(self._line):
+        if not _left(self._line) and (line := _visible(self._line)):
             self._append(line + "\n")
         self._line = ""
 
@@ -108,9 +108,15 @@ class _Both:
         return getattr(self._stream, name)
 
 
+_UP = "\x1b[A"  # with it a bar below another one goes back to that, until it is closed and stands for itself
 _LONG = 10_000  # characters, after which what was overwritten is forgotten
 
 
 def _visible(line: str) -> str:
     """Return what of a line is seen at its end."""
-    return next((part for part in reversed(line.split("\r")) if part.strip()), "")
+    return next((part for part in reversed(line.rpartition(_UP)[2].split("\r")) if part.strip()), "")
+
+
+def _left(line: str) -> bool:
+    """Tell whether a line is of a bar below another one that goes on."""
+    return _UP in line and not _visible(line)
