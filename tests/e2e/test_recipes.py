@@ -214,6 +214,7 @@ def test_evaluate_with_ablations_reads_what_ppo_wrote(ppo_run, tmp_path):
     _, folder = ppo_run
     settings = [
         *TOY,
+        "env=metaworld_button",  # what a shell would take from the folder, which the second start here does not
         "eval.videos=1",
         f"policy.checkpoint={folder / 'policy'}",
         "ablation=[other_trial,blank_images,do_nothing]",
