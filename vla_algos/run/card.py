@@ -49,6 +49,12 @@ class _Evaluation:
         how = "greedy" if self.metrics["greedy"] else "sampled"
         return f"{how}, {_counted(int(self.metrics['eval/num_episodes']), 'episode')}"
 
+    @property
+    def policy(self) -> dict[str, Any]:
+        """Settings of the policy that were typed and say something of the result."""
+        chosen = {name: value for name, value in self.settings["policy"].items() if value is not None}
+        return {name: value for name, value in chosen.items() if name not in _OF_THE_MACHINE}
+
     def result(self) -> EvaluationResult:
         """Read the episodes."""
         lengths = (re.fullmatch(r"eval/success_len_(\d+)", name) for name in self.metrics)
@@ -185,8 +191,7 @@ def _results(evaluations: Sequence[_Evaluation]) -> Iterator[str]:
         yield from (f"### {each.settings['env']['id']}, {each.how}", "")
         yield from _protocol(each.metrics.get("protocol"), each.deviations)
         yield f"- episodes of `eval.seed={(each.settings.get('eval') or {}).get('seed')}`"
-        chosen = {name: value for name, value in each.settings["policy"].items() if value is not None}
-        yield from (f"- `policy.{name}={value}`" for name, value in chosen.items() if name not in _OF_THE_MACHINE)
+        yield from (f"- `policy.{name}={value}`" for name, value in each.policy.items())
         differs = each.metrics.get("differs_from_training") or {}
         yield from (f"- `{name}` is `{now}`, was `{then}` in training" for name, (then, now) in differs.items())
         yield from (f"- {text}" for text in _software(each.record))
@@ -208,8 +213,7 @@ def _usage(repository: str, origin: Mapping[str, Any], evaluations: Sequence[_Ev
 def _again(origin: Mapping[str, Any], evaluation: _Evaluation) -> Iterator[str]:
     """List what is typed to evaluate so again: all that is otherwise than in the policy's training."""
     settings = evaluation.settings
-    policy = {name: value for name, value in settings["policy"].items() if value is not None}
-    if policy := {name: value for name, value in policy.items() if name not in _OF_THE_MACHINE}:
+    if policy := evaluation.policy:
         yield f"policy={settings['policy']['family']}"  # a file that has these settings
         yield from (f"policy.{name}={as_typed(value)}" for name, value in policy.items())
     for name, (_, now) in differences(origin["env"], settings["env"]).items():
