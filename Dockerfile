@@ -12,7 +12,7 @@ RUN apt-get update \
 # Whoever runs it need not be this user (docker run --user, Apptainer): all may read what is installed.
 RUN useradd --uid 1000 --create-home --home-dir /opt/vla vla
 WORKDIR /opt/vla/vla-torchrl
-COPY Makefile pyproject.toml constraints.txt setup.py README.md LICENSE vla_keys.py ./
+COPY Makefile pyproject.toml constraints.txt setup.py README.md LICENSE ./
 COPY recipes recipes
 COPY scripts scripts
 COPY vla_algos vla_algos

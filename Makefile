@@ -32,7 +32,7 @@ DOCS_STAMP := $(VENV)/.set-up-docs
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-e2e test-all test-cluster lint hooks docs docs-serve doctor wheelhouse container clean
+.PHONY: help setup run test test-e2e test-all test-storm test-cluster lint hooks docs docs-serve doctor wheelhouse container clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
@@ -45,14 +45,17 @@ run: $(STAMP)  ## the main job: PPO fine-tunes a small VLA policy on Meta-World 
 # Some of them: make test ARGS="-k gym". One after the other, as in a debugger: make test WORKERS=0.
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2
 
-test: $(STAMP)  ## units and simulators, twenty minutes on two cores (ARGS="-k gym" for some of them)
+test: $(STAMP)  ## units and simulators, ten minutes on two cores (ARGS="-k gym" for some of them)
 	$(PYTEST) $(ARGS)
 
 test-e2e: $(STAMP)  ## whole runs: recipes, resuming, several processes, packages from outside
-	$(PYTEST) tests/e2e tests/plugin $(ARGS)
+	$(PYTEST) tests/e2e tests/plugin extras/from_rlinf/tests $(ARGS)
 
 test-all: $(STAMP)  ## test and test-e2e
-	$(PYTEST) tests/unit tests/sim tests/e2e tests/plugin $(ARGS)
+	$(PYTEST) tests/unit tests/sim tests/e2e tests/plugin extras/from_rlinf/tests $(ARGS)
+
+test-storm: $(STAMP)  ## faults by the hundred: kills, damaged files, failing simulators, wrong settings; an hour
+	$(RUN) -m pytest -s tests/storm $(ARGS)
 
 # SLURM lives in namespaces of its own while the tests run (tests/cluster/slurm_cluster.sh). Only here is it installed.
 test-cluster: $(STAMP)  ## jobs on a SLURM of two nodes of its own (as root; installs slurm-wlm and munge where they lack)
@@ -63,11 +66,12 @@ test-cluster: $(STAMP)  ## jobs on a SLURM of two nodes of its own (as root; ins
 	fi
 	$(RUN) -m pytest tests/cluster $(ARGS)
 
-lint: $(STAMP)  ## style, spelling, doors between the rooms, types
+lint: $(STAMP)  ## style, spelling, doors between the rooms, sizes, types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m codespell_lib
 	$(VENV)/bin/lint-imports
+	$(RUN) scripts/check_sizes.py
 	$(RUN) scripts/check_types.py --base $(BASE)
 
 hooks: $(STAMP)  ## git runs the checks of `make lint` at every commit, on what changed
@@ -104,6 +108,9 @@ container:  ## an image of what set-up installs, for Docker and Apptainer (PIP_E
 clean:  ## remove the virtual environment
 	rm -rf $(VENV)
 
+# Made again where it has no pip: it was killed in the making. What is there stays.
+MAKE_VENV = $(RUN) -m pip show --quiet pip 2>/dev/null || $(PYTHON) -m venv $(VENV)
+
 # torch goes first and alone: its version is exact, so nothing that follows can pull a second build of it.
 # hf-libero goes last and without what it asks for, which would pull torchvision.
 # ManiSkill and RoboTwin draw with Vulkan: where no GPU brings a driver, one is fetched into ~/.cache (docs/install.md).
@@ -111,7 +118,7 @@ clean:  ## remove the virtual environment
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || \
 	    { echo "Python 3.11 or later is needed. Type: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(MAKE_VENV)
 	@echo "Installing some 4 GB of packages into $(VENV): a few minutes in which nothing is printed"
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
@@ -130,7 +137,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The site is built from the sources without importing them, so it needs neither torch nor this package installed.
 $(DOCS_STAMP): pyproject.toml constraints.txt
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(MAKE_VENV)
 	$(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 	    | $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -r /dev/stdin
 	@touch $@

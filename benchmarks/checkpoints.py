@@ -1,9 +1,8 @@
 """For how long does training wait while a checkpoint is saved, and how long until it is on the disk?
 
-A run (:class:`vla_algos.run.resume.ResumableRun`) of a policy with AdamW, whose weights are changed and saved again and
-again: the small policy of the tests, and a synthetic one with about 250 MB of weights and optimizer states. By one
-process, or by several (gloo, on the CPU) that have the weights in parts. Everything is written into a temporary folder
-and deleted.
+A policy with AdamW, whose weights are changed and saved again and again (:class:`vla_algos.run.saving.Saver`): the
+small policy of the tests, and a synthetic one with about 250 MB of weights and optimizer states. By one process, or by
+several (gloo, on the CPU) that have the weights in parts. Everything is written into a temporary folder and deleted.
 
     python benchmarks/checkpoints.py
     python benchmarks/checkpoints.py --processes 2 --folder /mnt/network_disk
@@ -25,8 +24,7 @@ import torch
 from torch import nn
 
 from vla_algos import parallel
-from vla_algos.learner import empty_state
-from vla_algos.run.resume import ResumableRun
+from vla_algos.run.saving import Saver
 from vla_policies import VLAPolicy
 from vla_policies.sharding import shard
 from vla_policies.small import SmallVLA, SmallVLAConfig
@@ -42,45 +40,29 @@ class Matrices(VLAPolicy):
         self.matrices = nn.ParameterList(nn.Parameter(torch.randn(2048, 2048)) for _ in range(number))
 
     def forward(self, tensordict: Any) -> Any:
-        """Do nothing; nobody asks."""
+        """Do nothing."""
         return tensordict
-
-
-class Steps:
-    """AdamW on gradients that nobody has computed: the part of a learner that is saved."""
-
-    def __init__(self, policy: nn.Module):
-        self.optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-        for parameter in policy.parameters():
-            parameter.grad = torch.ones_like(parameter)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
-        return empty_state(saved, self.optimizer)
 
 
 def measure(policy: VLAPolicy, saves: int, folder: Path) -> None:
     """Save again and again; prints medians of the seconds, and bytes."""
     if parallel.world_size() > 1:
         shard(policy, parallel.device_mesh(parallel.world_size()))
-    steps, waited, whole = Steps(policy), [], []
-    run = ResumableRun(folder, policy, {"learner": steps}, every=1)
+    optimizer, waited, whole = torch.optim.AdamW(policy.parameters(), lr=1e-3), [], []
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saver, parts = Saver(folder), {"policy": policy, "optimizer": optimizer}
     for iteration in range(saves):
-        steps.optimizer.step()
+        optimizer.step()
         started = time.perf_counter()
-        run.finish(iteration)
+        saver.save(iteration, parts, {}, None)
         waited.append(time.perf_counter() - started)
-        run.wait()
+        saver.wait()
         whole.append(time.perf_counter() - started)
-    size = sum(path.stat().st_size for path in (folder / "checkpoints" / "latest").rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in (folder / "latest").rglob("*") if path.is_file())
     wait, total = statistics.median(waited[1:]), statistics.median(whole[1:])
     started = time.perf_counter()
-    ResumableRun(folder, policy, {"learner": steps}, every=1).resume()
+    Saver(folder).restore(parts)
     print(
         f"{type(policy).__name__}, {size / 1e6:.1f} MB, processes: {parallel.world_size()}; training waits "
         f"{wait:.3f} s of {total:.3f} s ({wait / total:.0%}), resuming takes {time.perf_counter() - started:.3f} s"

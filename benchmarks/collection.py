@@ -11,13 +11,12 @@ in turns; ratios are to *horizon*. CPU seconds include those of the simulators.
 
 ``python benchmarks/collection.py --pipeline metaworld/pick-place-v3``: one stage and two (``pipeline.stages``), one
 after the other in each repetition. A policy of random actions sleeps as long as the simulators take, as a GPU would
-work: in proportion to its batch, and as long whatever its batch. What a run would advise is printed.
+work: in proportion to its batch, and as long for any batch.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from timing import cpu_time_of_all
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import TransformedEnv
@@ -35,26 +35,9 @@ from torchrl.objectives.value import GAE
 
 from vla_algos import gae
 from vla_algos.collectors import EpisodeCollector, StepCollector
-from vla_algos.pipeline import advise
-from vla_common import timeline
 from vla_common.keys import ACTION, NEXT, STATE_VALUE, STATES, SUCCESS
 from vla_envs import EpisodeQueue, InstructionsToBytes, VLAEnv, evaluation_episodes, make_env
 from vla_policies import SmallVLA, VLAPolicy, load_policy
-
-_TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and of its running children, the simulators."""
-    total = sum(os.times()[:2])
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        if int(fields[1]) == os.getpid():
-            total += (int(fields[11]) + int(fields[12])) / _TICKS
-    return total
 
 
 def queue(env: VLAEnv, policy: VLAPolicy, episodes: list, **options: Any) -> tuple[float, float]:
@@ -91,7 +74,7 @@ class Sleeper(TensorDictModuleBase):
         return tensordict.set(ACTION, 2 * torch.rand(len(tensordict), *self.shape) - 1)
 
 
-def pipeline(id: str, num_envs: int, decisions: int, repetitions: int, timelines: Path | None) -> None:
+def pipeline(id: str, num_envs: int, decisions: int, repetitions: int) -> None:
     """Print what a decision of all environments takes in one and in two stages, in milliseconds."""
     env = make_env(id, num_envs, image_size=224, render_quality="fast", seed=0)
     sleeper = Sleeper(env)
@@ -99,9 +82,9 @@ def pipeline(id: str, num_envs: int, decisions: int, repetitions: int, timelines
     ways[1].rollout()  # warms up
     print(f"{id}, {num_envs} environments, {decisions} decisions, {repetitions} repetitions, medians of milliseconds\n")
     print(f"{'the policy takes':<28}  {'stages':>6}  {'env':>6}  {'policy':>6}  {'together':>8}  speed-up")
-    for name, share in (("in proportion to its batch", 1.0), ("as long whatever its batch", 0.0)):
+    for name, share in (("in proportion to its batch", 1.0), ("as long for any batch", 0.0)):
         rows: dict[int, list[tuple[float, ...]]] = {stages: [] for stages in ways}
-        ratios, advice = [], {}
+        ratios = []
         for _ in range(repetitions):
             sleeper.fixed = sleeper.per_row = 0.0
             ways[1].reset()
@@ -111,25 +94,14 @@ def pipeline(id: str, num_envs: int, decisions: int, repetitions: int, timelines
             for stages, collector in ways.items():
                 env.set_seed(0)
                 collector.reset()
-                if timelines is not None:
-                    folder = timelines / f"{'proportional' if share else 'fixed'}_stages_{stages}"
-                    timeline.begin(folder / "timeline" / "process_00000.jsonl")
-                with timeline.span("collect", iteration=len(rows[stages])):
-                    collector.rollout()
-                timeline.end()
+                collector.rollout()
                 stats = collector.stats()
-                seconds = {part: float(stats[f"time/{part}"]) for part in ("env", "policy", "rollout")}
-                rows[stages].append(tuple(seconds.values()))
-                calls = [*collector.calls, (num_envs // 2, sleeper.fixed + sleeper.per_row * num_envs / 2)]
-                calls.append((num_envs, sleeper.fixed + sleeper.per_row * num_envs))
-                advice[stages] = advise(stages, seconds, calls, num_envs) or "nothing"
+                rows[stages].append(tuple(float(stats[f"time/{part}"]) for part in ("env", "policy", "rollout")))
             ratios.append(rows[1][-1][2] / rows[2][-1][2])
         for stages, results in rows.items():
             times = [1e3 * median(column) / decisions for column in zip(*results, strict=True)]
             speed_up = f"{median(ratios):8.2f}" if stages == 2 else ""
             print(f"{name:<28}  {stages:6}  {times[0]:6.1f}  {times[1]:6.1f}  {times[2]:8.1f}  {speed_up}")
-        for stages, said in advice.items():
-            print(f"  stages={stages} is told: {said}")
     env.close()
 
 
@@ -175,7 +147,6 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--collectors", metavar="ID", help="environment to compare collectors in")
-    parser.add_argument("--timelines", type=Path, help="with --pipeline: folder for benchmarks/timeline.py")
     parser.add_argument("--pipeline", metavar="ID", help="environment to compare one and two stages in")
     parser.add_argument("--horizon", type=int, help="of the episodes; that of the run if left out")
     parser.add_argument("--envs", type=int, default=8)
@@ -185,7 +156,7 @@ def main() -> None:
         collectors(arguments.collectors, arguments.envs, arguments.decisions, arguments.repetitions)
         return
     if arguments.pipeline:
-        pipeline(arguments.pipeline, arguments.envs, arguments.decisions, arguments.repetitions, arguments.timelines)
+        pipeline(arguments.pipeline, arguments.envs, arguments.decisions, arguments.repetitions)
         return
     if arguments.run is None:
         parser.error("name a run's folder, or --collectors or --pipeline with an environment")
@@ -208,10 +179,10 @@ def main() -> None:
     for repetition in range(arguments.repetitions + 1):
         for name, (way, its_env) in ways.items():
             torch.manual_seed(repetition)
-            wall, cpu = time.perf_counter(), cpu_seconds()
+            wall, cpu = time.perf_counter(), cpu_time_of_all()
             success, idle = way(its_env, policy, episodes)
             if repetition:  # the first one warms up
-                rows[name].append((time.perf_counter() - wall, cpu_seconds() - cpu, success, idle))
+                rows[name].append((time.perf_counter() - wall, cpu_time_of_all() - cpu, success, idle))
     print(f"{spec.id}, {number} episodes, {env.num_envs} slots, {arguments.repetitions} repetitions, medians\n")
     print(f"{'':<22}  episodes/min  ratio  CPU s/episode  ratio  success    idle")
     fixed = rows["horizon"]

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from vla_algos.run.curves import points, smooth
-from vla_algos.run.loggers.table import entries
+from vla_algos.run.logging import entries
 
 
 def main() -> None:

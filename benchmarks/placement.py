@@ -2,8 +2,7 @@
 
 Toy runs of PPO whose rollout and whose update each take ``--nap`` seconds more than they do, as on GPUs that are busy
 as long with both: in one process, in two that take turns (``sync.lag=0``), and in two that work side by side
-(``sync.lag=1``). Weights and metrics of the two are compared with those of one process, bit by bit. The folders have
-timelines, for ``benchmarks/timeline.py``.
+(``sync.lag=1``). Weights and metrics of the two are compared with those of one process, bit by bit.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from benchmarks.storm import _lives
+from storm import lives
 from vla_algos import Learner, StepCollector
 
 APART = ("placement.actor=0", "placement.rollout=1")
@@ -54,20 +53,19 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=6)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True)
-    more = (f"iterations={arguments.iterations}", "evaluate_every=0", "timeline=true", "checkpoint_every=100")
+    more = (f"iterations={arguments.iterations}", "evaluate_every=0", "checkpoint_every=100")
     seconds, outcomes = {}, {}
-    _lives.warm()
     for way, (processes, settings) in WAYS.items():
         folder = arguments.folder / way.replace(",", "").replace(" ", "_")
         if processes == 1:
-            lives = [_lives.live("ppo", folder, _lives.Board(), napping(arguments.nap), (*settings, *more))]
+            started = [lives.live("ppo_async", folder, None, napping(arguments.nap), (*settings, *more))]
         else:
-            lives = _lives.live_together("ppo", folder, processes, napping(arguments.nap), (*settings, *more))
-        if any(_lives.wait(life, 300) for life in lives):
-            raise SystemExit(_lives.last_words(folder))
+            started = lives.live_together("ppo_async", folder, processes, napping(arguments.nap), (*settings, *more))
+        if any(lives.wait(life, 300) for life in started):
+            raise SystemExit(lives.last_words(folder))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         seconds[way] = median(line["time/iteration"] for line in lines if "time/iteration" in line)
-        outcomes[way] = _lives.outcome(folder)
+        outcomes[way] = lives.outcome(folder)
     print(f"naps of {arguments.nap} s in rollout and update, {arguments.iterations} iterations, medians\n")
     print(f"{'':<38}  s/iteration  speed-up  as one process")
     for way in WAYS:

@@ -53,10 +53,11 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from vla_common import keys
+from vla_policies import make_example
 from vla_policies.checkpoint.lora import add_lora
 from vla_policies.nn.dino_siglip import TransformerConfig, VisionConfig
 from vla_policies.nn.llama import LlamaConfig
-from vla_policies.openvla.folder import OpenVLAFolder
+from vla_policies.openvla.checkpoint import OpenVLACheckpoint
 from vla_policies.openvla.model import Prismatic, PrismaticConfig
 from vla_policies.openvla.oft import OpenVLAOFT, OpenVLAOFTConfig
 from vla_policies.openvla.prompts import BOS, SPACE
@@ -203,7 +204,7 @@ def make_policy(size: str, device: str, dtype: torch.dtype, lora: int, checkpoin
     with tempfile.TemporaryDirectory() as path:
         vocabulary = {"<unk>": 0, "<s>": BOS, "▁": SPACE}  # nothing is tokenised
         Tokenizer(WordLevel(vocabulary, unk_token="<unk>")).save(str(Path(path) / "tokenizer.json"))
-        folder = OpenVLAFolder(Path(path), {}, PREPROCESSOR, {"random": {"action": bounds}})
+        folder = OpenVLACheckpoint(Path(path), {}, PREPROCESSOR, {"random": {"action": bounds}})
         policy = OpenVLAOFT(model, folder, OpenVLAOFTConfig(benchmark="libero", max_prompt_length=PROMPT_LENGTH))
     if lora:
         add_lora(policy, lora)
@@ -214,7 +215,7 @@ def make_policy(size: str, device: str, dtype: torch.dtype, lora: int, checkpoin
 def make_batch(policy: OpenVLAOFT, batch_size: int) -> TensorDict:
     """Made-up observations, prompts and action tokens."""
     generator = torch.Generator().manual_seed(1)
-    batch = policy.adapter.example(batch_size)
+    batch = make_example(policy.adapter.benchmark, batch_size)
     prompts = torch.randint(100, 20_000, (batch_size, PROMPT_LENGTH), generator=generator)
     prompts[:, 0], prompts[:, -1] = BOS, SPACE
     shape = (batch_size, policy.chunk_size, policy.token_dim)

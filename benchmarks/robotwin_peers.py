@@ -69,7 +69,7 @@ def _make(task: str, worlds: int) -> Any:
     from vla_envs.robotwin import package, planning
 
     class Planner(planning.Planner):
-        """mplib's, which asks toppra and nobody else."""
+        """mplib's, which asks toppra alone."""
 
         def TOPP(self, path: np.ndarray, step: float = 0.1, verbose: bool = False) -> Any:  # noqa: N802
             from toppra import SplineInterpolator, algorithm, constraint
@@ -85,7 +85,7 @@ def _make(task: str, worlds: int) -> Any:
             return times, moved(times), moved(times, 1), moved(times, 2), moved.duration
 
     planning.Planner = Planner  # type: ignore[misc]  # what the checkout finds for mplib's
-    folder, assets = package.find_package(), package.find_assets()
+    folder, assets = package.CHECKOUT.find(), package.find_assets()
     os.environ["ASSETS_PATH"] = str(assets)
     sys.path.insert(0, str(folder))
     choose_driver()

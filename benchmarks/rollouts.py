@@ -60,13 +60,13 @@ HORIZON = 500  # of every episode; Meta-World's own, past which it raises
 
 
 def env_options(options: argparse.Namespace) -> dict[str, Any]:
-    if options.env.startswith("robotwin/"):
+    if options.benchmark == "robotwin":
         return {"seeds": "range", "step_lim": HORIZON, "render_quality": options.quality}
     return {
         "image_size": options.size,
         "max_episode_steps": HORIZON,
-        **({} if options.env.startswith("calvin/") else {"render_quality": options.quality}),
-        **({"task_ids": [options.task]} if options.env.startswith("libero/") else {}),
+        **({} if options.benchmark == "calvin" else {"render_quality": options.quality}),
+        **({"task_ids": [options.task]} if options.benchmark == "libero" else {}),
     }
 
 
@@ -148,44 +148,47 @@ def _cpu_of(function: Callable[[], Any], times: int) -> float:
     return (time.process_time() - start) / times
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything; returns what ``--output`` writes."""
-    # Small actions: nothing is knocked over, every contender simulates the same gentle motion.
-    libero = options.env.startswith("libero/")
-    shape = (options.envs, options.chunk, spec_of(options).action_dim)
-    actions = np.random.default_rng(0).uniform(-0.3, 0.3, shape).astype(np.float32)
-    robotwin = options.env.startswith("robotwin/")
-    if robotwin:  # joint positions, a walk that begins where RoboTwin's arms stand; 500 physics steps
-        actions = np.random.default_rng(0).normal(0, 0.05, shape).cumsum(1).astype(np.float32)
-        actions[..., [6, 13]] = 1  # open grippers
-    costs: dict[str, Any] = {}
-    # Processes inherit LP_NUM_THREADS. Gymnasium's are forked, hence before this process opens a graphics context.
-    os.environ["LP_NUM_THREADS"] = options.peer_raster_threads
-    if libero:
-        from libero_peers import memory, peers, resets
+def peers_of(options: argparse.Namespace) -> tuple[list[Contender], dict[str, Any]]:
+    """What the field runs on a benchmark, and what else is measured of it before anything starts."""
+    if options.benchmark == "libero":
+        from libero_peers import memory, peers
 
-        costs = {"memory_mb_per_env": memory(options)}
-    elif options.env.startswith("maniskill/"):
+        return peers(options), {"memory_mb_per_env": memory(options)}
+    if options.benchmark == "maniskill":
         from maniskill_peers import frame_per_action
 
-        def peers(options: argparse.Namespace) -> list[Contender]:
-            return [vla_env(options, 1, "VLAEnv, one worker"), frame_per_action(options)]
-    elif options.env.startswith("calvin/"):
+        return [vla_env(options, 1, "VLAEnv, one worker"), frame_per_action(options)], {}
+    if options.benchmark == "calvin":
         from calvin_peers import frame_per_action
 
-        def peers(options: argparse.Namespace) -> list[Contender]:
-            return [frame_per_action(options)]
-    elif robotwin:
-        from robotwin_peers import memory as memory_of_worlds
-        from robotwin_peers import vector_env
+        return [frame_per_action(options)], {}
+    if options.benchmark == "robotwin":
+        from robotwin_peers import memory, vector_env
 
-        costs = {"memory_mb": memory_of_worlds(options, spec_of(options))}
+        costs = {"memory_mb": memory(options, spec_of(options))}
+        return [vector_env(options)], costs
+    from metaworld_peers import peers
 
-        def peers(options: argparse.Namespace) -> list[Contender]:
-            return [vector_env(options)]
-    else:
-        from metaworld_peers import peers
-    peers = peers(options)
+    return peers(options), {}
+
+
+def actions_of(options: argparse.Namespace) -> np.ndarray:
+    """Small actions, float32 ``[N, C, A]``: nothing is knocked over, all contenders simulate the same gentle motion."""
+    shape, random = (options.envs, options.chunk, spec_of(options).action_dim), np.random.default_rng(0)
+    if options.benchmark != "robotwin":
+        return random.uniform(-0.3, 0.3, shape).astype(np.float32)
+    # Joint positions, a walk that begins where RoboTwin's arms stand; 500 physics steps.
+    actions = random.normal(0, 0.05, shape).cumsum(1).astype(np.float32)
+    actions[..., [6, 13]] = 1  # open grippers
+    return actions
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything; returns what ``--output`` writes."""
+    actions = actions_of(options)
+    # Processes inherit LP_NUM_THREADS. Gymnasium's are forked, hence before this process opens a graphics context.
+    os.environ["LP_NUM_THREADS"] = options.peer_raster_threads
+    peers, costs = peers_of(options)
     for peer in peers:
         peer.start()
     os.environ["LP_NUM_THREADS"] = "1"
@@ -204,8 +207,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for contender in contenders:
             with suppress(OSError):  # a process that died is what the error being raised is about
                 contender.close()
-    if libero:  # last: LIBERO's own renderer takes the graphics display of this process with it
+    if options.benchmark == "libero":  # last: its own renderer takes the graphics display of this process with it
+        from libero_peers import resets
+
         costs["reset"] = resets(options)
+    return {**_summary(options, single, contenders), **costs}
+
+
+def _summary(options: argparse.Namespace, single: SingleSimulator, contenders: Sequence[Contender]) -> dict[str, Any]:
+    ours, bare = contenders[0], contenders[-1]
     ideal = options.chunk * np.array(single.step) + np.array(single.render)  # CPU seconds, per repetition
     cores = min(options.workers, len(os.sched_getaffinity(0)))
 
@@ -220,7 +230,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "ideal_decisions_per_s": cores / statistics.median(ideal),
         "share_of_ideal_in_wall_time": ratio(ideal / cores, ours.wall),
         "share_of_ideal_in_cpu_time": ratio(ideal, ours.cpu),
-        "share_of_bare_simulators_in_wall_time": ratio(contenders[-1].wall, ours.wall),
+        "share_of_bare_simulators_in_wall_time": ratio(bare.wall, ours.wall),
         "contenders": [
             {
                 "name": contender.name,
@@ -233,7 +243,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             }
             for contender in contenders
         ],
-        **costs,
     }
 
 
@@ -290,10 +299,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-raster-threads", default="1", metavar="N", help="LP_NUM_THREADS of the others")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     options = parser.parse_args()
-    options.chunk = options.chunk or {"libero": 8, "robotwin": 25}.get(options.env.partition("/")[0], 5)
-    options.size = options.size or {"libero": 256, "calvin": 200, "robotwin": 240}.get(
-        options.env.partition("/")[0], 224
-    )
+    options.benchmark = options.env.partition("/")[0]
+    options.chunk = options.chunk or {"libero": 8, "robotwin": 25}.get(options.benchmark, 5)
+    options.size = options.size or {"libero": 256, "calvin": 200, "robotwin": 240}.get(options.benchmark, 224)
     if (options.decisions + 1) * options.chunk >= HORIZON:
         parser.error(f"(decisions + 1) x chunk must stay below {HORIZON} steps, the horizon of the episodes here")
     if options.quality != "benchmark" and not options.env.startswith(("metaworld/", "maniskill/PutOn", "robotwin/")):

@@ -61,7 +61,7 @@ def write_checkpoint(folder: Path, layers: int) -> int:
         shapes = {
             key: tensor.shape for key, tensor in Prismatic(PrismaticConfig(vision, language)).state_dict().items()
         }
-    for name in ("featurizer", "fused_featurizer"):  # the last block, which is in checkpoints and nobody reads
+    for name in ("featurizer", "fused_featurizer"):  # the last block, which is in checkpoints and is not read
         first = f"vision_backbone.{name}.blocks.0."
         shapes |= {key.replace(".0.", ".3.", 1): shape for key, shape in shapes.items() if key.startswith(first)}
     random = torch.empty(1_000_003, dtype=torch.bfloat16).uniform_(

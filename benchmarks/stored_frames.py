@@ -35,12 +35,12 @@ from vla_common import keys
 from vla_common.schema import get_schema
 from vla_envs import Episode, EpisodeSampler, Observation, Outcome, SimulatorSpec, Task, VLAEnv, make_env
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, VLAPolicy
+from vla_policies.openvla.checkpoint import OpenVLACheckpoint
 from vla_policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
-from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.model import Prismatic
 from vla_policies.openvla.prompts import BOS, SPACE
+from vla_policies.pi0.checkpoint import Pi0Checkpoint
 from vla_policies.pi0.config import Pi0Config
-from vla_policies.pi0.folder import Pi0Folder
 from vla_policies.pi0.model import Pi0Model
 from vla_policies.processing.images import resize_exact
 from vla_policies.processing.model_images import ModelImages
@@ -117,7 +117,7 @@ def make_policy(case: Case) -> VLAPolicy:
     torch.manual_seed(0)
     if case.family == "pi0":
         entry = {"mean": [0.0] * 32, "std": [1.0] * 32}
-        folder = Pi0Folder(Path("."), {}, {}, {"random": {"state": entry, "actions": entry}}, flow.tokenizer(), {})
+        folder = Pi0Checkpoint(Path("."), {}, {}, {"random": {"state": entry, "actions": entry}}, flow.tokenizer(), {})
         config = Pi0Config(
             benchmark=case.benchmark, config_name=case.config_name, num_images_in_input=case.images, action_horizon=10
         )
@@ -125,7 +125,7 @@ def make_policy(case: Case) -> VLAPolicy:
     bounds = {"q01": [-1.0] * 7, "q99": [1.0] * 7}
     with tempfile.TemporaryDirectory() as path:
         Tokenizer(WordLevel({"<unk>": 0, "<s>": BOS, "▁": SPACE}, unk_token="<unk>")).save(f"{path}/tokenizer.json")
-        weights = OpenVLAFolder(Path(path), {}, policies.PREPROCESSOR, {"random": {"action": bounds}})
+        weights = OpenVLACheckpoint(Path(path), {}, policies.PREPROCESSOR, {"random": {"action": bounds}})
         model = Prismatic(policies.SIZES["tiny"])
         if case.family == "openvla":
             return OpenVLA(model, weights, OpenVLAConfig(benchmark=case.benchmark))

@@ -1,4 +1,4 @@
-"""Memory of a worker process with one world and with more: the numbers of ``SimulatorSpec.worker_gb``.
+"""Memory of a worker process with one world and with more.
 
 ``python -m benchmarks.worker_memory metaworld/MT50 [--worlds 4]`` makes worlds in this process, each of the next task,
 runs five actions and two frames in each, and prints the proportional set size (``Pss`` of ``smaps_rollup``) in GB.

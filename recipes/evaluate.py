@@ -1,16 +1,9 @@
 """Success of a saved policy on held-out episodes: ``python recipes/evaluate.py policy.checkpoint=FOLDER``."""
 
-import sys
+from vla_common.program import begin_program
 
-try:
-    from vla_common.program import begin_program
+begin_program(__name__)  # before torch is imported
 
-    begin_program(__name__)  # before torch is imported
-except ModuleNotFoundError as error:
-    print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
-    sys.exit(2)
-
-import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +15,15 @@ from annotated_types import MinLen
 from omegaconf import DictConfig
 
 from vla_algos import EpisodeCollector, compare, parallel
+from vla_algos.files import finite_or_none, write_atomically
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
-from vla_algos.run.ablating import AblationName, check_ablations, evaluate_with_ablations
-from vla_algos.run.files import finite_or_none, write_atomically
-from vla_algos.run.summary import as_evaluated, describe_spec
+from vla_algos.run.environments import make_env_spec, own_share
+from vla_algos.run.evaluate import AblatedEvaluation, AblationName
+from vla_algos.run.policies import make_run_policy
+from vla_algos.run.summary import as_evaluated, describe_spec, facts_of
 from vla_common.checksums import identity
 from vla_common.settings import setting_types
+from vla_envs import EpisodeQueue, make_env
 from vla_envs.workers.pool import SimulatorCrash
 
 SETTINGS = {
@@ -46,22 +42,23 @@ def main(config: DictConfig) -> None:
 
 
 def evaluate(config: SimpleNamespace, run: Run) -> None:
+    # ---- parts
     if not config.policy.get("checkpoint"):
         raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
-    ablations = [config.ablation] if isinstance(config.ablation, str) else list(config.ablation or [])
-    check_ablations(ablations, run.spec, run.evaluator.episodes(run.spec))
-    evaluated = identity(Path(config.policy["checkpoint"]).expanduser())
-    policy = run.make_policy()
-    run.check_results()
-    with contextlib.closing(run.make_env(policy)):
-        results = evaluate_with_ablations(run, ablations, config.seed, greedy=config.greedy)
+    spec = make_env_spec(config.env)
+    here = own_share(config.env, spec, config.pipeline)
+    evaluation = AblatedEvaluation(run, spec)
+    print(describe_spec(spec))
+    policy = make_run_policy(run, spec, here)
+    env = make_env(**here, chunk_size=policy.chunk_size, episodes=EpisodeQueue())
 
-    setting = {"evaluated_on": run.spec.id, "greedy": config.greedy, "ablation": config.ablation}
-    setting["policy_identity"] = evaluated
-    setting |= {"protocol": run.spec.protocol} if run.spec.protocol else {}
-    spec = as_evaluated(run.spec, config.eval.get("trials"))
-    setting["protocol_deviations"] = spec.protocol_deviations
-    setting["differs_from_training"] = run.differs
+    # ---- evaluate: as it is, then with each ablation
+    run.begin()
+    results = evaluation(env, policy)
+    env.close()
+
+    # ---- tell
+    spec = as_evaluated(spec, config.eval.get("trials"))
     print(f"\n{describe_spec(spec)}\n{'greedy' if config.greedy else 'sampled'}")
     metrics: dict[str, Any] = {}
     for name, result in results.items():
@@ -70,15 +67,19 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
         if not name or result.failure:
             print(f"\n{result.table()}")
         if result.failure:
-            what = f"ablation {name}: " if name else ""
-            raise SimulatorCrash(f"{what}{result.failure}; type the command above to go on")
+            raise SimulatorCrash(
+                f"{f'ablation {name}: ' if name else ''}{result.failure}; type the same again: it resumes"
+            )
         if name:
             difference = compare(results[""].episodes, result.episodes, config.eval["mean_of"])
             metrics |= difference.metrics(prefix)
             print(f"\nablation {name}, paired\n{difference.table('normal', name)}")
+    checkpoint = Path(config.policy["checkpoint"]).expanduser()
+    setting = {"greedy": config.greedy, "ablation": config.ablation, "policy_identity": identity(checkpoint)}
+    setting |= {**facts_of(spec), "differs_from_training": run.differs}
     if parallel.is_main():
         write_atomically(run.folder / "metrics.json", json.dumps(finite_or_none(metrics | setting), indent=2) + "\n")
-    run.finish({name: value for name, value in metrics.items() if isinstance(value, float)})
+    run.finish({name: value for name, value in metrics.items() if isinstance(value, float)}, facts_of(spec))
     print(f"\nresults      {run.folder}")
 
 

@@ -1,35 +1,29 @@
 """GRPO fine-tunes a Vision-Language-Action policy: ``python recipes/grpo.py``; settings are in ``conf/grpo.yaml``."""
 
-import sys
+from vla_common.program import begin_program
 
-try:
-    from vla_common.program import begin_program
+begin_program(__name__)  # before torch is imported
 
-    begin_program(__name__)  # before torch is imported
-except ModuleNotFoundError as error:
-    print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
-    sys.exit(2)
-
-from itertools import chain
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import ChunkClipPPOLoss, EpisodeCollector, Learner, collect_groups, grpo, parallel
-from vla_algos.groups import (
-    Group,
-    check_groups,
-    concatenate,
-    describe_groups_without_signal,
-    group_metrics,
-    outcomes_of,
-)
-from vla_algos.learner import OPTIM, check_steps
-from vla_algos.metrics import env_metrics, rollout_metrics
-from vla_algos.run import TRAINING, Run, launch, run_program
+from vla_algos import ChunkClipPPOLoss, Demonstrations, EpisodeCollector, clone, collect_groups, grpo, parallel
+from vla_algos.collectors.crashes import check_crashes
+from vla_algos.groups import check_groups, check_signal, concatenate, gather_outcomes, group_metrics
+from vla_algos.metrics import collector_stats, env_metrics, outcomes_by_task, rollout_metrics, throughput
+from vla_algos.minibatches import UPDATE, Minibatches, check_loss, check_minibatches
+from vla_algos.optim import OPTIM, check_schedule, make_optimizer
+from vla_algos.reference import FrozenPolicy
+from vla_algos.run import TRAINING, HeldOut, Run, TrainVideos, launch, run_program
+from vla_algos.run.environments import make_env_spec, own_share, training_episodes
+from vla_algos.run.policies import make_run_policy, policy_writer
+from vla_algos.run.sharding import Sharding
 from vla_common.settings import Count, setting_types
+from vla_envs import make_env
+from vla_policies.sharding import gathered
 
 CRITIC = ("critic_coeff", "clip_value", "huber_delta")  # GRPO has none
 SETTINGS = {  # by section: the keyword arguments of one callable
@@ -40,10 +34,8 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "collector": setting_types(collect_groups, without=["collector", "episodes"]),
     "pipeline": setting_types(EpisodeCollector, only=["stages", "overlap_resets"]),
     "loss": setting_types(ChunkClipPPOLoss, without=["policy", "decoupled", *CRITIC]),
-    "optim": setting_types(Learner, only=OPTIM),
-    "update": setting_types(
-        Learner, without=[*OPTIM, "loss_module", "optimizer", "offload_optimizer", "updates", "critic_warmup_steps"]
-    ),
+    "optim": OPTIM,
+    "update": {name: kind for name, kind in UPDATE.items() if name != "critic_warmup_steps"},
 }
 
 
@@ -53,54 +45,85 @@ def main(config: DictConfig) -> None:
 
 
 def train(config: SimpleNamespace, run: Run) -> None:
-    check_steps(**config.optim, **config.update, updates=config.iterations)
+    # ---- parts: each section is the keyword arguments of one of them; what is cheap comes first, and is checked
+    check_schedule(**config.optim, updates=config.iterations)
+    check_minibatches(**config.update)
     check_groups(config.group_size, **config.collector)
-    if config.env.get("group_size", 1) != 1:
-        raise ValueError(f"the size of a group is group_size alone; type group_size={config.env['group_size']}")
-    wanted = {name: run.per_rollout(config.collector[name], f"collector.{name}") for name in ("groups", "max_groups")}
+    wanted = {name: parallel.per_rank(config.collector[name], f"collector.{name}") for name in ("groups", "max_groups")}
     bounds = config.collector["success_bounds"]
-    policy = run.make_policy()
-    loss_module = ChunkClipPPOLoss(policy, **config.loss, critic_coeff=None, decoupled=config.sync["lag"] > 0)
-    learner = run.on_actors(
-        lambda: Learner(
-            loss_module,
-            **config.optim,
-            **config.update,
-            offload_optimizer=config.offload["optimizer"],
-            updates=config.iterations,
-        )
+    spec = make_env_spec(config.env)
+    here = own_share(config.env, spec, config.pipeline)  # of several processes each has some of the environments
+    held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec)
+    films = TrainVideos(run, spec, **config.train_videos)
+    run.say(held_out.describe())
+    policy = make_run_policy(run, spec, here, Sharding(**config.sharding), config.offload["optimizer"])
+    held_out.check_policy(policy)
+    demonstrations.check_policy(policy)
+    loss_module = ChunkClipPPOLoss(policy, **config.loss, critic_coeff=None)
+    check_loss(loss_module, **config.update)
+    optimizer, schedule = make_optimizer(
+        loss_module, **config.optim, updates=config.iterations, offload=config.offload["optimizer"]
     )
-    env = run.make_env(policy)
-    episodes = run.on_rollouts(lambda: run.training_episodes(config.group_size))
-    collector = run.on_rollouts(lambda: EpisodeCollector(env, policy, **config.pipeline, on_decision=run.film))
+    frozen = FrozenPolicy(policy) if loss_module.reference_kl_coeff else None
+    episodes = training_episodes(config, spec, config.group_size)
+    env = make_env(**here, chunk_size=policy.chunk_size, episodes=episodes)
+    collector = EpisodeCollector(env, policy, **config.pipeline, on_decision=films.hook)
+    publish = policy_writer(config, policy, spec, held_out.spec)
 
-    def collect() -> list[Group]:
-        return collect_groups(collector, episodes, **wanted, success_bounds=bounds)
+    # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
+    trained: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "schedule": schedule, "frozen": frozen}
+    start = run.restore(demonstrations.facts, **trained, collector=collector, episodes=episodes)
+    if start is None:
+        if demonstrations.wanted:
+            clone(policy, *demonstrations.record(env, policy), run.folder / "warm_start", **config.cloning)
+        held_out(env, policy, 0, collector)
+        run.save(0, publish)
 
-    def learn(groups: list[Group] | None) -> tuple[list[Group], bool, dict[str, float]]:
-        batch = grpo(groups or [], bounds, move=True)  # None: no group carries signal
-        everything = [group for part in parallel.all_gather_object(outcomes_of(groups or [])) for group in part]
-        learnable, update = grpo(everything, bounds), {}
-        with run.timer("train"):
-            if learnable is not None:
-                policy.train()
-                update = {**rollout_metrics(learnable), **learner.update(batch, before_step=run.stop_if_asked)}
-        return everything, learnable is not None, update
+    for iteration in run.iterations(config.iterations):
+        # ---- act: groups of runs of one episode, until enough of them differ
+        policy.eval()
+        policy.start_iteration(iteration)
+        with gathered(policy), films.of(iteration, policy.chunk_size):
+            groups = collect_groups(collector, episodes, **wanted, success_bounds=bounds)
 
-    with run.resumable(learner=learner, collector=collector, episodes=episodes):
-        for iteration in run.iterations():
-            everything, learnt, update = run.turn(collect, learn, join=lambda parts: [*chain(*parts)])
-            outcomes = concatenate(everything)
-            crashed = sum(group.crashed for group in everything)
-            run.log(outcomes, env_metrics(outcomes, crashed), group_metrics(everything, bounds), update)
+        # ---- advantages: of each run among its group
+        batch = grpo(groups, bounds, move=True)  # None: no group carries signal
+        everywhere = gather_outcomes(groups)  # of all processes
+        learnable, learnt, acted = grpo(everywhere, bounds), {}, run.seconds
 
-            in_a_row = 0 if learnt else run.state.get("iterations_without_signal", 0) + 1
-            run.state["iterations_without_signal"] = in_a_row
-            if in_a_row:
-                why = describe_groups_without_signal(everything)
-                run.write(f"iteration {iteration}: {why}; nothing was learnt")
-            if in_a_row == config.patience:
-                run.end_here(f"{in_a_row} iterations in a row without a group to learn from (patience={in_a_row})")
+        # ---- learn: epochs of minibatches
+        if learnable is not None:
+            policy.train()
+            steps = run.state.get("steps", 0)
+            minibatches = Minibatches(loss_module, batch, **config.update, steps=steps, frozen=frozen)
+            for minibatch in minibatches:
+                optimizer.zero_grad()
+                for part in minibatch:  # micro-batches: their gradients add up
+                    losses = minibatch.losses(part)  # loss_module(part): shares of that of the whole
+                    minibatch.total(losses).backward()
+                if minibatch.too_far:  # from the policy that acted: target_kl
+                    break
+                minibatch.step(optimizer)
+            run.state["steps"] = minibatches.steps
+            learnt = {**rollout_metrics(learnable), **minibatches.metrics(optimizer), "time/train": run.seconds - acted}
+            schedule.step()
+
+        # ---- tell
+        whole = concatenate(everywhere)
+        told = env_metrics(whole, sum(group.crashed for group in everywhere))
+        counted = group_metrics(everywhere, bounds)
+        run.log(iteration, told, counted, learnt, collector_stats(collector), throughput(whole, run.seconds))
+        run.say(check_crashes(run.state, iteration, told))
+        episodes.tell(*outcomes_by_task(whole))  # episode_order=learnable draws accordingly
+        run.say(check_signal(run.state, iteration, everywhere, bool(learnt), config.patience))
+        evaluates = run.is_due(iteration, config.evaluate_every, config.iterations)
+        if evaluates:
+            held_out(env, policy, iteration, collector)
+        run.save(iteration, publish if evaluates else None)
+
+    run.publish(publish)
+    env.close()
+    held_out.summarise()
 
 
 if __name__ == "__main__":

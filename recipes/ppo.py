@@ -1,30 +1,29 @@
 """PPO fine-tunes a Vision-Language-Action policy: ``python recipes/ppo.py``; settings are in ``conf/ppo.yaml``."""
 
-import sys
+from vla_common.program import begin_program
 
-try:
-    from vla_common.program import begin_program
-
-    begin_program(__name__)  # before torch is imported
-except ModuleNotFoundError as error:
-    print(f"error: {error} in {sys.executable}; type the Python of docs/install.md: .venv/bin/python", file=sys.stderr)
-    sys.exit(2)
+begin_program(__name__)  # before torch is imported
 
 from types import SimpleNamespace
 from typing import Literal
 
 import hydra
-import torch
 from omegaconf import DictConfig
-from tensordict import TensorDictBase
 
-from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, check_levels, gae, parallel
-from vla_algos.advantages import valid_decisions
-from vla_algos.learner import OPTIM, check_steps
-from vla_algos.metrics import env_metrics, rollout_metrics
-from vla_algos.run import TRAINING, Run, launch, run_program
+from vla_algos import ChunkClipPPOLoss, Demonstrations, StepCollector, check_levels, clone, gae, parallel
+from vla_algos.collectors.crashes import check_crashes
+from vla_algos.metrics import collector_stats, env_metrics, outcomes_by_task, rollout_metrics, throughput
+from vla_algos.minibatches import UPDATE, Minibatches, check_loss, check_minibatches
+from vla_algos.optim import OPTIM, check_schedule, make_optimizer
+from vla_algos.reference import FrozenPolicy
+from vla_algos.run import TRAINING, HeldOut, Run, TrainVideos, launch, run_program
+from vla_algos.run.environments import make_env_spec, own_share, training_episodes
+from vla_algos.run.policies import make_run_policy, policy_writer
+from vla_algos.run.sharding import Sharding
 from vla_common.keys import ADVANTAGE, NEXT, STATE_VALUE, TASK_ID, VALUE_TARGET
 from vla_common.settings import Count, setting_types
+from vla_envs import make_env
+from vla_policies.sharding import gathered
 
 SETTINGS = {  # by section: the keyword arguments of one callable
     **TRAINING,
@@ -33,8 +32,8 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "pipeline": setting_types(StepCollector, only=["stages"]),
     "gae": setting_types(gae, without=["batch"]),
     "loss": setting_types(ChunkClipPPOLoss, without=["policy", "decoupled"]),
-    "optim": setting_types(Learner, only=OPTIM),
-    "update": setting_types(Learner, without=[*OPTIM, "loss_module", "optimizer", "offload_optimizer", "updates"]),
+    "optim": OPTIM,
+    "update": UPDATE,
 }
 
 
@@ -44,47 +43,85 @@ def main(config: DictConfig) -> None:
 
 
 def train(config: SimpleNamespace, run: Run) -> None:
-    check_steps(**config.optim, **config.update, updates=config.iterations)
-    policy = run.make_policy()
-    loss_module = ChunkClipPPOLoss(policy, **config.loss, decoupled=config.sync["lag"] > 0)
-    learner = run.on_actors(
-        lambda: Learner(
-            loss_module,
-            **config.optim,
-            **config.update,
-            offload_optimizer=config.offload["optimizer"],
-            updates=config.iterations,
-        )
+    # ---- parts: each section is the keyword arguments of one of them; what is cheap comes first, and is checked
+    check_schedule(**config.optim, updates=config.iterations)
+    check_minibatches(**config.update)
+    spec = make_env_spec(config.env)
+    here = own_share(config.env, spec, config.pipeline)  # of several processes each has some of the environments
+    held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec)
+    films = TrainVideos(run, spec, **config.train_videos)
+    run.say(held_out.describe())
+    policy = make_run_policy(run, spec, here, Sharding(**config.sharding), config.offload["optimizer"])
+    held_out.check_policy(policy)
+    demonstrations.check_policy(policy)
+    loss_module = ChunkClipPPOLoss(policy, **config.loss)
+    check_loss(loss_module, **config.update)
+    check_levels(loss_module, policy, config.gae["reward_level"])
+    optimizer, schedule = make_optimizer(
+        loss_module, **config.optim, updates=config.iterations, offload=config.offload["optimizer"]
     )
-    check_levels(
-        config.gae["reward_level"],
-        config.gae["bootstrap"],
-        num_values=policy.num_values if loss_module.has_critic else None,
-        chunk_size=policy.chunk_size,
-        log_prob_level=config.loss["log_prob_level"],
-    )
-    env = run.make_env(policy)
+    frozen = FrozenPolicy(policy) if loss_module.reference_kl_coeff else None
+    episodes = training_episodes(config, spec, config.env.get("group_size", 1))
+    env = make_env(**here, chunk_size=policy.chunk_size, episodes=episodes)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
-    collector = run.on_rollouts(
-        lambda: StepCollector(env, policy, **config.collector, **config.pipeline, **reads, on_decision=run.film)
+    collector = StepCollector(env, policy, **config.collector, **config.pipeline, **reads, on_decision=films.hook)
+    publish = policy_writer(config, policy, spec, held_out.spec)
+
+    # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
+    start = run.restore(
+        demonstrations.facts, policy=policy, optimizer=optimizer, schedule=schedule, collector=collector, frozen=frozen
     )
+    if start is None:
+        if demonstrations.wanted:
+            clone(policy, *demonstrations.record(env, policy), run.folder / "warm_start", **config.cloning)
+        held_out(env, policy, 0, collector)
+        run.save(0, publish)
 
-    def learn(batch: TensorDictBase | None) -> tuple[TensorDictBase, dict[str, float]]:
-        with run.timer("train"):
-            own = None if batch is None else batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False)
-            everything = parallel.all_gather(own)  # of all processes that learn
-            gae(everything, **config.gae)
-            rows = parallel.local_rows(everything, 0 if batch is None else len(batch))
-            if batch is not None:
-                batch.update(rows.select(ADVANTAGE, VALUE_TARGET))
-            policy.train()
-            executed = bool(valid_decisions(everything).any())  # otherwise every episode crashed as it began
-            return everything, learner.update(batch, before_step=run.stop_if_asked) if executed else {}
+    for iteration in run.iterations(config.iterations):
+        # ---- act: [environments, decisions]
+        policy.eval()
+        policy.start_iteration(iteration)
+        with gathered(policy), films.of(iteration, policy.chunk_size):
+            batch = collector.rollout()
 
-    with run.resumable(learner=learner, collector=collector):
-        for _ in run.iterations():
-            everything, update = run.turn(lambda: collector.rollout(), learn, join=torch.cat)
-            run.log(everything, env_metrics(everything), rollout_metrics(everything), update)
+        # ---- advantages, over the batches of all processes
+        acted = run.seconds
+        whole = parallel.all_gather(batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False))
+        gae(whole, **config.gae)
+        batch.update(parallel.local_rows(whole, len(batch)).select(ADVANTAGE, VALUE_TARGET))
+
+        # ---- learn: epochs of minibatches
+        policy.train()
+        minibatches = Minibatches(loss_module, batch, **config.update, steps=run.state.get("steps", 0), frozen=frozen)
+        for minibatch in minibatches:
+            optimizer.zero_grad()
+            for part in minibatch:  # micro-batches: their gradients add up
+                losses = minibatch.losses(part)  # loss_module(part): shares of that of the whole
+                minibatch.total(losses).backward()
+            if minibatch.too_far:  # from the policy that acted: target_kl
+                break
+            minibatch.step(optimizer)
+        run.state["steps"] = minibatches.steps
+        learnt = minibatches.metrics(optimizer)
+        if learnt:  # otherwise every episode crashed as it began
+            schedule.step()
+        learnt["time/train"] = run.seconds - acted
+
+        # ---- tell
+        told = env_metrics(whole)
+        run.log(
+            iteration, told, rollout_metrics(whole), learnt, collector_stats(collector), throughput(whole, run.seconds)
+        )
+        run.say(check_crashes(run.state, iteration, told))
+        episodes.tell(*outcomes_by_task(whole))  # episode_order=learnable draws accordingly
+        evaluates = run.is_due(iteration, config.evaluate_every, config.iterations)
+        if evaluates:
+            held_out(env, policy, iteration, collector)
+        run.save(iteration, publish if evaluates else None)
+
+    run.publish(publish)
+    env.close()
+    held_out.summarise()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Hooks of MkDocs (mkdocs.yml): what lies outside docs/ has a place in the site, and links to it work there.
 
 Pages are written for a reader of the repository: README.md links to ``docs/install.md``, and a page of docs/ links to
-``../vla_keys.py``. In the site README.md is the first page, other Markdown files of the root are pages beside it, and
-any other file of the repository that a page links to is copied below ``source/``. A link to a file that does not exist
-is left as it is, and ``mkdocs build --strict`` stops at it.
+``../vla_common/keys.py``. In the site README.md is the first page, other Markdown files of the root are pages beside
+it, and any other file of the repository that a page links to is copied below ``source/``. A link to a file that does
+not exist is left as it is, and ``mkdocs build --strict`` stops at it.
 """
 
 from __future__ import annotations

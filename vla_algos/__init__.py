@@ -6,8 +6,5 @@ Importing this package imports no torch; what is used is loaded when it is first
 import lazy_loader
 
 from vla_common import __version__ as __version__
-from vla_common.moved import find_moved_modules
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-find_moved_modules()

@@ -15,8 +15,8 @@ from .collectors import EpisodeCollector as EpisodeCollector
 from .collectors import StepCollector as StepCollector
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare
+from .demonstrations import Demonstrations as Demonstrations
 from .demonstrations import DemonstrationSet as DemonstrationSet
-from .demonstrations import Samples as Samples
 from .demonstrations import for_policy as for_policy
 from .demonstrations import load_demonstrations as load_demonstrations
 from .demonstrations import record_demonstrations as record_demonstrations
@@ -27,13 +27,13 @@ from .groups import Group as Group
 from .groups import collect_groups as collect_groups
 from .groups import grpo as grpo
 from .imitation import BehaviourCloning as BehaviourCloning
+from .imitation import clone as clone
 from .learner import Learner as Learner
 from .lerobot.demonstrations import LeRobotDemonstrations as LeRobotDemonstrations
 from .losses import ChunkClipPPOLoss as ChunkClipPPOLoss
 from .losses import add_proximal_log_prob as add_proximal_log_prob
 from .losses import add_reference_log_prob as add_reference_log_prob
-from .placement import Placement as Placement
 from .results import EpisodeResult as EpisodeResult
-from .weight_sync import TrainedWeightSyncScheme as TrainedWeightSyncScheme
+from .samples import Samples as Samples
 
 __version__: str

@@ -30,10 +30,7 @@ _FILE = ".seen_images_rank"
 
 
 def blank_images(td: TensorDictBase) -> TensorDictBase:
-    """Ablation: the policy sees black pictures.
-
-    It never saw such pictures before: a policy may fail for that alone. :meth:`SeenImages.others` shows it real ones.
-    """
+    """Ablation: the policy sees black pictures, which may be new to it; :meth:`SeenImages.others` shows real ones."""
     for key in (IMAGES, WRIST_IMAGES):
         if (images := td.get(key, None)) is not None:
             td[key] = torch.zeros_like(images)
@@ -41,17 +38,12 @@ def blank_images(td: TensorDictBase) -> TensorDictBase:
 
 
 class DoNothing(TensorDictModuleBase):
-    """Baseline: a policy that does nothing, as the benchmark understands it (``SimulatorSpec.neutral_action``).
+    """Baseline: a policy that does nothing (``SimulatorSpec.neutral_action``), in chunks of so many actions.
 
-    It is no ablation of what a policy sees, but stands beside one for the same question: what of a success is the
-    policy's? Some episodes are solved as they begin, or by what falls.
-
-    Args:
-        spec: of the environment.
-        chunk_size: primitive actions per decision.
+    Some episodes are solved as they begin, or by what falls.
 
     Raises:
-        ValueError: nobody has said what doing nothing is there.
+        ValueError: the benchmark does not say what doing nothing is.
     """
 
     loss_keys = ()
@@ -76,17 +68,14 @@ class DoNothing(TensorDictModuleBase):
 
 
 def swapped_instructions(tasks: Sequence[Task]) -> Observe:
-    """Ablation: the policy is told to do another one of ``tasks``, in whichever words it was told its own.
-
-    Instructions are permuted in a cycle, so that none stays where it is: each is replaced by the next task's. One that
-    the task has as well, in these or other words, is passed over.
+    """Ablation: each instruction is replaced by that of the next of ``tasks``, in a cycle, that has other words.
 
     Raises:
         ValueError: the tasks share one instruction, so there is nothing to swap; or each episode has one of its own.
     """
-    if anew := [task.name for task in tasks if task.worded_anew]:
+    if reworded := [task.name for task in tasks if task.worded_anew]:
         raise ValueError(
-            f"swapping instructions needs tasks with given ones; each episode of {anew[0]} is worded anew; type "
+            f"swapping instructions needs tasks with given ones; each episode of {reworded[0]} is worded anew; type "
             "ablation=other_trial, or null"
         )
     instructions = list(dict.fromkeys(task.instruction for task in tasks))
@@ -94,10 +83,10 @@ def swapped_instructions(tasks: Sequence[Task]) -> Observe:
     for task in tasks:
         words = task.instructions or (task.instruction,)
         said[task.instruction] = tuple(dict.fromkeys([*said.get(task.instruction, ()), *words]))
-    own = {text: {*words} for words in said.values() for text in words}  # what it may be told for the same thing
+    own: dict[str, set[str]] = {}  # what it may be told for the same thing
     for words in said.values():
         for text in words:
-            own[text].update(words)
+            own.setdefault(text, set()).update(words)
     swapped: dict[str, str] = {}
     for place, instruction in enumerate(instructions):
         following = [*instructions[place + 1 :], *instructions[:place]]
@@ -129,12 +118,8 @@ def swapped_instructions(tasks: Sequence[Task]) -> Observe:
 class SeenImages:
     """Images of all cameras that a policy has seen in an evaluation, for another one in which it sees those of others.
 
-    They are in a file, of several processes in one each, which all of them have to reach: images as they are observed,
-    uint8, so 500 episodes of 20 decisions take 0.5 GB at 128 x 128 pixels and 7 GB at 480 x 480. The system keeps them
-    in whatever memory is free. As a context manager it removes the file.
-
-    Args:
-        folder: where the file is, beside that of other processes.
+    They are in ``folder``, a file of each process, which all have to reach: as observed, uint8. As a context manager
+    it removes the file.
 
     Example:
         >>> with SeenImages(folder) as seen:  # doctest: +SKIP
@@ -149,7 +134,7 @@ class SeenImages:
         self._decisions: dict[int, list[int]] = {}  # by episode, the place in the file of each
         self._kept = 0
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {}  # by key
-        self._everybodys: dict[int, tuple[int, list[int]]] = {}  # by episode: whose file, and the places in it
+        self._all: dict[int, tuple[int, list[int]]] = {}  # by episode of any process: its rank, and places in its file
         self._images: list[np.ndarray | None] = []  # of each process, uint8 [decisions, bytes of all cameras]
 
     def __enter__(self) -> SeenImages:
@@ -164,12 +149,7 @@ class SeenImages:
                 path.unlink(missing_ok=True)
 
     def check_room(self, spec: SimulatorSpec, episodes: int, chunk_size: int) -> None:
-        """Refuse before any work what the disk has no room for.
-
-        Args:
-            spec: whose images they are.
-            episodes: of all processes.
-            chunk_size: primitive actions per decision.
+        """Refuse before any work so many episodes of all processes that the disk has no room for their images.
 
         Raises:
             ValueError: says how much room there is and how much all episodes may take.
@@ -207,30 +187,27 @@ class SeenImages:
         """Have all processes see the images of all of them; returns the episodes of which there are some."""
         self._file.close()
         self._images.clear()
-        self._everybodys.clear()
+        self._all.clear()
         everything = parallel.all_gather_object((self._path, self._kept, self._shapes, self._decisions))
-        for number, (path, kept, shapes, decisions) in enumerate(everything):
+        for rank, (path, kept, shapes, decisions) in enumerate(everything):
             self._shapes = self._shapes or shapes
             self._images.append(np.memmap(path, np.uint8, "r").reshape(kept, -1) if kept else None)
-            self._everybodys |= {episode: (number, places) for episode, places in decisions.items()}
-        return set(self._everybodys)
+            self._all |= {episode: (rank, places) for episode, places in decisions.items()}
+        return set(self._all)
 
     def others(self, donors: Sequence[int]) -> Observe:
         """Ablation: the policy sees the images of another episode at the same decision; its last ones once it is over.
 
-        State and instruction stay its own. Calls :meth:`join`, as all processes do, if nobody has.
-
-        Args:
-            donors: by the index of an episode that of the other one, see :func:`other_trials`.
+        State and instruction stay its own. ``donors`` are the other episodes, see :func:`other_trials`. Calls
+        :meth:`join`, as all processes do, if that has not been.
         """
-        if not self._everybodys:
+        if not self._all:
             self.join()
 
         def observe(td: TensorDictBase) -> TensorDictBase:
             shown = {key: td[key].clone() for key in self._shapes}
-            for row, (episode, decision) in enumerate(
-                zip(td[EPISODE_INDEX].tolist(), td[DECISION_INDEX].tolist(), strict=True)
-            ):
+            places = zip(td[EPISODE_INDEX].tolist(), td[DECISION_INDEX].tolist(), strict=True)
+            for row, (episode, decision) in enumerate(places):
                 if episode >= 0:
                     for key, image in self._read(donors[episode], decision).items():
                         shown[key][row] = torch.from_numpy(image)
@@ -239,8 +216,8 @@ class SeenImages:
         return observe
 
     def _read(self, episode: int, decision: int) -> dict[str, np.ndarray]:
-        process, places = self._everybodys[episode]
-        images = self._images[process]
+        rank, places = self._all[episode]
+        images = self._images[rank]
         assert images is not None  # it has places
         data, found, begin = images[places[min(decision, len(places) - 1)]], {}, 0
         for key, (shape, dtype) in self._shapes.items():
@@ -258,17 +235,16 @@ def other_trials(
 ) -> list[int]:
     """Choose for each episode one of another trial of the same task: the next trial, after the last one the first.
 
-    Of a trial that runs several times the second run gets the next one's second, and so on. It depends on nothing else,
-    such as who finishes first or how many processes there are.
+    Of a trial that runs several times the second run gets the next one's second, and so on.
 
     Args:
         episodes: of an evaluation.
         tasks: of these.
         usable: indices of the episodes to choose from, such as those that have not crashed; ``None`` for all.
-        needed: indices of the episodes that need another one; -1 is that of the others. ``None`` for all.
+        needed: indices of the episodes that need another one; ``None`` for all.
 
     Returns:
-        The index of the other episode, by that of an episode.
+        The index of the other episode, by that of an episode; -1 where none is needed.
 
     Raises:
         ValueError: a task has no other trial.

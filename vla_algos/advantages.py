@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from vla_algos.losses import Level
@@ -23,6 +23,7 @@ from vla_common.keys import (
     WEIGHT,
 )
 from vla_common.settings import Fraction, NonNegative, checked
+from vla_policies.policy import VLAPolicy
 
 Bootstrap = Literal["truncation", "none", "any_done"]
 RewardLevel = Literal["chunk", "action"]
@@ -36,33 +37,28 @@ def valid_decisions(batch: TensorDictBase) -> Tensor:
     return batch[NEXT, STEP_MASK].any(-1, keepdim=True)
 
 
-def check_levels(
-    reward_level: str, bootstrap: str, num_values: int | None, chunk_size: int, log_prob_level: Level = "token"
-) -> None:
-    """Raise a ValueError with what would be right for settings of :func:`gae` that do not fit each other.
+def check_levels(loss_module: nn.Module, policy: VLAPolicy, reward_level: RewardLevel) -> None:
+    """Refuse a ``reward_level`` of :func:`gae` that does not fit a policy and a loss, before any work.
 
-    Args:
-        reward_level: of :func:`gae`.
-        bootstrap: of :func:`gae`.
-        num_values: values per decision that the policy gives; ``None`` where no critic is used.
-        chunk_size: ``C``.
-        log_prob_level: of the loss.
+    Raises:
+        ValueError: says what would be right.
     """
-    if bootstrap not in get_args(Bootstrap):
-        raise ValueError(f"bootstrap is {bootstrap!r}, must be 'truncation', 'any_done' or 'none'")
-    if reward_level not in get_args(RewardLevel):
-        raise ValueError(f"reward_level is {reward_level!r}, must be 'chunk' or 'action'")
+    if getattr(loss_module, "has_critic", True):
+        _check_values(reward_level, policy.num_values, policy.chunk_size)
+    if reward_level == "action" and getattr(loss_module, "log_prob_level", None) == "chunk":
+        raise ValueError(
+            "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', or log_prob_level='action' "
+            "or 'token'"
+        )
+
+
+def _check_values(reward_level: RewardLevel, num_values: int, chunk_size: int) -> None:
     needed = chunk_size if reward_level == "action" else 1
-    if num_values not in (needed, None):
+    if num_values != needed:
         raise ValueError(
             f"reward_level={reward_level!r} needs {needed} values per decision, the policy has {num_values}: 'action' "
             "goes with a policy that has a value per primitive action (policy.value_per_action=true), 'chunk' with one "
             "per decision"
-        )
-    if reward_level == "action" and log_prob_level == "chunk":
-        raise ValueError(
-            "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', or log_prob_level='action' "
-            "or 'token'"
         )
 
 
@@ -117,17 +113,14 @@ def gae(
     if values is None:
         rewards = batch[NEXT, STEP_REWARDS if reward_level == "action" else REWARD]
         values, next_values, lmbda = torch.zeros_like(rewards), torch.zeros_like(rewards), 1.0
-    check_levels(reward_level, bootstrap, values.shape[-1], batch[NEXT, STEP_MASK].shape[-1])
+    _check_values(reward_level, values.shape[-1], batch[NEXT, STEP_MASK].shape[-1])
     valid = valid_decisions(batch)
     # A decision that was never executed says nothing about the one before it, which therefore ends in a
     # bootstrap from the value of the observation they share.
     done = batch[NEXT, DONE].clone()
     done[:, :-1] |= ~valid[:, 1:]
-    final = {
-        "truncation": batch[NEXT, TERMINATED],
-        "none": batch[NEXT, DONE],
-        "any_done": torch.zeros_like(done),
-    }[bootstrap]
+    ends = {"truncation": batch[NEXT, TERMINATED], "none": batch[NEXT, DONE], "any_done": torch.zeros_like(done)}
+    final = ends[bootstrap]
     reward = batch[NEXT, REWARD]
     if reward_level == "action":
         _check_step_rewards(batch)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vla_algos.metrics import Estimate, mean_of_estimates, paired_difference
+from vla_algos.intervals import Estimate, mean_of_estimates, paired_difference
 from vla_algos.results import EpisodeResult
 from vla_common.errors import unknown_name
 
@@ -21,22 +21,18 @@ class Row:
     difference: Estimate
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[bool, bool]]) -> Row:
-        """Compare the outcomes of some episodes, see :func:`~vla_algos.metrics.paired_difference`."""
-        first, second = (sum(each) / len(pairs) for each in zip(*pairs, strict=True))
-        return cls(len(pairs), first, second, paired_difference(pairs))
+    def of(cls, pairs: Sequence[tuple[EpisodeResult, EpisodeResult]]) -> Row:
+        """Compare the success of pairs by :func:`~vla_algos.intervals.paired_difference`."""
+        outcomes = [(first.success_once, second.success_once) for first, second in pairs]
+        first, second = (sum(each) / len(pairs) for each in zip(*outcomes, strict=True))
+        return cls(len(pairs), first, second, paired_difference(outcomes))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` has found.
+    """What :func:`compare` has found: pairs of results of the same episode, and how many could not be paired.
 
-    Attributes:
-        pairs: results of the same episode in the first and the second evaluation.
-        first_alone: episodes that the first one alone has.
-        second_alone: episodes that the second one alone has.
-        crashed: episodes of both that have no result in one of them.
-        mean_of: groups of which the mean is taken too, each counting the same.
+    Episodes are in the first or second evaluation alone, or ``crashed`` in one of them.
     """
 
     pairs: list[tuple[EpisodeResult, EpisodeResult]]
@@ -48,25 +44,21 @@ class Comparison:
     @property
     def all(self) -> Row:
         """Over all episodes that both have."""
-        return Row.of([_outcomes(pair) for pair in self.pairs])
+        return Row.of(self.pairs)
 
     def by_task(self) -> dict[str, Row]:
         """Return a row for each task, from what the second evaluation does better to what it does worse."""
-        rows = self._rows(first.task for first, _ in self.pairs)
-        return dict(sorted(rows.items(), key=lambda row: -row[1].difference.value))
+        return dict(sorted(self._rows("task").items(), key=lambda row: -row[1].difference.value))
 
     def by_group(self) -> dict[str, Row]:
         """Return a row for each suite or difficulty, where there is more than one."""
-        rows = self._rows(first.group for first, _ in self.pairs)
+        rows = self._rows("group")
         return rows if len(rows) > 1 else {}
 
     @property
     def mean(self) -> Row | None:
-        """The mean of the groups of ``mean_of``; ``None`` where there are none, or no pairs of one of them.
-
-        Each counts the same, and its interval is :func:`~vla_algos.metrics.mean_of_estimates` of theirs.
-        """
-        groups = self._rows(first.group for first, _ in self.pairs)
+        """The mean of the groups of ``mean_of``; ``None`` where there are none, or no pairs of one of them."""
+        groups = self._rows("group")
         if not self.mean_of or not groups.keys() >= {*self.mean_of}:
             return None
         rows = [groups[name] for name in self.mean_of]
@@ -88,13 +80,7 @@ class Comparison:
         return found
 
     def table(self, first: str, second: str, *, tasks: bool = False) -> str:
-        """Tabulate success in both and the difference with its 95 % interval, in points of 100, for the terminal.
-
-        Args:
-            first: name of the first evaluation.
-            second: name of the second one.
-            tasks: a row for each task too.
-        """
+        """Tabulate success in both and the difference with its 95 % interval, in points of 100; also of each task."""
         rows = self.by_task() if tasks else {}
         rows |= {f"all {name}": row for name, row in self.by_group().items()}
         rows["all tasks"] = self.all
@@ -114,20 +100,17 @@ class Comparison:
             lines.append(f"not compared: {self.crashed} episodes that crashed in one of them")
         return "\n".join(lines)
 
-    def _rows(self, names: Iterable[str]) -> dict[str, Row]:
-        parts: dict[str, list[tuple[bool, bool]]] = {}
-        for name, pair in zip(names, self.pairs, strict=True):
-            parts.setdefault(name, []).append(_outcomes(pair))
+    def _rows(self, attribute: str) -> dict[str, Row]:
+        parts: dict[str, list[tuple[EpisodeResult, EpisodeResult]]] = {}
+        for pair in self.pairs:
+            parts.setdefault(getattr(pair[0], attribute), []).append(pair)
         return {name: Row.of(pairs) for name, pairs in parts.items()}
 
 
 def compare(first: Sequence[EpisodeResult], second: Sequence[EpisodeResult], mean_of: Sequence[str] = ()) -> Comparison:
     """Pair the episodes of two evaluations by task, trial and seed; of repeated ones the first run with the first, ....
 
-    Args:
-        first: results of the one.
-        second: results of the other.
-        mean_of: groups of which the mean is taken too, each counting the same.
+    ``mean_of`` are groups of which the mean is taken too, each counting the same.
 
     Raises:
         ValueError: they share no episode with a result, or no group of that name.
@@ -136,10 +119,10 @@ def compare(first: Sequence[EpisodeResult], second: Sequence[EpisodeResult], mea
     shared = [(result, other[identity]) for identity, result in one.items() if identity in other]
     pairs = [pair for pair in shared if not any(result.crashed for result in pair)]
     if not pairs:
+        examples = "; ".join(f"such as {results[0].name}" if results else "nothing" for results in (first, second))
         raise ValueError(
             f"they share no episode: of {len(one)} and {len(other)} none has the same task, trial and seed and a "
-            f"result in both ({_example(first)}; {_example(second)}); take two of the same "
-            "environment and seed (recipes: env.id, eval.seed)"
+            f"result in both ({examples}); take two of the same environment and seed (recipes: env.id, eval.seed)"
         )
     groups = list(dict.fromkeys(result.group for result in [*first, *second]))
     for name in mean_of:
@@ -157,11 +140,3 @@ def _by_identity(results: Iterable[EpisodeResult]) -> dict[Hashable, EpisodeResu
         found[(*identity, runs[identity])] = result
         runs[identity] += 1
     return found
-
-
-def _outcomes(pair: tuple[EpisodeResult, EpisodeResult]) -> tuple[bool, bool]:
-    return pair[0].success_once, pair[1].success_once
-
-
-def _example(results: Sequence[EpisodeResult]) -> str:
-    return f"such as {results[0].name}" if results else "nothing"

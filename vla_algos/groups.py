@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from vla_algos import parallel
 from vla_algos.advantages import group_advantages
-from vla_algos.collectors import WHAT_HAPPENED, EpisodeCollector
-from vla_common.keys import ADVANTAGE, CRASHED, DONE, EPISODE_LEN, NEXT, REWARD, STEP_MASK, SUCCESS
+from vla_algos.collectors import OUTCOME_KEYS, EpisodeCollector
+from vla_common.keys import ADVANTAGE, CRASHED, DONE, EPISODE_LEN, NEXT, REWARD, STEP_MASK, SUCCESS, TASK_ID
 from vla_common.settings import Count, Fraction, checked
 from vla_envs.episodes import EpisodeSampler
 
@@ -197,12 +199,16 @@ def grpo(
 
 def _forget_observations(episodes: Sequence[TensorDictBase]) -> None:
     for episode in episodes:
-        episode.select(*WHAT_HAPPENED, strict=False, inplace=True)
+        episode.select(*OUTCOME_KEYS, strict=False, inplace=True)
 
 
-def outcomes_of(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups without what the policy saw and did: small enough to tell other processes."""
-    return [Group(tuple(each.select(NEXT).cpu() for each in group.episodes), group.crashed) for group in groups]
+def gather_outcomes(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups of all processes, without what the policy saw and did."""
+    own = [
+        Group(tuple(each.select(NEXT, TASK_ID, strict=False).cpu() for each in group.episodes), group.crashed)
+        for group in groups
+    ]
+    return [group for part in parallel.all_gather_object(own) for group in part]
 
 
 def concatenate(groups: Sequence[Group]) -> TensorDictBase:
@@ -213,18 +219,37 @@ def concatenate(groups: Sequence[Group]) -> TensorDictBase:
     episodes = [episode for group in groups for episode in group.episodes]
     if not episodes:
         flags = {key: torch.zeros(0, 1, dtype=torch.bool) for key in (CRASHED, DONE, STEP_MASK)}
-        return TensorDict({NEXT: TensorDict({**flags, EPISODE_LEN: torch.zeros(0, 1, dtype=torch.int64)}, [0])}, [0])
+        after = TensorDict({**flags, SUCCESS: flags[DONE], EPISODE_LEN: torch.zeros(0, 1, dtype=torch.int64)}, [0])
+        return TensorDict({NEXT: after, TASK_ID: torch.zeros(0, dtype=torch.int64)}, [0])
     shared = set(episodes[0].keys()).intersection(*(episode.keys() for episode in episodes))
     return torch.cat([episode.select(*shared) for episode in episodes])
 
 
-def describe_groups_without_signal(groups: Sequence[Group]) -> str:
-    """Say why a number of groups has nothing to teach."""
-    failed, solved = sum(group.failed for group in groups), sum(group.solved for group in groups)
-    kinds = [f"{failed} failed every time", f"{solved} succeeded every time"]
-    if crashed := sum(not group.episodes for group in groups):
-        kinds.append(f"{crashed} crashed every time")
-    return f"none of {len(groups)} groups carries signal ({', '.join(kinds)})"
+def check_signal(state: dict[str, Any], iteration: int, groups: Sequence[Group], learnt: bool, patience: int) -> str:
+    """Say that no group of an iteration had something to learn from; end a run that finds none for long.
+
+    Args:
+        state: of the run, which counts such iterations; its entry ``ended`` ends it.
+        iteration: the present one.
+        groups: of all processes.
+        learnt: whether some group was learnt from.
+        patience: such iterations in a row that end the run.
+
+    Returns:
+        A line to print; empty for none.
+    """
+    in_a_row = state["iterations_without_signal"] = 0 if learnt else state.get("iterations_without_signal", 0) + 1
+    if learnt:
+        return ""
+    if in_a_row == patience:
+        state["ended"] = f"{in_a_row} iterations in a row without a group to learn from (patience={in_a_row})"
+    kinds = {
+        "failed": sum(group.failed for group in groups),
+        "succeeded": sum(group.solved for group in groups),
+        "crashed": sum(not group.episodes for group in groups),
+    }
+    found = ", ".join(f"{count} {kind} every time" for kind, count in kinds.items() if count or kind != "crashed")
+    return f"iteration {iteration}: none of {len(groups)} groups carries signal ({found}); nothing was learnt"
 
 
 def group_metrics(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> dict[str, float]:

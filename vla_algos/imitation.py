@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Gt, Le
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+from tqdm import tqdm
 
 from vla_algos import parallel
-from vla_algos.demonstrations import Samples
-from vla_algos.foresight import Foresight
-from vla_algos.learner import clip_gradient, empty_state
+from vla_algos.files import finite_or_none
+from vla_algos.optim import clip_gradient, empty_state
+from vla_algos.samples import Samples
+from vla_algos.state_prediction import StatePrediction
 from vla_common import keys
 from vla_common.settings import Count, Factor, Fraction, Rate, checked
-from vla_common.validation import are_numbers
+from vla_common.tensor_files import make_room
+from vla_envs.protocol import are_numbers
 from vla_policies import VLAPolicy
 from vla_policies.sharding import compute_device, reshard
 
@@ -31,6 +37,42 @@ def check_state_noise(state_noise: Any, state_dim: int) -> None:
     """
     if not are_numbers([state_noise], 1) and not are_numbers(state_noise, state_dim):
         raise ValueError(f"state_noise is one number or one for each of the {state_dim} states, got {state_noise}")
+
+
+def clone(
+    policy: VLAPolicy, demonstrations: Samples, heldout: Samples, folder: Path, *, steps: Count, **settings: Any
+) -> None:
+    """Clone demonstrations into ``policy``, in all processes at once: ``recipes/sft.py`` within another recipe.
+
+    Args:
+        policy: trained in place.
+        demonstrations: what it learns from.
+        heldout: the loss on these is said at the end, if there are some.
+        folder: gets ``metrics.jsonl``, whose steps are not the run's.
+        steps: of the optimizer.
+        **settings: of :class:`BehaviourCloning`.
+    """
+    cloning, main = BehaviourCloning(policy, demonstrations, steps=steps, **settings), parallel.is_main()
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+    with (
+        open(folder / "metrics.jsonl" if main else os.devnull, "w", buffering=1) as log,  # a line at a time
+        tqdm(total=steps, desc="behaviour cloning", unit="step", disable=not main) as bar,
+    ):
+
+        def note(step: int, metrics: Mapping[str, float]) -> None:
+            log.write(json.dumps({"step": step, **finite_or_none(metrics)}) + "\n")
+
+        for step in range(1, steps + 1):
+            loss = cloning.step()
+            note(step, {"train/loss": loss})
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update()
+        if heldout:
+            measured = cloning.evaluate(heldout)
+            note(steps, {f"heldout/{name}": value for name, value in measured.items()})
+            error = f", error {measured['error']:.3f} of half the range" if "error" in measured else ""
+            bar.write(f"{heldout.episodes} demonstrations held out: loss {measured['loss']:.3f}{error}")
 
 
 class BehaviourCloning:
@@ -53,12 +95,14 @@ class BehaviourCloning:
         warmup_steps: of the learning rate.
         auxiliary: weight of a second loss, which teaches the policy where to look: from what it has made of image and
             instruction alone a small network, thrown away afterwards, predicts the states now, ``auxiliary_steps``
-            later and at the end of the demonstration (:class:`~vla_algos.foresight.Foresight`).
+            later and at the end of the demonstration (:class:`~vla_algos.state_prediction.StatePrediction`).
         auxiliary_steps: numbers of primitive actions.
 
     Raises:
-        ValueError: ``state_noise`` is neither; ``auxiliary`` of a policy without ``sight``.
+        ValueError: ``state_noise`` is neither; ``auxiliary`` of a policy without ``vision_features``.
     """
+
+    replicated = True
 
     @checked
     def __init__(
@@ -82,12 +126,14 @@ class BehaviourCloning:
         policy.set_statistics(states.mean(0), spread + 1e-2)  # a constant entry must not be blown up
         self.policy, self.demonstrations = policy, demonstrations
         self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, torch.tensor(state_noise)
-        self.foresight = None
+        self.state_prediction = None
         if auxiliary:
-            self.foresight = Foresight(policy, demonstrations, auxiliary, auxiliary_steps, label_sigma)
+            self.state_prediction = StatePrediction(policy, demonstrations, auxiliary, auxiliary_steps, label_sigma)
         trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
-        if self.foresight:  # apart: on a GPU AdamW takes a group's tensors together, which must not be shards and whole
-            trained.append({"params": list(self.foresight.parameters())})
+        if (
+            self.state_prediction
+        ):  # apart: on a GPU AdamW takes a group's tensors together, which must not be shards and whole
+            trained.append({"params": list(self.state_prediction.parameters())})
         self.optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
 
         def factor(step: int) -> float:
@@ -110,7 +156,7 @@ class BehaviourCloning:
         batch = self.demonstrations[rows]
         noise = parallel.broadcast_object(torch.randn_like(batch[keys.STATES]))
         batch[keys.STATES] = batch[keys.STATES] + self.state_noise * noise
-        with self.foresight.watching() if self.foresight else contextlib.nullcontext():
+        with self.state_prediction.watching() if self.state_prediction else contextlib.nullcontext():
             loss = self._share_of_loss(batch)
         whole = sum(parallel.all_gather_object(loss.item()))
         if not math.isfinite(whole):
@@ -119,18 +165,18 @@ class BehaviourCloning:
                 "at the demonstrations"
             )
         self.optimizer.zero_grad()
-        if self.foresight:
-            loss = loss + self.foresight.share_of_loss(rows)
+        if self.state_prediction:
+            loss = loss + self.state_prediction.share_of_loss(rows)
         loss.backward()
-        if self.foresight:
-            self.foresight.sum_gradients()
+        if self.state_prediction:
+            self.state_prediction.sum_gradients()
         clip_gradient(list(self.policy.parameters()), 1.0)
         self.optimizer.step()
         self.schedule.step()
         return whole
 
     def evaluate(self, demonstrations: TensorDict | Samples) -> dict[str, float]:
-        """Measure the policy on demonstrations that it does not learn from; learning goes on as if it had not been.
+        """Measure the policy on demonstrations that it does not learn from; learning is not changed by it.
 
         What a policy draws by itself is the same each time. Several processes all measure everything.
 
@@ -166,7 +212,7 @@ class BehaviourCloning:
                         errors += (chosen - rows[keys.ACTION])[valid].abs().double().sum(0).cpu()
         finally:
             policy.train(was_training)
-            reshard(policy)  # without a backward pass nobody else does
+            reshard(policy)  # which a backward pass would do
         measured = {"loss": loss / count}
         if acts:
             half = (torch.tensor(high, dtype=torch.float64) - torch.tensor(low, dtype=torch.float64)) / 2
@@ -193,17 +239,18 @@ class BehaviourCloning:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "order": list(self._order),
-            **({"foresight": self.foresight.state_dict()} if self.foresight else {}),
+            **({"state_prediction": self.state_prediction.state_dict()} if self.state_prediction else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; the policy's own weights are not in it."""
+        """Continue where ``state`` was taken; the policy's own weights are not in it."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self._order = list(state["order"])
-        if self.foresight:
-            self.foresight.load_state_dict(state["foresight"])
+        if self.state_prediction:
+            self.state_prediction.load_state_dict(state["state_prediction"])
 
     def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""
-        return empty_state(saved, self.optimizer)
+        rest = {name: make_room(value) for name, value in saved.items() if name != "optimizer"}
+        return {**rest, "optimizer": empty_state(saved["optimizer"], self.optimizer)}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import ValueEstimatorBase
 
-from vla_algos.acting import loss_keys
+from vla_algos.policies import loss_keys
 from vla_common.keys import (
     ACTION_LOG_PROB,
     ADVANTAGE,
@@ -41,33 +41,27 @@ class ChunkClipPPOLoss(ClipPPOLoss):
     pass, primitive actions that were never executed (``step_mask`` False) contribute nothing, the
     probability ratio is taken at a chosen level, decisions may be weighted, the ratio of bad actions may be
     bounded (dual clip), a frozen policy may hold the trained one back, and the critic uses the Huber loss.
-
-    Constructor, coefficient buffers (``loss.entropy_coeff = ...`` schedules them), tensor keys and clip
-    bounds are TorchRL's. ``forward`` is our own, because TorchRL's calls actor and critic separately and
-    averages its diagnostics over invalid positions too.
+    Coefficient buffers (``loss.entropy_coeff = ...`` schedules them), tensor keys and clip bounds are TorchRL's.
 
     Each term is a sum over valid elements of ``weight * term``, divided by their number. Without a ``weight``
     in the batch that is the mean over valid elements (``token_mean``); with the weights of
     :func:`~vla_algos.advantages.trajectory_weights` every trajectory counts the same (``trajectory_mean``).
 
     Args:
-        policy: a policy with ``evaluate_actions(td) -> (log_prob [B, C, A], entropy [B, C, A],
-            value [B, 1], [B, C] or None)`` and ``loss_keys``, the entries this method reads, as every
-            :class:`~vla_policies.policy.VLAPolicy` has; others are refused.
+        policy: with ``evaluate_actions(td) -> (log_prob [B, C, A], entropy [B, C, A], value [B, 1], [B, C] or None)``
+            and ``loss_keys``, the entries that this reads, as every :class:`~vla_policies.policy.VLAPolicy` has.
         log_prob_level: one ratio per ``"token"`` (action dimension), per primitive ``"action"`` (sum over
             ``A``) or per ``"chunk"`` (sum over the executed actions and ``A``).
         clip_epsilon: ``x`` clips the ratio to ``[1 - x, 1 + x]``, ``(low, high)`` to ``[1 - low, 1 + high]``.
         dual_clip: ``c > 1`` bounds the loss of a bad action (negative advantage ``A``) at ``c |A|``, however
             likely it has become (Ye et al. 2020, arXiv 1912.09729); ``None`` for no bound.
         entropy_coeff: weight of the entropy bonus; below 0 it is a malus.
-        entropy_level: the bonus and the reported entropy are means per ``"token"``, per ``"action"`` (sum over
-            ``A``) or per ``"chunk"`` (sum over the executed actions and ``A``).
+        entropy_level: likewise, of the bonus and the reported entropy.
         critic_coeff: weight of the value loss; ``None`` or 0 trains no critic.
         clip_value: largest change of the value that is rewarded, ``None`` for no clipping.
         huber_delta: error at which the value loss turns from quadratic to linear.
-        reference_kl_coeff: weight of the KL divergence per token from the frozen policy whose log-probabilities
-            are in ``reference_log_prob``, estimated by ``exp(d) - d - 1``, ``d = reference - log_prob`` (at most
-            20); 0 needs no such entry.
+        reference_kl_coeff: weight of the KL divergence per token from the frozen policy of ``reference_log_prob``,
+            estimated by ``exp(d) - d - 1``, ``d = reference - log_prob`` (at most 20); 0 needs no such entry.
         decoupled: for batches of older weights: decoupled PPO (Hilton et al. 2021, arXiv 2110.00641). What is clipped,
             and measured by ``kl_...`` and ``..._ratio``, is the ratio to the weights that the update starts from, whose
             log-probabilities are in ``proximal_log_prob``; each element counts by its behaviour weight ``pi_proximal /
@@ -86,19 +80,16 @@ class ChunkClipPPOLoss(ClipPPOLoss):
     * ``clip_fraction``: share of elements where clipping changes the objective, so that they get no gradient;
     * ``dual_clip_fraction``: share of elements at the bound of ``dual_clip``, where it is used;
     * ``ratio``, ``clipped_ratio``: means of the ratio before and after clipping;
-    * ``log_ratio_per_token``: mean of ``|log_prob - log_prob_old|``; before the first step of an update it should
-      be no more than rounding;
-    * with ``decoupled``: ``behaviour_weight``, their mean before they are bounded; ``behaviour_log_ratio``, mean of
-      ``|proximal_log_prob - log_prob_old|`` per token, how old the weights are that acted;
-      ``behaviour_weight_bounded``, the share at ``max_behaviour_weight``, where that is used. ``log_prob_old`` in the
-      lines above is ``proximal_log_prob`` then;
+    * ``log_ratio_per_token``: mean of ``|log_prob - log_prob_old|``; before the first step only rounding;
+    * with ``decoupled``, where ``log_prob_old`` above is ``proximal_log_prob``: ``behaviour_weight``, their mean before
+      they are bounded; ``behaviour_log_ratio``, mean of ``|proximal_log_prob - log_prob_old|`` per token, how old the
+      weights are that acted; ``behaviour_weight_bounded``, the share at ``max_behaviour_weight``;
     * ``entropy``: at ``entropy_level``, in nats; ``reference_kl`` per token, in nats;
     * ``value_loss`` (without ``critic_coeff``) and ``value_clip_fraction``, the share of values that moved by
-      more than ``clip_value``;
+      more than ``clip_value``.
 
-    Under ``"weights"`` each of them has, by the same name, how many valid elements (ratios, tokens, entropies, values)
-    it is a mean over: the weight with which it is averaged over minibatches. A subclass that adds a diagnostic to both
-    has it logged as ``train/<name>``.
+    ``"weights"`` has, by the same names, how many valid elements each of them is a mean over: its weight in means over
+    minibatches. A subclass that adds a diagnostic to both has it logged as ``train/<name>``.
 
     Attributes:
         metric_names: what the log calls a diagnostic, after ``train/``, where it is not its own name.
@@ -268,13 +259,12 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         weight = tensordict.get(WEIGHT, None)
         width = log_prob.shape[-1]
 
-        # Masked before anything else: garbage at positions that were never executed, even a NaN, reaches
-        # neither the loss nor its gradient.
+        # Masked first: nothing at positions that were never executed, even a NaN, reaches loss or gradient.
         old = PROXIMAL_LOG_PROB if self.decoupled else self.tensor_keys.sample_log_prob
         log_ratio = log_prob - tensordict[old]
         log_ratio = torch.where(mask.unsqueeze(-1), log_ratio, 0.0)
         log_weight, valid = _to_level(log_ratio, mask, self.log_prob_level)
-        advantage = self._expand(tensordict[self.tensor_keys.advantage], log_weight, mask)
+        advantage = _expand(tensordict[self.tensor_keys.advantage], log_weight, mask)
         clipped = log_weight.clamp(*self._clip_bounds)
         gain, clipped_gain = log_weight.exp() * advantage, clipped.exp() * advantage
         objective = torch.minimum(gain, clipped_gain)
@@ -291,18 +281,12 @@ class ChunkClipPPOLoss(ClipPPOLoss):
 
         elements = _count(all_of_it, self.log_prob_level, width)
         loss_entropy = _mean(entropy, entropy_valid, weight, _count(all_of_it, self.entropy_level, width))
-        out = TensorDict(
-            {
-                "loss_objective": _mean(-objective, valid, weight, elements),
-                "loss_entropy": -self.entropy_coeff * loss_entropy,
-            }
-        )
+        loss_objective = _mean(-objective, valid, weight, elements)
+        out = TensorDict({"loss_objective": loss_objective, "loss_entropy": -self.entropy_coeff * loss_entropy})
         num_elements, num_tokens = valid.sum(), mask.sum() * width
         weights = {"log_ratio_per_token": num_tokens, "entropy": entropy_valid.sum()}
         if self.reference_kl_coeff:
-            difference = tensordict[REFERENCE_LOG_PROB] - log_prob
-            difference = torch.where(mask.unsqueeze(-1), difference, 0.0).clamp(max=_LARGEST_LOG_RATIO)
-            kl, kl_valid = _to_level(difference.exp() - difference - 1, mask, "token")
+            kl, kl_valid = _reference_kl(tensordict[REFERENCE_LOG_PROB] - log_prob, mask)
             kl_share = _mean(kl, kl_valid, weight, _count(all_of_it, "token", width))
             out["loss_reference_kl"] = self.reference_kl_coeff * kl_share
             out["reference_kl"] = _mean(kl.detach(), kl_valid)
@@ -319,12 +303,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             if bounded is not None:
                 out["dual_clip_fraction"] = _mean(bounded.float(), valid)
             if behaviour is not None:
-                age = self._behaviour_log_ratio(tensordict).abs()
-                out["behaviour_weight"] = _mean(behaviour, valid)
-                out["behaviour_log_ratio"] = _mean(*_to_level(age, mask, "token"))
+                out.update(self._behaviour_diagnostics(tensordict, behaviour, valid))
                 weights["behaviour_log_ratio"] = num_tokens
-                if self.max_behaviour_weight is not None:
-                    out["behaviour_weight_bounded"] = _mean((behaviour > self.max_behaviour_weight).float(), valid)
         if self._has_critic:
             terms, num_values = self._value_terms(tensordict, value, mask, all_of_it, weight)
             out.update(terms)
@@ -348,6 +328,16 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         difference = tensordict[PROXIMAL_LOG_PROB] - tensordict[self.tensor_keys.sample_log_prob]
         return torch.where(tensordict[NEXT, STEP_MASK].unsqueeze(-1), difference, 0.0)
 
+    def _behaviour_diagnostics(self, tensordict: TensorDictBase, behaviour: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        age = self._behaviour_log_ratio(tensordict).abs()
+        found = {
+            "behaviour_weight": _mean(behaviour, valid),
+            "behaviour_log_ratio": _mean(*_to_level(age, tensordict[NEXT, STEP_MASK], "token")),
+        }
+        if self.max_behaviour_weight is not None:
+            found["behaviour_weight_bounded"] = _mean((behaviour > self.max_behaviour_weight).float(), valid)
+        return found
+
     def _check_entries(self, tensordict: TensorDictBase) -> None:
         needed = [*self.in_keys, *([REFERENCE_LOG_PROB] if self.reference_kl_coeff else [])]
         needed += [PROXIMAL_LOG_PROB] if self.decoupled else []
@@ -358,22 +348,6 @@ class ChunkClipPPOLoss(ClipPPOLoss):
                 f"out_keys), {ADVANTAGE!r} and {VALUE_TARGET!r} from gae() or grpo(), {REFERENCE_LOG_PROB!r} from "
                 f"add_reference_log_prob(), {PROXIMAL_LOG_PROB!r} from add_proximal_log_prob()"
             )
-
-    def _expand(self, advantage: Tensor, log_weight: Tensor, mask: Tensor) -> Tensor:
-        """Give ``[B, 1]`` or ``[B, C]`` as many dimensions as ``log_weight`` has."""
-        if advantage.shape not in (mask.shape, (len(mask), 1)):
-            raise ValueError(
-                f"{ADVANTAGE!r} is {list(advantage.shape)}, must be [B, 1] per decision or [B, C] per primitive "
-                f"action, here {[len(mask), 1]} or {list(mask.shape)}"
-            )
-        if log_weight.ndim == 1:
-            if advantage.shape[-1] > 1:
-                raise ValueError(
-                    "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', "
-                    "or log_prob_level='action' or 'token'"
-                )
-            return advantage.squeeze(-1)
-        return advantage.unsqueeze(-1) if log_weight.ndim == 3 else advantage
 
     def _value_terms(
         self,
@@ -410,6 +384,29 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         terms["loss_critic"] = self.critic_coeff * _mean(loss, valid, weight, count)
         terms["value_loss"] = _mean(loss.detach(), valid, weight)
         return terms, valid.sum()
+
+
+def _expand(advantage: Tensor, log_weight: Tensor, mask: Tensor) -> Tensor:
+    """Give ``[B, 1]`` or ``[B, C]`` as many dimensions as ``log_weight`` has."""
+    if advantage.shape not in (mask.shape, (len(mask), 1)):
+        raise ValueError(
+            f"{ADVANTAGE!r} is {list(advantage.shape)}, must be [B, 1] per decision or [B, C] per primitive "
+            f"action, here {[len(mask), 1]} or {list(mask.shape)}"
+        )
+    if log_weight.ndim == 1:
+        if advantage.shape[-1] > 1:
+            raise ValueError(
+                "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', "
+                "or log_prob_level='action' or 'token'"
+            )
+        return advantage.squeeze(-1)
+    return advantage.unsqueeze(-1) if log_weight.ndim == 3 else advantage
+
+
+def _reference_kl(difference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Estimate the KL of each token ``[B, C, A]`` of ``reference - log_prob``; returns which are valid too."""
+    difference = torch.where(mask.unsqueeze(-1), difference, 0.0).clamp(max=_LARGEST_LOG_RATIO)
+    return _to_level(difference.exp() - difference - 1, mask, "token")
 
 
 @checked

@@ -1,12 +1,14 @@
 """Several processes that train one policy, on one machine or on many: who is there, and what they tell each other.
 
 Each runs the whole recipe with its share of the environments. What is computed from all of their data (advantages,
-gradients, metrics, results of an evaluation) goes through the functions below; a process that is alone tells nobody
-anything, and gets its own data back. Only the first process writes.
+gradients, metrics, results of an evaluation) goes through the functions below; a process that is alone
+gets its own data back. Only rank 0 writes.
 
-All processes must make the same calls in the same order, from the same functions.
+All processes must make the same calls in the same order, from the same functions. When one dies, torchrun or
+``srun --kill-on-bad-exit`` ends the others; when one is stopped, the time-outs below do.
 
-Where processes have roles (:mod:`vla_algos.placement`), :func:`among` has these functions concern those of one role.
+Where processes have roles (:mod:`vla_algos.disaggregated.placement`), :func:`among` has these functions concern those
+of one role.
 
 There are two kinds of groups. What is told here goes over the *control group* (gloo, on the CPU), in which a process
 waits for hours for another that has work to do alone. Weights and gradients of sharded policies go over the groups of
@@ -22,10 +24,7 @@ import os
 import pickle
 import signal
 import socket
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -35,19 +34,16 @@ from submitit.slurm.slurm import SlurmJobEnvironment
 from tensordict import TensorDictBase
 from torch.distributed.device_mesh import DeviceMesh
 
-from vla_algos.heartbeat import START, Heartbeat, ProcessLost
-
 T = TypeVar("T")
-_CONTROL_TIMEOUT = timedelta(hours=2)  # to wait for a process that is alive and has work to do alone
+_START = timedelta(minutes=10)  # for all processes to come
+_CONTROL_TIMEOUT = timedelta(hours=2)  # to wait for a process that has work to do alone
 _DATA_TIMEOUT = timedelta(minutes=10)  # for an exchange of weights
-_PATIENCE = 3.0  # seconds; after a connection has broken, until it is known whose
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_heartbeat: Heartbeat | None = None
 _control: dist.ProcessGroup | None = None
 _some: tuple[int, ...] | None = None  # of all processes, whom the functions below concern; None for all
 _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # of some, by what for
 _ENDED = "vla_ended"
-_STOPPING = (signal.SIGUSR2, signal.SIGINT)  # with SIGTERM, see vla_algos.run.resume
+_STOPPING = (signal.SIGUSR2, signal.SIGINT)  # with SIGTERM, see vla_algos.run.run
 
 
 @contextlib.contextmanager
@@ -55,40 +51,25 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
     """Join the processes that torchrun or a SLURM job has started together; nothing happens where there is one.
 
     They find each other by torchrun's variables, otherwise by those of the SLURM step. Each process uses the GPU of its
-    ``LOCAL_RANK``, if there are several. Numbers on the CPU are exchanged by gloo, those on GPUs by NCCL. Only the
-    first process prints.
-
-    A process whose torchrun dies dies with it, and all hear of one that is lost: see
-    :class:`~vla_algos.heartbeat.Heartbeat`. An error that came of it, wherever it was raised, becomes the news of it.
+    ``LOCAL_RANK``, if there are several. Numbers on the CPU are exchanged by gloo, those on GPUs by NCCL. Only rank 0
+    prints. A process whose torchrun dies dies with it.
 
     Args:
         members: which of them work together, by the numbers that their launcher gives them: the first of ``members``
-            is process 0 of these. The others wait here until these have ended. ``None``: all, in its order.
+            is rank 0 of these. The others wait here until these have ended. ``None``: all, in its order.
 
     Yields:
         Whether this process is one of the members, which have something to do.
 
     Raises:
         ValueError: there are fewer GPUs than processes.
-        ProcessLost: another one has failed, has died or was stopped.
     """
-    global _heartbeat, _control
     if processes_started() == 1:
-        before = dist.is_initialized()
-        try:
-            yield True
-        finally:
-            if dist.is_initialized() and not before:  # by device_mesh
-                dist.destroy_process_group()
+        yield from _one_process()
         return
-    if _by_torchrun():
-        _die_with_parent()
-        _find_agent()
-    else:
-        _name_as_torchrun_does()
+    store, own_rank, processes = _meet_by_torchrun() if _by_torchrun() else _meet_by_slurm()
     if torch.cuda.is_available():
         _choose_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
-    store, own_rank, processes = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=START))))
     # After a restart torchrun's store still has what the processes before it have written.
     store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     if members is not None:
@@ -98,29 +79,36 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
             return
         own_rank, processes = members.index(own_rank), len(members)
         os.environ["RANK"] = str(own_rank)
-    address = _own_address() if own_rank == 0 and members is not None and _node() else None
-    with Heartbeat(store, own_rank, processes, address=address) as _heartbeat:
-        try:
-            _join(store, own_rank, processes)
-            _control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT, group_desc="control")
-            with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
-                yield True
-            if is_main():
-                store.set(_ENDED, "")
-        except BaseException as error:
-            if members is not None:  # the others wait
-                with contextlib.suppress(RuntimeError):  # the store is gone
-                    store.set(_ENDED, "")
-            if not isinstance(error, Exception):
-                raise
-            if lost := lost_behind(error):
-                raise lost from error
-            raise
-        finally:
-            _heartbeat = _control = None
-            _groups.clear()
-        # Not after an error: a process that has failed must not wait for anybody.
-        dist.destroy_process_group()
+    yield from _several_processes(store, own_rank, processes)
+
+
+def _one_process() -> Iterator[bool]:
+    before = dist.is_initialized()
+    try:
+        yield True
+    finally:
+        if dist.is_initialized() and not before:  # by device_mesh
+            dist.destroy_process_group()
+
+
+def _several_processes(store: dist.Store, own_rank: int, processes: int) -> Iterator[bool]:
+    global _control
+    try:
+        _join(store, own_rank, processes)
+        _control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT, group_desc="control")
+        with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
+            yield True
+        if is_main():
+            store.set(_ENDED, "")
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            store.set(_ENDED, "")
+        raise
+    finally:
+        _control = None
+        _groups.clear()
+    # Not after an error: a process that has failed must not wait for the others.
+    dist.destroy_process_group()
 
 
 def _join(store: dist.Store, own_rank: int, processes: int) -> None:
@@ -140,15 +128,44 @@ def _stand_by(store: dist.Store) -> None:
         store.wait([_ENDED], timedelta(days=365))
 
 
-def _node() -> int:
-    """Return the number of this machine among those of the launcher."""
-    return int(os.environ.get("GROUP_RANK" if _by_torchrun() else "SLURM_NODEID", "0"))
+def _meet_by_torchrun() -> tuple[dist.Store, int, int]:
+    """Return a store, the number of this process and how many there are."""
+    _die_with_parent()
+    one_node = _stay_on_machine()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(iter(dist.rendezvous("env://", timeout=_START)))
+    return _own_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), one_node)
 
 
-def _own_address() -> str:
-    """Return the address of this machine in the network in which it reaches the first one."""
-    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), START) as connection:
-        return str(connection.getsockname()[0])
+def _meet_by_slurm() -> tuple[dist.Store, int, int]:
+    """Return the same in a step of SLURM, having set torchrun's variables."""
+    step = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    os.environ |= {name: os.environ[of_slurm] for name, of_slurm in step.items()}
+    one_node = _stay_on_machine()
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes_per_node())
+    host = os.environ.setdefault("MASTER_ADDR", "127.0.0.1" if one_node else SlurmJobEnvironment().hostnames[0])
+    port = int(os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 40000)))
+    return _own_store(host, port, one_node)
+
+
+def _own_store(host: str, port: int, one_node: bool) -> tuple[dist.Store, int, int]:
+    """Join the store of process 0, which listens on the address that the others have, and on no other."""
+    number, processes, listening = int(os.environ["RANK"]), processes_started(), None
+    if number == 0:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Other machines cannot reach Debian's 127.0.1.1 for a machine's name: then on any address.
+        address = str(address) if one_node or not str(address).startswith("127.") else ""
+        listening = socket.create_server((address, port), family=family, backlog=processes).detach()
+    store = dist.TCPStore(host, port, processes, number == 0, _START, multi_tenant=True, master_listen_fd=listening)
+    return store, number, processes
+
+
+def _stay_on_machine() -> bool:
+    """Keep gloo and NCCL from listening on the address of the machine's name where all processes are on it."""
+    one_node = processes_started() == processes_per_node()
+    for library in ("GLOO", "NCCL") if one_node else ():
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    return one_node
 
 
 def processes_started() -> int:
@@ -177,24 +194,6 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died in between
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _find_agent() -> None:
-    """Raise if torchrun has died before its process came here; nobody would come to the meeting."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        try:
-            socket.create_connection(address, START).close()
-        except OSError as error:
-            raise ProcessLost(f"torchrun, which has started this process, is gone from {address}: {error}") from error
-
-
-def _name_as_torchrun_does() -> None:
-    step = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    os.environ |= {name: os.environ[of_slurm] for name, of_slurm in step.items()}
-    os.environ["LOCAL_WORLD_SIZE"] = str(processes_per_node())
-    os.environ.setdefault("MASTER_ADDR", SlurmJobEnvironment().hostnames[0])
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 40000))
 
 
 def _choose_gpu(local_rank: int, gpus: int) -> None:
@@ -257,7 +256,7 @@ def _new_group(ranks: Sequence[int], what: str) -> dist.ProcessGroup:
 
 
 def weight_group() -> dist.ProcessGroup:
-    """Return the group of the first actor and those that collect and do not learn; elsewhere that of nobody."""
+    """Return the group of the first actor and those that collect and do not learn; in other processes an empty one."""
     return next(group for (what, _), group in _groups.items() if what == "weights")
 
 
@@ -346,10 +345,8 @@ def all_gather_object(mine: T) -> list[T]:
     if world_size() == 1:
         return [mine]
     everybodys: list[Any] = [None] * world_size()
-    call = _call()
-    _exchange(dist.all_gather_object, everybodys, (call, mine), group=_group())
-    _check_calls([there for there, _ in everybodys])
-    return [value for _, value in everybodys]
+    dist.all_gather_object(everybodys, mine, group=_group())
+    return everybodys
 
 
 def all_gather(mine: TensorDictBase | None) -> TensorDictBase | None:
@@ -363,21 +360,18 @@ def all_gather(mine: TensorDictBase | None) -> TensorDictBase | None:
 def all_to_all(mine: Sequence[T]) -> list[T]:
     """Give each process what this one has for it, and return what they have for this one, both by their numbers.
 
-    On the CPU, from one to the other: nobody else gets it.
+    On the CPU, from one to the other: no third process gets it.
     """
     if world_size() == 1:
         return list(mine)
-    call = _call()
-    given = [torch.frombuffer(bytearray(pickle.dumps((call, value))), dtype=torch.uint8) for value in mine]
+    given = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in mine]
     lengths = torch.tensor([len(each) for each in given])
     coming = torch.empty_like(lengths)
-    _exchange(dist.all_to_all_single, coming, lengths, group=_group())
+    dist.all_to_all_single(coming, lengths, group=_group())
     received = torch.empty(int(coming.sum()), dtype=torch.uint8)
     counts = coming.tolist(), lengths.tolist()
-    _exchange(dist.all_to_all_single, received, torch.cat(given), *counts, group=_group())
-    found = [pickle.loads(each.numpy().tobytes()) for each in received.split(counts[0])]
-    _check_calls([there for there, _ in found])
-    return [value for _, value in found]
+    dist.all_to_all_single(received, torch.cat(given), *counts, group=_group())
+    return [pickle.loads(each.numpy().tobytes()) for each in received.split(counts[0])]
 
 
 def local_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
@@ -387,120 +381,14 @@ def local_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
-    """Return the value of one process, the first unless another is named."""
+    """Return the value of one process, rank 0 unless another is named."""
     if world_size() == 1:
         return value
-    call = _call()
-    box = [(call, value)]
-    _exchange(dist.broadcast_object_list, box, group_src=source, group=_group())
-    [(theirs, value)] = box
-    _check_calls([theirs, call])
-    return value
-
-
-def all_reduce_max(number: int) -> int:
-    """Return the largest of the numbers that the processes give."""
-    return max(all_gather_object(number))
+    box = [value]
+    dist.broadcast_object_list(box, group_src=source, group=_group())
+    return box[0]
 
 
 def barrier() -> None:
     """Wait until all processes are here."""
     all_gather_object(None)
-
-
-def _exchange(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    try:
-        with _heartbeat.waiting(_call(), _some) if _heartbeat is not None else contextlib.nullcontext():
-            return function(*arguments, **named)
-    except (torch.OutOfMemoryError, ProcessLost):
-        raise
-    except RuntimeError as error:
-        if _heartbeat is not None:
-            _heartbeat.check(_PATIENCE)
-        raise ProcessLost(
-            f"process {rank()} of {world_size()} can no longer talk to the others; most likely one of them has failed: "
-            "its own error, above or in its log, says why"
-        ) from error
-
-
-def lost_behind(error: BaseException) -> ProcessLost | None:
-    """Return the loss of a process that an error came of; ``None`` for any other, and for one that says so itself.
-
-    FSDP exchanges weights wherever a sharded policy computes, and what gloo or NCCL say of a process that is not there
-    any more names nobody. Whoever handles errors of such work asks here first: ``raise lost from error``.
-    """
-    if _heartbeat is None or isinstance(error, ProcessLost):
-        return None
-    chain = list(_chain(error))
-    if known := next((each for each in chain if isinstance(each, ProcessLost)), None):
-        return ProcessLost(*known.args)
-    of_exchange = next(filter(_of_exchange, chain), None)
-    if of_exchange is None:
-        return None
-    try:
-        _heartbeat.check(_PATIENCE)
-    except ProcessLost as lost:
-        return lost
-    if not _of_gloo(of_exchange):  # NCCL's errors are of many kinds: it says which
-        return None
-    what = "has lost its connection to the others"
-    if "timed out" in str(of_exchange).lower():
-        what = (
-            f"has waited for the others, which are alive, for {_DATA_TIMEOUT.seconds} s: all must make the same calls"
-        )
-    return ProcessLost(f"process {rank()} of {world_size()}, in an exchange of weights ({_place(error)}), {what}")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _of_exchange(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or _of_gloo(error)
-
-
-def _of_gloo(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and "gloo/transport/" in str(error)
-
-
-def _place(error: BaseException) -> str:
-    """Name the last function of ours that was on the way to an exchange."""
-    frames = [(each.name, *os.path.split(each.filename)) for each in traceback.extract_tb(error.__traceback__)]
-    own = [f"{name} of {file}" for name, folder, file in frames if f"{os.sep}vla_" in folder and file != "sharding.py"]
-    return next(reversed(own), "called from outside of this library")
-
-
-def _call() -> str:
-    """Name the function of this module that was called, and the function that has called it."""
-    frame = inner = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
-        inner, frame = frame, frame.f_back
-    return f"{inner.f_code.co_name} of {os.path.basename(frame.f_code.co_filename)}, {frame.f_code.co_name}"
-
-
-def _check_calls(calls: Sequence[str]) -> None:
-    """Raise if the processes have exchanged what does not belong together."""
-    if len(set(calls)) > 1:
-        raise ProcessLost(
-            f"the processes do not make the same calls in the same order: {' and '.join(dict.fromkeys(calls))} have met"
-        )
-
-
-_RENAMED = {
-    "from_main": "broadcast_object",
-    "gather": "all_gather",
-    "gather_objects": "all_gather_object",
-    "largest": "all_reduce_max",
-    "own_rows": "local_rows",
-    "share": "per_rank",
-    "wait_for_all": "barrier",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{name} is called {_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]

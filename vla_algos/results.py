@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vla_common import keys
+from vla_common.keys import CRASHED, SUBTASKS, SUCCESS_AT_END, TASK_ID, TRIAL_ID
+from vla_common.plain import parse_json
 from vla_envs.simulator import Episode
 
 NAME = "episodes.jsonl"
-IDENTITY = "evaluation.json"  # beside it, of a recipe: whose results they are, so that it may go on there
+IDENTITY = "evaluation.json"  # in a recipe's folder: of which policy the results are
+_FIELDS: dict[str, Any] = {  # of a line, in its order
+    "index": int,
+    "task": str,
+    TASK_ID: int,
+    TRIAL_ID: int,
+    "seed": int,
+    "group": str,
+    "success_once": bool,
+    SUCCESS_AT_END: bool,
+    "return": (int, float),
+    "length": int,
+    CRASHED: bool,
+    "attempts": int,
+    SUBTASKS: (int, type(None)),
+    "error": str,
+    "remark": str,
+}
+_OPTIONAL = {SUBTASKS: None, "error": "", "remark": ""}
+_ATTRIBUTES = {"return": "episode_return", "length": "episode_len"}  # where they are not named as in a line
 
 
 @dataclass(frozen=True)
@@ -22,15 +42,13 @@ class EpisodeResult:
     Attributes:
         episode: its identity.
         task: the name of its task.
-        group: the suite or difficulty that the task belongs to; may be empty.
         success_once: solved at some time.
         success_at_end: solved after the last action.
         episode_return: sum of its rewards.
         episode_len: primitive actions executed.
-        crashed: it has no result, because the simulator could not begin it, or failed in every attempt; success,
-            return, length and subtasks mean nothing.
-        attempts: runs it took, more than 1 after a crashed one; 0 if there was no time for it before all simulators
-            were broken.
+        crashed: the simulator failed in every attempt; success, return, length and subtasks mean nothing.
+        attempts: runs it took, more than 1 after a crash; 0 if all simulators were broken before its first.
+        group: the suite or difficulty that the task belongs to; may be empty.
         index: its place among the episodes of the evaluation.
         error: why it crashed, where that is known.
         subtasks: how many tasks of its chain were solved; ``None`` where episodes are no chains.
@@ -58,35 +76,29 @@ class EpisodeResult:
 
 
 def as_lines(results: Iterable[EpisodeResult]) -> str:
-    """Write results as lines of JSON, in their order; those that were never tried are none."""
+    """Write results as lines of JSON, in their order; those that were never tried have none."""
     return "".join(f"{json.dumps(_entry(result))}\n" for result in results if result.attempts)
 
 
-def result_of(entry: Mapping[str, Any]) -> EpisodeResult:
-    """Make the result that a line has.
+def _entry(result: EpisodeResult) -> dict[str, Any]:
+    known = {**vars(result), **vars(result.episode)}
+    entry = {name: known[_ATTRIBUTES.get(name, name)] for name in _FIELDS}
+    return {name: value for name, value in entry.items() if name not in _OPTIONAL or value != _OPTIONAL[name]}
 
-    Raises:
-        ValueError, KeyError, TypeError: it is something else.
-    """
-    return EpisodeResult(
-        Episode(int(entry[keys.TASK_ID]), int(entry[keys.TRIAL_ID]), int(entry["seed"])),
-        entry["task"],
-        entry["success_once"],
-        entry[keys.SUCCESS_AT_END],
-        entry["return"],
-        entry["length"],
-        entry[keys.CRASHED],
-        entry["attempts"],
-        entry["group"],
-        int(entry["index"]),
-        entry.get("error", ""),
-        entry.get(keys.SUBTASKS),
-        entry.get("remark", ""),
-    )
+
+def _result(entry: Mapping[str, Any]) -> EpisodeResult:
+    """Make the result of a line; ``KeyError`` or ``TypeError`` if it has none."""
+    entry = {**_OPTIONAL, **entry}
+    for name, kind in _FIELDS.items():
+        if not isinstance(entry[name], kind):
+            raise TypeError(f"{name} is {entry[name]!r}")
+    episode = {name: entry[name] for name in (TASK_ID, TRIAL_ID, "seed")}
+    rest = {_ATTRIBUTES.get(name, name): entry[name] for name in _FIELDS if name not in episode}
+    return EpisodeResult(Episode(**episode), **rest)
 
 
 def parts_of(path: Path) -> list[Path]:
-    """List the files that other processes have written beside that of the first one."""
+    """List the files that the other processes than rank 0 have written."""
     return sorted(path.parent.glob(f"{path.stem}_rank*{path.suffix}"))
 
 
@@ -95,45 +107,46 @@ def files_of(path: Path) -> list[Path]:
     return [path, *parts_of(path)] if path.exists() else parts_of(path)
 
 
-def read_episodes(path: Path) -> list[EpisodeResult]:
-    """Read all results that an evaluation has written, also one that was broken off, in the order of the episodes.
-
-    Raises:
-        ValueError: it has none, or lines that are something else (those torn by a kill are left out).
-    """
-    found: dict[int, EpisodeResult] = {}
+def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place and content of every line; those torn by a kill are left out."""
     for part in files_of(path):
         for number, line in enumerate(part.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
             try:
-                entry = json.loads(line)
+                yield f"{part}: line {number}", parse_json(line)
             except ValueError:
                 continue
-            try:
-                result = result_of(entry)
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{part}: line {number} is no result of an episode; type another file") from None
-            found[result.index] = result
+
+
+def read_episodes(path: Path) -> list[EpisodeResult]:
+    """Read all results that an evaluation, perhaps an interrupted one, has written, in the order of the episodes.
+
+    Raises:
+        ValueError: it has none, or lines that are something else.
+    """
+    found: dict[int, EpisodeResult] = {}
+    for place, entry in _entries(path):
+        try:
+            result = _result(entry)
+        except (KeyError, TypeError):
+            raise ValueError(f"{place} is no result of an episode; type another file") from None
+        found[result.index] = result
     if not found:
         raise ValueError(f"{path} has no result of an episode; type the folder of a run")
     return [found[index] for index in sorted(found)]
 
 
-def _entry(result: EpisodeResult) -> dict[str, Any]:
-    entry = {
-        "index": result.index,
-        "task": result.task,
-        keys.TASK_ID: result.episode.task_id,
-        keys.TRIAL_ID: result.episode.trial_id,
-        "seed": result.episode.seed,
-        "group": result.group,
-        "success_once": result.success_once,
-        keys.SUCCESS_AT_END: result.success_at_end,
-        "return": result.episode_return,
-        "length": result.episode_len,
-        keys.CRASHED: result.crashed,
-        "attempts": result.attempts,
-    }
-    if result.subtasks is not None:
-        entry[keys.SUBTASKS] = result.subtasks
-    said = {"error": result.error, "remark": result.remark}
-    return entry | {name: text for name, text in said.items() if text}
+def finished_episodes(path: Path, episodes: Sequence[Episode], chain_length: int = 1) -> dict[int, EpisodeResult]:
+    """Read the results of an interrupted evaluation of ``episodes``, by index; crashed episodes have none.
+
+    Lines of other episodes are left out, and of chains of tasks those without the number of solved ones.
+    """
+    found = {}
+    for _, entry in _entries(path):
+        try:
+            result = _result(entry)
+            known = result.episode == episodes[result.index] and not result.crashed
+        except (KeyError, TypeError, IndexError):
+            continue
+        if known and (chain_length == 1 or result.subtasks in range(chain_length + 1)):
+            found[result.index] = result if chain_length > 1 else replace(result, subtasks=None)
+    return found

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
+
+from vla_common.plain import read_small
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
+_READ = (".json", ".safetensors", ".pt", ".model")  # files that a loader finds by their names or in a listing
 _THREADS = 4  # OpenSSL hashes 2 GB/s with one
-_only_names: ContextVar[bool] = ContextVar("_only_names", default=False)
 
 
 class ChecksumError(ValueError):
@@ -21,9 +21,15 @@ class ChecksumError(ValueError):
 
 
 def write_checksums(folder: Path, files: Iterable[str]) -> None:
-    """Write the digests of files, named relative to their folder; what an earlier call wrote is replaced."""
+    """Write the digests of files, named relative to their folder, in the place of earlier ones."""
     names = sorted(files)
     write_lines(folder, dict(zip(names, _digests([folder / name for name in names]), strict=True)))
+
+
+def add_checksum(folder: Path, name: str) -> None:
+    """Add the digest of a file that is written after the others, where they have digests."""
+    if (folder / SUMS).exists():
+        write_lines(folder, {**read_checksums(folder), name: digest(folder / name)})
 
 
 def write_lines(folder: Path, digests: dict[str, str]) -> None:
@@ -32,59 +38,58 @@ def write_lines(folder: Path, digests: dict[str, str]) -> None:
 
 
 def identity(folder: Path) -> str | None:
-    """Tell folders apart by what was written into them: the digest of ``SHA256SUMS``; ``None`` without one."""
+    """Return the digest of ``SHA256SUMS``, which tells folders apart by what was written; ``None`` without one."""
     try:
         return digest(folder / SUMS)
     except OSError:
         return None
 
 
-@contextlib.contextmanager
-def only_names() -> Iterator[None]:
-    """Within, :func:`verify_checksums` looks whether files are there and reads none, which may take minutes."""
-    token = _only_names.set(True)
-    try:
-        yield
-    finally:
-        _only_names.reset(token)
-
-
-def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1)) -> None:
+def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1), only: str | None = None) -> None:
     """Compare the files of a folder with its ``SHA256SUMS``. A folder without one, which is not ours, passes.
 
     Args:
         folder: of the files.
         share: number of this process and of all that read the folder together: each compares a part of the files.
+        only: name of the one file that is read; ``None`` for all.
 
     Raises:
-        ChecksumError: files are others than were written, or are gone; names them and says what to type.
+        ChecksumError: files are others than were written, are gone, or are too many; says what to type.
     """
     if not (folder / SUMS).exists():
         return
     expected = read_checksums(folder)
+    extra = [name for name in _unlisted(folder, expected) if only in (None, name)]
+    expected = {name: each for name, each in expected.items() if only in (None, name)}
     gone = [name for name in expected if not (folder / name).is_file()]
-    there = [] if _only_names.get() else [name for name in expected if name not in gone][share[0] :: share[1]]
+    there = [name for name in expected if name not in gone][share[0] :: share[1]]
     found = dict(zip(there, _digests([folder / name for name in there]), strict=True))
     changed = [name for name in there if found[name] != expected[name]]
-    if gone or changed:
-        problems = [f"has no {', '.join(gone)}"] * bool(gone)
-        problems += [f"has another {', '.join(changed)} than was written"] * bool(changed)
-        delete = " ".join(f"-e '\\#  {name}$#d'" for name in [*gone, *changed])
-        raise ChecksumError(
-            f"{folder} {' and '.join(problems)} (by {SUMS}): damaged or exchanged; copy the folder again, or if you "
-            f"changed it on purpose type: sed -i {delete} {folder / SUMS}"
-        )
+    problems = [f"has no {', '.join(gone)}"] * bool(gone)
+    problems += [f"has another {', '.join(changed)} than was written"] * bool(changed)
+    problems += [f"has {', '.join(extra)}, not written with the others"] * bool(extra)
+    if not problems:
+        return
+    delete = " ".join(f"-e '\\#  {name}$#d'" for name in [*gone, *changed])
+    typed = [f"sed -i {delete} {folder / SUMS}"] * bool(delete)
+    typed += [f"(cd {folder} && sha256sum {' '.join(extra)} >> {SUMS})"] * bool(extra)
+    raise ChecksumError(
+        f"{folder} {' and '.join(problems)} (by {SUMS}): damaged or exchanged; copy the folder again, or if you "
+        f"changed it on purpose type: {' && '.join(typed)}"
+    )
+
+
+def _unlisted(folder: Path, listed: Iterable[str]) -> list[str]:
+    places = {PurePosixPath(name).parent for name in listed}
+    files = {(place / path.name).as_posix() for place in places for path in (folder / place).glob("*")}
+    return sorted(name for name in files.difference(listed) if name.endswith(_READ))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Read the digests of a folder by the names of its files.
-
-    Raises:
-        ChecksumError: the file is damaged.
-    """
+    """Read the digests of a folder by the names of its files; a ``ChecksumError`` if they are damaged."""
     try:
-        lines = (folder / SUMS).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_small(folder / SUMS).decode().splitlines()
+    except (OSError, ValueError) as error:
         raise ChecksumError(f"{folder / SUMS} cannot be read ({error}); copy the folder again") from error
     found = [_LINE.fullmatch(line) for line in lines]
     digests = {match[2]: match[1] for match in found if match}

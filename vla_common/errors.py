@@ -5,45 +5,37 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_ALSO_CALLED: dict[str, tuple[str, ...]] = {  # elsewhere in the field, and here
-    "learning_rate": ("lr",),
-    "batch_size": ("minibatch_size",),
-    "n_envs": ("num_envs",),
-    "num_environments": ("num_envs",),
-    "clip_range": ("clip_epsilon",),
-    "clip_coef": ("clip_epsilon",),
-    "gae_lambda": ("lmbda",),
-    "lambda": ("lmbda",),
-    "ent_coef": ("entropy_coeff",),
-    "vf_coef": ("critic_coeff",),
-    "kl_coef": ("reference_kl_coeff",),
-    "n_epochs": ("epochs",),
-    "n_steps": ("decisions",),
-    "rollout_steps": ("decisions",),
-    "num_generations": ("group_size",),
-    "horizon": ("max_episode_steps", "step_lim"),
-    "time": ("minutes",),
-    "mem": ("memory_gb",),
-    "cpus_per_task": ("cpus",),
-    "gpus_per_node": ("gpus",),
-    "total_timesteps": ("iterations",),
-    "max_steps": ("iterations",),
-    "max_epochs": ("iterations",),
-    "ep_len": ("max_episode_steps", "step_lim"),
-    "max_episode_steps": ("step_lim",),
-    "step_lim": ("max_episode_steps",),
-    "num_sequences": ("trials",),
-    "task_suite_name": ("id",),
-    "camera_heights": ("image_size",),
+_ALSO_CALLED = {  # what settings are called elsewhere in the field, by their names here
+    "lr": "learning_rate",
+    "minibatch_size": "batch_size",
+    "num_envs": "n_envs num_environments",
+    "clip_epsilon": "clip_range clip_coef",
+    "lmbda": "gae_lambda lambda",
+    "entropy_coeff": "ent_coef",
+    "critic_coeff": "vf_coef",
+    "reference_kl_coeff": "kl_coef",
+    "epochs": "n_epochs",
+    "decisions": "n_steps rollout_steps",
+    "group_size": "num_generations",
+    "max_episode_steps": "horizon ep_len step_lim",
+    "step_lim": "horizon ep_len max_episode_steps",
+    "minutes": "time",
+    "memory_gb": "mem",
+    "cpus": "cpus_per_task",
+    "gpus": "gpus_per_node",
+    "iterations": "total_timesteps max_steps max_epochs",
+    "trials": "num_sequences",
+    "id": "task_suite_name",
+    "image_size": "camera_heights",
 }
 
 
 def nearest_names(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three of the ``known`` names that are spelt like ``name`` or are what the field calls so, nearest first."""
+    """Return up to three of the ``known`` names that are spelt alike or that the field calls so, nearest first."""
     lowered = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(str(name).lower(), lowered, n=3, cutoff=0.5)
     section, _, last = str(name).lower().rpartition(".")
-    same = [candidate for candidate in lowered if candidate.rpartition(".")[2] in _ALSO_CALLED.get(last, ())]
+    same = [name for name in lowered if last in _ALSO_CALLED.get(name.rpartition(".")[2], "").split()]
     same.sort(key=lambda candidate: candidate.rpartition(".")[0] != section)
     return [lowered[match] for match in dict.fromkeys([*same, *near])][:3]
 

@@ -5,8 +5,6 @@ Environments and policies never import each other; this module is what both may 
 ``S`` state dimensions, ``V`` wrist cameras and ``H x W`` pixels.
 """
 
-import warnings
-
 NEXT = "next"
 
 # Observation, written by the environment.
@@ -52,7 +50,7 @@ SUBTASKS = "subtasks"  # int64 [N, 1], tasks of the episode's chain that are sol
 CRASHED = "crashed"  # bool [N, 1], the simulator died: this episode has no result
 ACTIONS_CLIPPED = "actions_clipped"  # float32 [N, 1], share of the executed action elements that the simulator clipped
 
-# Beside observation, ``action`` and ``episode_len`` in recorded demonstrations, one row per recorded frame.
+# With observation, ``action`` and ``episode_len`` in recorded demonstrations, one row per recorded frame.
 EPISODE = "episode"  # int64 [K], which demonstration; its rows are consecutive and in order
 STEP = "step"  # int64 [K], primitive actions executed before the frame
 FINAL_STATES = "final_states"  # float32 [K, S], the states in which the demonstration ends
@@ -71,10 +69,3 @@ PREFIX_VALID = ("prefix", "valid")  # bool [N, P]
 PREFIX_POOLED = ("prefix", "pooled")  # [N, width], what the value head reads of it
 
 MAX_INSTRUCTION = 288  # bytes of a task description, where there is a bound; RoboTwin's longest has 267
-
-
-def __getattr__(name: str) -> str:
-    if name == "LOST":
-        warnings.warn("the key LOST is called CRASHED now, and 'lost' 'crashed'", DeprecationWarning, stacklevel=2)
-        return CRASHED
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

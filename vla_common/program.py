@@ -1,7 +1,6 @@
 """What a program says when it fails: one line on stderr and a status; the traceback with ``VLA_TRACEBACK=1``.
 
-Nothing but the standard library is imported here, so that it can be the first import of a program that takes seconds to
-import the others.
+It imports the standard library alone, because it is the first import of programs that take seconds to import others.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from vla_common.completion import answer_if_asked
-
 TRACEBACK = "VLA_TRACEBACK"
 WRONG_USE, FAILED, INTERRUPTED, UNREAD = 2, 1, 130, 141  # exit status; the last two as of the signals
 _LONGEST = 1000  # characters of a line
@@ -24,15 +21,10 @@ _SAID = (ValueError, OSError, RuntimeError, ImportError)  # kinds whose message 
 
 
 def begin_program(module: str) -> None:
-    """Prepare the imports of a recipe: called before torch is imported.
-
-    Args:
-        module: ``__name__`` of the caller; whoever is only imported leaves the hooks of the interpreter as they are.
-    """
+    """Prepare the imports of a recipe, before torch; sets hooks if ``module`` is ``"__main__"``."""
     # A thread that waits must sleep, because the simulators need the cores meanwhile.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if module == "__main__":
-        answer_if_asked(sys.argv)
         sys.excepthook = _while_importing
         signal.signal(signal.SIGINT, _leave)
 
@@ -48,7 +40,7 @@ def _leave(*_: object) -> NoReturn:
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
-    """Run a command's ``main``, end the program with the status that it returns, or with one line that says why not."""
+    """Run a command's ``main``; end the program with the status that it returns, or with one line that says why not."""
     try:
         status = main()
         sys.stdout.flush()
@@ -57,32 +49,38 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def report(error: BaseException, *, begun: bool = False, expected: tuple[type[BaseException], ...] = ()) -> int:
+def has_begun(error: BaseException) -> bool:
+    """Tell whether an error came after work had begun: then a note with the folder of the run was added to it."""
+    return bool(getattr(error, "__notes__", None))
+
+
+def report(error: BaseException) -> int:
     """Print what went wrong: one line, or a traceback if it was asked for or tells more.
 
-    Args:
-        error: what was raised.
-        begun: work had begun, so that it was hardly a mistake of the user's.
-        expected: kinds that say all in their message even then.
+    Once work has begun a mistake of the user is unlikely: then all but our own errors and those of the operating system
+    have their traceback.
 
     Returns:
-        The exit status: 2 for what was wrong before work began, 1 for a failure, 130 for Ctrl-C.
+        The exit status: 2 for what was wrong before work began, 1 for a failure, 130 for Ctrl-C, 141 when the output is
+            no
+        longer read.
     """
-    if isinstance(error, BrokenPipeError) and error.filename is None:
+    if isinstance(error, BrokenPipeError) and error.filename is None:  # ppo.py --cfg job | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
-    if os.environ.get(TRACEBACK) == "1":
+        return UNREAD
+    begun = has_begun(error)
+    ours = type(error).__module__.startswith("vla_") or isinstance(error, (OSError, KeyboardInterrupt))
+    if os.environ.get(TRACEBACK) == "1" or (begun and not ours):
         traceback.print_exception(error)
-    elif begun and not isinstance(error, (*expected, KeyboardInterrupt)):
-        traceback.print_exception(error)
-        return FAILED
-    print(f"error: {_explained(error, begun)}", file=sys.stderr, flush=True)
+    if ours or not begun:
+        print(f"error: {_explained(error)}", file=sys.stderr, flush=True)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return FAILED if begun else WRONG_USE
 
 
 def one_line(text: str) -> str:
-    """Join the lines of a message, and shorten one that nobody would read to its end."""
+    """Join the lines of a message, and shorten one that is too long to read."""
     text, _, of_worker = text.partition("Traceback (most recent call last):\n")  # its last line is the error
     if of_worker:
         text += of_worker.strip().rpartition("\n")[2]
@@ -94,11 +92,9 @@ def one_line(text: str) -> str:
     return f"{joined[:_LONGEST]} ... ({TRACEBACK}=1 shows all)"
 
 
-def _explained(error: BaseException, begun: bool) -> str:
+def _explained(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted" if begun else "interrupted before work began; the same command starts again"
-    if isinstance(error, BrokenPipeError) and error.filename is None:
-        return "nobody reads the output any more (broken pipe); write it to a file: > log.txt"
+        return "interrupted; type the same command to start again"
     text = one_line(str(error))
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{error.strerror}: {error.filename}"

@@ -1,4 +1,4 @@
-"""Names that an installed package brings: benchmarks and policies, ours and anybody's, by entry point or by a call.
+"""Names that an installed package brings: benchmarks and policies, ours and others', by entry point or by a call.
 
 A package from outside declares in its ``pyproject.toml``::
 
@@ -8,8 +8,8 @@ A package from outside declares in its ``pyproject.toml``::
     [project.entry-points."vla_torchrl.policies"]
     toy = "toy_package.policy:ToyPolicy"
 
-Ours are declared in the same way. A module is imported when somebody asks for its name; ``import vla_envs`` asks for
-all benchmarks, to register their Gymnasium ids: a module that declares one should import neither torch nor a simulator.
+A module is imported when its name is asked for; ``import vla_envs`` asks for all benchmarks, to register their
+Gymnasium ids: a module that declares one should import neither torch nor a simulator.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _OURS = "vla-torchrl"
 class Registry(Generic[T]):
     """Objects by name: those of entry points, imported when they are asked for, and those that were registered.
 
-    Args:
-        kind: what they are, for messages: ``"benchmark"``.
-        group: of the entry points: ``"vla_torchrl.benchmarks"``.
+    ``kind`` is what they are, for messages, such as ``"benchmark"``; ``group`` that of the entry points.
     """
 
     def __init__(self, kind: str, group: str):
@@ -39,11 +37,7 @@ class Registry(Generic[T]):
         self._entry_points: dict[str, EntryPoint] | None = None
 
     def register(self, name: str, item: T) -> None:
-        """Add an object for this process.
-
-        Raises:
-            ValueError: the name is taken by something else.
-        """
+        """Add an object for this process; ``ValueError`` if the name is taken by something else."""
         if self._registered.get(name, item) is not item or (name in self._found() and not self._declares(name, item)):
             raise ValueError(f"there is a {self.kind} {name!r} already; register it under another name")
         self._registered[name] = item
@@ -70,7 +64,7 @@ class Registry(Generic[T]):
 
         Raises:
             ValueError: there is none; offers the nearest names.
-            ImportError: the package that declares it cannot be imported; names the package.
+            ImportError: the package that declares it, which is named, cannot be imported.
         """
         if name in self._registered:
             return self._registered[name]
@@ -103,7 +97,7 @@ class Registry(Generic[T]):
     def _found(self) -> dict[str, EntryPoint]:
         if self._entry_points is None:
             self._entry_points = {}
-            # Ours first: whoever takes one of our names is told, and does not get it.
+            # Ours first: a package that takes one of our names does not get it.
             for point in sorted(entry_points(group=self.group), key=lambda point: _package(point) != _OURS):
                 kept = self._entry_points.setdefault(point.name, point)
                 if kept.value != point.value:
@@ -121,7 +115,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def config_packages() -> list[str]:
-    """List importable packages with Hydra configuration groups, such as ``conf/env/toy.yaml``, of what is installed."""
+    """List importable packages of what is installed with Hydra configuration groups, such as ``conf/env/toy.yaml``."""
     return sorted({point.value for point in entry_points(group="vla_torchrl.configs")})
 
 

@@ -1,8 +1,4 @@
-"""What a benchmark's cameras, states, actions and gripper are: environments declare it, policies read it.
-
-Environments and policies never import each other. A benchmark's room has one :class:`BenchmarkSchema`; a policy that
-acts in it finds the schema by the benchmark's name and makes its conversions of it.
-"""
+"""What a benchmark's cameras, states, actions and gripper are: environments declare it, policies read it."""
 
 from __future__ import annotations
 
@@ -15,14 +11,9 @@ from vla_common.registry import benchmarks
 
 @dataclass(frozen=True)
 class Gripper:
-    """The entry of an action that opens and closes the gripper, in the simulator's numbers.
+    """The entry of an action that opens and closes the gripper, in the simulator's numbers."""
 
-    Attributes:
-        dimension: where it is in the action.
-        closed, opened: what closes and what opens it.
-    """
-
-    dimension: int
+    dimension: int  # where it is in the action
     closed: float
     opened: float
 
@@ -98,10 +89,6 @@ class EnvironmentShape(Protocol):
 
 
 def get_schema(benchmark: str) -> BenchmarkSchema:
-    """Return the schema of a registered benchmark.
-
-    Raises:
-        ValueError: there is no such benchmark; offers the nearest names.
-    """
+    """Return the schema of a registered benchmark; a ``ValueError`` offers the nearest names."""
     schema: BenchmarkSchema = benchmarks.get(benchmark, example="libero").schema
     return schema

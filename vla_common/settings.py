@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
@@ -53,18 +55,19 @@ def setting_types(
             of the next class in line, whose parameters are settings too then; the ``**options`` of a function are none.
         without: parameters that are no settings.
         only: the parameters that are settings, where these are fewer.
-
-    Returns:
-        The annotation of each; ``Any`` where there is none.
     """
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found: dict[str, Any] = {}
+    scopes: dict[str, dict[str, Any]] = {}  # of inherited fields: their module may be another than the constructor's
+    for owner in reversed(function.__mro__) if inspect.isclass(function) and is_dataclass(function) else ():
+        scopes |= dict.fromkeys(vars(owner).get("__annotations__", {}), vars(sys.modules[owner.__module__]))
     for each in _passed_on(function):
         scope = getattr(inspect.unwrap(each), "__globals__", {})
         parameters = list(inspect.signature(each).parameters.values())
         for parameter in parameters[1:] if inspect.isclass(function) else parameters:  # without self
             if parameter.kind in named:
-                found.setdefault(parameter.name, _evaluated(parameter.annotation, scope))
+                hint = _evaluated(parameter.annotation, scopes.get(parameter.name, scope))
+                found.setdefault(parameter.name, hint)
     chosen = (found.keys() if only is None else set(only)) - set(without)
     return {name: hint for name, hint in found.items() if name in chosen}
 
@@ -95,15 +98,12 @@ def _evaluated(annotation: Any, scope: Mapping[str, Any]) -> Any:
 
 
 def check_settings(section: str, settings: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    """Refuse settings that nobody reads, of a wrong type or out of range.
+    """Refuse settings that are not read, of a wrong type or out of range; the ``ValueError`` says what would be right.
 
     Args:
         section: what stands before the dot on the command line; empty for the outermost.
         settings: plain values, lists and mappings, as a configuration has them.
         types: annotation of each setting, from :func:`setting_types`.
-
-    Raises:
-        ValueError: names the setting as it is typed, what is wrong and what would be right.
     """
     typed = f"{section}." if section else ""
     for name in settings:
@@ -115,14 +115,10 @@ def check_settings(section: str, settings: Mapping[str, Any], types: Mapping[str
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function, or a constructor, refuse arguments that its annotations do not allow.
+    """Let a function, or a constructor, refuse arguments that its annotations do not allow (``ValueError``).
 
-    Only settings are looked at: numbers, texts, lists of them; tensors and modules are left alone. It costs about ten
-    microseconds an argument: not for what is called for every decision.
-
-    Raises:
-        ValueError: names the argument, what is wrong and what would be right.
-        TypeError: there is no such argument; offers the nearest ones.
+    Only numbers, texts and lists of them are looked at. It costs about ten microseconds an argument: not for what is
+    called for every decision. An unknown argument is a ``TypeError`` with the nearest names.
     """
     signature = inspect.signature(function)
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
@@ -156,11 +152,7 @@ def _is_plain(adapter: TypeAdapter[Any] | None) -> bool:
 
 
 def check_fields(config: Any) -> None:
-    """Refuse values that the annotations of a dataclass do not allow: its ``__post_init__`` calls it.
-
-    Raises:
-        ValueError: names the field, what is wrong and what would be right.
-    """
+    """Refuse values that the annotations of a dataclass do not allow: its ``__post_init__`` calls it."""
     kind: Any = type(config)  # which has a hash
     check_settings("", vars(config), _fields_of(kind))
 
@@ -179,9 +171,8 @@ def _problem(annotation: Any, value: Any) -> str | None:
     except (TypeError, ValueError, AttributeError, RuntimeError, RecursionError):
         return None  # not from a configuration
     try:
-        read = adapter.validate_json(
-            text, strict=True
-        )  # JSON's lists are tuples too, and 1 is a number with a fraction
+        # JSON's lists are tuples too, and 1 is a number with a fraction.
+        read = adapter.validate_json(text, strict=True)
     except ValidationError as error:
         messages = dict.fromkeys(_message(entry) for entry in _telling(error, value))
         return ("; " if isinstance(value, (list, tuple)) else " or ").join(messages) + _nearest(annotation, value)
@@ -197,7 +188,7 @@ def _telling(error: ValidationError, value: Any) -> list[Mapping[str, Any]]:
 
 
 def _slips(typed: Any, read: Any) -> Iterator[str]:
-    """Find texts that nobody means: empty ones, ``???``, very long ones."""
+    """Find texts that were not meant: empty ones, ``???``, very long ones."""
     if isinstance(typed, str):
         if typed == "???":
             yield "is missing; write a value"
@@ -216,7 +207,6 @@ def _slips(typed: Any, read: Any) -> Iterator[str]:
 
 
 def _nearest(annotation: Any, value: Any) -> str:
-    """Find the nearest of the names that a ``Literal`` has."""
     choices = [annotation, *get_args(annotation)]  # of Literal["a", "b"], also within a union with None
     names = [name for choice in choices for name in get_args(choice) if isinstance(name, str)]
     if not isinstance(value, str):

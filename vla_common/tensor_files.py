@@ -39,18 +39,14 @@ def load_plain(file: Path, *, mmap: bool = False) -> Any:
         if code := _code(file, error):
             raise ExecutableFileError(
                 f"{file} is refused: loading it would execute code ({code}), and only tensors are loaded here; do not "
-                "load it with other tools either, unless you trust whoever made it: ask them for a state_dict of "
+                "load it with other tools either, unless you trust its author: ask for a state_dict of "
                 "tensors alone, or safetensors"
             ) from None
         raise ValueError(f"{file} is truncated or not a file of tensors ({_reason(error)}); copy it again") from error
 
 
 def load_tensors(file: Path, *, mmap: bool = False) -> dict[str, Tensor]:
-    """Load tensors by name, see :func:`load_plain`.
-
-    Raises:
-        ValueError: see there, and it holds something else.
-    """
+    """Load tensors by name with :func:`load_plain`; ``ValueError`` if the file holds something else."""
     content = load_plain(file, mmap=mmap)
     if not isinstance(content, dict) or not content or not all(isinstance(key, str) for key in content):
         raise ValueError(f"{file} is not a file of tensors by name; save a module's state_dict() in it")
@@ -88,16 +84,12 @@ def not_finite(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def check_finite(tensors: Mapping[str, Any], what: str) -> None:
-    """Refuse to save what no one could use.
-
-    Raises:
-        ValueError: names the tensors.
-    """
+    """Refuse to save tensors that are not finite; the ``ValueError`` names one."""
     refuse_not_finite(not_finite(tensors), what)
 
 
 def refuse_not_finite(names: Sequence[str], what: str) -> None:
-    """Refuse tensors of these names, if there are any; see :func:`check_finite`."""
+    """Refuse tensors of these names, if there are any."""
     if names:
         raise ValueError(f"{what} has weights that are not finite, such as {names[0]}; nothing is saved")
 
@@ -113,9 +105,7 @@ def add_dimensions(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 def make_room(saved: Any, like: Tensor | None = None) -> Any:
     """Return a state like ``saved``, whose tensors have shapes alone (meta device), with memory for them.
 
-    Args:
-        saved: nested dicts, lists and tuples.
-        like: where tensors of its shape lie, and how they are sharded; others lie on the CPU, whole.
+    ``like`` says where tensors of its shape lie, and how they are sharded; others lie on the CPU, whole.
     """
     if isinstance(saved, Tensor):
         if like is not None and like.shape == saved.shape:

@@ -1,8 +1,7 @@
 """Instructions as text and as bytes: what reads ``task_descriptions`` takes both.
 
 Text is what environments write, and what people read. Bytes, UTF-8 padded with zeros in a uint8 tensor, are for where
-text does not survive or cannot go: some storages (``docs/explanation/nontensor-storage.md``), and what stacks or maps
-tensors alone.
+text does not survive or cannot go (``docs/explanation/nontensor-storage.md``).
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ WIDTH = keys.MAX_INSTRUCTION  # bytes
 def encode(texts: Sequence[str], width: int = WIDTH) -> Tensor:
     """Return ``N`` texts as uint8 ``[N, width]``, UTF-8 padded with zeros.
 
-    Raises:
-        ValueError: a text is longer than ``width`` bytes, or has a character 0, which is what pads.
+    A ``ValueError`` if a text is longer than ``width`` bytes, or has a character 0, which is what pads.
     """
     rows = [text.encode() for text in texts]
     for text, row in zip(texts, rows, strict=True):
@@ -40,12 +38,8 @@ def encode(texts: Sequence[str], width: int = WIDTH) -> Tensor:
 def decode(value: Any) -> list[str]:
     """Return the texts of a batch ``[*B]`` as one flat list, the last dimension running fastest.
 
-    Args:
-        value: text ``[*B]`` (``NonTensorStack``, ``NonTensorData``, lists of lists or one text), or uint8
-            ``[*B, width]`` of :func:`encode`.
-
-    Raises:
-        TypeError: it is neither.
+    ``value`` is text ``[*B]`` (``NonTensorStack``, ``NonTensorData``, lists of lists or one text), or uint8 ``[*B,
+    width]`` of :func:`encode`; else a ``TypeError``.
     """
     if isinstance(value, Tensor):
         if value.dtype != torch.uint8 or not value.ndim:
@@ -59,11 +53,7 @@ def decode(value: Any) -> list[str]:
 
 
 def to_strings(tensordict: Any, key: Any = keys.TASK_DESCRIPTIONS) -> list[str]:
-    """Return the texts under ``key`` of a batch ``[*B]`` as one flat list; see :func:`decode`.
-
-    Raises:
-        ValueError: there is no such entry.
-    """
+    """Return the texts under ``key`` of a batch ``[*B]`` as one flat list; ``ValueError`` if there is no such entry."""
     value = tensordict.get(key, None)
     if value is None:
         raise ValueError(

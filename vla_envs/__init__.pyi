@@ -1,7 +1,7 @@
-from .env import VLAEnv, env_types, make_env
+from .env import VLAEnv
 from .episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes
-from .episodes import evaluation_grid as evaluation_grid
 from .instructions import InstructionsToBytes
+from .make import env_types, make_env
 from .registry import Benchmark, BenchmarkSchema, Gripper, list_envs, make_spec, register_benchmark
 from .simulator import ChunkSimulator, Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
 from .workers.pool import SimulatorCrash, WorkerPool

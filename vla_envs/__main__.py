@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vla_common.program import OneLineParser, run_main
-from vla_envs.doctor.report import diagnose
+from vla_envs.doctor import diagnose
 
 
 def main() -> int:

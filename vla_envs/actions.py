@@ -11,16 +11,7 @@ _ABSURD = 1000.0  # times the width of its bounds: no action is that far outside
 
 
 def refuse_actions(spec: SimulatorSpec, actions: np.ndarray, running: np.ndarray | None = None) -> None:
-    """Refuse actions that no policy means.
-
-    Args:
-        spec: has the bounds.
-        actions: float ``[N, ..., A]``.
-        running: bool ``[N]``, the environments that will execute them; all if ``None``.
-
-    Raises:
-        ValueError: some are not finite, or absurdly far out of bounds.
-    """
+    """Refuse actions, float ``[N, ..., A]``, that no policy means, of the environments that are ``running``."""
     among = np.ones(len(actions), bool) if running is None else running
     inner = tuple(range(1, actions.ndim))
 
@@ -45,16 +36,7 @@ def refuse_actions(spec: SimulatorSpec, actions: np.ndarray, running: np.ndarray
 
 
 def share_clipped(spec: SimulatorSpec, actions: np.ndarray, executed: np.ndarray) -> np.ndarray:
-    """Return the share of the executed elements of ``actions`` ``[N, C, A]`` that the simulator clips.
-
-    Args:
-        spec: has the bounds, and says whether they clip.
-        actions: what the simulators were given.
-        executed: bool ``[N, C]``.
-
-    Returns:
-        float32 ``[N, 1]``.
-    """
+    """Return the share of the executed elements of ``actions`` ``[N, C, A]`` that are clipped, float32 ``[N, 1]``."""
     steps = executed.sum(1, keepdims=True)
     if not spec.clips_actions:
         return np.zeros_like(steps, np.float32)

@@ -2,231 +2,52 @@
 
 from __future__ import annotations
 
-import math
-import os
-import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from annotated_types import Gt, MinLen
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
-from vla_common.settings import Count, Factor, Length, Positive, Seed, Whole, checked, setting_types
 from vla_envs.actions import refuse_actions, share_clipped
-from vla_envs.episodes import EpisodeQueue, EpisodeSampler, EpisodeSource, pack, unpack
+from vla_envs.episodes import EpisodeSampler, EpisodeSource, pack, unpack
 from vla_envs.instructions import Instructions
-from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
-from vla_envs.rendering.gpus import check_gpus
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.stages import TOGETHER, check_stages, divide
-from vla_envs.workers.chunks import check_chunk_size
-from vla_envs.workers.pool import Pending, WorkerPool, count_workers
+from vla_envs.workers.pool import Pending, WorkerPool
 
-_SIMULATOR_BYTES = 10_000_000  # no simulator is smaller
-_CHUNK = 5  # actions of a step, where nobody says how many
 ENV_INDEX = "env_index"  # TorchRL's name for the slots of a part of the batch
 NO_EPISODE = -1  # task_id, trial_id and group_id of an idle slot
-
-
-@checked
-def make_env(
-    id: str | SimulatorSpec,
-    num_envs: Count,
-    chunk_size: Length | None = None,
-    *,
-    episodes: EpisodeSampler | EpisodeQueue | None = None,
-    seed: Seed | None = None,
-    group_size: Count = 1,
-    num_workers: Count | None = None,
-    ignore_terminations: bool = False,
-    reward_coef: Annotated[Factor, Gt(0)] = 1.0,
-    relative_reward: bool = False,
-    step_penalty: Factor = 0.0,
-    step_timeout: Positive = 60.0,
-    start_timeout: Positive = 120.0,
-    gpus: Annotated[Sequence[Whole], MinLen(1)] | None = None,
-    **options: Any,
-) -> VLAEnv:
-    """Make a batched environment.
-
-    Args:
-        id: such as ``"metaworld/MT50"`` or ``"metaworld/reach-v3"``; ``list_envs()`` has them all. Or a
-            ``SimulatorSpec``: of ``make_spec``, or one of your own around a :class:`~vla_envs.simulator.Simulator`.
-        num_envs: number of simulators, ``N``.
-        chunk_size: primitive actions per step, ``C``; 5 if ``None``, which is refused where a chunk is one motion.
-        episodes: which episodes to run; random ones from ``seed`` in groups of ``group_size`` if ``None``.
-        seed: of the default ``episodes``. Without one it is drawn anew for each environment, as Gymnasium does, so that
-            the copies of a collector with several processes run different episodes; ``env.episodes.seed`` tells it.
-        group_size: of the default ``episodes``; must divide ``num_envs``.
-        num_workers: processes that share the simulators; one per available core if ``None``. None at all where the
-            benchmark simulates all worlds together (``spec.batched``).
-        ignore_terminations: continue after success until the horizon.
-        reward_coef: factor of the benchmark's reward.
-        relative_reward: each action is paid the change of the reward since the one before it, from 0 at the start:
-            success pays once however long it lasts, and losing it costs as much. Refused where rewards are paid once
-            already (``SimulatorSpec.pays_once``).
-        step_penalty: subtracted for each executed action, after the two above.
-        step_timeout: seconds after which a worker that does not get on to its next environment counts as hung and is
-            replaced.
-        start_timeout: seconds that the first answer of a new worker may take on top: it imports the simulator, and a
-            first reset may compile shaders or build assets.
-        gpus: that workers draw with in turn, by the numbers that CUDA shows to this process; all that it shows if
-            ``None``. Where the benchmark simulates all worlds together: the one to simulate on.
-        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
-            ``SimulatorSpec``, which has them.
-
-    Raises:
-        ValueError: an unknown name or option, or an impossible number; the message says what would be right.
-
-    Example:
-        >>> env = make_env("metaworld/MT50", num_envs=8, image_size=224, render_quality="fast")
-        >>> rollout = env.rollout(4)  # doctest: +SKIP
-    """
-    spec = check_env(
-        id,
-        num_envs,
-        chunk_size,
-        relative_reward=relative_reward,
-        group_size=group_size,
-        num_workers=num_workers,
-        **options,
-    )
-    check_machine(spec, num_envs, gpus)
-    chunk_size = _CHUNK if chunk_size is None else chunk_size
-    if episodes is None:
-        episodes = EpisodeSampler(spec, secrets.randbelow(2**31) if seed is None else seed, group_size=group_size)
-    return VLAEnv(
-        spec,
-        num_envs,
-        chunk_size,
-        episodes,
-        num_workers=count_workers(num_envs, num_workers),
-        ignore_terminations=ignore_terminations,
-        reward_coef=reward_coef,
-        relative_reward=relative_reward,
-        step_penalty=step_penalty,
-        step_timeout=step_timeout,
-        start_timeout=start_timeout,
-        gpus=gpus,
-    )
-
-
-def check_env(
-    id: str | SimulatorSpec,
-    num_envs: int,
-    chunk_size: int | None = None,
-    *,
-    relative_reward: bool = False,
-    group_size: int = 1,
-    num_workers: int | None = None,
-    **options: Any,
-) -> SimulatorSpec:
-    """Refuse what :func:`make_env` refuses on every machine, and start nothing; :func:`check_machine` says the rest.
-
-    Returns:
-        What would be simulated.
-
-    Raises:
-        ValueError: see :func:`make_env`.
-    """
-    if isinstance(id, SimulatorSpec):
-        refuse_options(id, options)
-        spec = id
-    else:
-        check_options(find_benchmark(id)[0], options, _own_types())
-        spec = make_spec(id, **options)
-    if relative_reward and spec.pays_once:
-        raise ValueError(
-            f"relative_reward=True: {spec.id} pays once for what is done, and would take it back with the next action; "
-            "leave relative_reward out (false)"
-        )
-    check_chunk_size(spec, chunk_size)
-    count_workers(num_envs, num_workers)
-    if num_envs % group_size:
-        raise ValueError(
-            f"num_envs={num_envs} is not a multiple of group_size={group_size}; "
-            f"try num_envs={group_size * -(-num_envs // group_size)}"
-        )
-    return spec
-
-
-def check_machine(spec: SimulatorSpec, num_envs: int, gpus: Sequence[int] | None = None) -> None:
-    """Refuse GPUs that are not here, and more environments than could ever be: their frames, and a little for each.
-
-    What else a benchmark needs of a machine, ``spec.check()`` says.
-
-    Raises:
-        ValueError: says which GPUs there are, or how many environments there can be.
-    """
-    if gpus is not None:
-        check_gpus(gpus, torch.cuda.device_count())
-        spec.check_gpus(gpus)
-    pixels = math.prod(spec.image_shape) + math.prod(spec.wrist_image_shape or (0,))
-    needed = num_envs * (3 * pixels + (0 if spec.batched else _SIMULATOR_BYTES))
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
-        raise ValueError(
-            f"num_envs={num_envs}: need at least {needed / 1e9:.0f} GB of memory, this machine has "
-            f"{available / 1e9:.0f}; take fewer, at most {num_envs * available // needed}"
-        )
-
-
-def env_types(id: str) -> dict[str, Any]:
-    """List what may be set of an environment: the keywords of :func:`make_env` and the options of its benchmark.
-
-    Without those that say how and when an environment is used rather than what it is: ``episodes``, ``seed`` and
-    ``chunk_size``.
-
-    Args:
-        id: such as ``"metaworld/MT50"``.
-
-    Returns:
-        Annotations by name, for :func:`vla_common.settings.check_settings`.
-
-    Raises:
-        ValueError: there is no such environment.
-    """
-    return {**_own_types(without=("episodes", "seed", "chunk_size")), **option_types(find_benchmark(id)[0])}
-
-
-def _own_types(without: Iterable[str] = ()) -> dict[str, Any]:
-    return {**setting_types(make_env, without=without), "id": str}
 
 
 class VLAEnv(EnvBase):
     """``N`` simulators; one step is one decision, a chunk of ``C`` primitive actions and one rendered frame.
 
-    The keys and shapes are those of :mod:`vla_keys`. A world stops in the middle of a chunk when its episode
-    ends, which ``step_mask`` tells. A slot that resets takes the next episode from ``episodes``; when there
-    are none left it is idle: ``task_id`` is -1, it is never stepped, and each step reports it as truncated.
+    Keys and shapes are those of :mod:`vla_common.keys`. A world stops in the middle of a chunk when its episode ends
+    (``step_mask``). A slot that resets takes the next episode from ``episodes``; without one it is idle: ``task_id`` is
+    -1, it is never stepped, and each step reports it as truncated.
 
     A worker process that dies or hangs is replaced. The episode that it was working on is reported with ``crashed`` and
-    truncated; its other episodes go on as if nothing had happened. An episode that cannot be started is
+    truncated; its other episodes continue as if nothing had happened. An episode that cannot be started is
     :attr:`unstarted`: its observation is zero, and the next step reports it with ``crashed``, nothing executed.
 
-    A step comes in halves as well, as that of TorchRL's ``AsyncEnvPool``: :meth:`async_step_send` for some slots, and
-    :meth:`async_step_recv` when their simulators are through; :meth:`async_reset_send` and
-    :meth:`async_step_and_maybe_reset_send` likewise. Meanwhile a policy decides for other slots. Episodes are taken
-    where a reset is sent, results come for the slots that are named, never for those that are the fastest: what is seen
-    depends on the order of the calls alone.
+    A step also comes in halves, as in TorchRL's ``AsyncEnvPool``: :meth:`async_step_send` and :meth:`async_step_recv`
+    for some slots, so that a policy decides for others meanwhile. What is seen depends on the order of the calls alone.
 
-    What a step says about what happened (``reward``, ``step_rewards``, ``step_mask``, ``success``, ...) stands in the
-    reward specification: under ``"next"`` alone, never part of the next observation.
+    What a step did (``reward``, ``step_mask``, ``success``, ...) stands in the reward specification: under ``"next"``
+    alone, never part of the next observation.
 
     Attributes:
         simulator_spec: the benchmark suite.
         episodes: source of episodes; replaced by :meth:`set_episodes`.
         current_episodes: the episode of each slot, ``None`` where idle.
         errors: why episodes crashed in the last step, by slot.
-        step_remarks: what simulators had said of the episodes of the last step, by slot.
-        interactions: how often it was reset, stepped or loaded. Whoever goes on from an observation sees here whether
-            somebody else came between.
+        step_remarks: what simulators said of the episodes of the last step, by slot.
+        interactions: how often it was reset, stepped or loaded.
     """
 
     def __init__(
@@ -258,9 +79,7 @@ class VLAEnv(EnvBase):
                 start_timeout=start_timeout,
                 gpus=gpus,
             )
-        # Where images are drawn, they stay.
-        device = torch.device("cpu" if not spec.batched else "cuda" if gpus is None else f"cuda:{gpus[0]}")
-        super().__init__(device=device, batch_size=torch.Size([num_envs]))
+        super().__init__(device=torch.device(pool.device), batch_size=torch.Size([num_envs]))
         self.simulator_spec, self.chunk_size = spec, chunk_size
         self.set_episodes(episodes)
         self.ignore_terminations = ignore_terminations
@@ -290,13 +109,9 @@ class VLAEnv(EnvBase):
         self.is_closed = False
 
     def set_episodes(self, source: EpisodeSource) -> None:
-        """Take episodes from another source from the next reset of a slot on; those that run go on.
+        """Take episodes from another source from the next reset of a slot on; ``TypeError`` if it gives none.
 
-        A ``TransformedEnv`` passes this on. An attribute ``episodes`` that is set on it does not come here:
-        :func:`base_env`, which collectors call, refuses such an environment.
-
-        Raises:
-            TypeError: it gives no episodes.
+        A ``TransformedEnv`` passes this on, but keeps an attribute ``episodes`` to itself: :func:`base_env` refuses it.
         """
         if not callable(getattr(source, "next", None)):
             raise TypeError(f"episodes come from an EpisodeSampler or an EpisodeQueue, got {type(source).__name__}")
@@ -319,7 +134,7 @@ class VLAEnv(EnvBase):
 
     @property
     def unstarted(self) -> np.ndarray:
-        """Which running episodes could not be started, three times, bool ``[N]``: another attempt is not worth it."""
+        """Which running episodes could not be started, three times, bool ``[N]``."""
         return np.isin(np.arange(self.num_envs), list(self._pool.unstarted)) & self._active()
 
     @property
@@ -383,7 +198,6 @@ class VLAEnv(EnvBase):
         return self.observe()
 
     def _take_episodes(self, slots: Sequence[int]) -> dict[int, Episode]:
-        """Give some slots their next episodes; those that get none are idle."""
         self.interactions += 1
         starting: dict[int, Episode] = {}
         for slot in slots:
@@ -396,11 +210,7 @@ class VLAEnv(EnvBase):
         return starting
 
     def observe(self, env_index: Sequence[int] | None = None) -> TensorDictBase:
-        """Return the observations of now, as ``reset`` does: after :meth:`load_state_dict`, to go on.
-
-        Args:
-            env_index: of these slots alone, of which nothing is under way.
-        """
+        """Return the present observations, as ``reset`` does, or those of ``env_index`` alone."""
         slots = self._slots(env_index)
         self._check_idle(slots.tolist())
         return TensorDict(
@@ -424,7 +234,6 @@ class VLAEnv(EnvBase):
         return slots[active].tolist()
 
     def _outcome(self, slots: np.ndarray, lost: Sequence[int]) -> TensorDictBase:
-        """Return what a step of some slots did, of which some have ``lost`` their episodes."""
         arrays, active, crashed = self._pool.arrays, self._active()[slots], np.isin(slots, lost)
         self.errors = {slot: self._pool.errors[slot] for slot in lost}
         self.step_remarks = self.remarks  # the episode's last word: a reset forgets it
@@ -464,34 +273,28 @@ class VLAEnv(EnvBase):
         )
 
     def async_step_send(self, tensordict: TensorDictBase, env_index: Sequence[int] | None = None) -> None:
-        """Have the simulators of some slots execute a chunk each; :meth:`async_step_recv` has what came of it.
+        """Have the simulators of some slots execute a chunk each; :meth:`async_step_recv` is the other half.
 
         Args:
-            tensordict: decisions ``[k]`` with ``action``. It is kept, and returned with what came of it.
+            tensordict: decisions ``[k]`` with ``action``; returned with what came of it.
             env_index: their slots; ``tensordict["env_index"]`` if ``None``.
 
         Raises:
-            ValueError: a slot is named twice or is none, or actions are wrong.
+            ValueError: a slot is named twice or does not exist, or actions are wrong.
             RuntimeError: something is under way for one of the slots; or all worlds are simulated together.
         """
         self._check_halves()
         slots = self._slots(tensordict.get(ENV_INDEX) if env_index is None else env_index)
         active = self._take_actions(tensordict, slots)
-        pending = self._pool.step_send(active, [slot for slot in slots.tolist() if slot not in active])
-        self._under_way[tuple(slots.tolist())] = ("step", pending, tensordict)
+        idle = [slot for slot in slots.tolist() if slot not in active]
+        self._under_way[tuple(slots.tolist())] = ("step", self._pool.step_send(active, idle), tensordict)
 
     def async_step_recv(self, env_index: Sequence[int] | None = None) -> TensorDictBase:
-        """Wait for the simulators of the slots that were sent together, and return what ``step`` does, ``[k]``.
-
-        ``AsyncEnvPool`` has the first that are ready (``min_get``) where no slot is named. Here it is those that were
-        sent first, so that the same calls have the same results.
-
-        Args:
-            env_index: the slots; those of the step that was sent first if ``None``.
+        """Wait for the slots that were sent together (first, if ``None``), and return what ``step`` does, ``[k]``.
 
         Raises:
             RuntimeError: no step is under way for exactly these slots.
-            SimulatorCrash: the simulator is broken, see :class:`~vla_envs.workers.pool.SimulatorCrash`.
+            SimulatorCrash: the simulator is broken.
         """
         sent, pending, tensordict = self._sent("step", env_index)
         assert tensordict is not None  # of a step there is one
@@ -503,15 +306,9 @@ class VLAEnv(EnvBase):
     def async_reset_send(
         self, tensordict: TensorDictBase | None = None, env_index: Sequence[int] | None = None
     ) -> None:
-        """Give some slots the next episodes of the source, and have their simulators begin them.
+        """Give some slots (``tensordict["env_index"]``, or all) their next episodes, and have simulators begin them.
 
-        Args:
-            tensordict: names the slots in ``"env_index"``, if ``env_index`` does not.
-            env_index: the slots; all if neither names any.
-
-        Raises:
-            ValueError: a slot is named twice or is none.
-            RuntimeError: something is under way for one of the slots; or all worlds are simulated together.
+        Raises as :meth:`async_step_send`.
         """
         self._check_halves()
         slots = self._slots(tensordict.get(ENV_INDEX) if env_index is None and tensordict is not None else env_index)
@@ -520,47 +317,14 @@ class VLAEnv(EnvBase):
         self._under_way[tuple(slots.tolist())] = ("reset", pending, None)
 
     def async_reset_recv(self, env_index: Sequence[int] | None = None) -> TensorDictBase:
-        """Wait for the simulators of the slots that were sent together, and return their observations ``[k]``.
-
-        Args:
-            env_index: the slots; those of the reset that was sent first if ``None``.
-
-        Raises:
-            RuntimeError: no reset is under way for exactly these slots.
-        """
+        """Wait for the slots that were sent together (first, if ``None``), and return their observations ``[k]``."""
         sent, pending, _ = self._sent("reset", env_index)
         self._pool.reset_recv(pending)
         del self._under_way[sent]
         return self.observe(sent).set(ENV_INDEX, torch.tensor(sent))
 
-    def async_step_and_maybe_reset_send(
-        self, tensordict: TensorDictBase, env_index: Sequence[int] | None = None
-    ) -> None:
-        """Do what :meth:`async_step_send` does; :meth:`async_step_and_maybe_reset_recv` is the other half."""
-        self.async_step_send(tensordict, env_index)
-
-    def async_step_and_maybe_reset_recv(
-        self, env_index: Sequence[int] | None = None
-    ) -> tuple[TensorDictBase, TensorDictBase]:
-        """Wait for a step as :meth:`async_step_recv` does, and begin new episodes where it ended one.
-
-        Returns:
-            What the step did, and the observations of the next decision, ``[k]`` each.
-        """
-        outcome = self.async_step_recv(env_index)
-        slots = outcome[ENV_INDEX]
-        done = slots[outcome[keys.NEXT, keys.DONE].squeeze(-1)].tolist()
-        if done:
-            self.async_reset_send(env_index=done)
-            self.async_reset_recv(done)
-        return outcome, self.observe(slots.tolist()).set(ENV_INDEX, slots)
-
     def stage_slots(self, stages: int) -> list[list[int]]:
-        """Divide the slots into stages, such that each worker has some of each: while one is decided, all can work.
-
-        Raises:
-            ValueError: that cannot be; see :func:`~vla_envs.stages.check_stages`.
-        """
+        """Divide the slots into stages of which every worker has some; ``ValueError`` as :func:`check_stages`."""
         if self.simulator_spec.batched:
             raise ValueError(TOGETHER.format(id=self.simulator_spec.id))
         workers = self._pool.num_workers
@@ -573,7 +337,6 @@ class VLAEnv(EnvBase):
         return float(self._pool.arrays.seconds.max())
 
     def _slots(self, env_index: Sequence[int] | torch.Tensor | None) -> np.ndarray:
-        """Read slots, int64 ``[k]``; all if nobody names any."""
         if env_index is None:
             return np.arange(self.num_envs)
         slots = np.array([int(slot) for slot in env_index], np.int64)
@@ -582,7 +345,6 @@ class VLAEnv(EnvBase):
         return slots
 
     def _sent(self, kind: str, env_index: Sequence[int] | None) -> tuple[tuple[int, ...], Pending, Any]:
-        """Find what was sent for some slots, or first."""
         slots = None if env_index is None else tuple(self._slots(env_index).tolist())
         for sent, (what, pending, tensordict) in self._under_way.items():
             if what == kind and slots in (None, sent):
@@ -595,9 +357,7 @@ class VLAEnv(EnvBase):
     def _check_idle(self, slots: Iterable[int]) -> None:
         busy = {slot for sent in self._under_way for slot in sent}
         if both := sorted(busy.intersection(slots)):
-            raise RuntimeError(
-                f"slots {both} are still processing what was sent for them: receive it first, or reset()"
-            )
+            raise RuntimeError(f"slots {both} are still processing what was sent: receive it first, or reset()")
 
     def _check_halves(self) -> None:
         self._check_open()
@@ -605,41 +365,38 @@ class VLAEnv(EnvBase):
             raise RuntimeError(TOGETHER.format(id=self.simulator_spec.id))
 
     def _drop_under_way(self) -> None:
-        """Wait for what nobody will receive: all slots start anew."""
         under_way, self._under_way = self._under_way, {}
         for _, pending, _ in under_way.values():
             self._pool.drop(pending)
 
     def state_dict(self, *_: Any, **__: Any) -> OrderedDict[str, Any]:
-        """Return what :meth:`load_state_dict` needs to go on in the middle of the running episodes.
+        """Return plain values and tensors to continue in the middle of the running episodes.
 
-        Tensors and plain values: the source of episodes and, once there was a reset, the running episodes. No
-        simulator's state is among them, but the actions since the reset: a simulator repeats them exactly.
+        No simulator's state is among them, but the actions since the reset: a simulator repeats them exactly.
         """
         self._check_idle(range(self.num_envs))
         state: OrderedDict[str, Any] = OrderedDict(sampler=self.episodes.state_dict())
         if any(episode is not None for episode in self.current_episodes):
-            state["episodes"] = [None if episode is None else pack(episode) for episode in self.current_episodes]
-            chunks = [
-                [] if episode is None else executed
-                for episode, executed in zip(self.current_episodes, self._pool.executed, strict=True)
+            running = list(zip(self.current_episodes, self._pool.executed, strict=True))
+            state["episodes"] = [None if episode is None else pack(episode) for episode, _ in running]
+            state["actions"] = [
+                torch.from_numpy(np.stack(chunks)) if episode is not None and chunks else None
+                for episode, chunks in running
             ]
-            state["actions"] = [torch.from_numpy(np.stack(some)) if some else None for some in chunks]
             state["unstarted"] = torch.from_numpy(self.unstarted)
             state["statistics"] = {key: torch.from_numpy(array.copy()) for key, array in self._statistics.items()}
             state["last_reward"] = torch.from_numpy(self._last_reward.copy())
         return state
 
     def load_state_dict(self, state_dict: OrderedDict[str, Any], strict: bool = True, **_: Any) -> None:
-        """Go on where :meth:`state_dict` was taken; :meth:`observe` has the observations of that moment.
+        """Continue where :meth:`state_dict` was taken; :meth:`observe` has the observations of that moment.
 
         Args:
-            state_dict: of an environment with as many slots and the same episodes.
+            state_dict: of an environment with as many slots and the same episodes; else a ``ValueError``.
             strict: False loads nothing: so TorchRL's ``EnvCreator`` passes the state of one environment to all of its
                 copies, which would then repeat the same episodes.
 
         Raises:
-            ValueError: the state is of an environment with other slots or episodes.
             SimulatorCrash: the simulator is broken. One episode that cannot be repeated is :attr:`unstarted`.
         """
         if not strict:
@@ -670,7 +427,6 @@ class VLAEnv(EnvBase):
     def _training_rewards(
         self, slots: np.ndarray, rewards: np.ndarray, executed: np.ndarray, steps: np.ndarray
     ) -> np.ndarray:
-        """Scale the benchmark's rewards ``[k, C]`` by the coefficient, as changes if asked, minus the step penalty."""
         rewards = rewards * np.float32(self.reward_coef)
         if self.relative_reward:
             before = np.concatenate([self._last_reward[slots], rewards[:, :-1]], axis=1)
@@ -680,7 +436,7 @@ class VLAEnv(EnvBase):
         return (rewards - np.float32(self.step_penalty)) * executed
 
     def _observe(self, slots: np.ndarray) -> dict[str, Any]:
-        """Copy the rows of some slots of the shared arrays, which the next step overwrites."""
+        """Copy rows of the shared arrays, which the next step overwrites."""
         arrays, on_device = self._pool.arrays, bool(self.simulator_spec.batched)  # where each frame is a new one
         episodes, texts = self.current_episodes, self._pool.texts
         identities = [
@@ -712,9 +468,9 @@ class VLAEnv(EnvBase):
                 f"[envs, chunk, action], got {action.dtype} {list(action.shape)}"
             )
         array = action.detach().cpu().numpy()
-        everybodys, acting = self._pool.arrays.actions.copy(), np.zeros(self.num_envs, bool)
-        everybodys[slots], acting[slots] = array, active
-        refuse_actions(self.simulator_spec, everybodys, acting)  # which names the slots
+        actions, acting = self._pool.arrays.actions.copy(), np.zeros(self.num_envs, bool)
+        actions[slots], acting[slots] = array, active
+        refuse_actions(self.simulator_spec, actions, acting)  # which names the slots
         return array
 
     def _check_open(self) -> None:
@@ -722,7 +478,7 @@ class VLAEnv(EnvBase):
             raise RuntimeError(f"this environment ({self.simulator_spec.id}) is closed; make a new one with make_env")
 
     def _set_seed(self, seed: int | None) -> None:
-        """Restart the stream of training episodes from ``seed``; a queue has a fixed order and stays."""
+        """Restart the training episodes from ``seed``; a queue has a fixed order and stays."""
         if isinstance(self.episodes, EpisodeSampler) and seed is not None:
             self.episodes = self.episodes.reseeded(seed)
 
@@ -737,7 +493,7 @@ def base_env(env: EnvBase) -> VLAEnv:
 
     Raises:
         TypeError: there is none, or there are several.
-        ValueError: somebody has set ``episodes`` on the transformed environment, where nobody reads it.
+        ValueError: ``episodes`` was set on the transformed environment, where it is not read.
     """
     inner = env
     while isinstance(inner, TransformedEnv):

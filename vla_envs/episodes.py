@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
+from itertools import product
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from vla_envs.simulator import Episode, SimulatorSpec
 
 Mode = Literal["random", "balanced", "learnable", "ordered", "fixed"]
 _REMEMBERED = 50  # episodes of a task that its success is estimated from
-_LEAST = 0.1  # of a task that is always or never solved, beside one that is solved half of the time
+_LEAST = 0.1  # of a task that is always or never solved, relative to one that is solved half of the time
 _MOST = 1_000_000  # episodes of an evaluation
 _SETTINGS = ("mode", "group_size", "trials", "groups", "rank", "world_size")
 _TRAINING, _SHUFFLE = 0, 1  # streams of random numbers that never meet
@@ -31,32 +31,27 @@ class EpisodeSource(Protocol):
         """Return plain values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Continue where ``state`` was taken."""
 
 
 class EpisodeSampler:
     """An endless stream of training episodes, resumable and sliced by rank.
 
-    Consecutive episodes form groups of ``group_size`` runs of one identical episode with one ``group_id``.
-    Ranks take turns by whole groups: together they run what a single rank would run.
+    Consecutive episodes form groups of ``group_size`` runs of one identical episode with one ``group_id``. Ranks take
+    turns by whole groups: together they run what a single rank would run.
 
     Args:
         spec: the suite whose tasks are drawn from.
         seed: fixes the stream and is the ``seed`` of its episodes.
         mode: ``"random"`` draws a task and a fresh initial state for each group; ``"balanced"`` draws a suite or
-            difficulty first, so that those count the same, as in a mean over them, however many tasks each has;
-            ``"learnable"`` draws like it, but a task that is solved with probability ``p`` in proportion to
-            ``p (1 - p)``, and at least a tenth of the most: there is little to learn from what always or never succeeds
-            (Rutherford et al. 2024, arXiv 2408.15099). It has to be told of successes: :meth:`tell`. ``"ordered"``
-            walks through every (task, trial) of the suite in a new random order per pass; ``"fixed"`` gives the same
-            ``groups`` episodes over and over.
+            difficulty first, so that those count the same; ``"learnable"`` draws like it, but a task that is solved
+            with probability ``p`` (see :meth:`tell`) in proportion to ``p (1 - p)``, and at least a tenth of the most
+            (Rutherford et al. 2024, arXiv 2408.15099); ``"ordered"`` walks through every (task, trial) of the suite in
+            a new random order per pass; ``"fixed"`` gives the same ``groups`` episodes over and over.
         group_size: runs per group, at least 1.
         trials: initial states per task for ``"ordered"``; the benchmark's own number if ``None``.
         groups: number of different groups for ``"fixed"``.
         rank, world_size: this process's share.
-
-    Raises:
-        ValueError: an unknown mode or an impossible number.
     """
 
     @checked
@@ -85,11 +80,10 @@ class EpisodeSampler:
         self._parts = [[n for n in self._tasks if spec.tasks[n].group == name] for name in groups_of_tasks]
         self._solved, self._tried = [0.0] * self.num_tasks, [0.0] * self.num_tasks  # of the last episodes of each task
         self._drawn = 0  # episodes given out by this rank
-        self._first = 0  # group of the whole stream, with which all ranks have begun
 
     def next(self) -> Episode:
         """Return the next episode of this rank."""
-        group = self._first + self._drawn // self.group_size * self.world_size + self.rank
+        group = self._drawn // self.group_size * self.world_size + self.rank
         self._drawn += 1
         if self.mode == "ordered":
             pairs = self.num_tasks * self.trials
@@ -110,12 +104,7 @@ class EpisodeSampler:
         return tasks[int(draw.integers(len(tasks)))]
 
     def tell(self, task_ids: Iterable[int], solved: Iterable[bool]) -> None:
-        """Tell of episodes that have ended, those of all ranks; ``"learnable"`` draws accordingly from now on.
-
-        Args:
-            task_ids: their tasks.
-            solved: whether they were solved.
-        """
+        """Tell of episodes of all ranks that have ended, by task; ``"learnable"`` draws accordingly from now on."""
         for task, success in zip(task_ids, solved, strict=True):
             self._tried[task] += 1
             self._solved[task] += success
@@ -126,7 +115,7 @@ class EpisodeSampler:
     def shares(self) -> np.ndarray:
         """Return how often each task is drawn by ``"learnable"``, float64 ``[tasks]``, of sum 1.
 
-        Of a task nobody knows anything of yet, success is taken for one half.
+        The success rate of a task without episodes is taken to be one half.
         """
         found = np.zeros(self.num_tasks)
         for part in self._parts:
@@ -135,53 +124,26 @@ class EpisodeSampler:
         return found / found.sum()
 
     def reseeded(self, seed: int) -> EpisodeSampler:
-        """Make a new stream with the same settings and another seed."""
+        """Return a stream with the same settings and another seed."""
         return EpisodeSampler(self.spec, seed, **{name: getattr(self, name) for name in _SETTINGS})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs to resume exactly here."""
         told = {"solved": list(self._solved), "tried": list(self._tried)} if self.mode == "learnable" else {}
-        return {"drawn": self._drawn, "first": self._first, **told, **self._identity()}
+        return {"drawn": self._drawn, **told, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken.
-
-        Raises:
-            ValueError: the state comes from another stream of episodes.
-        """
+        """Continue where ``state`` was taken; ``ValueError`` if that is another stream of episodes."""
         self._check(state)
-        self._drawn, self._first = state["drawn"], state["first"]
-        self._remember(state)
-
-    def _remember(self, state: dict[str, Any]) -> None:
+        self._drawn = state["drawn"]
         if self.mode == "learnable":
             self._solved, self._tried = list(state["solved"]), list(state["tried"])
 
-    def begin_anew(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on in the stream after the last group that any of other ranks has begun, however many they were.
-
-        Args:
-            states: of the samplers of all of them.
-
-        Raises:
-            ValueError: a state comes from another stream of episodes.
-        """
-        for state in states:
-            self._check(state, but=("rank", "world_size"))
-        begun = [-(-state["drawn"] // self.group_size) for state in states]  # groups of each
-        used = [
-            state["first"] + (count - 1) * state["world_size"] + state["rank"] + 1 if count else state["first"]
-            for state, count in zip(states, begun, strict=True)
-        ]
-        self._drawn, self._first = 0, max(used)
-        if states:
-            self._remember(states[0])  # all ranks were told the same
-
-    def _check(self, state: dict[str, Any], but: Sequence[str] = ()) -> None:
+    def _check(self, state: dict[str, Any]) -> None:
         if "drawn" not in state:
             raise ValueError("the saved episodes are of an EpisodeQueue, this is an EpisodeSampler; set_episodes first")
         for name, value in self._identity().items():
-            if name not in but and (saved := state.get(name)) != value:
+            if (saved := state.get(name)) != value:
                 raise ValueError(
                     f"the saved episode sampler had {name}={saved!r}, this one has {value!r}; "
                     "resume with the settings of the saved run, or start a new run"
@@ -197,19 +159,11 @@ class QueuedEpisode(Episode):
 
     queue_index: int = field(default=0, compare=False, kw_only=True)
 
-    @property
-    def place(self) -> int:
-        """The old name of ``queue_index``."""
-        message = "QueuedEpisode.place is called queue_index now; the old name will go in the next version"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.queue_index
-
 
 class EpisodeQueue:
     """A finite list of episodes that is worked off once, and may grow meanwhile: evaluation and grouped rollouts.
 
-    It remembers what was taken until it is told that it is :meth:`done`, so that nothing is lost where an environment
-    fails between taking an episode and running it.
+    It remembers what was taken until it is :meth:`done`, so that nothing is lost if an environment fails before that.
     """
 
     def __init__(self, episodes: Iterable[Episode] = ()):
@@ -219,7 +173,6 @@ class EpisodeQueue:
         self.extend(episodes)
 
     def __len__(self) -> int:
-        """Count the episodes that were ever put in."""
         return self._length
 
     @property
@@ -230,11 +183,7 @@ class EpisodeQueue:
     def extend(self, episodes: Iterable[Episode]) -> None:
         """Append episodes; their indices continue those of the others."""
         for episode in episodes:
-            self._waiting.append(
-                QueuedEpisode(
-                    episode.task_id, episode.trial_id, episode.seed, group_id=episode.group_id, queue_index=self._length
-                )
-            )
+            self._waiting.append(QueuedEpisode(*astuple(episode)[:4], queue_index=self._length))
             self._length += 1
 
     def next(self) -> QueuedEpisode | None:
@@ -260,7 +209,7 @@ class EpisodeQueue:
             self.give_back(self._taken[index])
 
     def clear(self) -> None:
-        """Forget the episodes that wait or were taken; indices go on."""
+        """Forget the episodes that wait or were taken; indices continue."""
         self._waiting.clear()
         self._taken.clear()
 
@@ -269,11 +218,7 @@ class EpisodeQueue:
         return {"waiting": [pack(episode) for episode in self._waiting], "length": self._length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the episodes of ``state`` waiting, and no others.
-
-        Raises:
-            ValueError: the state is of another source of episodes.
-        """
+        """Have the episodes of ``state`` waiting, and no others; ``ValueError`` if it is of an ``EpisodeSampler``."""
         if "waiting" not in state:
             raise ValueError("the saved episodes are of an EpisodeSampler, this is an EpisodeQueue; set_episodes first")
         self._waiting = deque(QueuedEpisode(*values[:4], queue_index=values[4]) for values in state["waiting"])
@@ -297,12 +242,10 @@ def evaluation_episodes(
 ) -> list[Episode]:
     """List every (task, trial), tasks interleaved so that a progress bar is representative from the start.
 
-    Trials begin with 0, or where a benchmark keeps initial states for evaluation with the first of those.
-
     Args:
         spec: the suite.
-        trials: initial states per task; the benchmark's own number if ``None``. They are those that the benchmark has
-            for evaluations (``spec.evaluation_trials``), if it has any.
+        trials: initial states per task, of ``spec.evaluation_trials`` or else from 0; the benchmark's own number if
+            ``None``.
         seed: family of trials. Use another one than training does.
         repeats: runs of each, for a policy that samples.
     """
@@ -316,19 +259,8 @@ def evaluation_episodes(
             f"most {_MOST} in all"
         )
     tasks = range(len(spec.tasks))
-    once = [
-        Episode(task, first + trial, seed, group_id=trial * len(tasks) + task)
-        for trial in range(trials)
-        for task in tasks
-    ]
-    return once * repeats
-
-
-def evaluation_grid(spec: SimulatorSpec, trials: int | None = None, seed: int = 0, repeats: int = 1) -> list[Episode]:
-    """Call :func:`evaluation_episodes`, whose old name this is."""
-    message = "evaluation_grid is called evaluation_episodes now; the old name will go in the next version"
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return evaluation_episodes(spec, trials, seed, repeats)
+    pairs = product(range(trials), tasks)
+    return [Episode(task, first + trial, seed, trial * len(tasks) + task) for trial, task in pairs] * repeats
 
 
 def _check_spec(what: str, spec: Any) -> None:

@@ -1,20 +1,34 @@
-"""Where code and assets may lie that are on no package index: named folders, offline packs, habits of a benchmark."""
+"""What a benchmark needs of a machine: packages in some versions, checkouts of code, folders of assets."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 
-def list_places(path: str | None, variable: str, packs: Sequence[str] = (), others: Sequence[Path] = ()) -> list[Path]:
-    """List folders to look in, in order; one that was named is alone.
+def check_installed(benchmark: str, modules: Mapping[str, str], versions: Mapping[str, str], install: str) -> None:
+    """Refuse missing packages (pip's name by module) and other ``versions``; nothing is imported."""
+    if missing := [name for module, name in modules.items() if find_spec(module) is None]:
+        raise ModuleNotFoundError(f"{benchmark} needs {', '.join(missing)}, not installed; type: {install}")
+    for name, wanted in versions.items():
+        if (version := metadata.version(name)) != wanted:
+            raise RuntimeError(
+                f"{benchmark}'s episodes belong to {name} {wanted}, there is {version}; type: pip install "
+                f"{name}=={wanted}"
+            )
 
-    Args:
-        path: an explicit one.
-        variable: of the environment, that names one.
-        packs: where they are in ``$VLA_TORCHRL_ASSETS``.
-        others: looked into after those.
+
+def list_places(path: str | None, variable: str, packs: Sequence[str] = (), others: Sequence[Path] = ()) -> list[Path]:
+    """List folders to look in: alone the explicit one, or the one that a variable names.
+
+    Otherwise ``packs`` in ``$VLA_TORCHRL_ASSETS``, then ``others``.
     """
     if path is not None:
         return [Path(path).expanduser()]
@@ -31,18 +45,7 @@ def find_folder(
     remedy: str,
     hint: Callable[[Path], str] = lambda place: "",
 ) -> Path:
-    """Return the first folder that has everything.
-
-    Args:
-        heading: of the error.
-        places: to look in.
-        missing: lists what one lacks.
-        remedy: what to type.
-        hint: what else is to be said of one that is incomplete.
-
-    Raises:
-        FileNotFoundError: there is none; says where was looked, what is wrong there and what to type.
-    """
+    """Return the first place that lacks nothing; if there is none, say what is wrong with each and what to type."""
     for place in places:
         if not missing(place):
             return place.resolve()
@@ -55,3 +58,60 @@ def find_folder(
 
     looked = "\n".join(f"  {place}: {problem(place)}" for place in places)
     raise FileNotFoundError(f"{heading}. Looked in\n{looked}\n  Type: {remedy}")
+
+
+def describe_stand_ins(find: Callable[[], Path], manifest: str = "MANIFEST.md") -> tuple[str, ...]:
+    """Say whether the assets that would be used are stand-ins: then ``manifest`` is in their folder."""
+    with suppress(FileNotFoundError):
+        if (find() / manifest).is_file():
+            return (f"stand-ins for meshes and textures, as {manifest} of the assets says",)  # on all machines the same
+    return ()
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """Code that is on no package index."""
+
+    name: str
+    commit: str  # that results belong to
+    clone: str  # what to type to get it
+    variable: str  # of the environment, that names a folder
+    pack: str  # where it is in $VLA_TORCHRL_ASSETS
+    files: tuple[str, ...]  # that have to be there
+    parts: tuple[str, ...]  # patterns of the files that episodes depend on
+    digest: str  # their checksum at the commit
+    others: Callable[[], Sequence[Path]] = tuple  # further places
+    hint: Callable[[Path], str] = lambda place: ""  # what else is to be said of an incomplete one
+
+    def places(self, path: str | None = None) -> list[Path]:
+        """List folders that may be one, in order of looking; one that was named is alone."""
+        return list_places(path, self.variable, [self.pack], self.others())
+
+    def missing(self, folder: Path) -> list[str]:
+        """List the files that a folder lacks."""
+        return [name for name in self.files if not (folder / name).is_file()]
+
+    def find(self, path: str | None = None) -> Path:
+        """Find the first complete one of :meth:`places`."""
+        return find_folder(f"no checkout of {self.name}", self.places(path), self.missing, self.clone, self.hint)
+
+    def describe(self, path: str | None = None) -> tuple[str, ...]:
+        """Say whether the one that would be used is of another commit, or edited."""
+        with suppress(FileNotFoundError):
+            folder = self.find(path)
+            if _digest_of(folder, self.parts) != self.digest:
+                return (f"{folder} is not {self.name} at {self.commit[:12]}",)
+        return ()
+
+
+def digest_of(folder: Path, parts: Sequence[str]) -> str:
+    """Return a checksum of the files of some patterns; line ends do not count."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for file in sorted(folder.glob(part)):
+            digest.update(file.relative_to(folder).as_posix().encode() + b"\0")
+            digest.update(file.read_bytes().replace(b"\r\n", b"\n"))
+    return digest.hexdigest()
+
+
+_digest_of = cache(digest_of)

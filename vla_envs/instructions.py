@@ -21,7 +21,7 @@ from vla_common.settings import Count
 class Instruction(NonTensorData):
     """A text that refuses what TorchRL 0.14 does not keep: ``LazyMemmapStorage``, ``dumps`` and ``state_dict``.
 
-    It stays one through stacking, indexing, reshaping, cloning and pickling. In files it is plain ``NonTensorData``.
+    It stays one through stacking, indexing, cloning and pickling. In files it is plain ``NonTensorData``.
     """
 
     __repr__ = NonTensorData.__repr__
@@ -63,10 +63,7 @@ class Instructions(NonTensorStack):
             return self._memmap_(inplace=True, **options)
         return NonTensorStack(*self.tensordicts, stack_dim=self.stack_dim)._memmap_(inplace=False, **options)
 
-    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: a state has tensors alone."""
-        _refuse()
-
+    state_dict = Instruction.state_dict
     _stack_non_tensor = Instruction._stack_non_tensor
 
 
@@ -80,12 +77,9 @@ def _refuse() -> NoReturn:
 class InstructionsToBytes(Transform):
     """Makes ``task_descriptions`` a tensor: uint8 ``[*B, width]``, UTF-8 padded with zeros, under the same key.
 
-    Text does not survive every storage (``docs/explanation/nontensor-storage.md``), and is nothing that can be
-    concatenated, mapped or compiled. Bytes are; the policies of this library take either, and
-    :func:`vla_common.texts.to_strings` reads both.
-
-    In an environment it is the observation that changes. In a replay buffer it is what comes in: ``extend`` stores
-    bytes and ``sample`` gives bytes, also those under ``next``. What is bytes already stays as it is.
+    Text does not survive every storage (``docs/explanation/nontensor-storage.md``) and cannot be concatenated, mapped
+    or compiled; policies of this library take either. In an environment the observation changes; in a replay buffer
+    ``extend`` stores bytes, also those under ``next``. What is bytes already stays as it is.
 
     Args:
         width: bytes per text; a longer text is an error.

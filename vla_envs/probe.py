@@ -1,4 +1,4 @@
-"""What a look at this machine finds, and trying out in a process of its own what may crash, prompt or hang."""
+"""Findings about this machine, and trying out in a process of its own what may crash, prompt or hang."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ PROBE_TIMEOUT = 120.0  # seconds; a first import compiles byte code on what may 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the doctor's report.
 
     Attributes:
         status: ``"ok"``, ``"missing"`` (nothing there) or ``"broken"`` (there, but it does not work).
-        name: what was looked at.
-        detail: what was found.
+        name, detail: what was looked at, and what was found.
         remedy: what to type; empty where nothing is wrong.
         part: of the report: :data:`SIMULATOR`, :data:`RENDERING` or :data:`ASSETS`.
-        required: the benchmark cannot be used unless this is ok.
-        without: what is left of the benchmark where this is not ok and not required, such as ``"its own tasks only"``.
+        required: whether the benchmark is of no use unless this is ok.
+        without: what works where it is not ok, for example ``"its own tasks"``.
     """
 
     status: str
@@ -37,22 +36,25 @@ class Finding:
     without: str = ""
 
 
+def import_path() -> str:
+    """``PYTHONPATH`` with which ``python -P`` finds what this process finds.
+
+    The current folder, if it is there, comes last, so that a ``random.py`` in it does not replace Python's.
+    """
+    return os.pathsep.join([*filter(None, sys.path), *([os.getcwd()] if "" in sys.path else [])])
+
+
 def run_probe(
     code: str, environment: Mapping[str, str] | None = None, timeout: float = PROBE_TIMEOUT
 ) -> tuple[bool, str]:
-    """Run Python code in a process of its own.
-
-    Args:
-        code: the program; what it prints last is the result.
-        environment: variables added to this process's.
-        timeout: seconds after which it counts as hung.
+    """Run Python code in a process of its own, with some more variables, for at most ``timeout`` seconds.
 
     Returns:
         Whether it ended well, and its last line of output, or else the error that came first.
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],  # nothing of the current folder is imported
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

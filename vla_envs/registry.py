@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,21 +38,14 @@ NAMESPACE = "vla"  # of the Gymnasium ids
 _unfinished: set[str] = set()  # benchmarks whose module imported us before it had made its Benchmark
 
 
-def without_version(suite: str) -> str:
+def _without_version(suite: str) -> str:
     """Turn ``"reach-v3"`` into ``"reach"``: the version in a Gymnasium id is ours, not the benchmark's."""
     return re.sub(r"-v\d+$", "", suite)
 
 
-def no_checks() -> Sequence[Finding]:
-    """Nothing that a machine could lack."""
-    return ()
-
-
 @dataclass(frozen=True)
 class Benchmark:
-    """What there is to know about a benchmark; everything else asks it here.
-
-    Making one imports no simulator.
+    """What there is to know about a benchmark; making one imports no simulator.
 
     Attributes:
         name: what stands before the slash, such as ``"metaworld"``; of letters, digits, ``_`` and ``-``.
@@ -62,13 +55,8 @@ class Benchmark:
             benchmark's options and their annotations say what each may be (:mod:`vla_common.settings`).
         suites: names that ``make_spec`` takes; none as long as the benchmark is not built.
         suite_title: how a suite is written in a Gymnasium id.
-        checks: what this machine has and lacks for it (:mod:`vla_envs.doctor.checks` has the usual ones). It may take
-            seconds and may run beside the checks of others.
-        unseen: options that are of the machine or of the reward, such as where assets are: no policy sees them, and
-            none is evaluated with those that it was trained with.
-
-    Raises:
-        ValueError: a name or title with other characters, or no option of a name in ``unseen``.
+        checks: what this machine has and lacks for it (:mod:`vla_envs.doctor` has the usual ones); may run in a thread.
+        unseen: options that no policy sees, such as where assets are: none is evaluated with those of its training.
 
     Example:
         >>> from vla_envs import Benchmark, BenchmarkSchema, register_benchmark
@@ -82,8 +70,8 @@ class Benchmark:
     schema: BenchmarkSchema
     make_spec: Callable[..., SimulatorSpec]
     suites: Callable[[], Iterable[str]]
-    suite_title: Callable[[str], str] = without_version
-    checks: Callable[[], Sequence[Finding]] = no_checks
+    suite_title: Callable[[str], str] = _without_version
+    checks: Callable[[], Sequence[Finding]] = tuple
     unseen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -97,12 +85,9 @@ class Benchmark:
 
 
 def register_benchmark(benchmark: Benchmark) -> None:
-    """Add a benchmark for this process, and its Gymnasium ids.
+    """Add a benchmark and its Gymnasium ids for this process; ``ValueError`` if there is another of that name.
 
     Worker processes do not need it: they get the :class:`~vla_envs.simulator.SimulatorSpec`.
-
-    Raises:
-        ValueError: there is another benchmark of that name.
     """
     benchmarks.register(benchmark.name, benchmark)
     _register_ids(benchmark)
@@ -146,34 +131,24 @@ def list_envs() -> list[str]:
 
 
 def make_spec(id: str, **options: Any) -> SimulatorSpec:
-    """Describe an environment without starting its simulator.
-
-    Args:
-        id: such as ``"metaworld/MT50"``; see :func:`list_envs`.
-        **options: of the benchmark, see ``make_spec`` in its module.
+    """Describe an environment, such as ``"metaworld/MT50"`` of :func:`list_envs`, without starting its simulator.
 
     Raises:
         ValueError: an unknown benchmark, suite, task or option, with the nearest names; or a value that cannot be.
     """
     benchmark, suite = find_benchmark(id)
     check_options(benchmark, options)
+    types = option_types(benchmark)
+    check_settings("", {name: value for name, value in options.items() if name in types}, types)
     try:
-        spec = benchmark.make_spec(suite, **options)
+        return benchmark.make_spec(suite, **options)
     except TypeError as error:
-        _check_types(benchmark, options)
         raise ValueError(
             f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options"
         ) from error
-    _check_types(benchmark, options)  # afterwards, because the benchmark itself knows better what to say
-    return spec
 
 
 def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:
-    """Refuse options beside a finished description.
-
-    Raises:
-        ValueError: there are some.
-    """
     if names := ", ".join(options):
         raise ValueError(
             f"{names} cannot be set beside the SimulatorSpec of {spec.id}, which is complete; change it with "
@@ -182,11 +157,7 @@ def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:
 
 
 def find_benchmark(id: str) -> tuple[Benchmark, str]:
-    """Find the benchmark and the suite of an environment's name.
-
-    Raises:
-        ValueError: there is no such benchmark; offers the nearest names of environments.
-    """
+    """Return the benchmark and the suite of an environment's name; a ``ValueError`` offers the nearest names."""
     if not isinstance(id, str):
         raise ValueError(f"an environment is named by a text such as 'metaworld/MT50', got {id!r}")
     name, _, suite = id.partition("/")
@@ -200,21 +171,12 @@ def find_benchmark(id: str) -> tuple[Benchmark, str]:
 
 
 def option_types(benchmark: Benchmark) -> dict[str, Any]:
-    """Annotate a benchmark's options by name."""
+    """Return the annotations of a benchmark's options by name."""
     return setting_types(benchmark.make_spec, without=("suite",))
 
 
 def check_options(benchmark: Benchmark, options: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse options that nobody reads.
-
-    Args:
-        benchmark: whose options.
-        options: their names.
-        others: names that are known to the caller, to be offered too.
-
-    Raises:
-        ValueError: offers the nearest ones.
-    """
+    """Refuse options that are not read; the ``ValueError`` offers the nearest ones, also of the ``others``."""
     parameters = inspect.signature(benchmark.make_spec).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return  # the benchmark reads them itself
@@ -224,13 +186,7 @@ def check_options(benchmark: Benchmark, options: Iterable[str], others: Iterable
             raise unknown_name(f"option of {benchmark.name}", name, known)
 
 
-def _check_types(benchmark: Benchmark, options: Mapping[str, Any]) -> None:
-    types = option_types(benchmark)
-    check_settings("", {name: value for name, value in options.items() if name in types}, types)
-
-
 def _register_ids(benchmark: Benchmark) -> None:
-    """Register an id for each suite; only strings, no simulator is imported."""
     for suite in benchmark.suites():
         id = f"{NAMESPACE}/{benchmark.title}-{benchmark.suite_title(suite)}-v0"
         name = f"{benchmark.name}/{suite}"
@@ -250,12 +206,11 @@ def _register_ids(benchmark: Benchmark) -> None:
 
 
 def _is_being_imported(name: str) -> bool:
-    """Tell whether a benchmark's own module is what imports us."""
     parts = (benchmarks.module(name) or "").split(".")
     modules = [sys.modules.get(".".join(parts[:end])) for end in range(1, len(parts) + 1)]
     return any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules)
 
 
 def describe_error(error: Exception) -> str:
-    """Say what an error of somebody's package says."""
+    """Say what an error of a package from outside says."""
     return " ".join(str(error).split()) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"

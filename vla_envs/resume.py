@@ -1,4 +1,4 @@
-"""Save an environment with all its transforms in the middle of its episodes, and go on there in another process."""
+"""Save an environment with all its transforms in the middle of its episodes, and continue there in another process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def save_state(env: EnvBase, observation: TensorDictBase | None) -> dict[str, An
         observation: what the policy would see next; ``None`` if no episode is running.
 
     Returns:
-        ``"env"``, the state of the :class:`~vla_envs.env.VLAEnv`; ``"transforms"``, of each transform, such as its last
-        frames; ``"observation"``, as far as the environment alone could not give it again.
+        ``"env"``, the state of the :class:`~vla_envs.env.VLAEnv`; ``"transforms"``, of each; ``"observation"``, as far
+        as the environment alone could not give it again.
     """
     inner = base_env(env)
     state: dict[str, Any] = {"env": inner.state_dict(), "transforms": transforms_state(env)}
@@ -36,7 +36,7 @@ def save_state(env: EnvBase, observation: TensorDictBase | None) -> dict[str, An
 
 
 def load_state(env: EnvBase, state: dict[str, Any]) -> TensorDictBase | None:
-    """Go on where :func:`save_state` was called, with an environment that is made alike.
+    """Continue where :func:`save_state` was called, with an environment that is made alike.
 
     Returns:
         The observation that was given to :func:`save_state`, to the bit.
@@ -65,11 +65,7 @@ def transforms_state(env: EnvBase) -> list[dict[str, Any]]:
 
 
 def load_transforms(env: EnvBase, states: list[dict[str, Any]]) -> None:
-    """Restore :func:`transforms_state`.
-
-    Raises:
-        ValueError: the environment has other transforms.
-    """
+    """Restore :func:`transforms_state`; ``ValueError`` if the environment has other transforms."""
     transforms = list(_transforms(env))
     if len(transforms) != len(states):
         raise ValueError(
@@ -112,7 +108,6 @@ def _copy(value: Any) -> Any:
 
 
 def _same(value: Any, raw: Any) -> bool:
-    """Tell whether an entry is to the bit what the environment alone has."""
     if value is raw:
         return True
     if isinstance(value, torch.Tensor) and isinstance(raw, torch.Tensor):
@@ -121,7 +116,6 @@ def _same(value: Any, raw: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Turn an entry into a tensor, a list of texts, or a dictionary of these."""
     if is_non_tensor(value):
         return value.tolist()
     if isinstance(value, TensorDictBase):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
 
-from vla_common.validation import is_whole_number
+
+def is_whole_number(value: Any) -> bool:
+    """Tell whether it is an integer; ``True`` and ``False`` are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,7 @@ class Episode:
         task_id: index into ``SimulatorSpec.tasks``.
         trial_id: which initial state of the task, ``>= 0``.
         seed: selects a family of trials; training and evaluation use different families.
-        group_id: label of the group that this run of the episode belongs to (GRPO). It says who is
-            compared with whom and does not influence the world.
+        group_id: of the runs that are compared with each other (GRPO); does not influence the world.
     """
 
     task_id: int
@@ -56,8 +57,7 @@ class Outcome:
     Attributes:
         reward: the reward of this action.
         success: whether the task counts as solved in the state after this action; of a chain, all of its tasks.
-        ends_chunk: what the rest of the chunk was decided for is over, such as the first task of a chain: it is not
-            executed, and ``step_mask`` says so.
+        ends_chunk: the rest of the chunk is not executed, because what it was decided for is over: a task of a chain.
         ends_episode: the benchmark gives up here, solved or not: the episode is truncated.
         subtasks: how many tasks of the episode's chain have been solved since its reset, 0 to ``spec.chain_length``.
     """
@@ -72,8 +72,8 @@ class Outcome:
 class Simulator(Protocol):
     """One world. ``step`` never renders, ``observe`` does: a decision costs C steps and one frame.
 
-    It may have a text ``remark``: what has to be said of the running episode beside its result, such as that the
-    benchmark could not run its seed and ran another; empty for nothing.
+    It may have a text ``remark`` on the running episode, such as that another seed runs in the place of an unstable
+    one.
     """
 
     spec: SimulatorSpec
@@ -82,10 +82,7 @@ class Simulator(Protocol):
         """Put the world into the initial state that ``episode`` determines."""
 
     def step(self, action: np.ndarray) -> Outcome:
-        """Execute a primitive action, float32 ``[A]``, in the units of ``spec``; clip it if ``spec.clips_actions``.
-
-        A simulator of whole chunks has ``execute`` instead, see :class:`ChunkSimulator`.
-        """
+        """Execute a primitive action, float32 ``[A]``, in the units of ``spec``; clip it if ``spec.clips_actions``."""
 
     def observe(self) -> Observation:
         """Render the current state."""
@@ -95,17 +92,16 @@ class Simulator(Protocol):
 
 
 class ChunkSimulator(Simulator, Protocol):
-    """One world in which a chunk of actions is one motion, not its actions one after the other.
+    """One world in which a chunk of actions is one motion: ``execute`` is called; ``step`` is not, and may be missing.
 
-    ``execute`` is called and ``step`` never, so it may be missing. Such a benchmark has no ``control_frequency``, and
-    another chunk size is another environment.
+    Such a benchmark has no ``control_frequency``, and another chunk size is another environment.
     """
 
     def execute(self, chunk: np.ndarray) -> Sequence[Outcome]:
-        """Execute a chunk, float32 ``[C, A]``: what each action did that was executed, the first ``1`` to ``C``.
+        """Execute a chunk, float32 ``[C, A]``: what each executed action did, the first ``1`` to ``C``.
 
-        What comes after an outcome that ends the chunk or the episode (success, unless terminations are ignored) does
-        not count. The horizon never lies within the chunk: only the actions up to it are given.
+        What comes after an outcome that ends the chunk or the episode does not count. The horizon never lies within the
+        chunk: only the actions up to it are given.
         """
 
 
@@ -115,11 +111,10 @@ class Task:
 
     Attributes:
         name: the benchmark's own name, such as ``"reach-v3"``.
-        instruction: the sentence the policy is given, or its pattern where it differs between episodes.
+        instruction: the sentence that the policy is given, or its pattern where it differs between episodes.
         group: the benchmark's difficulty or suite group, for tables by group; may be empty.
         instructions: where ``instruction`` is a pattern, every sentence that an episode may have, or the longest ones,
-            as far as they are known before a simulator starts: a policy refuses one that it cannot take before any
-            work.
+            as far as they are known before a simulator starts: a policy refuses what it cannot take before any work.
         worded_anew: whether each episode has a sentence of its own, so that ``instructions`` are the longest ones only.
     """
 
@@ -139,38 +134,31 @@ class SimulatorSpec:
         entry_point: ``"module:class"`` of the :class:`Simulator`; imported only where it runs.
         tasks: the tasks of the suite, ``task_id`` is the index.
         trials: number of evaluation trials per task in the benchmark's protocol.
-        initial_states: number of initial states per task where they are few, because the benchmark ships them or the
-            options choose some; training and evaluation then share them. ``None``: as many as are asked for.
-        evaluation_trials: trials that evaluations run, where the benchmark has other initial states for them; training
-            draws from those below ``initial_states``.
-        chain_length: tasks that an episode asks for one after the other; if more than 1, what is solved of a chain is
-            counted and reported (``Outcome.subtasks``).
-        pays_once: whether the reward of an action is for what it has brought about, not for the state it led to, so
-            that its changes mean nothing: ``relative_reward`` is refused.
         image_shape: ``(H, W)`` of ``images``.
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
-        clips_actions: whether the simulator, or the benchmark's own controller in it, clips actions to these bounds;
-            nobody else does. What it clips is counted (``actions_clipped``). False where they are only the usual range,
-            for policies that are made new, and what is outside is executed as it is.
         max_episode_steps: horizon in primitive actions.
-        control_frequency: primitive actions per simulated second; ``None`` where an action has no duration of its own,
-            because chunks are executed as a whole (:class:`ChunkSimulator`).
+        control_frequency: primitive actions per simulated second; ``None`` where chunks are executed as a whole
+            (:class:`ChunkSimulator`).
+        clips_actions: whether the simulator clips actions to the bounds (counted as ``actions_clipped``). False where
+            they are the usual range of new policies, and what is outside is executed as it is.
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
+        initial_states: number of initial states per task where they are few; training and evaluation then share them.
+            ``None``: as many as are asked for.
+        evaluation_trials: trials that evaluations run, where the benchmark has other initial states for them; training
+            draws from those below ``initial_states``.
+        chain_length: tasks that an episode asks for one after the other; of more than 1, ``Outcome.subtasks`` counts.
+        pays_once: a reward is for what its action has brought about, not for a state: ``relative_reward`` is refused.
         center_crop: whether the images are the middle of the cameras' already, so that a policy does not crop them
             again; ``None`` where the benchmark has no such option.
         gripper_dims: dimensions of an action that open and close a gripper; disturbances of demonstrations leave them
             alone unless they are asked for.
-        neutral_action: the action that does nothing, ``A`` numbers: nothing moves, and a gripper stays as it is. Where
-            it depends on the state, as of absolute joint positions, a function of ``states``, float32 ``[S]``, that
-            worker processes can import. ``None`` where nobody has said.
+        neutral_action: the action that moves nothing, ``A`` numbers, or a function of ``states``, float32 ``[S]``, that
+            worker processes can import; ``None`` where it is not known.
         batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
             processes do.
-        protocol: the one under which results are measured, in a line, where the benchmark has several; shown wherever a
-            result is shown.
-        protocol_deviations: what differs from the benchmark's own protocol, or from the one named, shown likewise.
-        worker_gb: host memory that a worker process takes with one world, and more for each further world in it, in GB,
-            as it was measured: what is said of a job's memory before it is submitted. ``None``: nobody knows.
+        protocol: under which results are measured, in a line, where there are several; shown with every result.
+        protocol_deviations: what differs from the benchmark's own protocol, or from the one named; shown likewise.
         options: further keyword arguments of the entry point (camera, render quality, ...).
     """
 
@@ -196,7 +184,6 @@ class SimulatorSpec:
     batched: str = ""
     protocol: str = ""
     protocol_deviations: tuple[str, ...] = ()
-    worker_gb: tuple[float, float] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -215,7 +202,7 @@ class SimulatorSpec:
         ):
             raise ValueError(
                 f"{self.id}: neutral_action is {self.neutral_action!r}, must be the {self.action_dim} numbers of an "
-                "action that does nothing, or a function of the states; leave it out (None) if nobody knows"
+                "action that does nothing, or a function of the states; leave it out (None) if it is not known"
             )
         if not isinstance(self.protocol, str) or "\n" in self.protocol:
             raise ValueError(f"{self.id}: protocol is {self.protocol!r}, must be one line of text, or '' for none")
@@ -230,18 +217,8 @@ class SimulatorSpec:
         """``A``."""
         return len(self.action_low)
 
-    @property
-    def departures(self) -> tuple[str, ...]:
-        """The old name of ``protocol_deviations``."""
-        _warn_of_departures()
-        return self.protocol_deviations
-
     def task_of(self, episode: Episode) -> Task:
-        """Return the task of an episode.
-
-        Raises:
-            ValueError: there is no such task, or the trial is negative.
-        """
+        """Return the task of an episode; ``ValueError`` if there is no such task, or the trial is negative."""
         if not 0 <= episode.task_id < len(self.tasks):
             raise ValueError(f"{self.id} has tasks 0 to {len(self.tasks) - 1}, got task_id={episode.task_id}")
         if episode.trial_id < 0:
@@ -264,7 +241,7 @@ class SimulatorSpec:
     def make_batched(
         self, num_envs: int, chunk_size: int, ignore_terminations: bool, gpus: Sequence[int] | None = None
     ) -> Any:
-        """Import the benchmark and build all worlds: the interface of a :class:`~vla_envs.workers.pool.WorkerPool`.
+        """Import the benchmark and build all worlds, with the interface of a ``WorkerPool``.
 
         ``gpus`` is the one GPU to simulate on, CUDA's current one if ``None``.
         """
@@ -272,22 +249,15 @@ class SimulatorSpec:
         return _named(self.batched)(self, num_envs, chunk_size, ignore_terminations, **where)
 
     def check(self) -> None:
-        """Raise early what :meth:`make` would raise: a package or assets that are missing.
-
-        A simulator class may offer it as a static method ``check(spec)``.
-        """
+        """Raise early what :meth:`make` would raise: a simulator class may have a static method ``check(spec)``."""
         check = getattr(self.simulator_class(), "check", None)
         if check is not None:
             check(self)
 
     def check_gpus(self, gpus: Sequence[int]) -> None:
-        """Raise early that workers could not take turns on these GPUs, or not all worlds be simulated on them.
+        """Raise early a ``ValueError`` if these GPUs cannot be drawn with, or not all worlds be simulated on them.
 
-        A simulator class that draws with :mod:`vla_envs.rendering` offers it as a static method
-        ``check_gpus(spec, gpus)``.
-
-        Raises:
-            ValueError: what hinders them; or the simulator cannot be told which GPU to take.
+        A simulator class that draws with :mod:`vla_envs.rendering` has a static method ``check_gpus(spec, gpus)``.
         """
         check = getattr(self.simulator_class(), "check_gpus", None)
         if check is None:
@@ -296,27 +266,6 @@ class SimulatorSpec:
                 "env.gpus (null) and placement.env"
             )
         check(self, gpus)
-
-
-def _warn_of_departures() -> None:
-    message = "SimulatorSpec.departures is called protocol_deviations now; the old name will go in the next version"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
-
-
-_init = SimulatorSpec.__init__
-
-
-@functools.wraps(_init)
-def _init_with_old_name(
-    self: SimulatorSpec, *args: Any, departures: tuple[str, ...] | None = None, **others: Any
-) -> None:
-    if departures is not None:
-        _warn_of_departures()
-        others["protocol_deviations"] = departures
-    _init(self, *args, **others)
-
-
-SimulatorSpec.__init__ = _init_with_old_name  # type: ignore[method-assign]  # no field: it is not copied nor pickled
 
 
 def _named(path: str) -> Any:

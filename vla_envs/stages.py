@@ -9,17 +9,7 @@ TOGETHER = (
 
 
 def check_stages(stages: int, num_envs: int, num_workers: int, batched: str = "") -> None:
-    """Refuse stages that environments cannot be divided into.
-
-    Args:
-        stages: how many.
-        num_envs: number of environments.
-        num_workers: processes that share them.
-        batched: the benchmark's id, if it simulates all worlds together.
-
-    Raises:
-        ValueError: says what would do.
-    """
+    """Refuse stages that environments cannot be divided into; ``batched`` is the id if worlds share one simulation."""
     if stages < 1:
         raise ValueError(f"stages is {stages}, must be at least 1 (pipeline.stages in a recipe)")
     if stages == 1:
@@ -39,9 +29,6 @@ def check_stages(stages: int, num_envs: int, num_workers: int, batched: str = ""
 
 
 def divide(num_envs: int, num_workers: int, stages: int) -> list[list[int]]:
-    """List the slots of each stage, as many in each, such that every worker has some.
-
-    Slot ``s`` is of worker ``s % num_workers``.
-    """
+    """List the slots of each stage such that every worker ``w``, whose slots are ``s % num_workers == w``, has some."""
     by_worker = [slot for worker in range(num_workers) for slot in range(worker, num_envs, num_workers)]
     return [sorted(by_worker[stage::stages]) for stage in range(stages)]

@@ -23,8 +23,6 @@ def remembered_descriptions() -> Iterator[None]:
 
 
 class _Remembered:
-    """Stands for SAPIEN's class that takes descriptions apart."""
-
     @staticmethod
     def _from_xml(node: Any, path: str, lazy_load_meshes: bool) -> Any:
         from lxml import etree

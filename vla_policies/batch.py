@@ -27,20 +27,15 @@ _FORWARD = {"tensordict", "tensordict_out"}
 def any_batch(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let a method of a TensorDict ``[N]`` take any ``[*B]``, a single observation ``[]`` too.
 
-    Nothing happens to ``[N]``. Others are flattened (views, no copies of frames) and what the method returns, a
-    distribution, tensors ``[N, ...]`` or the TensorDict with what it wrote, has the batch of what was given. A
-    TensorDict that says no batch has that of its observations.
-
-    Raises:
-        ValueError: by the method, for a batch without rows.
+    Batches other than ``[N]`` are flattened (views) and what the method returns, a distribution, tensors ``[N, ...]``
+    or the TensorDict, has the batch of what was given. A TensorDict without a batch has that of its observations. The
+    method raises ValueError for a batch without rows.
     """
 
     @functools.wraps(method)
     def flattened(self: Any, tensordict: TensorDictBase, *arguments: Any, **named: Any) -> Any:
         if 0 in tensordict.batch_size:
-            raise ValueError(
-                f"the batch {list(tensordict.batch_size)} has no observation; ask a policy about one or more"
-            )
+            raise ValueError(f"the batch {list(tensordict.batch_size)} has no observation; ask about one or more")
         if tensordict.ndim == 1:
             return method(self, tensordict, *arguments, **named)
         batch = _batch_of(tensordict)
@@ -65,7 +60,7 @@ def by_name(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``forward`` take its ``in_keys`` by name too and return its ``out_keys``, as modules of tensordict do."""
 
     @_named_right
-    @dispatch(auto_batch_size=False)  # the batch is told from the observations
+    @dispatch(auto_batch_size=False)  # the batch is that of the observations
     def forward(self: Any, tensordict: TensorDictBase) -> Any:
         refuse_vmap(tensordict)
         return method(self, tensordict)
@@ -89,11 +84,7 @@ def _named_right(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_vmap(tensordict: TensorDictBase) -> None:
-    """Refuse a batch that :func:`torch.vmap` hides, as TorchRL's value estimators do it.
-
-    Raises:
-        ValueError: says what to type.
-    """
+    """Refuse a batch that :func:`torch.vmap` hides, as TorchRL's value estimators do it, with a ValueError."""
     seen = (tensordict.get(key, None) for key in _DIMENSIONS)
     if not torch.compiler.is_compiling() and any(
         isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value) for value in seen
@@ -123,7 +114,7 @@ def _unflatten(value: Any, batch: torch.Size) -> Any:
 
 
 def _unflatten_distribution(flat: Distribution, batch: torch.Size) -> Distribution:
-    """Return a distribution of which every tensor ``[N, ...]`` is ``[*B, ...]``, those that it is made of too."""
+    """Give every tensor ``[N, ...]`` of a distribution, those that it is made of too, the shape ``[*B, ...]``."""
     shaped = copy.copy(flat)
     shape = flat.batch_shape
     for name, value in vars(flat).items():

@@ -1,30 +1,41 @@
-"""How much memory a policy takes on a GPU, calculated from its parameters; nothing is allocated.
+"""What a policy takes of a GPU, calculated from its parameters; nothing is allocated.
 
-A model that is sharded (FSDP2, Zhao et al. 2023, arXiv 2304.11277) is cut over ``shards`` GPUs, each of which has that
-share of weights, gradients and Adam's two moments. To be computed with, a group of parameters, a transformer block or
-what is in none, is gathered in the precision of the computation: in an update the rest and two blocks at a time, the
-one that is computed and the one that comes next, and the gradients of what is trained of them; in a rollout all of
-them, which stay so until it ends.
+Under FSDP2 (Zhao et al. 2023, arXiv 2304.11277) each of ``shards`` GPUs has its share of weights, gradients and Adam's
+two moments. Groups (transformer blocks, and the rest) are gathered in the precision of the computation: in an update
+the rest and two blocks at a time with the gradients of what is trained, in a rollout all of them. Activations are those
+of the blocks, run on fake tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-MOMENTS = 2  # of Adam, each as large as what is trained; its step count is a number per tensor, on the CPU
-FLOAT32, BFLOAT16 = 4, 2  # bytes
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from vla_policies.nn.blocks import blocks_of
+
+PROMPT_LENGTH = 32  # tokens of an instruction with what stands around it
+GB = 1e9
+_MOMENTS = 2  # of Adam, each as large as what is trained; its step count is a number per tensor, on the CPU
+_FLOAT32, _BFLOAT16 = 4, 2  # bytes
+_LEFT_OUT = (
+    "simulators, the batch that is learnt from (host memory), CUDA's own memory (about half a GB of each process), "
+    "buffers of NCCL, what the allocator cannot use, a frozen copy of the policy (loss.reference_kl_coeff), pixels, "
+    "projector and heads"
+)
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that are gathered together; all numbers are bytes but for ``trained``.
+class ParamGroup:
+    """Bytes of parameters that are gathered together: as stored, ``lowered`` to bfloat16, and their ``gradients`` then.
 
-    Attributes:
-        weights: as they are stored.
-        lowered: the same where computations are in bfloat16.
-        trained: parameters that are trained; these are stored in float32.
-        gradients: of these, where computations are in bfloat16.
+    ``trained`` is a number of parameters, which are stored in float32.
     """
 
     weights: int
@@ -33,66 +44,28 @@ class Group:
     gradients: int = 0
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[int, int, bool, bool]]) -> Group:
+    def of(cls, parameters: Iterable[tuple[int, int, bool, bool]]) -> ParamGroup:
         """Add up ``(count, bytes of each, trained, stays in that precision)``."""
-        entries = list(parameters)
-        return cls(
-            weights=sum(count * size for count, size, _, _ in entries),
-            lowered=sum(count * (size if stays else min(size, BFLOAT16)) for count, size, _, stays in entries),
-            trained=sum(count for count, _, trained, _ in entries if trained),
-            gradients=sum(
-                count * (size if stays else min(size, BFLOAT16)) for count, size, trained, stays in entries if trained
-            ),
-        )
+        weights = lowered = trained = gradients = 0
+        for count, size, is_trained, stays in parameters:
+            low = size if stays else min(size, _BFLOAT16)
+            weights, lowered = weights + count * size, lowered + count * low
+            if is_trained:
+                trained, gradients = trained + count, gradients + count * low
+        return cls(weights, lowered, trained, gradients)
 
-    def gathered(self, compute: bool, training: bool) -> int:
-        """Return bytes of the group while it is gathered: ``compute`` in bfloat16, ``training`` with gradients."""
-        gradients = (self.gradients if compute else self.trained * FLOAT32) if training else 0
+    def gathered(self, compute: bool, training: bool = False) -> int:
+        """Return bytes while the group is gathered: ``compute`` in bfloat16, ``training`` with gradients."""
+        gradients = (self.gradients if compute else self.trained * _FLOAT32) if training else 0
         return (self.lowered if compute else self.weights) + gradients
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Parameters of a policy: the blocks, each a group, and the rest, which is one."""
+class MemoryPlan:
+    """How a policy is trained: on how many GPUs, ``compute`` in bfloat16 on float32 weights, what is in host memory.
 
-    rest: Group
-    blocks: tuple[Group, ...] = ()
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """All of them."""
-        return self.rest, *self.blocks
-
-    @property
-    def weights(self) -> int:
-        """Bytes, as they are stored."""
-        return sum(group.weights for group in self.groups)
-
-    @property
-    def trained(self) -> int:
-        """Numbers that are trained."""
-        return sum(group.trained for group in self.groups)
-
-    def gathered(self, compute: bool) -> int:
-        """Return bytes of all weights as a rollout needs them."""
-        return sum(group.gathered(compute, training=False) for group in self.groups)
-
-    def gathered_in_update(self, compute: bool) -> int:
-        """Return bytes that are gathered at a time in an update, gradients of these included."""
-        blocks = sorted((block.gathered(compute, training=True) for block in self.blocks), reverse=True)
-        return self.rest.gathered(compute, training=True) + sum(blocks[:2])
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a policy is trained, by the settings of the recipes.
-
-    Attributes:
-        shards: GPUs that have a share each; 1: each has all.
-        compute: in bfloat16 on weights in float32.
-        optimizer_offload: Adam's moments are in host memory while a rollout runs.
-        cpu_offload: weights, gradients and moments are in host memory all the time.
-        acting: not trained at all: an evaluation, or a GPU for rollouts alone.
+    ``optimizer_offload``: Adam's moments while a rollout runs; ``cpu_offload``: weights, gradients and moments always.
+    ``acting``: not trained at all.
     """
 
     shards: int = 1
@@ -103,29 +76,20 @@ class Way:
 
     @property
     def gathers(self) -> bool:
-        """Whether what is computed with is a copy of what is stored."""
-        return self.shards > 1 or self.compute or self.cpu_offload
+        """Whether computations use a copy of what is stored."""
+        return not self.acting and (self.shards > 1 or self.compute or self.cpu_offload)
 
     def __str__(self) -> str:
         if self.acting:
             return f"acts only{', in bf16' if self.compute else ''}"
         words = [f"{self.shards} shards" if self.shards > 1 else "1 GPU has all"]
-        words += ["bf16 compute"] if self.compute else []
-        words += ["Adam to the host"] if self.optimizer_offload else []
-        words += ["CPU offload"] if self.cpu_offload else []
-        return ", ".join(words)
+        said = (self.compute, "bf16 compute"), (self.optimizer_offload, "Adam to the host")
+        return ", ".join([*words, *(word for chosen, word in (*said, (self.cpu_offload, "CPU offload")) if chosen)])
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per GPU, and of its process in host memory; without activations.
-
-    Attributes:
-        weights, gradients, adam: of this GPU's share, wherever they are.
-        gathered_in_update, gathered: what is gathered at a time, and for a rollout.
-        update, rollout: on the GPU.
-        host: in host memory.
-    """
+    """Bytes per GPU without activations; ``host`` is in host memory. ``gathered`` is for a rollout."""
 
     weights: int
     gradients: int
@@ -137,38 +101,156 @@ class Memory:
     host: int
 
 
-def calculate(sizes: Sizes, way: Way) -> Memory:
-    """Calculate what a policy takes that is trained in some way.
+def calculate(groups: Sequence[ParamGroup], plan: MemoryPlan) -> Memory:
+    """Calculate what a policy takes of a GPU; ``groups`` are the rest and the blocks, see :func:`group_parameters`.
 
-    Gradients are there during a rollout where nothing is gathered, because the learner drops them when the next update
-    begins; otherwise they are dropped before.
+    Where nothing is gathered gradients stay during a rollout: they are dropped when the next update begins.
     """
-    if way.acting:
-        weights = sizes.gathered(way.compute)
-        return Memory(weights, 0, 0, 0, 0, 0, weights, 0)
-    weights, gradients, adam = (
-        -(-whole // way.shards) for whole in (sizes.weights, sizes.trained * FLOAT32, sizes.trained * MOMENTS * FLOAT32)
-    )
-    at_a_time, gathered = 0, 0
-    if way.gathers:
-        at_a_time, gathered = sizes.gathered_in_update(way.compute), sizes.gathered(way.compute)
-    everything = weights + gradients + adam
-    if way.cpu_offload:
+    gathered = sum(group.gathered(plan.compute) for group in groups)
+    if plan.acting:
+        return Memory(gathered, 0, 0, 0, 0, 0, gathered, 0)
+    trained = sum(group.trained for group in groups) * _FLOAT32
+    stored = sum(group.weights for group in groups), trained, _MOMENTS * trained
+    weights, gradients, adam = (-(-whole // plan.shards) for whole in stored)
+    at_a_time, everything = 0, weights + gradients + adam
+    if plan.gathers:
+        rest, *blocks = (group.gathered(plan.compute, training=True) for group in groups)
+        at_a_time = rest + sum(sorted(blocks, reverse=True)[:2])
+    else:
+        gathered = 0
+    if plan.cpu_offload:
         return Memory(weights, gradients, adam, at_a_time, gathered, at_a_time, gathered, everything)
-    host = adam if way.optimizer_offload else 0
-    rollout = weights + (0 if way.gathers else gradients) + adam - host + gathered
+    host = adam if plan.optimizer_offload else 0
+    rollout = weights + (0 if plan.gathers else gradients) + adam - host + gathered
     return Memory(weights, gradients, adam, at_a_time, gathered, everything + at_a_time, rollout, host)
 
 
-def ways(shards: int, lowers: bool) -> list[Way]:
-    """List the ways from the plainest to the one that takes least on a GPU.
+def group_parameters(
+    module: nn.Module, stays: Callable[[str], bool] = lambda name: False, blocks: bool = True
+) -> list[ParamGroup]:
+    """Count parameters by group: what is in no block, then block by block; all as one without ``blocks``.
 
-    Args:
-        shards: how many; 1 for none.
-        lowers: whether computing in bfloat16 makes a difference: weights are float32.
+    ``stays`` tells of a parameter's name whether it is float32 whatever the others are in.
     """
-    full = Way(shards=shards, compute=lowers)
-    found = [Way(), Way(compute=lowers, cpu_offload=True)]
+    found = [prefix for prefix, _ in blocks_of(module)] if blocks else []
+    entries: dict[str, list[tuple[int, int, bool, bool]]] = {prefix: [] for prefix in ("", *found)}
+    owner = {
+        f"{prefix}.{name}": prefix for prefix in found for name, _ in module.get_submodule(prefix).named_parameters()
+    }
+    for name, each in module.named_parameters():
+        entries[owner.get(name, "")].append((each.numel(), each.element_size(), each.requires_grad, stays(name)))
+    return [ParamGroup.of(each) for each in entries.values()]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """``depth`` blocks like ``block``; ``call`` runs one on hidden states ``[rows, tokens, width]`` of a decision."""
+
+    block: nn.Module
+    depth: int
+    tokens: int
+    width: int
+    call: Callable[[Callable[..., Any], Tensor], Any]
+    rows: int = 1
+
+    def bytes_of_block(self, lowered: bool) -> tuple[int, int]:
+        """Return bytes that one block keeps for the backward pass, and those of its hidden states."""
+        kept: dict[int, Any] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()  # held, so that no other has its address
+            return tensor
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            own = {
+                name: torch.empty(  # on the CPU, whose attention is fused as a GPU's is
+                    each.shape, dtype=torch.bfloat16 if lowered else each.dtype, requires_grad=each.requires_grad
+                )
+                for name, each in self.block.named_parameters()
+            }
+            dtype = next(each.dtype for name, each in own.items() if ".lora_" not in name and each.ndim > 1)
+            hidden = torch.zeros(self.rows, self.tokens, self.width, dtype=dtype, requires_grad=True)
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                self.call(lambda *given, **named: functional_call(self.block, own, given, named), hidden)
+            addresses = {each.untyped_storage()._cdata for each in own.values()}
+            size = hidden.numel() * hidden.element_size()
+            return sum(each.nbytes() for address, each in kept.items() if address not in addresses), size
+
+
+@dataclass(frozen=True)
+class DecisionMemory:
+    """What a decision takes of a GPU besides the parameters, in bytes.
+
+    Attributes:
+        stacks: that a gradient goes through in an update.
+        held: what an update keeps too, such as keys and values of a frozen part.
+        kept_for_update: at most, of all decisions of an update.
+        cache: while the policy acts.
+    """
+
+    stacks: Sequence[Stack]
+    held: int = 0
+    kept_for_update: int = 0
+    cache: int = 0
+
+    def activations(self, lowered: bool = False) -> tuple[int, int, int]:
+        """Estimate bytes in an update, in one with gradient checkpointing, and in a rollout."""
+        found = [(stack.depth, *stack.bytes_of_block(lowered)) for stack in self.stacks]
+        largest = max((saved for _, saved, _ in found), default=0)
+        kept = self.held + sum(depth * saved for depth, saved, _ in found)
+        return kept, self.held + sum(depth * hidden for depth, _, hidden in found) + largest, self.cache + largest
+
+
+def gigabytes(
+    policy: Any, plan: MemoryPlan, *, checkpointing: bool = True, decisions: int = 1, num_envs: int = 1
+) -> tuple[float, float]:
+    """Return GB of a GPU in an update and in a rollout, activations included as far as the family estimates them.
+
+    ``policy`` may be on the meta device. ``checkpointing`` recomputes blocks in the backward pass, which is of
+    ``decisions``; ``num_envs`` decide together.
+    """
+    memory = calculate(group_parameters(policy, policy.stays_float32), plan)
+    decision = policy.decision_memory() or DecisionMemory(())
+    kept, recomputed, acting = decision.activations(plan.compute)
+    update = memory.update + decision.kept_for_update + decisions * (recomputed if checkpointing else kept)
+    return 0.0 if plan.acting else update / GB, (memory.rollout + num_envs * acting) / GB
+
+
+def _list_plans(shards: int, lowers: bool) -> list[MemoryPlan]:
+    full = MemoryPlan(shards=shards, compute=lowers)
+    found = [MemoryPlan(), MemoryPlan(compute=lowers, cpu_offload=True)]
     if shards > 1:
-        found += [Way(shards=shards), full, replace(full, optimizer_offload=True), replace(full, cpu_offload=True)]
-    return list(dict.fromkeys([*found, Way(acting=True), Way(acting=True, compute=lowers)]))
+        found += [MemoryPlan(shards), full, replace(full, optimizer_offload=True), replace(full, cpu_offload=True)]
+    return list(dict.fromkeys([*found, MemoryPlan(acting=True), MemoryPlan(acting=True, compute=lowers)]))
+
+
+def describe_memory(policy: Any, *, shards: int, gpu_memory: float, decisions: int, num_envs: int) -> str:
+    """Write the report, a line per plan; arguments as for :func:`gigabytes`, ``gpu_memory`` in GB."""
+    counts: Counter[str] = Counter()
+    for name, parameter in policy.named_parameters():
+        kind = "adapters" if ".lora_" in name else name.partition(".")[0]
+        state = "trained" if parameter.requires_grad else "frozen"
+        counts[f"{kind}, {state}, {str(parameter.dtype).removeprefix('torch.')}"] += parameter.numel()
+    lines = [type(policy).__name__, *(f"{number / 1e6:>12,.1f} M  {key}" for key, number in counts.items()), ""]
+    heads = ("weights", "gradients", "Adam", "gathered", "update", "rollout", "host")
+    lines.append(f"{'GB per GPU':<42}" + "".join(f"{each:>10}" for each in heads))
+    groups = group_parameters(policy, policy.stays_float32)
+    lowers = sum(group.lowered for group in groups) < sum(group.weights for group in groups)
+    for plan in _list_plans(shards, lowers):
+        memory, peaks = calculate(groups, plan), gigabytes(policy, plan, decisions=decisions, num_envs=num_envs)
+        gathered = f"{memory.gathered_in_update / GB:.1f}/{memory.gathered / GB:.1f}" if plan.gathers else "-"
+        cells = [*(f"{number / GB:.1f}" for number in (memory.weights, memory.gradients, memory.adam)), gathered]
+        cells += ["-" if plan.acting else f"{peaks[0]:.1f}", f"{peaks[1]:.1f}", f"{memory.host / GB:.1f}"]
+        fits = "fits" if max(peaks) <= gpu_memory else "does not fit"
+        lines.append(f"{plan!s:<42}{''.join(f'{cell:>10}' for cell in cells)}  {fits}")
+    lines.append("gathered: at a time in an update / all for a rollout; host: host memory of each process")
+    lines.append("settings: sharding.shards, sharding.compute=bf16, offload.optimizer=true, sharding.cpu_offload=true")
+    if (decision := policy.decision_memory()) is None:
+        return "\n".join([*lines, "activations: not estimated for this family", f"left out: {_LEFT_OUT}"])
+    kept, recomputed, acting = (number / GB for number in decision.activations())
+    lines.append(
+        f"activations, an estimate for prompts of {PROMPT_LENGTH} tokens: {recomputed:.2f} GB of each of {decisions} "
+        f"decisions in an update ({kept:.2f} without gradient checkpointing), {acting:.2f} of each of {num_envs} in a "
+        "rollout"
+    )
+    return "\n".join([*lines, f"left out: {_LEFT_OUT}"])

@@ -1,7 +1,4 @@
-"""Policies by the name of their family: ours and those of any installed package, made, loaded and inspected.
-
-Nothing here knows a family: what is asked of one is written in :mod:`vla_policies.policy`.
-"""
+"""Policies by the name of their family: ours and those of any installed package, made, loaded and inspected."""
 
 from __future__ import annotations
 
@@ -9,28 +6,22 @@ import warnings
 from pathlib import Path
 from typing import Any, Optional
 
-from vla_common.checksums import only_names, verify_checksums
+from vla_common.checksums import verify_checksums
 from vla_common.errors import unknown_name
 from vla_common.registry import policies
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import check_settings
 from vla_policies.checkpoint import layout
-from vla_policies.checkpoint.hub import find_cached, is_hub_id, resolve
+from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import SettingError
-from vla_policies.outline import Outline
 from vla_policies.policy import Sharding, VLAPolicy
 
 
 def register_policy(name: str, policy_class: type[VLAPolicy]) -> None:
-    """Add a family for this process; an entry point of the group ``vla_torchrl.policies`` adds one for good.
+    """Add a family for this process; an entry point of the group ``vla_torchrl.policies`` adds one permanently.
 
-    Args:
-        name: of the family.
-        policy_class: whose ``family`` it is.
-
-    Raises:
-        ValueError: the name is taken, or the class says another one.
+    TypeError: not a class of policies. ValueError: the name is taken, or the class has another ``family``.
     """
     if not (isinstance(policy_class, type) and issubclass(policy_class, VLAPolicy)):
         shown = getattr(policy_class, "__name__", repr(policy_class))
@@ -44,19 +35,12 @@ def register_policy(name: str, policy_class: type[VLAPolicy]) -> None:
 
 
 def get_policy_class(family: str) -> type[VLAPolicy]:
-    """Find the class of a family.
-
-    Raises:
-        ValueError: there is none of that name; offers the nearest ones.
-        ImportError: the package that declares it cannot be imported.
-    """
+    """Find the class of a family; ValueError offers the nearest names, ImportError if it cannot be imported."""
     if family not in policies:
         raise unknown_name("policy.family", str(family), policies.names())
     found = policies.get(family)
     if not (isinstance(found, type) and issubclass(found, VLAPolicy) and found.family == family):
-        raise ImportError(
-            f"the entry point {family!r} of {policies.group} must be a VLAPolicy of that family, not {found!r}"
-        )
+        raise ImportError(f"{family!r} of {policies.group} must be a VLAPolicy of that family, not {found!r}")
     return found
 
 
@@ -82,13 +66,12 @@ def make_policy(
     Args:
         shape: of the environment, such as a :class:`vla_envs.SimulatorSpec`.
         family: a registered name. One that is made new takes checkpoints of every family.
-        checkpoint: folder or hub id.
-        shard: shards it over processes before its weights are read, such as by ``fully_shard`` on its blocks and on
-            itself; see :meth:`vla_policies.policy.PretrainedPolicy.from_pretrained`.
+        checkpoint: folder, or ``hf:NAME``; FileNotFoundError if there is none.
+        shard: shards it over processes before its weights are read, see
+            :meth:`vla_policies.pretrained.PretrainedPolicy.from_pretrained`.
         **settings: see :func:`policy_types`; ``None`` leaves one to the class, or to the checkpoint.
 
     Raises:
-        FileNotFoundError: no such checkpoint.
         ValueError: settings or an environment that do not fit it; names a setting as recipes type it.
     """
     policy_class = get_policy_class(family)
@@ -117,63 +100,12 @@ def make_policy(
     return policy
 
 
-class _CompleteError(Exception):
-    """Ends the making of a policy before its weights are read."""
-
-
-def check_policy(
-    shape: EnvironmentShape, *, family: str, checkpoint: str | Path | None = None, **settings: Any
-) -> VLAPolicy | None:
-    """Check all that :func:`make_policy` would before it reads weights: settings, files, statistics, names and shapes.
-
-    A family that starts from checkpoints is made as it is for sharding, and no tensor of its model is read; one that
-    is made new is small, and made. Nothing is downloaded, and digests are not computed.
-
-    Args:
-        shape: see :func:`make_policy`, as for the others.
-        family: see there.
-        checkpoint: see there.
-        **settings: see there.
-
-    Returns:
-        The policy, whose model is on the meta device if it is a checkpoint's; ``None`` where ``checkpoint`` is a hub id
-        of which files are not here, so that nothing is known.
-
-    Raises:
-        FileNotFoundError, ValueError: what :func:`make_policy` would raise.
-    """
-    policy_class, cached = get_policy_class(family), False
-    if checkpoint and is_hub_id(checkpoint):
-        if (found := find_cached(str(checkpoint))) is None:
-            return None
-        checkpoint, cached = found, True
-    made: list[VLAPolicy] = []
-
-    def stop(policy: VLAPolicy) -> None:
-        policy.check_environment(shape)
-        made.append(policy)
-        raise _CompleteError
-
-    try:
-        with only_names():
-            if checkpoint and not policy_class.needs_checkpoint:  # one that is made new takes those of every family
-                policy_class = _class_of(resolve(checkpoint), policy_class)
-            shard = stop if policy_class.needs_checkpoint else None
-            return make_policy(shape, family=family, checkpoint=checkpoint, shard=shard, **settings)
-    except _CompleteError:
-        return made[0]
-    except FileNotFoundError as error:
-        if cached and str(checkpoint) in str(error):  # the run downloads what lacks of it
-            return None
-        raise
-
-
 def _class_of(path: Path, policy_class: type[VLAPolicy]) -> type[VLAPolicy]:
     return policy_class if policy_class.recognises(path) else find_policy_class(path)
 
 
 def _other_family(policy_class: type[VLAPolicy], checkpoint: str | Path | None) -> str | None:
-    """Find the family of a checkpoint that a class does not recognise; ``None`` if it does, or if none does."""
+    """Return the family of a checkpoint that a class does not recognise; ``None`` if it does, or if none does."""
     try:
         path = resolve(checkpoint or "")
         return None if policy_class.recognises(path) else find_policy_class(path).family
@@ -185,42 +117,31 @@ def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
     """Load a policy that ``save_pretrained`` wrote, or a published checkpoint, with its statistics.
 
     Args:
-        folder: local folder or hub id.
-        **settings: of ``from_pretrained`` of its class. Files of OpenVLA-OFT that have neither its heads nor our
-            options look like OpenVLA's: load those with ``OpenVLAOFT.from_pretrained``.
+        folder: local folder, or ``hf:NAME``; FileNotFoundError if it is not a policy.
+        **settings: of ``from_pretrained`` of its class. Files of OpenVLA-OFT without its heads or our options look
+            like OpenVLA's: load those with ``OpenVLAOFT.from_pretrained``.
 
     Returns:
-        The policy, in train mode as torch makes modules. None of ours has dropout or statistics of batches: after
-        ``eval()``, which :func:`vla_algos.evaluate` calls itself, it acts the same up to rounding.
+        The policy, in train mode as torch makes modules; in ``eval()`` ours act the same up to rounding.
 
     Raises:
-        FileNotFoundError: the folder is not a policy.
-        ValueError: an unknown architecture, settings that do not fit, a truncated file, or weights that do not fit the
-            configuration.
+        ValueError: an unknown architecture, settings or weights that do not fit, or a truncated file.
     """
     path = resolve(folder)
     return find_policy_class(path).from_pretrained(path, **settings)
 
 
 def inspect_policy(folder: str | Path) -> Report:
-    """Describe a checkpoint folder or hub id without reading a tensor.
-
-    Raises:
-        FileNotFoundError, ValueError: it is no checkpoint of a registered family.
-    """
+    """Describe a checkpoint folder, or ``hf:NAME``, without reading a tensor; errors of :func:`find_policy_class`."""
     path = resolve(folder)
     return find_policy_class(path).describe(path)
 
 
-def outline_policy(name: str | Path, **settings: Any) -> Outline:
-    """Say what a policy is made of, for its memory; allocates nothing and reads headers only.
+def meta_policy(name: str | Path, **settings: Any) -> VLAPolicy:
+    """Make the networks of a policy on the meta device, for its memory; reads headers only.
 
-    Args:
-        name: a family, for its published sizes, or a checkpoint's folder or hub id.
-        **settings: see :func:`policy_types`; ``family`` where the files of a folder do not tell.
-
-    Raises:
-        FileNotFoundError, ValueError: no such family or checkpoint, or settings that do not fit it.
+    ``name`` is a family, for its published sizes, or a checkpoint's folder, or ``hf:NAME``. Of the settings of
+    :func:`policy_types`, ``family`` is for a folder whose files do not tell.
     """
     chosen = {key: value for key, value in settings.items() if value is not None}
     family, folder = str(name), None
@@ -232,17 +153,15 @@ def outline_policy(name: str | Path, **settings: Any) -> Outline:
     policy_class = get_policy_class(family)
     check_settings("policy", chosen, policy_class.setting_types())
     try:
-        return policy_class.outline(folder, **chosen)
+        return policy_class.meta_policy(folder, **chosen)
     except SettingError as error:
         raise ValueError(f"policy.{error}") from error
 
 
 def find_policy_class(folder: Path) -> type[VLAPolicy]:
-    """Find the registered class that recognises a local folder.
+    """Find the registered class that recognises a local folder, without reading a tensor.
 
-    Raises:
-        FileNotFoundError: the folder is not a policy.
-        ValueError: no family knows it, or several do.
+    FileNotFoundError: the folder is not a policy. ValueError: no family knows it, or several do.
     """
     found: list[type[VLAPolicy]] = []
     for family in policies.names():
@@ -254,9 +173,7 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     if len(found) > 1:
         names = " and ".join(each.family for each in found)
-        raise ValueError(
-            f"{folder} is a checkpoint of {names}; load it with from_pretrained of the class that you mean"
-        )
+        raise ValueError(f"{folder} is a checkpoint of {names}; load it with from_pretrained of one of them")
     if not found:
         verify_checksums(folder)
         said, config = layout.read(folder)

@@ -1,8 +1,7 @@
-"""A policy whose weights lie in parts on several GPUs: which modules gather theirs together, and FSDP2 told so.
+"""A policy whose weights lie in parts on several GPUs, by FSDP2.
 
-FSDP2 (:func:`torch.distributed.fsdp.fully_shard`; Zhao et al. 2023, arXiv 2304.11277) gathers the weights of a group
-before its modules run and frees them afterwards. What a policy's groups are, it says itself:
-:meth:`vla_policies.policy.VLAPolicy.shard_groups`.
+:func:`torch.distributed.fsdp.fully_shard` (Zhao et al. 2023, arXiv 2304.11277) gathers the weights of a group before
+its modules run and frees them afterwards; :meth:`vla_policies.policy.VLAPolicy.shard_groups` are a policy's groups.
 """
 
 from __future__ import annotations
@@ -32,14 +31,10 @@ ENTRY_POINTS = ("get_dist", "evaluate_actions", "imitation_loss")
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """A module whose weights are gathered together, before its ``forward``, and freed after it.
+    """A module whose weights are gathered before its ``forward`` and freed after it.
 
-    Nothing may read them but its ``forward``, called through ``module(...)``: only there FSDP's hooks run.
-
-    Attributes:
-        module: may have groups within, whose weights are not its own then.
-        returns_float32: what it returns is cast to float32 where it computes in another dtype. Otherwise it stays in
-            that dtype, and whoever reads it has to cast.
+    Nothing may read them but its ``forward``, called through ``module(...)``: only there FSDP's hooks run. Groups may
+    be nested. ``returns_float32``: what it returns is cast to float32 where it computes in another dtype.
     """
 
     module: nn.Module
@@ -56,19 +51,15 @@ def shard(
 ) -> None:
     """Divide the weights of a policy among processes, in place; all of them must have the same.
 
-    Its parameters are DTensors afterwards. Gradients are those of the *sum* of what the processes' losses are: each has
-    its share of a loss over all data, none may be left out of a pass. They are summed in float32.
-
-    Whoever wants log-probabilities or a loss calls the policy or one of its ``entry_points``; every process must make
-    the same calls. Other methods, such as ``precompute``, are called while the weights are gathered.
+    Its parameters are DTensors afterwards. Gradients are those of the *sum* of the processes' losses, in float32: each
+    has its share of a loss over all data, none may be left out of a pass. Every process must make the same calls of the
+    policy and its ``entry_points``; other methods, such as ``precompute``, are called while the weights are gathered.
 
     Args:
-        policy: says its groups (``shard_groups()``) and ``entry_points``; of a module that does not, such as a network
-            of TorchRL's, all is one group.
+        policy: says its groups (``shard_groups()``) and ``entry_points``; a module that does not is one group.
         mesh: ``[shards]``, or ``[replicas, shards]``: weights are divided among the shards, and each replica has all.
         compute: dtype in which the groups compute, with weights that are rounded after they were gathered; ``None``
-            for that of the weights. What is in no group (the root: heads, final norms, projections of actions)
-            computes in that of its weights always.
+            for that of the weights, in which the root (what is in no group: heads, final norms) computes always.
         reshard_after_forward: free a group's weights after its forward pass and gather them again for the backward
             pass; otherwise they are kept between the two.
         cpu_offload: keep parameters, gradients and optimizer states in host memory.
@@ -84,7 +75,7 @@ def shard(
             f"{type(policy).__name__} has no shard_groups(), and what is in none computes in the dtype of its weights: "
             "leave compute (sharding.compute) out"
         )
-    # Keys and values of a layer are views that nobody changes in place.
+    # Keys and values of a layer are views that are not changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -109,7 +100,7 @@ def shard(
 
 
 def sharded_modules(policy: nn.Module) -> list[FSDPModule]:
-    """List the groups of a policy that :func:`shard` has divided, the root first; of any other it is empty."""
+    """List the groups that :func:`shard` has divided, the root first; empty without any."""
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
@@ -119,8 +110,8 @@ def compute_device(parameter: Tensor) -> torch.device:
 
 
 def storage_device(policy: nn.Module, device: torch.device | str) -> torch.device | str:
-    """Return where the weights of a policy that computes on ``device`` are kept: in host memory if it was told so."""
-    groups = (group for module in sharded_modules(policy) for group in module._get_fsdp_state()._fsdp_param_groups)
+    """Return where weights that are computed with on ``device`` are kept: host memory with ``cpu_offload``."""
+    groups = [group for module in sharded_modules(policy) if (group := _settings(module))]
     return "cpu" if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups) else device
 
 
@@ -144,8 +135,7 @@ def reshard(policy: nn.Module) -> None:
 def gathered(policy: nn.Module) -> Iterator[None]:
     """Have all weights of a policy in this process: inside it may be called as often as this process likes, or never.
 
-    All processes must enter it, which gathers; nothing is exchanged afterwards. Nothing can be learnt inside, and
-    weights must not be changed. Of a policy that is not sharded nothing happens.
+    All processes must enter it, which gathers. Nothing can be learnt inside, and weights must not be changed.
     """
     groups = [(module, _frees(module)) for module in sharded_modules(policy)]
     if not groups:
@@ -165,16 +155,20 @@ def gathered(policy: nn.Module) -> Iterator[None]:
 
 
 def _frees(module: FSDPModule) -> bool:
-    """Tell whether a group frees its weights after its forward pass; FSDP2 has a setter only."""
-    return any(group.post_forward_mesh_info is not None for group in module._get_fsdp_state()._fsdp_param_groups)
+    group = _settings(module)
+    return group is not None and group.post_forward_mesh_info is not None
+
+
+def _settings(module: FSDPModule) -> Any:
+    """Return FSDP2's record of a module's own parameters, ``None`` if it has none; there is nothing public to read."""
+    return module._get_fsdp_state()._fsdp_param_group  # the name that torch 2.11 has too
 
 
 def _check(policy: nn.Module, groups: Sequence[ShardGroup]) -> None:
     scalars = [name for name, parameter in policy.named_parameters() if not parameter.ndim]
     if scalars:
         raise ValueError(
-            f"{type(policy).__name__} has parameters without a dimension, which cannot be divided: "
-            f"{', '.join(scalars)}; make them of shape [1]"
+            f"{type(policy).__name__} has parameters without a dimension: {', '.join(scalars)}; make them of shape [1]"
         )
     names = {id(parameter): name for name, parameter in policy.named_parameters()}
     owners: dict[int, int] = {}
@@ -189,7 +183,6 @@ def _check(policy: nn.Module, groups: Sequence[ShardGroup]) -> None:
 
 
 def _own_parameters(module: nn.Module, inner: set[int]) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a module but those of the ``inner`` groups within."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if id(child) not in inner:
@@ -199,7 +192,7 @@ def _own_parameters(module: nn.Module, inner: set[int]) -> Iterator[nn.Parameter
 def _register(policy: nn.Module, name: str) -> None:
     """Let FSDP's hooks run around a method as they do around ``forward``.
 
-    They look for tensors in what it returns, and find none in a distribution: its tensors are put beside it.
+    They look for tensors in what it returns, and find none in a distribution: its tensors are returned with it.
     """
     method: Callable[..., Any] = getattr(policy, name)
 
@@ -224,3 +217,11 @@ def _tensors(distribution: Distribution) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, Distribution):
             yield from _tensors(value)
+
+
+def trained_tensors(policy: nn.Module) -> dict[str, Tensor]:
+    """Return what training changes (not copies): trained parameters and saved buffers; DTensors if sharded."""
+    reshard(policy)
+    parameters = dict(policy.named_parameters())
+    fixed = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    return {name: tensor.detach() for name, tensor in policy.state_dict().items() if name not in fixed}

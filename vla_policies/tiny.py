@@ -1,6 +1,6 @@
 """``python -m vla_policies tiny``: tiny checkpoints with random weights, in the layouts of the published ones.
 
-They are for trying commands without weights of billions of parameters. Whatever acts with them solves nothing.
+They are for trying commands without weights of billions of parameters, and solve nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ Made by `python -m vla_policies tiny {kind}`, to try commands with. It was never
 
 
 KINDS: dict[str, Callable[[Path, str, Sequence[str]], None]] = {
-    "openvla": partial(write_openvla, heads=False),
-    "openvla_oft_official": partial(write_openvla, heads=True),
-    "openvla_oft_rlinf": partial(write_openvla, heads=False),  # files as OpenVLA's: they differ in how they are used
+    "openvla": write_openvla,
+    "openvla_oft_official": partial(write_openvla, l1=True, proprio=True),
+    "openvla_oft_rlinf": write_openvla,  # files as OpenVLA's: they differ in how they are used
+    "openvla_oft_calvin": partial(write_openvla, proprio_dim=7),
+    "openvla_oft_robotwin": partial(write_openvla, proprio=True, action_dim=14, proprio_dim=14),
     "pi0": partial(write_pi0, pi05=False),
     "pi05": partial(write_pi0, pi05=True),
 }
@@ -47,11 +49,8 @@ def make_tiny(kind: str, folder: str | Path, statistics: str = "tiny") -> Path:
 
     Args:
         kind: one of :data:`KINDS`.
-        folder: which is not there yet.
+        folder: which must not exist.
         statistics: name of the data set whose statistics it has, which are invented too.
-
-    Returns:
-        The folder.
 
     Raises:
         FileExistsError: the folder is there already.

@@ -12,26 +12,17 @@ from vla_policies.batch import refuse_vmap
 
 
 class ValueOperator(TensorDictModuleBase):
-    """Writes ``state_value`` ``[*B, 1]`` or ``[*B, C]``; its parameters are the policy's.
+    """Writes ``state_value`` ``[*B, 1]`` or ``[*B, C]``; its parameters are the policy's, which has a value head.
 
     Of stored decisions (with the policy's ``loss_keys``) it is the value of ``evaluate_actions``, with its gradient; of
     observations alone that of the greedy decision, without one: what collectors store for final observations. It leaves
     actions and the random state alone. TorchRL's value estimators take it with ``deactivate_vmap=True``, and with
     instructions as tensors (:class:`vla_envs.InstructionsToBytes`) where the policy reads any.
-
-    Args:
-        policy: a :class:`~vla_policies.policy.VLAPolicy` with a value head.
-
-    Raises:
-        ValueError: it has none.
     """
 
     def __init__(self, policy: TensorDictModuleBase):
         if not policy.num_values:
-            raise ValueError(
-                f"{type(policy).__name__} has no value head; make it with one (value_head=True), or use a loss without "
-                "critic"
-            )
+            raise ValueError(f"{type(policy).__name__} has no value head; make it with value_head=True")
         super().__init__()
         self.policy = policy
         self.in_keys, self.out_keys = list(policy.in_keys), [STATE_VALUE]
@@ -50,8 +41,7 @@ class ValueOperator(TensorDictModuleBase):
             return tensordict.set(STATE_VALUE, value)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.policy.parameters()):
             raise ValueError(
-                f"the value of stored decisions has a gradient, and the batch lacks {missing}; keep policy.loss_keys "
-                "of the rollout, or ask under torch.no_grad()"
+                f"a gradient needs policy.loss_keys in the batch, which lacks {missing}; or use torch.no_grad()"
             )
         with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
             seen = self.policy(tensordict.select(*self.policy.in_keys))

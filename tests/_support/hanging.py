@@ -3,8 +3,8 @@
 import os
 import time
 
-from benchmarks.storm._faulty import FaultySimulator
-from benchmarks.storm.toy import ToySimulator
+from storm.faulty import FaultySimulator
+from storm.toy import ToySimulator
 
 
 class HangsInSetup(FaultySimulator):

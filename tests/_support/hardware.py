@@ -1,17 +1,20 @@
-"""What an experiment needs of GPUs, calculated from its settings, in the words of its head."""
+"""What an experiment needs of GPUs, calculated from its settings, as docs/results.md has it."""
 
 import functools
 import math
 
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from paths import CONF
 
-from vla_policies.memory import Way
-from vla_policies.registry import outline_policy
-from vla_policies.sizing import needed
+from vla_algos.run.arguments import compose_settings
+from vla_algos.run.training_env import evaluation_defaults
+from vla_common.experiments import find_experiments
+from vla_policies.memory import MemoryPlan
+from vla_policies.memory import gigabytes as gigabytes_of
+from vla_policies.registry import meta_policy
 
-GUIDE = 8  # GPUs of RLinf's runs, of 80 GB
+GUIDE = 8  # GPUs of RLinf's runs
+LARGEST = 80  # GB of each of them; a run that needs more alone has an adapter
 ADAPTER = {"lora_rank": 32, "dtype": "bfloat16"}
 DIMENSIONS = {"robotwin": {"action_dim": 14, "proprio_dim": 14}}
 UNSAID = {"family", "checkpoint", "device", "lora_adapter"}
@@ -19,14 +22,19 @@ UNSAID = {"family", "checkpoint", "device", "lora_adapter"}
 
 def compose_experiment(experiment):
     """The whole configuration of an experiment, as its recipe gets it."""
-    recipe = next((name for name in ("grpo", "evaluate") if f"_{name}_" in experiment), "ppo")
-    with initialize_config_dir(str(CONF), version_base=None):
-        return OmegaConf.to_container(compose(recipe, overrides=[f"experiment={experiment}"]), resolve=True)
+    recipe = find_experiments(CONF)[experiment].recipe
+    return OmegaConf.to_container(compose_settings(recipe, [f"experiment={experiment}"], CONF), resolve=True)
+
+
+def compose_evaluation(experiment):
+    """That of its evaluation."""
+    typed = evaluation_defaults([f"experiment={experiment}", "policy.checkpoint=x"], CONF)
+    return OmegaConf.to_container(compose_settings("evaluate", typed, CONF), resolve=True)
 
 
 @functools.cache
-def outline(family, settings):
-    return outline_policy(family, **dict(settings))
+def meta(family, settings):
+    return meta_policy(family, **dict(settings))
 
 
 def settings_of(config):
@@ -39,13 +47,13 @@ def settings_of(config):
     return found
 
 
-def gigabytes(config, way=None, processes=GUIDE, **other):
+def gigabytes(config, plan=None, processes=GUIDE, **other):
     """GB that each GPU needs, rounded up: the larger of update and rollout, activations included."""
     settings = {**settings_of(config), **other}
     frozen = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in settings.items())
-    both = needed(
-        outline(config["policy"]["family"], frozen),
-        way or Way(),
+    both = gigabytes_of(
+        meta(config["policy"]["family"], frozen),
+        plan or MemoryPlan(),
         checkpointing=bool(settings.get("gradient_checkpointing")),
         decisions=config.get("update", {}).get("micro_batch_size") or 0,
         num_envs=-(-config["env"]["num_envs"] // processes),
@@ -53,26 +61,21 @@ def gigabytes(config, way=None, processes=GUIDE, **other):
     return math.ceil(max(both))
 
 
-def sentence(experiment):
-    """What its head must say."""
-    config = compose_experiment(experiment)
-    environments, acting = config["env"]["num_envs"], Way(acting=True)
-    if "_evaluate_" in experiment:
-        whole, lower = (gigabytes(config, acting, 1, dtype=dtype) for dtype in ("float32", "bfloat16"))
-        return (
-            f"Hardware, calculated: a GPU of {whole} GB for {environments} environments, or of {lower} with "
-            "policy.dtype=bfloat16."
-        )
+def row(experiment):
+    """Its row of docs/results.md: GB on each of 8 GPUs and on one alone, with an adapter likewise, in evaluations."""
+    config, evaluated = compose_experiment(experiment), compose_evaluation(experiment)
     compute = config["sharding"]["compute"] is not None
-    shared, alone = Way(shards=GUIDE, compute=compute), Way(compute=compute)
-    text = (
-        f"Hardware, calculated: with {GUIDE} GPUs each needs {gigabytes(config, shared)} GB, and one that trains alone "
-        f"{gigabytes(config, alone, 1)}; the guide takes {GUIDE} of 80."
-    )
-    if gigabytes(config, alone, 1) <= 80:
-        return text
-    adapted, by_itself = gigabytes(config, Way(shards=GUIDE), **ADAPTER), gigabytes(config, Way(), 1, **ADAPTER)
-    return (
-        f"{text} With an adapter, policy.lora_rank=32 policy.dtype=bfloat16 sharding.compute=null and optim.lr=1.0e-4, "
-        f"which RLinf takes for adapters, {adapted} and {by_itself}."
-    )
+    numbers = [
+        gigabytes(config, MemoryPlan(shards=GUIDE, compute=compute)),
+        gigabytes(config, MemoryPlan(compute=compute), 1),
+    ]
+    if numbers[1] <= LARGEST:
+        numbers += ["", ""]
+    else:
+        numbers += [
+            gigabytes(config, MemoryPlan(shards=GUIDE), **ADAPTER),
+            gigabytes(config, MemoryPlan(), 1, **ADAPTER),
+        ]
+    acting = MemoryPlan(acting=True)
+    numbers += [gigabytes(evaluated, acting, 1, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    return f"| `{experiment}` | {' | '.join(map(str, numbers))} |".replace("|  |", "| |").replace("|  |", "| |")

@@ -7,8 +7,8 @@ import io
 import json
 import re
 import subprocess
-import sys
 
+import forked
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 from paths import CONF, RECIPES
 from safetensors.torch import load_file
 
-from vla_algos.run.arguments import placed
+from vla_algos.run.arguments import for_hydra
 
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=8", "env.image_size=32", "eval.trials=2"]
 TOY += ["eval.videos=0", "iterations=1", "update.epochs=1", "optim.lr=1e-3"]
@@ -32,15 +32,11 @@ class Started(Exception):
 
 def recipe(name, folder, *overrides):
     """``python recipes/NAME.py OVERRIDES``, with its output in ``folder``."""
-    return subprocess.run(
-        [sys.executable, RECIPES / f"{name}.py", *overrides, f"hydra.run.dir={folder}"],
-        capture_output=True,
-        text=True,
-    )
+    return forked.run(name, *overrides, f"hydra.run.dir={folder}", limit=600)
 
 
 def recipe_here(name, folder, *overrides):
-    """What :func:`recipe` gives, without a process of its own, which costs six seconds; errors are raised."""
+    """What :func:`recipe` gives, without a process of its own; errors are raised."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         main_of(name)(composed(name, overrides, folder))
     return subprocess.CompletedProcess([name, *overrides], 0, out.getvalue(), err.getvalue())
@@ -60,7 +56,9 @@ def composed(name, overrides, folder) -> DictConfig:
     folder.mkdir(parents=True, exist_ok=True)
     with initialize_config_dir(str(CONF), version_base=None):
         config = compose(
-            name, overrides=[*map(placed, overrides), f"hydra.runtime.output_dir={folder}"], return_hydra_config=True
+            name,
+            overrides=[*(for_hydra(each, CONF) for each in overrides), f"hydra.runtime.output_dir={folder}"],
+            return_hydra_config=True,
         )
     HydraConfig.instance().set_config(config)
     with open_dict(config):

@@ -106,6 +106,7 @@ class ToyEnv(EnvBase):
             shape=[n],
         )
         self.points, self.steps = [0] * n, [0] * n
+        self.is_closed = False
 
     def _set_seed(self, seed: int | None) -> None: ...
 

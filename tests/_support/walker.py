@@ -26,7 +26,7 @@ def walker_spec(horizon: int = 7, goal: float = 1.5, action_dim: int = 2, **fiel
 
 
 class Walker:
-    """``states`` is ``[position, steps, start]``; where it starts is drawn from the trial and its seed."""
+    """``states`` begins with ``[position, steps, start]``; where it starts is drawn from the trial and its seed."""
 
     def __init__(self, spec: SimulatorSpec):
         self.spec = spec
@@ -44,8 +44,8 @@ class Walker:
         return Outcome(reward=way * self.side, success=self.position * self.side >= self.spec.options["goal"])
 
     def observe(self) -> Observation:
-        states = np.array([self.position, self.steps, self.start], np.float32)
-        image = np.full((4, 4, 3), 128 + int(30 * self.side), np.uint8)
+        states = np.resize(np.array([self.position, self.steps, self.start], np.float32), self.spec.state_dim)
+        image = np.full((*self.spec.image_shape, 3), 128 + int(30 * self.side), np.uint8)
         image[0, 0] = np.clip(128 + 30 * self.position, 0, 255)
         return Observation(image, states, self.task.instruction)
 

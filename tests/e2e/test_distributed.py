@@ -1,7 +1,6 @@
 """Recipes as torchrun starts them: several processes train, stop and resume together, and fail together."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -10,9 +9,8 @@ import sys
 import time
 
 import pytest
+from forked import Started
 from running import RECIPES, TOY, TOY_OF, metrics, recipe
-
-from benchmarks.storm import torchrun as storm
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
 pytestmark = pytest.mark.timeout(600)
@@ -30,20 +28,19 @@ SETTINGS = [
 SHAPED = {"ppo": [], "grpo": ["env=metaworld_button"]}  # a reward in which runs of a random policy differ
 
 
-def torchrun(script, *overrides, processes=2, **environ):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", script]
-    return subprocess.Popen(
-        [*command, *map(str, overrides)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environ,
-    )
+def torchrun(script, *overrides):
+    """The program itself; most tests here start what it would start, without its imports."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    return subprocess.Popen([*command, *map(str, overrides)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def several(name, *overrides, processes=2):
+    return Started(name, *overrides, processes=processes)
 
 
 def finished(name, folder, *overrides):
     settings = [*SHAPED[name], *SETTINGS, *TOY_OF[name], *overrides]
-    process = torchrun(RECIPES / f"{name}.py", *settings, f"hydra.run.dir={folder}")
+    process = several(name, *settings, f"hydra.run.dir={folder}")
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err[-3000:]
     return out
@@ -64,16 +61,16 @@ def test_recipes_of_two_processes_stop_and_go_on(name, sharding, tmp_path):
     whole = metrics(tmp_path / "whole")
     folder = tmp_path / "stopped"
     settings = [*SHAPED[name], *SETTINGS, *TOY_OF[name], *sharding, "checkpoint_every=3"]
-    process = torchrun(RECIPES / f"{name}.py", *settings, f"hydra.run.dir={folder}")
+    process = several(name, *settings, f"hydra.run.dir={folder}")
     deadline = time.monotonic() + 200
     while not ((folder / "metrics.jsonl").exists() and '"step": 1' in (folder / "metrics.jsonl").read_text()):
         assert process.poll() is None, process.communicate()[1][-3000:]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)  # torchrun passes it on
+    process.send_signal(signal.SIGTERM)  # as torchrun passes it on
     out, err = process.communicate(timeout=60)
     assert process.returncode, err[-3000:]
-    assert "stopped by SIGTERM after" in out, err[-3000:]
+    assert "stopped by SIGTERM; the same command resumes" in out, err[-3000:]
     assert metrics(folder) != whole
     shutil.copytree(folder, tmp_path / "elastic", symlinks=True)
     finished(name, folder, *sharding, "checkpoint_every=3")
@@ -86,12 +83,12 @@ def test_recipes_of_two_processes_stop_and_go_on(name, sharding, tmp_path):
     assert len(record["processes"]) == 2
     assert "finished" in record
 
-    alone = recipe(name, folder, *settings)
+    alone = recipe(name, tmp_path / "elastic", *settings)
     assert alone.returncode
     assert re.search("is of 2 processes, this run has 1: resume with as many, or with resume=elastic", alone.stderr)
     alone = recipe(name, tmp_path / "elastic", *settings, "resume=elastic")
     assert alone.returncode == 0, alone.stderr[-3000:]
-    said = re.search(r"step_0*(\d+) is of 2 processes, this run has 1: weights and optimizer go on", alone.stdout)
+    said = re.search(r"step_0*(\d+) is of 2 processes, this run has 1: weights and optimizer continue", alone.stdout)
     assert said
     log, done = metrics(tmp_path / "elastic"), int(said[1])
     assert log.keys() == whole.keys()
@@ -108,7 +105,7 @@ def test_an_evaluation_is_shared(tmp_path):
     for processes in (1, 2):
         folder = tmp_path / f"by{processes}"
         shared = [f"env.num_envs={2 * processes}", f"hydra.run.dir={folder}"]
-        process = torchrun(RECIPES / "evaluate.py", *settings, *shared, processes=processes, OMP_NUM_THREADS="1")
+        process = several("evaluate", *settings, *shared, processes=processes)
         _, err = process.communicate(timeout=200)
         assert process.returncode == 0, err[-3000:]
         found.append((json.loads((folder / "metrics.json").read_text()), sorted((folder / "videos").iterdir())))
@@ -144,26 +141,21 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
     _, err = process.communicate(timeout=200)
     assert process.returncode
     assert "ArithmeticError: the second process has had enough" in err
-    assert re.search(r"process 1 of 2 \(.*\) has failed: ArithmeticError: the second process has had enough", err)
     last = (tmp_path / "run" / "metrics.jsonl").stat().st_mtime
     assert time.time() - last < 60
 
 
-def test_numbers_that_cannot_be_shared(tmp_path):
-    process = torchrun(RECIPES / "ppo.py", *SETTINGS, *TOY_OF["ppo"], "env.num_envs=3", f"hydra.run.dir={tmp_path}")
-    _, err = process.communicate(timeout=200)
-    assert process.returncode
-    assert err.count("env.num_envs=3 cannot be shared by 2 processes; try env.num_envs=4") == 1
-    process = torchrun(RECIPES / "sft.py", f"hydra.run.dir={tmp_path}")
+def test_what_several_processes_do_not_do(tmp_path):
+    process = several("sft", f"hydra.run.dir={tmp_path}")
     assert "recipes/sft.py runs in one process, not in 2: leave out torchrun" in process.communicate(timeout=200)[1]
-    process = torchrun(RECIPES / "ppo.py", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}")
+    process = several("ppo", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}")
     assert "under torchrun start each by itself" in process.communicate(timeout=200)[1]
 
 
 def test_one_of_three_collects_another_learns_and_the_first_has_no_part(tmp_path):
     roles = ["placement.actor=2", "placement.rollout=1", "sync.lag=1", "iterations=2"]
     settings = [*SETTINGS, *TOY_OF["ppo"], *roles, f"hydra.run.dir={tmp_path}"]
-    process = torchrun(RECIPES / "ppo.py", *settings, processes=3)
+    process = several("ppo_async", *settings, processes=3)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-3000:]
     assert "disaggregated, 3 GPUs: actor 2, rollout 1, env 1; 0 idle" in out
@@ -192,12 +184,6 @@ def test_a_process_that_has_not_seen_a_mistake_yet_leaves_it_to_the_first_to_say
     assert process.returncode
     said = [line for line in err.splitlines() if line.startswith("error: ")]
     assert said == ["error: env.num_envs=3 cannot be shared by 2 processes; try env.num_envs=4"]
-
-
-def test_a_storm_of_faults():
-    """Torchrun killed, and the first process stopped; the full storm has further kinds, and GRPO."""
-    tally = storm.run(2, seed=0)
-    assert tally.clean, tally.failures
 
 
 def test_torchrun_starts_again_what_failed(tmp_path):

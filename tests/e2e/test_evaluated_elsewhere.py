@@ -1,5 +1,7 @@
 """``eval.env``: a run is evaluated on another suite than it trains on, which training does not notice."""
 
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -30,8 +32,11 @@ def hydra():
 
 
 def run(name, folder, *more):
-    main_of(name)(composed(name, [*TOY, *TOY_OF[name], *SETTINGS, *more], folder))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        main_of(name)(composed(name, [*TOY, *TOY_OF[name], *SETTINGS, *more], folder))
     GlobalHydra.instance().clear()
+    (folder / "said.txt").write_text(said.getvalue())
     return folder
 
 
@@ -70,14 +75,14 @@ def test_what_is_measured_elsewhere_says_so(elsewhere):
     origin = json.loads((elsewhere / "policy" / "environment.json").read_text())
     assert origin["env"]["id"] == "metaworld/button-press-topdown-v3"
     assert origin["evaluated_on"] == SUITE
-    said = (elsewhere / "console.log").read_text()
+    said = (elsewhere / "said.txt").read_text()
     assert "trained on metaworld/button-press-topdown-v3" in said
     assert f"evaluated on {SUITE}" in said
     assert f"evaluation after 2 on {SUITE}" in said
 
 
 def test_its_policy_is_evaluated_as_it_was_trained_or_where_the_run_was(elsewhere, tmp_path):
-    *_, line = (each for each in (elsewhere / "console.log").read_text().splitlines() if each.startswith("evaluate "))
+    *_, line = (each for each in (elsewhere / "said.txt").read_text().splitlines() if each.startswith("evaluate "))
     typed = shlex.split(line)[shlex.split(line).index("evaluate", 1) + 1 :]  # what the run said at its end
     assert typed[0] == f"policy.checkpoint={elsewhere / 'policy'}"
     assert {f"env.id='{SUITE}'", "env.reset_ranges=null", "env.num_envs=1", "eval.trials=2"} >= set(typed[1:])

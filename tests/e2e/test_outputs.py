@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from paths import ROOT
 from running import TOY, TOY_OF, differing, metrics, recipe_here, train
 
-from vla_algos import Learner
+from vla_algos.minibatches import Minibatches
 from vla_envs import make_spec
 from vla_policies import SmallVLA, SmallVLAConfig
 
@@ -27,7 +27,7 @@ def forget_hydra():
     GlobalHydra.instance().clear()
 
 
-@pytest.mark.parametrize(("name", "stages"), [("ppo", 1), ("ppo", 2), ("grpo", 2)])
+@pytest.mark.parametrize(("name", "stages"), [("ppo", 2), ("grpo", 2)])
 def test_a_run_that_is_filmed_is_the_same_run(name, stages, tmp_path):
     settings = ["iterations=2", "demonstrations.episodes=0", f"pipeline.stages={stages}"]
     train(name, tmp_path / "plain", settings)
@@ -46,7 +46,7 @@ def test_an_iteration_that_is_run_again_is_filmed_again(tmp_path, monkeypatch):
     settings = [*TOY, *TOY_OF["ppo"], "demonstrations.episodes=0", "iterations=3"]
     recipe_here("ppo", tmp_path / "whole", *settings)
     GlobalHydra.instance().clear()
-    learn, calls = Learner.update, []
+    learn, calls = Minibatches.metrics, []
 
     def stopped(*given, **named):
         calls.append(1)
@@ -55,11 +55,10 @@ def test_an_iteration_that_is_run_again_is_filmed_again(tmp_path, monkeypatch):
         return learn(*given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "update", stopped)
+        patch.setattr(Minibatches, "metrics", stopped)
         with pytest.raises(SystemExit):
             recipe_here("ppo", tmp_path / "run", *settings)
     GlobalHydra.instance().clear()
-    assert (tmp_path / "run" / "curves.png").is_file(), "of what there is"
     recipe_here("ppo", tmp_path / "run", *settings, *FILMED)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert len(list((tmp_path / "run" / "videos" / "training" / "iteration_0002").glob("*.mp4"))) == 2
@@ -102,12 +101,11 @@ def test_what_is_printed_can_be_pasted(tmp_path):
         time.sleep(0.2)
         assert first.poll() is None
     first.send_signal(signal.SIGTERM)
-    again = line_of(first, "to go on ").removeprefix("to go on").strip()
+    advice = line_of(first, "to resume ")
     assert first.wait() == 128 + signal.SIGTERM
-    assert again.startswith("python -m recipes run ppo env.num_envs=2 ")
-    assert "resume" not in again
+    assert advice == f"to resume    type the same command with hydra.run.dir={folder}\n"
 
-    second = subprocess.Popen(["bash", "-c", f"exec {again} iterations=1 resume=force"], **shell)
+    second = subprocess.Popen([*command[:-1], "iterations=1", "resume=force"], **shell)
     said = line_of(second, "evaluate ")
     assert second.wait() == 0
     evaluate = said.removeprefix("evaluate").strip()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from paths import RECIPES, ROOT
-from running import TOY, recipe
+from running import TOY
 
 from vla_common.program import INTERRUPTED, UNREAD, WRONG_USE
 
@@ -23,20 +23,11 @@ def refused(done):
 
 
 def test_a_misspelt_task_is_one_line(tmp_path):
-    line = refused(recipe("ppo", tmp_path / "run", "env.id=metaworld/reech-v3"))
+    command = [sys.executable, RECIPES / "ppo.py", "env.id=metaworld/reech-v3", f"hydra.run.dir={tmp_path / 'run'}"]
+    line = refused(subprocess.run(command, capture_output=True, text=True))
     assert line.startswith(
         "error: env.id=metaworld/reech-v3: unknown Meta-World suite or task 'reech-v3'; did you mean reach-v3"
     )
-
-
-def test_an_interpreter_without_the_packages_says_which_to_type(tmp_path):
-    """Not even ours: -S leaves out what is installed, -E what PYTHONPATH names."""
-    for name in ("ppo", "grpo", "sft", "evaluate"):
-        command = [sys.executable, "-S", "-E", RECIPES / f"{name}.py", "seed=1"]
-        line = refused(subprocess.run(command, capture_output=True, text=True, cwd=tmp_path))
-        assert "No module named 'vla_common' in " in line
-        assert sys.executable in line
-        assert ".venv/bin/python" in line
 
 
 def test_an_interpreter_without_hydra_says_so(tmp_path):
@@ -64,7 +55,7 @@ def test_ctrl_c_before_work_is_one_line(seconds, tmp_path):
     time.sleep(seconds)  # while it imports
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert err == "error: interrupted before work began; the same command starts again\n"
+    assert err == "error: interrupted; type the same command to start again\n"
     assert process.returncode == INTERRUPTED
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

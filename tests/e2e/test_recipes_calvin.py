@@ -1,4 +1,4 @@
-"""The experiments and evaluation presets of CALVIN on the real scenes, with tiny OpenVLA-OFT, pi0 and pi0.5.
+"""The experiments of CALVIN and their evaluations on the real scenes, with tiny OpenVLA-OFT, pi0 and pi0.5.
 
 Until the first task of the chain is done a controller acts in the policy's place; from then on the policy itself.
 """
@@ -12,9 +12,10 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from openvla_checkpoint import make_checkpoint as make_openvla
 from pi0_checkpoint import make_checkpoint as make_pi0
-from running import composed, main_of
+from running import CONF, composed, main_of
 
 import vla_envs.calvin.package as package
+from vla_algos.run.training_env import evaluation_defaults
 from vla_common import keys
 from vla_common.texts import to_strings
 from vla_envs.calvin import chains
@@ -22,7 +23,8 @@ from vla_envs.calvin.spec import spoken
 from vla_policies import OpenVLAOFT, Pi0
 
 pytestmark = pytest.mark.skipif(
-    bool(package.missing_files(package.package_places()[0])), reason=f"no checkout of calvin_env: {package.CLONE}"
+    bool(package.CHECKOUT.missing(package.CHECKOUT.places()[0])),
+    reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}",
 )
 BUTTON = torch.tensor([-0.12, -0.12, 0.472])  # of the LED in scene D, m
 CHAIN = next(chain for chain in chains.published_chains() if chain[1][0] == "turn_on_led")
@@ -115,7 +117,7 @@ def test_experiments_train_and_follow_the_instruction(experiment, family, one_ch
     if name == "grpo":
         small += [*OFT, "group_size=2", "collector.groups=1", "collector.max_groups=1", "update.minibatches=2"]
         small += ["env.id=calvin/D", "env.sentences=training"]  # where the button is known
-        small += ["eval.sampled=false", "eval.temperature=null", "eval.env=null"]
+        small += ["eval.sampled=false", "eval.temperature=null"]  # on a chain of lh-mtlc, cut off after 25 steps too
         acting.presses = lambda decision: decision // 25 == 1  # first run of the group; an episode has 25 decisions
     else:
         small += ["collector.decisions=6", "update.minibatch_size=4", "policy.num_steps=2"]
@@ -142,19 +144,19 @@ def test_experiments_train_and_follow_the_instruction(experiment, family, one_ch
 @pytest.mark.parametrize(
     ("experiment", "family"),
     [
-        ("calvin_evaluate_d_d_openpi", "pi0_tiny"),
-        ("calvin_evaluate_abc_d_openpi", "pi05_tiny"),
-        ("calvin_evaluate_abc_d_openvlaoft", "openvla_oft"),
+        ("calvin_d_d_ppo_openpi", "pi0_tiny"),
+        ("calvin_d_d_ppo_openpi_pi05", "pi05_tiny"),
+        ("calvin_abc_d_grpo_openvlaoft", "openvla_oft"),
     ],
 )
-def test_presets_evaluate_and_follow_the_instruction(experiment, family, one_chain, acting, tmp_path):
+def test_experiments_evaluate_and_follow_the_instruction(experiment, family, one_chain, acting, tmp_path):
     small = [f"experiment={experiment}", checkpoint(family, tmp_path / "checkpoint"), one_chain, *SIMULATOR]
     small += ["policy.num_action_chunks=5"]
     if family == "openvla_oft":
         small += OFT
     else:
-        small += [f"policy.config_name={family.replace('tiny', 'calvin')}", "policy.num_steps=1"]
-    main_of("evaluate")(composed("evaluate", small, tmp_path / "run"))
+        small += ["policy.num_steps=1"]
+    main_of("evaluate")(composed("evaluate", evaluation_defaults(small, CONF), tmp_path / "run"))
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["eval/return"] >= 1
     assert metrics["eval/episode_len"] >= 16 + 360  # the steps for the second task begin when the first is done

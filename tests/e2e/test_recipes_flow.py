@@ -26,8 +26,7 @@ def heads(folder):
     return load_file(folder / "vla_torchrl_heads.safetensors")
 
 
-@pytest.mark.parametrize("variant", CONFIGS)
-@pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
+@pytest.mark.parametrize(("variant", "method"), [("pi0_tiny", "flow_noise"), ("pi05_tiny", "flow_sde")])
 def test_ppo_trains_pi0_saves_it_and_goes_on(variant, method, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", variant)
     chosen = ["policy=pi0", f"policy.config_name={CONFIGS[variant]}", f"policy.method={method}"]

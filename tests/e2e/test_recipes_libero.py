@@ -6,13 +6,15 @@ import math
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from openvla_checkpoint import make_checkpoint
-from running import TOY, TOY_OF, composed, main_of
+from running import CONF, TOY, TOY_OF, composed, main_of
 from simulators import libero_assets
+
+from vla_algos.run.training_env import evaluation_defaults
 
 libero_assets()
 
 LIBERO = ["env=libero", "env.image_size=64", "env.render_quality=fast", "env.task_ids=[0,1]", "iterations=2"]
-LIBERO += ["sft=none", "eval=benchmark", "eval.trials=1", "eval.videos=0"]
+LIBERO += ["demonstrations.episodes=0", "eval.trials=1", "eval.videos=0"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +49,8 @@ def test_evaluation_presets(tmp_path):
     folder = make_checkpoint(tmp_path / "openvla")
     toy = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=8", "env.image_size=64"]
     toy += ["env.task_ids=[3]", "env.render_quality=fast", "eval.trials=2", "eval.videos=0"]
-    chosen = ["experiment=libero_evaluate_rl_openvlaoft", f"policy.checkpoint={folder}", *toy]
-    main_of("evaluate")(composed("evaluate", chosen, tmp_path / "run"))
+    chosen = ["experiment=libero_spatial_grpo_openvlaoft", f"policy.checkpoint={folder}", *toy]
+    main_of("evaluate")(composed("evaluate", evaluation_defaults(chosen, CONF), tmp_path / "run"))
     metrics = (tmp_path / "run" / "metrics.json").read_text()
     assert '"eval/num_episodes": 4.0' in metrics
     assert '"greedy": false' in metrics

@@ -13,7 +13,7 @@ from vla_envs import make_spec
 from vla_policies import SmallVLA, SmallVLAConfig
 
 MANISKILL = ["env.num_envs=2", "env.num_workers=1", "env.image_size=48", "iterations=2"]
-MANISKILL += ["eval=benchmark", "eval.trials=1", "eval.videos=0"]
+MANISKILL += ["eval.trials=1", "eval.videos=0"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,12 @@ def test_two_iterations(chosen_env, family, tmp_path):
     ]
     if family == "openvla":
         checkpoint = make_checkpoint(tmp_path / "openvla")
-        chosen = ["policy=openvla", f"policy.checkpoint={checkpoint}", "policy.value_head=true", "sft=none"]
+        chosen = [
+            "policy=openvla",
+            f"policy.checkpoint={checkpoint}",
+            "policy.value_head=true",
+            "demonstrations.episodes=0",
+        ]
         chosen += ["env.max_episode_steps=6"]
     main_of("ppo")(composed("ppo", [*TOY, *TOY_OF["ppo"], f"env={chosen_env}", *MANISKILL, *chosen], tmp_path / "run"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -55,7 +60,7 @@ def test_the_out_of_distribution_table(tmp_path, capsys):
     shape = (spec.action_low, spec.action_high, spec.state_dim)
     SmallVLA(SmallVLAConfig(*shape)).save_pretrained(tmp_path / "policy")
     settings = ["env=maniskill_small", "env.id=maniskill/plate25-ood", "env.num_envs=2", "env.num_workers=1"]
-    settings += ["env.image_size=48", "env.max_episode_steps=5", "eval=benchmark", "eval.trials=1", "eval.videos=0"]
+    settings += ["env.image_size=48", "env.max_episode_steps=5", "eval.trials=1", "eval.videos=0"]
     settings += [f"policy.checkpoint={tmp_path / 'policy'}", "eval.mean_of=[Vision,Semantic,Execution]"]
     main_of("evaluate")(composed("evaluate", settings, tmp_path / "run"))
     said = capsys.readouterr().out

@@ -26,8 +26,7 @@ def hydra():
     GlobalHydra.instance().clear()
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-@pytest.mark.parametrize("family", ["openvla", "openvla_oft"])
+@pytest.mark.parametrize(("name", "family"), [("ppo", "openvla"), ("grpo", "openvla_oft")])
 def test_train_whole_then_an_adapter_then_go_on(name, family, checkpoint, tmp_path):
     chosen = [f"policy={family}", f"policy.value_head={str(name == 'ppo').lower()}"]
     if family == "openvla_oft":

@@ -1,4 +1,4 @@
-"""The large policies, tiny, trained by two processes that have half of the weights each: torchrun and the recipes."""
+"""The large policies, tiny, trained by two processes that have half of the weights each."""
 
 import json
 import math
@@ -8,12 +8,12 @@ import time
 
 import pytest
 import torch
+from forked import Started
 from hydra.core.global_hydra import GlobalHydra
 from openvla_checkpoint import make_checkpoint
 from paths import ROOT
 from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from running import TOY, TOY_OF, differing, metrics, train
-from test_distributed import RECIPES, torchrun
 
 from vla_policies import load_policy, make_example
 from vla_policies.checkpoint.lora import has_lora
@@ -26,7 +26,7 @@ ADAPTER = "lora_adapter/adapter_model.safetensors"
 
 def started(name, folder, settings):
     typed = [*TOY, *TOY_OF[name], *SHARED, *settings, f"hydra.run.dir={folder}"]
-    return torchrun(RECIPES / f"{name}.py", *typed, OMP_NUM_THREADS="1")
+    return Started(name, *typed, processes=2)
 
 
 def finished(name, folder, settings):
@@ -46,7 +46,7 @@ def stop_after(iteration, name, folder, settings):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode, err[-3000:]
-    assert "stopped by SIGTERM after" in out, err[-3000:]
+    assert "stopped by SIGTERM; the same command resumes" in out, err[-3000:]
 
 
 def as_killed_after(iteration, folder):
@@ -149,7 +149,8 @@ def test_one_process_that_computes_otherwise(sharding, tmp_path):
 
 
 def test_a_script_of_ones_own(tmp_path):
-    process = torchrun(ROOT / "examples" / "several_gpus.py", f"--save={tmp_path}", "--iterations=2", "--num-envs=2")
+    script = ROOT / "examples" / "several_gpus.py"
+    process = Started(script, f"--save={tmp_path}", "--iterations=2", "--num-envs=2", processes=2)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err[-3000:]
     assert out.count("iteration 1: ") == 1  # one process prints

@@ -5,26 +5,26 @@ import shutil
 import signal
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from decisions import decisions
+from forked import together
 from openvla_checkpoint import make_checkpoint as make_openvla
 from safetensors.torch import load_file
 from tiny_policies import adapted, openvla, small, small_flow
-from together import together
 from torch.distributed.tensor import DTensor
 
 import vla_algos.run.checkpoints as checkpoint_module
-import vla_algos.run.resume as resume_module
 from vla_algos import parallel
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.run.checkpoints import CheckpointError, checkpoints, latest_checkpoint, open_checkpoint
-from vla_algos.run.resume import ResumableRun
-from vla_algos.weight_sync import trained_tensors
+from vla_algos.run.run import Run
+from vla_algos.run.saving import Saver
 from vla_policies import load_policy
-from vla_policies.sharding import shard
+from vla_policies.sharding import shard, trained_tensors
 
 pytestmark = pytest.mark.timeout(600)
 KINDS = {  # policy, and settings of its loss
@@ -40,7 +40,7 @@ class Episodes:
     """The part of a run that each process has for itself: how often it has drawn, and what."""
 
     def __init__(self):
-        self.drawn, self.last, self.before = 0, torch.zeros(2), None
+        self.drawn, self.last = 0, torch.zeros(2)
 
     def draw(self):
         self.drawn, self.last = self.drawn + 1, torch.rand(2)
@@ -53,11 +53,8 @@ class Episodes:
         assert state["kept"] == ("a", {3: None})
         self.drawn, self.last = state["drawn"], state["last"]
 
-    def begin_anew(self, states):
-        self.before = [(state["by"], state["drawn"]) for state in states]
 
-
-def live(kind, folder, root, last, shards=None, elastic=None, during=lambda iteration: None):
+def live(kind, folder, root, last, shards=None, elastic=False, during=lambda iteration: None):
     """A run until its ``last`` iteration, from where it stopped: everything that it has then, put together."""
     torch.manual_seed(0)
     make, settings = KINDS[kind]
@@ -68,19 +65,20 @@ def live(kind, folder, root, last, shards=None, elastic=None, during=lambda iter
     learner = Learner(ChunkClipPPOLoss(policy, **settings), lr=3e-3, minibatch_size=4, max_log_ratio=None)
     episodes = Episodes()
     torch.manual_seed(1 + parallel.rank())
-    parts = {"learner": learner, "collector": episodes}
-    with ResumableRun(root, policy, parts, every=1, elastic_seed=elastic) as run:
-        first = run.resume()
-        at_first = None if first is None else everything(policy, learner, episodes)
-        for iteration in range((first or 0) + 1, last + 1):
-            episodes.draw()
-            learner.update(batch[parallel.rank() :: parallel.world_size()].clone(), lambda now=iteration: during(now))
-            run.run_state["draws"] = [*run.run_state.get("draws", []), iteration]
-            changed = run._unchanged is not None and run._unchanged != run._fingerprint()
-            assert changed or iteration == 1
-            run.finish(iteration, publish=kind == SMALL and iteration == 2)
-            assert run._unchanged == run._fingerprint()
-    return {"first": first, "at first": at_first, "state": run.run_state, **everything(policy, learner, episodes)}
+    parts = {"policy": policy, "learner": learner, "collector": episodes}
+    saver = Saver(root / "checkpoints", elastic)
+    saved = saver.restore(parts) or {"iteration": None, "draws": []}
+    first, draws = saved["iteration"], saved["draws"]
+    at_first = None if first is None else everything(policy, learner, episodes)
+    for iteration in range((first or 0) + 1, last + 1):
+        episodes.draw()
+        during(iteration)
+        learner.update(batch[parallel.rank() :: parallel.world_size()].clone())
+        draws = [*draws, iteration]
+        publish = policy.save_pretrained if kind == SMALL and iteration == 2 else None
+        saver.save(iteration, parts, {"iteration": iteration, "draws": draws}, publish)
+    saver.wait()
+    return {"first": first, "at first": at_first, "state": draws, **everything(policy, learner, episodes)}
 
 
 def everything(policy, learner, episodes):
@@ -90,7 +88,7 @@ def everything(policy, learner, episodes):
         "moments": [whole(entries) for entries in learner["optimizer"]["state"].values()],
         "reference": whole(learner.get("reference", {})),
         "steps": (learner["steps"], learner["scheduler"]["last_epoch"]),
-        "episodes": (episodes.drawn, episodes.last.tolist(), episodes.before),
+        "episodes": (episodes.drawn, episodes.last.tolist()),
         "random": peek(),
     }
 
@@ -123,7 +121,7 @@ def several(folder, root):
         if parallel.is_main():
             shutil.copytree(case / "stopped", case / "copied", symlinks=True)
         parallel.barrier()
-        found[kind, shards] |= {"on": run(case / "stopped", 4), "from one": run(case / "from one", 3, elastic=5)}
+        found[kind, shards] |= {"on": run(case / "stopped", 4), "from one": run(case / "from one", 3, elastic=True)}
     return found
 
 
@@ -163,7 +161,7 @@ def test_as_many_processes_go_on_bit_by_bit(case, results):
         assert on["first"] == 2
         same(on["at first"], stopped)
         same(on, expected, [*set(expected) - {"first", "at first"}])
-        assert on["state"] == {"draws": [1, 2, 3, 4]}
+        assert on["state"] == [1, 2, 3, 4]
         assert expected["moments"]
         assert bool(expected["reference"]) == ("reference" in case[0])
         same(expected, results[0][case]["whole"], ["weights", "moments", "reference", "steps"])
@@ -178,24 +176,40 @@ def test_one_process_goes_on_from_two_and_two_from_one(case, folder, root, alone
         live(kind, folder, copied, 2)
     weights = whole(trained_tensors(KINDS[kind][0](folder)))
     assert any(not torch.equal(weights[name], two["weights"][name]) for name in weights)
-    found = live(kind, folder, copied, 2, elastic=5)
+    found = live(kind, folder, copied, 2, elastic=True)
     same(found, two, ["weights", "moments", "reference", "steps"])
-    assert found["episodes"] == (0, [0.0, 0.0], [(0, 2), (1, 2)])
-    assert found["state"] == {"draws": [1, 2]}
+    assert found["episodes"] == (0, [0.0, 0.0])
+    assert found["state"] == [1, 2]
     said = capsys.readouterr().out
     assert said.count("processes") == 1
-    assert "step_00000002 is of 2 processes, this run has 1: weights and optimizer go on, with fresh episodes" in said
+    assert (
+        "step_00000002 is of 2 processes, this run has 1: weights and optimizer continue, with fresh episodes" in said
+    )
 
     from_one = [found[case]["from one"] for found in results]
     for each in from_one:
         assert each["first"] == 2
         same(each["at first"], alone[kind], ["weights", "moments", "reference", "steps"])
-        assert each["at first"]["episodes"] == (0, [0.0, 0.0], [(0, 2)])
-        assert each["state"] == {"draws": [1, 2, 3]}
-    draws = [each["at first"]["random"] for each in (*from_one, found)]
-    assert draws[0] != draws[1] != draws[2]
-    assert draws[0] == draws[2]  # by seed, rank and iteration
+        assert each["at first"]["episodes"] == (0, [0.0, 0.0])
+        assert each["state"] == [1, 2, 3]
     assert from_one[0]["episodes"][1] != from_one[1]["episodes"][1]
+
+
+def restored(folder, save=False):
+    """The next random numbers of a run after it is restored."""
+    config = SimpleNamespace(recipe="ppo", seed=0, resume="elastic", checkpoint_every=1, logger={}, iterations=3)
+    policy = torch.nn.Linear(1, 1)
+    with Run(config, folder) as run:
+        run.restore(policy=policy, optimizer=torch.optim.SGD(policy.parameters(), 0.1))
+        if save:
+            run.save(1)
+    return torch.rand(3).tolist()
+
+
+def test_processes_of_an_elastic_resume_draw_numbers_of_their_own(tmp_path):
+    restored(tmp_path / "run", save=True)
+    first, second = together(restored, tmp_path, tmp_path / "run")
+    assert first != second
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -249,11 +263,8 @@ def killed_while_saving(kind, folder, root, shards):
 @pytest.mark.parametrize(
     ("kill", "ends", "shards"), [(killed_while_learning, (-9, -9), 2), (killed_while_saving, (1, -9), 1)]
 )
-def test_a_run_that_was_killed_goes_on(kill, ends, shards, folder, tmp_path, results, capfd):
+def test_a_run_that_was_killed_goes_on(kill, ends, shards, folder, tmp_path, results):
     together(kill, tmp_path, SMALL, folder, tmp_path / "run", shards, ends=ends, patience=60)
-    said = capfd.readouterr().err
-    if kill is killed_while_saving:
-        assert "has ended without a word: it was killed" in said
     root = tmp_path / "run" / "checkpoints"
     last = open_checkpoint(latest_checkpoint(root)).step
     assert last in ((1, 2) if kill is killed_while_learning else (2,))  # it may have been under way
@@ -280,15 +291,13 @@ def test_what_one_process_finds_damaged_no_other_reads(folder, tmp_path):
 
 
 def fails_to_write(kind, folder, root, shards):
-    """The disk of the second process is full in the second iteration; it has a defect in the third."""
+    """The disk of the second process is full in the second iteration."""
     write, calls = checkpoint_module.write_safetensors, []
 
     def full(*given):
         calls.append(1)
         if parallel.rank() and len(calls) == 2:
             raise OSError(28, "No space left on device")
-        if parallel.rank() and len(calls) == 3:
-            raise ZeroDivisionError("a defect")
         write(*given)
 
     checkpoint_module.write_safetensors = full
@@ -297,44 +306,5 @@ def fails_to_write(kind, folder, root, shards):
 
 def test_what_one_process_cannot_write_all_hear(folder, tmp_path, capfd):
     together(fails_to_write, tmp_path, SMALL, folder, tmp_path / "run", 2, ends=(1, 1), patience=60)
-    said = capfd.readouterr()
-    assert said.out.count("the checkpoint after iteration 2 could not be saved: ") == 1
-    assert "step_00000002 could not be written: [Errno 28] No space left on device" in said.out
-    assert "ZeroDivisionError: a defect" in said.err
+    assert capfd.readouterr().err.count("step_00000002 could not be written: [Errno 28] No space left on device") >= 2
     assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 1
-
-
-def stopped_by_a_signal(kind, folder, root, shards):
-    """The first process is told to stop while the checkpoint before is being written."""
-    save = resume_module.save_checkpoint
-
-    def slow(*given, **named):
-        time.sleep(0.5)
-        return save(*given, **named)
-
-    def tell(iteration):
-        if iteration == 3 and parallel.rank() == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    resume_module.save_checkpoint = slow
-    with pytest.raises(SystemExit) as stopped:
-        live_asking(kind, folder, root, shards, tell)
-    return stopped.value.code
-
-
-def live_asking(kind, folder, root, shards, tell):
-    """As recipes do it: between two minibatches a run stops if it was asked to, and nothing is lost."""
-    runs, enter = [], ResumableRun.__enter__
-    ResumableRun.__enter__ = lambda run: runs.append(run) or enter(run)
-
-    def during(iteration):
-        tell(iteration)
-        runs[0].stop_if_asked()
-
-    live(kind, folder, root, 4, shards, during=during)
-
-
-def test_all_stop_in_an_update_when_the_state_before_it_is_on_disk(folder, tmp_path):
-    codes = together(stopped_by_a_signal, tmp_path, SMALL, folder, tmp_path / "run", 2)
-    assert codes == [128 + signal.SIGTERM] * 2
-    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 2

@@ -13,7 +13,7 @@ from paths import CONF, RECIPES, ROOT
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 pytest.importorskip("setuptools", reason="setuptools, which builds the wheel, is not installed")
-SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "vla_keys.py", "recipes", "scripts"]
+SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "recipes", "scripts"]
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=10", "env.image_size=32", "eval.trials=2"]
 TOY += ["eval.videos=0", "demonstrations.episodes=2", "cloning.steps=3", "iterations=1", "collector.decisions=4"]
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
@@ -73,7 +73,7 @@ def test_a_wheel_has_every_module_every_configuration_and_what_types_need(wheel)
     names = set(zipfile.ZipFile(wheel).namelist())
     files = [path for path in ROOT.glob("vla_*/**/*") if path.suffix in (".py", ".pyi", ".json", ".typed")]
     expected = {str(path.relative_to(ROOT)) for path in files}
-    expected |= {"vla_keys.py"} | {f"vla_recipes/{path.relative_to(RECIPES)}" for path in RECIPES.glob("*.py")}
+    expected |= {f"vla_recipes/{path.relative_to(RECIPES)}" for path in RECIPES.glob("*.py")}
     expected |= {f"vla_recipes/{path.relative_to(RECIPES)}" for path in CONF.rglob("*.yaml")}
     assert expected <= names, sorted(expected - names)
     assert any(name.endswith("share/vla-torchrl/install_vulkan_driver.py") for name in names)

@@ -59,7 +59,7 @@ def test_the_policy_sees_another_trial_of_its_task_and_acts_upon_it(alone):
     assert len(result.finished) == 6
 
 
-@pytest.mark.parametrize("options", [{}, {"stages": 2}, {"overlap_resets": True}])
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "overlap_resets": True}])
 def test_it_is_the_same_with_other_slots_and_stages(alone, tmp_path, options):
     _, normal, ablated, result = alone
     _, theirs, shown, again = ablate(tmp_path, 4, **options)

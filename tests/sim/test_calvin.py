@@ -23,7 +23,8 @@ from vla_envs.calvin.states import published_state
 from vla_envs.episodes import EpisodeQueue
 
 pytestmark = pytest.mark.skipif(
-    bool(package.missing_files(package.package_places()[0])), reason=f"no checkout of calvin_env: {package.CLONE}"
+    bool(package.CHECKOUT.missing(package.CHECKOUT.places()[0])),
+    reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}",
 )
 WILLING = (3, 20, 22, 400)
 OPEN = np.array([0, 0, 0, 0, 0, 0, 1], np.float32)
@@ -213,6 +214,17 @@ class Willing(CalvinSimulator):
         return super().step(action)
 
 
+def test_published_chains_can_be_cut_off():
+    spec = make_spec("calvin/lh-mtlc", max_episode_steps=20, image_size=32, wrist_camera=False)
+    assert "horizon 20 instead of 1800" in spec.protocol_deviations
+    env = make_env(spec, num_envs=1, chunk_size=15)
+    try:
+        result = evaluate(env, lambda td: td.set(keys.ACTION, torch.zeros(1, 15, 7)), [Episode(0, 0)])
+    finally:
+        env.close()
+    assert result.episodes[0].episode_len == 20
+
+
 @pytest.mark.parametrize(
     ("suite", "solved", "length"),
     [("lh-mtlc", 3, 22 + 360), ("D", 4, 480)],  # the fourth comes 378 steps after the third: too late, and in time
@@ -258,7 +270,7 @@ def test_gymnasium_shows_the_running_task():
 
 def test_what_is_missing_is_said(monkeypatch, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"(?s)no checkout of calvin_env.*git clone"):
-        package.find_package(str(tmp_path))
+        package.CHECKOUT.find(str(tmp_path))
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CALVIN_ENV_PATH", raising=False)

@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vla_envs import Episode, make_env, make_spec
-from vla_envs.calvin import package, world
-from vla_envs.calvin.checks import check
+from vla_envs import Episode, folders, make_env, make_spec
+from vla_envs.calvin import check, package, world
 from vla_envs.rendering.egl import egl_devices
 
 pytest.importorskip("pybullet", reason="needs CALVIN's packages: pip install 'vla-torchrl[calvin]'")
-CHECKOUT = next((place for place in package.package_places() if not package.missing_files(place)), None)
-pytestmark = pytest.mark.skipif(CHECKOUT is None, reason=f"no checkout of calvin_env: {package.CLONE}")
+CHECKOUT = next((place for place in package.CHECKOUT.places() if not package.CHECKOUT.missing(place)), None)
+pytestmark = pytest.mark.skipif(CHECKOUT is None, reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}")
 # What Python runs at its start: the packages named cannot be found, as if they were not installed.
 HIDE = """
 from importlib.machinery import PathFinder
@@ -98,7 +97,7 @@ def test_another_version_of_pybullet(machine):
 def test_without_a_checkout(machine):
     missing = finding("assets")
     assert (missing.status, missing.required) == ("missing", True)
-    assert missing.remedy.startswith(f"git clone {package.REPOSITORY} ~/.cache/calvin_env && git -C")
+    assert missing.remedy.startswith("git clone https://github.com/mees/calvin_env ~/.cache/calvin_env && git -C")
     assert f"{machine}/home/.cache/calvin_env: no such folder" in missing.detail
     assert finding("import pybullet").status == "ok"
 
@@ -122,9 +121,9 @@ def test_an_edited_checkout_is_said_beside_results(machine):
     assert not any("is not calvin_env" in text for text in make_spec("calvin/D", path=str(copy)).protocol_deviations)
     with open(copy / "conf" / "scene" / "calvin_scene_D.yaml", "a") as file:
         file.write("# mine\n")
-    package.is_pinned.cache_clear()
+    folders._digest_of.cache_clear()
     deviations = make_spec("calvin/D", path=str(copy)).protocol_deviations
-    assert f"{copy} is not calvin_env at {package.COMMIT[:12]}" in deviations
+    assert f"{copy} is not calvin_env at {package.CHECKOUT.commit[:12]}" in deviations
 
 
 @pytest.mark.parametrize("renderer", ["tiny", "egl"])

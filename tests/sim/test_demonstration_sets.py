@@ -16,14 +16,15 @@ from hydra.core.global_hydra import GlobalHydra
 from running import TOY, TOY_OF, composed, differing, main_of, metrics
 from tensordict import TensorDict
 
-from benchmarks.storm.toy import make_toy_env, tiny_policy, toy_spec
+from storm.toy import make_toy_env, tiny_policy, toy_spec
 from vla_algos import BehaviourCloning, for_policy, load_demonstrations, record_demonstrations, write_demonstrations
-from vla_algos.demonstrations import FACTS, Samples, is_held_out
-from vla_algos.run.lock import FolderInUse, FolderLock
+from vla_algos.demonstrations import FACTS
+from vla_algos.files import FolderInUse, lock_folder
+from vla_algos.samples import Samples, is_held_out
 from vla_common import keys
 from vla_common.texts import decode
 from vla_envs import Episode, make_env, make_spec
-from vla_envs.demonstrations import demonstrate, noise_of_dimensions
+from vla_envs.experts import demonstrate, noise_of_dimensions
 from vla_policies import make_policy
 
 TASKS = "metaworld/button-press-topdown-v3+reach-v3"
@@ -184,7 +185,7 @@ def without_tasks(folder):
         (another_type, r"damaged, meta.json says states is \('torch.float64'"),
         (nested, "damaged, "),
         (without_tasks, "damaged, dataset.json or meta.json lacks 'tasks'"),
-        (lambda folder: (folder / FACTS).write_text("{"), "damaged, Expecting property name"),
+        (lambda folder: (folder / FACTS).write_text("{"), "damaged, .*Expecting property name"),
         (lambda folder: (folder / FACTS).write_text("[]"), "damaged, "),
         (lambda folder: (folder / "states.memmap").unlink(), "damaged, states.memmap has 0 bytes"),
     ],
@@ -365,7 +366,7 @@ def test_a_warm_start_reads_them_too(tmp_path, capfd):
 
 def test_a_recording_that_breaks_off_leaves_nothing(tmp_path, monkeypatch):
     there = tmp_path / "kept" / "set"
-    monkeypatch.setattr("vla_algos.demonstrations.folder.Arrays.finish", lambda _: 1 / 0)  # with all frames written
+    monkeypatch.setattr("vla_algos.demonstrations.dataset.Arrays.finish", lambda _: 1 / 0)  # with all frames written
     with pytest.raises(ZeroDivisionError):
         clone(tmp_path / "run", f"demonstrations.folder={there}")
     GlobalHydra.instance().clear()
@@ -377,8 +378,8 @@ def test_one_process_records_at_a_time(tmp_path):
     beside.mkdir()
     code = f"""
         from pathlib import Path
-        from vla_algos.run.lock import FolderLock
-        lock = FolderLock(Path({str(beside)!r}))
+        from vla_algos.files import lock_folder
+        lock = lock_folder(Path({str(beside)!r}))
         print("locked", flush=True)
         input()
     """
@@ -389,7 +390,7 @@ def test_one_process_records_at_a_time(tmp_path):
             clone(tmp_path / "run", f"demonstrations.folder={tmp_path / 'set'}")
         other.stdin.write("\n")
     GlobalHydra.instance().clear()
-    FolderLock(beside).release()
+    lock_folder(beside).release()
 
 
 @pytest.mark.parametrize(
@@ -406,7 +407,7 @@ def test_one_process_records_at_a_time(tmp_path):
     ],
 )
 def test_mistakes_are_refused_before_any_work(made, settings, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("vla_envs.env.VLAEnv", None)
+    monkeypatch.setattr("vla_envs.make.VLAEnv", None)
     (tmp_path / "kept").mkdir()
     typed = [each.replace("FOLDER", str(tmp_path / "kept")).replace("SET", str(made[0])) for each in settings]
     try:

@@ -13,8 +13,6 @@ SUITES = {  # and how far each number of the states may come away: what settles,
     "metaworld/pick-place-v3": ({"image_size": 32, "render_quality": "minimal"}, 0.01),
     "libero/spatial": ({"image_size": 32, "task_ids": [0]}, 0.02),
     "maniskill/PutOnPlateInScene25MultiPlate-v1": ({"image_size": 32, "render_quality": "fast"}, 0.02),
-    "maniskill/PushCube-v1": ({"image_size": 32}, 0.02),
-    "calvin/D": ({"image_size": 32}, 0.02),
     "calvin/place_in_slider": ({"image_size": 32}, 0.02),  # begins with a block in the hand
     "robotwin/click_bell": ({"render_quality": "fast"}, 0.02),
 }

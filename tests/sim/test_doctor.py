@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from vla_envs import list_envs
-from vla_envs.doctor.checks import (
+from vla_envs.doctor import (
+    _environments,
     check_asset_folder,
     check_assets_variable,
     check_packages,
@@ -16,7 +18,6 @@ from vla_envs.doctor.checks import (
     check_simulator,
     check_vulkan,
 )
-from vla_envs.doctor.report import _environments
 from vla_envs.libero import package
 from vla_envs.libero.package import _ARENAS, _FOLDERS
 from vla_envs.probe import run_probe
@@ -40,7 +41,8 @@ def test_report_of_a_working_machine():
     can_draw = not any(line.split()[:2] == ["broken", "Vulkan"] for line in done.stdout.splitlines())
     assert done.returncode == (0 if can_draw else 1), done.stdout
     assert "metaworld" in done.stdout.splitlines()[-1].removeprefix("Usable now: ").split(", ")
-    assert set(list_envs()) <= set(done.stdout.split())
+    installed = {each.name for each in entry_points(group="vla_torchrl.benchmarks")}  # other tests register more
+    assert {name for name in list_envs() if name.partition("/")[0] in installed} <= set(done.stdout.split())
 
 
 def test_tasks_alone_are_one_line():
@@ -72,17 +74,6 @@ def test_a_vulkan_driver_that_does_not_work_says_what_to_type(monkeypatch):
     installer = Path(found.remedy.removeprefix("python ").split()[0])
     assert installer.name == "install_vulkan_driver.py"
     assert installer.is_file()
-
-
-def test_the_old_command_names_and_runs_the_installer(monkeypatch, capsys):
-    ran = []
-    monkeypatch.setattr(vulkan.runpy, "run_path", lambda path, run_name: ran.append((Path(path).name, run_name)))
-    vulkan.main()
-    assert ran == [("install_vulkan_driver.py", "__main__")]
-    assert "will go in the next version; type: python " in capsys.readouterr().err
-    monkeypatch.setattr(vulkan, "_INSTALLERS", ())
-    with pytest.raises(SystemExit, match="scripts/ of the sources"):
-        vulkan.main()
 
 
 def test_a_working_renderer_is_really_drawn_with(monkeypatch):

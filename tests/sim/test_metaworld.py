@@ -9,6 +9,7 @@ import zlib
 
 import numpy as np
 import pytest
+from simulators import some
 
 from vla_envs import Episode, list_envs, make_spec
 from vla_envs.metaworld.spec import suites
@@ -82,7 +83,7 @@ def test_ml45_is_the_split_of_the_installed_metaworld():
     assert list(ML45_V3["test"]) == list(suites()["ML45-test"])
 
 
-@pytest.mark.parametrize("task", suites()["MT50"])
+@pytest.mark.parametrize("task", some(suites()["MT50"], 5))
 def test_every_task_is_the_one_that_the_benchmark_sets_up(task):
     """Bit by bit against Meta-World's own class, ``set_task``, reset, step and renderer, all of them fresh."""
     from metaworld.env_dict import ENV_CLS_MAP
@@ -127,7 +128,7 @@ def test_every_task_is_the_one_that_the_benchmark_sets_up(task):
     simulator.close()
 
 
-@pytest.mark.parametrize("task", suites()["MT50"])
+@pytest.mark.parametrize("task", some(suites()["MT50"], 7))
 def test_an_episode_fixes_state_and_pixels_whatever_ran_before(task):
     spec = make_spec(f"metaworld/{task}", **FAST)
     seen, vectors = [], []
@@ -155,7 +156,7 @@ def test_a_world_that_changed_hands_gives_the_episode_that_a_new_one_gives(fresh
     """Simulators take turns on worlds of each task, in which the expert has moved things about."""
     spec = make_spec("metaworld/MT50", **FAST, cache_gigabytes=10)
     simulators, new = [spec.make(), spec.make()], make_spec("metaworld/MT50", **FAST, cache_gigabytes=0)
-    for task in range(0, 50, 7):
+    for task in range(0, 50, 17):
         disturb(simulators[0], Episode(task, 5), 60)
         used = simulators[0]._world
         disturb(simulators[0], Episode(task + 1 if task < 49 else 0, 0), 1)  # gives the world back
@@ -285,7 +286,7 @@ def test_the_scripted_expert_reaches_the_goal_within_the_horizon():
 
 
 def test_many_tasks_in_one_process_keep_their_pixels():
-    tasks = suites()["MT50"][:12]
+    tasks = suites()["MT50"][:6]
     simulators = [make_spec(f"metaworld/{task}", **FAST).make() for task in tasks]
     pictures = []
     for simulator in simulators:
@@ -310,11 +311,10 @@ def test_the_progress_reward_adds_up_to_metaworlds_shaped_reward():
     assert total["progress"] == pytest.approx((simulators[1]._shaped - start) / 10)
 
 
-@pytest.mark.parametrize("task", suites()["MT50"])
-def test_every_task_has_a_scripted_expert(task):
+def test_every_task_has_a_scripted_expert():
     from vla_envs.metaworld.simulator import _expert
 
-    assert hasattr(_expert(task), "get_action")
+    assert all(hasattr(_expert(task), "get_action") for task in suites()["MT50"])
 
 
 def test_the_two_faucet_tasks_differ_in_nothing_but_the_instruction():
@@ -350,17 +350,17 @@ def test_the_two_faucet_tasks_differ_in_nothing_but_the_instruction():
         ("metaworld/reach+reach-v3", {}, "twice"),
         ("metaworld/reach", {"image_size": 0}, "image_size"),
         ("metaworld/reach", {"image_sise": 64}, "image_sise"),
-        ("metaworld/reach", {"image_size": 64.0}, "height, width"),
-        ("metaworld/reach", {"image_size": (64,)}, "height, width"),
+        ("metaworld/reach", {"image_size": 64.0}, "image_size=64.0: must be"),
+        ("metaworld/reach", {"image_size": (64,)}, r"image_size=\[64\]: "),
         ("metaworld/reach", {"render_quality": "fasst"}, "fast"),
         ("metaworld/reach", {"max_episode_steps": 0}, "max_episode_steps"),
         ("metaworld/reach", {"reward_type": "dense"}, "progress"),
-        ("metaworld/reach", {"cache_gigabytes": -1}, "cache_gigabytes must be a number >= 0"),
-        ("metaworld/reach", {"max_episode_steps": "80"}, "max_episode_steps must be >= 1 and whole"),
-        ("metaworld/reach", {"settle_steps": None}, "settle_steps must be >= 0 and whole"),
-        ("metaworld/reach", {"reward_type": ["sparse"]}, "unknown reward_type"),
+        ("metaworld/reach", {"cache_gigabytes": -1}, "cache_gigabytes=-1: must be"),
+        ("metaworld/reach", {"max_episode_steps": "80"}, "max_episode_steps=.*: must be"),
+        ("metaworld/reach", {"settle_steps": None}, "settle_steps=null: must be"),
+        ("metaworld/reach", {"reward_type": ["sparse"]}, "reward_type=.*: must be"),
         ("metaworld/reach", {"camera": {"lookat": [0, 0, 0]}}, "distance"),
-        ("metaworld/reach", {"camera": "corner"}, "camera takes lookat"),
+        ("metaworld/reach", {"camera": "corner"}, "camera=corner: must be"),
         ("metaworld/reach", {"camera": {"lookat": [0, 0], "distance": 1, "azimuth": 0, "elevation": 0}}, "3 numbers"),
         ("metaworld/reach", {"reset_ranges": {"push-v3": [[0], [1]]}}, "push-v3"),
     ],

@@ -16,13 +16,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from simulators import need_robotwin, needs_maniskill_driver
+from simulators import need_robotwin, needs_maniskill_driver, some
 
 from vla_common import keys
 from vla_envs import Episode, make_env, make_spec
 from vla_envs.episodes import EpisodeQueue
 from vla_envs.robotwin import package, planning
-from vla_envs.robotwin.defaults import sapiens_defaults
+from vla_envs.robotwin.physics import sapiens_defaults
 from vla_envs.robotwin.simulator import STOOD
 from vla_envs.robotwin.spec import TASKS
 from vla_envs.robotwin.world import UnstableEpisode
@@ -153,7 +153,7 @@ def test_what_is_solved_stays_solved_and_stands_still(worlds):
 
 def test_the_sentence_is_that_of_the_running_episode(worlds):
     simulator = worlds()
-    folder = package.find_package() / "description" / "objects_description"
+    folder = package.CHECKOUT.find() / "description" / "objects_description"
     said = []
     for seed in (10000, 10003):
         simulator.reset(episode("place_a2b_left", seed))
@@ -170,7 +170,7 @@ def test_the_sentence_is_that_of_the_running_episode(worlds):
 def test_the_same_episode_is_the_same_in_any_order_and_process(worlds, other_process):
     simulator = worlds("demo_randomized")
     alone = digest(trajectory(simulator, episode("put_bottles_dustbin", 10000))).hexdigest()
-    others = ("put_bottles_dustbin", "stack_bowls_two", "place_a2b_right", "dump_bin_bigbin")
+    others = ("stack_bowls_two", "place_a2b_right")
     assert digest_after(simulator, others) == alone
     found = other_process.map("test_robotwin:digest_after", [(), ("dump_bin_bigbin", "click_bell")])
     assert found == [alone, alone]
@@ -293,7 +293,7 @@ def test_tasks_have_limits_of_their_own(worlds):
     assert ends == [False, False, False, True]
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
+@pytest.mark.parametrize("name", some(sorted(TASKS), 6))
 def test_every_task_runs_and_repeats_itself(worlds, name):
     simulator, found = worlds(), []
     for _ in range(2):
@@ -391,13 +391,13 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("name", "seed"), [("place_empty_cup", 10001), ("stack_bowls_three", 10000)])
+@pytest.mark.parametrize(("name", "seed"), [("stack_bowls_three", 10000)])
 def test_moves_as_the_benchmarks_own_vector_env_does(name, seed):
     command = [
         sys.executable,
         "-c",
         _REFERENCE,
-        str(package.find_package()),
+        str(package.CHECKOUT.find()),
         str(package.find_assets()),
         name,
         str(seed),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from vla_algos.run.origin import note_origin
+from vla_algos.run.training_env import save_training_env
 from vla_envs import make_spec
 from vla_policies import SmallVLA
 
@@ -31,7 +31,7 @@ def test_the_actions_are_looked_at_in_the_environment_of_the_training(tmp_path, 
     spec = make_spec(TRAINED["id"], **options)
     torch.manual_seed(0)
     SmallVLA.make(spec, **SMALL).save_pretrained(folder)
-    note_origin(folder, "ppo", TRAINED | {"num_envs": 16}, spec, chunk_size=3, evaluation={})
+    save_training_env(folder, "ppo", TRAINED | {"num_envs": 16}, spec, chunk_size=3, evaluation={})
     names = {}
     for script in SCRIPTS:
         exec(compile(script, "success-is-zero.md", "exec"), names)

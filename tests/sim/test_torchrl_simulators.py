@@ -40,11 +40,10 @@ def told(env, batch):
     return set(ids) == {0, 1} and to_strings(batch.reshape(-1)) == [tasks[i].instruction for i in ids]
 
 
-@pytest.mark.parametrize("transform", [None, InstructionsToBytes])
-def test_specs_of_metaworld(transform):
+def test_specs_of_metaworld():
     metaworld()
     env = make_env("metaworld/MT50", 2, 5, num_workers=1, **METAWORLD)
-    check_env_specs(env if transform is None else TransformedEnv(env, transform()))
+    check_env_specs(TransformedEnv(env, InstructionsToBytes()))
     env.close()
 
 
@@ -107,7 +106,7 @@ def test_transforms_over_a_simulator():
     env.close()
 
 
-def test_simulators_in_two_processes_of_torchrl():
+def test_simulators_in_two_processes_of_torchrl(forked_processes):
     metaworld()
     env = make_bytes_env()
     policy = small(env)

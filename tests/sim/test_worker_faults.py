@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.storm import _faulty, workers
+from storm import faulty, workers
 from vla_common import keys
 from vla_envs import Episode, EpisodeQueue, Observation, Outcome, SimulatorCrash, WorkerPool, make_env
 from vla_envs.gym import SimulatorEnv
 from vla_envs.workers.answers import WrongAnswer, check_observation, check_outcome
 
-ACTION = torch.zeros(4, _faulty.CHUNK, _faulty.ACTIONS)
+ACTION = torch.zeros(4, faulty.CHUNK, faulty.ACTIONS)
 
 
 def always(what, where="step", step=2, trials=range(4)):
-    return _faulty.describe({trial: (where, step, what, "") for trial in trials})
+    return faulty.describe({trial: (where, step, what, "") for trial in trials})
 
 
 def queue(*trials):
@@ -32,13 +32,13 @@ def queue(*trials):
 
 @pytest.mark.timeout(300)
 def test_a_small_storm():
-    tally = workers.run(30, seed=5)
+    tally = workers.run(5, seed=5)
     assert tally.clean, tally.failures
 
 
 def test_an_episode_that_cannot_be_started_is_lost_alone_and_named(caplog):
     episodes = queue(0, 1, 2, 3, 4)
-    env = make_env(always("raise", "reset", 0, [1]), 4, _faulty.CHUNK, num_workers=2, episodes=episodes)
+    env = make_env(always("raise", "reset", 0, [1]), 4, faulty.CHUNK, num_workers=2, episodes=episodes)
     td = env.reset()
     assert env.unstarted.tolist() == [False, True, False, False]
     assert not td[keys.IMAGES][1].any()
@@ -56,7 +56,7 @@ def test_an_episode_that_cannot_be_started_is_lost_alone_and_named(caplog):
     assert not env.unstarted.any()
     env.close()
 
-    again = make_env(always("raise", "reset", 0, [1]), 4, _faulty.CHUNK, num_workers=1, episodes=queue())
+    again = make_env(always("raise", "reset", 0, [1]), 4, faulty.CHUNK, num_workers=1, episodes=queue())
     again.load_state_dict(state)
     assert again.unstarted.tolist() == [False, True, False, False]
     resumed, _ = again.step_and_maybe_reset(again.observe().set(keys.ACTION, ACTION))
@@ -67,13 +67,13 @@ def test_an_episode_that_cannot_be_started_is_lost_alone_and_named(caplog):
 
 def test_a_broken_simulator_stops_the_run_after_what_has_ended_was_told_and_may_be_tried_again():
     env = make_env(
-        always("raise", "reset", 0, range(3, 99)), 3, _faulty.CHUNK, num_workers=1, episodes=queue(*range(40))
+        always("raise", "reset", 0, range(3, 99)), 3, faulty.CHUNK, num_workers=1, episodes=queue(*range(40))
     )
     td, ended, messages = env.reset(), 0, []
     for _ in range(30):
         try:
             outcome, td = env.step_and_maybe_reset(td.set(keys.ACTION, ACTION[:3]))
-            ended += int((outcome[keys.NEXT, keys.EPISODE_LEN] == _faulty.HORIZON).sum())
+            ended += int((outcome[keys.NEXT, keys.EPISODE_LEN] == faulty.HORIZON).sum())
         except SimulatorCrash as error:
             messages.append(str(error))
             td = env.reset()
@@ -87,16 +87,16 @@ def test_a_broken_simulator_stops_the_run_after_what_has_ended_was_told_and_may_
 
 
 def test_a_worker_that_dies_while_it_repeats_is_tried_again_and_then_costs_one_episode(tmp_path):
-    spec = _faulty.describe({})
-    env = make_env(spec, 4, _faulty.CHUNK, num_workers=1, episodes=queue(*range(8)))
+    spec = faulty.describe({})
+    env = make_env(spec, 4, faulty.CHUNK, num_workers=1, episodes=queue(*range(8)))
     td = env.reset()
     for _ in range(2):
         _, td = env.step_and_maybe_reset(td.set(keys.ACTION, ACTION))
     state, expected = env.state_dict(), env.observe()
     env.close()
     for path, unstarted in ((str(tmp_path / "once"), False), ("", True)):
-        faulty = replace(spec, options={"faults": {2: ("step", 4, "kill", path)}})
-        env = make_env(faulty, 4, _faulty.CHUNK, num_workers=1, episodes=queue())
+        failing = replace(spec, options={"faults": {2: ("step", 4, "kill", path)}})
+        env = make_env(failing, 4, faulty.CHUNK, num_workers=1, episodes=queue())
         env.load_state_dict(state)
         assert env.unstarted.tolist() == [False, False, unstarted, False]
         same = (env.observe()[keys.IMAGES] == expected[keys.IMAGES]).flatten(1).all(1)
@@ -106,15 +106,15 @@ def test_a_worker_that_dies_while_it_repeats_is_tried_again_and_then_costs_one_e
 
 def test_a_simulator_that_hangs_while_it_is_built_is_named_in_a_line_and_started_again(tmp_path, caplog):
     options = {"faults": {}, "once": str(tmp_path / "once")}
-    spec = replace(_faulty.describe({}), entry_point="hanging:HangsInSetup", options=options)
-    pool = WorkerPool(spec, 1, 1, _faulty.CHUNK, step_timeout=4.0, start_timeout=6.0)
+    spec = replace(faulty.describe({}), entry_point="hanging:HangsInSetup", options=options)
+    pool = WorkerPool(spec, 1, 1, faulty.CHUNK, step_timeout=2.0, start_timeout=3.0)
     pool.start_timeout = 60.0  # of the one that comes after it
     pool.reset({0: Episode(0, 0)})
     assert pool.step([0]) == []
     assert pool.restarts == 1
     pool.close()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("simulator worker 0: gave no answer for 10 s, while running storm/faulty task go trial 0")
+    assert line.startswith("simulator worker 0: gave no answer for 5 s, while running storm/faulty task go trial 0")
     assert "\n" not in line
 
 
@@ -157,14 +157,14 @@ def good():
     ],
 )
 def test_a_wrong_observation_is_named(change, message):
-    spec = _faulty.describe({})
+    spec = faulty.describe({})
     assert check_observation(spec, good()).dtype == np.float32
     with pytest.raises(WrongAnswer, match=message):
         check_observation(spec, replace(good(), **change))
 
 
 def test_wrist_images_are_checked_where_they_are_declared():
-    spec = replace(_faulty.describe({}), wrist_image_shape=(1, 4, 4))
+    spec = replace(faulty.describe({}), wrist_image_shape=(1, 4, 4))
     check_observation(spec, replace(good(), wrist_images=np.zeros((1, 4, 4, 3), np.uint8)))
     with pytest.raises(WrongAnswer, match="wrist_images are None"):
         check_observation(spec, good())
@@ -172,7 +172,7 @@ def test_wrist_images_are_checked_where_they_are_declared():
 
 @pytest.mark.parametrize("success", [True, False, np.True_, 1, 0.0, np.array(True), torch.tensor(False)])
 def test_what_may_be_a_success_is_one(success):
-    checked = check_outcome(_faulty.describe({}), Outcome(np.float32(1), success))
+    checked = check_outcome(faulty.describe({}), Outcome(np.float32(1), success))
     assert checked == Outcome(1.0, bool(success))
     assert (type(checked.reward), type(checked.success)) == (float, bool)
 
@@ -192,12 +192,12 @@ def test_what_may_be_a_success_is_one(success):
 )
 def test_a_wrong_outcome_is_named(outcome, message):
     with pytest.raises(WrongAnswer, match=message):
-        check_outcome(_faulty.describe({}), outcome)
+        check_outcome(faulty.describe({}), outcome)
 
 
 @pytest.mark.parametrize("subtasks", [3, np.int64(3), np.uint8(3)])
 def test_how_much_of_a_chain_is_solved_is_a_plain_number(subtasks):
-    chain = replace(_faulty.describe({}), chain_length=3)
+    chain = replace(faulty.describe({}), chain_length=3)
     checked = check_outcome(chain, Outcome(1.0, True, True, False, subtasks))
     assert checked == Outcome(1.0, True, True, False, 3)
     assert type(checked.subtasks) is int
@@ -217,7 +217,7 @@ def test_how_much_of_a_chain_is_solved_is_a_plain_number(subtasks):
 )
 def test_a_wrong_number_of_subtasks_is_named(outcome, message):
     with pytest.raises(WrongAnswer, match=message):
-        check_outcome(replace(_faulty.describe({}), chain_length=3), outcome)
+        check_outcome(replace(faulty.describe({}), chain_length=3), outcome)
 
 
 def ended(processes, within=5.0):
@@ -239,7 +239,7 @@ def state(process):
 
 
 def test_six_hung_workers_are_closed_at_once():
-    pool = WorkerPool(_faulty.describe({}), 6, 6, _faulty.CHUNK)
+    pool = WorkerPool(faulty.describe({}), 6, 6, faulty.CHUNK)
     pool.reset({slot: Episode(0, slot) for slot in range(6)})
     processes = [process.pid for process in pool._processes]
     for process in processes:
@@ -251,7 +251,7 @@ def test_six_hung_workers_are_closed_at_once():
 
 
 def test_large_messages_to_and_from_a_stopped_worker_end():
-    pool = WorkerPool(_faulty.describe({}), 1, 1, _faulty.CHUNK, step_timeout=3.0, start_timeout=30.0)
+    pool = WorkerPool(faulty.describe({}), 1, 1, faulty.CHUNK, step_timeout=3.0, start_timeout=30.0)
     pool.reset({0: Episode(0, 0)})
     os.kill(pool._processes[0].pid, signal.SIGSTOP)
     arguments = {"timeout": 3.0, "size": 10_000_000}
@@ -274,7 +274,7 @@ def echo(simulator, item, size):
 
 
 def test_a_forked_child_leaves_the_workers_to_its_parent():
-    env = make_env(_faulty.describe({}), 2, _faulty.CHUNK, num_workers=1, episodes=queue(*range(9)))
+    env = make_env(faulty.describe({}), 2, faulty.CHUNK, num_workers=1, episodes=queue(*range(9)))
     td = env.reset()
     child = os.fork()
     if not child:
@@ -293,12 +293,12 @@ def test_a_forked_child_leaves_the_workers_to_its_parent():
 
 PARENT = """
 import sys, threading, time
-from benchmarks.storm import _faulty
+from storm import faulty
 from vla_envs import Episode, WorkerPool
 pools = []
 def begin():  # in a thread that ends: workers live on
-    faults = {trial: ("step", 1, what, "") for trial, what in enumerate(_faulty.HANGS)}
-    pool = WorkerPool(_faulty.describe(faults), 4, 4, 3)
+    faults = {trial: ("step", 1, what, "") for trial, what in enumerate(faulty.HANGS)}
+    pool = WorkerPool(faulty.describe(faults), 4, 4, 3)
     pool.reset({slot: Episode(0, slot) for slot in range(4)})
     pools.append(pool)
 thread = threading.Thread(target=begin)
@@ -311,7 +311,10 @@ pools[0].step(range(4))
 
 
 def test_workers_die_with_their_parent_whatever_they_do_and_not_with_a_thread_of_it():
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=os.environ | path
+    ) as parent:
         processes = [int(number) for number in parent.stdout.readline().split()]
         time.sleep(1.0)  # now each of them hangs in its own way
         assert len(processes) == 4
@@ -320,21 +323,25 @@ def test_workers_die_with_their_parent_whatever_they_do_and_not_with_a_thread_of
     assert ended(processes)
 
 
-def test_a_simulator_that_asks_has_crashed():
-    env = make_env(always("ask", trials=[0]), 2, _faulty.CHUNK, num_workers=1, episodes=queue(0, 1))
-    outcome = env.step(env.reset().set(keys.ACTION, ACTION[:2]))
-    assert outcome[keys.NEXT, keys.CRASHED].squeeze(-1).tolist() == [True, False]
+@pytest.mark.parametrize("what", ["ask", "kill"])
+def test_what_a_crashed_chunk_had_done_counts_for_nothing(what):
+    """The simulator fails in the second action of three; one that asks has crashed."""
+    env = make_env(always(what, trials=[0]), 2, faulty.CHUNK, num_workers=1, episodes=queue(0, 1))
+    after = env.step(env.reset().set(keys.ACTION, ACTION[:2]))[keys.NEXT]
+    assert after[keys.CRASHED].squeeze(-1).tolist() == [True, False]
+    for key in (keys.STEP_MASK, keys.STEP_REWARDS, keys.REWARD, keys.EPISODE_RETURN, keys.EPISODE_LEN):
+        assert after[key].any(1).tolist() == [False, True], key
     env.close()
 
 
 def test_the_doctor_does_not_call_usable_what_cannot_be_imported():
     from vla_envs import Benchmark, BenchmarkSchema
-    from vla_envs.doctor.checks import check_entry_point
+    from vla_envs.doctor import check_entry_point
 
     schema = BenchmarkSchema((8, 8), states=("x", "y", "z"), actions=("dx", "dy"), instruction="go")
-    good = Benchmark("storm", "Storm", schema, make_spec=lambda suite: _faulty.describe({}), suites=lambda: ["faulty"])
+    good = Benchmark("storm", "Storm", schema, make_spec=lambda suite: faulty.describe({}), suites=lambda: ["faulty"])
     assert check_entry_point(good) == []
-    wrong = replace(_faulty.describe({}), entry_point="benchmarks.storm._faulty:NoSuchSimulator")
+    wrong = replace(faulty.describe({}), entry_point="storm.faulty:NoSuchSimulator")
     (finding,) = check_entry_point(replace(good, make_spec=lambda suite: wrong))
     assert finding.required
     assert finding.status == "broken"

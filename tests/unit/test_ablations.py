@@ -6,17 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from forked import together
 from noting import Noting
 from tensordict import NonTensorStack, TensorDict
-from together import together
 from toy import CHUNK, DIM, ToyEnv, ToyPolicy
 from walker import walker_spec
 
 from vla_algos import ablations, parallel
 from vla_algos.ablations import DoNothing, SeenImages, other_trials, swapped_instructions
 from vla_algos.evaluation import evaluate
-from vla_algos.run.ablating import check_ablations
-from vla_algos.run.evaluator import Evaluator, gather
+from vla_algos.run.evaluator import Evaluator
 from vla_common.keys import ACTION, DECISION_INDEX, EPISODE_INDEX, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.texts import to_strings
 from vla_envs.simulator import Episode, Task
@@ -168,7 +167,7 @@ def test_a_benchmark_that_does_not_say_what_doing_nothing_is_is_told_how():
     with pytest.raises(
         ValueError, match=r"unknown in .*make_spec say it: SimulatorSpec\(neutral_action=\.\.\.\), . numb"
     ):
-        check_ablations(["do_nothing"], walker_spec(), [])
+        DoNothing(walker_spec(), 1)
     with pytest.raises(ValueError, match=r"neutral_action is .*must be the . numbers of an action that does nothing"):
         replace(walker_spec(), neutral_action=(0.0,) * 9)
 
@@ -189,10 +188,9 @@ def ablate(folder):
     """What each process's policy sees, by the index among everybody's episodes."""
     evaluator, env = Evaluator(trials=5, seed=1, videos=0), Suite(2)
     with SeenImages(folder) as seen:
-        gather(evaluator.run("", env, Fickle(), folder / "normal.jsonl", observe=seen.keep), folder / "normal.jsonl")
+        evaluator.run("", env, Fickle(), folder / "normal.jsonl", observe=seen.keep)
         noting = Noting(seen.others(other_trials(evaluator.episodes(env.simulator_spec), TASKS)), first_pixel)
-        share = evaluator.run("", env, Fickle(), folder / "ablated.jsonl", observe=noting)
-        gather(share, folder / "ablated.jsonl")
+        evaluator.run("", env, Fickle(), folder / "ablated.jsonl", observe=noting)
     return noting.seen
 
 
@@ -235,14 +233,3 @@ def test_tasks_that_share_words_get_others():
     assert found["shove it"] == "pull it", "it is what both of the others may be told"
     assert found["push it"] == "pull it" or found["push it"] == "slide it"
     assert not [text for text, other in found.items() if text == other]
-
-
-def test_old_names_warn():
-    import vla_algos.evaluation as old
-
-    with pytest.warns(DeprecationWarning, match="evaluation.swap_instructions is .*ablations.swapped_instructions now"):
-        assert old.swap_instructions is swapped_instructions
-    with pytest.warns(DeprecationWarning, match="ablations.blank_images now"):
-        assert old.blank_images is ablations.blank_images
-    with pytest.raises(AttributeError, match="nonsense"):
-        _ = old.nonsense

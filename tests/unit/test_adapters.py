@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import vla_policies
 from vla_common import keys
 from vla_common.registry import benchmarks
 from vla_common.schema import BenchmarkSchema, Gripper
@@ -130,16 +129,6 @@ def test_wrong_sizes_are_refused():
 def test_an_unknown_benchmark_offers_the_nearest_name():
     with pytest.raises(ValueError, match=r"'lbiero'; did you mean libero"):
         get_adapter("lbiero")
-
-
-def test_names_of_the_first_version_still_work():
-    with pytest.warns(DeprecationWarning, match=r"use get_adapter\(benchmark\)"):
-        assert vla_policies.ADAPTERS["libero"] == get_adapter("libero")
-    with pytest.warns(DeprecationWarning, match=r"use make_example\('calvin'\)"):
-        example = vla_policies.make_calvin_example(2)
-    assert (example == make_example("calvin", 2)).all()
-    with pytest.raises(AttributeError, match="make_toy_example"):
-        vla_policies.processing.adapters.make_toy_example  # noqa: B018
 
 
 def test_a_benchmark_that_says_nothing_of_a_family_takes_the_simulators_actions(monkeypatch):

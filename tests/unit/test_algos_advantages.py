@@ -3,6 +3,8 @@
 Recorded numbers of the reference system are in test_algos_golden.py.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -115,6 +117,23 @@ def test_bootstraps_by_hand(bootstrap, targets):
     gae(batch, gamma=0.5, lmbda=1.0, bootstrap=bootstrap, normalize=False)
     assert batch[VALUE_TARGET].flatten().tolist() == targets
     assert torch.equal(batch[ADVANTAGE], batch[VALUE_TARGET] - batch[STATE_VALUE])
+
+
+@pytest.mark.parametrize("reward_level", ["chunk", "action"])
+def test_the_decision_before_a_crashed_one_ends_in_a_bootstrap_and_nothing_of_the_next_episode_reaches_it(reward_level):
+    """The third decision was never executed; the fourth is the first of the next episode."""
+    batch = make_batch(
+        value=[[1.0, 3.0, NAN, 7.0]],
+        next_value=[[3.0, 5.0, NAN, 20.0]],
+        reward=[[1.0, 0.5, NAN, 2.0]],
+        done=[[False, False, True, False]],
+        terminated=[[False, False, False, False]],
+        step_mask=[[[True], [True], [False], [True]]],
+    )
+    batch[NEXT, STEP_REWARDS] = batch[NEXT, REWARD]
+    gae(batch, gamma=0.5, lmbda=1.0, normalize=False, reward_level=reward_level)
+    assert batch[VALUE_TARGET][0, [0, 1, 3]].flatten().tolist() == [2.5, 3.0, 12.0]
+    assert batch[ADVANTAGE][0, [0, 1, 3]].flatten().tolist() == [1.5, 0.0, 5.0]
 
 
 @pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
@@ -280,7 +299,11 @@ def test_settings_that_do_not_fit(values, settings, message):
 
 
 def test_one_ratio_per_chunk_needs_one_advantage_per_chunk():
+    per_action, per_chunk = (SimpleNamespace(num_values=values, chunk_size=4) for values in (4, 1))
     with pytest.raises(ValueError, match="reward_level='chunk', or log_prob_level='action'"):
-        check_levels("action", "truncation", num_values=4, chunk_size=4, log_prob_level="chunk")
+        check_levels(SimpleNamespace(log_prob_level="chunk"), per_action, reward_level="action")
     for log_prob_level in ("token", "action", "chunk"):
-        check_levels("chunk", "truncation", num_values=1, chunk_size=4, log_prob_level=log_prob_level)
+        check_levels(SimpleNamespace(log_prob_level=log_prob_level), per_chunk, reward_level="chunk")
+    with pytest.raises(ValueError, match="needs 4 values per decision, the policy has 1"):
+        check_levels(SimpleNamespace(log_prob_level="token"), per_chunk, reward_level="action")
+    check_levels(SimpleNamespace(log_prob_level="token", has_critic=False), per_chunk, reward_level="action")

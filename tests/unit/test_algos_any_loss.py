@@ -7,7 +7,7 @@ from torchrl.objectives import ClipPPOLoss
 from toy import CHUNK, DIM, ToyEnv
 
 from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, gae
-from vla_algos.learner import takes_whole
+from vla_algos.minibatches import takes_whole
 from vla_common.keys import ACTION_LOG_PROB, ACTION_TOKENS, ADVANTAGE, STATE_VALUE, VALUE_TARGET
 from vla_policies import SmallVLA, SmallVLAConfig
 

@@ -8,7 +8,6 @@ import pickletools
 import random
 import re
 import shutil
-import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -23,9 +22,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from toy import ToyEnv, ToyPolicy
 
 import vla_algos.run.checkpoints as checkpoint_module
-import vla_algos.run.resume as resume_module
+import vla_algos.run.saving as saving_module
 import vla_policies.checkpoint.writing as writing
-from benchmarks.storm import corruption
+from storm import corruption
 from vla_algos.collectors import StepCollector
 from vla_algos.run.checkpoints import (
     CheckpointError,
@@ -39,7 +38,7 @@ from vla_algos.run.checkpoints import (
     set_random_state,
 )
 from vla_algos.run.plain_state import from_json, to_json
-from vla_algos.run.resume import Interrupted, ResumableRun
+from vla_algos.run.saving import Saver
 from vla_common.checksums import write_checksums
 from vla_common.tensor_files import make_room
 
@@ -247,12 +246,31 @@ def test_the_tensors_are_those_of_torch(tmp_path):
 # Damage
 
 
+class TinyRun:
+    """A tiny policy and a part that learns, saved and restored as a run does."""
+
+    def __init__(self, folder, policy=None):
+        self.saver, self.policy, self.state = Saver(folder / "checkpoints"), policy or SavablePolicy(), {}
+        self.learner = SimpleNamespace(values=torch.zeros(4), replicated=True)
+        self.learner.state_dict = lambda: {"values": self.learner.values}
+        self.learner.load_state_dict = lambda state: setattr(self.learner, "values", state["values"])
+        self.parts = {"policy": self.policy, "learner": self.learner}
+        self.wait = self.saver.wait
+
+    def resume(self):
+        saved = self.saver.restore(self.parts)
+        if saved is not None:
+            self.state = saved["run"]
+        return None if saved is None else saved["iteration"]
+
+    def finish(self, iteration, publish=False):
+        state = {"iteration": iteration, "run": self.state}
+        self.saver.save(iteration, self.parts, state, self.policy.save_pretrained if publish else None)
+
+
 def run_of(folder, policy=None):
-    """A run of a tiny policy that can be resumed, and its learner's state."""
-    learner = SimpleNamespace(values=torch.zeros(4))
-    learner.state_dict = lambda: {"values": learner.values}
-    learner.load_state_dict = lambda state: setattr(learner, "values", state["values"])
-    return ResumableRun(folder, policy or SavablePolicy(), {"learner": learner}, every=1), learner
+    run = TinyRun(folder, policy)
+    return run, run.learner
 
 
 def three_iterations(folder):
@@ -290,7 +308,7 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before(file, tmp_path, capsys
     assert said.count("\n") == 1
     assert "warning: " in said
     assert f"step_00000003 has another {file} than was written" in said
-    assert "Going on from the checkpoint before it, " in said
+    assert "Continuing from the checkpoint before it, " in said
     run.finish(3)  # in its place
     run.wait()
     assert run_of(tmp_path)[0].resume() == 3
@@ -380,7 +398,7 @@ def held(monkeypatch):
             each()
         return write(*given, **named)
 
-    monkeypatch.setattr(resume_module, "save_checkpoint", slow)
+    monkeypatch.setattr(saving_module, "save_checkpoint", slow)
     yield event, more
     event.set()
 
@@ -390,22 +408,22 @@ def test_what_is_saved_is_what_was_there_when_it_was_saved(tmp_path, held):
     weight = next(run.policy.parameters())
     expected = weight.detach().clone()
     learner.values = torch.ones(4)
-    run.run_state["list"] = [1]
+    run.state["list"] = [1]
     run.finish(1)
     learner.values.zero_()  # learning goes on
-    run.run_state["list"].append(2)
+    run.state["list"].append(2)
     with torch.no_grad():
         weight.zero_()
     held[0].set()
     run.wait()
     again, learner = run_of(tmp_path)
     assert again.resume() == 1
-    assert again.run_state == {"list": [1]}
+    assert again.state == {"list": [1]}
     assert learner.values.tolist() == [1.0] * 4
     assert torch.equal(next(again.policy.parameters()), expected)
 
 
-def test_an_error_of_the_thread_is_not_lost(tmp_path, held, capsys):
+def test_an_error_of_the_thread_is_not_lost(tmp_path, held):
     event, more = held
     run, _ = run_of(tmp_path)
     run.finish(1)
@@ -416,39 +434,10 @@ def test_an_error_of_the_thread_is_not_lost(tmp_path, held, capsys):
     with pytest.raises(ZeroDivisionError, match="a defect"):
         run.finish(3)
     more[:] = [lambda: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))]
-    run, _ = run_of(tmp_path)
-    assert run.resume() == 1
-    for iteration in (2, 3):
-        run.finish(iteration)
-    more.clear()
-    with run:  # the end waits, and says it
-        pass
-    assert capsys.readouterr().out.count("could not be saved: [Errno 28] No space left on device") == 2
+    run.finish(2)
+    with pytest.raises(OSError, match="No space left on device; make room, then type the same command"):
+        run.wait()
     assert run_of(tmp_path)[0].resume() == 1
-
-
-def test_the_end_waits_until_everything_is_written(tmp_path, held):
-    run, _ = run_of(tmp_path)
-    threading.Timer(0.5, held[0].set).start()
-    with run:
-        run.finish(1)
-        assert not (tmp_path / "checkpoints" / "latest").exists()
-    assert run_of(tmp_path)[0].resume() == 1
-
-
-def test_an_update_is_not_abandoned_if_the_state_before_it_could_not_be_written(tmp_path, held):
-    event, more = held
-    run, _ = run_of(tmp_path)
-    more.append(lambda: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
-    event.set()
-    run.finish(1)
-    run._on_signal(signal.SIGTERM, None)
-    run.stop_if_asked()  # it goes on
-    more.clear()
-    with pytest.raises(Interrupted):
-        run.finish(2)
-    run.wait()
-    assert run_of(tmp_path)[0].resume() == 2
 
 
 @pytest.mark.parametrize("what", ["weights", "learner"])
@@ -461,22 +450,21 @@ def test_what_is_not_finite_is_not_saved(what, tmp_path):
     else:
         next(run.policy.parameters()).data.view(-1)[0] = float("inf")
     message = (
-        rf"the weights after iteration 4 are not finite \(1 tensors, such as {what}\..*the last good checkpoint is .*3;"
+        rf"the weights after iteration 4 are not finite \(1 tensors, such as (parts\.)?{what}\..*"
+        "the last good checkpoint is .*3;"
     )
     with pytest.raises(CheckpointError, match=message):
         run.finish(4)
     assert names(root) == ["step_00000002", "step_00000003"]
 
 
-def test_the_formats_before_say_which_version_reads_them(tmp_path):
-    (tmp_path / "training.pt").write_bytes(b"is not read")
-    with pytest.raises(CheckpointError, match=r"training.pt is a training state of before, .*resume with the version"):
-        open_checkpoint(tmp_path)
-    (tmp_path / "training.json").write_text('{"format": "vla-torchrl training state 7", "step": 1, "state": {}}')
-    with pytest.raises(CheckpointError, match=r"is a 'vla-torchrl training state 7', .*resume with the version"):
+def test_another_format_says_which_version_reads_it(tmp_path):
+    (tmp_path / "training.json").write_text('{"format": "vla-torchrl training state 9", "step": 1, "state": {}}')
+    with pytest.raises(CheckpointError, match=r"is a 'vla-torchrl training state 9', .*resume with the version"):
         open_checkpoint(tmp_path)
 
 
-def test_the_storm_of_corruptions():
-    tally = corruption.run(count=30, seed=1)
+@pytest.mark.parametrize(("storm", "count"), [(corruption.policies, 15), (corruption.foreign, 15)])
+def test_the_storm_of_corruptions(storm, count):
+    tally = storm(count, seed=1)
     assert tally.clean, tally.failures

@@ -179,8 +179,11 @@ def test_total_frames_and_stats(policy):
     assert stats["batches"] == 3
     assert stats["time/env"] > 0
     assert stats["time/policy"] > 0
+    calls = sum(seconds for _, seconds in collector.calls)
+    assert stats["time/env"] + stats["time/policy"] <= stats["time/env"] + calls <= stats["time/rollout"]
     assert stats["env/worker_restarts"] == 1
     assert len(decisions) == 3 * T
+    assert next(StepCollector(ToyEnv(N), policy, T, 0).iterator(), None) is None
     collector.shutdown()
     collector.shutdown()
     assert collector.env.is_closed
@@ -202,36 +205,15 @@ def test_state_dict_continues_the_episode_sequence(policy):
     state = collector.state_dict()
     other = StepCollector(ToyEnv(N), policy, T)
     other.load_state_dict(state)
-    assert other.stats()["frames"] == N * T
+    assert (other.stats()["frames"], other.stats()["batches"]) == (N * T, 1)
     trials = other.rollout()[TRIAL_ID]
     assert trials.min() > batch[TRIAL_ID].max()
     assert trials[:, 0].tolist() == sorted(trials[:, 0].tolist())
 
 
-def test_counters_go_on_where_another_number_of_processes_had_stopped(policy):
-    before = [StepCollector(ToyEnv(N), policy, T) for _ in range(2)]
-    for collector in before:
-        collector.next()
-    states = [collector.state_dict() for collector in before]
-    for state, count in zip(states, (4, 9), strict=True):
-        state["environment"]["env"]["sampler"] = {"count": count}
-    env = ToyEnv(N)
-    collector = StepCollector(env, policy, T)
-    with pytest.raises(ValueError, match=r"ToyEpisodes has no begin_anew\(states\): .*; resume with as many"):
-        collector.begin_anew(states)
-    env.episodes.begin_anew = lambda samplers: setattr(env.episodes, "count", max(s["count"] for s in samplers))
-    collector.begin_anew(states)
-    assert collector.stats()["frames"] == 2 * N * T
-    assert collector.rollout()[TRIAL_ID].min() == 10
-    episodes = EpisodeCollector(ToyEnv(N), policy)
-    episodes.begin_anew([{"frames": 3, "batches": 2, "transforms": []}] * 2)
-    assert episodes.stats()["frames"] == 6
-    assert episodes.state_dict()["batches"] == 2
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"bootstrap": "always"}, "truncation, none, any_done"), ({"decisions": 0}, "decisions is 0")],
+    [({"bootstrap": "always"}, "'truncation', 'none' or"), ({"decisions": 0}, "decisions=0: must be")],
 )
 def test_impossible_settings_say_what_would_be_right(policy, settings, message):
     with pytest.raises(ValueError, match=message):
@@ -281,7 +263,7 @@ def test_nobody_else_uses_the_environment_while_episodes_run(policy):
             trials.append(episode[TRIAL_ID][0].item())
             evaluate(env, policy, [Episode(1, 0)])
 
-    with pytest.raises(RuntimeError, match=r"somebody else has used the environment.*in another make_env"):
+    with pytest.raises(RuntimeError, match=r"the environment was used by others between.*in another make_env"):
         disturb()
     trials += [episode[TRIAL_ID][0].item() for episode in collector.iterator()]
     assert trials == list(range(9))  # nothing was lost

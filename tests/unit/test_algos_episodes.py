@@ -18,6 +18,7 @@ from vla_common.keys import (
     IMAGES,
     NEXT,
     REWARD,
+    STATE_VALUE,
     STATES,
     STEP_MASK,
     SUCCESS,
@@ -61,6 +62,11 @@ def test_every_episode_comes_once_whole_and_in_queue_order(policy, num_envs):
         assert episode[NEXT, REWARD].sum() == float(episode[NEXT, SUCCESS][-1])
 
 
+def test_episodes_may_be_long(policy):
+    for episode in EpisodeCollector(ToyEnv(2, horizon=40 * CHUNK, goal=1000), policy, queue(3)):
+        assert episode[STATES][:, 0].tolist() == list(range(0, 40 * CHUNK, CHUNK))
+
+
 def test_they_finish_in_another_order_which_on_episode_sees():
     finished = []
     collector = EpisodeCollector(ToyEnv(4), LastWord(), queue(12), on_episode=lambda place, _: finished.append(place))
@@ -74,7 +80,7 @@ def test_episodes_hold_what_learning_needs_and_no_more(policy):
     episode = next(iter(EpisodeCollector(ToyEnv(2), policy, queue(3))))
     assert {IMAGES, ACTION_LOG_PROB} < set(episode.keys())
     assert (NEXT, IMAGES) not in episode.keys(True)
-    assert TASK_DESCRIPTIONS not in episode
+    assert not {TASK_DESCRIPTIONS, STATE_VALUE} & set(episode.keys())
     episode = next(iter(EpisodeCollector(ToyEnv(2), policy, queue(3), for_learning=False)))
     assert IMAGES not in episode
     assert ACTION in episode
@@ -169,9 +175,12 @@ def test_hooks_shutdown_and_state(policy):
     )
     list(collector)
     assert seen == ["start", 100, 101, 102]
+    assert collector.stats()["batches"] == 1
+    assert "completed" not in collector.stats()  # there is no number of frames to reach
     other = EpisodeCollector(ToyEnv(2), policy)
     other.load_state_dict(collector.state_dict())
     assert other.stats()["frames"] == collector.stats()["frames"] > 0
+    assert other.stats()["batches"] == 1
     collector.shutdown()
     collector.shutdown()
     assert collector.env.is_closed

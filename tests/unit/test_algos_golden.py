@@ -22,9 +22,7 @@ from vla_algos.collectors import EpisodeCollector
 from vla_algos.groups import Group, grpo
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.metrics import explained_variance
-from vla_envs import Episode, EpisodeQueue
-from vla_envs.env import VLAEnv
-from vla_keys import (
+from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
     ADVANTAGE,
@@ -42,6 +40,8 @@ from vla_keys import (
     VALUE_TARGET,
     WEIGHT,
 )
+from vla_envs import Episode, EpisodeQueue
+from vla_envs.env import VLAEnv
 
 ARRAYS = {name: torch.from_numpy(array) for name, array in np.load(FOLDER / "algos.npz").items()}
 NUMBERS = json.loads((FOLDER / "algos.json").read_text())

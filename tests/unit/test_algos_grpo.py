@@ -10,9 +10,9 @@ from vla_algos.collectors import EpisodeCollector
 from vla_algos.evaluation import evaluate
 from vla_algos.groups import (
     Group,
+    check_signal,
     collect_groups,
     concatenate,
-    describe_groups_without_signal,
     group_metrics,
     grpo,
     score,
@@ -42,7 +42,7 @@ def episode(rewards, success=None, crashed=False, done=None):
     after = {
         REWARD: column([float(r) for r in rewards]),
         DONE: column(done),
-        SUCCESS: column([bool(sum(rewards) > 0 if success is None else success)] * len(rewards)),
+        SUCCESS: column([False] * (len(rewards) - 1) + [bool(sum(rewards) > 0 if success is None else success)]),
         CRASHED: column([False] * (len(rewards) - 1) + [crashed]),
     }
     return TensorDict({NEXT: after}, batch_size=[len(rewards)])
@@ -55,6 +55,7 @@ def group(*scores, **options):
 def test_a_score_ends_at_the_first_done():
     assert score(episode([1, 2, 4])) == 7
     assert score(episode([1, 2, 4, 8], done=[False, True, False, True])) == 3
+    assert Group.of([episode([0, 0, 0, 1])]).solved
 
 
 def test_advantages_by_hand():
@@ -75,9 +76,16 @@ def test_groups_without_signal_are_dropped_and_change_nothing():
     assert len(among) == 6
     assert among[ADVANTAGE].flatten().tolist() == pytest.approx([1.1547, 1.1547] + [-0.57735] * 4, abs=1e-4)
     assert grpo([failed, solved]) is None
-    assert "2 groups carries signal (1 failed every time, 1 succeeded every time)" in describe_groups_without_signal(
-        [failed, solved]
+    state = {}
+    said = (
+        "iteration 3: none of 2 groups carries signal (1 failed every time, 1 succeeded every time); nothing was learnt"
     )
+    assert check_signal(state, 3, [failed, solved], learnt=False, patience=2) == said
+    assert check_signal(state, 4, [failed, mixed], learnt=True, patience=2) == ""
+    for iteration in (5, 6):
+        assert "ended" not in state
+        check_signal(state, iteration, [failed], learnt=False, patience=2)
+    assert state["ended"] == "2 iterations in a row without a group to learn from (patience=2)"
 
 
 def test_bounds_are_success_rates_whatever_the_reward():
@@ -138,7 +146,7 @@ def test_runs_that_crashed_are_left_out_and_counted():
     assert [none.has_signal, none.failed, none.solved] == [False] * 3
     assert grpo([none, none]) is None
     assert group_metrics([none, none, some])["rollout/groups_all_crashed"] == 2
-    assert "2 crashed every time" in describe_groups_without_signal([none, none])
+    assert "2 crashed every time" in check_signal({}, 1, [none, none], learnt=False, patience=9)
     assert env_metrics(concatenate([none, none]), 4) == {"env/num_episodes": 0, "env/crashed_episodes": 4}
 
 
@@ -188,6 +196,10 @@ def test_dynamic_sampling_goes_on_until_enough_groups_carry_signal(policy):
     useful = sum(members.has_signal for members in groups)
     assert useful >= 6
     assert 6 < len(groups) < 60
+    queued = []
+    roomy = EpisodeCollector(ToyEnv(40), policy, on_decision=lambda _: queued.append(len(roomy.queue)))
+    collect_groups(roomy, Groups(2), groups=6, max_groups=60)
+    assert queued[0] == 12  # as many as are wanted, until some have turned out to have none
     fixed = collect_groups(collector, source, groups=6, max_groups=6)
     assert len(fixed) == 6
     assert fixed[0].episodes[0][TRIAL_ID][0] == len(groups)  # the source continues

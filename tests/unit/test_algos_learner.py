@@ -229,6 +229,7 @@ def test_critic_warm_up_changes_the_value_head_only(policy, batch, critic_warmup
     one.optimizer.register_step_post_hook(lambda *_: seen.append(changed(policy, before)))
     metrics = [one.update(batch), one.update(batch)]
     assert len(seen) == 8 == one.steps
+    assert [each["train/steps"] for each in metrics] == [4, 4]
     assert heads
     assert seen[:critic_warmup_steps] == [heads] * critic_warmup_steps
     assert seen[critic_warmup_steps] == set(before)  # the value loss reaches the features as well
@@ -262,11 +263,12 @@ def test_without_a_rate_of_its_own_the_value_head_has_the_others(policy, batch):
         assert (parameter - before[name]).abs().max().item() == pytest.approx(1e-3, rel=1e-2), name
 
 
-def test_frozen_parameters_stay_frozen(policy, batch):
-    policy.body[0].requires_grad_(False)
+@pytest.mark.parametrize("frozen", ["body.0", "body"])  # one layer, and nearly everything
+def test_frozen_parameters_stay_frozen(policy, batch, frozen):
+    policy.get_submodule(frozen).requires_grad_(False)
     before = weights(policy)
     learner(policy, minibatch_size=10, weight_decay=0.1).update(batch)
-    assert changed(policy, before) == {name for name in before if not name.startswith("body.0")}
+    assert changed(policy, before) == {name for name in before if not name.startswith(frozen)}
 
 
 COSINE = [(1 + math.cos(math.pi * progress)) / 2 for progress in (0, 1 / 4, 2 / 4, 3 / 4, 1)]
@@ -339,8 +341,9 @@ def test_gradients_are_clipped_apart(batch):
     policy = ToyActorCritic(detach=True)
     batch = collect(policy)
     seen = {}
-    for name, shift, limit in [("small", 0.0, 1e-3), ("huge", 1e4, 1e-3), ("free", 1e4, 1e6)]:
-        one = learner(copy.deepcopy(policy), minibatch_size=100, max_grad_norm=limit)
+    small, none = {"max_grad_norm": 1e-3}, {"max_grad_norm": None}
+    for name, shift, limit in [("small", 0.0, small), ("huge", 1e4, small), ("free", 1e4, none), ("usual", 1e4, {})]:
+        one = learner(copy.deepcopy(policy), minibatch_size=100, **limit)
         recorded = gradients_at_the_step(one)
         data = batch.clone()
         data[VALUE_TARGET] += shift
@@ -350,6 +353,7 @@ def test_gradients_are_clipped_apart(batch):
     actor = {name: {key: g for key, g in step.items() if not is_head(key)} for name, (step, _) in seen.items()}
     critic = {name: {key: g for key, g in step.items() if is_head(key)} for name, (step, _) in seen.items()}
     assert norm(critic["free"].values()) > 1.0 > 1e-3 >= norm(critic["huge"].values()) > 0.9e-3
+    assert norm(critic["usual"].values()) == pytest.approx(1.0, rel=1e-3)
     assert norm(actor["free"].values()) > 1e-3 >= norm(actor["huge"].values()) > 0.9e-3
     scale = norm(actor["free"].values()) / norm(actor["huge"].values())
     for key in actor["huge"]:
@@ -409,7 +413,7 @@ def test_a_value_that_is_not_finite_skips_the_step_too(policy, batch):
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
 def test_stored_log_probabilities_must_be_finite_where_actions_were_executed(policy, batch, garbage):
     before = weights(policy)
-    batch[ACTION_LOG_PROB][2, 0, 0, 1] = garbage
+    batch[ACTION_LOG_PROB][2, 0, :2, 1] = garbage
     with pytest.raises(ValueError, match=r"'action_log_prob' is not finite in 1 of 41 decisions"):
         learner(policy).update(batch)
     assert_unchanged(policy, before)
@@ -491,8 +495,11 @@ def test_state_dict_goes_on_identically(policy, tmp_path):
     one = learner(policy, **settings)
     for _ in range(2):
         one.update(collect(policy))
-    path = tmp_path / "learner.pt"
-    torch.save(one.state_dict(), path)
+    state, path = one.state_dict(), tmp_path / "learner.pt"
+    room = one.empty_state(state)
+    assert room.keys() == state.keys()
+    assert all(room["reference"][name].shape == tensor.shape for name, tensor in state["reference"].items())
+    torch.save(state, path)
     saved, collected = copy.deepcopy(policy), collect(policy)
 
     def go_on(one):
@@ -511,6 +518,16 @@ def test_state_dict_goes_on_identically(policy, tmp_path):
     assert metrics[0]["train/actor/reference_kl"] > 0
     assert all(torch.equal(parameters[name], same_parameters[name]) for name in parameters)
     assert other.steps == one.steps == 24
+
+
+def test_a_resumed_learner_has_the_rates_that_are_set_now(policy, batch):
+    one = learner(policy, lr=1e-3, value_lr=1e-2, warmup_updates=1, betas=(0.9, 0.9))
+    one.update(batch.clone())
+    other = learner(policy, lr=2e-3, value_lr=3e-2, warmup_updates=1, max_log_ratio=None)
+    other.load_state_dict(one.state_dict())
+    for _ in range(2):
+        metrics = other.update(batch.clone())
+        assert (metrics["train/actor/lr"], metrics["train/critic/lr"]) == (2e-3, 3e-2)
 
 
 def test_a_restart_needs_its_state(policy):

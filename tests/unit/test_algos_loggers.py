@@ -8,17 +8,17 @@ import numpy as np
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vla_algos.run.loggers.events import Events
-from vla_algos.run.logging import RunLogger, write_video
+from vla_algos.run.logging import RunLogger, open_loggers
+from vla_algos.run.videos import write_video
 
 
 def test_metrics_go_to_both_files_and_survive_a_resume(tmp_path):
-    logger = RunLogger(tmp_path, sinks=[Events(tmp_path)])
+    logger = RunLogger(tmp_path, None, open_loggers({"tensorboard": {}}, tmp_path))
     logger.log({"env/success_once": 0.25, "train/critic/explained_variance": math.nan}, step=1)
     line = json.loads((tmp_path / "metrics.jsonl").read_text())  # on disk before close
     assert line == {"step": 1, "env/success_once": 0.25, "train/critic/explained_variance": None}
     logger.close()
-    logger = RunLogger(tmp_path, sinks=[Events(tmp_path)])
+    logger = RunLogger(tmp_path, 1, open_loggers({"tensorboard": {}}, tmp_path, 1))
     logger.log({"env/success_once": torch.tensor(0.5)}, step=2)
     logger.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -11,6 +11,7 @@ from toy import CHUNK, ToyActorCritic, ToyEnv, ToyPolicy
 from vla_algos.advantages import gae
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_algos.groups import collect_groups, concatenate
+from vla_algos.intervals import wilson_interval
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_algos.metrics import (
     WeightedMean,
@@ -18,7 +19,6 @@ from vla_algos.metrics import (
     env_metrics,
     explained_variance,
     rollout_metrics,
-    wilson_interval,
 )
 from vla_common.keys import (
     ADVANTAGE,

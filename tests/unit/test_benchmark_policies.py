@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import GOLDEN
 
 from vla_common import keys
+from vla_policies.pi0.model import Pi0ModelConfig
 
 ARGUMENTS = ["--size", "tiny", "--batch", "1", "--repetitions", "1", "--threads", "1"]
 
@@ -42,6 +44,17 @@ def test_contenders_agree_and_ratios_are_shown(benchmark, capsys):
     best = result["over_ours_of_the_better_peer"]
     for name, line in (("head_time", "time of the head"), ("head_memory", "memory"), ("step_time", "whole step")):
         assert any(line in text and f"{best[name]:.2f}" in text for text in shown.splitlines())
+
+
+def test_what_pi0_costs_is_shown_and_its_real_size_is_the_published_one(benchmark, capsys):
+    import flow
+
+    result = flow.run(flow.parse([*ARGUMENTS, "--steps", "2", "--device", "cpu"]))
+    flow.show(result)
+    assert "times less time" in capsys.readouterr().out
+    assert json.loads(json.dumps(result)) == result
+    layout = json.loads((GOLDEN / "pi0_full_layout.json").read_text())
+    assert flow.SIZES["published"] == Pi0ModelConfig.from_shapes(layout)
 
 
 def test_a_contender_that_computes_something_else_is_noticed(benchmark):

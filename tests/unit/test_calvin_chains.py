@@ -25,14 +25,14 @@ def test_the_published_chains_are_chains_and_the_published_procedure_draws_the_f
     assert len({(tuple(condition.items()), names) for condition, names in published}) == chains.PUBLISHED
     # calvin_agent's procedure for condition 0 with seed 0: five different tasks, drawn until they are a chain.
     condition, random = chains.conditions()[0], np.random.RandomState(0)
-    while not chains.is_chain(condition, drawn := tuple(random.choice(list(chains.tasks()), 5, replace=False))):
+    while chains._why_no_chain(condition, drawn := tuple(random.choice(list(chains.tasks()), 5, replace=False))):
         pass
     assert any(dict(start) == dict(condition) and names == drawn for start, names in published)
 
 
 def test_drawn_chains_are_as_likely_as_published_ones():
     drawn = [chains.draw_chain(0, number) for number in range(1000)]
-    assert all(chains.is_chain(*chain) for chain in drawn)
+    assert not any(chains._why_no_chain(*chain) for chain in drawn)
     assert drawn[:3] == [chains.draw_chain(0, number) for number in range(3)]
     count = collections.Counter(name for _, names in drawn for name in names)
     published = collections.Counter(name for _, names in chains.published_chains() for name in names)
@@ -79,6 +79,7 @@ def test_names_and_what_they_say():
     assert evaluation.trials == evaluation.initial_states == 1000
     assert evaluation.max_episode_steps == 5 * 360
     assert not any("mended" in text for text in evaluation.protocol_deviations)  # scene D is right as it is
+    assert sum("contacts in a fixed order" in text for text in evaluation.protocol_deviations) == 1
     assert evaluation.chain_length == 5
     assert evaluation.protocol == "LH-MTLC: chains of 5 tasks, 360 steps for each, ended by the first failure"
     training = make_spec("calvin/ABC")
@@ -116,16 +117,16 @@ def test_names_and_what_they_say():
         ("D", {"scene": "A"}, "type calvin/A"),
         ("A", {"scene": "D"}, "scene=D: calvin/A says by its name where it is; type calvin/D"),
         ("lh-mtlc", {"chains": "drawn"}, "has its own"),
-        ("lh-mtlc", {"max_episode_steps": 480}, "360 steps for each task"),
+        ("lh-mtlc", {"max_episode_steps": 1801}, "360 steps for each of 5 tasks"),
         ("D", {"chains_file": "x.json"}, "type chains=published too"),
-        ("D", {"sentences": "both"}, "unknown sentences 'both'"),
+        ("D", {"sentences": "both"}, "sentences=both: must be 'validation' or 'training'"),
         ("D", {"scene_fixes": "no"}, "must be a valid boolean"),
         ("D+open_drawer", {}, "joins scenes and tasks; type calvin/ABC for scenes, scene=A for tasks"),
         ("open_drawer", {"scene": "E"}, "scene=E: is not of A, B, C, D"),
         ("open_drawer", {"scene": "AAB"}, "scene=AAB: is not of A, B, C, D, or some of them"),
         ("lh-mtlc", {"scene": "AB"}, "runs in one scene; type scene=B"),
         ("open_drawer", {"chains": "published"}, "is for training in scenes such as calvin/D"),
-        ("D", {"image_size": 0}, "at least 16, got 0; try image_size=200"),
+        ("D", {"image_size": 0}, "image_size=0: must be greater than or equal to 16"),
         ("D", {"image_size": 100_000}, "image_size=100000: must be less than"),
         ("D", {"renderer": "eg"}, "did you mean egl"),
         ("D", {"pth": "x"}, "did you mean path"),

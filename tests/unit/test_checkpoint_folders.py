@@ -19,7 +19,6 @@ from torchrl.envs.utils import ExplorationType
 
 import vla_policies
 from vla_policies import SmallVLA, SmallVLAConfig, load_policy
-from vla_policies.__main__ import main
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.weights import (
     INDEX,
@@ -31,11 +30,11 @@ from vla_policies.checkpoint.weights import (
     load_weights,
     save_weights,
 )
+from vla_policies.cli import main
 from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
-from vla_policies.openvla.folder import OpenVLAFolder
+from vla_policies.openvla.checkpoint import OpenVLACheckpoint
 from vla_policies.openvla.heads import L1Head, ProprioProjector
-from vla_policies.openvla.loading import empty_model, unused_by
 from vla_policies.openvla.model import Prismatic, PrismaticConfig
 
 SAVED_BEFORE = GOLDEN / "saved_before"
@@ -54,8 +53,8 @@ def sharded(checkpoint):
 
 def model_of(folder):
     """The tiny model on the meta device, and its unused keys."""
-    model, _, _ = empty_model(folder)
-    return model, unused_by(model)
+    model, _ = folder.empty_model()
+    return model, model.unused
 
 
 def hidden_size(folder):
@@ -76,10 +75,13 @@ def inspect(folder, capsys):
 # Folders and hub ids
 
 
-def test_a_local_folder_needs_no_network(checkpoint, monkeypatch):
+def test_a_path_needs_no_network(checkpoint, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("network"))
     assert resolve(checkpoint) == checkpoint
     assert resolve(str(checkpoint)) == checkpoint
+    for name in ("checkpoints/mine", "openvla/openvla-7b"):  # a path, though it looks like a repository's name
+        with pytest.raises(FileNotFoundError, match=f"no folder {name}; pass a checkpoint folder, or .* as hf:NAME"):
+            load_policy(name)
 
 
 def test_a_hub_id_is_downloaded_without_code(checkpoint, monkeypatch):
@@ -90,7 +92,7 @@ def test_a_hub_id_is_downloaded_without_code(checkpoint, monkeypatch):
         return str(checkpoint)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert OpenVLAFolder.read("openvla/openvla-7b").path == checkpoint
+    assert OpenVLACheckpoint.read("hf:openvla/openvla-7b").path == checkpoint
     assert asked["name"] == "openvla/openvla-7b"
     assert {pattern.rpartition(".")[2] for pattern in asked["allow_patterns"]} == {"json", "safetensors", "model", "pt"}
     assert all("--" in pattern for pattern in asked["allow_patterns"] if pattern.endswith("pt"))
@@ -107,60 +109,58 @@ def test_what_is_neither_folder_nor_repository_is_one_clear_error(checkpoint, mo
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(FileNotFoundError, match=r"no route to the hub.*hf download openvla/openvla-7b --local-dir"):
-        resolve("openvla/openvla-7b")
+        resolve("hf:openvla/openvla-7b")
 
 
 def test_a_folder_is_read_and_its_statistics_file_wins(checkpoint):
-    folder = OpenVLAFolder.read(checkpoint)
+    folder = OpenVLACheckpoint.read(checkpoint)
     assert folder.family == "openvla"
     assert not folder.family_is_known
-    assert folder.has_weights
     assert folder.config["text_config"]["hidden_size"] == hidden_size(checkpoint)
     assert folder.preprocessor["means"]
     assert {"tokenizer.json", "preprocessor_config.json"} <= folder.files.keys()
     (checkpoint / "dataset_statistics.json").write_text('{"other": {}}')
-    assert list(OpenVLAFolder.read(checkpoint).statistics) == ["other"]
+    assert list(OpenVLACheckpoint.read(checkpoint).statistics) == ["other"]
     (checkpoint / "dataset_statistics.json").unlink()
-    assert list(OpenVLAFolder.read(checkpoint).statistics) == ["golden_ds"]
+    assert list(OpenVLACheckpoint.read(checkpoint).statistics) == ["golden_ds"]
 
 
 def test_the_parts_of_openvla_oft_are_found(tmp_path):
-    folder = OpenVLAFolder.read(make_checkpoint(tmp_path, heads=True, value_head=True))
+    folder = OpenVLACheckpoint.read(make_checkpoint(tmp_path, heads=True, value_head=True))
     assert folder.family == "openvla_oft"
     assert folder.family_is_known
     assert folder.action_head.name == "action_head--golden_checkpoint.pt"
     assert folder.proprio_projector.name == "proprio_projector--golden_checkpoint.pt"
     assert folder.value_head_in_weights
     assert folder.value_head is None
-    assert folder.lora_adapter is None
     shutil.copy(folder.action_head, tmp_path / "action_head--150000_checkpoint.pt")
     with pytest.raises(ValueError, match=r"2 files for the same part: action_head--150000_checkpoint.pt, action_"):
-        OpenVLAFolder.read(tmp_path)
+        OpenVLACheckpoint.read(tmp_path)
 
 
 def test_what_is_no_openvla_checkpoint_is_refused(checkpoint, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config.json"):
-        OpenVLAFolder.read(tmp_path)
+        OpenVLACheckpoint.read(tmp_path)
     (checkpoint / "vla_torchrl.json").write_text('{"family": "openvla"}')
     with pytest.raises(ValueError, match="a checkpoint of openvla, not of openvla_oft"):
-        OpenVLAFolder.read(checkpoint, "openvla_oft")
-    assert OpenVLAFolder.read(checkpoint, "openvla").family_is_known
+        OpenVLACheckpoint.read(checkpoint, "openvla_oft")
+    assert OpenVLACheckpoint.read(checkpoint, "openvla").family_is_known
     (checkpoint / "preprocessor_config.json").rename(checkpoint / "away")
     with pytest.raises(FileNotFoundError, match=r"no preprocessor_config.json"):
-        OpenVLAFolder.read(checkpoint)
+        OpenVLACheckpoint.read(checkpoint)
     (checkpoint / "preprocessor_config.json").write_text("[1]")
     with pytest.raises(ValueError, match="must be a JSON object"):
-        OpenVLAFolder.read(checkpoint)
+        OpenVLACheckpoint.read(checkpoint)
     change_json(checkpoint / "config.json", model_type="llama")
     with pytest.raises(ValueError, match="a checkpoint of 'llama', not of openvla or openvla_oft"):
-        OpenVLAFolder.read(checkpoint)
+        OpenVLACheckpoint.read(checkpoint)
     (checkpoint / "config.json").write_text('{"model_type":')
     with pytest.raises(ValueError, match=r"config.json is not JSON"):
-        OpenVLAFolder.read(checkpoint)
+        OpenVLACheckpoint.read(checkpoint)
 
 
 def test_a_published_folder_loads_as_either_family(checkpoint):
-    assert OpenVLAFolder.read(checkpoint, "openvla_oft").path == checkpoint
+    assert OpenVLACheckpoint.read(checkpoint, "openvla_oft").path == checkpoint
 
 
 # Weights
@@ -168,7 +168,7 @@ def test_a_published_folder_loads_as_either_family(checkpoint):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_fill_a_module_on_the_meta_device(checkpoint, dtype):
-    folder = OpenVLAFolder.read(checkpoint)
+    folder = OpenVLACheckpoint.read(checkpoint)
     model, unused = model_of(folder)
     model.projector.requires_grad_(False)
     cast(model, dtype)
@@ -207,7 +207,7 @@ def test_saving_again_leaves_nothing_stale(sharded):
 
 
 def test_weights_can_be_saved_over_the_file_they_were_loaded_from(checkpoint):
-    folder = OpenVLAFolder.read(checkpoint)
+    folder = OpenVLACheckpoint.read(checkpoint)
     model, unused = model_of(folder)
     spare = load_weights(model, folder.weights, unused=unused)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -247,10 +247,10 @@ def test_keys_and_shapes_that_do_not_fit_are_listed(checkpoint):
     size = hidden_size(checkpoint)
     weights["projector.fc3.weight"] = weights["projector.fc3.weight"][:, 1:].contiguous()
     save_file(weights, checkpoint / "model.safetensors")
-    folder = OpenVLAFolder.read(checkpoint)
+    folder = OpenVLACheckpoint.read(checkpoint)
     model, unused = model_of(folder)
     with pytest.raises(ValueError, match="does not fit the model") as error:
-        load_weights(model, checkpoint, unused=unused)
+        load_weights(model, list_weights(checkpoint), unused=unused)
     for part in (
         str(checkpoint),
         "lacks projector.fc2.bias",
@@ -283,7 +283,7 @@ def test_buffers_are_loaded_and_integers_keep_their_type(tmp_path):
     assert len(list(tmp_path.glob("model-*"))) == len(model.state_dict())
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    load_weights(empty.to(torch.float64), tmp_path)
+    load_weights(empty.to(torch.float64), list_weights(tmp_path))
     assert empty[1].running_mean.dtype == torch.float64
     assert empty[1].num_batches_tracked.dtype == torch.int64
     assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in empty.state_dict().items())
@@ -293,7 +293,7 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from torch import nn
-from vla_policies.checkpoint.weights import load_weights
+from vla_policies.checkpoint.weights import list_weights, load_weights
 
 def memory(name):
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().split("\\n") if name in line)
@@ -302,7 +302,7 @@ with torch.device("meta"):
     model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(75)))
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts again here
 before = memory("VmRSS")
-load_weights(model.to(getattr(torch, sys.argv[2])), sys.argv[1])
+load_weights(model.to(getattr(torch, sys.argv[2])), list_weights(sys.argv[1]))
 print((memory("VmHWM") - before) / (sum(p.numel() * p.element_size() for p in model.parameters()) / 1024))
 """
 
@@ -323,7 +323,7 @@ def test_loading_peaks_at_no_more_than_a_fifth_over_the_weights(tmp_path, dtype)
 
 def test_heads_are_read_from_pickles_of_tensors_only(tmp_path):
     make_checkpoint(tmp_path, heads=True)
-    folder = OpenVLAFolder.read(tmp_path)
+    folder = OpenVLACheckpoint.read(tmp_path)
     size = hidden_size(tmp_path)
     head, projector = L1Head(size, 7), ProprioProjector(8, size).bfloat16()
     load_head(head, folder.action_head)
@@ -374,11 +374,11 @@ def test_a_truncated_head_is_refused(tmp_path):
 
 
 def test_a_folder_that_is_written_has_everything_that_was_read(checkpoint, tmp_path):
-    folder = OpenVLAFolder.read(checkpoint)
+    folder = OpenVLACheckpoint.read(checkpoint)
     weights = {key: entry.read().float() for key, entry in folder.weights.items()}
     weights["projector.fc1.bias"] = weights["projector.fc1.bias"].bfloat16()
     folder.write(tmp_path / "copy", weights=weights, options={"family": "openvla", "benchmark": "libero"})
-    again = OpenVLAFolder.read(tmp_path / "copy")
+    again = OpenVLACheckpoint.read(tmp_path / "copy")
     assert again.files == folder.files
     assert again.statistics == folder.statistics
     assert again.config == {**folder.config, "torch_dtype": "float32"}
@@ -514,7 +514,6 @@ def test_importing_vla_policies_imports_no_model_library():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170, cwd=ROOT)
     assert done.stdout.split("\n")[:2] == ["set()", "set()"], done.stderr
-    old = {"ADAPTERS", *(name for name in dir(vla_policies) if name.endswith("_example") and name != "make_example")}
-    assert set(vla_policies.__all__) == set(dir(vla_policies)) - old
+    assert set(vla_policies.__all__) == set(dir(vla_policies))
     with pytest.raises(AttributeError, match="No vla_policies attribute OpenVLB"):
         vla_policies.OpenVLB  # noqa: B018

@@ -8,10 +8,9 @@ import pytest
 
 from recipes.__main__ import main
 from vla_algos.comparison import compare
-from vla_algos.metrics import Estimate, mean_of_estimates, paired_difference
-from vla_algos.results import EpisodeResult
+from vla_algos.intervals import Estimate, mean_of_estimates, paired_difference
+from vla_algos.results import EpisodeResult, as_lines
 from vla_algos.run.comparing import before_and_after
-from vla_algos.run.episode_log import EpisodeLog
 from vla_envs.simulator import Episode
 
 GROUPS = {"easy": 0.9, "medium": 0.5, "hard": 0.2}
@@ -192,10 +191,7 @@ def test_what_cannot_be_compared_is_said():
 
 def write(path, episodes):
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = EpisodeLog(path, keep=False)
-    for result in episodes:
-        log.add(result)
-    log.close()
+    path.write_text(as_lines(episodes))
 
 
 def run_of(folder, seed, recipe="ppo", **settings):

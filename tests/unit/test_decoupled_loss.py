@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from decisions import decisions
+from forked import together
 from pi0_checkpoint import make_checkpoint as make_pi0
 from tensordict import TensorDict
 from tiny_policies import pi0, small, small_flow
-from together import together
 from toy import CHUNK, DIM, Given, ToyActorCritic, ToyEnv
 
 from vla_algos import parallel

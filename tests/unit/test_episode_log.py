@@ -7,8 +7,7 @@ import pytest
 import torch
 from toy import ToyEnv, ToyPolicy
 
-from vla_algos.run import episode_log
-from vla_algos.run.evaluator import Evaluator, gather
+from vla_algos.run.evaluator import Evaluator, check_weights
 from vla_envs.workers.pool import SimulatorCrash
 
 EVALUATOR = Evaluator(trials=6, seed=1)
@@ -49,7 +48,7 @@ def policy():
 
 @pytest.fixture
 def whole(policy, tmp_path):
-    return gather(EVALUATOR.run("whole", Counting(4), policy, tmp_path / "whole.jsonl"), tmp_path / "whole.jsonl")
+    return EVALUATOR.run("whole", Counting(4), policy, tmp_path / "whole.jsonl")
 
 
 def test_a_line_for_each_episode_has_what_the_result_has(policy, whole, tmp_path):
@@ -65,7 +64,7 @@ def test_a_line_for_each_episode_has_what_the_result_has(policy, whole, tmp_path
 @pytest.mark.parametrize("broken_at", [0, 3, 7])
 def test_a_broken_evaluation_has_what_finished_and_goes_on(policy, whole, tmp_path, broken_at, record):
     path = tmp_path / "episodes.jsonl"
-    first = gather(EVALUATOR.run("", Counting(3, broken_at), policy, path, go_on=True, record=record), path)
+    first = EVALUATOR.run("", Counting(3, broken_at), policy, path, resume=True, record=record)
     assert first.broken == "it died and died again"
     assert f"{12 - len(first.finished)} of 12 episodes have no result; it died" in first.failure
     assert "not run" in first.table()
@@ -75,7 +74,7 @@ def test_a_broken_evaluation_has_what_finished_and_goes_on(policy, whole, tmp_pa
     with open(path, "a") as file:
         file.write('{"index": 11, "torn')
     env = Counting(4)
-    second = gather(EVALUATOR.run("", env, policy, path, go_on=True, record=record), path)
+    second = EVALUATOR.run("", env, policy, path, resume=True, record=record)
     assert second.episodes == whole.episodes
     assert sorted(second.videos) == list(range(record))
     done = {(result.episode.task_id, result.episode.trial_id) for result in first.finished if result.index >= record}
@@ -85,10 +84,10 @@ def test_a_broken_evaluation_has_what_finished_and_goes_on(policy, whole, tmp_pa
 
 def test_crashed_episodes_run_again(policy, tmp_path):
     path = tmp_path / "episodes.jsonl"
-    first = EVALUATOR.run("", Counting(2, crashes={3: 6}), policy, path, go_on=True)
+    first = EVALUATOR.run("", Counting(2, crashes={3: 6}), policy, path, resume=True)
     assert [result.index for result in first.crashed] == [6, 7]
     assert [line["index"] for line in lines(path) if line["crashed"]]
-    second = EVALUATOR.run("", Counting(2), policy, path, go_on=True)
+    second = EVALUATOR.run("", Counting(2), policy, path, resume=True)
     assert not second.crashed
 
 
@@ -98,20 +97,20 @@ def test_the_files_of_several_processes_become_one(policy, whole, tmp_path):
         text = "".join(json.dumps(line) + "\n" for line in lines(tmp_path / "whole.jsonl")[rank::3])
         (path if rank == 0 else tmp_path / f"episodes_rank{rank}.jsonl").write_text(text)
     env = Counting(2)
-    result = gather(EVALUATOR.run("", env, policy, path, go_on=True), path)
+    result = EVALUATOR.run("", env, policy, path, resume=True)
     assert result.episodes == whole.episodes
     assert env.begun == []
     assert [entry.name for entry in tmp_path.glob("episodes*")] == ["episodes.jsonl"]
 
 
 def test_other_weights_are_refused(policy, tmp_path):
-    episode_log.check_policy(tmp_path, policy)
+    check_weights(tmp_path, policy)
     (tmp_path / "episodes.jsonl").write_text("")
-    episode_log.check_policy(tmp_path, policy)
+    check_weights(tmp_path, policy)
     with torch.no_grad():
         policy.body[0].weight[0, 0] += 1e-6
     with pytest.raises(ValueError, match="other weights"):
-        episode_log.check_policy(tmp_path, policy)
+        check_weights(tmp_path, policy)
     (tmp_path / "evaluation.json").unlink()
     with pytest.raises(ValueError, match=r"no readable evaluation.json"):
-        episode_log.check_policy(tmp_path, policy)
+        check_weights(tmp_path, policy)

@@ -69,7 +69,7 @@ def test_what_is_sometimes_solved_comes_more_often():
     assert sampler.shares()[hard[0]] > 0.9 * sampler.shares()[hard[2]]
 
 
-def test_what_was_told_is_resumed_also_by_another_number_of_ranks():
+def test_what_was_told_is_resumed():
     def told(**ranks):
         return EpisodeSampler(SPEC, mode="learnable", **ranks)
 
@@ -77,12 +77,12 @@ def test_what_was_told_is_resumed_also_by_another_number_of_ranks():
     take(sampler, 5)
     sampler.tell([0, 1, 2], [True, False, True])
     sampler.tell([0] * 60, [True] * 60)
+    assert sampler.state_dict()["tried"] == [50, 1, 1, 0, 0]
+    with pytest.raises(ValueError, match="shorter"):
+        sampler.tell([3, 4], [True])
     resumed = told(rank=1, world_size=2)
     resumed.load_state_dict(sampler.state_dict())
     assert take(resumed, 20) == take(sampler, 20)
-    alone = told()
-    alone.begin_anew([sampler.state_dict()])
-    assert (alone.shares() == sampler.shares()).all()
 
 
 def test_ordered_visits_everything_once_per_pass_in_a_new_order():
@@ -102,6 +102,7 @@ def test_a_queue_is_worked_off_once():
     grid = evaluation_episodes(SPEC, trials=2, seed=8)
     assert len(grid) == len(set(grid)) == 10
     assert {episode.seed for episode in grid} == {8}
+    assert [(e.task_id, e.trial_id, e.group_id) for e in grid] == [(n % 5, n // 5, n) for n in range(10)]
     queue = EpisodeQueue(grid)
     run = [queue.next() for _ in range(10)]
     assert [(e.task_id, e.trial_id, e.seed, e.group_id) for e in run] == [
@@ -115,6 +116,48 @@ def test_a_queue_is_worked_off_once():
     assert queue.next() is None
     assert len(queue) == 12
     assert len(evaluation_episodes(SPEC)) == 5 * 20  # the benchmark's own number of trials
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("random", [(3, 2025197565), (3, 503653708), (1, 771800721), (1, 1647624819)]),
+        ("balanced", [(4, 1892783322), (2, 503653708), (0, 547780471), (2, 1647624819)]),
+        ("learnable", [(4, 1892783322), (1, 396022191), (2, 547780471), (3, 1515498803)]),
+        ("ordered", [(1, 1), (0, 0), (2, 1), (1, 2)]),
+        ("fixed", [(3, 2025197565), (3, 503653708), (3, 2025197565), (3, 503653708)]),
+    ],
+)
+def test_the_stream_of_a_seed_is_the_same_in_every_version(mode, expected):
+    episodes = take(EpisodeSampler(SPEC, seed=4, mode=mode, groups=2, trials=3), 4)
+    assert [(episode.task_id, episode.trial_id) for episode in episodes] == expected
+    assert [(episode.seed, episode.group_id) for episode in episodes] == [(4, 0), (4, 1), (4, 2), (4, 3)]
+
+
+def test_a_queue_gives_back_what_has_no_result_and_goes_on_from_its_state():
+    def left(queue):
+        return [(episode.task_id, episode.queue_index) for episode in iter(queue.next, None)]
+
+    grid = evaluation_episodes(SPEC, trials=1, seed=8)
+    queue, resumed = EpisodeQueue(grid), EpisodeQueue(grid)
+    _, second, _ = (queue.next() for _ in range(3))
+    queue.done(second)
+    queue.give_back_all()
+    assert queue.waiting == 4
+    resumed.next()
+    resumed.load_state_dict(queue.state_dict())
+    resumed.give_back_all()  # of what the state replaced nothing comes
+    resumed.extend(grid[:1])
+    rest = left(queue)
+    assert rest == [(0, 0), (2, 2), (3, 3), (4, 4)]
+    assert left(resumed) == [*rest, (0, 5)]
+    queue.clear()
+    queue.give_back_all()
+    assert (queue.waiting, len(queue)) == (0, 5)
+    with pytest.raises(ValueError, match="of an EpisodeSampler, this is an EpisodeQueue"):
+        queue.load_state_dict(EpisodeSampler(SPEC).state_dict())
+    with pytest.raises(ValueError, match="of an EpisodeQueue, this is an EpisodeSampler"):
+        EpisodeSampler(SPEC).load_state_dict(queue.state_dict())
 
 
 def test_training_never_meets_the_evaluation_episodes():
@@ -144,26 +187,3 @@ def test_a_state_of_another_stream_is_refused():
         EpisodeSampler(SPEC, seed=1, world_size=2).load_state_dict(state)
     with pytest.raises(ValueError, match="metaworld/ML45-test"):
         EpisodeSampler(make_spec("metaworld/MT50"), seed=1).load_state_dict(state)
-
-
-@pytest.mark.parametrize("mode", ["random", "balanced", "learnable", "ordered", "fixed"])
-@pytest.mark.parametrize("drawn", [(0, 0, 0), (3, 0, 7), (4, 4, 4)])
-def test_another_number_of_ranks_goes_on_after_what_was_begun(mode, drawn):
-    settings = {"mode": mode, "group_size": 2, "groups": 5}
-    whole = take(EpisodeSampler(SPEC, **settings), 60)
-    before = [EpisodeSampler(SPEC, **settings, rank=rank, world_size=3) for rank in range(3)]
-    begun = {episode.group_id for count, rank in zip(drawn, before, strict=True) for episode in take(rank, count)}
-    first = max(begun, default=-1) + 1
-    states = [rank.state_dict() for rank in before]
-    after = [EpisodeSampler(SPEC, **settings, rank=rank, world_size=2) for rank in range(2)]
-    for rank in after:
-        rank.begin_anew(states)
-    dealt = [take(rank, 7) for rank in after]
-    groups = [{episode.group_id for episode in episodes} for episodes in dealt]
-    assert groups == [set(range(first + rank, first + rank + 8, 2)) for rank in range(2)]
-    assert all(episode in whole for episodes in dealt for episode in episodes)
-    resumed = EpisodeSampler(SPEC, **settings, rank=1, world_size=2)
-    resumed.load_state_dict(after[1].state_dict())
-    assert take(resumed, 9) == take(after[1], 9)
-    with pytest.raises(ValueError, match=r"had seed=0, this one has 3"):
-        EpisodeSampler(SPEC, 3, **settings).begin_anew(states)

@@ -8,7 +8,7 @@ import torch
 from openvla_checkpoint import make_checkpoint
 from toy import ToyEnv, ToyPolicy
 
-from vla_algos.run.evaluated import at_temperature, check_evaluated, check_temperature, evaluated_env
+from vla_algos.run.environments import at_temperature, check_evaluated, check_temperature, evaluated_env
 from vla_algos.run.evaluator import Evaluator
 from vla_policies import load_policy
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from closeness import assert_near
+from closeness import assert_near, through
 from openvla_checkpoint import FILM as FILE
 from openvla_checkpoint import RANK, act, add_film, make_checkpoint, observations
 from safetensors.torch import load_file
@@ -72,7 +72,7 @@ def test_images_are_modulated_by_the_mean_of_all_words(policy, monkeypatch):
 
 
 def test_the_instruction_changes_what_is_seen(policy, seen):
-    images = policy.preprocessor(policy.adapter.cameras(seen, 1))
+    images = policy.preprocessor.normalize(policy.preprocessor.resize(policy.adapter.cameras(seen, 1)))
     prompts = policy.prompt_tokens(seen.get(keys.TASK_DESCRIPTIONS).tolist())
     size = policy.model.config.vision.num_patches
     first = policy.model.prefix(images, prompts)[0][:, 1 : 1 + size]
@@ -83,7 +83,7 @@ def test_the_instruction_changes_what_is_seen(policy, seen):
 def test_rollout_and_update_agree(policy, seen):
     stored = act(policy, seen, ExplorationType.RANDOM)
     log_prob, _, _ = policy.evaluate_actions(stored)
-    assert_near(log_prob, stored[keys.ACTION_LOG_PROB])
+    assert_near(log_prob, stored[keys.ACTION_LOG_PROB], through(policy))
 
 
 def test_what_is_saved_has_the_official_names_and_loads_again(folder, policy, seen, tmp_path):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from closeness import assert_near
+from closeness import assert_near, sharpness, through
 from openvla_checkpoint import act
 from pi0_checkpoint import GOLDEN
 from tensordict import TensorDict
@@ -100,13 +100,11 @@ def test_the_last_step_of_a_flow_ends_at_the_action_whatever_the_noise():
 
 def test_learned_noise_stays_within_its_bounds():
     torch.manual_seed(0)
-    network = NoiseNetwork(16, 3, (0.08, 0.16))
+    network = NoiseNetwork(16, 3, SmallFlowConfig.noise_std_range)
     std = network(100 * torch.randn(1000, 16))
     assert std.shape == (1000, 3)
     assert 0.08 <= std.min() < 0.1
     assert 0.14 < std.max() <= 0.16 + 1e-6
-    with pytest.raises(ValueError, match="two positive numbers"):
-        NoiseNetwork(16, 3, (0.2, 0.1))
 
 
 # ---- the small flow policy
@@ -131,21 +129,45 @@ def seen():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("joint", [None, True, False])
 def test_the_ratio_is_one_before_the_first_update(method, joint, seen):
+    """To the last bit in a batch as large as the rollout's; all steps in one pass are another batch."""
     policy = make(method=method, joint_log_prob=joint)
     stored = act(policy, seen, ExplorationType.RANDOM)
     log_prob_again, entropy, value = policy.evaluate_actions(stored)
     assert log_prob_again.shape == entropy.shape == (6, 5, 2)
-    assert_near(log_prob_again, stored[keys.ACTION_LOG_PROB])
-    assert_near(value, stored[keys.STATE_VALUE], roundings=8)
-    assert stored[keys.DENOISE_CHAIN].shape == (6, 6 if policy.flow.joint else 2, 5, 2)
+    joint = method == "flow_noise" if joint is None else joint
+    if joint:
+        narrow = sharpness(policy.get_dist(stored))
+        assert_near(log_prob_again, stored[keys.ACTION_LOG_PROB], narrow * through(policy))
+        assert_near(value, stored[keys.STATE_VALUE], through(policy))
+    else:
+        assert torch.equal(log_prob_again, stored[keys.ACTION_LOG_PROB])
+        assert torch.equal(value, stored[keys.STATE_VALUE])
+    assert stored[keys.DENOISE_CHAIN].shape == (6, 6 if joint else 2, 5, 2)
     calls = []
     policy.velocity = lambda *given, velocity=policy.velocity: calls.append(1) or velocity(*given)
     policy.evaluate_actions(stored)
     assert len(calls) == 1  # all steps in one pass
     del policy.velocity
-    if not policy.flow.joint:
-        found = policy.get_dist(stored).log_prob(stored[keys.DENOISE_CHAIN][:, 1])
-        assert_near(found, log_prob_again)
+    assert_near(policy.get_dist(stored).log_prob(stored[keys.DENOISED]), log_prob_again)
+    assert_near(policy.get_dist(stored).entropy(), entropy)
+    if joint:
+        last = policy.to_simulator(stored[keys.DENOISE_CHAIN][:, -1], stored[keys.STATES])
+        assert torch.equal(stored[keys.ACTION], last)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_ratio_of_all_steps_is_one_in_batches_of_the_rollout(method, seen):
+    """What is left is the sum over the steps: another batch alone rounds the network otherwise."""
+    policy = make(method=method, joint_log_prob=True)
+    stored = act(policy, seen, ExplorationType.RANDOM)
+
+    def by_steps(observed, noisy, time, velocity=policy.velocity):
+        steps = zip(*(part.unflatten(0, (6, 5)).unbind(1) for part in (observed, noisy, time)), strict=True)
+        speed, hidden = zip(*(velocity(*step) for step in steps), strict=True)
+        return torch.stack(speed, 1).flatten(0, 1), torch.stack(hidden, 1).flatten(0, 1)
+
+    policy.velocity = by_steps
+    assert_near(policy.evaluate_actions(stored)[0], stored[keys.ACTION_LOG_PROB], roundings=5)
 
 
 def test_each_sample_has_a_stochastic_step_of_its_own(seen):
@@ -169,7 +191,7 @@ def test_greedy_is_deterministic_and_leaves_the_random_state_alone(method, seen)
     first = act(policy, seen.clone(), ExplorationType.DETERMINISTIC)[keys.ACTION]
     alone = act(policy, seen[2:3].clone(), ExplorationType.DETERMINISTIC)[keys.ACTION]
     assert torch.equal(torch.get_rng_state(), before)
-    assert_near(first[2:3], alone)  # whatever else is in the batch
+    assert_near(first[2:3], alone, through(policy))  # whatever else is in the batch
     low, high = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 4.0])
     assert ((first >= low) & (first <= high)).all()
 
@@ -185,6 +207,24 @@ def test_gradients_of_the_log_probability_reach_what_is_trained(seen):
     value.sum().backward()
     reached = {name.partition(".")[0] for name, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
     assert reached == {"value_head"}
+
+
+def test_the_imitation_loss_is_zero_for_the_straight_flow_to_the_demonstration(seen):
+    policy, times_seen = make(), []
+    seen[keys.ACTION] = torch.stack([torch.rand(6, 5) * 2 - 1, torch.rand(6, 5) * 6 - 2], dim=-1)
+    target = policy.to_model(seen[keys.ACTION], seen[keys.STATES])
+
+    def velocity(observed, x, time):
+        times_seen.append(time)
+        time = time.view(-1, 1, 1)
+        return (x - target) / time, None  # noise minus action
+
+    policy.velocity, policy.observe = velocity, lambda seen: None
+    for _ in range(300):
+        assert_near(policy.imitation_loss(seen, sigma=0.0) + 1, torch.ones(6, 5))
+    drawn = torch.cat(times_seen)
+    assert 0.001 <= drawn.min() < 0.05
+    assert drawn.mean().item() == pytest.approx(0.001 + 0.999 * 0.6, abs=0.02)
 
 
 @pytest.mark.timeout(600)  # a minute and a half of training, more on a busy machine
@@ -247,7 +287,10 @@ def test_a_greedy_value_is_the_mean_over_the_steps(seen):
         ({"noise_level": 0.0}, "no log-probability"),
         ({"noise_anneal": (0.5, 0.0, 10)}, "no log-probability"),
         ({"noise_anneal": (0.5, 0.1, 0)}, "noise_anneal=.*entry 2: must be greater"),
+        ({"noise_anneal": (0.1, 0.5, 10)}, r"the noise level falls; write \[0.5, 0.1, 10\]"),
+        ({"ignore_last": True, "joint_log_prob": True}, "ignore_last=True: is for one stochastic step"),
         ({"method": "flow_noise", "noise_std_range": (0.0, 0.1)}, "must be greater than 0"),
+        ({"noise_std_range": (0.2, 0.1)}, r"smallest first; write \[0.1, 0.2\]"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):
@@ -261,5 +304,3 @@ def test_a_deterministic_flow_has_no_log_probability(seen):
     assert stored.get(keys.ACTION_LOG_PROB, None) is None
     with pytest.raises(ValueError, match="flow_sde"):
         policy.evaluate_actions(stored)
-    with pytest.raises(ValueError, match="num_steps"):
-        times(0)

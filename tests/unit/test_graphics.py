@@ -217,16 +217,16 @@ def test_osmesa_with_a_warning_where_egl_finds_nothing():
 
 
 def test_the_doctor_says_what_workers_take_turns_on(monkeypatch):
-    from vla_envs.doctor import checks
+    from vla_envs import doctor
 
-    monkeypatch.setattr(checks, "egl_devices", lambda: DEVICES)
-    monkeypatch.setattr(checks, "run_probe", lambda code, environment: (True, "NVIDIA"))
+    monkeypatch.setattr(doctor, "egl_devices", lambda: DEVICES)
+    monkeypatch.setattr(doctor, "run_probe", lambda code, environment: (True, "NVIDIA"))
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     for shown, expected in [
         (2, "NVIDIA, in use; workers take turns on GPUs 0 to 1 (env.gpus chooses)"),
         (1, "NVIDIA, in use"),
     ]:
         monkeypatch.setattr("torch.cuda.device_count", lambda shown=shown: shown)
-        checks._try_renderers.cache_clear()
-        assert checks._try_renderers("egl")[0].detail == expected
-    checks._try_renderers.cache_clear()
+        doctor._try_renderers.cache_clear()
+        assert doctor._try_renderers("egl")[0].detail == expected
+    doctor._try_renderers.cache_clear()

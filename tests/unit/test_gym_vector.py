@@ -200,7 +200,7 @@ def test_what_is_asked_of_each_environment(make):
     [
         ({"chunk_size": 0}, "chunk_size=0: must be greater than or equal to 1"),
         ({"autoreset_mode": "samestep"}, "did you mean SameStep"),
-        ({"render_mode": "human"}, "known are rgb_array"),
+        ({"render_mode": "human"}, "render_mode=human: must be 'rgb_array'"),
         ({"image_size": 3}, "image_size cannot be set beside the SimulatorSpec"),
     ],
 )

@@ -13,12 +13,13 @@ from lerobot_writer import write_lerobot, write_video
 from openvla_checkpoint import make_checkpoint
 from pi0_checkpoint import make_checkpoint as make_pi0
 
+from vla_algos.demonstrations import DemonstrationSettings
+from vla_algos.demonstrations.record import find_demonstrations, read
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.lerobot import frames as frames_module
+from vla_algos.lerobot.dataset import LeRobotFolder, is_lerobot
 from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
-from vla_algos.lerobot.folder import LeRobotFolder, is_lerobot
 from vla_algos.lerobot.frames import FrameReader
-from vla_algos.run.warm_start import find_demonstrations, read
 from vla_common import keys
 from vla_common.texts import decode
 from vla_envs import make_spec
@@ -289,7 +290,7 @@ def test_files_that_are_missing_or_broken_are_named(plain, tmp_path, policy):
     with pytest.raises(ValueError, match=r"damaged, data/chunk-000/file-000\.parquet: .*; copy the data set again"):
         LeRobotDemonstrations.open(folder, SPEC).for_policy(policy)
     (folder / "meta" / "info.json").write_text("{")
-    with pytest.raises(ValueError, match=r"damaged, meta/info\.json: "):
+    with pytest.raises(ValueError, match=r"meta/info\.json is not JSON .*; copy it again"):
         LeRobotDemonstrations.open(folder, SPEC)
 
 
@@ -320,9 +321,9 @@ def test_what_is_not_installed_says_what_to_type(plain, tmp_path, monkeypatch):
 
 def test_settings_of_data_sets_mean_nothing_elsewhere(tmp_path):
     with pytest.raises(ValueError, match=r"demonstrations\.camera=top is for a data set of LeRobot, .* leave it out"):
-        find_demonstrations({"folder": str(tmp_path), "camera": "top"}, SPEC, 1)
+        find_demonstrations(DemonstrationSettings(episodes=4, folder=str(tmp_path), camera="top"), SPEC, 1)
     with pytest.raises(ValueError, match=r"statistics=demonstrations needs .* type demonstrations\.folder=FOLDER"):
-        find_demonstrations({"folder": None, "statistics": "demonstrations"}, SPEC, 1)
+        find_demonstrations(DemonstrationSettings(episodes=4, statistics="demonstrations"), SPEC, 1)
 
 
 # ---- statistics
@@ -345,6 +346,11 @@ def checkpoint(kind, folder):
     return OpenVLAOFT.from_pretrained(folder, benchmark="metaworld", **settings)
 
 
+def learnt_from(folder, policy, **settings):
+    chosen = DemonstrationSettings(episodes=1, stride=1, folder=str(folder), **settings)
+    return read(chosen, SPEC, policy, find_demonstrations(chosen, SPEC, 1))[0]
+
+
 FAMILIES = ["pi0", "pi05", "openvla", "oft_tokens", "oft_l1"]
 
 
@@ -359,10 +365,9 @@ def normalised(policy, samples):
 def test_a_checkpoint_takes_statistics_of_the_data_set(kind, plain, tmp_path):
     policy = checkpoint(kind, tmp_path / "checkpoint")
     theirs = policy.statistics.key
-    settings = {"folder": str(plain), "stride": 1}
-    samples, _ = read(SPEC, policy, 1, settings)
+    samples = learnt_from(plain, policy)
     assert policy.statistics.key == theirs  # unless it is asked for
-    samples, _ = read(SPEC, policy, 1, {**settings, "statistics": "demonstrations"})
+    samples = learnt_from(plain, policy, statistics="demonstrations")
     assert policy.statistics.key == "set"
     found = normalised(policy, samples)
     rows = samples[torch.arange(len(samples))]
@@ -391,7 +396,7 @@ def test_a_checkpoint_takes_statistics_of_the_data_set(kind, plain, tmp_path):
 def test_what_is_saved_has_the_statistics(kind, plain, tmp_path):
     """Whoever loads it types neither a data set nor its name."""
     policy = checkpoint(kind, tmp_path / "checkpoint")
-    read(SPEC, policy, 1, {"folder": str(plain), "stride": 1, "statistics": "demonstrations"})
+    learnt_from(plain, policy, statistics="demonstrations")
     policy.save_pretrained(tmp_path / "saved")
     again = type(policy).from_pretrained(tmp_path / "saved")
     assert again.statistics == policy.statistics
@@ -402,9 +407,9 @@ def test_prompts_list_states_by_the_new_statistics(plain, tmp_path):
     """pi0.5 writes normalised states into its prompt: tokens are made after the statistics are set."""
     policy = checkpoint("pi05", tmp_path / "checkpoint")
     policy.preset = replace(policy.preset, state_in_prompt=True)  # as in RoboTwin
-    before, _ = read(SPEC, policy, 1, {"folder": str(plain), "stride": 1})
+    before = learnt_from(plain, policy)
     old = before[:4][keys.PROMPT_TOKENS]
-    after, _ = read(SPEC, policy, 1, {"folder": str(plain), "stride": 1, "statistics": "demonstrations"})
+    after = learnt_from(plain, policy, statistics="demonstrations")
     new = after[:4]
     assert not torch.equal(new[keys.PROMPT_TOKENS], old)
     fresh = policy.prompt_tokens(decode(new[keys.TASK_DESCRIPTIONS]), new[keys.STATES])

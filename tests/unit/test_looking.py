@@ -1,13 +1,14 @@
 """Small policies look: what a crop leaves, what a blind twin sees, the auxiliary task that teaches where to look."""
 
 import json
+import warnings
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from vla_algos.foresight import Foresight, future_states
 from vla_algos.imitation import BehaviourCloning
+from vla_algos.state_prediction import StatePrediction, future_states
 from vla_common import keys
 from vla_policies import SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig
 from vla_policies.small.encoder import KeypointEncoder
@@ -79,6 +80,31 @@ def test_bfloat16_is_near_float32_and_learns_in_float32():
     torch.testing.assert_close(first, second, rtol=0.02, atol=0.02)
     second.mean().backward()
     assert {parameter.grad.dtype for parameter in rounded.parameters() if parameter.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", [SmallVLA, SmallFlow])
+@pytest.mark.parametrize(("known", "became"), [("avx512_bf16", "bf16"), ("bf16", "bf16"), ("avx2", "float32")])
+def test_auto_is_bfloat16_where_the_processor_has_it(kind, known, became, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {known: True})
+    policy = make(kind, compute="auto")
+    policy.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        loaded = kind.from_pretrained(tmp_path)  # on another machine
+    assert policy.config.compute == loaded.config.compute == became
+
+
+def test_bfloat16_that_is_emulated_is_warned_of(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(compute="bf16")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    state = torch.get_rng_state()
+    with pytest.warns(UserWarning, match=r"no instructions for bfloat16.*type policy.compute=auto"):
+        SmallVLAConfig(**BOUNDS, compute="bf16")
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("kind", [SmallVLA, SmallFlow])
@@ -171,24 +197,24 @@ def train(steps=150, **settings):
     for _ in range(steps):
         cloning.step()
     rows = torch.arange(64)
-    with torch.no_grad(), cloning.foresight.watching():
+    with torch.no_grad(), cloning.state_prediction.watching():
         policy.imitation_loss(recorded(), sigma=0.1)
-        return float(cloning.foresight.share_of_loss(rows)) / 2
+        return float(cloning.state_prediction.share_of_loss(rows)) / 2
 
 
-def test_foresight_finds_in_the_image_what_states_do_not_say():
+def test_state_prediction_finds_in_the_image_what_states_do_not_say():
     blind = train(steps=60, blind=True)
     assert train() < 0.3 * blind
 
 
-def test_foresight_is_of_image_and_instruction_alone():
+def test_state_prediction_is_of_image_and_instruction_alone():
     policy, data = make().train(), recorded()
     cloning = BehaviourCloning(policy, data, steps=1, auxiliary=1.0)
     losses = []
     for states in (data[keys.STATES], data[keys.STATES] + 1.0):
-        with cloning.foresight.watching():
+        with cloning.state_prediction.watching():
             policy.imitation_loss(data.clone().update({keys.STATES: states}), sigma=0.1)
-        losses.append(cloning.foresight.share_of_loss(torch.arange(64)).item())
+        losses.append(cloning.state_prediction.share_of_loss(torch.arange(64)).item())
     assert losses[0] == losses[1]
 
 
@@ -198,28 +224,28 @@ def test_without_it_no_random_number_is_drawn_and_a_policy_that_cannot_say_is_re
     assert torch.equal(torch.get_rng_state(), state)
 
     class Mute(SmallVLA):
-        sight = None
+        vision_features = None
 
     mute = Mute(SmallVLAConfig(**BOUNDS))
     with pytest.raises(ValueError, match=r"cloning.auxiliary=1.*Mute.*type cloning.auxiliary=0"):
-        Foresight(mute, recorded(), 1.0, (5,), 0.1)
+        StatePrediction(mute, recorded(), 1.0, (5,), 0.1)
 
 
-def test_a_sight_may_have_weights_of_its_own():
-    """They are the policy's: trained once, clipped with it, and not in the state of foresight."""
+def test_vision_features_may_have_weights():
+    """They are the policy's: trained once, clipped with it, and not in the state of the prediction."""
     torch.manual_seed(0)
     policy = make().train()
-    policy.encoder.sight = torch.nn.Linear(256, 256)
+    policy.encoder.vision_features = torch.nn.Linear(256, 256)
     cloning = BehaviourCloning(policy, recorded(), steps=1, auxiliary=1.0)
-    before = policy.encoder.sight.weight.detach().clone()
+    before = policy.encoder.vision_features.weight.detach().clone()
     cloning.step()
-    assert not torch.equal(policy.encoder.sight.weight, before)
+    assert not torch.equal(policy.encoder.vision_features.weight, before)
     of_policy = {id(parameter) for parameter in policy.parameters()}
-    assert not any(id(parameter) in of_policy for parameter in cloning.foresight.parameters())
-    assert all(name.startswith("predict.") for name in cloning.state_dict()["foresight"])
+    assert not any(id(parameter) in of_policy for parameter in cloning.state_prediction.parameters())
+    assert all(name.startswith("predict.") for name in cloning.state_dict()["state_prediction"])
 
 
-def test_cloning_with_foresight_resumes_exactly():
+def test_cloning_with_state_prediction_resumes_exactly():
     def run(stop):
         torch.manual_seed(3)
         policy = make().train()
@@ -239,5 +265,6 @@ def test_cloning_with_foresight_resumes_exactly():
         resumed.step()
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters(), strict=True))
     assert all(
-        torch.equal(a, b) for a, b in zip(cloning.foresight.parameters(), resumed.foresight.parameters(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(cloning.state_prediction.parameters(), resumed.state_prediction.parameters(), strict=True)
     )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from closeness import assert_near
+from closeness import assert_near, through
 from openvla_checkpoint import act
 from openvla_checkpoint import make_checkpoint as make_openvla
 from pi0_checkpoint import make_checkpoint as make_pi0
@@ -92,9 +92,9 @@ def learned(policy, td):
     return [log_prob, entropy, value, cloned, policy.get_dist(td).log_prob(chosen), *gradients]
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_the_update_sees_the_same_bits_in_what_was_stored(policy, size):
-    observed = observe(size)
+@pytest.mark.parametrize("name", ["larger", "smaller", "flat"])
+def test_the_update_sees_the_same_bits_in_what_was_stored(policy, name):
+    observed = observe(SIZES[name])
     acted = act(policy, observed.clone(), ExplorationType.RANDOM)
     stored = acted.select(*policy.loss_keys, keys.ACTION)
     assert keys.IMAGES not in stored
@@ -155,7 +155,7 @@ def test_the_kept_prefix_is_that_of_the_stored_frames(folders):
     for key in (keys.PREFIX_KEYS, keys.PREFIX_VALUES, keys.PREFIX_VALID):
         assert torch.equal(kept[key], anew[key])
     for found, expected in zip(policy.evaluate_actions(kept), policy.evaluate_actions(stored), strict=True):
-        assert_near(found, expected)
+        assert_near(found, expected, through(policy))
 
 
 class Recorder:

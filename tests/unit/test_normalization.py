@@ -8,7 +8,7 @@ import torch
 from closeness import assert_near
 from openvla_checkpoint import GOLDEN, golden
 
-from vla_policies.openvla.prompts import BOS, PAD, SPACE, Prompts, prompt_lengths
+from vla_policies.openvla.prompts import BOS, PAD, SPACE, Prompts
 from vla_policies.processing.action_tokens import ActionTokens
 from vla_policies.processing.normalization import ActionStatistics, select_statistics
 
@@ -17,10 +17,15 @@ STATISTICS = json.loads((GOLDEN / "openvla_tiny" / "dataset_statistics.json").re
 TOKENIZER = GOLDEN / "tokenizer_llama_like"
 
 
+def decode_ids(ids):
+    """Normalised actions of vocabulary ids; one outside of the 256 counts as the nearest."""
+    return TOKENS.decode((ids - TOKENS.first_id).clamp(0, TOKENS.num_tokens - 1))
+
+
 def test_every_id_has_exactly_the_reference_value():
     io = golden("openvla_tiny")
     assert len(io["detok_ids"]) == 258  # the 256, and one beyond either end
-    assert torch.equal(TOKENS.decode_ids(io["detok_ids"]), io["detok_values"].float())
+    assert torch.equal(decode_ids(io["detok_ids"]), io["detok_values"].float())
     assert torch.equal(TOKENS.decode(torch.arange(256)), io["detok_values"][1:257].float())
 
 
@@ -33,16 +38,10 @@ def test_encoding_is_the_inverse_and_clamps():
     assert distance.max() < 1 / 255 + 1e-6
 
 
-def test_expectation_of_certain_logits_is_the_value():
-    logits = torch.full((2, 256), -1e9)
-    logits[0, 7] = logits[1, 255] = 0.0
-    torch.testing.assert_close(TOKENS.expectation(logits), TOKENS.values[[7, 255]])
-
-
 def test_actions_of_the_reference():
     io = golden("openvla_tiny")
     statistics = ActionStatistics.from_json(STATISTICS, "golden_ds")
-    actions = statistics.unnormalize(TOKENS.decode_ids(io["greedy_tokens"]))
+    actions = statistics.action.unnormalize(decode_ids(io["greedy_tokens"]))
     assert_near(actions, io["greedy_actions"].float(), roundings=8)
 
 
@@ -50,23 +49,23 @@ def test_actions_of_the_reference():
 def test_normalizing_is_the_inverse(kind):
     statistics = ActionStatistics.from_json(STATISTICS, None, kind)
     actions = torch.rand(5, 3, 7, generator=torch.Generator().manual_seed(0)) * 1.9 - 0.95
-    physical = statistics.unnormalize(actions)
-    torch.testing.assert_close(statistics.normalize(physical), actions)
+    physical = statistics.action.unnormalize(actions)
+    torch.testing.assert_close(statistics.action.normalize(physical), actions)
     assert torch.equal(physical[..., 6], actions[..., 6])  # the gripper is not masked in
     entry = STATISTICS["golden_ds"]["action"]
     low, high = (torch.tensor(entry[name]) for name in (("q01", "q99") if kind == "q99" else ("min", "max")))
-    torch.testing.assert_close(statistics.unnormalize(torch.ones(7))[:6], high[:6])
-    torch.testing.assert_close(statistics.unnormalize(-torch.ones(7))[:6], low[:6])
+    torch.testing.assert_close(statistics.action.unnormalize(torch.ones(7))[:6], high[:6])
+    torch.testing.assert_close(statistics.action.unnormalize(-torch.ones(7))[:6], low[:6])
 
 
 def test_a_dimension_that_never_moved_is_the_middle_and_comes_back():
     statistics = copy.deepcopy(STATISTICS)
     statistics["golden_ds"]["action"]["q01"][2] = statistics["golden_ds"]["action"]["q99"][2] = 0.25
     statistics = ActionStatistics.from_json(statistics, None)
-    normalized = statistics.normalize(torch.full((7,), 0.25))
+    normalized = statistics.action.normalize(torch.full((7,), 0.25))
     assert normalized[2] == 0
     assert torch.isfinite(normalized).all()
-    torch.testing.assert_close(statistics.unnormalize(normalized)[2], torch.tensor(0.25))
+    torch.testing.assert_close(statistics.action.unnormalize(normalized)[2], torch.tensor(0.25))
 
 
 def test_proprioception_is_clamped():
@@ -81,7 +80,7 @@ def test_statistics_of_the_wrong_size_or_none_are_refused():
     with pytest.raises(ValueError, match="states have 4 numbers and the statistics 'golden_ds' have 8"):
         statistics.normalize_states(torch.zeros(2, 4))
     with pytest.raises(ValueError, match="7 dimensions and the values 14"):
-        statistics.unnormalize(torch.zeros(2, 14))
+        statistics.action.unnormalize(torch.zeros(2, 14))
     without = {"a": {"action": STATISTICS["golden_ds"]["action"]}}
     with pytest.raises(ValueError, match="use_proprio=False"):
         ActionStatistics.from_json(without, None).normalize_states(torch.zeros(2, 8))
@@ -120,7 +119,7 @@ def test_prompts_begin_with_bos_end_with_a_space_and_are_padded():
     assert tokens.shape == (2, 40)
     assert tokens.dtype == torch.int64
     assert torch.equal(prompts(["push the puck"]), tokens[:1])
-    for row, length in zip(tokens, prompt_lengths(tokens), strict=True):
+    for row, length in zip(tokens, (tokens != PAD).sum(-1), strict=True):
         assert row[0] == BOS
         assert row[length - 1] == SPACE
         assert (row[length:] == PAD).all()

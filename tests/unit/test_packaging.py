@@ -7,6 +7,7 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
 import tomllib
 from itertools import pairwise
 
@@ -26,7 +27,7 @@ def packages(commands):
     """What pip is asked for, in its order, by the commands that install or gather."""
     found = []
     for words in commands:
-        if "pip" in words[:4]:
+        if "pip" in words[:4] and "show" not in words:
             rest = words[words.index("pip") + 1 :]
             options = {"--wheel-dir", "--find-links", "-c", "-e", "--extra-index-url"}
             named = [word for before, word in zip(["", *rest], rest, strict=False) if before not in options - {"-e"}]
@@ -44,6 +45,15 @@ def test_a_wheelhouse_has_what_set_up_installs():
     assert gathered[0] == installed[0] == ["torch"]
     assert gathered[1] == [*installed[1], "pip", "setuptools", "wheel"]
     assert gathered[2] == installed[2] == ["hf-libero", "--no-deps"]
+
+
+def test_set_up_that_was_killed_while_python_made_the_environment_works_again(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)  # killed before pip came
+    (tmp_path / "mine").touch()
+    (words,) = (words for words in make("-B", "setup", f"VENV={tmp_path}") if "venv" in words)
+    subprocess.run(["bash", "-c", " ".join(words)], check=True)
+    subprocess.run([tmp_path / "bin" / "python", "-m", "pip", "--version"], check=True)
+    assert (tmp_path / "mine").exists()
 
 
 def test_extras_python_and_folder_of_a_wheelhouse_are_chosen():

@@ -1,18 +1,22 @@
-"""Several processes that learn together learn what one would learn alone, and hear of one that is lost."""
+"""Several processes that learn together learn what one would learn alone."""
 
 import functools
 import itertools
 import os
 import signal
-import socket
+import subprocess
+import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from decisions import decisions
+from forked import together
 from tensordict.nn import TensorDictModuleBase
-from together import together
+from tiny_policies import clipped, small
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
 from toy import ToyActorCritic, ToyEnv
@@ -22,7 +26,6 @@ from vla_algos.advantages import gae
 from vla_algos.balance import deal
 from vla_algos.collectors import StepCollector
 from vla_algos.evaluation import EpisodeResult, EvaluationResult
-from vla_algos.heartbeat import ProcessLost
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common.keys import ACTION_LOG_PROB, ACTION_TOKENS, ADVANTAGE, NEXT, STATE_VALUE, STATES, VALUE_TARGET
@@ -50,6 +53,10 @@ SPLITS = {
     "a part and the rest": [slice(0, 1), slice(1, 6)],
     "all and nothing": [slice(0, 6), slice(6, 6)],
 }
+CASES = [(name, "halves") for name in UPDATES]
+CASES += [
+    (name, split) for name in ("every token", "computed before", "in passes of three") for split in list(SPLITS)[1:]
+]
 
 
 class ComputesBefore(ToyActorCritic):
@@ -183,18 +190,29 @@ def test_shards_divide_the_processes():
         parallel.device_mesh(2)
 
 
+def listening():
+    """Addresses on which this process listens, as Linux writes them."""
+    mine = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    lines = [line.split() for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in mine}
+
+
 def exchange():
     return {
         "objects": parallel.all_gather_object(f"of {parallel.rank()}"),
-        "largest": parallel.all_reduce_max(parallel.rank() * 7),
+        "largest": max(parallel.all_gather_object(parallel.rank() * 7)),
         "main": parallel.broadcast_object(parallel.rank()),
         "share": parallel.per_rank(6, "env.num_envs"),
         "for each": parallel.all_to_all([(parallel.rank(), other) for other in range(parallel.world_size())]),
     }
 
 
+def exchange_and_listen():
+    return exchange(), listening()
+
+
 def learn_everything(shards):
-    return {(name, split): learn(UPDATES[name], rows, shards) for name in UPDATES for split, rows in SPLITS.items()}
+    return {(name, split): learn(UPDATES[name], SPLITS[split], shards) for name, split in CASES}
 
 
 @pytest.fixture(scope="module", params=SHARDS.values(), ids=SHARDS)
@@ -203,8 +221,7 @@ def results(request, tmp_path_factory):
     return together(learn_everything, tmp_path_factory.mktemp("learnt"), request.param, patience=580)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize(("name", "split"), CASES)
 def test_two_processes_learn_what_one_learns(name, split, results):
     alone = learn_alone(name)
     found = [learnt[name, split] for learnt in results]
@@ -223,10 +240,10 @@ def test_two_processes_learn_what_one_learns(name, split, results):
     assert all(torch.equal(found[0][0][key], found[1][0][key]) for key in alone[0])
 
 
-def test_what_is_exchanged(tmp_path):
+def test_what_is_exchanged_and_that_nothing_listens_beyond_the_machine(tmp_path):
     expected = {"objects": ["of 0", "of 1"], "largest": 7, "main": 0, "share": 3}
-    both = [{**expected, "for each": [(0, rank), (1, rank)]} for rank in (0, 1)]
-    assert together(exchange, tmp_path) == both
+    expected_of = [{**expected, "for each": [(0, rank), (1, rank)]} for rank in (0, 1)]
+    assert together(exchange_and_listen, tmp_path) == [(each, {"0100007F"}) for each in expected_of]  # 127.0.0.1
     alone = {"objects": ["of 0"], "largest": 0, "main": 0, "share": 6, "for each": [(0, 0)]}
     assert exchange() == alone
 
@@ -250,106 +267,6 @@ def even_shares(rows, processes):
         yield [rows // processes + (rank in chosen) for rank in range(processes)]
 
 
-def together_then(wait):
-    """Wait once all processes have come together: nobody hears of the fault while still joining."""
-    parallel.barrier()
-    wait()
-
-
-def die_in_one():
-    if parallel.rank() == 1:
-        together_then(lambda: os._exit(0))  # without a word
-    return lost_in(lambda: together_then(parallel.barrier))
-
-
-def lost_in(wait):
-    started = time.monotonic()
-    with pytest.raises(ProcessLost) as caught:
-        wait()
-    assert time.monotonic() - started < 30
-    return str(caught.value)
-
-
-def test_the_others_hear_of_a_process_that_died(tmp_path):
-    said, _ = together(die_in_one, tmp_path)
-    assert "process 1 of 2 (" in said
-    assert "has ended without a word: it was killed (out of memory?), or its network failed" in said
-
-
-def raise_in_one():
-    def fail():
-        raise ArithmeticError("enough\nof this")
-
-    if parallel.rank() == 1:
-        together_then(fail)
-    return lost_in(lambda: together_then(lambda: time.sleep(60)))  # somewhere in Python, not in a collective
-
-
-def test_the_others_hear_what_went_wrong_wherever_they_are(tmp_path):
-    said, _ = together(raise_in_one, tmp_path, ends=(0, 1))
-    assert said.endswith(") has failed: ArithmeticError: enough")
-
-
-def stop_in_one(folder):
-    if parallel.rank() == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        (folder / "written").touch()
-    parallel.barrier()
-
-
-def test_a_stopped_process_ends_the_others_and_writes_nothing_when_it_continues(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "2")
-
-    def go_on(running):
-        running[0].join(60)
-        os.kill(running[1].pid, signal.SIGCONT)
-
-    together(stop_in_one, tmp_path, tmp_path, ends=(1, 1), each=go_on)
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: process 1 of 2 (")]
-    assert lines
-    assert all(
-        "has given no sign of life for 2 s: it was stopped, or its machine or network failed" in line for line in lines
-    )
-    assert not (tmp_path / "written").exists()
-
-
-def stop_shortly():
-    parallel.barrier()
-    if parallel.rank() == 1:
-        if os.fork() == 0:  # somebody else wakes it up
-            time.sleep(1)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
-        os.kill(os.getpid(), signal.SIGSTOP)
-    parallel.barrier()
-    time.sleep(5 * parallel.rank())  # longer than the time-out, alive
-    parallel.barrier()
-    with parallel._heartbeat.waiting("what all wait for"):
-        time.sleep(5)
-    return parallel.all_gather_object(parallel.rank())
-
-
-def test_a_process_that_is_alive_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "4")
-    assert together(stop_shortly, tmp_path) == [[0, 1], [0, 1]]
-
-
-def wait_after_other_work():
-    parallel.make_groups((0,), (1,), 1)
-    with parallel.among((parallel.rank(),)):
-        for _ in range(parallel._some[0]):
-            with parallel._heartbeat.waiting("a call of a role", parallel._some):
-                pass
-    with parallel._heartbeat.waiting("a long exchange of all"):
-        time.sleep(5)
-    return parallel.all_gather_object(parallel.rank())
-
-
-def test_roles_that_have_talked_among_themselves_wait_for_the_same(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "2")
-    assert together(wait_after_other_work, tmp_path) == [[0, 1], [0, 1]]
-
-
 def test_who_stands_by_outlives_the_signals_of_a_job(monkeypatch):
     """It may have the store, which members need until they have saved."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -367,28 +284,6 @@ def test_who_stands_by_outlives_the_signals_of_a_job(monkeypatch):
     assert os.waitpid(child, os.WNOHANG) == (0, 0)
     dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set(parallel._ENDED, "")
     assert os.waitpid(child, 0) == (child, 0)
-
-
-def make_other_calls():
-    if parallel.rank() == 1:
-        return lost_in(parallel.barrier)
-    return lost_in(lambda: parallel.all_reduce_max(1))
-
-
-def wait_for_each_other():
-    def wait():
-        with parallel._heartbeat.waiting(f"call {parallel.rank()}"):
-            time.sleep(60)
-
-    return lost_in(wait)
-
-
-def test_calls_that_do_not_belong_together(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLA_HEARTBEAT_TIMEOUT", "2")
-    for said in together(make_other_calls, tmp_path):
-        assert "the processes do not make the same calls in the same order: all_reduce_max of" in said
-    for said in together(wait_for_each_other, tmp_path):
-        assert said.startswith("the processes wait for each other: process 0 in call 0, process 1 in call 1; all must")
 
 
 def test_a_process_dies_with_its_parent():
@@ -409,15 +304,60 @@ def test_a_process_dies_with_its_parent():
         time.sleep(0.01)
 
 
-def test_a_process_whose_torchrun_is_gone_says_so_at_once(monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(ProcessLost, match="torchrun, which has started this process, is gone from"):
-        parallel._find_agent()
+def test_a_process_that_is_alone_shards_too():
+    """It has a group of one while it works, and none before and afterwards."""
+    for _ in range(2):
+        with parallel.process_group():
+            assert not dist.is_initialized()
+            mesh = parallel.device_mesh(1)
+            assert mesh.shape == (1, 1)
+            assert (parallel.rank(), parallel.world_size(), parallel.is_main()) == (0, 1, True)
+            assert parallel.all_gather_object("mine") == ["mine"]
+            torch.manual_seed(0)
+            policy = small(None)
+            batch = decisions(policy, 4)
+            wanted = clipped(policy, batch, batch)
+            shard(policy, mesh)
+            assert torch.equal(clipped(policy, batch, batch), wanted)
+        assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="shards=2 does not divide"), parallel.process_group():
+        parallel.device_mesh(parallel.device_mesh(1).size() + 1)
+    assert not dist.is_initialized()
+
+
+def timeouts():
+    data = {group._get_backend(torch.device("cpu")).options._timeout for group in (dist.group.WORLD, *groups())}
+    return data, parallel._control._get_backend(torch.device("cpu")).options._timeout
+
+
+def groups():
+    return parallel.device_mesh(1).get_all_groups()
+
+
+def test_a_stopped_process_is_waited_for_so_long(tmp_path):
+    assert together(timeouts, tmp_path) == [({timedelta(minutes=10)}, timedelta(hours=2))] * 2
+
+
+FAILING = """
+import os, sys, time
+from pathlib import Path
+from vla_algos import parallel
+
+with parallel.process_group():
+    parallel.barrier()
+    if parallel.rank() == 1:
+        os.kill(os.getpid(), 9)
+    parallel.barrier()
+"""
+
+
+def test_a_killed_process_ends_the_others_in_seconds(tmp_path):
+    (tmp_path / "work.py").write_text(FAILING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    begun = time.monotonic()
+    done = subprocess.run([*command, tmp_path / "work.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.parametrize(("gpus", "chosen"), [(1, []), (2, [1]), (8, [1])])

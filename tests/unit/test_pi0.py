@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from closeness import assert_near, relative, rounding_error
+from closeness import assert_near, relative, rounding_error, sharpness, through
 from openvla_checkpoint import act
 from paths import ROOT
 from pi0_checkpoint import GOLDEN, TOKENIZER, add_rlinf_heads, golden, make_checkpoint, statistics
@@ -24,7 +24,7 @@ from vla_policies import Pi0, load_policy, make_example
 from vla_policies.checkpoint.lora import add_lora, has_lora, merge_adapter
 from vla_policies.checkpoint.weights import load_weights
 from vla_policies.flow.steps import euler, times
-from vla_policies.pi0.folder import EMBEDDINGS, LM_HEAD, Pi0Folder, Pi0Statistics, empty_model
+from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, Pi0Checkpoint, Pi0Statistics
 from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig
 from vla_policies.pi0.presets import get_adapter, get_preset, list_presets
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
@@ -45,8 +45,8 @@ def folder(name, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    checkpoint = Pi0Folder.read(folder)
-    model, entries = empty_model(checkpoint)
+    checkpoint = Pi0Checkpoint.read(folder)
+    model, entries = checkpoint.empty_model()
     load_weights(model, entries, unused=Pi0.unused)
     return model
 
@@ -84,15 +84,16 @@ def seen():
 @torch.no_grad()
 def test_prefix(model, recorded):
     embeddings, valid = model.embed_prefix(*inputs(recorded))
-    assert_near(embeddings[:, ::8], recorded["prefix_embs_strided"])
+    off = through(model.paligemma_with_expert.paligemma)
+    assert_near(embeddings[:, ::8], recorded["prefix_embs_strided"], off)
     assert torch.equal(valid, recorded["prefix_pad_masks"])
     prefix = model.prefix(*inputs(recorded), output=True)
     kept = valid[:, ::8]
-    assert_near(prefix.output[:, ::8][kept], recorded["prefix_out_strided"][kept])
+    assert_near(prefix.output[:, ::8][kept], recorded["prefix_out_strided"][kept], off)
     for layer, pair in enumerate(prefix.layers):
         for found, letter in zip(pair, "kv", strict=True):
             expected = recorded[f"kv_{letter}{layer}_strided"].transpose(1, 2)[kept]
-            assert_near(found[:, :, ::8].transpose(1, 2)[kept], expected)
+            assert_near(found[:, :, ::8].transpose(1, 2)[kept], expected, off)
 
 
 @torch.no_grad()
@@ -103,7 +104,8 @@ def test_suffix_and_velocity(model, recorded):
         assert_near(condition, recorded["adarms_cond"])
     prefix = model.prefix(*inputs(recorded))
     assert prefix.output is None
-    assert_near(model.velocity(prefix, recorded["x_t"], recorded["t"], recorded["state"])[0], recorded["v_t"])
+    found = model.velocity(prefix, recorded["x_t"], recorded["t"], recorded["state"])[0]
+    assert_near(found, recorded["v_t"], through(model))
 
 
 @torch.no_grad()
@@ -113,19 +115,20 @@ def test_samples(model, recorded, steps):
     for number in range(steps):
         now, then = schedule[number].expand(2), schedule[number + 1].expand(2)
         x = euler(x, model.velocity(prefix, x, now, recorded["state"])[0], now, then)
-    assert_near(x, recorded[f"sample_{steps}steps"])
+    assert_near(x, recorded[f"sample_{steps}steps"], through(model))
 
 
 def test_loss_and_gradients(model, recorded, name):
     time = recorded["t"].view(-1, 1, 1)
     noisy = time * recorded["noise"] + (1 - time) * recorded["actions"]
     model.zero_grad()
-    # The square of errors up to 4 doubles and quadruples rounding: the attention has to be written out as there.
+    # The attention has to be written out as there.
     with sdpa_kernel(SDPBackend.MATH):
         speed, _ = model.velocity(model.prefix(*inputs(recorded)), noisy, recorded["t"], recorded["state"])
-    assert_near(speed, recorded["v_at_training_xt"])
-    loss = (recorded["noise"] - recorded["actions"] - speed).square()
-    assert_near(loss, recorded["flow_loss_elementwise"], roundings=128)
+    assert_near(speed, recorded["v_at_training_xt"], through(model))
+    error = recorded["noise"] - recorded["actions"] - speed
+    loss = error.square()  # off by twice the error times what the speed is off by
+    assert_near(loss, recorded["flow_loss_elementwise"], 2 * error.abs().max().item() * through(model))
     loss.mean().backward()
     expected = json.loads((GOLDEN / name / "grad_norms.json").read_text())
     found = {key: p.grad.norm().item() for key, p in model.named_parameters() if p.grad is not None and p.grad.any()}
@@ -146,7 +149,7 @@ def test_a_masked_camera_can_be_left_out(model, recorded):
     assert not image_valid[0, 2]
     short = model.prefix(pixels[:, :2], None, tokens, token_valid)
     arguments = (recorded["x_t"][1:], recorded["t"][1:], recorded["state"][1:])
-    assert_near(model.velocity(short, *arguments)[0], recorded["v_t"][1:])
+    assert_near(model.velocity(short, *arguments)[0], recorded["v_t"][1:], through(model))
 
 
 @pytest.mark.parametrize("variant", ["pi0", "pi05"])
@@ -332,17 +335,6 @@ def test_a_gripper_that_must_be_open_or_closed(benchmark, tmp_path):
     assert set(gripper.unique().tolist()) <= {-1.0, 1.0}
 
 
-def test_a_setting_that_was_renamed_keeps_loading(make, tmp_path):
-    make(prefix_cache_gb=2.5).save_pretrained(tmp_path)
-    options = json.loads((tmp_path / "vla_torchrl.json").read_text())
-    options["prefix_gigabytes"] = options.pop("prefix_cache_gb")  # as versions before wrote it
-    (tmp_path / "vla_torchrl.json").write_text(json.dumps(options))
-    (tmp_path / "SHA256SUMS").unlink()
-    assert load_policy(tmp_path).config.prefix_cache_gb == 2.5
-    with pytest.warns(DeprecationWarning, match="prefix_gigabytes is called prefix_cache_gb now"):
-        assert load_policy(tmp_path, prefix_gigabytes=1.5).config.prefix_cache_gb == 1.5
-
-
 def test_inspect_says_what_it_is(folder, name, make, tmp_path):
     report = inspect_policy(folder)
     assert not report.missing
@@ -360,18 +352,18 @@ def test_inspect_says_what_it_is(folder, name, make, tmp_path):
 
 def test_statistics_where_rlinfs_checkpoints_have_them(tmp_path):
     folder = make_checkpoint(tmp_path, "pi0_tiny")
-    expected = Pi0Folder.read(folder).statistics
+    expected = Pi0Checkpoint.read(folder).statistics
     (folder / "physical-intelligence").mkdir()
     (folder / "assets" / "tiny").rename(folder / "physical-intelligence" / "metaworld")
-    found = Pi0Folder.read(folder)
+    found = Pi0Checkpoint.read(folder)
     assert list(found.statistics) == ["physical-intelligence/metaworld"]
     assert list(found.statistics.values()) == list(expected.values())
     assert found.select_statistics(None, quantiles=False).key == "physical-intelligence/metaworld"
     shutil.copytree(folder / "physical-intelligence", folder / "assets", dirs_exist_ok=True)
-    assert list(Pi0Folder.read(folder).statistics) == ["metaworld"]  # openpi's place counts, and then no other
+    assert list(Pi0Checkpoint.read(folder).statistics) == ["metaworld"]  # openpi's place counts, and then no other
     (folder / "assets").rename(folder / "elsewhere")
     (folder / "assets").symlink_to(folder / "elsewhere")
-    assert list(Pi0Folder.read(folder).statistics) == ["metaworld"]
+    assert list(Pi0Checkpoint.read(folder).statistics) == ["metaworld"]
 
 
 # ---- RLinf's heads
@@ -489,7 +481,7 @@ def test_weights_of_an_rlinf_run_have_to_be_converted(tmp_path):
     (folder / "actor" / "model_state_dict").mkdir(parents=True)
     (folder / "model.safetensors").rename(folder / "actor" / "model_state_dict" / "full_weights.pt")
     with pytest.raises(ValueError, match=r"is a pickle; convert it with RLinf's .*convert_pt_to_hf"):
-        Pi0Folder.read(folder)
+        Pi0Checkpoint.read(folder)
 
 
 def test_a_new_value_head_starts_as_rlinfs(make):
@@ -504,20 +496,23 @@ def test_a_new_value_head_starts_as_rlinfs(make):
 # ---- reinforcement learning
 
 
-@pytest.mark.parametrize("method", ["flow_sde", "flow_noise", "flow_cps"])
-@pytest.mark.parametrize("reads", [None, "mean", "last", "first"])
+@pytest.mark.parametrize(
+    ("method", "reads"), [("flow_sde", None), ("flow_noise", "mean"), ("flow_cps", "last"), ("flow_sde", "first")]
+)
 def test_the_ratio_is_one_and_a_kept_prefix_changes_nothing(make, seen, method, reads):
     policy = make(method=method, value_after_vlm=reads)
     stored = act(policy, seen, ExplorationType.RANDOM)
     assert stored[keys.ACTION].shape == (3, 5, 4)
     assert stored[keys.DENOISE_CHAIN].shape[2:] == (6, 8)
     plain = policy.evaluate_actions(stored)
-    assert_near(plain[0], stored[keys.ACTION_LOG_PROB])
-    assert_near(plain[2], stored[keys.STATE_VALUE])
+    off = through(policy)
+    narrow = sharpness(policy.get_dist(stored))
+    assert_near(plain[0], stored[keys.ACTION_LOG_PROB], narrow * off)
+    assert_near(plain[2], stored[keys.STATE_VALUE], off)
     prepared = policy.precompute(stored.clone())
     assert prepared.get(keys.PREFIX_KEYS, None) is not None
     for first, second in zip(plain, policy.evaluate_actions(prepared[torch.tensor([2, 0])]), strict=True):
-        assert_near(second, first[torch.tensor([2, 0])])
+        assert_near(second, first[torch.tensor([2, 0])], narrow * off)
 
 
 def test_the_prefix_is_kept_only_if_it_is_frozen_and_fits(make, seen):
@@ -543,13 +538,19 @@ def test_what_the_update_reaches(make, seen, only, checkpointing):
     assert any("paligemma.model.vision" in n for n in reached) == (not only)
 
 
-def test_imitation(make, seen):
-    policy = make(num_action_chunks=4)
+def test_imitation(make, seen, monkeypatch):
+    policy, noisy = make(num_action_chunks=4), []
+    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
+    velocity = policy.velocity
+    policy.velocity = lambda observed, x, time: noisy.append(x) or velocity(observed, x, time)
     seen[keys.PROMPT_TOKENS] = policy.prompt_tokens(seen.get(keys.TASK_DESCRIPTIONS).tolist(), seen[keys.STATES])
     seen[keys.ACTION] = torch.rand(3, 4, 4)
     loss = policy.imitation_loss(seen, sigma=0.0)
     assert loss.shape == (3, 4)
     assert math.isfinite(loss.sum().item())
+    last, after = noisy[0][:, 3:4, :4], noisy[0][:, 4:, :4]
+    assert torch.equal(after, last.expand_as(after))  # what comes after the chunk repeats its last action
+    assert last.any()
 
 
 # ---- bad input

@@ -7,11 +7,11 @@ import yaml
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vla_algos.placement import Placement, dealt
+from vla_algos.disaggregated.placement import Placement, dealt
 
 HYBRID, SHARED, APART = (
     "env: 0-3\nrollout: 4-7\nactor: 0-7",
-    "env,rollout,actor: all",
+    "env: all\nrollout: all\nactor: all",
     "env: 0-1\nrollout: 2-5\nactor: 6-7",
 )
 TWO_NODES, TWO_APART = "env: 0-7\nrollout: 8-15\nactor: 0-15", "env: 0-3\nrollout: 4-7\nactor: 8-15"
@@ -55,10 +55,9 @@ def test_every_placement_of_the_guides_is_taken_or_refused_in_one_line(guide, se
 def test_hybrid():
     """The guides' ``env: 0-3, rollout: 4-7, actor: 0-7``."""
     placement = read(HYBRID)
-    assert [placement.rank(number) for number in range(8)] == list(range(8))
-    assert (placement.actors, placement.rollouts, placement.world_size) == (tuple(range(8)), (4, 5, 6, 7), 8)
+    assert placement.members == tuple(range(8))
+    assert (placement.actors, placement.rollouts, len(placement.members)) == (tuple(range(8)), (4, 5, 6, 7), 8)
     assert [placement.env_gpus(rank) for rank in placement.rollouts] == [(0,), (1,), (2,), (3,)]
-    assert placement.weight_transfers() == {}
     assert placement.batch_transfers() == {4: (4, 0), 5: (5, 1), 6: (6, 2), 7: (7, 3)}
 
 
@@ -66,10 +65,8 @@ def test_disaggregated():
     """The guides' ``env: 0-1, rollout: 2-5, actor: 6-7``: of eight processes two have no part."""
     placement = read(APART)
     assert placement.members == (6, 7, 2, 3, 4, 5)
-    assert [placement.rank(number) for number in range(8)] == [None, None, 2, 3, 4, 5, 0, 1]
-    assert (placement.actors, placement.rollouts, placement.world_size) == ((0, 1), (2, 3, 4, 5), 6)
+    assert (placement.actors, placement.rollouts, len(placement.members)) == ((0, 1), (2, 3, 4, 5), 6)
     assert [placement.env_gpus(rank) for rank in placement.rollouts] == [(0,), (0,), (1,), (1,)]
-    assert placement.weight_transfers() == {0: (2, 3, 4, 5)}
     assert placement.batch_transfers() == {2: (0,), 3: (0,), 4: (1,), 5: (1,)}
 
 
@@ -83,14 +80,13 @@ def test_two_nodes():
 
 
 def test_one_process_and_defaults():
-    for settings in ({}, {"actor": 0, "rollout": "0", "env": "same"}, {"actor, rollout": "all"}):
+    for settings in ({}, {"actor": 0, "rollout": "0", "env": "same"}):
         placement = read(settings, 1, 1)
         assert placement.describe() == "collocated, 1 GPU: actor 0, rollout 0, env 0"
-        assert (placement.rank(0), placement.env_gpus(0), placement.batch_transfers()) == (0, (0,), {0: (0,)})
+        assert (placement.members, placement.env_gpus(0), placement.batch_transfers()) == ((0,), (0,), {0: (0,)})
     shared = read({})
     assert [shared.env_gpus(rank) for rank in range(8)] == [(rank,) for rank in range(8)]
     assert shared.batch_transfers() == {rank: (rank,) for rank in range(8)}
-    assert shared.weight_transfers() == {}
 
 
 @pytest.mark.parametrize(
@@ -117,11 +113,6 @@ def test_uneven_numbers_are_dealt_as_evenly_as_can_be():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"roll_out": "4-7"}, "unknown role of placement 'roll_out'; did you mean rollout?"),
-        (
-            {"env,actor": "all", "actor": "0-3"},
-            "placement names actor twice; name each once, such as placement.actor=all",
-        ),
         ({"rollout": ""}, "placement.rollout is empty; type placement.rollout=0-3, one number, or all"),
         ({"env": None}, "placement.env is empty; type placement.env=0-3, one number, or all, or same"),
         ({"rollout": []}, "placement.rollout is empty; type placement.rollout=0-3, one number, or all"),
@@ -176,23 +167,6 @@ def test_processes_are_as_many_on_each_node():
         read({}, 6, 4)
 
 
-def test_shards_divide_the_actors():
-    placement = read(APART)
-    assert placement.shard_groups("all") == ((0, 1),)
-    assert placement.shard_groups(1) == ((0,), (1,))
-    with pytest.raises(
-        ValueError, match=r"sharding.shards=4 does not divide the 2 actors \(placement.actor=6-7\): take"
-    ):
-        placement.shard_groups(4)
-    with pytest.raises(ValueError, match=r"take one of 1, 2, 4, 8, such as sharding.shards=all"):
-        read(HYBRID).shard_groups(3)
-
-
-def test_who_does_not_roll_out_has_no_simulators():
-    with pytest.raises(ValueError, match="rank 0 does not roll out, 2-5 do"):
-        read(APART).env_gpus(0)
-
-
 # ---- 24 processes that are not there
 
 WORLDS = [  # the guides' on nodes of 8, and as large as three nodes allow
@@ -216,11 +190,11 @@ def fake(request):
 @pytest.mark.parametrize(("settings", "processes", "per_node"), WORLDS)
 def test_meshes_roles_and_transfers_of_24_processes(fake, settings, processes, per_node):
     placement = read(settings, processes, per_node)
-    own = placement.rank(fake) if fake < processes else None
     for shards in (1, 2, "all"):
-        rows = placement.shard_groups(shards)
+        size = len(placement.actors) if shards == "all" else shards
+        rows = torch.tensor(placement.actors).reshape(-1, size).tolist()
         mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("replicas", "shards"))
-        assert mesh.mesh.tolist() == [list(row) for row in rows]
+        assert mesh.mesh.tolist() == rows
         trains = fake in placement.actors
         found = mesh.get_coordinate()
         assert (found is not None) == trains
@@ -229,18 +203,10 @@ def test_meshes_roles_and_transfers_of_24_processes(fake, settings, processes, p
             assert mesh["shards"].size() == len(rows[0])
     rollouts = DeviceMesh("cpu", torch.tensor(placement.rollouts), mesh_dim_names=("rollout",))
     assert (rollouts.get_coordinate() is not None) == (fake in placement.rollouts)
-    if own is not None:
-        assert placement.members[own] == fake
     # Every rank has a part, rank 0 trains, and the guide's numbers are found again.
-    assert {*placement.actors, *placement.rollouts} == set(range(placement.world_size))
+    assert {*placement.actors, *placement.rollouts} == set(range(len(placement.members)))
     assert 0 in placement.actors
     assert {placement.members[rank] for rank in placement.rollouts} == set(placement.rollout)
-    # Weights reach every rollout that has none, once.
-    receivers = [rank for ranks in placement.weight_transfers().values() for rank in ranks]
-    assert sorted(receivers) == [rank for rank in placement.rollouts if rank not in placement.actors]
-    if receivers:
-        group = [0, *receivers]
-        assert dist.get_world_size(dist.new_group(group)) == (len(group) if fake in group else -1)
     # Rows of every rollout reach actors, every actor gets some, and loads are even.
     transfers = placement.batch_transfers()
     assert sorted(transfers) == list(placement.rollouts)

@@ -12,11 +12,11 @@ from tiny_policies import SIZES
 from torch import nn
 
 from recipes.__main__ import main
-from vla_algos.evaluation import EpisodeResult, EvaluationResult
-from vla_algos.run.episode_log import EpisodeLog
-from vla_algos.run.evaluated import make_env_spec
-from vla_algos.run.origin import FILE, note_origin
-from vla_common.checksums import identity, verify_checksums
+from vla_algos.evaluation import EvaluationResult
+from vla_algos.results import EpisodeResult, as_lines
+from vla_algos.run.environments import make_env_spec
+from vla_algos.run.training_env import FILE, save_training_env
+from vla_common.checksums import add_checksum, identity, verify_checksums
 from vla_envs import Episode
 from vla_policies import OpenVLA, load_policy
 from vla_policies.checkpoint.lora import add_lora, has_lora
@@ -57,6 +57,7 @@ def adapted(tmp_path):
             nn.init.normal_(parameter, std=0.05, generator=generator)
     policy.save_pretrained(tmp_path / "policy")
     (tmp_path / "policy" / FILE).write_text("{}")
+    add_checksum(tmp_path / "policy", FILE)
     return policy
 
 
@@ -102,8 +103,12 @@ def policy(tmp_path):
     """The folder of a small policy, as a recipe leaves it."""
     folder = tmp_path / "policy"
     SmallVLA(SmallVLAConfig(num_bins=8, **SIZES)).save_pretrained(folder)
-    note_origin(folder, "ppo", FAUCET, make_env_spec(FAUCET), chunk_size=2, evaluation={"trials": 4, "seed": 9})
+    note_faucet(folder)
     return folder
+
+
+def note_faucet(folder):
+    save_training_env(folder, "ppo", FAUCET, make_env_spec(FAUCET), chunk_size=2, evaluation={"trials": 4, "seed": 9})
 
 
 @pytest.fixture
@@ -118,10 +123,7 @@ def evaluate(policy, folder):
         EpisodeResult(Episode(0, trial, 9), "faucet-open", solved, solved, 1.0, 10, index=trial)
         for trial, solved in enumerate(SOLVED)
     ]
-    log = EpisodeLog(folder / "episodes.jsonl", keep=False)
-    for episode in episodes:
-        log.add(episode)
-    log.close()
+    (folder / "episodes.jsonl").write_text(as_lines(episodes))
     said = {"greedy": True, "protocol": "metaworld/tests", "protocol_deviations": ["64 pixels instead of 480"]}
     said["differs_from_training"] = {"env.image_size": [64, 32]}
     said["policy_identity"] = identity(policy)
@@ -185,11 +187,12 @@ def test_a_copy_of_the_policy_has_its_evaluations(policy, evaluation, tmp_path):
 def test_an_evaluation_of_other_weights_is_refused(policy, evaluation, tmp_path, capsys):
     other = tmp_path / "other"
     SmallVLA(SmallVLAConfig(num_bins=9, **SIZES)).save_pretrained(other)
-    shutil.copyfile(policy / FILE, other / FILE)
+    note_faucet(other)
     line = refused(capsys, "card", other, evaluation)
     assert f"is no evaluation of what {other} has now, but of {policy} as it was then" in line
     shutil.copytree(policy, tmp_path / "kept")
     SmallVLA(SmallVLAConfig(num_bins=9, **SIZES)).save_pretrained(policy)  # training went on in the same folder
+    note_faucet(policy)
     assert f"is no evaluation of what {policy} has now" in refused(capsys, "card", policy, evaluation)
     assert main(["card", str(tmp_path / "kept"), str(evaluation)]) == 0
 

@@ -10,7 +10,7 @@ from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from running import Started, composed, main_of
 from safetensors.torch import load_file
 
-import vla_envs.env
+import vla_envs.make
 from vla_policies import OpenVLA
 from vla_policies.checkpoint.lora import adapt
 
@@ -93,7 +93,7 @@ def test_bad_input_is_one_clear_error_before_a_simulator_starts(
     def stop(*_, **__):
         raise Started
 
-    monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
+    monkeypatch.setattr(vla_envs.make, "VLAEnv", stop)
     folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     spoil(folder)
     family = [] if any(override.startswith("policy=") for override in overrides) else ["policy=openvla"]
@@ -103,7 +103,7 @@ def test_bad_input_is_one_clear_error_before_a_simulator_starts(
 
 
 def test_a_continuous_head_has_no_log_probability_to_train(tmp_path, monkeypatch):
-    monkeypatch.setattr(vla_envs.env, "VLAEnv", None)
+    monkeypatch.setattr(vla_envs.make, "VLAEnv", None)
     folder = make_checkpoint(tmp_path / "checkpoint", heads=True)
     chosen = ["policy=openvla_oft", f"policy.checkpoint={folder}", "policy.use_proprio=false"]
     with pytest.raises(ValueError, match=r"recipes/sft.py"):
@@ -137,7 +137,7 @@ def test_bad_input_of_pi0_is_one_clear_error_before_a_simulator_starts(overrides
     def stop(*_, **__):
         raise Started
 
-    monkeypatch.setattr(vla_envs.env, "VLAEnv", stop)
+    monkeypatch.setattr(vla_envs.make, "VLAEnv", stop)
     checkpoint = make_pi0_checkpoint(tmp_path / "checkpoint")
     config = composed("ppo", ["policy=pi0", f"policy.checkpoint={checkpoint}", *overrides], tmp_path / "run")
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,6 @@
-"""Benchmarks from outside: by a call, by an entry point, broken ones; finished SimulatorSpecs; settings; old names."""
+"""Benchmarks from outside: by a call, by an entry point, broken ones; finished SimulatorSpecs; settings."""
 
 import os
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,19 +23,20 @@ from vla_common.settings import Count, check_settings
 from vla_envs import (
     Benchmark,
     BenchmarkSchema,
+    Episode,
     EpisodeQueue,
     Gripper,
     SimulatorSpec,
+    WorkerPool,
+    doctor,
     env_types,
     evaluation_episodes,
-    evaluation_grid,
     list_envs,
     make_env,
     make_spec,
     register_benchmark,
 )
-from vla_envs.doctor import report
-from vla_envs.probe import ASSETS, RENDERING, Finding
+from vla_envs.probe import ASSETS, RENDERING, Finding, run_probe
 
 SCHEMA = BenchmarkSchema(
     image_size=(2, 2),
@@ -179,6 +179,21 @@ def test_a_spec_of_ones_own_runs_in_workers_and_in_gymnasium():
     assert observation[keys.TASK_DESCRIPTIONS] == ("play it back",) * 2
 
 
+def test_a_worker_finds_a_simulator_in_the_current_folder_and_no_namesake_of_a_module_of_pythons(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("from scripted import Scripted")
+    for module in ("ctypes", "random", "runpy"):
+        (tmp_path / f"{module}.py").write_text("open('executed', 'w')")
+    monkeypatch.chdir(tmp_path)
+    spec, ours = scripted_spec(REWARDS, [3, 0], action_dim=2), list(sys.path)
+    for entry_point, path in (("scripted:Scripted", ours), ("mine:Scripted", ["", *ours])):  # "" is there in notebooks
+        monkeypatch.setattr(sys, "path", path)
+        pool = WorkerPool(replace(spec, entry_point=entry_point), 1, 1, 1)
+        pool.reset({0: Episode(0, 0)})
+        pool.close()
+        assert run_probe("import random")[0]
+    assert not (tmp_path / "executed").exists()
+
+
 def test_a_spec_is_complete():
     spec = scripted_spec(REWARDS, [3, 0], action_dim=2)
     with pytest.raises(ValueError, match=r"^image_size, horizon cannot be set beside the SimulatorSpec of scripted"):
@@ -267,7 +282,7 @@ def test_a_broken_package_costs_one_line_and_nothing_else(what, tmp_path):
     package, message = BROKEN[what]
     program = (
         "import vla_envs, gymnasium\n"
-        "from vla_envs.doctor.report import _find_benchmarks\n"
+        "from vla_envs.doctor import _find_benchmarks\n"
         "print('vla/MetaWorld-reach-v0' in gymnasium.registry, 'metaworld/MT50' in vla_envs.list_envs())\n"
         "print(*[finding.detail for finding in _find_benchmarks()[1]])\n"
     )
@@ -294,7 +309,7 @@ def test_the_doctor_asks_every_benchmark(monkeypatch, capsys):
     monkeypatch.setattr(benchmarks, "_entry_points", {})
     monkeypatch.setattr(benchmarks, "_registered", {})
     register_benchmark(make_toy("fine", "Fine"))
-    assert report.diagnose() == 0
+    assert doctor.diagnose() == 0
     assert capsys.readouterr().out.endswith("Usable now: fine\n")
     parts = {
         "half": [found("missing", ASSETS, without="the easy ones")],
@@ -304,13 +319,13 @@ def test_the_doctor_asks_every_benchmark(monkeypatch, capsys):
     for name, findings in parts.items():
         register_benchmark(make_toy(name, name, checks=lambda findings=findings: findings))
     register_benchmark(make_toy("wrong", "Wrong", checks=fail))
-    assert report.diagnose() == 0
+    assert doctor.diagnose() == 0
     said = capsys.readouterr().out
     assert said.endswith("Usable now: fine, half (the easy ones), old\n")
     assert "its checks failed: RuntimeError: no such thing" in said
     assert "-> repair it" in said
     register_benchmark(make_toy("blind", "Blind", checks=lambda: [found("broken", RENDERING, required=True)]))
-    assert report.diagnose() == 1
+    assert doctor.diagnose() == 1
     assert "blind" not in capsys.readouterr().out.splitlines()[-1]
     assert "blind/<task>" not in said
     assert "fine/hard" in said
@@ -320,25 +335,19 @@ def test_the_doctor_asks_every_benchmark(monkeypatch, capsys):
 
 
 def env_settings(path: Path) -> dict:
-    """The ``env`` section that a file of ``recipes/conf`` stands for: groups that it names, then its own."""
+    """The ``env`` section that a file of ``recipes/conf/env`` stands for: those that it names, then its own."""
     content = yaml.safe_load(path.read_text()) or {}
-    is_group = path.parent.name == "env"
-    defaults = content.get("defaults", [])
-    if not is_group:
-        named = [entry["override /env"] for entry in defaults if isinstance(entry, dict) and "override /env" in entry]
-        defaults = named or ["metaworld_button"]  # of the recipes
     settings = {}
-    for name in defaults:
+    for name in content.get("defaults", []):
         settings |= env_settings(CONF / "env" / f"{name}.yaml")
-    return settings | ({k: v for k, v in content.items() if k != "defaults"} if is_group else content.get("env", {}))
+    return settings | {k: v for k, v in content.items() if k != "defaults"}
 
 
 # base.yaml is what the others have in common.
 GROUPS = [path for path in (CONF / "env").glob("*.yaml") if path.stem != "base"]
-CONFIGURATIONS = sorted([*GROUPS, *(CONF / "experiment").glob("*.yaml")])
 
 
-@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(GROUPS), ids=lambda path: path.stem)
 def test_every_configuration_passes_the_annotations(path):
     settings = env_settings(path)
     assert settings["id"] in list_envs() or "+" in settings["id"]
@@ -371,31 +380,6 @@ def test_wrong_settings_are_refused_as_they_are_typed(id, name, value, message):
     register_benchmark(make_toy())
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace(".", r"\.")):
         check_settings("env", {name: value}, env_types(id))
-
-
-# ---- old names
-
-
-def test_old_names_work_with_a_warning():
-    spec = make_spec("metaworld/reach-v3", image_size=64)
-    new = spec.protocol_deviations
-    with pytest.warns(DeprecationWarning, match="protocol_deviations"):
-        assert spec.departures == new == ("64 x 64 pixels instead of 480 x 480",)
-    settings = {name: getattr(spec, name) for name in spec.__dataclass_fields__ if name != "protocol_deviations"}
-    with pytest.warns(DeprecationWarning, match="protocol_deviations"):
-        assert SimulatorSpec(**settings, departures=new) == spec
-    with pytest.warns(DeprecationWarning, match="evaluation_episodes"):
-        assert evaluation_grid(spec, 2) == evaluation_episodes(spec, 2)
-    queued = EpisodeQueue(evaluation_episodes(spec, 2)).next()
-    with pytest.warns(DeprecationWarning, match="queue_index"):
-        assert queued.place == queued.queue_index == 0
-
-
-@pytest.mark.filterwarnings("error")
-def test_new_names_warn_of_nothing_wherever_a_spec_goes():
-    spec = make_spec("metaworld/reach-v3", image_size=64)
-    assert pickle.loads(pickle.dumps(spec)) == spec == replace(spec)
-    assert replace(spec, protocol_deviations=("x",)).protocol_deviations == ("x",)
 
 
 def test_a_package_that_takes_our_name_is_told_and_does_not_get_it(monkeypatch):

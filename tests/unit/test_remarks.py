@@ -9,8 +9,7 @@ from tensordict.nn import TensorDictModule
 from whole import whole_spec
 
 from vla_algos.evaluation import evaluate
-from vla_algos.results import as_lines
-from vla_algos.run.episode_log import _read
+from vla_algos.results import as_lines, finished_episodes
 from vla_common import keys
 from vla_envs import Episode, Task, make_env
 from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
@@ -22,7 +21,7 @@ def spec():
     return whole_spec(options={"remarks": {2: SAID}})
 
 
-def test_results_have_it_beside_the_episode(caplog):
+def test_results_have_it_beside_the_episode(caplog, tmp_path):
     episodes = [Episode(0, trial) for trial in (0, 2, 1, 2)]
     env = make_env(spec(), num_envs=2, chunk_size=4, num_workers=1)
     still = TensorDictModule(lambda x: torch.zeros(x.shape[0], 4, 1), in_keys=[keys.STATES], out_keys=[keys.ACTION])
@@ -35,7 +34,8 @@ def test_results_have_it_beside_the_episode(caplog):
     for result in results:
         entry = as_lines([result])
         assert json.loads(entry).get("remark", "") == result.remark
-        assert _read(entry, episodes, 1) == result
+    (tmp_path / "episodes.jsonl").write_text(as_lines(results))
+    assert finished_episodes(tmp_path / "episodes.jsonl", episodes) == dict(enumerate(results))
 
 
 def test_what_is_said_in_an_episodes_last_chunk_is_not_lost():

@@ -10,18 +10,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
-from vla_envs import Episode, EpisodeSampler, evaluation_episodes, list_envs, make_spec
-from vla_envs.gym.episodes import resolve_spec
+from vla_envs import Episode, EpisodeSampler, evaluation_episodes, list_envs, make_spec, robotwin
+from vla_envs.folders import digest_of
+from vla_envs.gym.env import resolve_spec
 from vla_envs.probe import Finding
-from vla_envs.robotwin import checks, package, planning
+from vla_envs.robotwin import package, planning
 from vla_envs.robotwin.seeds import RANGE, candidates_of, seeds_of, solved_seeds
 from vla_envs.robotwin.simulator import STOOD, RoboTwinSimulator
 from vla_envs.robotwin.spec import REFUSED, TASKS
 from vla_envs.robotwin.world import UnstableEpisode, World, crop
-from vla_policies.processing.images import center_crop
 
 PHYSICS_RATE = 250  # Hz
 
@@ -33,7 +32,7 @@ def folders(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     checkout, assets = tmp_path / "code", tmp_path / "data"
-    for name in package._FILES:
+    for name in package.CHECKOUT.files:
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).touch()
     (checkout / "envs" / "click_bell.py").write_text('create_actor(modelname="050_bell")')
@@ -90,15 +89,15 @@ def test_options_with_the_guides_names():
         ({"embodiment": ["piper", "piper"]}, r"embodiment=\['piper', 'piper'\]: is \[aloha-agilex\]"),
         ({"embodiment": ["franka-panda"]}, "type embodiment="),
         ({"embodiment": ["piper", "piper", -1]}, "at most 2"),
-        ({"embodiment": ["piper", "piper", True]}, "at most 2"),
+        ({"embodiment": ["piper", "piper", True]}, "entry 2: must be"),
         ({"embodiment": []}, "embodiment="),
-        ({"task_config": "demo_random"}, "unknown task_config 'demo_random'; did you mean demo_randomized"),
-        ({"instruction_type": "train"}, "unknown instruction_type 'train'; known are seen, unseen"),
-        ({"seeds": "test"}, "unknown seeds 'test'"),
-        ({"shader": "raytracing"}, "unknown shader 'raytracing'"),
-        ({"render_quality": "quick"}, "unknown render_quality 'quick'"),
-        ({"step_lim": 0}, "step_lim must be >= 1 and whole, got 0"),
-        ({"wrist_camera_type": "D345"}, "unknown wrist_camera_type 'D345'; did you mean D435"),
+        ({"task_config": "demo_random"}, "task_config=demo_random: must be 'demo_clean' or 'demo_randomized'"),
+        ({"instruction_type": "train"}, "instruction_type=train: must be 'seen' or 'unseen'"),
+        ({"seeds": "test"}, "seeds=test: must be"),
+        ({"shader": "raytracing"}, "shader=raytracing: must be"),
+        ({"render_quality": "quick"}, "render_quality=quick: must be"),
+        ({"step_lim": 0}, "step_lim=0: must be greater than or equal to 1"),
+        ({"wrist_camera_type": "D345"}, "wrist_camera_type=D345: must be .*; did you mean D435"),
         ({"center_crop": "perhaps"}, "center_crop"),
         ({"wrist_camera_type": "L515", "collect_wrist_camera": False}, "wrist_camera_type=L515: nothing is drawn in"),
         ({"collect_wrist_cameras": True}, "did you mean collect_wrist_camera"),
@@ -199,14 +198,14 @@ def test_trials_are_as_many_as_there_are_seeds():
 
 def test_the_step_limits_are_those_of_the_checkout():
     try:
-        folder = package.find_package()
+        folder = package.CHECKOUT.find()
     except FileNotFoundError as error:
         pytest.skip(str(error).splitlines()[-1])
     lines = (folder / "task_config" / "_eval_step_limit.yml").read_text().splitlines()
     published = {name: int(limit) for name, limit in (line.split(":") for line in lines)}
     assert {name: published[name] for name in TASKS} == TASKS
     assert set(published) == set(TASKS) | set(REFUSED)
-    assert package.is_pinned(folder)
+    assert package.CHECKOUT.describe() == ()
 
 
 def test_checkout_and_assets_are_found_where_they_are_named(folders, monkeypatch):
@@ -214,20 +213,20 @@ def test_checkout_and_assets_are_found_where_they_are_named(folders, monkeypatch
     with pytest.raises(
         FileNotFoundError, match=r"no checkout of RoboTwin. Looked in\n.*no such folder\n  Type: git clone"
     ):
-        package.find_package()
+        package.CHECKOUT.find()
     monkeypatch.setenv("ROBOTWIN_PATH", str(checkout))
     monkeypatch.setenv("ASSETS_PATH", str(assets))
-    assert package.find_package() == checkout
+    assert package.CHECKOUT.find() == checkout
     assert package.find_assets() == assets
     assert not package.is_standin(assets)
     assert package.missing_assets(assets, ["click_bell"], ["aloha-agilex"], checkout) == []
-    assert package.describe_package() == (f"{checkout} is not RoboTwin at {package.COMMIT[:12]}",)
+    assert package.describe_package() == (f"{checkout} is not RoboTwin at {package.CHECKOUT.commit[:12]}",)
     (assets / "STANDIN.json").write_text('{"standin": "robotwin"}')
     assert package.describe_package()[0].startswith("STAND-IN objects and arms")
     spec = make_spec("robotwin/click_bell")
     assert spec.protocol_deviations[0].startswith("STAND-IN objects and arms")
     with pytest.raises(FileNotFoundError, match="no checkout of RoboTwin"):
-        package.find_package("/nowhere")
+        package.CHECKOUT.find("/nowhere")
 
 
 def test_real_assets_in_the_checkout_come_before_stand_ins(folders, monkeypatch, tmp_path):
@@ -272,20 +271,26 @@ def test_missing_packages_and_other_versions(monkeypatch):
 
 def test_the_digest_does_not_depend_on_line_ends_or_pictures(folders):
     checkout, _ = folders
-    before = package.digest_of(checkout)
+    before = digest_of(checkout, package.CHECKOUT.parts)
     (checkout / "envs" / "picture.png").touch()
     file = checkout / "envs" / "click_bell.py"
     file.write_bytes(file.read_bytes() + b"\n")
-    changed = package.digest_of(checkout)
+    changed = digest_of(checkout, package.CHECKOUT.parts)
     assert changed != before
     file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
-    assert package.digest_of(checkout) == changed
+    assert digest_of(checkout, package.CHECKOUT.parts) == changed
 
 
-def test_the_crop_is_that_of_the_policies_adapter():
+def test_the_crop_is_tensorflows():
+    """``crop_and_resize`` of the central box with 0.9 of the area, by its formula in float64."""
     image = np.random.default_rng(0).integers(0, 256, (240, 320, 3), dtype=np.uint8)
-    ours = crop(image)
-    theirs = center_crop(torch.from_numpy(image)[None], 0.9, (224, 224))[0].numpy()
+    ours, theirs, side = crop(image), image / 255, 0.9**0.5
+    for axis in (0, 1):
+        position = (theirs.shape[axis] - 1) * ((1 - side) / 2 + side * np.arange(224) / 223)
+        before = position.astype(int)
+        rows, following = theirs.take(before, axis), theirs.take(before + 1, axis)
+        theirs = rows + (following - rows) * np.expand_dims(position - before, tuple({0, 1, 2} - {axis}))
+    theirs = (theirs * 255.5).astype(np.uint8)
     difference = np.abs(ours.astype(int) - theirs)
     assert difference.max() <= 1
     assert (difference > 0).mean() < 1e-3  # float32 there
@@ -403,7 +408,7 @@ def test_what_a_reset_asks_again_is_remembered():
         asked.append((first.copy(), second.copy()))
         return np.float64(np.abs(first - second).sum())
 
-    remembered = package._remember_distances(distance)
+    remembered = package._remembered(distance, 1024)
     lying, turned = np.array([1, 0, 0, 0], np.float32), np.array([0.6, 0.8, 0, 0], np.float32)
     found = [remembered(lying, other) for other in (lying, turned, lying.astype(np.float64), turned.copy())]
     assert found == [distance(lying, other) for other in (lying, turned, lying, turned)]
@@ -511,18 +516,18 @@ def test_gymnasiums_horizon_is_the_benchmarks_and_is_said():
 
 def test_the_doctor_says_what_lacks_and_what_to_type(folders, monkeypatch):
     checkout, assets = folders
-    monkeypatch.setattr(checks, "check_simulator", lambda *_: [])
-    monkeypatch.setattr(checks, "check_vulkan", lambda _: Finding("ok", "Vulkan", ""))
-    found = {finding.name: finding for finding in checks.check()}
+    monkeypatch.setattr(robotwin, "check_simulator", lambda *_: [])
+    monkeypatch.setattr(robotwin, "check_vulkan", lambda _: Finding("ok", "Vulkan", ""))
+    found = {finding.name: finding for finding in robotwin.check()}
     assert [found[f"RoboTwin's {what}"].status for what in ("checkout", "assets")] == ["missing", "missing"]
     assert found["RoboTwin's checkout"].remedy.startswith(
         "git clone -b RLinf_support https://github.com/RoboTwin-Platform"
     )
-    assert package.COMMIT[:12] in found["RoboTwin's checkout"].remedy
+    assert package.CHECKOUT.commit[:12] in found["RoboTwin's checkout"].remedy
     assert "TianxingChen/RoboTwin2.0" in found["RoboTwin's assets"].remedy
     monkeypatch.setenv("ROBOTWIN_PATH", str(checkout))
     monkeypatch.setenv("ASSETS_PATH", str(assets))
     (assets / "STANDIN.json").write_text('{"standin": "robotwin"}')
-    found = {finding.name: finding for finding in checks.check()}
+    found = {finding.name: finding for finding in robotwin.check()}
     assert all(finding.status == "ok" for finding in found.values())
     assert "STAND-IN" in found["RoboTwin's assets"].detail

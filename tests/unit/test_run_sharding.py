@@ -2,13 +2,15 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import together
 from test_imitation import demonstrations
 from test_parallel import collected
-from together import together
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import vla_algos.run.sharding as sharding_module
@@ -20,7 +22,7 @@ from vla_algos.losses import ChunkClipPPOLoss
 from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
 from vla_common import keys
 from vla_policies import SmallVLA, SmallVLAConfig
-from vla_policies.memory import Way
+from vla_policies.memory import MemoryPlan
 from vla_policies.sharding import ShardGroup, compute_device, place, shard, sharded_modules, storage_device
 
 MESHES = pytest.mark.parametrize("shards", [1, 2])
@@ -71,15 +73,24 @@ def test_parameters_in_host_memory_stay_there():
     assert plain.weight.is_meta
 
 
+def test_settings_of_a_sharded_policy_are_read_where_torch_2_11_keeps_them(monkeypatch):
+    policy = nn.Sequential(nn.Linear(4, 4))
+    with parallel.process_group():
+        shard(policy, parallel.device_mesh(1), cpu_offload=True)
+        state = SimpleNamespace(_fsdp_param_group=policy._get_fsdp_state()._fsdp_param_group)
+        monkeypatch.setattr(FSDPModule, "_get_fsdp_state", lambda self: state)
+        assert storage_device(policy, "meta") == "cpu"
+
+
 def test_host_memory_is_said_and_refused_before_it_is_taken(capsys):
     with torch.device("meta"):
         small, large = nn.Linear(1000, 1000), nn.Linear(2**20, 2**20)
-    say_host_memory(large, Way())
+    say_host_memory(large, MemoryPlan())
     assert not capsys.readouterr().out
-    say_host_memory(small, Way(optimizer_offload=True))
+    say_host_memory(small, MemoryPlan(optimizer_offload=True))
     assert capsys.readouterr().out.startswith("host memory for Adam of 1 process: 0.00801 GB; ")
     with pytest.raises(ValueError, match=r"weights, gradients and Adam of 1 process: 1\.76e\+04 GB, and .* are free; "):
-        say_host_memory(large, Way(cpu_offload=True))
+        say_host_memory(large, MemoryPlan(cpu_offload=True))
 
 
 def take(room):
@@ -91,7 +102,7 @@ def take(room):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     with torch.device("meta"):
         policy = nn.Linear(1000, 1000)
-    say_host_memory(policy, Way(shards=2, optimizer_offload=True))
+    say_host_memory(policy, MemoryPlan(shards=2, optimizer_offload=True))
     taken.touch()
 
 
@@ -131,7 +142,7 @@ def test_a_learner_of_several_processes_wants_a_sharded_policy(tmp_path):
 def clone(shards=None, auxiliary=0.0):
     """Losses of four steps on batches of 3 of 8 demonstrations, the last of 2, and the mean gradient of the first."""
     torch.manual_seed(0)
-    policy = SmallVLA(SmallVLAConfig((-1.0,) * 2, (1.0,) * 2, 3, chunk_size=2, num_bins=5))
+    policy = SmallVLA(SmallVLAConfig((-1.0,) * 2, (1.0,) * 2, 3, chunk_size=2, num_bins=5, dim=32, layers=1))
     data = demonstrations(policy)
     data[keys.ACTION] = torch.rand(8, 2, 2) - 0.5
     data[keys.STEP_MASK][::3, 1] = False
@@ -143,13 +154,18 @@ def clone(shards=None, auxiliary=0.0):
     learner = BehaviourCloning(policy, data, steps=4, batch_size=3, auxiliary=auxiliary, auxiliary_steps=(4,))
     losses = [learner.step()]
     state = learner.optimizer.state
-    trained = [*policy.named_parameters(), *(learner.foresight.named_parameters() if learner.foresight else ())]
+    trained = [
+        *policy.named_parameters(),
+        *(learner.state_prediction.named_parameters() if learner.state_prediction else ()),
+    ]
     moments = {name: state[each]["exp_avg"].clone() for name, each in trained if each in state}
     losses += [learner.step() for _ in range(3)]
     losses.append(learner.evaluate(data)["loss"])
     if shards is not None:  # whoever reads them finds its parts, also after passes without a gradient
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
-    weights = [each.detach().clone() for each in learner.foresight.parameters()] if learner.foresight else []
+    weights = (
+        [each.detach().clone() for each in learner.state_prediction.parameters()] if learner.state_prediction else []
+    )
     return {name: whole(each) for name, each in moments.items()}, losses, weights
 
 

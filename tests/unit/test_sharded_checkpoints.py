@@ -1,7 +1,6 @@
 """Two processes load half of a policy each, act as one process that has all of it, and save the same bytes."""
 
 import datetime
-import multiprocessing
 import traceback
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pi0_checkpoint
 import pytest
 import torch
 import torch.distributed as dist
+from forked import forks
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -135,8 +135,7 @@ def alone(tmp_path_factory):
 
 def two_processes(work, folder):
     """What ``work(folder)`` returns in each of two processes that know of each other."""
-    context = multiprocessing.get_context("spawn")
-    running = [context.Process(target=_one, args=(rank, folder, work), daemon=True) for rank in range(2)]
+    running = [forks().Process(target=_one, args=(rank, folder, work), daemon=True) for rank in range(2)]
     try:
         for process in running:
             process.start()

@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 from decisions import decisions
+from forked import together
 from openvla_checkpoint import add_film
 from openvla_checkpoint import make_checkpoint as make_openvla
 from pi0_checkpoint import make_checkpoint as make_pi0
 from tensordict import TensorDict
 from tiny_policies import adapted, clipped, oft, openvla, pi0, small, small_flow
-from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import re
 from collections import OrderedDict
 from contextlib import closing
 
@@ -13,9 +12,8 @@ from torchrl.envs import StepCounter, TransformedEnv
 from toy import CHUNK, DIM, ToyActorCritic, ToyEnv
 from walker import walker_spec
 
-from benchmarks.storm.toy import make_toy_env, tiny_policy, toy_spec
+from storm.toy import make_toy_env, tiny_policy, toy_spec
 from vla_algos import EpisodeCollector, StepCollector, collect_groups, evaluate
-from vla_algos.pipeline import advise, cost_of_half
 from vla_common import keys
 from vla_common.keys import ACTION, DONE, EPISODE_LEN, NEXT, STATES, TRIAL_ID
 from vla_envs import Episode, EpisodeQueue, EpisodeSampler, SimulatorCrash, make_env
@@ -67,15 +65,13 @@ def test_halves_are_what_whole_steps_are():
             actions = torch.full((N, CHUNK, DIM), 0.2 * number)
             outcome, expected = whole.step_and_maybe_reset(expected.set(ACTION, actions))
             for slots in stages:
-                env.async_step_and_maybe_reset_send(td[slots].set(ACTION, actions[slots]), slots)
-            parts = [env.async_step_and_maybe_reset_recv(slots) for slots in stages]
-            order = torch.cat([part["env_index"] for part, _ in parts]).argsort()
+                env.async_step_send(td[slots].set(ACTION, actions[slots]), slots)
+            parts = [env.async_step_recv(slots) for slots in stages]
+            order = torch.cat([part["env_index"] for part in parts]).argsort()
             for key in (*whole.reward_spec.keys(), *whole.observation_spec.keys(), DONE):
                 if key != keys.TASK_DESCRIPTIONS:
-                    assert torch.equal(torch.cat([part[NEXT, key] for part, _ in parts])[order], outcome[NEXT, key]), (
-                        key
-                    )
-            td = TensorDict({STATES: torch.cat([following[STATES] for _, following in parts])[order]}, [N])
+                    assert torch.equal(torch.cat([part[NEXT, key] for part in parts])[order], outcome[NEXT, key]), key
+            td = env.observe().select(STATES)
             if not outcome[NEXT, DONE].any():  # otherwise stages take episodes in another order than slots
                 assert torch.equal(td[STATES], expected[STATES])
             else:
@@ -146,7 +142,7 @@ def test_overlap_changes_no_bit_of_a_batch_with_resets():
     assert_same(first, second)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [4])
 def test_rows_follow_each_other_in_time(stages):
     batch = steps(True, stages)
     done = batch[NEXT, DONE].squeeze(-1)[:, :-1]
@@ -217,7 +213,7 @@ def worked_off(env, number, **options):
     return found, order, dict(collector.attempts), stats["env/worker_restarts"], stats["time/idle_fraction"]
 
 
-@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("options", WAYS[1:])
 def test_overlap_changes_no_bit_of_a_queue_whose_simulators_raise_and_die(options, tmp_path):
     first, *about = worked_off(faulty(tmp_path, "on", True, FAULTS), 40, **options)
     second, *of_second = worked_off(faulty(tmp_path, "off", False, FAULTS), 40, **options)
@@ -227,8 +223,6 @@ def test_overlap_changes_no_bit_of_a_queue_whose_simulators_raise_and_die(option
     assert [int(episode[TRIAL_ID][0]) for episode in first] == list(range(40))
     assert [bool(episode[NEXT, keys.CRASHED][-1]) for episode in first] == [trial in (19, 23) for trial in range(40)]
     assert about[1][7] == 2
-    plain, *_ = worked_off(faulty(tmp_path, "plain", True, {}), 40)
-    assert [int(e[NEXT, DONE].sum()) for e in plain] == [1] * 40
 
 
 def test_overlap_changes_no_bit_of_steps_whose_simulators_raise_and_die(tmp_path):
@@ -263,15 +257,14 @@ def test_overlap_changes_no_bit_where_simulators_hang_in_mid_step(tmp_path):
         assert_same(one, other)
 
 
-@pytest.mark.parametrize("options", WAYS)
-def test_groups_are_the_same(options, tmp_path):
+def test_groups_are_the_same(tmp_path):
     def run(name, overlap):
         env = faulty(tmp_path, name, overlap, {4: ("exit", 1, 2), 9: ("raise", 1, 1)})
         policy = tiny(env)
         torch.manual_seed(1)
         with closing(env):
             sampler = EpisodeSampler(env.simulator_spec, 5, group_size=3)
-            collector = EpisodeCollector(env, policy, **options)
+            collector = EpisodeCollector(env, policy, stages=2, overlap_resets=True)
             return [group for _ in range(2) for group in collect_groups(collector, sampler, 4, 9)]
 
     first, second = run("on", True), run("off", False)
@@ -292,7 +285,7 @@ def test_a_greedy_evaluation_has_the_same_results_in_stages():
             assert staged.videos.keys() == plain.videos.keys()
             for index, video in plain.videos.items():
                 assert (staged.videos[index] == video).all()
-                assert staged.instructions[index] == plain.instructions[index]
+                assert staged.captions[index] == plain.captions[index]
 
 
 def test_a_slot_sits_out_one_decision_while_its_next_episode_begins():
@@ -395,32 +388,3 @@ def test_collectors_refuse_transforms_and_what_has_no_halves():
             EpisodeCollector(ToyEnv(4), actor_critic(), overlap_resets=True)
         with pytest.raises(ValueError, match="cannot be divided"):
             StepCollector(env, actor_critic(), 4, stages=3)
-
-
-# ---- advice
-
-
-@pytest.mark.parametrize(
-    ("stages", "seconds", "calls", "said"),
-    [
-        (1, (2.0, 2.0, 4.0), [(8, 1.0), (4, 0.5)], "pipeline.stages=2 would collect up to 2.0 times as fast"),
-        (1, (2.0, 2.0, 4.0), [(8, 1.0), (4, 1.0)], ""),  # the same whatever its batch
-        (1, (2.0, 2.0, 4.0), [(8, 1.0), (8, 1.0)], "up to 2.0 times as fast if .* 1.00 times if it takes as long"),
-        (1, (9.0, 0.5, 9.5), [(8, 0.1), (4, 0.05)], ""),  # nothing to gain
-        (2, (2.0, 4.0, 4.1), [(4, 1.0), (8, 1.0)], ""),  # no better: 2 + 2
-        (2, (1.0, 4.0, 4.2), [(4, 1.0), (8, 1.0)], "pipeline.stages=1 would collect about 1.4 times as fast"),
-        (2, (2.0, 2.0, 2.2), [(4, 0.5), (8, 1.0)], ""),
-        (2, (2.0, 2.0, 2.2), [(4, 0.5)], ""),
-    ],
-)
-def test_the_advice_is_what_the_arithmetic_says(stages, seconds, calls, said):
-    advice = advise(stages, dict(zip(("env", "policy", "rollout"), seconds, strict=True)), calls, 8)
-    assert re.search(said, advice) if said else advice == ""
-
-
-def test_what_a_call_on_half_takes():
-    assert cost_of_half([(8, 2.0), (4, 1.0), (8, 99.0), (8, 2.0)], 8) == 0.5
-    assert cost_of_half([(8, 2.0), (4, 2.0)], 8) == 1.0
-    assert cost_of_half([(8, 2.0), (4, 1.5)], 8) == 0.75
-    assert cost_of_half([(8, 2.0), (7, 2.0)], 8) is None
-    assert cost_of_half([], 8) is None

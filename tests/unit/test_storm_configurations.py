@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.storm import configurations
+from storm import configurations
 from vla_algos import BehaviourCloning, ChunkClipPPOLoss, Learner, gae
-from vla_algos.metrics import wilson_interval
 from vla_common.settings import Count, Fraction, Positive, check_settings, checked
 from vla_envs import EpisodeSampler, evaluation_episodes, make_env, make_spec
-from vla_envs.gym.episodes import EpisodeStream
+from vla_envs.gym.env import EpisodeStream
 from vla_policies import SmallFlow, SmallVLA, register_policy
 from vla_policies.small import SmallVLAConfig
 
@@ -21,23 +20,13 @@ SPEC = make_spec("metaworld/reach-v3")
 
 
 def test_wrong_configurations_are_refused_by_name():
-    tally = configurations.run(45, seed=7)
+    tally = configurations.run(20, seed=7)
     assert tally.clean, "\n".join(tally.failures)
-    assert tally.kinds["mistake"] >= 15
-    assert tally.kinds["mutation: refused"] >= 15
+    assert set(tally.kinds) == {"mistake", "nonsense"}
 
 
-def test_every_mistake_is_another_one_and_every_setting_has_its_legal_values():
+def test_every_mistake_is_another_one():
     assert len({tuple(mistake) for mistake in configurations.MISTAKES}) == len(configurations.MISTAKES) >= 300
-    for name, value, expected in [
-        ("gae.gamma", 0.99, True),
-        ("gae.gamma", 99, False),
-        ("loss.clip_epsilon", [0.2, 0.28], True),
-        ("loss.clip_epsilon", [0.2, 0.28, 0.3], False),
-        ("iterations", 4.0, False),
-        ("iterations", True, False),
-    ]:
-        assert configurations.legal(name, value) is expected, (name, value)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +63,6 @@ def policy():
         (lambda policy: EpisodeSampler(SPEC, mode="orderd"), "mode=orderd: .*did you mean ordered"),
         (lambda policy: make_env(SPEC, num_envs=1_000_000), "num_envs=1000000: need at least .* GB of memory"),
         (lambda policy: make_env(SPEC, num_envs=2, step_penalty=-1), "step_penalty=-1: must be greater than or equal"),
-        (lambda policy: wilson_interval(3, 5, confidence=95), r"confidence=95: .*did you mean 0\.95"),
     ],
 )
 def test_wrong_arguments_are_one_line_that_says_what_is_right(policy, wrong, message):

@@ -16,10 +16,11 @@ from scipy import stats
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.groups import collect_groups, concatenate
-from vla_algos.metrics import env_metrics, mean_interval, wilson_interval
-from vla_algos.run.evaluator import Evaluator, gather
+from vla_algos.intervals import mean_interval, wilson_interval
+from vla_algos.metrics import env_metrics
+from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.folder import finish_folder
-from vla_algos.run.summary import as_evaluated, describe_spec
+from vla_algos.run.summary import as_evaluated, describe_spec, facts_of
 from vla_common.keys import (
     ACTION,
     CRASHED,
@@ -249,7 +250,7 @@ def test_crashed_chains_are_counted_and_have_no_subtasks():
 @pytest.mark.parametrize("finished", [1, 4, 7])
 def test_an_evaluation_that_was_broken_off_gives_the_same_numbers(make, tmp_path, finished):
     env, evaluator = make(num_envs=1), Evaluator(videos=0)
-    whole = gather(evaluator.run("", env, Still(2), tmp_path / "whole.jsonl"), tmp_path / "whole.jsonl")
+    whole = evaluator.run("", env, Still(2), tmp_path / "whole.jsonl")
     lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
     assert [json.loads(line)["subtasks"] for line in lines] == [row.subtasks for row in whole.episodes]
     path = tmp_path / "broken.jsonl"
@@ -257,7 +258,7 @@ def test_an_evaluation_that_was_broken_off_gives_the_same_numbers(make, tmp_path
     unnamed = {name: value for name, value in json.loads(lines[-1]).items() if name != "subtasks"}
     path.write_text("".join([*lines[:finished], *(f"{json.dumps(line)}\n" for line in (damaged, unnamed))]))
     begun = env.interactions
-    again = gather(evaluator.run("", env, Still(2), path, go_on=True), path)
+    again = evaluator.run("", env, Still(2), path, resume=True)
     assert env.interactions > begun
     assert again == whole
     assert again.metrics() == whole.metrics()
@@ -342,7 +343,7 @@ def test_results_name_their_protocol(tmp_path):
         "  not the benchmark's: two instead of three",
     ]
     (tmp_path / "run").mkdir()
-    finish_folder(tmp_path / "run", {"x": 1.0}, 2.0, spec)
+    finish_folder(tmp_path / "run", {"x": 1.0}, 2.0, facts_of(spec))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["protocol"] == "by hand"
 
 

@@ -140,20 +140,18 @@ def test_collectors_of_torchrl_give_bytes(compact):
     collector.shutdown()
 
 
-@pytest.mark.parametrize("make", [four_tasks, four_tasks_in_bytes])
-def test_processes_of_torchrl_give_the_same_texts(make):
-    collector = MultiSyncCollector([make] * 2, ToyPolicy(), frames_per_batch=24, total_frames=24, cat_results=0)
+def test_processes_of_torchrl_give_the_same_texts(forked_processes):
+    collector = MultiSyncCollector([four_tasks] * 2, ToyPolicy(), frames_per_batch=24, total_frames=24, cat_results=0)
     (batch,) = list(collector)
     collector.shutdown()
-    env = ParallelEnv(2, make)
+    env = ParallelEnv(2, four_tasks)
     rollout = env.rollout(3, break_when_any_done=False)
     env.close()
     assert to_strings(batch.transpose(0, 1)) == list(FOUR) * 6
     assert to_strings(rollout[:, :, 0]) == list(FOUR) * 2
-    if make is four_tasks:  # the guard goes through processes too
-        for td in (batch, rollout):
-            with pytest.raises(ValueError, match=REFUSED):
-                extended(ReplayBuffer(storage=LazyMemmapStorage(24)), td.reshape(-1))
+    for td in (batch, rollout):  # the guard goes through processes too
+        with pytest.raises(ValueError, match=REFUSED):
+            extended(ReplayBuffer(storage=LazyMemmapStorage(24)), td.reshape(-1))
 
 
 @pytest.mark.parametrize("shifted", [False, True])

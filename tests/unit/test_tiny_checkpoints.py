@@ -6,29 +6,37 @@ import re
 import pytest
 import torch
 from paths import GOLDEN
+from running import composed
 
 from vla_envs.registry import make_spec
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, make_example
-from vla_policies.__main__ import main
 from vla_policies.checkpoint.weights import list_weights
-from vla_policies.pi0.folder import EMBEDDINGS
+from vla_policies.cli import main
+from vla_policies.pi0.checkpoint import EMBEDDINGS
 from vla_policies.tiny import KINDS, make_tiny
 
 LAYOUTS = {
     "openvla": "openvla_7b",
     "openvla_oft_official": "openvla_7b",
     "openvla_oft_rlinf": "openvla_7b",
+    "openvla_oft_calvin": "openvla_7b",
+    "openvla_oft_robotwin": "openvla_7b",
     "pi0": "pi0",
     "pi05": "pi05",
 }
 LOADED = {
-    "openvla": (OpenVLA, {}),
-    "openvla_oft_official": (OpenVLAOFT, {"num_images_in_input": 2}),
-    "openvla_oft_rlinf": (OpenVLAOFT, {"layout": "rlinf"}),
-    "pi0": (Pi0, {"config_name": "pi0_libero"}),
-    "pi05": (Pi0, {"config_name": "pi05_libero"}),
+    "openvla": (OpenVLA, "libero", {}),
+    "openvla_oft_official": (OpenVLAOFT, "libero", {"num_images_in_input": 2}),
+    "openvla_oft_rlinf": (OpenVLAOFT, "libero", {"layout": "rlinf"}),
+    "openvla_oft_calvin": (OpenVLAOFT, "calvin", {"layout": "rlinf"}),
+    "openvla_oft_robotwin": (OpenVLAOFT, "robotwin", {"num_images_in_input": 1}),
+    "pi0": (Pi0, "libero", {"config_name": "pi0_libero"}),
+    "pi05": (Pi0, "libero", {"config_name": "pi05_libero"}),
 }
-HEADS = {"action_head--150000_checkpoint.pt", "proprio_projector--150000_checkpoint.pt"}
+HEADS = {
+    "openvla_oft_official": {"action_head--150000_checkpoint.pt", "proprio_projector--150000_checkpoint.pt"},
+    "openvla_oft_robotwin": {"proprio_projector--150000_checkpoint.pt"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +56,16 @@ def test_the_names_and_dimensions_are_the_published_ones(kind, made):
     found = list_weights(made[kind])
     assert without_numbers(found) == without_numbers(published)
     assert all(len(entry.shape) == len(published[name]) for name, entry in found.items())
-    assert {file.name for file in made[kind].glob("*--*")} == (HEADS if kind == "openvla_oft_official" else set())
+    assert {file.name for file in made[kind].glob("*--*")} == HEADS.get(kind, set())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_acts_and_lacks_nothing(kind, made, capsys):
     assert main(["inspect", str(made[kind])]) == 0
-    policy_class, settings = LOADED[kind]
-    policy = policy_class.from_pretrained(made[kind], benchmark="libero", **settings)
-    action = policy(make_example("libero"))["action"]
-    assert action.shape == (1, policy.chunk_size, 7)
+    policy_class, benchmark, settings = LOADED[kind]
+    policy = policy_class.from_pretrained(made[kind], benchmark=benchmark, **settings)
+    action = policy(make_example(benchmark))["action"]
+    assert action.shape == (1, policy.chunk_size, 14 if benchmark == "robotwin" else 7)
     assert torch.isfinite(action).all()
 
 
@@ -92,6 +100,21 @@ def test_it_fits_the_benchmarks_and_their_instructions(env_id, benchmark, made):
         policy.check_environment(spec)
 
 
+@pytest.mark.parametrize(
+    ("kind", "experiment", "key"),
+    [
+        ("openvla_oft_calvin", "calvin_abc_d_grpo_openvlaoft", "calvin_abc"),
+        ("openvla_oft_robotwin", "robotwin_lift_pot_grpo_openvlaoft", "lift_pot_1k"),
+    ],
+)
+def test_it_fits_an_experiment_with_the_statistics_that_are_asked_for(kind, experiment, key, tmp_path):
+    folder = make_tiny(kind, tmp_path / "tiny", key)
+    config = composed("grpo", [f"experiment={experiment}", f"policy.checkpoint={folder}"], tmp_path / "run")
+    settings = {name: value for name, value in config.policy.items() if value is not None and name != "family"}
+    spec = make_spec(config.env.id)
+    OpenVLAOFT.make(spec, **settings).check_environment(spec)
+
+
 def test_the_command(tmp_path, capsys):
     folder = tmp_path / "tiny"
     assert main(["tiny", "pi0", "--to", str(folder), "--statistics", "mine"]) == 0
@@ -101,7 +124,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["tiny", "pi0", "--to", str(folder)]) == 2
     assert capsys.readouterr().err == f"error: {folder} is there already; type another folder: --to NEW\n"
     assert main(["tiny", "pi1", "--to", str(tmp_path / "other")]) == 2
-    assert "take one of openvla, openvla_oft_official, openvla_oft_rlinf, pi0, pi05" in capsys.readouterr().err
+    assert "one of openvla, openvla_oft_official, openvla_oft_rlinf, openvla_oft_calvin, " in capsys.readouterr().err
     assert main(["tiny", "pi0", "policy.seed=1", "--to", str(tmp_path / "other")]) == 2
     assert "tiny takes a folder and no settings" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.checkpoint import Checkpoint
-from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import Collector, MultiAsyncCollector
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
 from torchrl.envs import (
     CatFrames,
@@ -155,7 +155,7 @@ def test_transforms(name):
     assert result.success_once == 1
 
 
-def test_parallel_env():
+def test_parallel_env(forked_processes):
     """For what TorchRL has processes of its own; a policy of ours acts on its batch of [2, 1]."""
     env = ParallelEnv(2, make_walker, create_env_kwargs={"num_envs": 1})
     try:
@@ -192,11 +192,11 @@ def test_collector(make_policy, compact_obs):
         torch.testing.assert_close(log_prob, batch[keys.ACTION_LOG_PROB], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_several_processes_and_their_weights(kind):
+def test_several_processes_and_their_weights(forked_processes):
     """Real environments in two processes run different episodes, and act with the weights that they are sent."""
     policy = small_vla()
-    collector = kind([make_walker, make_walker], policy, frames_per_batch=8, total_frames=-1, cat_results="stack")
+    makers = [make_walker, make_walker]
+    collector = MultiAsyncCollector(makers, policy, frames_per_batch=8, total_frames=-1, cat_results="stack")
     try:
         batches = iter(collector)
         first = [next(batches) for _ in range(2)]
@@ -525,9 +525,8 @@ def test_trainer_with_a_checkpoint_folder(tmp_path):
 # ---- torch.compile
 
 
-@pytest.mark.parametrize("make_policy", [small_vla, small_flow])
-def test_compiled(make_policy):
-    policy = make_policy()
+def test_compiled():
+    policy = small_vla()
     env = TransformedEnv(ToyEnv(4), InstructionsToBytes())
     batch = next(iter(Collector(env, policy, frames_per_batch=24, total_frames=24))).reshape(-1)
     evaluated = torch.compile(policy.evaluate_actions, backend="aot_eager")(batch)

@@ -12,8 +12,8 @@ from whole import HORIZON, WholeSimulator, whole_spec
 
 from vla_common import keys
 from vla_envs import Episode, make_env
-from vla_envs.demonstrations import check_expert, demonstrate
 from vla_envs.episodes import EpisodeQueue
+from vla_envs.experts import check_expert, demonstrate
 from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
 from vla_envs.workers.answers import WrongAnswer
 from vla_envs.workers.chunks import run_chunk
@@ -168,9 +168,12 @@ def test_demonstrations_record_decisions():
 
 
 def test_a_run_goes_on_from_its_saved_state():
-    whole, again = made(seed=1), made(seed=1)
-    decisions(whole, [0.1, 0.1])
+    settings = {"seed": 1, "ignore_terminations": True, "relative_reward": True}
+    whole, again = made(**settings), made(**settings)
+    assert decisions(whole, [0.5])[0][keys.REWARD] == 1  # solved: to stay so is no change
     again.load_state_dict(whole.state_dict())
     assert torch.equal(again.observe()[keys.STATES], whole.observe()[keys.STATES])
-    whole.close()
-    again.close()
+    for env in (whole, again):
+        after = env.step(env.observe().set(keys.ACTION, torch.full((1, 4, 1), 0.5)))["next"]
+        assert (after[keys.REWARD].item(), after[keys.EPISODE_RETURN].item()) == (0, 1)
+        env.close()

@@ -1,6 +1,6 @@
 """What a user types wrong is one line ``error: ...`` and status 2, before any simulator starts; the words of each line.
 
-The line says what is wrong, what would be right, and what to type.
+The line says what is wrong, what would be right, and what to type; where no words are given it has Hydra's.
 """
 
 import json
@@ -8,18 +8,15 @@ import os
 import re
 import shutil
 
+import forked
 import pytest
-import torch
-from forked import ForkedPrograms
 from openvla_checkpoint import make_checkpoint
 from paths import ROOT
 from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from running import recipe_here
 
-from vla_algos.parallel import ProcessLost
-from vla_algos.run import phase, program
+from vla_algos.run import program
 from vla_algos.run.checkpoints import CheckpointError
-from vla_algos.run.explanations import explain
 from vla_common.program import FAILED, INTERRUPTED, WRONG_USE, one_line, report
 from vla_envs.calvin.chains import published_chains
 from vla_policies import SmallVLA, SmallVLAConfig
@@ -27,158 +24,85 @@ from vla_policies import SmallVLA, SmallVLAConfig
 BEFORE_WORK = {".lock"}  # and the empty log of Hydra's
 
 NAMES = [  # what is typed, and the words that the line has
-    ("ppo env=metaworl_button", "unknown env 'metaworl_button'; did you mean metaworld_button"),
-    ("ppo launcher=slurmm", "unknown launcher 'slurmm'; did you mean slurm"),
+    ("ppo launcher=slurmm", ""),
     ("ppo experiment=metaworld_faucet_ppo", "unknown experiment .* did you mean metaworld_faucets_ppo_small"),
-    ("ppo policy=smal", "unknown policy 'smal'; did you mean small"),
     ("ppo polcy=small", "unknown setting 'polcy'; did you mean policy"),
     ("ppo optim.lrr=1", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),
-    ("ppo optim.learning_rate=1", r"unknown setting 'optim\.learning_rate'; did you mean optim\.lr or"),
     ("ppo +optim.learning_rate=1", r"unknown setting 'optim\.learning_rate'; did you mean optim\.lr or"),
-    ("ppo env=metaworld_faucets env.image_sise=3", r"did you mean env\.image_size"),
     ("ppo +env.img_size=3", r"unknown setting 'env\.img_size'; did you mean env\.image_size"),
-    ("ppo launcher.gpu=1", r"launcher=slurm has launcher\.gpus: type launcher=slurm launcher\.gpus=VALUE"),
     ("ppo launcher=slurm launcher.gpu=1", r"did you mean launcher\.gpus"),
-    ("ppo logger=[csv,wand]", "unknown logger 'wand'; did you mean wandb"),
-    (
-        "ppo logger.wandb.mode=offline",
-        r"logger=wandb has logger\.wandb\.mode: type logger=wandb logger\.wandb\.mode=VALUE",
-    ),
     ("ppo logger=[csv,wandb] logger.wandb.mod=x", r"did you mean logger\.wandb\.mode"),
-    ("ppo experimnt=x", "unknown setting 'experimnt'; did you mean experiment"),
-    ("ppo expriment=metaworld_mt50_ppo_small", "unknown setting 'expriment'; did you mean experiment"),
-    ("ppo algoo=ppo", "unknown setting 'algoo'; did you mean algo"),
-    ("sft sfft=expert", "unknown setting 'sfft'; did you mean sft"),
-    ("evaluate logger=csv", r"logger is a setting of grpo\.py, not of evaluate\.py"),
-    ("ppo policy.lora_rank=8", "policy=openvla has policy.lora_rank: type policy=openvla"),
-    ("ppo env.id=metaworld/reach-v2", r"'reach-v2'; did you mean reach-v3"),
+    ("ppo experimnt=x", ""),
+    ("sft sfft=expert", ""),
+    ("evaluate logger=csv", ""),
+    ("ppo policy.lora_rank=8", ""),
     ("ppo env.id=reach-v3", "did you mean metaworld/reach-v3"),
-    ("ppo env.id=libero/spatial", r"settings of another benchmark.*; type env=libero env\.id=libero/spatial"),
-    ("ppo policy.family=pi0", "settings of another family.*; type policy=pi0"),
-    ("ppo +section.key=1", "unknown setting 'section'"),
-    ("ppo pipeline.stages=0", r"pipeline\.stages=0: must be greater than or equal to 1"),
+    ("ppo env.id=libero/spatial", ""),
+    ("ppo policy.family=pi0", ""),
     ("ppo pipeline.stages=3 env.num_envs=4", r"stages=3: num_envs=4 cannot be divided.* such as num_envs=6"),
     ("ppo pipeline.stages=32", r"stages=32: num_envs=16 cannot be divided.* such as num_envs=32"),
     ("grpo pipeline.stages=2 env.num_envs=4 env.num_workers=4", "take num_workers=2 or fewer, or num_envs=8 or more"),
-    ("ppo pipeline.overlap_resets=true", r"pipeline\.overlap_resets is a setting of evaluate\.py, not of ppo\.py"),
+    ("ppo pipeline.overlap_resets=true", ""),
     ("ppo pipeline=2", r"is a section; type one of its settings: pipeline\.NAME=VALUE"),
-    ("ppo eval={trials:5,episodes:3}", r"is a section; type its settings one by one: eval\.NAME=VALUE"),
-    ("ppo seed.x=1", r"unknown setting 'seed\.x'; did you mean seed"),
-    ("ppo ~optim.lrr", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),
-    ("ppo -m env=metaworld_button,nope", "unknown env 'nope'; known are base, calvin"),
-    ("ppo --cfg job optim.lrr=1", r"did you mean optim\.lr"),
+    ("ppo eval={trials:5,episodes:3}", ""),
+    ("ppo seed.x=1", ""),
     ("ppo --config-dir . optim.lrr=1", r"did you mean optim\.lr"),
-    ("ppo -cn nope", "unknown configuration 'nope'"),
+    ("ppo -cn nope", ""),
 ]
 OTHER_ALGORITHM = [
-    ("ppo experiment=libero_10_grpo_openpi", r"type: python recipes/grpo\.py experiment=libero_10_grpo_openpi"),
-    ("ppo algo=grpo", r"algo=grpo is for grpo\.py; type: python recipes/grpo\.py"),
-    ("ppo group_size=4", r"group_size is a setting of grpo\.py, not of ppo\.py"),
-    ("grpo gae.gamma=0.9", r"gae\.gamma is a setting of ppo\.py, not of grpo\.py"),
-    ("ppo greedy=true", r"greedy is a setting of evaluate\.py"),
+    ("ppo experiment=libero_10_grpo_openpi", ""),
+    ("ppo group_size=4", ""),
+    ("grpo gae.gamma=0.9", ""),
+    ("ppo greedy=true", ""),
     (
         "evaluate optim.lr=1e-4",
-        r"optim\.lr is a setting of grpo\.py, not of evaluate\.py, which learns nothing; leave it out$",
+        "",
     ),
-    (
-        "evaluate optim=adamw",
-        r"optim is a setting of grpo\.py, not of evaluate\.py, which learns nothing; leave it out$",
-    ),
-    ("evaluate eval.temperature=0.6", r"in a training run; type greedy=false policy\.temperature=0\.6$"),
-    ("evaluate eval.sampled=true", "in a training run; type greedy=false for sampled actions$"),
-    ("ppo recipe=grpo", r"for grpo\.py, not for ppo\.py"),
+    ("evaluate eval.temperature=0.6", ""),
 ]
 GRAMMAR = [
-    ("ppo --seed 1", "'--seed' is no setting; type name=value, such as seed=1"),
-    ("ppo seed 1", "'seed' is no setting; type name=value, such as seed=1"),
-    ("ppo seed:1", "'seed:1' is no setting; type name=value"),
-    ("ppo =1", "'=1' is no setting; type name=value, such as seed=1"),
-    ("ppo @", "'@' is no setting"),
-    ("ppo +optim.lr=1", r"optim\.lr is a setting already; type it without the \+: optim\.lr=VALUE"),
-    ("ppo +env=libero", r"env is chosen already; type it without the \+"),
-    ("ppo ++env=libero", r"env is chosen already; type it without the \+"),
-    ("ppo env=null", "unknown env 'null'; known are base, calvin"),
-    ("ppo optim=5", "unknown optim '5'; known are adamw"),
-    ("ppo policy=[a", "Hydra cannot read it .no viable alternative.*a text is quoted twice"),
-    ("ppo seed=1=2", r"""seed=1=2: Hydra cannot read it .* quoted twice: 'seed="1=2"'"""),
-    ("ppo env.id=metaworld/réach-v3", "Hydra cannot read it .*quoted twice"),
-    ("ppo optim.lr=1e-4,3e-4", r"one run takes one value; type -m for a run with each, or optim\.lr=\[1e-4,3e-4\]"),
+    ("ppo seed 1", ""),
+    ("ppo +optim.lr=1", ""),
+    ("ppo +env=libero", ""),
+    ("ppo policy=[a", ""),
+    ("ppo env.id=metaworld/réach-v3", ""),
     ("ppo seed=${nope}", "seed: [Ii]nterpolation key 'nope' not found"),
-    ("ppo seed=${oc.env:NOPE}", "seed: .*Environment variable 'NOPE' not found"),
-    ("ppo optim.lr=${optim.lr}", r"optim\.lr: [Rr]ecursive interpolation"),
-    ("ppo policy.checkpoint=", r"policy\.checkpoint= is empty; type a value, policy\.checkpoint=null for none"),
-    ("ppo seed=", "seed= is empty; type a value"),
-    ("ppo hydra.run.dir=", r"hydra\.run\.dir= is empty; type a value"),
-    ("ppo hydra.job.chdir=maybe", "hydra.job.chdir=maybe; Value 'maybe' is not a valid bool"),
+    ("ppo policy.checkpoint=", ""),
     ("ppo ~seed", "seed is missing; type seed=VALUE"),
-    ("ppo ~env", "env is missing; type env=VALUE"),
-    ("ppo ~seed=7", "The value of 'seed' is 0 and not 7"),
 ]
 FLAGS = [
-    ("ppo --cfg nope", "invalid choice: 'nope' .choose from 'job', 'hydra', 'all'"),
-    ("ppo --multi seed=1", "'--multi' is no setting"),
-    ("ppo --config-dir /nope", "--config-dir /nope: there is no such folder"),
     ("ppo -cp /nope", "Check that the config directory '/nope' exists"),
-    ("ppo --experimental-rerun file", r"reads a pickle.*config\.yaml, and run\.json"),
-    ("ppo --run --multirun", "Only one of --run, --multirun"),
     ("ppo --resolve", "only be used in conjunction with --cfg"),
-    ("ppo -m seed=0,1 hydra.run.dir=x", r"without -m; type hydra\.sweep\.dir=x"),
-    ("ppo hydra.sweep.dir=x", r"with -m; type hydra\.run\.dir=x"),
-    ("ppo -m seed=0,1 optim.lr=1e-3,abc", r"seed=0 optim\.lr=abc: optim\.lr=abc: must be a valid number"),
-    ("ppo -m optim.lr=interval(0,1)", "does not support sweep type"),
 ]
 VALUES = [
     ("ppo optim.lr=abc", r"optim\.lr=abc: must be a valid number"),
-    ("ppo iterations=2.5", r"iterations=2\.5: must be a valid integer"),
-    ("ppo iterations=ten", "iterations=ten: must be a valid integer"),
-    ("ppo seed=abc", "seed=abc: must be a valid integer"),
-    ("ppo seed=-1", "seed=-1: must be greater than or equal to 0"),
     ("ppo seed=null", "seed=null: must be a valid integer"),
-    ("ppo env.num_envs=two", r"env\.num_envs=two: must be a valid integer"),
-    ("ppo env.num_envs=-3", r"env\.num_envs=-3: must be greater than or equal to 1"),
     ("ppo env.num_envs=2 env.num_workers=100", "num_workers must be between 1 and num_envs=2"),
-    ("ppo placement.actor=0-7", r"placement\.actor=0-7: there is no 7, but 1 GPU, .*or start more processes"),
-    ("ppo placement.rollout=one", r"placement\.rollout=one: 'one' is no number and no range; type placement\.rollout"),
-    ("grpo placement.actor=3-1", r"placement\.actor=3-1: 3-1 descends; type placement\.actor=1-3"),
-    ("ppo placement.actor=null", r"placement\.actor is empty; type placement\.actor=0-3"),
-    ("ppo placement.actors=all", "actors"),
-    ("ppo sync.lag=-1", r"sync\.lag=-1: must be greater than or equal to 0"),
-    ("ppo sync.lag=0.5", r"sync\.lag=0\.5: must be a valid integer"),
+    ("ppo_async placement.actor=0-7", r"placement\.actor=0-7: there is no 7, but 1 GPU, .*or start more processes"),
+    ("ppo_async placement.rollout=one", r"placement\.rollout=one: 'one' is no number and no range"),
+    ("ppo_async placement.actor=3-1", r"placement\.actor=3-1: 3-1 descends; type placement\.actor=1-3"),
+    ("ppo_async placement.actor=null", r"placement\.actor is empty; type placement\.actor=0-3"),
+    ("ppo_async placement.actors=all", "actors"),
+    ("ppo_async sync.lag=-1", r"sync\.lag=-1: must be greater than or equal to 0"),
     ("ppo loss.decoupled=true", "unknown setting 'loss.decoupled'"),
     ("ppo loss.max_behaviour_weight=2", r"max_behaviour_weight=2.*decoupled"),
-    ("ppo env.gpus=two", r"env\.gpus=two: must be a valid array"),
     ("ppo env.gpus=[]", r"env\.gpus=\[\]: "),
     ("ppo env.gpus=[-1]", r"env\.gpus=\[-1\]: entry 0: must be greater than or equal to 0"),
     ("ppo env.gpus=[99]", r"gpus=\[99\]: CUDA shows .*env\.gpus"),
     ("ppo env.num_envs=3 env.group_size=4", "num_envs=3 is not a multiple of group_size=4; try num_envs=4"),
-    ("ppo eval.trials=1.5", r"eval\.trials=1\.5: must be a valid integer"),
-    ("ppo eval.sampled=yess", r"eval\.sampled=yess: must be a valid boolean"),
-    ("ppo eval.videos=-1", r"eval\.videos=-1: must be greater than or equal to 0"),
-    ("ppo optim.lr=-1", r"optim\.lr=-1: must be greater than"),
     ("ppo optim.lr=nan", r"optim\.lr=.*finite"),
-    ("ppo gae.gamma=1.5", r"gae\.gamma=1\.5: must be less than or equal to 1"),
-    ("ppo gae.lmbda=-3", r"gae\.lmbda=-3: must be greater than or equal to 0"),
-    ("ppo optim.max_grad_norm=0", r"optim\.max_grad_norm=0: must be greater than 0"),
-    ("ppo evaluate_every=-5", "evaluate_every=-5: must be greater than or equal to 0"),
-    ("ppo evaluate_every=ten", "evaluate_every=ten: must be a valid integer"),
-    ("ppo checkpoint_every=0", "checkpoint_every=0: must be greater than or equal to 1"),
-    ("ppo collector.decisions=0", r"collector\.decisions=0: must be greater than or equal to 1"),
-    ("sft cloning.steps=-1", r"cloning\.steps=-1: must be greater than or equal to"),
-    ("sft demonstrations.stride=0", r"demonstrations\.stride=0: must be greater than or equal to 1"),
-    ("sft cloning.batch_size=0", r"cloning\.batch_size=0: must be greater than or equal to 1"),
-    ("ppo policy.chunk_size=0", r"policy\.chunk_size=0: must be greater than or equal to 1"),
-    ("ppo policy.chunk_size=-5", r"policy\.chunk_size=-5: must be greater than or equal to 1"),
-    ("ppo policy.heads=3", r"policy\.heads=3: must divide dim=128"),
     ("ppo launcher=slurm launcher.minutes=long", r"launcher\.minutes=long: must be a valid integer"),
     ("ppo launcher=local launcher.name=slurm", "type launcher=slurm, which sets all of them"),
 ]
 FILES = [  # {place} is a folder of wrong checkpoints
     ("evaluate", r"which policy\? type: python recipes/evaluate\.py policy\.checkpoint=runs/ppo/latest/policy"),
-    ("ppo policy.checkpoint={place}/nope", "no folder .*nope; pass a checkpoint folder or a hub id"),
+    (
+        "ppo policy.checkpoint={place}/nope",
+        "no folder .*nope; pass a checkpoint folder, or a repository of the hub as hf:NAME",
+    ),
     ("ppo policy.checkpoint={place}/empty", r"is not a policy folder: it has no config\.json; pass"),
     ("ppo policy.checkpoint={place}/run", r"is not a policy folder.*type policy\.checkpoint=.*/run/policy"),
     ("ppo policy.checkpoint={place}/cut", r"has another model\.safetensors than was written.*copy the folder again"),
-    ("ppo policy.checkpoint={place}/random", r"has another model\.safetensors than was written.*copy the folder"),
     ("ppo policy.checkpoint={place}/broken", r"has another config\.json than was written.*copy the folder again"),
     ("ppo policy.checkpoint={place}/file", "file is a file; pass the checkpoint folder"),
     (
@@ -191,42 +115,40 @@ FILES = [  # {place} is a folder of wrong checkpoints
         "evaluate {libero} policy=pi0 policy.checkpoint={place}/openvla",
         "checkpoint of openvla, not of pi0; type policy=",
     ),
-    ("evaluate {libero} policy=openvla policy.checkpoint=openvla/openvla-7b", "hf download openvla/openvla-7b"),
-    ("evaluate policy.checkpoint={place}/openvla", "recipes do so with policy=openvla"),
-    ("ppo hydra.run.dir={place}/file", r"is a file, or in one; type another folder: hydra\.run\.dir=runs/mine"),
-    ("ppo hydra.run.dir={place}/file/x", "is a file, or in one; type another folder"),
-    ("ppo hydra.run.dir=/proc/x", r"/proc/x; type another folder: hydra\.run\.dir=runs/mine"),
+    ("evaluate {libero} policy=openvla policy.checkpoint=hf:openvla/openvla-7b", "hf download openvla/openvla-7b"),
+    ("evaluate policy.checkpoint={place}/openvla", "recipes: policy=openvla"),
+    ("ppo hydra.run.dir={place}/file", ""),
+    ("ppo hydra.run.dir=/proc/x", ""),
 ]
 ENVIRONMENT = [
     ("MUJOCO_GL=bogus ppo", "MUJOCO_GL=bogus: .*type MUJOCO_GL=egl .*MUJOCO_GL=osmesa"),
-    ("ppo {libero}", "libero/spatial has no scripted expert.*type sft=none"),
-    ("HOME=/nope VLA_TORCHRL_ASSETS=/nope ppo {libero} sft=none", "no LIBERO assets.*Type: hf download"),
+    ("ppo {libero}", "libero/spatial has no scripted expert.*type demonstrations.episodes=0"),
+    (
+        "HOME=/nope VLA_TORCHRL_ASSETS=/nope ppo {libero} demonstrations.episodes=0",
+        "no LIBERO assets.*Type: hf download",
+    ),
 ]
 SHORT = {
-    "libero": "env=libero eval=benchmark",
+    "libero": "env=libero eval.trials=null",
     "calvin": "env=calvin env.id=calvin/open_drawer",
-    "lh-mtlc": "env=calvin_lh_mtlc sft=none",
+    "lh-mtlc": "env=calvin_lh_mtlc demonstrations.episodes=0",
     "chains": "{place}/chains.json",
-    "robotwin": "env=robotwin sft=none",
-    "plate": "env=maniskill_small sft=none",
+    "robotwin": "env=robotwin demonstrations.episodes=0",
+    "plate": "env=maniskill_small demonstrations.episodes=0",
     "pi0": "policy=pi0 policy.checkpoint={place}/pi0",
 }
 EVALUATED = [  # on another suite than the one trained on
-    ("ppo eval.env=metaworld_faucet", "unknown env 'metaworld_faucet'; did you mean metaworld_faucets"),
+    ("ppo eval.env=metaworld_faucet", ""),
     (
         "ppo env=metaworld/reach-v3",
-        r"suite, not of a file; type env=metaworld env\.id=metaworld/reach-v3",
+        "",
     ),
-    ("ppo eval.env=metaworld/ML45-test", r"suite, not of a file; type eval\.env\.id=metaworld/ML45-test"),
     ("ppo eval.env.id=metaworld/ML45-tets", r"eval\.env\.id=metaworld/ML45-tets: unknown .*did you mean .*ML45-test"),
     ("ppo eval.env.id=metawrld/ML45-test", r"eval\.env\.id=metawrld/ML45-test: unknown .*did you mean metaworld"),
     ("ppo eval.env.image_sise=32", r"unknown setting 'eval\.env\.image_sise'; did you mean eval\.env\.image_size"),
-    ("ppo eval.env.image_size=1", r"eval\.env\.image_size=1: must be greater than or equal to 16"),
-    ("ppo eval.env.tasks=all", r"unknown setting 'eval\.env\.tasks'"),
     ("ppo eval.env.group_size=2", r"eval\.env\.group_size=2: evaluations have no groups"),
-    ("ppo eval.env.num_envs=0", r"eval\.env\.num_envs=0: must be greater"),
     (
-        "ppo eval.env=calvin sft=none",
+        "ppo eval.env=calvin demonstrations.episodes=0",
         r"eval\.env\.id=calvin/D: is of calvin, and the policy learns to act in metaworld",
     ),
     ("ppo eval.env.id=metaworld/reach-v3", r"reset_ranges 'button-press.*; what eval\.env does not say is as in env"),
@@ -241,11 +163,7 @@ EVALUATED = [  # on another suite than the one trained on
     ("ppo eval.temperature=0.6", r"eval\.temperature=0\.6: is of sampled actions, .*type eval\.sampled=true"),
     ("ppo eval.sampled=true eval.temperature=0.6", "policy=small does not sample at a temperature; leave it out"),
     ("ppo eval.sampled=true eval.temperature=0", r"eval\.temperature=0: must be greater than 0"),
-    ("evaluate policy.checkpoint={place}/small eval.env.id=metaworld/MT50", r"; type env\.id=metaworld/MT50$"),
-    (
-        "evaluate policy.checkpoint={place}/small eval.env=metaworld_mt50",
-        r"eval\.env is of .*; type env=metaworld_mt50$",
-    ),
+    ("evaluate policy.checkpoint={place}/small eval.env.id=metaworld/MT50", ""),
 ]
 CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
     ("ppo {calvin} env.id=calvin/E", "unknown CALVIN suite or task 'E'; known are lh-mtlc, A, B"),
@@ -253,15 +171,19 @@ CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
     ("ppo {calvin} env.id=calvin/D+open_drawer", "joins scenes and tasks; type calvin/ABC for scenes, scene=A for"),
     ("ppo {calvin} env.id=calvin/A env.scene=D", "scene=D: calvin/A says by its name where it is; type calvin/D"),
     ("ppo {calvin} env.scene=E", "scene=E: is not of A, B, C, D, or some of them; type scene=D or scene=ABC"),
-    ("ppo {calvin} env.renderer=eg", r"env\.renderer=eg: must be 'auto', 'tiny' or 'egl'"),
-    ("ppo {calvin} env.image_size=0", r"env\.image_size=0: must be greater than or equal to 16"),
-    ("ppo {calvin} env.path=/nope sft=none", "no checkout of calvin_env. Looked in; /nope: no such folder; Type: git"),
-    ("ppo {calvin} env.relative_reward=true sft=none", "relative_reward=True: .* leave relative_reward out"),
+    (
+        "ppo {calvin} env.path=/nope demonstrations.episodes=0",
+        "no checkout of calvin_env. Looked in; /nope: no such folder; Type: git",
+    ),
+    (
+        "ppo {calvin} env.relative_reward=true demonstrations.episodes=0",
+        "relative_reward=True: .* leave relative_reward out",
+    ),
     ("ppo {calvin} env.chains=published", "chains=published is for training in scenes such as calvin/D"),
     ("ppo {calvin} env.id=calvin/D env.chains_file={chains}", "type chains=published too, or calvin/lh-mtlc"),
-    ("ppo {calvin} env.id=calvin/D", "calvin/D has no scripted expert, .*type sft=none"),
+    ("ppo {calvin} env.id=calvin/D", "calvin/D has no scripted expert, .*type demonstrations.episodes=0"),
     ("sft {calvin} env.id=calvin/open_drawer+stack_block", r"calvin/open_drawer\+stack_block has no scripted expert"),
-    ("ppo {lh-mtlc} env.max_episode_steps=480", "has 360 steps for each task; leave max_episode_steps out"),
+    ("ppo {lh-mtlc} env.max_episode_steps=1801", "has 360 steps for each of 5 tasks; type less than 1800 to cut"),
     ("ppo {lh-mtlc} env.chains_file=/nope.json", r"chains_file=/nope\.json: is not a file of chains .*No such file"),
     ("ppo {lh-mtlc} env.chains_file={place}/file", "file: is not a file of chains .*it takes a list of"),
     ("ppo {lh-mtlc} env.chains_file={chains} eval.trials=2", "has 1 initial states per task, got trials=2; take fewer"),
@@ -279,19 +201,10 @@ ROBOTWIN = [
     ("ppo {robotwin} env.id=robotwin/click_bell+click_bell", "names a task twice; name each task once"),
     ("ppo {robotwin} env.embodiment=[piper]", r"is \[aloha-agilex\] .* type embodiment=\[piper,piper,0\.6\]"),
     ("ppo {robotwin} env.embodiment=[piper,piper,7]", r"the metres between them, at most 2.; type embodiment="),
-    ("ppo {robotwin} env.embodiment=piper", r"env\.embodiment=piper: must be a valid array"),
     ("ppo {robotwin} env.task_config=clean", r"must be 'demo_clean' or 'demo_randomized'; did you mean demo_clean"),
-    ("ppo {robotwin} env.instruction_type=unsen", r"must be 'seen' or 'unseen'; did you mean unseen"),
-    ("ppo {robotwin} env.seeds=test", r"env\.seeds=test: must be 'solved' or 'range'"),
     ("ppo {robotwin} env.shader=raytrace", r"env\.shader=raytrace: must be 'default' or 'rt'"),
-    (
-        "ppo {robotwin} env.head_camera_type=D415",
-        r"env\.head_camera_type=D415: must be 'D435', 'L515'.* did you mean D435",
-    ),
-    ("ppo {robotwin} env.center_crop=224", r"env\.center_crop=224: must be a valid boolean"),
     ("ppo {robotwin} env.max_episode_steps=100", r"'env\.max_episode_steps'; did you mean env\.step_lim"),
     ("ppo {calvin} env.step_lim=100", r"'env\.step_lim'; did you mean env\.max_episode_steps"),
-    ("ppo {robotwin} env.step_lim=0", r"env\.step_lim=0: must be greater than or equal to 1"),
     (
         "ppo {robotwin} env.step_lim=20 policy.chunk_size=25",
         "chunk_size=25: a chunk of .* its episodes end after 20 act",
@@ -302,17 +215,9 @@ ROBOTWIN = [
         "no checkout of RoboTwin. Looked in; /nope: no such folder; Type: git clone -b RL",
     ),
     ("ppo {robotwin} env.assets_path={place}", "incomplete, lacks assets/objects/same.json and .* more; Type: cd"),
-    ("sft env=robotwin", "place_empty_cup has no scripted expert, .*type sft=none"),
+    ("sft env=robotwin", "place_empty_cup has no scripted expert, .*type demonstrations.episodes=0"),
     ("ppo {robotwin} {pi0} policy.config_name=pi0_aloha_robotwin", "room for 8 numbers, robotwin needs more"),
 ]
-
-
-@pytest.fixture(scope="module")
-def programs():
-    """Recipes in forks of one process."""
-    forked = ForkedPrograms()
-    yield forked
-    forked.close()
 
 
 @pytest.fixture(scope="module")
@@ -337,9 +242,9 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize(
     ("typed", "message"),
     [*NAMES, *OTHER_ALGORITHM, *GRAMMAR, *FLAGS, *VALUES, *FILES, *ENVIRONMENT, *EVALUATED, *CALVIN, *ROBOTWIN],
-    ids=lambda text: text if "=" in text or text[0] in "pegs" else "",
+    ids=lambda text: text if "=" in text or text[:1] in tuple("pegs") else "",
 )
-def test_a_wrong_input_is_one_line(typed, message, programs, place, tmp_path):
+def test_a_wrong_input_is_one_line(typed, message, place, tmp_path):
     for name, stands_for in SHORT.items():
         typed = typed.replace(f"{{{name}}}", stands_for)
     words = typed.replace("{place}", str(place)).split()
@@ -349,27 +254,27 @@ def test_a_wrong_input_is_one_line(typed, message, programs, place, tmp_path):
     name, *settings = words
     if not any("hydra.run.dir" in word or word in ("-m", "--multirun") or "sweep" in word for word in settings):
         settings.append(f"hydra.run.dir={tmp_path / 'run'}")
-    done = programs.run(name, *settings, cwd=tmp_path, **environment)
+    done = forked.run(name, *settings, cwd=tmp_path, **environment)
     assert done.stderr.startswith("error: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert "Traceback" not in done.stderr
-    assert len(done.stderr) < 900, done.stderr
+    assert len(done.stderr) < 1100, done.stderr
     assert re.search(message, done.stderr), done.stderr
     assert done.returncode == WRONG_USE
     left = {path.name for path in (tmp_path / "run").glob("*")}
     assert left <= {*BEFORE_WORK, f"{name}.log"}
-    assert {path.name for path in tmp_path.iterdir()} <= {"run"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"run", "runs"}
 
 
-def test_a_traceback_is_shown_if_it_is_asked_for(programs, tmp_path):
-    done = programs.run("ppo", "optim.lr=abc", f"hydra.run.dir={tmp_path / 'run'}", VLA_TRACEBACK="1")
+def test_a_traceback_is_shown_if_it_is_asked_for(tmp_path):
+    done = forked.run("ppo", "optim.lr=abc", f"hydra.run.dir={tmp_path / 'run'}", VLA_TRACEBACK="1")
     assert "Traceback (most recent call last)" in done.stderr
     assert done.stderr.splitlines()[-1] == "error: optim.lr=abc: must be a valid number"
     assert done.returncode == WRONG_USE
 
 
-def test_what_is_only_shown_has_no_error(programs, tmp_path):
-    done = programs.run("ppo", "--cfg", "job", "optim.lr=1e-4", cwd=tmp_path)
+def test_what_is_only_shown_has_no_error(tmp_path):
+    done = forked.run("ppo", "--cfg", "job", "optim.lr=1e-4", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "lr: 0.0001" in done.stdout
     assert not list(tmp_path.iterdir())
@@ -378,7 +283,11 @@ def test_what_is_only_shown_has_no_error(programs, tmp_path):
 @pytest.mark.parametrize(
     ("module", "typed", "message"),
     [
-        ("vla_policies", ["inspect", "nope"], "no folder nope; pass a checkpoint folder or a hub id"),
+        (
+            "vla_policies",
+            ["inspect", "nope"],
+            "no folder nope; pass a checkpoint folder, or a repository of the hub as hf:NAME",
+        ),
         ("vla_policies", ["inspect"], "required: folder; type: python -m vla_policies inspect --help"),
         ("vla_policies", ["inspekt", "x"], "invalid choice: 'inspekt' .choose from 'inspect'"),
         ("vla_envs", ["--al", "x"], "unrecognized arguments: x; type: python -m vla_envs --help"),
@@ -387,8 +296,8 @@ def test_what_is_only_shown_has_no_error(programs, tmp_path):
         ("recipes", ["copy", "ppo", "--to", "/proc/nope"], "No such file or directory: /proc/nope"),
     ],
 )
-def test_commands_say_what_is_wrong_in_one_line(module, typed, message, programs, tmp_path):
-    done = programs.run(ROOT / module / "__main__.py", *typed, cwd=tmp_path)
+def test_commands_say_what_is_wrong_in_one_line(module, typed, message, tmp_path):
+    done = forked.run(ROOT / module / "__main__.py", *typed, cwd=tmp_path)
     assert done.stderr.startswith("error: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert re.search(message, done.stderr), done.stderr
@@ -396,24 +305,26 @@ def test_commands_say_what_is_wrong_in_one_line(module, typed, message, programs
 
 
 def test_what_fails_after_work_began_keeps_its_traceback_unless_its_message_says_all(capsys):
-    def said(error, **options):
+    def said(error, *notes):
         try:
             raise error
         except BaseException as raised:
-            return report(raised, **options), capsys.readouterr().err
+            for note in notes:
+                raised.add_note(note)
+            return report(raised), capsys.readouterr().err
 
-    expected = (CheckpointError, ProcessLost, OSError)
-    status, text = said(IndexError("list index out of range"), begun=True, expected=expected)
+    status, text = said(IndexError("list index out of range"), "in the run x")
     assert status == FAILED
     assert text.startswith("Traceback")
-    status, text = said(CheckpointError("broken:\n  torn\nresume with\n another"), begun=True, expected=expected)
+    assert text.endswith("in the run x\n")
+    status, text = said(CheckpointError("broken:\n  torn\nresume with\n another"), "in the run x")
     assert (status, text) == (FAILED, "error: broken: torn; resume with; another\n")
     status, text = said(IndexError("list index out of range"))
     assert (status, text) == (WRONG_USE, "error: IndexError: list index out of range; VLA_TRACEBACK=1 shows where\n")
-    status, text = said(OSError(28, "No space left on device", "/run/x"), begun=True, expected=expected)
+    status, text = said(OSError(28, "No space left on device", "/run/x"), "in the run x")
     assert (status, text) == (FAILED, "error: No space left on device: /run/x\n")
-    assert said(KeyboardInterrupt())[0] == INTERRUPTED
-    assert "before work began" in said(KeyboardInterrupt())[1]
+    status, text = said(KeyboardInterrupt())
+    assert (status, text) == (INTERRUPTED, "error: interrupted; type the same command to start again\n")
 
 
 def test_a_message_of_many_lines_is_one():
@@ -426,18 +337,17 @@ def test_a_message_of_many_lines_is_one():
 def test_other_processes_wait_for_the_first_to_say_it(monkeypatch, capsys):
     waited = []
     monkeypatch.setattr(program.time, "sleep", waited.append)
-    program.say(ValueError("wrong"))
+    program.report(ValueError("wrong"))
     assert not waited
     monkeypatch.setenv("RANK", "1")
-    program.say(ValueError("wrong"))
+    program.report(ValueError("wrong"))
     assert len(waited) == 1
-    monkeypatch.setattr(phase, "_begun", True)
-    program.say(CheckpointError("broken"))
-    assert len(waited) == 1, "once work has begun, nobody else says it"
+    error = CheckpointError("broken")
+    error.add_note("in the run x")
+    program.report(error)
+    assert len(waited) == 1, "once work has begun, only one process says it"
 
 
 def test_outside_of_a_program_errors_are_raised(tmp_path):
     with pytest.raises(ValueError, match="must be a valid number"):
         recipe_here("ppo", tmp_path / "run", "optim.lr=abc")
-    error = torch.cuda.OutOfMemoryError("full")
-    assert explain(error, "ppo", [], ROOT / "recipes" / "conf") is error

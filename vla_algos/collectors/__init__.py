@@ -4,6 +4,7 @@
 :mod:`~vla_algos.collectors.base` has for both.
 """
 
-from vla_algos.collectors.base import WHAT_HAPPENED as WHAT_HAPPENED
+from vla_algos.collectors.base import OUTCOME_KEYS as OUTCOME_KEYS
 from vla_algos.collectors.episodes import EpisodeCollector as EpisodeCollector
+from vla_algos.collectors.protocol import Collector as Collector
 from vla_algos.collectors.steps import StepCollector as StepCollector

@@ -15,9 +15,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from vla_algos import parallel
-from vla_algos.acting import Policy, as_module, load_weights, loss_keys
-from vla_common import timeline
+from vla_algos.policies import Policy, as_module, load_weights, loss_keys
 from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
@@ -43,7 +41,7 @@ from vla_common.keys import (
 from vla_envs.env import VLAEnv, base_env
 from vla_envs.stages import check_stages
 
-OUTCOME_KEYS = (
+NEXT_KEYS = (
     REWARD,
     STEP_REWARDS,
     STEP_MASK,
@@ -58,7 +56,7 @@ OUTCOME_KEYS = (
     ACTIONS_CLIPPED,
     SUBTASKS,  # where episodes are chains of tasks
 )
-WHAT_HAPPENED = (ACTION, TASK_ID, TRIAL_ID, GROUP_ID, *((NEXT, key) for key in OUTCOME_KEYS))
+OUTCOME_KEYS = (ACTION, TASK_ID, TRIAL_ID, GROUP_ID, *((NEXT, key) for key in NEXT_KEYS))
 """What is kept of a decision that nothing is learnt from."""
 
 T = TypeVar("T")
@@ -68,9 +66,8 @@ Hook = Callable[[TensorDictBase], None]
 class ChunkCollector(BaseCollector):
     """What both collectors share: one decision of the policy in every environment, what is kept of it, and counters.
 
-    The policy acts under ``torch.no_grad()``. It reads and writes TensorDicts on the environment's device; one
-    that computes elsewhere moves its inputs itself. It is the very module that was passed, no copy of it: whoever
-    trains that has nothing to synchronise.
+    The policy is the very module that was passed: there is nothing to synchronise. It acts under ``torch.no_grad()``,
+    and reads and writes TensorDicts on the environment's device; one that computes elsewhere moves its inputs itself.
     """
 
     init_random_frames = 0  # TorchRL's Trainer reads it
@@ -101,7 +98,7 @@ class ChunkCollector(BaseCollector):
         root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
         root_keys += [STATE_VALUE] if self.has_value else []
         declared = set(env.full_reward_spec.keys())
-        outcome_keys = [(NEXT, key) for key in OUTCOME_KEYS if key != SUBTASKS or key in declared]
+        outcome_keys = [(NEXT, key) for key in NEXT_KEYS if key != SUBTASKS or key in declared]
         self.stored_keys = [*dict.fromkeys(root_keys), *outcome_keys]
         self._remember()
         self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
@@ -117,57 +114,51 @@ class ChunkCollector(BaseCollector):
         # Only what the environment wrote is passed on: nothing of this decision may reach the next one.
         return outcome, following.select(*self._observation_keys)
 
-    def _act(self, observation: TensorDictBase, stage: int = 0) -> TensorDictBase:
-        """Have the policy decide."""
-        self._check_alone()
+    def _act(self, observation: TensorDictBase) -> TensorDictBase:
+        self._check_call_env()
         with torch.no_grad(), set_exploration_type(self.exploration):
-            return self._call_policy(observation, stage)
+            return self._call_policy(observation)
 
-    def _call_policy(self, observation: TensorDictBase, stage: int = 0) -> TensorDictBase:
+    def _call_policy(self, observation: TensorDictBase) -> TensorDictBase:
         started, rows = perf_counter(), len(observation)
-        decision = self._timed("policy", self.policy, observation, stage=stage)
+        decision = self._timed("policy", self.policy, observation)
         self.calls.append((rows, perf_counter() - started))
         return decision
 
-    # ---- the halves of a decision in some slots; nothing but these is done while others are under way
+    # ---- the halves of a decision in some slots, while others are under way
 
     def _send(self, decision: TensorDictBase, slots: Sequence[int]) -> None:
-        """Have simulators execute the decisions of some slots."""
-        self._alone(self.base_env.async_step_send, decision, slots)
+        self._call_env(self.base_env.async_step_send, decision, slots)
 
-    def _hear(self, slots: Sequence[int], stage: int) -> TensorDictBase:
-        """Wait for what came of the decisions that were sent together for some slots."""
-        outcome = self._timed("wait", self._alone, self.base_env.async_step_recv, slots, stage=stage)
+    def _receive(self, slots: Sequence[int]) -> TensorDictBase:
+        outcome = self._timed("wait", self._call_env, self.base_env.async_step_recv, slots)
         if self.on_decision is not None:
             self.on_decision(outcome)
         return outcome
 
     def _begin_episodes(self, slots: Sequence[int]) -> None:
-        """Have simulators begin the next episodes in some slots."""
         if slots:
-            self._alone(self.base_env.async_reset_send, None, slots)
+            self._call_env(self.base_env.async_reset_send, None, slots)
 
-    def _await_episodes(self, slots: Sequence[int], stage: int) -> None:
-        """Wait until the episodes have begun that were begun together in some slots."""
+    def _await_episodes(self, slots: Sequence[int]) -> None:
         if slots:
-            self._timed("wait", self._alone, self.base_env.async_reset_recv, slots, stage=stage)
+            self._timed("wait", self._call_env, self.base_env.async_reset_recv, slots)
 
-    def _alone(self, function: Callable[..., T], *args: Any) -> T:
-        """Do something with the environment, and remember that it was us."""
-        self._check_alone()
+    def _call_env(self, function: Callable[..., T], *args: Any) -> T:
+        """Call the environment, which nothing else may have used since the last decision."""
+        self._check_call_env()
         result = function(*args)
         self._interactions = self.base_env.interactions
         return result
 
-    def _check_alone(self) -> None:
+    def _check_call_env(self) -> None:
         if self._interactions != self.base_env.interactions:
             raise RuntimeError(
-                f"somebody else has used the environment between two decisions of {type(self).__name__}, which cannot "
-                "go on in its episodes; evaluate between batches, or in another make_env(...)"
+                f"the environment was used by others between two decisions of {type(self).__name__}, which cannot "
+                "continue its episodes; evaluate between batches, or in another make_env(...)"
             )
 
     def _begin_times(self) -> None:
-        """Begin to count the seconds of a batch, and to note how long each call of the policy takes."""
         self._seconds = {"env": 0.0, "policy": 0.0, "rollout": 0.0}
         self.calls = []
         if self._stages:
@@ -176,7 +167,7 @@ class ChunkCollector(BaseCollector):
 
     @contextmanager
     def _rollout_timed(self) -> Iterator[None]:
-        """Count a part of a batch as a whole; where both work at a time, simulators tell for how long they did."""
+        """Count a part of a batch; with stages the simulators' seconds are those that they have measured."""
         started = perf_counter()
         yield
         self._seconds["rollout"] += perf_counter() - started
@@ -190,14 +181,12 @@ class ChunkCollector(BaseCollector):
         return observation
 
     def _remember(self) -> None:
-        """Remember how the environment was left: which episodes run, and that nobody else has used it."""
         self._interactions, self._episodes = self.base_env.interactions, list(self.base_env.current_episodes)
         self._unstarted = np.array(getattr(self.base_env, "unstarted", np.zeros(len(self._episodes), bool)))
 
-    def _timed(self, what: str, function: Callable[..., T], *args: Any, stage: int = 0) -> T:
+    def _timed(self, what: str, function: Callable[..., T], *args: Any) -> T:
         started = perf_counter()
-        with timeline.span("env" if what == "wait" else what, stage=stage):
-            result = function(*args)
+        result = function(*args)
         self._seconds[what] += perf_counter() - started
         return result
 
@@ -205,22 +194,13 @@ class ChunkCollector(BaseCollector):
         """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far.
 
         ``time/rollout`` is the whole of it, ``time/policy`` in calls of the policy, ``time/env`` in the simulators.
-        Where they work beside the policy it is that of the busiest worker, and ``time/wait`` was waited for them.
+        With stages it is that of the busiest worker, and ``time/wait`` was waited for them.
         """
         return {
             **super().stats(),
             **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
             "env/worker_restarts": self.base_env.worker_restarts,
         }
-
-    def begin_anew(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Have the counters go on, of what collectors of another number of processes have collected; nothing else does.
-
-        Args:
-            states: of the collectors of all of them.
-        """
-        self._frames = sum(state["frames"] for state in states) if parallel.is_main() else 0  # they add up
-        self._iter = max(state["batches"] for state in states) - 1
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed torch (the policy samples from it) and the environment; returns the next seed."""
@@ -248,11 +228,9 @@ class ChunkCollector(BaseCollector):
         """
         if worker_ids is not None:
             raise ValueError(f"worker_ids is {worker_ids}, but the policy of {type(self).__name__} is in this process")
+        if weights_dict is not None and (policy_or_weights is not None or list(weights_dict) != ["policy"]):
+            raise ValueError(f"there is one model, 'policy', and no other: got {list(weights_dict)} in weights_dict")
         if weights_dict is not None:
-            if policy_or_weights is not None or list(weights_dict) != ["policy"]:
-                raise ValueError(
-                    f"there is one model, 'policy', and no other: got {list(weights_dict)} in weights_dict"
-                )
             policy_or_weights = weights_dict["policy"]
         super().update_policy_weights_(policy_or_weights, **kwargs)
 
@@ -275,13 +253,12 @@ class ChunkCollector(BaseCollector):
         yield
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Close the environment (unless told not to); may be called again."""
+        """Close the environment, unless ``close_env`` is false; may be called again."""
         if close_env and not self.env.is_closed:
             self.env.close(raise_if_closed=raise_on_error)
 
 
 def _divide(env: EnvBase, stages: int) -> list[list[int]]:
-    """List the slots of each stage, or say why there cannot be so many."""
     check_stages(stages, env.batch_size.numel(), 1)
     if not hasattr(type(env), "stage_slots"):
         raise ValueError(

@@ -14,14 +14,10 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
-from vla_algos.acting import Policy
-from vla_algos.collectors.base import WHAT_HAPPENED, ChunkCollector, Hook
-from vla_common.keys import (
-    CRASHED,
-    DONE,
-    NEXT,
-)
-from vla_common.settings import Count
+from vla_algos.collectors.base import OUTCOME_KEYS, ChunkCollector, Hook
+from vla_algos.policies import Policy
+from vla_common.keys import CRASHED, DONE, NEXT
+from vla_common.settings import Count, checked
 from vla_envs.episodes import EpisodeQueue, QueuedEpisode
 from vla_envs.resume import load_transforms, transforms_state
 from vla_envs.simulator import Episode
@@ -30,18 +26,16 @@ from vla_envs.simulator import Episode
 class EpisodeCollector(ChunkCollector):
     """Works off a queue of episodes and yields each as ``[T]``, in the order of the queue.
 
-    The ``N`` slots of the environment share one queue: a slot that finishes takes the next episode at once,
-    none waits for the slowest. Stopping after the first so many finished episodes instead would favour short,
-    that is successful, ones. The queue may grow while it is worked off (:meth:`extend`, also from
-    ``on_episode``). Iterate again after extending an exhausted one. While it iterates the environment takes
-    its episodes from the queue, and nobody else may use it; it has its own source back afterwards, and another
+    The ``N`` slots of the environment share one queue: a slot that finishes takes the next episode at once. Stopping
+    after the first so many finished episodes instead would favour short, that is successful, ones. The queue may grow
+    meanwhile (:meth:`extend`, also from ``on_episode``); iterate again after extending an exhausted one. While it
+    iterates the environment takes its episodes from the queue alone; it has its own source back afterwards, and another
     collector in it begins with fresh episodes.
 
     An episode whose simulator dies runs again, up to ``max_attempts`` times, and is then yielded with ``crashed``
     in its last decision; one that could not even begin, which the environment has tried several times, at once.
-
-    Where a step fails altogether (:class:`~vla_envs.workers.pool.SimulatorCrash`), and where the caller stops early,
-    episodes without a result go back to the queue: iterating again runs them, and nothing is yielded twice.
+    After :class:`~vla_envs.workers.pool.SimulatorCrash`, and where the caller stops early, episodes without a result go
+    back to the queue: iterating again runs them, and nothing is yielded twice.
 
     Concatenated episodes are TorchRL's flat layout (``traj_format="cat"``): ``done`` ends each.
 
@@ -73,6 +67,7 @@ class EpisodeCollector(ChunkCollector):
         >>> success = [episode["next", "success"][-1].item() for episode in collector]  # doctest: +SKIP
     """
 
+    @checked
     def __init__(
         self,
         env: EnvBase,
@@ -81,7 +76,7 @@ class EpisodeCollector(ChunkCollector):
         *,
         exploration: ExplorationType = ExplorationType.RANDOM,
         for_learning: bool = True,
-        max_attempts: int = 3,
+        max_attempts: Count = 3,
         stages: Count = 1,
         overlap_resets: bool = False,
         on_episode: Callable[[int, TensorDictBase], None] | None = None,
@@ -89,8 +84,6 @@ class EpisodeCollector(ChunkCollector):
         pre_collect_hook: Callable[[], None] | None = None,
         post_collect_hook: Hook | None = None,
     ):
-        if max_attempts < 1:
-            raise ValueError(f"max_attempts is {max_attempts}, must be at least 1")
         super().__init__(
             env,
             policy,
@@ -103,7 +96,7 @@ class EpisodeCollector(ChunkCollector):
             post_collect_hook=post_collect_hook,
         )
         if not for_learning:
-            self.stored_keys = [key for key in self.stored_keys if key in WHAT_HAPPENED]
+            self.stored_keys = [key for key in self.stored_keys if key in OUTCOME_KEYS]
         self.total_frames = -1
         self.max_attempts, self.on_episode = max_attempts, on_episode
         self.queue = EpisodeQueue(episodes)
@@ -135,7 +128,7 @@ class EpisodeCollector(ChunkCollector):
         """Yield the episodes of the queue, in its order, until there are no more.
 
         Raises:
-            RuntimeError: slots stay without an episode although some have no result: somebody else took them.
+            RuntimeError: slots stay without an episode although some have no result: the queue was changed outside.
         """
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
@@ -157,7 +150,7 @@ class EpisodeCollector(ChunkCollector):
                     self.post_collect_hook(episode)
                 yield episode
         finally:
-            # Whoever stops early may continue later: what was running, or was taken to run, will run again.
+            # A caller that stops early may continue later: what was running, or was taken to run, will run again.
             self.queue.give_back_all()
             self.base_env.set_episodes(own_episodes)
         self._iter += 1
@@ -173,10 +166,10 @@ class EpisodeCollector(ChunkCollector):
             yield
 
     def _staged_decisions(self, running: _RunningEpisodes) -> Iterator[None]:
-        """Do the same stage by stage: while the policy decides for one, simulators of the others work.
+        """Do the same stage by stage.
 
         With ``overlap_resets`` a slot whose episode ended sits out the next decision of its stage, while its simulator
-        begins another one: no slot waits for that. Which decision is whose depends on what came of those before alone.
+        begins another one. The order of decisions depends on outcomes alone, not on time.
         """
         self._reset()
         stages = [_Stage(slots) for slots in self._stages]
@@ -184,8 +177,8 @@ class EpisodeCollector(ChunkCollector):
             stage.ready = [slot for slot in stage.slots if self._episodes[slot] is not None]
         idle_rounds = 0
         while True:
-            for number, stage in enumerate(stages):
-                self._take_turn(stage, number, running)
+            for stage in stages:
+                self._take_turn(stage, running)
                 yield
             taken = [slot for stage in stages for slot in [*stage.deciding, *stage.beginning]]
             running_any = any(self.base_env.current_episodes[slot] is not None for slot in taken)
@@ -193,12 +186,12 @@ class EpisodeCollector(ChunkCollector):
             if idle_rounds > 1:  # a queue that grew is taken in one round
                 raise self._starved()
 
-    def _take_turn(self, stage: _Stage, number: int, running: _RunningEpisodes) -> None:
+    def _take_turn(self, stage: _Stage, running: _RunningEpisodes) -> None:
         """Book the last decision of a stage, begin the episodes that follow, and send the next decision."""
         env, ready = self.base_env, stage.ready
         if stage.deciding:
             self.deciding, self._deciding_unstarted = stage.episodes, stage.unstarted
-            outcome = self._hear(stage.deciding, number)
+            outcome = self._receive(stage.deciding)
             done = self._book(running, outcome, stage.deciding, len(stage.slots))
             ready = [slot for slot in stage.deciding if slot not in done]
         elif not ready:  # all sit out, or have no episode
@@ -211,14 +204,14 @@ class EpisodeCollector(ChunkCollector):
             stage.beginning = wanting
         if not self.overlap_resets:
             begun, stage.beginning = begun + stage.beginning, []
-        self._await_episodes(begun, number)
+        self._await_episodes(begun)
         stage.ready = []
         stage.deciding = sorted([*ready, *(slot for slot in begun if env.current_episodes[slot] is not None)])
         if stage.deciding:
             stage.episodes = [cast("QueuedEpisode | None", env.current_episodes[slot]) for slot in stage.deciding]
             stage.unstarted = np.array(env.unstarted)[stage.deciding]
             self.deciding, self.decided = stage.episodes, running.lengths(stage.deciding)
-            self._send(self._act(env.observe(stage.deciding), number), stage.deciding)
+            self._send(self._act(env.observe(stage.deciding)), stage.deciding)
 
     def _next_deciding(self) -> None:
         """Note which episodes the next step decides in, which may replace them."""
@@ -274,10 +267,7 @@ class EpisodeCollector(ChunkCollector):
         return {**super().stats(), "time/idle_fraction": self._idle_time / max(1, self._slot_time)}
 
     def state_dict(self) -> OrderedDict:
-        """Return counters, and the state of the environment's transforms.
-
-        The queue is not in it: it is empty whenever an iteration is through.
-        """
+        """Return counters, and the state of the environment's transforms; the queue is empty after an iteration."""
         return OrderedDict(frames=self._frames, batches=self._iter + 1, transforms=transforms_state(self.env))
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
@@ -322,7 +312,7 @@ class _RunningEpisodes:
         return self._cursor[slots].tolist()
 
     def take(self, slot: int) -> TensorDictBase:
-        """Take the decisions ``[T]`` of a slot, which then starts anew."""
+        """Take the decisions ``[T]`` of a slot, which is empty then."""
         assert self._buffer is not None  # nothing is taken before something was appended
         decisions = self._buffer[slot, : int(self._cursor[slot])].clone()
         self._cursor[slot] = 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
 
 import torch
 from tensordict import TensorDictBase
@@ -12,18 +11,11 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from vla_algos.acting import Policy
 from vla_algos.advantages import Bootstrap
 from vla_algos.collectors.base import ChunkCollector, Hook
-from vla_common.keys import (
-    CRASHED,
-    DONE,
-    NEXT,
-    STATE_VALUE,
-    TERMINATED,
-    TRUNCATED,
-)
-from vla_common.settings import Count
+from vla_algos.policies import Policy
+from vla_common.keys import CRASHED, DONE, NEXT, STATE_VALUE, TERMINATED, TRUNCATED
+from vla_common.settings import Count, checked
 from vla_envs.env import ENV_INDEX
 from vla_envs.resume import load_state, save_state
 
@@ -33,10 +25,9 @@ class StepCollector(ChunkCollector):
 
     TorchRL's own :class:`~torchrl.collectors.Collector` would keep every observation twice (at the root
     and under ``"next"``) and needs a second pass of the critic over all of them. This one stores only what
-    learning reads and gets ``("next", "state_value")`` almost for free: where the episode continues it is the
-    value of the next decision; one further pass covers the final observations of the rollout and of those
-    episodes whose end ``bootstrap`` looks beyond. For the others, and nobody may read it, it is NaN; a crashed
-    episode has no future, 0.
+    learning reads. ``("next", "state_value")`` is the value of the next decision where the episode continues; one
+    further pass covers the final observations of the rollout and of those episodes whose end ``bootstrap`` looks
+    beyond. For the others it is NaN, for crashed episodes 0.
 
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms (``TransformedEnv``), batch ``[N]``.
@@ -47,15 +38,16 @@ class StepCollector(ChunkCollector):
         total_frames: stop after that many decisions over all environments; -1 for never.
         values: store the values of a policy that has ``state_value`` among its ``out_keys``.
         bootstrap: that of :func:`~vla_algos.advantages.gae`.
-        stages: groups of slots that take turns: while the policy decides for one, simulators of the others work. Policy
-            calls, and which episode is whose, have a fixed order, so that a batch does not depend on who was faster.
-            Rows stay slots. With more than 1, ``env`` is a :class:`~vla_envs.env.VLAEnv` without transforms.
+        stages: groups of slots that take turns: while the policy decides for one, simulators of the others work, in a
+            fixed order. Rows stay slots. With more than 1, ``env`` is a :class:`~vla_envs.env.VLAEnv` without
+            transforms.
         on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars; of every stage's,
             with ``env_index``, where there are several.
         pre_collect_hook: TorchRL's hook, called before a batch.
         post_collect_hook: TorchRL's hook, called with each batch.
     """
 
+    @checked
     def __init__(
         self,
         env: EnvBase,
@@ -70,10 +62,6 @@ class StepCollector(ChunkCollector):
         pre_collect_hook: Callable[[], None] | None = None,
         post_collect_hook: Hook | None = None,
     ):
-        if decisions < 1:
-            raise ValueError(f"decisions is {decisions}, must be at least 1")
-        if bootstrap not in get_args(Bootstrap):
-            raise ValueError(f"bootstrap is {bootstrap!r}, must be one of {', '.join(get_args(Bootstrap))}")
         super().__init__(
             env,
             policy,
@@ -103,8 +91,7 @@ class StepCollector(ChunkCollector):
     def rollout(self) -> TensorDictBase:
         """Collect one batch ``[N, T]``, continuing where the last one stopped.
 
-        If somebody else has used the environment since, such as an evaluation, that is nowhere: it begins with fresh
-        episodes, as after :meth:`reset`.
+        If the environment was used otherwise since, such as by an evaluation, it begins with fresh episodes.
         """
         self._begin_times()
         with self._rollout_timed():
@@ -126,7 +113,7 @@ class StepCollector(ChunkCollector):
             batch[slots, t] = stored
             if self.has_value:
                 after = outcome[NEXT]
-                wanted = self._worth_something(after)
+                wanted = self._needs_bootstrap(after)
                 if t == self.decisions - 1:
                     wanted = wanted | ~after[DONE]
                 rows = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
@@ -138,35 +125,35 @@ class StepCollector(ChunkCollector):
 
     def _outcomes(self, observation: TensorDictBase) -> Iterator[tuple[int, Tensor, TensorDictBase]]:
         """Make all decisions of a batch; yields their times, slots and outcomes."""
-        slots = torch.arange(len(observation))
+        slots = torch.arange(len(observation), device=observation.device)
         for t in range(self.decisions):
             outcome, observation = self._decide(observation)
             self._observation = observation
             yield t, slots, outcome
 
     def _staged_outcomes(self) -> Iterator[tuple[int, Tensor, TensorDictBase]]:
-        """Do the same stage by stage: while the policy decides for one, simulators of the others work.
+        """Do the same stage by stage.
 
-        What the next stage's simulators have done is heard, and new episodes are begun where it ended one, before the
-        present stage's decision is sent: otherwise these resets would wait behind its steps.
+        The next stage's outcome is received, and new episodes begin in it, before the present stage's decision is sent:
+        otherwise these resets would wait behind its steps.
         """
         self._observation = None  # with fresh episodes, if this fails half-way
         turns = [(t, number) for t in range(self.decisions) for number in range(self.stages)]
         for place, (_, number) in enumerate(turns):
             slots = self._stages[number]
-            decision = self._act(self.base_env.observe(slots), number)
-            heard = [self._hear_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
+            decision = self._act(self.base_env.observe(slots))
+            heard = [self._receive_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
             self._send(decision, slots)
             for turn in heard:
                 yield self._finish_turn(*turn)
         for t, number in turns[len(turns) - self.stages + 1 :]:
-            yield self._finish_turn(*self._hear_turn(t, number))
+            yield self._finish_turn(*self._receive_turn(t, number))
         self._observation = self.base_env.observe()
         self._remember()
 
-    def _hear_turn(self, t: int, number: int) -> tuple[int, int, TensorDictBase, list[int]]:
+    def _receive_turn(self, t: int, number: int) -> tuple[int, int, TensorDictBase, list[int]]:
         """Hear what a stage's simulators did, and have those that ended an episode begin the next."""
-        outcome = self._hear(self._stages[number], number)
+        outcome = self._receive(self._stages[number])
         done = outcome[ENV_INDEX][outcome[NEXT, DONE].squeeze(-1)].tolist()
         self._begin_episodes(done)
         return t, number, outcome, done
@@ -174,10 +161,10 @@ class StepCollector(ChunkCollector):
     def _finish_turn(
         self, t: int, number: int, outcome: TensorDictBase, done: list[int]
     ) -> tuple[int, Tensor, TensorDictBase]:
-        self._await_episodes(done, number)
+        self._await_episodes(done)
         return t, outcome[ENV_INDEX], outcome
 
-    def _worth_something(self, after: TensorDictBase) -> Tensor:
+    def _needs_bootstrap(self, after: TensorDictBase) -> Tensor:
         """Find the ends of episodes, bool ``[N, 1]``, beyond which :attr:`bootstrap` looks."""
         if self.bootstrap == "none":
             return torch.zeros_like(after[DONE])
@@ -203,11 +190,7 @@ class StepCollector(ChunkCollector):
             self.reset()
 
     def state_dict(self) -> OrderedDict:
-        """Return counters, and the environment in the middle of its episodes: tensors, numbers and texts.
-
-        Right after :meth:`reset` no episode is running, and the state is that of the episode sampler and of the
-        transforms.
-        """
+        """Return counters, and the environment in the middle of its episodes: tensors, numbers and texts."""
         self._forget_if_stale()
         return OrderedDict(
             frames=self._frames, batches=self._iter + 1, environment=save_state(self.env, self._observation)
@@ -220,27 +203,6 @@ class StepCollector(ChunkCollector):
         self._remember()
         if self._observation is not None:
             self._observation_keys = list(self._observation.keys())
-
-    def begin_anew(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Begin with fresh episodes, after those of collectors of another number of processes; counters go on.
-
-        What transforms of the environment have gathered is not kept: it is of slots that are others now.
-
-        Args:
-            states: of the collectors of all of them.
-
-        Raises:
-            ValueError: the episodes cannot go on so, or are of another stream.
-        """
-        super().begin_anew(states)
-        episodes = self.base_env.episodes
-        if not hasattr(episodes, "begin_anew"):
-            raise ValueError(
-                f"{type(episodes).__name__} has no begin_anew(states): its episodes cannot go on in another number of "
-                "processes; resume with as many"
-            )
-        episodes.begin_anew([state["environment"]["env"]["sampler"] for state in states])
-        self.reset()
 
 
 class _FinalValues:

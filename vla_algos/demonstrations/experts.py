@@ -1,58 +1,275 @@
-"""What scripted experts solve while their actions are disturbed."""
+"""A scripted expert solves episodes in an environment's workers: recorded in memory or into a folder, and counted."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from vla_algos.demonstrations.dataset import FACTS, FORMAT, KIND, Arrays, env_facts
+from vla_algos.samples import CAMERAS
+from vla_common import __version__, keys
+from vla_common.settings import BelowOne, Count, Fraction, check_fields
+from vla_common.texts import WIDTH, encode
+from vla_envs.env import VLAEnv
+from vla_envs.experts import check_expert, noise_of_dimensions
 from vla_envs.simulator import Episode, SimulatorSpec
+from vla_envs.workers.calls import reason
+from vla_policies import VLAPolicy
+
+Finished = Callable[[Episode, int | None], object]  # an episode, and the actions that the expert needed, if it did it
 
 
-@dataclass
-class ExpertTally:
-    """How often the expert solved each task while its actions were disturbed.
+@dataclass(frozen=True, kw_only=True)
+class RecordingSettings:
+    """How the expert is recorded.
 
     Attributes:
-        spec: of the tasks.
-        tried, solved, in_time: episodes by ``task_id``; ``in_time`` are those solved within the horizon.
+        stride: record every so many primitive actions, or decisions where a chunk is one motion.
+        noise: standard deviation of the disturbance, as a fraction of half the action's range: one number, for all but
+            the gripper, or one for each dimension.
+        noise_correlation: of the disturbance between successive actions, 0 to below 1.
+        max_steps: give up after that many actions.
+
+    Raises:
+        ValueError: a value out of range.
     """
 
-    spec: SimulatorSpec
-    tried: Counter[int] = field(default_factory=Counter)
-    solved: Counter[int] = field(default_factory=Counter)
-    in_time: Counter[int] = field(default_factory=Counter)
+    stride: Count = 4
+    noise: Fraction | Sequence[Fraction] = 0.25
+    noise_correlation: BelowOne = 0.8
+    max_steps: Count = 150
 
-    def add(self, episode: Episode, steps: int | None) -> None:
-        """Count an episode that took the expert ``steps`` actions, or was not solved."""
-        self.tried[episode.task_id] += 1
-        if steps is not None:
-            self.solved[episode.task_id] += 1
-            self.in_time[episode.task_id] += steps <= self.spec.max_episode_steps
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_fields(self)
 
-    def tasks(self) -> list[dict[str, Any]]:
-        """List the tasks with their numbers, as :data:`FACTS` has them."""
-        return [
-            {
-                "name": task.name,
-                "instruction": task.instruction,
-                "group": task.group,
-                "tried": self.tried[number],
-                "solved": self.solved[number],
-                "within_horizon": self.in_time[number],
-            }
-            for number, task in enumerate(self.spec.tasks)
-        ]
+
+def record_demonstrations(
+    env: VLAEnv,
+    policy: VLAPolicy,
+    episodes: Sequence[Episode],
+    *,
+    on_episode: Finished | None = None,
+    **settings: Any,
+) -> TensorDict:
+    """Let the benchmark's scripted expert solve ``episodes`` in the workers of ``env``, and keep it in memory.
+
+    Workers take them task by task, because another task may be another world to build.
+
+    Args:
+        env: its workers record; the episodes in its slots stay where they are.
+        policy: tokenises the instructions, shrinks the images if it resizes, and sets the length of the chunks.
+        episodes: what to solve; those that the expert fails are left out, and those whose simulator fails again and
+            again, with a warning that counts them.
+        on_episode: called after each with it and with the actions that the expert needed, ``None`` if it failed.
+        **settings: of :class:`RecordingSettings`.
+
+    Returns:
+        ``[K]``, demonstrations in the order of ``episodes``: the cameras that the policy looks at, or ``model_images``
+        of one that resizes, ``states``, ``task_descriptions`` as bytes, ``prompt_tokens``, ``action`` ``[K, C, A]``,
+        ``step_mask`` ``[K, C]``, ``task_id``, ``trial_id``, ``episode``, ``step``, ``episode_len`` ``[K, 1]`` and
+        ``final_states``.
+
+    Raises:
+        ValueError: the benchmark has no scripted expert; noise for other actions.
+        RuntimeError: the expert solved none.
+        SimulatorCrash: the simulator fails whatever it is to do.
+    """
+    solved: list[dict[str, Any] | None] = [None] * len(episodes)
+
+    def keep(number: int, recording: dict[str, Any] | None) -> None:
+        if recording is None:
+            return
+        cameras = {name: recording.pop(name) for name in CAMERAS if name in recording}
+        seen = {name: torch.from_numpy(frames) for name, frames in cameras.items() if name in policy.in_keys}
+        images = TensorDict(seen, [len(recording[keys.STATES])])
+        recording["frames"] = policy.shrink_images(images.to(policy.device)).cpu()  # before the next are recorded
+        solved[number] = recording
+
+    _record(env, episodes, policy.chunk_size, keep, on_episode, RecordingSettings(**settings))
+    recordings = [(episode, each) for episode, each in zip(episodes, solved, strict=True) if each is not None]
+    data: TensorDict = torch.cat([recording["frames"] for _, recording in recordings])
+    rows = [_rows(number, episode, each) for number, (episode, each) in enumerate(recordings)]
+    for name in rows[0]:
+        data[name] = torch.from_numpy(np.concatenate([row[name] for row in rows]))
+    texts = [each[keys.TASK_DESCRIPTIONS] for _, each in recordings for _ in each[keys.STATES]]
+    data[keys.TASK_DESCRIPTIONS] = _encoded(texts)
+    data[keys.PROMPT_TOKENS] = policy.prompt_tokens(texts, data[keys.STATES]).cpu()
+    return data
+
+
+def write_demonstrations(
+    folder: str | Path,
+    env: VLAEnv,
+    episodes: Sequence[Episode],
+    *,
+    chunk_size: Count,
+    on_episode: Finished | None = None,
+    **settings: Any,
+) -> None:
+    """Record as :func:`record_demonstrations` does, into a new folder of the format of :mod:`.dataset`.
+
+    Frames are written as they come, in the order of ``episodes``: hand them in sorted by task, and no more than a few
+    demonstrations are in memory at a time. Until this has returned the data set is not whole.
+
+    Args:
+        folder: is made.
+        chunk_size: actions per label; policies with at most as many can learn from it.
+        env: see :func:`record_demonstrations`, also for the others and the errors.
+        episodes: there.
+        on_episode: there.
+        **settings: there.
+    """
+    spec, folder, recording_settings = env.simulator_spec, Path(folder), RecordingSettings(**settings)
+    folder.mkdir(parents=True)
+    waiting: dict[int, dict[str, Any] | None] = {}  # solved, but not yet those before
+    outcomes, texts, written = list[tuple[Episode, int | None]](), list[str](), 0
+    numbers = iter(range(len(episodes)))
+    due = next(numbers, 0)
+    arrays = Arrays(folder)
+
+    def write(number: int, recording: dict[str, Any] | None) -> None:
+        nonlocal due, written
+        waiting[number] = recording
+        while due in waiting:
+            ready = waiting.pop(due)
+            if ready is not None:
+                cameras = {name: ready[name] for name in CAMERAS if name in ready}
+                arrays.append({**cameras, **_rows(written, episodes[due], ready)})
+                texts.extend([ready[keys.TASK_DESCRIPTIONS]] * len(ready[keys.STATES]))
+                written += 1
+            due = next(numbers, len(episodes))
+
+    def count(episode: Episode, steps: int | None) -> None:
+        outcomes.append((episode, steps))
+        if on_episode is not None:
+            on_episode(episode, steps)
+
+    _record(env, episodes, chunk_size, write, count, recording_settings)
+    arrays.append({keys.TASK_DESCRIPTIONS: _encoded(texts).numpy()})
+    arrays.finish()
+    facts = {
+        "kind": KIND,
+        "format": FORMAT,
+        "library": __version__,
+        "env": env_facts(spec),
+        "recording": {
+            "episodes": len(episodes),
+            "seeds": sorted({episode.seed for episode in episodes}),
+            "chunk_size": chunk_size,
+            **asdict(recording_settings),
+            "noise_of_dimensions": noise_of_dimensions(recording_settings.noise, spec).tolist(),
+        },
+        "tasks": count_by_task(spec, outcomes),
+        "demonstrations": written,
+        "frames": len(texts),
+    }
+    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _record(
+    env: VLAEnv,
+    episodes: Sequence[Episode],
+    chunk_size: int,
+    take: Callable[[int, dict[str, Any] | None], object],
+    on_episode: Finished | None,
+    settings: RecordingSettings,
+) -> None:
+    """Have workers record episodes task by task, and hand each to ``take``, by its number, as it is done."""
+    if not episodes:
+        raise ValueError(
+            "no episodes are given, and cloning needs at least 1; give some (recipes: demonstrations.episodes)"
+        )
+    spec = env.simulator_spec
+    check_expert(spec.simulator_class(), spec)
+    noise_of_dimensions(settings.noise, spec)
+    crashed: list[tuple[Episode, str]] = []
+    solved = 0
+
+    def note(result: tuple[int, dict[str, Any] | None]) -> None:
+        nonlocal solved
+        number, recording = result
+        steps = None if recording is None else recording[keys.EPISODE_LEN]
+        solved += recording is not None
+        take(number, None if recording is None else dict(recording))
+        if recording is not None:
+            recording.clear()  # the pool keeps all results to the end
+        if on_episode is not None:
+            on_episode(episodes[number], steps)
+
+    def skip(item: tuple[int, Episode], error: str) -> None:
+        number, episode = item
+        crashed.append((episode, reason(error)))
+        take(number, None)
+        if on_episode is not None:
+            on_episode(episode, None)
+
+    shared = {"chunk_size": chunk_size, **asdict(settings)}
+    items = sorted(enumerate(episodes), key=lambda item: item[1].task_id)
+    env.pool.map("vla_envs.experts:record_numbered", items, on_result=note, on_error=skip, **shared)
+    if crashed:
+        episode, error = crashed[0]
+        warnings.warn(
+            f"{len(crashed)} of {len(episodes)} demonstrations crashed and are left out: the first is task "
+            f"{spec.tasks[episode.task_id].name} trial {episode.trial_id} seed {episode.seed}: {error}",
+            stacklevel=3,
+        )
+    if not solved:
+        raise RuntimeError(
+            f"the scripted expert solved none of {len(episodes)} episodes of {spec.id} within "
+            f"{settings.max_steps} steps; raise max_steps, lower the noise, or take other tasks"
+        )
+
+
+def _rows(number: int, episode: Episode, recording: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return what is small of a recording, a row for each frame."""
+    count = len(recording[keys.STATES])
+    same = {
+        keys.TASK_ID: np.int64(episode.task_id),
+        keys.TRIAL_ID: np.int64(episode.trial_id),
+        keys.EPISODE: np.int64(number),
+        keys.EPISODE_LEN: np.array([recording[keys.EPISODE_LEN]], np.int64),
+        keys.FINAL_STATES: recording[keys.FINAL_STATES],
+    }
+    own = (keys.STATES, keys.ACTION, keys.STEP_MASK, keys.STEP)
+    return {
+        **{name: recording[name] for name in own},
+        **{name: np.repeat(value[None], count, 0) for name, value in same.items()},
+    }
+
+
+def _encoded(texts: Sequence[str]) -> Tensor:
+    return encode(texts, max(WIDTH, *(len(text.encode()) for text in texts)))
+
+
+def count_by_task(spec: SimulatorSpec, outcomes: Sequence[tuple[Episode, int | None]]) -> list[dict[str, Any]]:
+    """Count, as :data:`FACTS` has it, what the expert tried and solved of each task, and within the horizon.
+
+    Args:
+        spec: of the tasks.
+        outcomes: episodes and the actions that the expert needed, ``None`` if it failed.
+    """
+    found = []
+    for number, task in enumerate(spec.tasks):
+        needed = [steps for episode, steps in outcomes if episode.task_id == number]
+        solved = [steps for steps in needed if steps is not None]
+        in_time = sum(steps <= spec.max_episode_steps for steps in solved)
+        counts = {"tried": len(needed), "solved": len(solved), "within_horizon": in_time}
+        found.append({"name": task.name, "instruction": task.instruction, "group": task.group, **counts})
+    return found
 
 
 def describe_experts(tasks: Sequence[Mapping[str, Any]], horizon: int) -> str:
-    """Say in a line how often experts solved what they tried; below it by group, where there are several.
-
-    Args:
-        tasks: of :meth:`ExpertTally.tasks`.
-        horizon: primitive actions of an episode.
-    """
+    """Say in a line how often experts solved ``tasks`` (of :func:`count_by_task`); below it by group."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for task in tasks:
         if task["tried"]:

@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from vla_algos.demonstrations import CAMERAS, Samples
-from vla_algos.lerobot.folder import Camera, LeRobotFolder, Table, parquet
+from vla_algos.lerobot.dataset import Camera, LeRobotFolder, Table, parquet
 from vla_algos.lerobot.frames import FrameReader, check_decoder
+from vla_algos.samples import CAMERAS, Samples
 from vla_common import keys
 from vla_common.texts import WIDTH, encode
 from vla_envs.simulator import SimulatorSpec
@@ -31,16 +31,7 @@ Tasks = Literal["environment", "all"]
 
 @dataclass(frozen=True)
 class LeRobotDemonstrations:
-    """A LeRobot data set as demonstrations for an environment; made by :meth:`open`.
-
-    Attributes:
-        folder: the data set.
-        spec: the environment.
-        camera: what ``images`` are.
-        wrist_cameras: what ``wrist_images`` are, in order; empty where the data set has none.
-        stride: every so many frames of an episode are learnt from.
-        tasks: whether only the frames are learnt from whose instruction is one of the environment's.
-    """
+    """A LeRobot data set as demonstrations for an environment; :meth:`open` makes one, and has the arguments."""
 
     folder: LeRobotFolder
     spec: SimulatorSpec
@@ -60,7 +51,7 @@ class LeRobotDemonstrations:
         wrist_cameras: Sequence[str] | None = None,
         tasks: Tasks = "environment",
     ) -> LeRobotDemonstrations:
-        """Read what a data set is and refuse what does not fit the environment; no frame is read yet.
+        """Read what a data set is and refuse what does not fit the environment; no image is read yet.
 
         Args:
             path: a local folder with ``meta/info.json``.
@@ -68,7 +59,7 @@ class LeRobotDemonstrations:
             stride: every so many frames of an episode are learnt from.
             camera: what ``images`` are; ``None`` for the only one that is not on a wrist, by its name.
             wrist_cameras: what ``wrist_images`` are, in order; ``None`` for those whose names say so.
-            tasks: ``"environment"`` for the frames whose instruction is one of the environment's, ``"all"`` for all.
+            tasks: learn from frames whose instruction is one of the ``"environment"``, or from ``"all"``.
 
         Raises:
             FileNotFoundError: there is no data set.
@@ -126,7 +117,6 @@ class LeRobotDemonstrations:
         return tuple(said)
 
     def _dropped(self) -> str | None:
-        """Say how many frames are not learnt from because of their instructions."""
         if min(self.task_ids.values()) >= 0:
             return None
         counts = self.folder.frames_of_tasks
@@ -134,7 +124,7 @@ class LeRobotDemonstrations:
         if not foreign:
             return None
         return (
-            f"{sum(map(counts.__getitem__, foreign)):,} of {self.folder.frames:,} frames have instructions that are "
+            f"{sum(counts[index] for index in foreign):,} of {self.folder.frames:,} frames have instructions that are "
             f"none of {self.spec.id}: {_some(self.folder.tasks[index] for index in foreign)}; type tasks='all' "
             "(recipes: demonstrations.tasks=all) to learn from them too"
         )

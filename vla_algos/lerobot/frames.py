@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from PIL import Image
 
-from vla_algos.lerobot.folder import Camera, LeRobotFolder, damaged, reading
+from vla_algos.lerobot.dataset import Camera, LeRobotFolder, damaged, reading
 
 MEMORY = 2**30  # bytes of encoded images that are kept; more are read again
 _VIDEOS = 16  # that are kept open
@@ -23,9 +23,8 @@ V = TypeVar("V")
 class FrameReader:
     """Reads the images of some cameras.
 
-    Of parquet files the encoded images of a row group are read together, which LeRobot writes one of per episode, and
-    kept while they take less than :data:`MEMORY` in all. Of videos single frames are decoded, from the key frame
-    before each, of which LeRobot writes every second one.
+    Of parquet files the encoded images of a row group (LeRobot writes one per episode) are read together, and kept
+    while they take less than :data:`MEMORY` in all. Of videos single frames are decoded, from the key frame before.
 
     Args:
         folder: the data set.
@@ -100,11 +99,7 @@ class FrameReader:
 
 
 def check_decoder(path: Path) -> None:
-    """Refuse videos without what decodes them.
-
-    Raises:
-        ModuleNotFoundError: says what to type.
-    """
+    """Refuse videos without what decodes them; a ModuleNotFoundError says what to type."""
     try:
         import av  # noqa: F401
     except ModuleNotFoundError:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -27,32 +26,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
+from torchrl.checkpoint import GlobalRNGState
 
-from vla_algos.run.files import flush, link_atomically, remove
+from vla_algos.files import flush, link_atomically, remove
 from vla_algos.run.plain_state import NotPlainError, from_json, to_json
 from vla_common.checksums import SUMS, ChecksumError, digest, verify_checksums, write_lines
 from vla_policies.checkpoint.parts import own_part
 from vla_policies.checkpoint.writing import write_safetensors
 
-_FORMAT = "vla-torchrl training state 6"
+_FORMAT = "vla-torchrl training state 8"
 _FILE, _TENSORS, _POLICY = "training.json", "tensors", "policy"
-_FILE_BEFORE = "training.pt"  # up to format 5
+_KINDS = {"step": int, "processes": int, "state": dict}  # of what is in it, beside the format
 _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED, _LATEST = ".unfinished_", "latest"
 _WRITING = (OSError, ChecksumError)  # what is raised where something cannot be written
 _ALONE = (0, 1)  # rank and number of processes
 
-Exchange = Callable[[Any], list[Any]]  # gives what each process has, in the order of their numbers
+Gather = Callable[[Any], list[Any]]  # gives what each process has, in the order of their ranks
 
 
-def alone(mine: Any) -> list[Any]:
-    """Be the :data:`Exchange` of a single process."""
+def single_process(mine: Any) -> list[Any]:
+    """Gather of a single process."""
     return [mine]
 
 
@@ -69,22 +68,14 @@ class BrokenCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a process writes of a state, as it was in the moment of :meth:`take`.
-
-    Attributes:
-        rank: number of the process.
-        processes: how many there are.
-        common, own: JSON of what all have in common, and of what this one has of its own.
-        tensors: of both, on the CPU; of a sharded one the part of this process.
-        offsets: where a part begins in the whole, by the names of ``tensors``.
-    """
+    """What a process writes of a state, as it was in the moment of :meth:`take`."""
 
     rank: int
     processes: int
-    common: str
-    own: str
-    tensors: dict[str, Tensor]
-    offsets: dict[str, list[int]]
+    common: str  # JSON of what all have in common
+    own: str  # JSON of what this process has of its own
+    tensors: dict[str, Tensor]  # of both, on the CPU; of a sharded one the part of this process
+    offsets: dict[str, list[int]]  # where such a part begins in the whole
 
     @classmethod
     def take(
@@ -99,8 +90,8 @@ class Snapshot:
         Args:
             common: the same in all processes, with tensors of which each may have a part (DTensors).
             own: of this process.
-            process: its number, and how many there are.
-            check: told of the parts of ``common``, where they lie, before they are copied.
+            process: its rank, and how many there are.
+            check: called with the tensors of ``common``, where they lie, before they are copied.
 
         Raises:
             CheckpointError: it holds something else, which could not be loaded again.
@@ -148,6 +139,7 @@ def begin_checkpoint(root: Path, step: int) -> Path:
     remove_unfinished(root)
     folder = unfinished(root, step)
     (folder / _TENSORS).mkdir(parents=True)
+    flush(root.parent)  # the first checkpoint has made root
     return folder
 
 
@@ -162,24 +154,13 @@ def unfinished(root: Path, step: int) -> Path:
     return root / f"{_UNFINISHED}step_{step:08d}"
 
 
-def save_checkpoint(root: Path, step: int, snapshot: Snapshot, keep: int = 2, exchange: Exchange = alone) -> Path:
+def save_checkpoint(root: Path, step: int, snapshot: Snapshot, keep: int = 2, gather: Gather = single_process) -> Path:
     """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until ``keep`` are left.
 
     Everything is written and flushed to disk under another name in the same folder, read again, compared by its
     SHA-256 and renamed at the end: a crash, a full or broken disk or a preemption at any time leaves the older
-    checkpoints as they were. Each process writes and compares its files, the first one does the rest; all return when
-    it has, and raise if one could not.
-
-    Args:
-        root: folder of all checkpoints of a run.
-        step: number of finished iterations, the name of the checkpoint.
-        snapshot: of this process.
-        keep: how many checkpoints to keep, at least 1. Those of later steps (the run was resumed from an
-            older one) are not touched.
-        exchange: with the other processes.
-
-    Returns:
-        The folder of the checkpoint.
+    checkpoints as they were. Those of later steps (the run was resumed from an older one) are not touched. Each process
+    writes and compares its files, rank 0 does the rest; all return its folder, or raise if one could not.
 
     Raises:
         OSError: it could not be written, or what is on the disk is not what was written.
@@ -188,7 +169,7 @@ def save_checkpoint(root: Path, step: int, snapshot: Snapshot, keep: int = 2, ex
         raise ValueError(f"keep is {keep}, must be at least 1")
     final, temporary = root / f"step_{step:08d}", unfinished(root, step)
     digests, error = _attempt(lambda: _write_part(temporary, snapshot))
-    there = exchange((digests, None if error is None else str(error)))
+    there = gather((digests, None if error is None else str(error)))
     problem = next((text for _, text in there if text is not None), None)
     if snapshot.rank == 0:
         if problem is None:
@@ -197,9 +178,9 @@ def save_checkpoint(root: Path, step: int, snapshot: Snapshot, keep: int = 2, ex
         if problem is not None or error is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     if error is not None and not isinstance(error, _WRITING):
-        exchange(str(error))
+        gather(str(error))
         raise error
-    problem = next((text for text in exchange(problem or (error and str(error))) if text is not None), None)
+    problem = next((text for text in gather(problem or (error and str(error))) if text is not None), None)
     if problem is not None:
         raise OSError(f"{final} could not be written: {problem}") from error
     return final
@@ -298,7 +279,7 @@ def latest_checkpoint(root: Path) -> Path:
 
 
 def by_preference(root: Path) -> list[Path]:
-    """List the checkpoints that a run may go on from: where ``latest`` points to, those before it, those after it."""
+    """List the checkpoints from which a run may continue: that of ``latest``, those before it, those after it."""
     found = checkpoints(root)[::-1]
     link = root / _LATEST
     if not (link.is_symlink() and link.is_dir()):
@@ -310,19 +291,12 @@ def by_preference(root: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A checkpoint that is open: its digests were right, its tensors are read when they are asked for.
-
-    Attributes:
-        folder: of the checkpoint.
-        step: number of finished iterations.
-        processes: how many have written it.
-        state: what they had in common; its tensors have shapes and no values (meta device).
-    """
+    """A checkpoint that is open: its digests were right, its tensors are read when they are asked for."""
 
     folder: Path
     step: int
-    processes: int
-    state: dict[str, Any]
+    processes: int  # that have written it
+    state: dict[str, Any]  # what they had in common; its tensors have shapes and no values (meta device)
 
     def fill(self, into: Mapping[str, Any]) -> None:
         """Read the tensors of a part of the state into tensors like them; of a sharded one the part of this process.
@@ -385,15 +359,9 @@ def verify_checkpoint(checkpoint: Path, process: tuple[int, int] = _ALONE) -> No
     """
     path = checkpoint / _FILE
     if not path.is_file():
-        if (checkpoint / _FILE_BEFORE).is_file():
-            raise CheckpointError(
-                f"{checkpoint / _FILE_BEFORE} is a training state of before, this version of the library reads "
-                f"{_FORMAT!r}: resume with the version that wrote it (run.json in the folder of the run names its "
-                "commit), or start a new run from the policy"
-            )
         raise BrokenCheckpoint(
             f"{path} does not exist; a checkpoint to resume from is a folder step_... with that "
-            "file in it; a folder with a policy alone can be evaluated or fine-tuned anew"
+            "file in it; a folder with a policy alone can be evaluated or fine-tuned"
         )
     try:
         verify_checksums(checkpoint, process)
@@ -416,7 +384,8 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
         verify_checkpoint(checkpoint)
     path = checkpoint / _FILE
     content = _read_json(path, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
-    found = str(content.get("format")) if isinstance(content, dict) else ""
+    content = content if isinstance(content, dict) else {}
+    found = str(content.get("format"))
     if found != _FORMAT and found.startswith(_FORMAT.rpartition(" ")[0]):
         raise CheckpointError(
             f"{path} is a {found!r}, this version of the library reads {_FORMAT!r}: resume with the version that wrote "
@@ -432,6 +401,9 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
             f"{checkpoint} has no {SUMS}; if you are sure of the files type: (cd {checkpoint} && sha256sum *.json "
             f"{_TENSORS}/* > {SUMS})"
         )
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(content.get(name), kind)]
+    if wrong:
+        raise BrokenCheckpoint(f"{path} has no {wrong[0]}; copy the folder again")
     named = _STEP.fullmatch(checkpoint.resolve().name)
     if named and int(named[1]) != content["step"]:
         raise BrokenCheckpoint(f"{path} is of iteration {content['step']}: exchanged; copy the folder again")
@@ -453,22 +425,11 @@ def _read_json(path: Path, tensor: Callable[[str, torch.Size, torch.dtype], Any]
 
 def random_state() -> dict[str, Any]:
     """Return the states of all random number generators, as tensors and numbers."""
-    numpys: Any = np.random.get_state()  # a tuple, which numpy's annotations do not know
-    name, words, *position = numpys
-    assert name == "MT19937"  # the only one of numpy's legacy interface
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": (torch.from_numpy(words.astype(np.int64)), *position),
-        "python": random.getstate(),
-    }
+    return GlobalRNGState().state_dict()
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Restore :func:`random_state`; states of GPUs that are not here are left out."""
-    torch.set_rng_state(state["torch"])
-    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(cuda_state, device)
-    words, *position = state["numpy"]
-    np.random.set_state(("MT19937", words.numpy().astype(np.uint32), *position))
-    random.setstate(state["python"])
+    cuda = state.get("torch_cuda", [])[: torch.cuda.device_count()]
+    others = {name: each for name, each in state.items() if name != "torch_cuda"}
+    GlobalRNGState().load_state_dict({**others, "torch_cuda": cuda} if cuda else others)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,9 @@ from typing import Any
 
 from vla_algos.comparison import compare
 from vla_algos.results import NAME, files_of, read_episodes
-from vla_algos.run import episode_log
-from vla_algos.run.evaluated import evaluated_env
+from vla_algos.run.environments import evaluated_env
 from vla_algos.run.folder import flat, settings_of
+from vla_algos.run.provenance import read_record
 
 _OF_THE_MACHINE = ("num_envs", "num_workers", "gpus", "step_timeout", "start_timeout", "group_size")
 _OF_TRAINING = ("reward_type", "reward_coef", "relative_reward", "step_penalty")
@@ -32,81 +32,74 @@ def compare_folders(first: Path, second: Path | None = None, mean_of: Sequence[s
 
     Args:
         first: the folder of a run (its last evaluation counts), of one evaluation, or a file with results of episodes.
-        second: another one; ``None`` compares what ``first`` has: the first evaluation of a training run with its
-            last, or an evaluation with its ablations.
+        second: another one; ``None`` compares the first and last evaluation of a run, or one with its ablations.
         mean_of: groups of which the mean is taken too; ``None`` for those of the runs' own ``eval.mean_of``.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
         ValueError: there are no results, or they share no episode.
     """
+    one = _find(first)
     if second is None:
-        yield from _compare_own(first, mean_of)
+        yield from _compare_own(first, _mean_of(one) if mean_of is None else mean_of)
         return
-    one, other = _find(first), _find(second)
-    groups = _mean_of(one, other) if mean_of is None else mean_of
-    yield from (f"  differs: {text}" for text in _differences(one, other))
-    kinds = [kind for kind in one.files if kind in other.files]
-    if not kinds:  # of each the first there is
-        kind, theirs = next(iter(one.files)), next(iter(other.files))
+    other = _find(second)
+    groups = (_mean_of(one) or _mean_of(other)) if mean_of is None else mean_of
+    yield from (f"  differs: {text}" for text in _differences(one.run, other.run))
+    if not one.files.keys() & other.files.keys():  # of each the first there is
+        (kind, file), (theirs, their_file) = next(iter(one.files.items())), next(iter(other.files.items()))
         if kind and theirs:
             yield f"  differs: {kind} and {theirs}"
-        yield _table(one.files[kind], other.files[theirs], groups, "A", "B", one.place, other.place, tasks=True)
-    for kind in kinds:
-        yield _table(one.files[kind], other.files[kind], groups, "A", "B", one.place, other.place, kind, tasks=True)
+        one, other = _Found(one.place, {"": file}, one.run), _Found(other.place, {"": their_file}, other.run)
+    yield from _tables(one, other, groups, ("A", "B"), f"A {one.place}, B {other.place}")
 
 
 def before_and_after(folder: Path, mean_of: Sequence[str]) -> list[str]:
-    """Compare the first and the last evaluation of a training run; nothing where it has one.
-
-    What cannot be compared, because files are gone, is said in a line.
-    """
+    """Compare the first and the last evaluation of a training run, or say why not; nothing where it has one."""
     try:
-        evaluations = _evaluations(folder)
-        return list(_before_and_after(evaluations, mean_of, tasks=False)) if len(evaluations) > 1 else []
+        return list(_before_and_after(_evaluations(folder), mean_of, tasks=False))
     except (ValueError, OSError) as error:
         return [f"before and after are not compared: {error}"]
 
 
-def _compare_own(folder: Path, mean_of: Sequence[str] | None) -> Iterator[str]:
-    found = _find(folder)
-    groups = _mean_of(found) if mean_of is None else mean_of
+def ablated_file(ablation: str) -> str:
+    """Return the name of the file with the results of an ablation: ``episodes_blank_images.jsonl``."""
+    return f"{Path(NAME).stem}_{ablation}.jsonl"
+
+
+def _compare_own(folder: Path, mean_of: Sequence[str]) -> Iterator[str]:
     if len(evaluations := _evaluations(folder)) > 1:
-        yield from _before_and_after(evaluations, groups, tasks=True)
+        yield from _before_and_after(evaluations, mean_of, tasks=True)
         return
-    ablations = episode_log.ablated(folder) if folder.is_dir() else {}
+    pattern = re.compile(ablated_file(r"(?!rank\d)(\w+?)(_rank\d+)?"))
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    ablations = dict.fromkeys(match[1] for path in there if (match := pattern.fullmatch(path.name)))
     if not ablations:
         raise ValueError(f"{folder} has one evaluation; with what? type: vla-recipe compare {folder} OTHER")
-    normal = folder / NAME
-    for name, path in ablations.items():
-        yield _table(normal, path, groups, "normal", name, normal, path, tasks=True)
+    for name in ablations:
+        one, other = (
+            _Found(folder, {"": folder / NAME}, folder),
+            _Found(folder, {"": folder / ablated_file(name)}, folder),
+        )
+        yield from _tables(one, other, mean_of, ("normal", name))
 
 
 def _before_and_after(evaluations: Sequence[_Found], mean_of: Sequence[str], *, tasks: bool) -> Iterator[str]:
-    before, after = evaluations[0], evaluations[-1]
-    for kind in before.files:
-        if kind in after.files:
-            files = before.files[kind], after.files[kind]
-            yield _table(*files, mean_of, "before", "after", before.place, after.place, kind, tasks=tasks)
+    if len(evaluations) > 1:
+        one, other = evaluations[0], evaluations[-1]
+        said = f"before {one.place.name}, after {other.place.name}"
+        yield from _tables(one, other, mean_of, ("before", "after"), said, tasks=tasks)
 
 
-def _table(
-    one: Path,
-    other: Path,
-    mean_of: Sequence[str],
-    first: str,
-    second: str,
-    place: Path,
-    other_place: Path,
-    kind: str = "",
-    *,
-    tasks: bool,
-) -> str:
-    found = compare(read_episodes(one), read_episodes(other), mean_of)
-    said = [kind] * bool(kind) + [f"{first} {place.name}, {second} {other_place.name}"] * (first == "before")
-    said += [f"{first} {place}, {second} {other_place}"] * (first == "A")
-    title = f"{second} - {first}, paired over {len(found.pairs)} episodes"
-    return f"\n{'; '.join([title, *said])}\n{found.table(first, second, tasks=tasks)}"
+def _tables(
+    one: _Found, other: _Found, mean_of: Sequence[str], names: tuple[str, str], said: str = "", *, tasks: bool = True
+) -> Iterator[str]:
+    """Compare each kind of evaluation that both have."""
+    first, second = names
+    for kind in [kind for kind in one.files if kind in other.files]:
+        found = compare(read_episodes(one.files[kind]), read_episodes(other.files[kind]), mean_of)
+        title = [f"{second} - {first}, paired over {len(found.pairs)} episodes", kind, said]
+        yield f"\n{'; '.join(filter(None, title))}\n{found.table(first, second, tasks=tasks)}"
 
 
 def _find(path: Path) -> _Found:
@@ -116,11 +109,11 @@ def _find(path: Path) -> _Found:
     run = next((each for each in (path, *path.absolute().parents) if (each / "config.yaml").is_file()), path)
     if path.is_file():
         return _Found(path, {"": path}, run)
-    if _there(path / NAME):
-        kind = "sampled" if settings_of(run).get("greedy") is False else "greedy"
-        return _Found(path, {kind: path / NAME}, run)
-    names = {"greedy": path / "eval.jsonl", "sampled": path / "eval_sampled.jsonl"}
-    if files := {kind: file for kind, file in names.items() if _there(file)}:
+    sampled = settings_of(run).get("greedy") is False
+    names = {"sampled" if sampled else "greedy": path / NAME}
+    if not files_of(path / NAME):  # an interrupted one may have files of other processes alone
+        names = {"greedy": path / "eval.jsonl", "sampled": path / "eval_sampled.jsonl"}
+    if files := {kind: file for kind, file in names.items() if files_of(file)}:
         return _Found(path, files, run)
     if evaluations := _evaluations(path):
         return evaluations[-1]
@@ -136,46 +129,23 @@ def _evaluations(run: Path) -> list[_Found]:
     return [_find(folder) for folder in folders if any(folder.glob("eval*.jsonl"))]
 
 
-def _there(path: Path) -> bool:
-    """Tell whether an evaluation has written there; one that was broken off may have files of other processes alone."""
-    return bool(files_of(path))
+def _mean_of(found: _Found) -> list[str]:
+    return list(settings_of(found.run).get("eval", {}).get("mean_of") or ())
 
 
-def _mean_of(*found: _Found) -> list[str]:
-    for each in found:
-        section = settings_of(each.run).get("eval")
-        if isinstance(section, dict) and section.get("mean_of"):
-            return list(section["mean_of"])
-    return []
-
-
-def _differences(one: _Found, other: _Found) -> Iterator[str]:
+def _differences(first: Path, second: Path) -> Iterator[str]:
     """Say what differs between two runs of what an episode is."""
-    first, second = _protocol(one.run), _protocol(other.run)
-    for name in first:
-        if first[name] != second[name]:
-            yield f"{name}: {first[name]} and {second[name]}"
-    settings = [_env(each.run) for each in (one, other)]
-    for name in sorted(settings[0].keys() | settings[1].keys()):
-        if name.removeprefix("env.") in (*_OF_THE_MACHINE, *_OF_TRAINING) or not all(settings):
-            continue
-        if settings[0].get(name) != settings[1].get(name):
-            yield f"{name}: {settings[0].get(name)} and {settings[1].get(name)}"
+    one, other = read_record(first), read_record(second)
+    both = {name: (one.get(name) or "none", other.get(name) or "none") for name in ("protocol", "protocol_deviations")}
+    envs = _env(first), _env(second)
+    if all(envs):
+        both |= {name: (envs[0].get(name), envs[1].get(name)) for name in sorted({**envs[0], **envs[1]})}
+    for name, (here, there) in both.items():
+        if here != there and name.removeprefix("env.") not in (*_OF_THE_MACHINE, *_OF_TRAINING):
+            yield f"{name}: {here} and {there}"
 
 
 def _env(run: Path) -> dict[str, Any]:
     """List the settings of the environment in which a run is evaluated, by name; nothing where they are unknown."""
     config = settings_of(run)
-    if not isinstance(config.get("env"), dict):
-        return {}
-    evaluation = config.get("eval")
-    return flat(evaluated_env(config["env"], evaluation if isinstance(evaluation, dict) else {}), "env")
-
-
-def _protocol(run: Path) -> dict[str, Any]:
-    """Read what ``run.json`` says of the protocol; nothing where it has not finished."""
-    try:
-        record = json.loads((run / "run.json").read_bytes())
-    except (OSError, ValueError):
-        record = {}
-    return {name: record.get(name) or "none" for name in ("protocol", "protocol_deviations")}
+    return flat(evaluated_env(config["env"], config.get("eval", {})), "env") if "env" in config else {}

@@ -9,19 +9,17 @@ from typing import Any, Literal, get_args
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from vla_algos.demonstrations import DemonstrationSettings
 from vla_algos.imitation import BehaviourCloning
-from vla_algos.placement import DEFAULTS, Placement, split_roles
-from vla_algos.run.evaluated import check_evaluated
+from vla_algos.run.environments import check_evaluated
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.launcher_settings import check_job, count_processes, launcher_types
-from vla_algos.run.loggers import LOGGERS, check_loggers
-from vla_algos.run.roles import read_placement
+from vla_algos.run.logging import LOGGERS, check_loggers
 from vla_algos.run.sharding import Sharding, check_shards
 from vla_algos.run.train_videos import TrainVideos
-from vla_algos.run.warm_start import record
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Seed, Whole, check_settings, setting_types
-from vla_envs.env import env_types
+from vla_envs.make import env_types
 from vla_policies.registry import policy_types
 
 Types = Mapping[str, Any]  # of settings by name, or of a section's settings
@@ -37,7 +35,7 @@ EVALUATION: Types = {
 }
 CLONING: Types = {
     **EVALUATION,
-    "demonstrations": setting_types(record, without=["env", "policy", "seed", "evaluation_seed"]),
+    "demonstrations": setting_types(DemonstrationSettings),
     "cloning": setting_types(BehaviourCloning, without=["policy", "demonstrations"]),
     "checkpoint_every": Count,
     "resume": RESUME,
@@ -51,12 +49,9 @@ TRAINING: Types = {
     "resume": RESUME_SHARED,
     "sharding": setting_types(Sharding),
     "offload": {"optimizer": bool},
-    "placement": dict.fromkeys(DEFAULTS, Any),  # Placement.read says what they may be
-    "sync": {"lag": Whole},
-    "train_videos": setting_types(TrainVideos, without=["folder"]),
-    "timeline": bool,
+    "train_videos": setting_types(TrainVideos, without=["run", "spec"]),
 }
-_MOVED = {"algo": "gae, loss, update and collector", "sft": "demonstrations and cloning"}
+_TABLES = ("suites", "evaluation")  # of an experiment: what interpolations read, and evaluate.py
 _SHARED = (("env", "num_envs"), ("collector", "groups"), ("collector", "max_groups"))  # by the processes of a job
 _CHOSEN_BY = {"env": "id", "policy": "family", "launcher": "name"}  # the setting that says which others there are
 
@@ -73,7 +68,7 @@ class Section(dict[str, Any]):
 
 
 def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
-    """Read the settings of a recipe, every one of which somebody uses.
+    """Read the settings of a recipe; each is read by some part of it.
 
     Args:
         config: the composed configuration.
@@ -83,15 +78,14 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
         Settings and sections (dictionaries) as attributes.
 
     Raises:
-        ValueError: a setting that nobody reads, that is missing, of a wrong type or out of range; the message names it
-            as it is typed, and the nearest name.
+        ValueError: a setting that is unknown, missing, of a wrong type or out of range; the message names it as it is
+            typed, and the nearest name.
     """
     settings = _plain(config)
-    if isinstance(settings.get("placement"), dict):
-        settings["placement"] = split_roles(settings["placement"])
+    for name in _TABLES:
+        settings.pop(name, None)
+    _check_recipe(settings.get("recipe"), types.get("recipe"))
     for name in settings:
-        if name in _MOVED:
-            raise ValueError(f"{name}: is called {_MOVED[name]} now; docs/reference/configuration.md has each setting")
         if name not in types:
             raise _unknown(str(name), types)
     for name in types:
@@ -101,62 +95,72 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
         name: _chosen(settings[name], name, expected) if name in _CHOSEN_BY else expected
         for name, expected in types.items()
     }
-    found: dict[str, Any] = {}
-    for name, expected in types.items():
-        value = settings[name]
-        named = name == "recipe" and isinstance(value, str) and value.isidentifier()
-        if named and value not in get_args(expected):
-            raise ValueError(
-                f"recipe={value}: this experiment is for {value}.py, not for {get_args(expected)[0]}.py; "
-                f"run {value}.py with it"
-            )
-        if not isinstance(expected, Mapping):
-            check_settings("", {name: value}, {name: expected})
-            found[name] = value
-            continue
-        if not isinstance(value, dict):
-            raise ValueError(f"{name}={value}: is a section; type one of its settings: {name}.NAME=VALUE")
-        for setting in value:
-            if setting not in expected and _elsewhere(str(setting), types):
-                raise _unknown(f"{name}.{setting}", types)
-        check_settings(name, value, expected)
-        found[name] = Section(name, value)
+    found = {name: _read(name, settings[name], types) for name in types}
     if other := found["eval"].get("env"):
         check_evaluated(found["env"], other)
+    if (group := found["env"].get("group_size", 1)) != 1 and "group_size" in found:
+        raise ValueError(f"env.group_size={group}: the size of a group is group_size alone; type group_size={group}")
+    if group != 1 and "episode_order" not in found:
+        raise ValueError(f"env.group_size={group}: {found['recipe']}.py has no groups; leave it out")
     check_loggers(found.get("logger", {}))
-    if found["launcher"]["name"] == "slurm":
+    _check_processes(found)
+    return SimpleNamespace(**found)
+
+
+def _check_recipe(name: Any, expected: Any) -> None:
+    if isinstance(name, str) and name.isidentifier() and name not in get_args(expected):
+        this = get_args(expected)[0]
+        raise ValueError(f"recipe={name}: this experiment is for {name}.py, not for {this}.py; run {name}.py with it")
+
+
+def _read(name: str, value: Any, types: Types) -> Any:
+    """Check a setting, or those of a section."""
+    expected = types[name]
+    if not isinstance(expected, Mapping):
+        check_settings("", {name: value}, {name: expected})
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value}: is a section; type one of its settings: {name}.NAME=VALUE")
+    for setting in value:
+        if setting not in expected and _elsewhere(str(setting), types):
+            raise _unknown(f"{name}.{setting}", types)
+    check_settings(name, value, expected)
+    return Section(name, value)
+
+
+def _check_processes(found: Mapping[str, Any]) -> None:
+    """Refuse what the processes of a run, or of the job that is submitted, cannot share."""
+    launcher = found["launcher"]
+    if launcher["name"] == "slurm":
         shared = {f"{section}.{name}": found.get(section, {}).get(name) for section, name in _SHARED}
         shared["eval.env.num_envs"] = (found["eval"].get("env") or {}).get("num_envs")
-        launcher = found["launcher"]
-        placement = Placement.read(
-            found.get("placement", {}), count_processes(launcher), launcher.get("tasks_per_node", 1)
-        )
+        processes = count_processes(launcher)
         numbers = {name: number for name, number in shared.items() if number is not None}
-        check_job(launcher, numbers, len(placement.rollouts))
-        check_shards(found.get("sharding", {}).get("shards", "all"), len(placement.actors))
-    elif "placement" in found:
-        read_placement(found["placement"])
+        check_job(launcher, numbers)
+        check_shards(found.get("sharding", {}).get("shards", "all"), processes)
     if found.get("sharding", {}).get("cpu_offload") and found["offload"]["optimizer"]:
         raise ValueError(
-            "offload.optimizer=true: with sharding.cpu_offload=true Adam is in host memory already; leave "
-            "one of them out"
+            "offload.optimizer=true: with sharding.cpu_offload=true Adam is in host memory already; leave one of them "
+            "out"
         )
-    return SimpleNamespace(**found)
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
     try:
         settings: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
+        suite = OmegaConf.select(config, "env.id")
+        if "'suites." in str(error) and suite not in config.suites:
+            raise unknown_name("env.id of this experiment", str(suite), config.suites) from error
         why = str(error).partition("\n")[0]
         raise ValueError(f"{error.full_key}: {why[:1].lower()}{why[1:]}; write a value") from error
     return settings
 
 
 def _unknown(name: str, types: Types) -> ValueError:
-    """Name a setting that nobody reads, and the one of the same name elsewhere, or those that are spelt like it."""
+    """Name an unknown setting, and the one of the same name elsewhere, or those that are spelt like it."""
     if places := _elsewhere(name.rpartition(".")[2], types):
-        return ValueError(f"unknown setting {name!r}, nobody reads it; did you mean {' or '.join(places[:3])}?")
+        return ValueError(f"unknown setting {name!r}; did you mean {' or '.join(places[:3])}?")
     return unknown_name("setting", name, types)
 
 

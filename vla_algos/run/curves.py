@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from vla_algos.metrics import wilson_interval
-from vla_algos.run.files import write_atomically
-from vla_algos.run.loggers.table import entries
+from vla_algos.files import write_atomically
+from vla_algos.intervals import wilson_interval
+from vla_algos.run.logging import entries
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,13 +73,7 @@ _PANELS = (
 
 
 def points(lines: Sequence[Mapping[str, Any]], name: str, along: str = "step") -> tuple[list[float], list[float]]:
-    """Return where a metric has values, along another one, and the values.
-
-    Args:
-        lines: of ``metrics.jsonl``.
-        name: of the metric.
-        along: of the other one.
-    """
+    """Return where a metric of the lines of ``metrics.jsonl`` has values, along another one, and the values."""
     found = [(line[along], line[name]) for line in lines if line.get(name) is not None and line.get(along) is not None]
     return [place for place, _ in found], [value for _, value in found]
 
@@ -92,12 +86,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def draw(folder: Path, title: str, unit: str) -> Path | None:
-    """Draw the curves of a run, a panel for each kind of number that it has.
-
-    Args:
-        folder: of the run; the picture goes there.
-        title: of the picture.
-        unit: of ``step``, such as iteration.
+    """Draw the curves of a run into its folder, a panel for each kind of number that it has; ``unit`` is of ``step``.
 
     Returns:
         The picture; ``None`` where there is nothing to draw.
@@ -164,7 +153,6 @@ def _draw(axes: Axes, panel: _Panel, shown: Sequence[str], lines: Sequence[Mappi
 
 
 def _draw_intervals(axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, color: str) -> None:
-    """Draw Wilson's interval of each evaluation."""
     count = f"{name.partition('/')[0]}/num_episodes"
     for line in lines:
         if line.get(name) is None or not line.get(count):

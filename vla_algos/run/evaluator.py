@@ -1,10 +1,13 @@
-"""Evaluation on held-out episodes within a run: shared by the processes, with a progress bar and videos."""
+"""One evaluation: its episodes are shared by the processes, and their results are on disk as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,30 +15,31 @@ import torch
 from annotated_types import Gt, Le
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torch import nn
 from tqdm import tqdm
 
 from vla_algos import parallel
 from vla_algos.ablations import Observe
 from vla_algos.evaluation import EvaluationResult, evaluate
-from vla_algos.results import EpisodeResult
-from vla_algos.run.captions import caption, describe, enlarge
-from vla_algos.run.episode_log import EpisodeLog, finished_episodes
-from vla_algos.run.evaluated import at_temperature
-from vla_algos.run.files import attempt
-from vla_algos.run.logging import progress_bar, write_video
+from vla_algos.files import write_atomically
+from vla_algos.results import IDENTITY, NAME, EpisodeResult, as_lines, files_of, finished_episodes, parts_of
+from vla_algos.run.environments import at_temperature
+from vla_algos.run.logging import progress_bar
 from vla_common.errors import unknown_name
 from vla_common.keys import EPISODE_INDEX
+from vla_common.plain import read_json
 from vla_common.settings import Count, Seed, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy
 
 Temperature = Annotated[float, Gt(0), Le(100)]
+_WAY_OUT = "Take another folder (hydra.run.dir=...), or remove {} to begin again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """What an evaluation runs and keeps.
+    """Runs evaluations; the settings are the section ``eval``.
 
     Attributes:
         trials: initial states per task; ``None`` for the benchmark's number.
@@ -45,8 +49,7 @@ class Evaluator:
         mean_of: suites or difficulties of which the mean is reported too, each counting the same.
         sampled: evaluate the sampling policy too, not only the greedy one.
         temperature: at which that samples; ``None`` for that of training.
-        env: settings of the environment of evaluations that are not those of training, such as ``id``; none of them
-            (``None``, or nothing) evaluates in that of training.
+        env: settings of the environment that are not those of training, such as ``id``; ``None`` or empty for none.
 
     Raises:
         ValueError: a temperature, and nothing is sampled.
@@ -79,12 +82,10 @@ class Evaluator:
                 raise unknown_name("group in eval.mean_of", name, groups)
         return evaluation_episodes(spec, self.trials, self.seed, self.repeats)
 
-    def settings_of_episodes(self) -> list[str]:
-        """List the settings with which another recipe evaluates the same episodes: ``["eval.trials=10"]``."""
-        shown = [f"eval.trials={'null' if self.trials is None else self.trials}"]
-        shown += [f"eval.repeats={self.repeats}"] if self.repeats != Evaluator.repeats else []
-        shown += [f"eval.seed={self.seed}"] if self.seed != Evaluator.seed else []
-        return shown + ([f"eval.mean_of=[{','.join(self.mean_of)}]"] if self.mean_of else [])
+    @property
+    def local_videos(self) -> int:
+        """How many of the recorded episodes this process runs."""
+        return len(range(parallel.rank(), self.videos, parallel.world_size()))
 
     def run(
         self,
@@ -93,76 +94,77 @@ class Evaluator:
         policy: TensorDictModuleBase,
         path: Path,
         *,
-        go_on: bool = False,
+        resume: bool = False,
         record: Whole = 0,
         again: Container[int] = (),
         observe: Observe | None = None,
         **options: Any,
     ) -> EvaluationResult:
-        """Evaluate this process's share of the episodes; :func:`gather` puts the shares together.
+        """Evaluate this process's share of the episodes, and join the shares of all processes.
 
         Where simulators fail whatever they are to run, the result is ``broken`` and has what finished until then.
 
         Args:
-            title: of the progress bar, which shows how many are solved so far.
+            title: of the progress bar.
             env: the episodes that run in it are abandoned.
             policy: writes ``action``.
-            path: where results go as they come, see :class:`~vla_algos.run.episode_log.EpisodeLog`.
-            go_on: skip the episodes whose results are there; those to be filmed run again.
+            path: gets a line for each result as it comes; other processes write ``..._rank1.jsonl`` until all are done.
+            resume: skip the episodes whose results are there; those to be filmed run again.
             record: keep the frames of the first so many episodes of this process.
-            again: indices of episodes that run again if ``go_on`` would skip them.
+            again: indices of episodes that run again if ``resume`` would skip them.
             observe: of :func:`~vla_algos.evaluation.evaluate`; indices are those among the episodes of all processes.
             **options: of :func:`~vla_algos.evaluation.evaluate`.
         """
-        rank, processes = parallel.rank(), parallel.world_size()
-        everybodys = self.episodes(env.simulator_spec)
-        own = range(rank, len(everybodys), processes)
-        known = finished_episodes(path, everybodys, env.simulator_spec.chain_length) if go_on else {}
+        spec = env.simulator_spec
+        episodes = self.episodes(spec)
+        own = range(parallel.rank(), len(episodes), parallel.world_size())
+        known = finished_episodes(path, episodes, spec.chain_length) if resume else {}
         results = {index: known[index] for index in own[record:] if index in known and index not in again}
         left = [index for index in own if index not in results]
         share, broken = EvaluationResult([]), ""
-        solved = sum(result.success_once for result in results.values())
-        log = EpisodeLog(path, keep=go_on)
-        with progress_bar(title, len(own), "episode", initial=len(results)) as bar:
+        options["observe"] = observe and _of_all_processes(observe, left)
+        with (
+            progress_bar(title, len(own), "episode", initial=len(results)) as bar,
+            _open_log(path, keep=resume) as write,
+        ):
 
             def note(result: EpisodeResult) -> None:
-                nonlocal solved
                 result = replace(result, index=left[result.index])
                 results[result.index] = result
-                log.add(result)
-                solved += result.success_once
+                write(result)
                 bar.update()
-                bar.set_postfix(solved=solved, refresh=False)  # no share: who succeeds ends first
+                solved = sum(result.success_once for result in results.values())
+                bar.set_postfix(solved=solved, refresh=False)  # no share: solved episodes end first
 
             try:
                 if left:
-                    episodes = [everybodys[index] for index in left]
-                    options["observe"] = observe and _of_everybody(observe, left)
-                    share = evaluate(env, policy, episodes, on_episode=note, record=record, **options)
+                    queue = [episodes[index] for index in left]
+                    share = evaluate(env, policy, queue, on_episode=note, record=record, **options)
             except SimulatorCrash as error:
                 broken = " ".join(str(error).split())  # what it quotes has several lines
             except BaseException:
-                if go_on:
+                if resume:
                     tqdm.write(f"{len(results)} of {len(own)} episodes are in {path}")
                 raise
-            finally:
-                log.close()
-        tasks = env.simulator_spec.tasks
-        for index in set(own) - results.keys():
-            task = tasks[everybodys[index].task_id]
-            nothing = EpisodeResult(everybodys[index], task.name, False, False, 0.0, 0, True, 0, task.group, index)
+        for index in set(own) - results.keys():  # never tried
+            task = spec.tasks[episodes[index].task_id]
+            nothing = EpisodeResult(episodes[index], task.name, False, False, 0.0, 0, True, 0, task.group, index)
             results[index] = nothing
-        ordered = [results[index] for index in own]
-        length, mean_of = env.simulator_spec.chain_length, tuple(self.mean_of)
-        return EvaluationResult(ordered, share.videos, broken, share.instructions, length, mean_of, share.progress)
+        ordered, mean_of = [results[index] for index in own], tuple(self.mean_of)
+        share = EvaluationResult(ordered, share.videos, broken, share.captions, spec.chain_length, mean_of)
+        whole = EvaluationResult.interleaved(parallel.all_gather_object(share))
+        if parallel.is_main():
+            write_atomically(path, as_lines(whole.episodes))
+            for part in parts_of(path):
+                part.unlink()
+        return whole
 
     def run_both(
         self, title: str, env: VLAEnv, policy: VLAPolicy, folder: Path, **options: Any
     ) -> dict[str, EvaluationResult]:
-        """Evaluate the greedy policy, filmed, and the sampling one if asked: shares by the prefix of their metrics.
+        """Evaluate the greedy policy, filmed, and the sampling one if asked: results by the prefix of their metrics.
 
-        Their results come into ``folder`` under that prefix. ``options`` are of
-        :func:`~vla_algos.evaluation.evaluate`.
+        They are written to ``folder`` under that prefix; ``options`` are of :func:`~vla_algos.evaluation.evaluate`.
         """
         results = {"eval": self.run(title, env, policy, folder / "eval.jsonl", record=self.local_videos, **options)}
         if self.sampled:
@@ -171,53 +173,67 @@ class Evaluator:
                 results["eval_sampled"] = self.run(f"{title}, sampled", env, policy, path, greedy=False, **options)
         return results
 
-    @property
-    def local_videos(self) -> int:
-        """How many of the recorded episodes this process runs."""
-        return len(range(parallel.rank(), self.videos, parallel.world_size()))
+
+@contextlib.contextmanager
+def _open_log(path: Path, *, keep: bool) -> Iterator[Callable[[EpisodeResult], None]]:
+    """Let a process write results, each at once, behind those that are there or in their place."""
+    own = path if parallel.is_main() else path.with_name(f"{path.stem}_rank{parallel.rank()}{path.suffix}")
+    own.parent.mkdir(parents=True, exist_ok=True)
+    torn = keep and own.exists() and not own.read_bytes().endswith(b"\n")  # by a process that died while writing
+    with open(own, "ab" if keep else "wb") as file:
+        file.write(b"\n" * torn)
+
+        def write(result: EpisodeResult) -> None:
+            file.write(as_lines([result]).encode())
+            file.flush()
+
+        try:
+            yield write
+        finally:
+            file.flush()
+            os.fsync(file.fileno())
 
 
-def _of_everybody(observe: Observe, indices: Sequence[int]) -> Observe:
-    """Let ``observe`` know episodes by their place among those of all processes, of which some run here."""
+def _of_all_processes(observe: Observe, indices: Sequence[int]) -> Observe:
+    """Let ``observe`` know episodes by their place among those of all processes, of which ``indices`` run here."""
     places = torch.tensor([*indices, -1])  # the last one is that of an idle slot
 
-    def observe_everybodys(td: TensorDictBase) -> TensorDictBase:
+    def translated(td: TensorDictBase) -> TensorDictBase:
         td[EPISODE_INDEX] = places[td[EPISODE_INDEX].cpu()]
         return observe(td)
 
-    return observe_everybodys
+    return translated
 
 
-def gather(share: EvaluationResult, path: Path) -> EvaluationResult:
-    """Join the result of an evaluation of which each process has run its share, and the files of their episodes."""
-    result = EvaluationResult.interleaved(parallel.all_gather_object(share))
-    EpisodeLog.join(path, result.episodes)
-    return result
+def check_weights(folder: Path, policy: nn.Module) -> None:
+    """Refuse to resume in a folder with results of another policy; note the policy where there are none.
 
-
-def save_videos(folder: Path, result: EvaluationResult, fps: float) -> list[Path]:
-    """Write the recorded episodes of an evaluation as mp4, named after task, trial and outcome.
-
-    Small frames are enlarged. Below each stands what the policy was told, its return so far, and that it is solved.
-
-    Args:
-        folder: where to.
-        result: has them.
-        fps: frames, which are decisions, per second; :func:`~vla_envs.gym.frames_per_second` is real time.
+    Raises:
+        ValueError: its weights are others.
     """
-    paths: list[Path] = []
-    if not parallel.is_main():
-        return paths
-    for index, frames in result.videos.items():
-        episode = result.episodes[index]
-        outcome = "success" if episode.success_once else "failure"
-        name = f"{index:03d}_{episode.task}_trial{episode.episode.trial_id}_{outcome}.mp4"
-        lines = [
-            describe(told, *progress)
-            for told, progress in zip(result.instructions[index], result.progress[index], strict=True)
-        ]
-        shown = caption(enlarge(frames), lines)
-        write = partial(write_video, folder / name, shown, fps)
-        if attempt(f"a video in {folder}", write, "the run goes on without it"):
-            paths.append(folder / name)
-    return paths
+    path, weights, before = folder / NAME, _fingerprint(policy), None
+    if files_of(path):
+        try:
+            before = str(read_json(folder / IDENTITY)["policy"])
+        except (OSError, ValueError, KeyError):
+            raise ValueError(
+                f"{path} is there, but no readable {IDENTITY} says of which policy. {_WAY_OUT.format(path)}"
+            ) from None
+    parallel.barrier()  # all have read what is written now
+    if before not in (None, weights):
+        raise ValueError(f"{folder} has results of a policy with other weights than this one. {_WAY_OUT.format(path)}")
+    if parallel.is_main():
+        write_atomically(folder / IDENTITY, json.dumps({"policy": weights}) + "\n")
+
+
+def _fingerprint(policy: nn.Module) -> str:
+    """Hash the names, shapes and sums of the bits of all weights; reads each once."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(policy.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):  # extra state
+            found.update(f"{name} {tensor!r}".encode())
+            continue
+        flat = tensor.detach().contiguous().view(-1)
+        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {int(bits.sum(dtype=torch.int64))}".encode())
+    return found.hexdigest()

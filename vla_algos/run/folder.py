@@ -11,23 +11,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from filelock import FileLock
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
-from yaml import YAMLError
 
 from vla_algos import parallel
-from vla_algos.run.files import attempt, finite_or_none, link_atomically, remove, write_atomically
-from vla_algos.run.lock import FolderInUse, FolderLock
-from vla_algos.run.provenance import differences, record_result, record_start
+from vla_algos.files import (
+    FolderInUse,
+    check_links,
+    finite_or_none,
+    link_atomically,
+    lock_folder,
+    remove,
+    write_atomically,
+)
+from vla_algos.run.provenance import differences, read_record, record_result, record_start
 from vla_algos.run.seeds import seed_everything
-from vla_envs import SimulatorSpec
+from vla_common.plain import read_yaml
+from vla_common.settings import check_settings
 
 _OF_PROCESSES = ("sharding.shards", "sharding.reshard_after_forward", "sharding.cpu_offload", "offload.", "placement.")
-_LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # ResumableRun has those of checkpoints
+_TYPES = {"recipe": str, "greedy": bool, **dict.fromkeys(("env", "policy", "eval"), dict[str, Any])}  # that are read
+_EVAL = {"mean_of": list[str], "env": dict[str, Any] | None}
+_LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # Saver has those of checkpoints
 
 
-def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
+def open_folder(config: SimpleNamespace, folder: Path) -> FileLock | None:
     """Seed everything and lock the run's folder; nothing of a run that it has already is changed yet.
 
     Args:
@@ -47,7 +56,8 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
     lock, refusal = None, None
     if parallel.is_main():
         try:
-            lock = FolderLock(folder)
+            check_links(folder)  # before the lock is written
+            lock = lock_folder(folder)
             check_folder(config, folder)
         except (FolderInUse, ValueError) as error:
             refusal = error
@@ -59,32 +69,43 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FolderLock | None:
     raise refusal
 
 
+def settle_auto(config: SimpleNamespace, folder: Path) -> None:
+    """Replace a setting ``auto`` of the policy by what the run in the folder has, so that it resumes as it began.
+
+    A checkpoint has its own: ``None``. In a new run it stays until
+    :func:`~vla_algos.run.policies.make_run_policy` notes what it became.
+    """
+    began = settings_of(folder).get("policy")
+    for name in [name for name, value in config.policy.items() if value == "auto"]:
+        if config.policy.get("checkpoint"):
+            config.policy[name] = None
+        elif isinstance(began, dict):
+            config.policy[name] = began.get(name, "auto")
+
+
 def check_folder(config: SimpleNamespace, folder: Path) -> None:
     """Refuse a folder that a run of these settings cannot have; it is not changed.
 
     Raises:
         ValueError: it has a run of other settings, or something else, in it.
     """
+    check_links(folder)
     _check_place(folder)
     _check_same_run(config, folder)
 
 
-def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] | None = None) -> bool:
-    """Write ``config.yaml``, if it differs, and this process into ``run.json``; returns whether there was room.
+def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] | None = None) -> None:
+    """Write ``config.yaml``, if it differs, and this process into ``run.json``.
 
     What a process left behind that was killed while writing is removed. ``facts`` are entries of ``run.json``.
     """
     if not parallel.is_main():
-        return True
-
-    def write() -> None:
-        for pattern in _LEFTOVERS:
-            for path in folder.glob(pattern):
-                remove(path)
-        write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))))
-        record_start(folder, facts or {})
-
-    return attempt(f"config.yaml or run.json of {folder}", write, "the run goes on, and tries again")
+        return
+    for pattern in _LEFTOVERS:
+        for path in folder.glob(pattern):
+            remove(path)
+    write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+    record_start(folder, facts or {})
 
 
 def say_what_differs(folder: Path) -> None:
@@ -96,19 +117,16 @@ def say_what_differs(folder: Path) -> None:
             print(f"resumed with other code or versions, numbers may differ from here on: {'; '.join(found)}")
 
 
-def finish_folder(
-    folder: Path, metrics: Mapping[str, float], seconds: float, spec: SimulatorSpec | None = None
-) -> None:
+def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float, facts: Mapping[str, Any]) -> None:
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
     if not parallel.is_main():
         return
-    named = {"evaluated_on": spec.id} if spec else {}
-    named |= {"protocol": spec.protocol} if spec and spec.protocol else {}
-    differs = {"protocol_deviations": spec.protocol_deviations} if spec else {}
-    result = {"seconds": seconds, **named, **differs, "metrics": finite_or_none(metrics)}
-    attempt(f"the result in {folder / 'run.json'}", lambda: record_result(folder, result), "it is printed below")
+    record_result(folder, {"seconds": seconds, **facts, "metrics": finite_or_none(metrics)})
     latest = folder.parent / "latest"
-    attempt(f"the link {latest}", lambda: link_atomically(latest, folder.name), "it points where it did, if it did")
+    try:
+        link_atomically(latest, folder.name)
+    except OSError as error:  # the run itself is complete
+        print(f"warning: the link {latest} stays as it is: {error}")
 
 
 def new_folder(path: str) -> str:
@@ -157,7 +175,14 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
             raise ValueError(f"{folder} has a finished evaluation in it; take another folder: hydra.run.dir=...")
         advice = "take another folder: hydra.run.dir=..."
     else:
-        if config.resume == "force" or not any((folder / "checkpoints").glob("step_*")):
+        steps = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*")]
+        setting, planned = _planned(config)
+        if planned < max(steps, default=0):
+            raise ValueError(
+                f"{folder} has done {max(steps)}, more than {setting}={planned}: type {setting}={max(steps)} or more, "
+                "or take another folder: hydra.run.dir=..."
+            )
+        if config.resume == "force" or not steps:
             return
         if config.resume == "never":
             raise ValueError(f"{folder} has a run in it, and resume=never; take another folder: hydra.run.dir=...")
@@ -165,15 +190,7 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not before:
         tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
         return
-    free = (
-        "resume",
-        "launcher.",
-        "logger.",
-        "train_videos.",
-        *(_OF_PROCESSES if getattr(config, "resume", None) == "elastic" else ()),
-    )
-    keys = [key for key in before.keys() | now.keys() if not key.startswith(free)]
-    other = sorted(key for key in keys if before.get(key) != now.get(key))
+    other = _other(config, before, now)
     if {"seed", "env.id", "episode_order"} & set(other):
         advice = "take another folder: hydra.run.dir=..."  # its episodes are others
     if other:
@@ -181,13 +198,47 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
         raise ValueError(f"{folder} has a run of other settings:\n{shown}\n  {advice}")
 
 
+def _other(config: SimpleNamespace, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the settings that differ and decide what a run computes."""
+    free = ["resume", "launcher.", "logger.", "train_videos."]
+    free += _OF_PROCESSES if getattr(config, "resume", None) == "elastic" else ()
+    keys = [key for key in before.keys() | now.keys() if not key.startswith(tuple(free))]
+    return sorted(key for key in keys if before.get(key) != now.get(key))
+
+
+def _planned(config: SimpleNamespace) -> tuple[str, int]:
+    """Return how long a run is to be, and the setting that says it."""
+    if hasattr(config, "iterations"):
+        return "iterations", config.iterations
+    return "cloning.steps", getattr(config, "cloning", {"steps": 1_000_000})["steps"]
+
+
+def what_finished(config: SimpleNamespace, folder: Path) -> str:
+    """Say what a folder has where this very run is complete in it; otherwise nothing."""
+    record = read_record(folder)
+    if not hasattr(config, "resume") or "finished" not in record or not (folder / "policy").is_dir():
+        return ""
+    if _other(config, flat(settings_of(folder)), flat(plain(config))):
+        return ""  # resume=force: it is to go on
+    success = record.get("metrics", {}).get("eval/success_once")
+    result = "" if success is None else f" with eval/success_once {success:.3f}"
+    setting, planned = _planned(config)
+    return (
+        f"{folder} has this run already: it finished {record['finished']}{result}, and its policy is "
+        f"{folder / 'policy'}. To train it further type {setting}=..., more than {planned}, and resume=force"
+    )
+
+
 def settings_of(folder: Path) -> dict[str, Any]:
-    """Read ``config.yaml``; nothing where it is empty or broken."""
+    """Read ``config.yaml``, which may be a stranger's; nothing where it is empty, broken, or of no run."""
     try:
-        found = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        found = {str(name): value for name, value in read_yaml(folder / "config.yaml").items()}
+        check_settings("", {name: found[name] for name in _TYPES if name in found}, _TYPES)
+        evaluation = found.get("eval", {})
+        check_settings("eval", {name: evaluation[name] for name in _EVAL if name in evaluation}, _EVAL)
+    except (OSError, ValueError, AttributeError):
         return {}
-    return {str(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+    return found
 
 
 def plain(config: SimpleNamespace) -> dict[str, Any]:

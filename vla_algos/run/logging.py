@@ -1,169 +1,412 @@
-"""Where the numbers go: a JSON-lines file, always, and the loggers that were chosen."""
+"""Where the numbers go: ``metrics.jsonl``, always, and the loggers that were chosen."""
 
 from __future__ import annotations
 
-import functools
+import csv
+import importlib.util
+import io
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import imageio
-import numpy as np
+from annotated_types import MinLen
+from pydantic import StringConstraints
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from vla_algos import parallel
-from vla_algos.run.files import Appended, attempt, finite_or_none, write_atomically
-from vla_algos.run.loggers.sink import Sink, kind_of
+from vla_algos.files import finite_or_none, flush, write_atomically
+from vla_algos.run.folder import flat
+from vla_algos.run.provenance import run_id
+from vla_common.plain import parse_json
+from vla_common.settings import check_settings, setting_types
+
+_COMPARED = ("eval/success_once", "env/success_once")  # what TensorBoard's table of runs shows beside their settings
+_PLAIN = (bool, int, float, str)  # what that table can show
+_LONGEST_NAME = 128  # characters, that wandb takes
+_GIF_SIDE = 320  # pixels at most: a GIF of an episode is to be some hundred kilobytes
 
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
-    """Make a progress bar, shown by the first process."""
+    """Make a progress bar, shown by rank 0."""
     return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not parallel.is_main())
 
 
 class RunLogger:
-    """Writes ``metrics.jsonl`` into a folder, one line per call and at once, and gives the numbers to the loggers.
+    """Writes ``metrics.jsonl`` into a run's folder, a line per call and at once, and gives the numbers to the loggers.
 
-    Of several processes the first one does. What a full disk refuses is written later, when there is room; a logger
-    that fails is left out of that call, which is said once.
-
-    Args:
-        folder: of the run.
-        after: iterations that are done when a run is resumed: what an interrupted process wrote beyond them goes, and
-            what comes is appended. ``None`` keeps everything.
-        sinks: loggers, see :func:`~vla_algos.run.loggers.open_loggers`, which comes before.
+    Of several processes rank 0 does. ``after`` are the iterations that are done when a run is resumed: what an
+    interrupted process wrote beyond them goes. ``loggers`` were opened before (:func:`open_loggers`).
     """
 
-    def __init__(self, folder: Path, after: int | None = None, sinks: Sequence[Sink] = ()):
-        self._writes, self._sinks, self._closed = parallel.is_main(), sinks, False
-        if not self._writes:
-            return
-        path = folder / "metrics.jsonl"
-        self._lines = Appended(path)
-        if after is not None:
-            attempt(f"{path} without what comes again", lambda: _forget(path, after), "some of its lines come twice")
+    def __init__(self, folder: Path, after: int | None = None, loggers: Sequence[Logger] = ()):
+        self._path, self._loggers, self._failed = folder / "metrics.jsonl", loggers, set[str]()
+        self._open = parallel.is_main()
+        if self._open and after is not None:
+            _forget(self._path, after)
 
     def log(self, metrics: Mapping[str, float], step: int, notes: Mapping[str, str] | None = None) -> None:
-        """Write numbers; those that are not finite become ``null`` in the file, as JSON has no NaN.
-
-        Args:
-            metrics: numbers by name.
-            step: the iteration that they are of.
-            notes: texts that stand beside them in the file.
-        """
-        if not self._writes:
+        """Write numbers of an iteration, ``null`` for those that are not finite, and ``notes`` into the file."""
+        if not self._open:
             return
         numbers = {name: float(value) for name, value in metrics.items()}
-        self._lines.append(json.dumps({"step": step, **(notes or {}), **finite_or_none(numbers)}).encode() + b"\n")
-        self._give("what {} logs", lambda sink: sink.log(numbers, step))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "a") as file:
+            file.write(json.dumps({"step": step, **(notes or {}), **finite_or_none(numbers)}) + "\n")
+        self._give(lambda logger: logger.log(numbers, step))
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         """Give the settings of the run to the loggers."""
-        self._give("the settings for {}", lambda sink: sink.log_settings(settings))
+        self._give(lambda logger: logger.log_settings(settings))
 
     def log_videos(self, prefix: str, paths: Sequence[Path], step: int) -> None:
         """Give videos to the loggers, as ``<prefix>/video_0``, ... in each iteration."""
         videos = {f"{prefix}/video_{index}": path for index, path in enumerate(paths)}
-        if videos:
-            self._give("videos for {}", lambda sink: sink.log_videos(videos, step))
+        self._give(lambda logger: logger.log_videos(videos, step))
 
     def where(self) -> list[str]:
         """Say for each logger how one looks at what it has."""
-        return [sink.where() for sink in self._sinks]
+        return [logger.where for logger in self._loggers]
 
     def sync(self) -> None:
         """Flush the files to disk."""
-        if self._writes:
-            self._lines.sync()
-            self._give("the file for {}", lambda sink: sink.sync())
+        if self._open and self._path.exists():
+            flush(self._path)
+            flush(self._path.parent)
+        self._give(lambda logger: logger.sync())
 
     def close(self, failed: bool = False) -> None:
-        """Write what a full disk has refused, if there is room now, and end the runs of the loggers, once.
+        """End the runs of the loggers, once; ``failed``: the run was broken off."""
+        self._give(lambda logger: logger.close(failed))
+        self._open = False
 
-        Args:
-            failed: the run was broken off.
-        """
-        if self._writes and not self._closed:
-            self._closed = True
-            self._lines.close()
-            self._give("the end of what {} logs", lambda sink: sink.close(failed))
+    def _give(self, give: Callable[[Logger], object]) -> None:
+        for logger in self._loggers if self._open else ():
+            try:
+                give(logger)
+            except Exception as error:
+                if not isinstance(logger, _Service):
+                    raise
+                if logger.name not in self._failed:  # once: a network may be gone for hours
+                    tqdm.write(f"warning: {logger.name} fails ({error}); the run continues")
+                self._failed.add(logger.name)
 
-    def _give(self, what: str, give: Callable[[Sink], object]) -> None:
-        if not self._writes:
-            return
-        for sink in self._sinks:
-            attempt(what.format(sink.name), functools.partial(give, sink), "the run goes on without it", Exception)
+
+class Logger:
+    """Where the numbers of a run go as well as into ``metrics.jsonl``; a subclass overrides what it takes."""
+
+    name: str  # as it is typed
+    where: str  # how one looks at it, for printing
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take numbers of an iteration."""
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take the settings of the run, by section."""
+
+    def log_videos(self, videos: Mapping[str, Path], step: int) -> None:
+        """Take videos (mp4) by name."""
+
+    def sync(self) -> None:
+        """Write what waits; called before each checkpoint."""
+
+    def close(self, failed: bool) -> None:
+        """Write the rest; ``failed`` if the run did not reach its end."""
+
+
+class _TensorBoard(Logger):
+    """``tensorboard/`` in the folder of a run; of a resumed one, what was written beyond its checkpoint is hidden."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, after: int | None):
+        self.where = f"tensorboard --logdir {folder}"
+        purge = 0 if after is None else after + 1  # also what a run wrote that was killed before its first checkpoint
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write the settings for the page HPARAMS; ``SummaryWriter.add_hparams`` would make another run."""
+        plain = {name: value if isinstance(value, _PLAIN) else str(value) for name, value in flat(settings).items()}
+        for summary in hparams(plain, dict.fromkeys(_COMPARED, 0.0)):
+            self._writer._get_file_writer().add_summary(summary)
+
+    def sync(self) -> None:
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class _Table(Logger):
+    """``metrics.csv``: a row for each step, a column for each name, written with each checkpoint.
+
+    TorchRL's ``CSVLogger`` writes a file for each name, in which the lines of an interrupted process stand twice.
+    ``columns`` are patterns of the names that get a column, such as ``eval/*``.
+    """
+
+    name = "csv"
+
+    def __init__(self, folder: Path, after: int | None, columns: Annotated[Sequence[str], MinLen(1)] = ("*",)):
+        self._path, self._columns, self.where = folder / "metrics.csv", columns, str(folder / "metrics.csv")
+
+    def sync(self) -> None:
+        write_atomically(self._path, as_table(self._path.with_name("metrics.jsonl"), self._columns))
+
+    def close(self, failed: bool) -> None:
+        self.sync()
+
+
+class _Service(Logger):
+    """A service that collects runs; it only appends: what ``metrics.jsonl`` had before a resume is not sent again.
+
+    ``name`` of a run is the last two parts of its folder if ``None``; ``group`` is of runs that belong together;
+    ``mode="offline"`` writes files that ``wandb sync`` or ``swanlab sync`` uploads.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        after: int | None,
+        *,
+        project: Annotated[str, StringConstraints(pattern=r"^[0-9a-zA-Z_.+-]{1,100}$")] = "vla-torchrl",
+        name: str | None = None,
+        group: str | None = None,
+        mode: Literal["online", "offline"] = "online",
+        videos: bool = True,
+    ):
+        self._videos, self._logged = videos, {} if after is None else _last_steps(folder / "metrics.jsonl")
+        self._id = run_id(folder, self.name, new=after is None)
+        self._name = name or "/".join(folder.absolute().parts[-2:])[-_LONGEST_NAME:]
+        self._where = {"project": project, "group": group, "mode": mode, "id": self._id, "resume": "allow"}
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        if step > self._logged.get(kind_of(metrics), -1):
+            self._give(dict(metrics), step)
+
+    def log_videos(self, videos: Mapping[str, Path], step: int) -> None:
+        if self._videos and videos:
+            self.log({name: self._video(path) for name, path in videos.items()}, step)
+
+    def _give(self, metrics: dict[str, Any], step: int) -> None:
+        raise NotImplementedError
+
+    def _video(self, path: Path) -> Any:
+        raise NotImplementedError
+
+
+class _Wandb(_Service):
+    """Weights & Biases, by TorchRL's logger; ``wandb/`` in the folder of a run. ``entity`` is a user or team."""
+
+    name = "wandb"
+
+    def __init__(self, folder: Path, after: int | None, *, entity: str | None = None, **options: Any):
+        from torchrl.record.loggers.wandb import WandbLogger
+
+        super().__init__(folder, after, **options)
+        others = {"entity": entity, "log_env_packages": False, "reinit": "finish_previous"}  # of a sweep
+        self._logger = WandbLogger(self._name, save_dir=str(folder), **self._where, **others)
+        self.where = self._logger.experiment.url or f"wandb sync {folder}/wandb/offline-run-*-{self._id}"
+
+    def _give(self, metrics: dict[str, Any], step: int) -> None:
+        self._logger.log_metrics(metrics, step=step)
+
+    def _video(self, path: Path) -> Any:
+        import wandb
+
+        return wandb.Video(str(path), caption=path.stem, format="mp4")
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        self._logger.log_hparams(dict(settings))
+
+    def close(self, failed: bool) -> None:
+        self._logger.experiment.finish(exit_code=int(failed))
+
+
+class _SwanLab(_Service):
+    """SwanLab, for which TorchRL has no logger; ``swanlab/`` in the folder of a run. It shows videos as GIFs."""
+
+    name = "swanlab"
+
+    def __init__(
+        self,
+        folder: Path,
+        after: int | None,
+        *,
+        workspace: Annotated[str, StringConstraints(pattern=r"^[0-9a-zA-Z_-]{1,25}$")] | None = None,
+        **options: Any,
+    ):
+        import swanlab
+
+        super().__init__(folder, after, **options)
+        others = {"workspace": workspace, "reinit": True, "settings": swanlab.Settings(interactive=False)}
+        named = {"name": self._name, "log_dir": str(folder / "swanlab")}
+        self._run = _in_thread(lambda: swanlab.init(**named, **self._where, **others))
+        online = self._where["mode"] == "online"
+        self.where = self._run.url if online else f"swanlab sync {folder}/swanlab/run-*-{self._id}"
+
+    def _give(self, metrics: dict[str, Any], step: int) -> None:
+        shown = {name: each for name, each in metrics.items() if not isinstance(each, float) or math.isfinite(each)}
+        self._run.log(shown, step=step)
+
+    def _video(self, path: Path) -> Any:
+        import swanlab
+
+        return swanlab.Video(as_gif(path), caption=path.stem)
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(settings))
+
+    def close(self, failed: bool) -> None:
+        error = "the run was broken off" if failed else None
+        _in_thread(lambda: self._run.finish(state="crashed" if failed else "success", error=error))
+
+
+_SERVICES: dict[str, Callable[..., Logger]] = {"wandb": _Wandb, "swanlab": _SwanLab}
+_CLASSES: dict[str, Callable[..., Logger]] = {"tensorboard": _TensorBoard, "csv": _Table, **_SERVICES}
+LOGGERS: Mapping[str, Mapping[str, Any]] = {  # settings of each and their types
+    name: setting_types(each, without=["folder", "after"]) for name, each in _CLASSES.items()
+}
+
+
+def check_loggers(chosen: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse settings (by logger) that it does not have, and services that are not installed or have no key.
+
+    Raises:
+        ValueError: says which, and what to type.
+    """
+    for name, settings in chosen.items():
+        check_settings(f"logger.{name}", settings, LOGGERS[name])
+    for name in (each for each in chosen if each in _SERVICES):
+        _check_service(name, chosen[name].get("mode", "online"))
+
+
+def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: int | None = None) -> list[Logger]:
+    """Open the loggers of a run, by their settings, in rank 0.
+
+    Of a resumed run ``after`` iterations are done: it continues in the same runs of the services, without those that
+    cannot be reached, which is printed.
+
+    Raises:
+        ValueError: a service of a new run cannot be reached.
+    """
+    found: list[Logger] = []
+    for name in chosen if parallel.is_main() else ():
+        try:
+            found.append(_CLASSES[name](folder, after, **chosen[name]))
+        except Exception as error:
+            if name not in _SERVICES:
+                raise
+            reason = f"logger={name}: {str(error).strip().partition(chr(10))[0]}"
+            if after is None:
+                raise ValueError(f"{reason}; without a network type logger.{name}.mode=offline") from error
+            tqdm.write(f"warning: {reason}; the run continues without it")
+    return found
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of ``metrics.jsonl`` that are of a run; none if there is no file."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [entry for entry in map(_entry, lines) if entry is not None]
+
+
+def as_table(path: Path, columns: Sequence[str] = ("*",)) -> str:
+    """Read ``metrics.jsonl`` and return it as comma-separated values; lines that are not of a run are passed over."""
+    rows: dict[int, dict[str, Any]] = {}
+    names = {"step": None}
+    for entry in entries(path):
+        rows.setdefault(entry["step"], {}).update(entry)
+        names |= dict.fromkeys(name for name in entry if any(fnmatchcase(name, column) for column in columns))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, list(names), extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows[step] for step in sorted(rows))
+    return table.getvalue()
+
+
+def kind_of(names: Iterable[str]) -> str:
+    """Tell names of an evaluation from those of training: of an iteration, either may come again without the other."""
+    return "eval" if any(name.startswith("eval") for name in names) else "train"
+
+
+def as_gif(path: Path) -> bytes:
+    """Read a video and return it as an animated GIF; of a large one every second or third pixel is taken."""
+    reader = imageio.get_reader(path)
+    about = reader.get_meta_data()
+    every = -(-max(about["size"]) // _GIF_SIDE)
+    gif = io.BytesIO()
+    frames = [frame[::every, ::every] for frame in reader.iter_data()]
+    imageio.mimwrite(gif, frames, format="GIF", duration=1000 / about["fps"], loop=0)
+    reader.close()
+    return gif.getvalue()
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = parse_json(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+
+
+def _last_steps(path: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for entry in entries(path):
+        kind = kind_of(entry)
+        found[kind] = max(entry["step"], found.get(kind, -1))
+    return found
 
 
 def _forget(path: Path, after: int) -> None:
-    """Keep the lines of iterations up to ``after``, without its evaluation, which runs again, and what is not ours."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    kept = b"".join(line for line in content.splitlines(keepends=True) if _stays(line, after))
-    if kept == content:
-        return
-    if content.startswith(kept):
-        os.truncate(path, len(kept))  # which a full disk allows too
-    else:
-        write_atomically(path, kept)
+    """Keep the lines of iterations up to ``after``, and what is not ours."""
+
+    def stays(line: bytes) -> bool:
+        entry = _entry(line)
+        if entry is None or not line.endswith(b"\n"):
+            return line.endswith(b"\n")  # else of a process that died while writing
+        return entry["step"] <= after
+
+    if path.exists():
+        write_atomically(path, b"".join(line for line in path.read_bytes().splitlines(keepends=True) if stays(line)))
 
 
-def _stays(line: bytes, after: int) -> bool:
+def _check_service(name: str, mode: str) -> None:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:  # a folder of that name is not it
+        raise ValueError(
+            f"logger={name}: the package {name} is not installed; type: pip install 'vla-torchrl[{name}]', or leave "
+            f"{name} out"
+        )
+    if mode == "online" and not _has_key(name):
+        raise ValueError(f"logger={name}: no API key; type: {name} login, or logger.{name}.mode=offline")
+
+
+def _has_key(name: str) -> bool:
+    """Tell whether the user has logged in to a service, without asking it."""
+    if name == "wandb":
+        import wandb
+
+        return bool(wandb.login(prompt=False, verify=False))
+    import swanlab
+
+    return swanlab.Settings().api_key is not None
+
+
+def _in_thread(work: Callable[[], Any]) -> Any:
+    """Do something in a thread: there SwanLab leaves Ctrl-C to the run. The hook of exceptions is put back."""
+    hook = sys.excepthook
     try:
-        entry = json.loads(line)
-    except ValueError:
-        return line.endswith(b"\n")  # else of a process that died while writing
-    if not line.endswith(b"\n"):
-        return False
-    step = entry.get("step") if isinstance(entry, dict) else None
-    if not isinstance(step, int):
-        return True
-    return step < after or (step == after and kind_of(entry) != "eval")
-
-
-def write_video(path: Path, frames: np.ndarray, fps: float) -> Path:
-    """Write an mp4 that plays everywhere (H.264, yuv420p).
-
-    Args:
-        path: ending in ``.mp4``; missing folders are made.
-        frames: uint8 ``[T, H, W, 3]``.
-        fps: frames per second. With one frame per decision, control frequency / chunk length is real time.
-
-    Returns:
-        ``path``.
-
-    Raises:
-        OSError: it could not be written whole; nothing is left of it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # yuv420p halves the resolution of colour and so needs even sides: repeat the last row or column.
-    odd_rows, odd_columns = frames.shape[1] % 2, frames.shape[2] % 2
-    frames = np.pad(frames, ((0, 0), (0, odd_rows), (0, odd_columns), (0, 0)), mode="edge")
-    unfinished = path.with_name(f".unfinished_{path.name}")
-    how: dict[str, Any] = {"codec": "libx264", "macro_block_size": 1, "quality": 8, "ffmpeg_log_level": "fatal"}
-    try:
-        imageio.mimwrite(unfinished, list(frames), fps=fps, **how)
-        if not _is_whole(unfinished):
-            raise OSError("ffmpeg broke off; is there room?")
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise OSError(f"{path}: {str(error).partition(chr(10))[0]}") from error
-    return path
-
-
-def _is_whole(video: Path) -> bool:
-    """Tell whether an mp4 has its index and ends where its last part does; ffmpeg's failure goes unnoticed."""
-    size, position, found = video.stat().st_size, 0, set()
-    with open(video, "rb") as file:
-        while position < size:
-            file.seek(position)
-            header = file.read(16)
-            length, kind = int.from_bytes(header[:4], "big"), header[4:8]
-            length = int.from_bytes(header[8:16], "big") if length == 1 else length
-            found.add(kind)
-            position += max(length, 8)
-    return position == size and b"moov" in found
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+    finally:
+        sys.excepthook = hook

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from vla_algos.run.files import write_folder_atomically
-from vla_algos.run.origin import FILE
+from vla_algos.files import write_folder_atomically
+from vla_algos.run.training_env import FILE
+from vla_common.checksums import add_checksum
+from vla_common.plain import read_json
 from vla_policies import load_policy
-from vla_policies.checkpoint.hub import read_json
 from vla_policies.checkpoint.lora import ADAPTER, merge_adapter
-from vla_policies.policy import PretrainedPolicy
+from vla_policies.pretrained import PretrainedPolicy
 
 _OPTIONS = "vla_torchrl.json"
 
@@ -46,6 +47,7 @@ def merge_folder(folder: Path, to: Path) -> list[str]:
         policy.save_pretrained(place)
         if (folder / FILE).is_file():
             shutil.copyfile(folder / FILE, place / FILE)
+            add_checksum(place, FILE)
 
     to.parent.mkdir(parents=True, exist_ok=True)
     write_folder_atomically(to, write)

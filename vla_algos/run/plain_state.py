@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vla_common.plain import parse_json
+from vla_policies.checkpoint.writing import DTYPES
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -41,8 +45,8 @@ def from_json(text: str, tensor: Callable[[str, torch.Size, torch.dtype], Any]) 
         ValueError: the text is damaged, or another one.
     """
     try:
-        return _decode(json.loads(text), tensor)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _decode(parse_json(text), tensor)
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # torch's, of a shape such as [-1]
         raise ValueError(f"damaged, or not a state ({type(error).__name__}: {error})") from error
 
 
@@ -80,10 +84,7 @@ def _decode(value: Any, tensor: Callable[[str, torch.Size, torch.dtype], Any]) -
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
-        dtype = getattr(torch, value["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"no dtype: {value['dtype']}")
-        return tensor(value["$tensor"], torch.Size(value["shape"]), dtype)
+        return tensor(value["$tensor"], torch.Size(value["shape"]), _DTYPES[value["dtype"]])
     if "$tuple" in value:
         return tuple(_decode(item, tensor) for item in value["$tuple"])
     if "$items" in value:

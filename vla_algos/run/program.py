@@ -1,45 +1,28 @@
-"""A recipe as a program: what is wrong is one line ``error: ...`` on stderr and the exit status, never a traceback."""
+"""A recipe as a program: a mistake is one line ``error: ...`` on stderr and the exit status, without a traceback."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
+from omegaconf.errors import OmegaConfBaseException
 
-from vla_algos.parallel import ProcessLost
-from vla_algos.run import command
-from vla_algos.run.arguments import combinations, read_arguments
-from vla_algos.run.as_trained import as_trained
-from vla_algos.run.checkpoints import CheckpointError
-from vla_algos.run.console import file_of_failed
-from vla_algos.run.explanations import explain
-from vla_algos.run.phase import begin_anew, has_begun
+from vla_algos.run.arguments import check_experiment, for_hydra
+from vla_algos.run.training_env import evaluation_defaults
 from vla_common import program
-from vla_envs import SimulatorCrash
 
 P = ParamSpec("P")
-_EXPECTED = (CheckpointError, SimulatorCrash, ProcessLost, OSError)
-OTHERS_FIRST = 5.0  # seconds; a mistake that all processes see is said by the first, at whose end the others are ended
-
-
-class _Program:
-    """The program that runs, if there is one; otherwise errors of :func:`in_program` are the caller's."""
-
-    running = False
-    name = ""
-    conf = Path()
-    only_checks = False
-    launched = False
-    status = 0
+_OTHERS_FIRST = 5.0  # seconds; rank 0 says a mistake that all ranks see, and its end ends the others
+_statuses: list[int] | None = None  # of runs of this program that failed; None outside of one
 
 
 def run_program(name: str, main: Callable[[], Any]) -> None:
@@ -48,102 +31,51 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
     ``name`` and ``main`` are those of ``@hydra.main(config_name=name)``. Ends the process with status 2 after what was
     wrong before work began, 1 after a failure, 130 after Ctrl-C. ``VLA_TRACEBACK=1`` shows tracebacks too.
     """
+    global _statuses
     conf = Path(inspect.getfile(inspect.unwrap(main))).resolve().parent / "conf"
-    _Program.running, _Program.name, _Program.conf = True, name, conf
     program.end_imports()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors and does not end the process
+    _statuses = []
     try:
-        with _hydra_raises():
-            typed = sys.argv[1:]
-            sys.argv[1:] = read_arguments(name, typed, conf)
-            command.remember(typed, sys.argv[1:])
-            if name == "evaluate":
-                sys.argv[1:] = as_trained(sys.argv[1:], conf)
-            _check_sweep(name, main, conf)
-            main()
+        typed = sys.argv[1:]
+        if any(each.startswith("--experimental-rerun") for each in typed):
+            raise ValueError("--experimental-rerun reads a pickle, which may run any code; type the settings again")
+        check_experiment(typed, conf)
+        typed = evaluation_defaults(typed, conf) if name == "evaluate" else typed
+        sys.argv[1:] = [for_hydra(each, conf) for each in typed]
+        main()
         sys.stdout.flush()
-    except BrokenPipeError as error:
-        if not _Program.launched:  # ppo.py --cfg job | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(program.UNREAD)
-        _Program.status = say(error)
     except (Exception, KeyboardInterrupt) as error:
-        _Program.status = say(error)
-    finally:
-        _Program.running = False
-    if _Program.status:
-        sys.exit(_Program.status)
+        _statuses.append(report(error))
+    if status := max(_statuses, default=0):
+        sys.exit(status)
 
 
-def in_program(launch: Callable[P, None]) -> Callable[P, None]:
-    """Let a launcher, which Hydra calls, report its errors itself: Hydra would print more lines about them.
+def reports_errors(launch: Callable[P, None]) -> Callable[P, None]:
+    """Let a launcher, which Hydra calls, report its errors itself: of a sweep the other runs continue.
 
-    Of a sweep the other runs go on, and each error is said with the settings of its run. Outside of
-    :func:`run_program` errors are raised as they are.
+    Outside of :func:`run_program` errors are raised.
     """
 
     @functools.wraps(launch)
     def launched(*arguments: P.args, **options: P.kwargs) -> None:
-        if not _Program.running or _Program.only_checks:
-            launch(*arguments, **options)
-            return
-        begin_anew()
-        _Program.launched = True
         try:
             launch(*arguments, **options)
         except Exception as error:
-            _Program.status = max(_Program.status, say(error, _of_sweep()))
+            if _statuses is None:
+                raise
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                typed = " ".join(each.lstrip("+") for each in HydraConfig.get().overrides.task)
+                error.args = (f"{typed}: {error}",)
+            _statuses.append(report(error))
 
     return launched
 
 
-def only_checks() -> bool:
-    """Tell whether settings are looked at and nothing runs yet."""
-    return _Program.only_checks
-
-
-def say(error: BaseException, run: str = "") -> int:
-    """Report an error of a run, with its ``run`` in front; returns the exit status."""
-    if _Program.running:
-        with contextlib.suppress(Exception):  # whatever else is wrong: the error itself matters
-            error = explain(error, _Program.name, sys.argv[1:], _Program.conf)
-    if isinstance(error, OSError) and error.filename is not None and _Program.running and not _Program.launched:
-        error = ValueError(f"{error.strerror}: {error.filename}; type another folder: hydra.run.dir=runs/mine")
-    if run:
-        error.args = (f"{run}: {error}",)
-    if not has_begun() and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
-        time.sleep(OTHERS_FIRST)
-    with file_of_failed():
-        return program.report(error, begun=has_begun(), expected=_EXPECTED)
-
-
-def _of_sweep() -> str:
-    if HydraConfig.get().mode != RunMode.MULTIRUN:
-        return ""
-    return " ".join(HydraConfig.get().overrides.task)
-
-
-def _check_sweep(name: str, main: Callable[[], Any], conf: Path) -> None:
-    """Check the settings of every run of a sweep before the first begins."""
-    _Program.only_checks = True
-    try:
-        for typed, config in combinations(name, sys.argv[1:], conf):
-            try:
-                inspect.unwrap(main)(config)
-            except (ValueError, OSError, ImportError) as error:
-                raise ValueError(f"{' '.join(typed)}: {error}") from error
-    finally:
-        _Program.only_checks = False
-
-
-@contextlib.contextmanager
-def _hydra_raises() -> Iterator[None]:
-    """Have Hydra raise its errors instead of printing them."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before
+def report(error: BaseException) -> int:
+    """Report an error of a run; returns the exit status."""
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        error = ValueError(str(error)).with_traceback(error.__traceback__)
+    if not program.has_begun(error) and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
+        time.sleep(_OTHERS_FIRST)
+    return program.report(error)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import subprocess
 import sys
 import warnings
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from vla_algos.run.files import write_atomically
+from vla_algos.files import write_atomically
+from vla_common.plain import read_json
 
 _PACKAGES = (
     *("torch", "torchrl", "tensordict", "gymnasium", "numpy"),
@@ -31,7 +33,10 @@ _CODE = Path(__file__).resolve().parent.parent
 
 def record_submission(folder: Path) -> None:
     """Note in ``run.json`` what a job is to run, before it waits in a queue."""
-    record = {**_read(folder), "submitted": {"at": _now(), "command": [sys.executable, *sys.argv], "code": code()}}
+    record = {
+        **_read(folder),
+        "submitted": {"at": _now(), "command": sys.orig_argv, "code": code()},
+    }
     _write(folder, record)
 
 
@@ -55,6 +60,7 @@ def record_start(folder: Path, facts: Mapping[str, Any] | None = None) -> None:
     Warns where the code is no longer that of :func:`record_submission`.
     """
     record = {**_read(folder), **(facts or {})}
+    record.pop("finished", None)  # it begins, or continues
     now, then = code(), record.get("submitted", {}).get("code", {})
     if "SLURM_JOB_ID" in os.environ and then and now != then:
         warnings.warn(
@@ -65,7 +71,7 @@ def record_start(folder: Path, facts: Mapping[str, Any] | None = None) -> None:
     record.setdefault("processes", []).append(
         {
             "started": _now(),
-            "command": [sys.executable, *sys.argv],
+            "command": sys.orig_argv,
             "host": platform.node(),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
@@ -76,6 +82,15 @@ def record_start(folder: Path, facts: Mapping[str, Any] | None = None) -> None:
         }
     )
     _write(folder, record)
+
+
+def run_id(folder: Path, service: str, *, new: bool) -> str:
+    """Return the id of a run in a service that collects runs; ``run.json`` keeps it, unless a ``new`` one is wanted."""
+    record, name = _read(folder), f"{service}_id"
+    if new or not isinstance(record.get(name), str):
+        record[name] = secrets.token_hex(4)
+        _write(folder, record)
+    return record[name]
 
 
 def record_result(folder: Path, result: Mapping[str, Any]) -> None:
@@ -122,16 +137,19 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """Read ``run.json``, which may be a stranger's; nothing where it is missing, or none of ours."""
+    try:
+        record: dict[str, Any] = read_json(folder / "run.json")
+    except (OSError, ValueError):
+        return {}
+    return record if _is_ours(record) else {}
+
+
 def _read(folder: Path) -> dict[str, Any]:
     """Read ``run.json``; what is not one of ours is put aside."""
     path = folder / "run.json"
-    if not path.exists():
-        return {}
-    try:
-        record = json.loads(path.read_bytes())
-    except ValueError:
-        record = None
-    if _is_ours(record):
+    if (record := read_record(folder)) or not path.exists():
         return record
     aside = path.with_name("run.json.broken")
     path.replace(aside)
@@ -139,13 +157,14 @@ def _read(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _is_ours(record: Any) -> bool:
-    if not isinstance(record, dict) or not isinstance(record.get("submitted", {}), dict):
-        return False
+def _is_ours(record: dict[str, Any]) -> bool:
     processes = record.get("processes", [])
-    return isinstance(processes, list) and all(
-        isinstance(process, dict) and isinstance(process.get("versions", {}), dict) for process in processes
-    )
+    return isinstance(processes, list) and all(map(_is_process, [record.get("submitted", {}), *processes]))
+
+
+def _is_process(found: Any) -> bool:
+    parts = [found, *(found.get(name, {}) for name in ("code", "versions"))] if isinstance(found, dict) else [found]
+    return all(isinstance(part, dict) for part in parts) and isinstance(parts[1].get("commit", ""), str)
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:

@@ -23,9 +23,3 @@ def seed_rank(seed: int) -> None:
     """Give each process random numbers of its own from here on; the first keeps those that it has."""
     if not parallel.is_main():
         seed_everything(seed + _PROCESSES * parallel.rank())
-
-
-def seed_after(seed: int, iteration: int) -> None:
-    """Seed each process anew after an iteration, where it cannot go on with the random numbers that were saved."""
-    words = np.random.SeedSequence([seed, parallel.rank(), iteration]).generate_state(1)
-    seed_everything(int(words[0]))

@@ -14,7 +14,7 @@ import torch
 from vla_algos import parallel
 from vla_common.settings import Count
 from vla_policies import VLAPolicy
-from vla_policies.memory import Group, Memory, Sizes, Way, calculate
+from vla_policies.memory import Memory, MemoryPlan, calculate, group_parameters
 from vla_policies.sharding import shard
 
 
@@ -52,14 +52,14 @@ class Sharding:
         """How many processes share one copy."""
         return parallel.world_size() if self.shards == "all" else self.shards
 
-    def way(self, offload_optimizer: bool) -> Way:
+    def way(self, offload_optimizer: bool) -> MemoryPlan:
         """Say what of it concerns memory."""
-        return Way(self.number, self.compute is not None, offload_optimizer, self.cpu_offload)
+        return MemoryPlan(self.number, self.compute is not None, offload_optimizer, self.cpu_offload)
 
     def describe(self, offload_optimizer: bool) -> str:
         """Say how a policy is divided, for printing; nothing where one process has it all and computes as it is."""
         way, processes = self.way(offload_optimizer), parallel.world_size()
-        if processes == 1 and way == Way():
+        if processes == 1 and way == MemoryPlan():
             return ""
         counted = [f"{processes} process{'es' * (processes > 1)}", f"{self.number} shard{'s' * (self.number > 1)}"]
         _, *others = str(way).split(", ")
@@ -109,14 +109,13 @@ def check_same_draws() -> None:
         )
 
 
-def say_host_memory(policy: VLAPolicy, way: Way) -> None:
+def say_host_memory(policy: VLAPolicy, way: MemoryPlan) -> None:
     """Say how much host memory the processes of this machine will take for weights and Adam, if they do.
 
     Raises:
         ValueError: it is not there.
     """
-    whole = Group.of((each.numel(), each.element_size(), each.requires_grad, False) for each in policy.parameters())
-    memory: Memory = calculate(Sizes(whole), way)
+    memory: Memory = calculate(group_parameters(policy, blocks=False), way)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = processes * memory.host / 1e9
     if not memory.host:

@@ -1,11 +1,43 @@
 """CALVIN: see :func:`make_spec` for its options."""
 
 from vla_common.schema import BenchmarkSchema, Gripper
-from vla_envs.calvin.checks import check
-from vla_envs.calvin.spec import make_spec, suites
+from vla_envs.calvin import package, world
+from vla_envs.calvin.spec import choose_renderer, make_spec, suites
+from vla_envs.doctor import check_asset_folder, check_simulator
+from vla_envs.probe import RENDERING, Finding
 from vla_envs.registry import Benchmark
 
 __all__ = ["BENCHMARK", "make_spec", "suites"]
+
+_IMPORT = "from vla_envs.calvin import package; package.import_all()"
+
+
+def check() -> list[Finding]:
+    """Find what this machine has and lacks."""
+    *packages, imported = check_simulator("calvin", "pybullet", _IMPORT)
+    return [
+        *packages,
+        imported,
+        *([_check_renderers()] if imported.status == "ok" else []),
+        check_asset_folder("CALVIN", package.CHECKOUT.find, package.CHECKOUT.describe),
+    ]
+
+
+def _check_renderers() -> Finding:
+    used = choose_renderer("auto")
+    works = {name: world.try_renderer(egl=name == "egl") for name in ("tiny", "egl")}
+    ok, problem = works[used]
+    other = "egl" if used == "tiny" else "tiny"
+    detail = "draws" if ok else problem
+    return Finding(
+        "ok" if ok else "broken",
+        f"PyBullet renderer={used}",
+        f"{detail}; renderer={other} {'works too' if works[other][0] else 'does not'}",
+        "" if ok else f"type renderer={other}" if works[other][0] else package.INSTALL,
+        RENDERING,
+        required=not any(works for works, _ in works.values()),
+    )
+
 
 BENCHMARK = Benchmark(
     name="calvin",

@@ -30,23 +30,14 @@ _LOW = 0.462  # m, of the finger tips beside or around a block that is on the ta
 
 @dataclass(frozen=True)
 class Point:
-    """Where the finger tips shall be.
+    """Where the finger tips shall be."""
 
-    Attributes:
-        place: m, float64 ``[3]``.
-        gripper: 1 or -1.
-        yaw: of the hand, rad.
-        tilt: of the finger tips towards the cabinet, rad.
-        actions: stay at least so many.
-        near: when it counts as reached, m.
-    """
-
-    place: np.ndarray
-    gripper: float
-    yaw: float = _ACROSS
-    tilt: float = 0.0
-    actions: int = 1
-    near: float = _NEAR
+    place: np.ndarray  # m, float64 [3]
+    gripper: float  # 1 or -1
+    yaw: float = _ACROSS  # of the hand, rad
+    tilt: float = 0.0  # of the finger tips towards the cabinet, rad
+    actions: int = 1  # stay at least so many
+    near: float = _NEAR  # when it counts as reached, m
 
 
 def expert_tasks() -> tuple[str, ...]:
@@ -66,7 +57,7 @@ class Expert:
         self._last = world.hand()[0]
 
     def action(self) -> np.ndarray:
-        """Tell what to do in the present state, float32 ``[7]``."""
+        """Return what to do in the present state, float32 ``[7]``."""
         place, angles = self._world.hand()
         turn = _difference(self._point.yaw, angles[2])
         reached = np.linalg.norm(place - self._point.place) < self._point.near and abs(turn) < _ALIGNED
@@ -85,14 +76,12 @@ class Expert:
 
 
 def _retreat(world: World) -> Iterator[Point]:
-    """Up, and out of the cabinet, from where the last task of a chain ended."""
     place, _ = world.hand()
     if place[2] < _FREE or place[1] > _FRONT:
         yield Point(np.array([place[0], min(place[1], _FRONT), max(place[2], _FREE)]), _CLOSED, near=0.03)
 
 
 def _open_drawer(world: World, opens: bool) -> Iterator[Point]:
-    """Pull at the bar with the closed fingers behind it, or push against it."""
     low, high = world.bounds("drawer_link")
     x, front, z = (low[0] + high[0]) / 2, low[1], high[2] - 0.025
     y = front + 0.045 if opens else front - 0.045
@@ -103,7 +92,6 @@ def _open_drawer(world: World, opens: bool) -> Iterator[Point]:
 
 
 def _move_slider(world: World, left: bool) -> Iterator[Point]:
-    """Push the bar of the door from its side."""
     low, high = world.bounds("slide_link")
     bar, side = (low[0] + high[0]) / 2, 1.0 if left else -1.0
     begin, end = bar + 0.06 * side, bar - 0.30 * side
@@ -113,7 +101,6 @@ def _move_slider(world: World, left: bool) -> Iterator[Point]:
 
 
 def _flip_switch(world: World, on: bool) -> Iterator[Point]:
-    """Push the lever up or down."""
     low, high = world.bounds("switch_link")
     x, y = (low[0] + high[0]) / 2, low[1] + 0.015
     begin, end = (low[2] - 0.01, low[2] + 0.14) if on else (high[2] + 0.02, high[2] - 0.12)
@@ -131,7 +118,6 @@ def _press_button(world: World) -> Iterator[Point]:
 
 
 def _push_block(world: World, color: str, left: bool) -> Iterator[Point]:
-    """Go beside the block and push it with the closed fingers."""
     place, _ = world.block(color)
     side = 1.0 if left else -1.0
     begin, end = place[0] + 0.075 * side, place[0] - 0.16 * side
@@ -141,7 +127,6 @@ def _push_block(world: World, color: str, left: bool) -> Iterator[Point]:
 
 
 def _lift_block(world: World, color: str) -> Iterator[Point]:
-    """Grasp the block by its narrow sides and lift it."""
     place, yaw = world.block(color)
     yield Point(np.array([*place[:2], _CLEAR]), _OPEN, yaw)
     yield Point(np.array([*place[:2], place[2]]), _OPEN, yaw)

@@ -1,14 +1,13 @@
 """The package calvin_env, which is not on PyPI: where a checkout of it may lie, and an import without side effects.
 
-Of the package the robot, the scenes, the cameras and the task oracle are used, as they are; its ``PlayTableSimEnv`` is
-not: it draws both cameras at every step, wants a git checkout, ``gym``, OpenCV and EGL.
+Its robot, scenes, cameras and task oracle are used as they are; its ``PlayTableSimEnv`` is not: it draws both cameras
+at every step, and wants a git checkout, ``gym``, OpenCV and EGL.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import importlib
 import os
 import sys
@@ -16,21 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vla_envs.folders import find_folder, list_places
+from vla_envs.folders import Checkout, check_installed
 
-COMMIT = "797142c588c21e76717268b7b430958dbd13bf48"
-REPOSITORY = "https://github.com/mees/calvin_env"
-VERSIONS = {"pybullet": "3.2.7"}  # whose physics and renderer results belong to
-_MODULES = {"pybullet": "pybullet", "quaternion": "numpy-quaternion", "git": "gitpython", "scipy": "scipy"}
 INSTALL = "make setup  (or: pip install 'vla-torchrl[calvin]')"
-CLONE = (
-    f"git clone {REPOSITORY} ~/.cache/calvin_env && git -C ~/.cache/calvin_env checkout {COMMIT[:12]}   "
-    "(or a clone elsewhere and export CALVIN_ENV_PATH=FOLDER)"
-)
+_VERSIONS = {"pybullet": "3.2.7"}  # whose physics and renderer results belong to
+_MODULES = {"pybullet": "pybullet", "quaternion": "numpy-quaternion", "git": "gitpython", "scipy": "scipy"}
+_COMMIT = "797142c588c21e76717268b7b430958dbd13bf48"
 _FILES = (
     *(f"calvin_env/robot/{name}.py" for name in ("robot", "mixed_ik")),
     *("calvin_env/scene/play_table_scene.py", "calvin_env/envs/tasks.py", "calvin_env/utils/utils.py"),
@@ -46,79 +39,40 @@ _FILES = (
     ),
     *("data/plane/plane.urdf", "data/franka_panda/panda_longer_finger.urdf"),
 )
-_DIGEST = "6eae733562191a4abb597e6aaf1bc967065758385519c3702879a6db173c0dad"  # of these files at COMMIT
 
 
-def package_places(path: str | None = None) -> list[Path]:
-    """List folders that may be a checkout of calvin_env, in order of looking; one that was named is alone."""
-    others = [*_installed(), Path.home() / ".cache" / "calvin_env"]
-    return list_places(path, "CALVIN_ENV_PATH", ["calvin/calvin_env"], others)
+def _other_places() -> list[Path]:
+    files = ""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        files = metadata.distribution("calvin_env").read_text("direct_url.json") or ""
+    url = files.partition('"file://')[2].partition('"')[0]
+    return [*([Path(url)] if url else []), Path.home() / ".cache" / "calvin_env"]
 
 
-def find_package(path: str | None = None) -> Path:
-    """Find the folder with ``calvin_env/``, ``conf/`` and ``data/``.
-
-    Args:
-        path: an explicit one. Otherwise ``$CALVIN_ENV_PATH``; where that is not set, the first of these that is
-            complete: ``$VLA_TORCHRL_ASSETS/calvin/calvin_env``, an editable installation, ``~/.cache/calvin_env``.
-
-    Raises:
-        FileNotFoundError: there is none; says where was looked and what to type.
-    """
-    return find_folder("no checkout of calvin_env", package_places(path), missing_files, CLONE)
-
-
-def missing_files(folder: Path) -> list[str]:
-    """List what a checkout lacks."""
-    return [name for name in _FILES if not (folder / name).is_file()]
-
-
-@cache
-def is_pinned(folder: Path) -> bool:
-    """Tell whether a complete checkout is that of :data:`COMMIT`, as far as episodes depend on it."""
-    digest = hashlib.sha256()
-    for name in _FILES:
-        digest.update((folder / name).read_bytes().replace(b"\r\n", b"\n"))
-    return digest.hexdigest() == _DIGEST
-
-
-def describe_package(path: str | None = None) -> tuple[str, ...]:
-    """Say what differs from the benchmark in the checkout that would be used: another commit, or edited files."""
-    try:
-        folder = find_package(path)
-    except FileNotFoundError:
-        return ()
-    return () if is_pinned(folder) else (f"{folder} is not calvin_env at {COMMIT[:12]}",)
+CHECKOUT = Checkout(
+    name="calvin_env",
+    commit=_COMMIT,
+    clone=(
+        "git clone https://github.com/mees/calvin_env ~/.cache/calvin_env && git -C ~/.cache/calvin_env checkout "
+        f"{_COMMIT[:12]}   (or a clone elsewhere and export CALVIN_ENV_PATH=FOLDER)"
+    ),
+    variable="CALVIN_ENV_PATH",
+    pack="calvin/calvin_env",
+    files=_FILES,
+    parts=_FILES,
+    digest="e127e3823796996026a3ed8ab68ab5e38fc6af9e6fef25c15f30e40b8566da53",
+    others=_other_places,
+)
 
 
 def check_packages(path: str | None = None) -> None:
-    """Check that everything is there, without importing it.
-
-    Raises:
-        ModuleNotFoundError: a package from PyPI is missing.
-        RuntimeError: PyBullet is of another version.
-        FileNotFoundError: there is no checkout of calvin_env.
-    """
-    check_modules()
-    find_package(path)
+    """Check that everything is there, without importing it."""
+    _check_modules()
+    CHECKOUT.find(path)
 
 
-def check_modules() -> None:
-    """Check that the packages from PyPI are there, without importing them.
-
-    Raises:
-        ModuleNotFoundError: one is missing.
-        RuntimeError: PyBullet is of another version.
-    """
-    missing = [name for module, name in _MODULES.items() if find_spec(module) is None]
-    if missing:
-        raise ModuleNotFoundError(f"CALVIN needs {', '.join(missing)}, not installed; type: {INSTALL}")
-    version = metadata.version("pybullet")
-    if version != VERSIONS["pybullet"]:
-        raise RuntimeError(
-            f"CALVIN's episodes belong to PyBullet {VERSIONS['pybullet']}, there is {version}; type: "
-            f"pip install pybullet=={VERSIONS['pybullet']}"
-        )
+def _check_modules() -> None:
+    check_installed("CALVIN", _MODULES, _VERSIONS, INSTALL)
 
 
 def import_pybullet() -> Any:
@@ -129,12 +83,7 @@ def import_pybullet() -> Any:
 
 @dataclass(frozen=True)
 class Calvin:
-    """The parts of calvin_env that are used.
-
-    Attributes:
-        Robot, PlayTableScene, StaticCamera, GripperCamera, Tasks: its classes.
-        modules: those that call PyBullet by the name ``p``.
-    """
+    """The parts of calvin_env that are used: its classes, and the modules that call PyBullet by the name ``p``."""
 
     Robot: Any
     PlayTableScene: Any
@@ -144,24 +93,14 @@ class Calvin:
     modules: tuple[Any, ...]
 
     def use(self, client: Any) -> None:
-        """Let everything that is called next work in the world of a client of PyBullet.
-
-        calvin_env forgets in places to say which world it means, and then means the first one of the process.
-        """
+        """Let what is called next work in the world of a client of PyBullet, which calvin_env does not always name."""
         for module in self.modules:
             module.p = client
 
 
 @cache
 def import_calvin(folder: Path) -> Calvin:
-    """Import the parts of calvin_env that are used.
-
-    Args:
-        folder: of :func:`find_package`.
-
-    Raises:
-        ImportError: another folder of that name has been imported in this process.
-    """
+    """Import the parts of calvin_env that are used from the folder of a checkout."""
     import_pybullet()
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # GitPython is imported, git is not needed
     sys.path.insert(0, str(folder))  # first: the current folder may have one of that name
@@ -187,14 +126,10 @@ def import_calvin(folder: Path) -> Calvin:
 
 
 def import_all() -> None:
-    """Import what there is: PyBullet, and the parts of calvin_env if there is a checkout.
-
-    Raises:
-        ImportError, RuntimeError: see :func:`check_modules` and :func:`import_calvin`.
-    """
-    check_modules()
+    """Import what there is: PyBullet, and the parts of calvin_env if there is a checkout."""
+    _check_modules()
     try:
-        folder = find_package()
+        folder = CHECKOUT.find()
     except FileNotFoundError:
         import_pybullet()
     else:
@@ -227,13 +162,3 @@ def _flush() -> None:
         if output is not None:
             output.flush()
     ctypes.CDLL(None).fflush(None)
-
-
-def _installed() -> list[Path]:
-    """Find an editable installation; what merely lies in the current folder is none."""
-    try:
-        files = metadata.distribution("calvin_env").read_text("direct_url.json") or ""
-    except metadata.PackageNotFoundError:
-        return []
-    url = files.partition('"file://')[2].partition('"')[0]
-    return [Path(url)] if url else []

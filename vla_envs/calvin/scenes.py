@@ -1,10 +1,8 @@
 """The four scenes as calvin_env describes them, and what is mended in them.
 
-Initial conditions and the task oracle take the blocks for red, blue and pink, in this order. Upstream lists them in
-another one in scenes A (pink, blue, red) and C (blue, red, pink), so that a chain about the red block begins with
-another block in its place. And the places of a block in the sliding cabinet are those of scenes A and D; in B and C
-the cabinet's floor lies 18 cm further to the right, and the block falls off it. In B the button is at one of the two
-places on the table.
+Conditions and task oracle take the blocks for red, blue and pink, in this order; upstream has another order in scenes A
+and C, so that a chain about the red block begins with another one in its place. The places in the sliding cabinet are
+those of A and D; in B and C its floor lies 18 cm further to the right. In B the button is at a place for blocks.
 """
 
 from __future__ import annotations
@@ -37,16 +35,7 @@ def describe_fixes(scenes: str) -> tuple[str, ...]:
 
 
 def read_scene(folder: Path, scene: str, fixes: bool) -> Any:
-    """Read the description of a scene.
-
-    Args:
-        folder: of calvin_env.
-        scene: its letter.
-        fixes: list the blocks in the order that initial conditions assume.
-
-    Returns:
-        A configuration of OmegaConf: the keyword arguments of ``PlayTableScene``.
-    """
+    """Read the keyword arguments of ``PlayTableScene``; ``fixes``: with the blocks in the conditions' order."""
     from omegaconf import OmegaConf
 
     configuration = OmegaConf.load(folder / "conf" / "scene" / f"calvin_scene_{scene}.yaml")
@@ -58,23 +47,8 @@ def read_scene(folder: Path, scene: str, fixes: bool) -> Any:
 
 
 def read_robot(folder: Path, scene: Any) -> dict[str, Any]:
-    """Read the description of the robot, a Panda with longer fingers, as it stands in a scene.
-
-    Args:
-        folder: of calvin_env.
-        scene: of :func:`read_scene`.
-
-    Returns:
-        The keyword arguments of ``Robot``.
-    """
-    from omegaconf import OmegaConf
-
-    robots = folder / "conf" / "robot"
-    robot: dict[str, Any] = {}
-    for name in ("panda", "panda_longer_finger"):
-        settings = OmegaConf.to_container(OmegaConf.load(robots / f"{name}.yaml"))
-        assert isinstance(settings, dict)
-        robot |= {str(key): value for key, value in settings.items()}
+    """Read the keyword arguments of ``Robot``, a Panda with longer fingers, as it stands in a scene."""
+    robot = _read(folder, "robot/panda") | _read(folder, "robot/panda_longer_finger")
     for place in ("base_position", "base_orientation", "initial_joint_positions"):
         robot[place] = list(scene[f"robot_{place}"])
     return {name: value for name, value in robot.items() if name not in ("_target_", "defaults")}
@@ -82,18 +56,18 @@ def read_robot(folder: Path, scene: Any) -> dict[str, Any]:
 
 def read_camera(folder: Path, name: str) -> dict[str, Any]:
     """Read the description of a camera, ``"static"`` or ``"gripper"``: keyword arguments of its class."""
-    from omegaconf import OmegaConf
-
-    camera = OmegaConf.to_container(OmegaConf.load(folder / "conf" / "cameras" / "cameras" / f"{name}.yaml"))
-    assert isinstance(camera, dict)
-    return {str(key): value for key, value in camera.items() if key != "_target_"}
+    return {key: value for key, value in _read(folder, f"cameras/cameras/{name}").items() if key != "_target_"}
 
 
 def read_oracle(folder: Path) -> dict[str, list[Any]]:
     """Read the parameters of the 34 tasks for calvin_env's ``Tasks``."""
+    tasks: dict[str, list[Any]] = _read(folder, "tasks/new_playtable_tasks")["tasks"]
+    return tasks
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    table = OmegaConf.to_container(OmegaConf.load(folder / "conf" / "tasks" / "new_playtable_tasks.yaml"))
-    assert isinstance(table, dict)
-    tasks: dict[str, list[Any]] = table["tasks"]
-    return tasks
+    settings = OmegaConf.to_container(OmegaConf.load(folder / "conf" / f"{name}.yaml"))
+    assert isinstance(settings, dict)
+    return {str(key): value for key, value in settings.items()}

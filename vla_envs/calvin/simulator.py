@@ -11,7 +11,7 @@ import numpy as np
 
 from vla_envs.calvin.chains import draw_chain, published_chains
 from vla_envs.calvin.expert import Expert
-from vla_envs.calvin.package import check_packages, find_package
+from vla_envs.calvin.package import CHECKOUT, check_packages
 from vla_envs.calvin.single import begin, start_of
 from vla_envs.calvin.spec import EVALUATION, SUBTASK_STEPS, spoken
 from vla_envs.calvin.states import published_state
@@ -22,7 +22,7 @@ from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
 
 class CalvinSimulator:
-    """One CALVIN world; an episode loads its scene anew (60 ms)."""
+    """One CALVIN world; an episode loads its scene again (60 ms)."""
 
     def __init__(self, spec: SimulatorSpec):
         options = spec.options
@@ -31,7 +31,7 @@ class CalvinSimulator:
         on_gpu = options["renderer"] == "egl"
         if on_gpu:
             _take_turns_on_gpus()
-        self.world = World(find_package(options["path"]), fixes=options["scene_fixes"], egl=on_gpu)
+        self.world = World(CHECKOUT.find(options["path"]), fixes=options["scene_fixes"], egl=on_gpu)
         self.chain: tuple[str, ...] = ()
         self.done = 0  # tasks of the chain
         self._steps = 0  # since the last of them
@@ -40,14 +40,12 @@ class CalvinSimulator:
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:
-        """Raise what making a simulator would raise, before any worker is started."""
         check_packages(spec.options["path"])
         if spec.options["renderer"] == "egl":
             check_egl()
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
-        """Refuse chosen GPUs that cannot be drawn with, before any worker is started."""
         if spec.options["renderer"] != "egl":
             raise ValueError(
                 f"gpus={show(gpus)}: renderer=tiny draws on the CPU; type env.renderer=egl, or leave out one"
@@ -55,18 +53,11 @@ class CalvinSimulator:
         egl.check_devices(gpus, "EGL_VISIBLE_DEVICES")
 
     def reset(self, episode: Episode) -> None:
-        """Begin a chain, or a task alone.
-
-        The published evaluation and ``chains=published`` run chain ``trial_id``; ``episode.seed`` then decides the
-        training sentences alone.
-
-        Raises:
-            ValueError: there is no such chain.
-        """
+        """Begin a chain, or a task alone; of published chains ``episode.seed`` decides the training sentences alone."""
         options, task = self.spec.options, self.spec.task_of(episode)
         fixes = options["scene_fixes"]
         if options["kind"] == "task":
-            # The name, not the index, goes into the seed: an episode is the same beside other tasks and on its own.
+            # The name, not the index, goes into the seed: an episode is the same with other tasks and on its own.
             seed = (episode.seed, zlib.crc32(task.name.encode()), episode.trial_id)
             letter = options["scenes"][np.random.default_rng([*seed, 1]).integers(len(options["scenes"]))]
             self.chain = (task.name,)
@@ -132,17 +123,13 @@ class ExpertSimulator(CalvinSimulator):
         self._expert = None
 
     def expert_action(self) -> np.ndarray:
-        """Ask the scripted expert for an action in the running episode, float32 ``[7]`` within the bounds.
-
-        It knows where blocks and handles are, which no policy is told.
-        """
+        """Ask the scripted expert, which knows where things are, for an action, float32 ``[7]`` within the bounds."""
         if self._expert is None:
             self._expert = Expert(self.world, self.chain[0])
         return self._expert.action()
 
 
 def _take_turns_on_gpus() -> None:
-    """Tell PyBullet's EGL plugin which device it draws with: workers take turns."""
     device = egl.own_device(egl.egl_devices())
     if device is not None:
         os.environ.setdefault("EGL_VISIBLE_DEVICES", str(device))

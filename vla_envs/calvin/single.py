@@ -6,8 +6,8 @@ The benchmark has none: its tasks come in chains. Everything that is not part of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,27 +21,17 @@ _GRASP_STEPS, _SETTLE_STEPS = 12, 10  # actions
 _STAY_OPEN, _STAY_CLOSED = (np.array([0, 0, 0, 0, 0, 0, grip]) for grip in (1.0, -1.0))
 
 
-@dataclass(frozen=True)
-class Start:
-    """An initial state.
-
-    Attributes:
-        condition: what it is a state of.
-        robot, scene: as :meth:`World.reset` takes them.
-    """
+class Start(NamedTuple):
+    """An initial state."""
 
     condition: Condition
-    robot: np.ndarray
+    robot: np.ndarray  # as World.reset takes them
     scene: np.ndarray
 
 
 @cache
 def starts(task: str) -> tuple[Condition, ...]:
-    """List the conditions in which a task is possible, in one way, as in chains.
-
-    They are some of the 192; or, where it is possible in none of these, such with a block that is held, in the drawer
-    or on another one.
-    """
+    """List the conditions in which a task is possible, in one way: some of the 192, or else special ones."""
     changed = ({**condition, **change} for condition in conditions() for change in _special(condition))
     for candidates in (conditions(), changed):
         if found := tuple(condition for condition in candidates if len(outcomes(condition, task)) == 1):
@@ -64,14 +54,7 @@ def _special(condition: Condition) -> list[dict[str, object]]:
 
 
 def start_of(task: str, letter: str, fixes: bool, *seed: int) -> Start:
-    """Draw an initial state in which a task is possible.
-
-    Args:
-        task: its name.
-        letter: of the scene.
-        fixes: whether it is mended.
-        *seed: numbers that fix it.
-    """
+    """Draw an initial state in which a task is possible; the numbers of ``seed`` fix it."""
     possible = starts(task)
     condition = possible[np.random.default_rng(seed).integers(len(possible))]
     robot, scene = drawn_state(condition, letter if fixes else "D", *seed)

@@ -8,10 +8,8 @@ angles and the gripper's opening; relative actions; 30 Hz. Chains of five tasks 
 - ``calvin/D``, ``calvin/ABC`` and so on, for training, as RLinf's guide has it: 480 steps for all five tasks, a reward
   of 1 for each, the sentence advances without a reset and in the midst of a chunk, terminated after the fifth.
 
-And the tasks one by one: ``calvin/open_drawer``. A task is paid once, by the action that does it.
-
-Actions out of bounds are executed as they are, as calvin_env and its evaluation do (the published data were clipped to
--1 to 1 when they were recorded). Of the gripper only the sign counts: above 0 opens, everything else closes.
+And tasks one by one, such as ``calvin/open_drawer``. A task is paid once, by the action that does it. Actions out of
+bounds are executed as they are, as calvin_env does. Of the gripper only the sign counts: above 0 opens, else it closes.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from typing import Literal
 import numpy as np
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Pixels
-from vla_common.validation import check_name, is_whole_number
+from vla_common.settings import Count, Pixels, checked
 from vla_envs.calvin.chains import LENGTH, PUBLISHED, published_chains, tasks
 from vla_envs.calvin.expert import expert_tasks
-from vla_envs.calvin.package import describe_package
+from vla_envs.calvin.package import CHECKOUT
 from vla_envs.calvin.scenes import SCENES, describe_fixes
+from vla_envs.protocol import HORIZON, PIXELS, check_once, list_deviations
 from vla_envs.simulator import SimulatorSpec, Task
 
 IMAGE_SIZE, WRIST_IMAGE_SIZE = 200, 84
@@ -39,7 +37,9 @@ SUBTASK_STEPS = 360  # for each task of the published evaluation, and for a task
 CHAIN_STEPS = 480  # for five tasks in training
 EVALUATION = "lh-mtlc"
 TRIALS_OF_A_TASK = 50
+_HORIZONS = {"chain": CHAIN_STEPS, "task": SUBTASK_STEPS, EVALUATION: LENGTH * SUBTASK_STEPS}
 _HOLDING = 0.07  # m, that the gripper is open at most around a block; 0.08 with nothing in it
+_CONTACTS = "contacts in a fixed order, of each chain by itself; in calvin_env they depend on the chains before"
 _PROTOCOLS = {
     EVALUATION: f"LH-MTLC: chains of {LENGTH} tasks, {SUBTASK_STEPS} steps for each, ended by the first failure",
     "chain": f"training chain: {LENGTH} tasks in {{steps}} steps, as RLinf has it; not LH-MTLC; {{chains}} chains",
@@ -60,6 +60,7 @@ def suites() -> tuple[str, ...]:
     return (EVALUATION, *SCENES, "ABC", "ABCD", *tasks())
 
 
+@checked
 def make_spec(
     suite: str,
     *,
@@ -81,60 +82,45 @@ def make_spec(
             ``"open_drawer"``, or several tasks joined by ``+``.
         scene: of ``"lh-mtlc"`` and of tasks; ``None`` for D. Of a task also several, such as ``"ABC"``: which one an
             episode is in is then drawn from its seed.
-        chains: in training ``"drawn"`` ones, anew for each episode, or the 1000 ``"published"`` ones of the evaluation,
-            as RLinf trains on; the evaluation has these.
+        chains: in training ``"drawn"`` ones, another for each episode, or the 1000 ``"published"`` ones of the
+            evaluation, as RLinf trains on; the evaluation has these.
         chains_file: a file with other chains in place of the published ones.
         sentences: ``"validation"``, one for each task; ``"training"``: one of about eleven is drawn. ``None``:
             validation, and training for chains in A, B and C, and in all four, as RLinf has it.
-        max_episode_steps: horizon of an episode in training or of a task; ``None`` for 480 and 360.
+        max_episode_steps: horizon of an episode; ``None`` for 480 in training, 360 for a task, and 1800 in the
+            evaluation, where fewer cut chains off.
         image_size: pixels of a side of the static camera.
         wrist_camera: draw what the camera in the hand sees.
         scene_fixes: mend the scenes, see :mod:`vla_envs.calvin.scenes`; false for upstream's.
-        renderer: PyBullet's own on the CPU (``"tiny"``) or on a GPU (``"egl"``); ``"auto"`` for the latter where there
-            is a GPU. The pixels differ.
-        path: a checkout of calvin_env; ``None`` looks for it, see :func:`vla_envs.calvin.package.find_package`.
+        renderer: PyBullet's own on the CPU (``"tiny"``) or on a GPU (``"egl"``), which ``"auto"`` takes where there is
+            one. The pixels differ.
+        path: a checkout of calvin_env; ``None`` looks for it, see :data:`vla_envs.calvin.package.CHECKOUT`.
 
     Raises:
         ValueError: an unknown suite, scene or task, or an option that the suite does not have.
     """
-    check_name("renderer", renderer, ("auto", "tiny", "egl"), example="auto")
-    if chains is not None:
-        check_name("chains", chains, ("drawn", "published"), example="drawn")
-    if sentences is not None:
-        check_name("sentences", sentences, ("validation", "training"), example="validation")
-    if not is_whole_number(image_size) or image_size < 16:
-        raise ValueError(f"image_size is a number of pixels, at least 16, got {image_size!r}; try image_size=200")
     kind, scenes, names = _parts(suite, scene)
-    if kind != "chain" and chains is not None:
-        raise ValueError(f"chains={chains} is for training in scenes such as calvin/D; calvin/{suite} has its own")
-    if kind == EVALUATION and max_episode_steps is not None:
-        raise ValueError(f"calvin/{EVALUATION} has {SUBTASK_STEPS} steps for each task; leave max_episode_steps out")
-    published = kind == EVALUATION or chains == "published"
-    if chains_file is not None and not published:
-        raise ValueError("chains_file replaces the published chains; type chains=published too, or calvin/lh-mtlc")
+    number = _published(kind, suite, chains, chains_file)
     usual = "training" if kind == "chain" and {*"ABC"} <= {*scenes} else "validation"
     said = usual if sentences is None else sentences
-    horizon = {"chain": CHAIN_STEPS, "task": SUBTASK_STEPS, EVALUATION: LENGTH * SUBTASK_STEPS}[kind]
-    steps = horizon if max_episode_steps is None else max_episode_steps
-    number = len(published_chains(chains_file)) if published else None
+    steps = _HORIZONS[kind] if max_episode_steps is None else max_episode_steps
+    if kind == EVALUATION and steps > _HORIZONS[kind]:
+        raise ValueError(
+            f"max_episode_steps={steps}: calvin/{EVALUATION} has {SUBTASK_STEPS} steps for each of {LENGTH} tasks; "
+            f"type less than {_HORIZONS[kind]} to cut chains off, or leave it out"
+        )
     drawer = choose_renderer(renderer)
     demonstrated = kind == "task" and set(names) <= set(expert_tasks())
-    deviations = [
-        text
-        for deviates, text in [
-            (steps != horizon, f"horizon {steps} instead of {horizon}"),
-            (kind == EVALUATION and scenes != "D", f"scene {scenes} instead of D"),
-            (said != usual, f"{said} sentences instead of {usual} ones"),
-            (chains_file is not None, f"{number} chains of {chains_file}"),
-            (image_size != IMAGE_SIZE, f"{image_size} x {image_size} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
-            (not wrist_camera, "no camera in the hand"),
-            (drawer == "tiny", "drawn by PyBullet's TinyRenderer, not by EGL as the published data are"),
-        ]
-        if deviates
-    ]
-    deviations += describe_package(path)
-    if scene_fixes:
-        deviations += describe_fixes(scenes)
+    deviations = list_deviations(
+        (steps, _HORIZONS[kind], HORIZON),
+        (scenes if kind == EVALUATION else "D", "D", "scene {value} instead of {usual}"),
+        (said, usual, "{value} sentences instead of {usual} ones"),
+        (chains_file, None, f"{number} chains of {{value}}"),
+        ((image_size,) * 2, (IMAGE_SIZE,) * 2, PIXELS),
+        (wrist_camera, True, "no camera in the hand"),
+        (kind == EVALUATION, False, _CONTACTS),
+        (drawer, "egl", "drawn by PyBullet's TinyRenderer, not by EGL as the published data are"),
+    )
     return SimulatorSpec(
         id=f"calvin/{suite}",
         entry_point=f"vla_envs.calvin.simulator:{'Expert' if demonstrated else 'Calvin'}Simulator",
@@ -153,13 +139,12 @@ def make_spec(
         clips_actions=False,
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
-        protocol=_PROTOCOLS[kind].format(steps=steps, chains="the published" if published else "drawn"),
-        protocol_deviations=tuple(deviations),
-        worker_gb=(0.25, 0.09),
+        protocol=_PROTOCOLS[kind].format(steps=steps, chains="the published" if number else "drawn"),
+        protocol_deviations=(*deviations, *CHECKOUT.describe(path), *(describe_fixes(scenes) if scene_fixes else ())),
         options={
             "kind": kind,
             "scenes": scenes,
-            "published": published,
+            "published": number is not None,
             "chains_file": chains_file,
             "sentences": said,
             "scene_fixes": scene_fixes,
@@ -170,7 +155,6 @@ def make_spec(
 
 
 def _parts(suite: str, asked: str | None) -> tuple[str, str, tuple[str, ...]]:
-    """Return the kind of a suite, its scenes, and the names of its tasks."""
     scene = "D" if asked is None else asked
     if not _are_scenes(scene):
         raise ValueError(f"scene={scene}: is not of {', '.join(SCENES)}, or some of them; type scene=D or scene=ABC")
@@ -188,13 +172,21 @@ def _parts(suite: str, asked: str | None) -> tuple[str, str, tuple[str, ...]]:
             raise ValueError(f"calvin/{suite} joins scenes and tasks; type calvin/ABC for scenes, scene=A for tasks")
         if name not in tasks():
             raise unknown_name("CALVIN suite or task", name, suites(), example="calvin/D")
-    if len(set(names)) != len(names):
-        raise ValueError(f"CALVIN suite {suite!r} names a task twice; name each task once")
+    check_once("CALVIN", suite, names)
     return "task", scene, names
 
 
+def _published(kind: str, suite: str, chains: str | None, chains_file: str | None) -> int | None:
+    if kind != "chain" and chains is not None:
+        raise ValueError(f"chains={chains} is for training in scenes such as calvin/D; calvin/{suite} has its own")
+    if kind == EVALUATION or chains == "published":
+        return len(published_chains(chains_file))
+    if chains_file is not None:
+        raise ValueError("chains_file replaces the published chains; type chains=published too, or calvin/lh-mtlc")
+    return None
+
+
 def _are_scenes(letters: object) -> bool:
-    """Tell whether a text names scenes, each once."""
     return isinstance(letters, str) and 0 < len(letters) == len({*letters} & {*SCENES})
 
 
@@ -212,12 +204,12 @@ def spoken(task: str, said: str) -> tuple[str, ...]:
 
 
 def stay(states: np.ndarray) -> np.ndarray:
-    """Return the action that moves nothing, float32 ``[7]``: some tasks begin with a block in the hand, others open."""
+    """Return the action that moves nothing, float32 ``[7]``; the gripper stays as it is."""
     return np.array([*(0.0,) * 6, 1.0 if states[6] > _HOLDING else -1.0], np.float32)
 
 
 def choose_renderer(asked: str) -> str:
-    """Return ``"egl"`` or ``"tiny"`` for what was asked, of which ``"auto"`` is the former where there is a GPU."""
+    """Return ``"egl"`` or ``"tiny"``; ``"auto"`` is the former where there is a GPU."""
     if asked != "auto":
         return asked
     return "egl" if any(Path("/proc/driver/nvidia/gpus").glob("*")) else "tiny"

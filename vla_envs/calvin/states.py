@@ -30,20 +30,15 @@ _SLIDER_LEFT, _DRAWER_OPEN, _SWITCH_ON = 0.28, 0.22, 0.088  # m, m, m
 
 
 def published_state(condition: Condition, scene: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the state of a condition in the published evaluation.
+    """Return a condition's state in the published evaluation: ``robot_obs`` ``[15]``, ``scene_obs`` ``[24]``, float64.
 
-    Args:
-        condition: one of :func:`~vla_envs.calvin.chains.conditions`; the order of its entries counts.
-        scene: whose places they are; upstream's are D's in every scene.
-
-    Returns:
-        ``robot_obs``, float64 ``[15]``, and ``scene_obs``, float64 ``[24]``.
+    The order of the condition's entries counts. ``scene`` is whose places they are; upstream's are D's everywhere.
     """
     return _state(condition, scene, np.random.RandomState(fnv(str(condition.values()))))
 
 
 def drawn_state(condition: Condition, scene: str, *seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a state of a condition in which the blocks' rotations, and who lies where on the table, are drawn."""
+    """Return a state of a condition in which the blocks' rotations, and their order on the table, are drawn."""
     seeds = np.random.SeedSequence(seed).generate_state(4)
     return _state(condition, scene, np.random.RandomState(seeds))
 

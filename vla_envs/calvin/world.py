@@ -19,18 +19,9 @@ PHYSICS_STEPS = 8  # per action
 
 
 class World:
-    """Robot, table and blocks, cameras and task oracle.
+    """Robot, table and blocks (calvin_env's ``robot`` and ``scene`` of the last reset), cameras and task oracle.
 
-    Args:
-        folder: of calvin_env.
-        fixes: see :func:`~vla_envs.calvin.scenes.read_scene`.
-        egl: draw with PyBullet's EGL renderer, on a GPU, instead of its TinyRenderer.
-
-    Attributes:
-        robot, scene: those of calvin_env; of the last :meth:`reset`.
-
-    Raises:
-        RuntimeError: EGL cannot be used.
+    ``fixes``: see :func:`~vla_envs.calvin.scenes.read_scene`; ``egl``: draw with PyBullet's EGL renderer, on a GPU.
     """
 
     def __init__(self, folder: Path, *, fixes: bool, egl: bool):
@@ -48,15 +39,10 @@ class World:
                 _load_egl(self._client)
 
     def reset(self, scene: str, robot: np.ndarray, objects: np.ndarray) -> None:
-        """Load a scene and put everything in its place.
+        """Load a scene by its letter and put all in place: ``robot_obs`` ``[15]`` and ``scene_obs`` ``[24]``, float64.
 
-        It is loaded anew each time (44 ms): of the last episode PyBullet remembers contacts, from which it starts to
-        solve the next ones, and a block that stands where it stood before then moves otherwise.
-
-        Args:
-            scene: its letter.
-            robot: ``robot_obs`` of calvin_env, float64 ``[15]``.
-            objects: ``scene_obs``, float64 ``[24]``.
+        It is loaded again each time (44 ms): PyBullet remembers contacts of the last episode, which would change the
+        next.
         """
         client, calvin = self._client, self._calvin
         calvin.use(client)
@@ -68,7 +54,7 @@ class World:
             self._settings[scene] = read, read_robot(self._folder, read)
         settings, robot_settings = self._settings[scene]
         parts: dict[str, Any] = {"cid": client._client}
-        # Its generator is for places that nobody names; all are named below.
+        # Its generator is for places that are not given; all are given below.
         self.scene = calvin.PlayTableScene(p=client, np_random=np.random.RandomState(0), **parts, **settings)
         self.robot = calvin.Robot(**parts, **copy.deepcopy(robot_settings))
         with silence():
@@ -136,15 +122,7 @@ class World:
         return np.array(low), np.array(high)
 
     def render(self, size: int, *, wrist: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """Draw what the static camera and the one in the hand see.
-
-        Args:
-            size: pixels of a side of the static camera's image.
-            wrist: draw the other one too.
-
-        Returns:
-            uint8 ``[size, size, 3]``, and ``[84, 84, 3]`` or ``None``.
-        """
+        """Draw what the static camera sees, uint8 ``[size, size, 3]``, and if asked the hand's, ``[84, 84, 3]``."""
         self._calvin.use(self._client)
         static, gripper = self._cameras
         static.width = static.height = size
@@ -160,11 +138,7 @@ class World:
 
 
 def check_egl() -> None:
-    """Draw a ball with PyBullet's EGL renderer in a process of its own, because where that fails the process ends.
-
-    Raises:
-        RuntimeError: it cannot be used.
-    """
+    """Draw a ball with PyBullet's EGL renderer in a process of its own, because where that fails the process ends."""
     ok, detail = try_renderer(egl=True)
     if not ok:
         raise RuntimeError(f"PyBullet's EGL renderer cannot be used on this machine ({detail}); type renderer=tiny")
@@ -177,11 +151,7 @@ def try_renderer(*, egl: bool) -> tuple[bool, str]:
 
 
 def draw_ball(*, egl: bool) -> None:
-    """Draw a red ball; what :func:`try_renderer` runs.
-
-    Raises:
-        RuntimeError: the renderer cannot be loaded, or the frame is empty.
-    """
+    """Draw a red ball; what :func:`try_renderer` runs."""
     pybullet = import_pybullet()
     from pybullet_utils.bullet_client import BulletClient
 
@@ -198,11 +168,7 @@ def draw_ball(*, egl: bool) -> None:
 
 
 def _load_egl(client: Any) -> None:
-    """Have a client draw with EGL.
-
-    Its first two frames have other shadows than all that follow, and its announcements come with them: they are drawn
-    here, so that an episode looks the same whether it is the first or not.
-    """
+    """Have a client draw with EGL, and draw its first two frames, which have other shadows than all that follow."""
     found = find_spec("eglRenderer")
     library = (found.origin, "_eglRendererPlugin") if found and found.origin else ("eglRendererPlugin",)
     if client.loadPlugin(*library) < 0:

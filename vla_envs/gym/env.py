@@ -1,92 +1,80 @@
-"""One simulator as a Gymnasium environment."""
+"""One simulator as a Gymnasium environment, and what it shares with many: spaces, episodes and checks."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from gymnasium.vector.utils.shared_memory import read_from_shared_memory
 
 from vla_common import keys
 from vla_common.errors import unknown_name
-from vla_common.settings import Length, check_settings
-from vla_envs.gym.episodes import EpisodeStream, check_actions, closed, frames_per_second, make_info, resolve_spec
-from vla_envs.gym.spaces import make_action_space, make_observation_space
-from vla_envs.gym.window import Window, why_no_window
-from vla_envs.registry import describe_error
-from vla_envs.simulator import Episode, Simulator, SimulatorSpec
+from vla_common.settings import Count, Length, checked
+from vla_envs.actions import refuse_actions
+from vla_envs.registry import describe_error, find_benchmark, make_spec, option_types, refuse_options
+from vla_envs.simulator import Episode, Simulator, SimulatorSpec, is_whole_number
 from vla_envs.workers.answers import check_observation, remark_of
-from vla_envs.workers.chunks import run_chunk
+from vla_envs.workers.chunks import check_chunk_size, run_chunk
 from vla_envs.workers.pool import SimulatorCrash
+
+RESET_OPTIONS = (keys.TASK_ID, keys.TRIAL_ID)
+_DECISIONS_PER_SECOND = 2  # of a recorded video, where actions have no duration
+_MAX_SEED = 2**31
+_HORIZONS = ("max_episode_steps", "step_lim")  # what benchmarks call it
+_CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " ’"
 
 
 class SimulatorEnv(gymnasium.Env):
     """One simulator as a Gymnasium environment.
 
-    Observations are a ``Dict`` with the names and units of :mod:`vla_keys`: ``images`` uint8 ``[H, W, 3]``,
-    ``states`` float32 ``[S]``, ``task_descriptions`` text and, where the benchmark has them, ``wrist_images``
-    uint8 ``[V, H, W, 3]``. Actions are float32 ``[A]`` in the simulator's units. An episode is terminated by
-    success and truncated at the horizon. ``info`` has ``is_success`` and the identity of the episode:
-    ``task_id``, ``trial_id`` and ``episode_seed``; where episodes are chains of tasks (``chain_length`` of the
-    specification is more than 1) also ``subtasks``, how many of them are solved since the reset; and ``remark`` where
-    the simulator has one on the episode, such as another seed than the one asked for.
+    Observations are a ``Dict`` with the names and units of :mod:`vla_common.keys`: ``images`` uint8 ``[H, W, 3]``,
+    ``states`` float32 ``[S]``, ``task_descriptions`` text and, where the benchmark has them, ``wrist_images`` uint8
+    ``[V, H, W, 3]``. Actions are float32 ``[A]`` in the simulator's units. An episode is terminated by success and
+    truncated at the horizon. ``info`` has ``is_success``, ``task_id``, ``trial_id`` and ``episode_seed``; of chains of
+    tasks ``subtasks``, how many are solved; and ``remark`` where the simulator has one on the episode.
 
     Where the benchmark executes a chunk of actions as one motion (RoboTwin), a step is such a chunk: ``chunk_size`` has
-    to be said, actions are float32 ``[C, A]``, the reward is the sum over the executed actions, and ``info`` has
-    ``step_mask``, which were executed (bool ``[C]``), and their ``step_rewards`` (float32 ``[C]``). Another chunk size
-    is another environment; so are single steps, which ``chunk_size=1`` takes.
+    to be given, actions are float32 ``[C, A]``, the reward is the sum over the executed actions, and ``info`` has
+    ``step_mask``, which were executed (bool ``[C]``), and their ``step_rewards`` (float32 ``[C]``).
 
     Args:
-        name: such as ``"metaworld/reach-v3"``; :func:`vla_envs.list_envs` has them all. Or a
-            :class:`~vla_envs.simulator.SimulatorSpec`, of a simulator that belongs to no registered benchmark.
-        render_mode: ``"rgb_array"``: ``render()`` returns the image of the last observation; ``"human"``: a window
-            shows each of them, by pygame (``pip install 'vla-torchrl[video]'``); or ``None``.
-        horizon: primitive actions until truncation; the benchmark's own if ``None``. (The
-            ``max_episode_steps`` of ``gymnasium.make`` can only shorten an episode, and counts steps.)
+        name: such as ``"metaworld/reach-v3"`` of :func:`vla_envs.list_envs`; or a
+            :class:`~vla_envs.simulator.SimulatorSpec`, of a simulator that belongs to no registered benchmark:
+            ``gymnasium.register("my/Toy-v0", "vla_envs.gym:SimulatorEnv", kwargs={"name": spec})``.
+        render_mode: ``"rgb_array"``: ``render()`` returns the image of the last observation; or ``None``. (``"human"``
+            of ``gymnasium.make`` shows them in a window, by ``pip install 'vla-torchrl[video]'``.)
+        horizon: primitive actions until truncation; the benchmark's own if ``None``. (The ``max_episode_steps`` of
+            ``gymnasium.make`` can only shorten an episode, and counts steps.)
         chunk_size: primitive actions per step, ``C``; for benchmarks that execute chunks as a whole, and no others.
-        **options: of the benchmark, for example ``image_size`` and ``render_quality`` of Meta-World; none beside a
-            ``SimulatorSpec``, which has them.
-
-    Raises:
-        ValueError: an unknown name or option.
-
-    Example:
-        An id for a simulator of one's own:
-
-        >>> gymnasium.register("my/Toy-v0", "vla_envs.gym:SimulatorEnv", kwargs={"name": spec})  # doctest: +SKIP
+        **options: of the benchmark, for example ``image_size``; none with a ``SimulatorSpec``.
     """
 
-    metadata = {"render_modes": ["human", "rgb_array"]}  # noqa: RUF012  Gymnasium declares it so
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  Gymnasium declares it so
 
+    @checked
     def __init__(
         self,
         name: str | SimulatorSpec,
-        render_mode: str | None = None,
-        horizon: int | None = None,
-        chunk_size: int | None = None,
+        render_mode: Literal["rgb_array"] | None = None,
+        horizon: Count | None = None,
+        chunk_size: Length | None = None,
         **options: Any,
     ):
-        if belongs := [name for name in ("num_envs", "num_workers", "autoreset_mode") if name in options]:
-            raise ValueError(f"{belongs[0]} is for many environments: gymnasium.make_vec(id, {belongs[0]}=...)")
-        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
-            raise unknown_name("render_mode", render_mode, self.metadata["render_modes"])
-        self.render_mode, self.simulator_spec = render_mode, resolve_spec(name, horizon, options)
-        if chunk_size is not None:
-            if self.simulator_spec.control_frequency is not None:
-                raise ValueError("chunk_size is for many environments: gymnasium.make_vec(id, chunk_size=...)")
-            check_settings("", {"chunk_size": chunk_size}, {"chunk_size": Length})
-        self.chunk_size = chunk_size
-        fps = frames_per_second(self.simulator_spec, chunk_size)
-        works = [
-            mode for mode in self.metadata["render_modes"] if mode != "human" or not why_no_window()
-        ]  # for check_env
-        self.metadata = {"render_modes": works, "render_fps": fps}  # a recorded video is in real time
-        self.observation_space = make_observation_space(self.simulator_spec)
-        self.action_space = make_action_space(self.simulator_spec, chunk_size)
-        self._window = Window(fps) if render_mode == "human" else None
-        self._episodes = EpisodeStream(self.simulator_spec)
+        spec = resolve_spec(name, horizon, options)
+        if chunk_size is not None and spec.control_frequency is not None:
+            raise ValueError("chunk_size is for many environments: gymnasium.make_vec(id, chunk_size=...)")
+        self.render_mode, self.simulator_spec, self.chunk_size = render_mode, spec, chunk_size
+        self.metadata = {**self.metadata, "render_fps": frames_per_second(spec, chunk_size)}
+        self.observation_space = make_observation_space(spec)
+        self.action_space = make_action_space(spec, chunk_size)
+        self._episodes = EpisodeStream(spec)
         self._simulator: Simulator | None = None
         self._episode: Episode | None = None  # the running one
         self._observation: dict[str, Any] | None = None  # the last one
@@ -97,7 +85,7 @@ class SimulatorEnv(gymnasium.Env):
     def task_description(self) -> str:
         """The instruction of the last observation; ``call("task_description")`` asks many environments."""
         if self._observation is None:
-            raise gymnasium.error.ResetNeeded("there is no instruction yet: call reset() first")
+            raise ResetNeeded("there is no instruction yet: call reset() first")
         return self._observation[keys.TASK_DESCRIPTIONS]
 
     def reset(
@@ -107,18 +95,15 @@ class SimulatorEnv(gymnasium.Env):
 
         Args:
             seed: restarts the random stream; after it, the same resets give the same episodes.
-            options: ``task_id`` and ``trial_id`` choose the episode; what is left out is drawn. With a
-                ``seed`` and both of them the episode is ``Episode(task_id, trial_id, seed)``, the same that
-                :func:`vla_envs.make_env` runs under this name.
+            options: ``task_id`` and ``trial_id`` choose the episode; what is left out is drawn. With a ``seed`` and
+                both of them the episode is ``Episode(task_id, trial_id, seed)``, the same that
+                :func:`vla_envs.make_env` runs.
 
         Raises:
             ValueError: an unknown option, or a task that does not exist.
-            SimulatorCrash: the simulator failed, or returned something wrong; the message names the episode. The next
-                reset makes a new simulator.
-            gymnasium.error.ClosedEnvironmentError: after ``close``.
+            SimulatorCrash: the simulator failed, or returned something wrong; the next reset makes a new one.
         """
-        if self._closed:
-            raise closed(self.simulator_spec)
+        check_open(self.simulator_spec, self._closed)
         super().reset(seed=seed)
         self._episode = self._episodes.next(self.np_random, seed, options or {})
         if self._simulator is None:
@@ -136,14 +121,11 @@ class SimulatorEnv(gymnasium.Env):
         Raises:
             ValueError: an action of the wrong shape or type, not finite, or absurdly far out of bounds.
             SimulatorCrash: the simulator failed, or returned something wrong; the episode is over.
-            gymnasium.error.ResetNeeded: no episode is running.
-            gymnasium.error.ClosedEnvironmentError: after ``close``.
         """
-        if self._closed:
-            raise closed(self.simulator_spec)
-        if self._episode is None or self._simulator is None:
-            raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
         spec, episode = self.simulator_spec, self._episode
+        check_open(spec, self._closed)
+        if episode is None or self._simulator is None:
+            raise ResetNeeded("no episode is running: call reset() first")
         assert self.action_space.shape is not None
         action = check_actions(spec, action, self.action_space.shape)
         chunk = action if self.chunk_size else action[None]
@@ -152,17 +134,15 @@ class SimulatorEnv(gymnasium.Env):
             observation = self._observe(self._simulator)
         self._elapsed += len(outcomes)
         last = outcomes[-1]
-        terminated = last.success
-        too_long = self._elapsed >= spec.max_episode_steps
-        truncated = not terminated and (too_long or last.ends_episode)
-        if terminated or truncated:
+        truncated = not last.success and (self._elapsed >= spec.max_episode_steps or last.ends_episode)
+        if last.success or truncated:
             self._episode = None
         info = make_info(spec, episode, last.success, last.subtasks, remark_of(self._simulator))
         rewards = np.zeros(len(chunk), np.float32)  # the numbers that make_vec and make_env give, too
         rewards[: len(outcomes)] = [outcome.reward for outcome in outcomes]
         if self.chunk_size:
             info[keys.STEP_MASK], info[keys.STEP_REWARDS] = np.arange(len(chunk)) < len(outcomes), rewards
-        return observation, float(rewards.sum()), terminated, truncated, info
+        return observation, float(rewards.sum()), last.success, truncated, info
 
     def render(self) -> np.ndarray | None:
         """Return the image of the last observation, uint8 ``[H, W, 3]``, if the mode is ``"rgb_array"``."""
@@ -174,14 +154,12 @@ class SimulatorEnv(gymnasium.Env):
         """Free the simulator; after that the environment refuses to be used."""
         if self._simulator is not None:
             self._simulator.close()
-        if self._window is not None:
-            self._window.close()
         self._simulator = self._episode = None
         self._closed = True
 
     @contextlib.contextmanager
     def _blamed(self, episode: Episode) -> Iterator[None]:
-        """Name the episode in which a simulator fails, and make a new one for the next."""
+        """Name the episode in which a simulator fails; the next reset makes a new simulator."""
         try:
             yield
         except Exception as error:
@@ -203,6 +181,154 @@ class SimulatorEnv(gymnasium.Env):
         }
         if seen.wrist_images is not None:
             self._observation[keys.WRIST_IMAGES] = np.array(seen.wrist_images)
-        if self._window is not None:
-            self._window.show(self._observation[keys.IMAGES])
         return dict(self._observation)
+
+
+def resolve_spec(name: str | SimulatorSpec, horizon: int | None, options: dict[str, Any]) -> SimulatorSpec:
+    """Describe the simulator of a name; a finished description has its options already.
+
+    TorchRL's ``GymEnv`` tries ``frameskip`` first, and leaves it out when it is refused in the words of the
+    ``TypeError``.
+    """
+    if "frameskip" in options:
+        raise TypeError("unexpected keyword argument 'frameskip'")
+    if isinstance(name, SimulatorSpec):
+        refuse_options(name, options)
+        spec = name
+    else:
+        if horizon is not None:  # as an option, where there is one: it is among the deviations from the protocol
+            known = option_types(find_benchmark(name)[0])
+            options.update({option: horizon for option in _HORIZONS if option in known})
+        spec = make_spec(name, **options)
+    return spec if horizon is None else replace(spec, max_episode_steps=horizon)
+
+
+def frames_per_second(spec: SimulatorSpec, chunk_size: int | None) -> float:
+    """Return how fast frames are shown: in real time, one for each step."""
+    if spec.control_frequency is not None:
+        return spec.control_frequency / (chunk_size or 1)
+    check_chunk_size(spec, chunk_size)
+    return _DECISIONS_PER_SECOND
+
+
+class EpisodeStream:
+    """The episodes of one environment, drawn from its random numbers or chosen by the options of a reset."""
+
+    def __init__(self, spec: SimulatorSpec):
+        self._spec = spec
+        self._seed: int | None = None  # of its episodes
+
+    def next(self, random: np.random.Generator, seed: int | None, options: Mapping[str, Any]) -> Episode:
+        """Return the next episode, of ``task_id`` and ``trial_id`` of the options; what is left out is drawn.
+
+        A ``seed`` is that of this episode and those after it, whose caller has restarted ``random``; one is drawn if
+        none was ever given.
+        """
+        spec = self._spec
+        for name in options:
+            if name not in RESET_OPTIONS:
+                raise unknown_name("reset option", name, RESET_OPTIONS)
+        if seed is not None:
+            self._seed = seed
+        elif self._seed is None:
+            self._seed = int(random.integers(_MAX_SEED))
+        # Both are always drawn, so that fixing one does not change the other.
+        tasks, trials = len(spec.tasks), spec.initial_states or _MAX_SEED
+        drawn = int(random.integers(tasks)), int(random.integers(trials))
+        task_id, trial_id = options.get(keys.TASK_ID, drawn[0]), options.get(keys.TRIAL_ID, drawn[1])
+        whole = is_whole_number(task_id) and is_whole_number(trial_id)  # 3.7 is no task
+        evaluation = spec.evaluation_trials or range(0)
+        if not whole or not 0 <= task_id < tasks or not (0 <= trial_id < trials or trial_id in evaluation):
+            also = f" and {evaluation[0]} to {evaluation[-1]}" if evaluation else ""
+            raise ValueError(
+                f"{spec.id} has task_id 0 to {tasks - 1} and trial_id 0 to {trials - 1}{also}, "
+                f"got task_id={task_id!r} and trial_id={trial_id!r}"
+            )
+        return Episode(int(task_id), int(trial_id), self._seed)
+
+
+def make_info(
+    spec: SimulatorSpec, episode: Episode, success: bool = False, subtasks: int = 0, remark: str = ""
+) -> dict[str, Any]:
+    """Return ``info`` of a step, or of a reset."""
+    return {
+        "is_success": success,
+        **({keys.SUBTASKS: subtasks} if spec.chain_length > 1 else {}),
+        keys.TASK_ID: episode.task_id,
+        keys.TRIAL_ID: episode.trial_id,
+        "episode_seed": episode.seed,
+        **({"remark": remark} if remark else {}),
+    }
+
+
+def check_actions(
+    spec: SimulatorSpec, actions: np.ndarray, expected: Sequence[int], running: np.ndarray | None = None
+) -> np.ndarray:
+    """Return actions as float32; ``ValueError`` for another shape or type, and as :func:`refuse_actions`."""
+    actions = np.asarray(actions)
+    if actions.shape != tuple(expected) or not np.issubdtype(actions.dtype, np.floating):
+        raise ValueError(
+            f"{spec.id} takes actions of float32 {list(expected)}, got {actions.dtype} {list(actions.shape)}"
+        )
+    actions = actions.astype(np.float32)
+    refuse_actions(spec, actions[None] if running is None else actions, running)
+    return actions
+
+
+def check_open(spec: SimulatorSpec, closed: bool) -> None:
+    """Refuse an environment that is closed."""
+    if closed:
+        raise ClosedEnvironmentError(f"this environment ({spec.id}) is closed: make a new one")
+
+
+def make_observation_space(spec: SimulatorSpec) -> spaces.Dict:
+    """Describe what one environment shows."""
+    entries: dict[str, spaces.Space[Any]] = {
+        keys.IMAGES: spaces.Box(0, 255, (*spec.image_shape, 3), np.uint8),
+        keys.STATES: spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32),
+        keys.TASK_DESCRIPTIONS: InstructionSpace(keys.MAX_INSTRUCTION, charset=_CHARACTERS),
+    }
+    if spec.wrist_image_shape is not None:
+        entries[keys.WRIST_IMAGES] = spaces.Box(0, 255, (*spec.wrist_image_shape, 3), np.uint8)
+    return spaces.Dict(entries)
+
+
+def make_action_space(spec: SimulatorSpec, chunk_size: int | None = None) -> spaces.Box:
+    """Describe one primitive action, float32 ``[A]``, or a chunk of them, ``[C, A]``, in the simulator's units."""
+    low, high = (np.array(bounds, np.float32) for bounds in (spec.action_low, spec.action_high))
+    if chunk_size is not None:
+        low, high = np.tile(low, (chunk_size, 1)), np.tile(high, (chunk_size, 1))
+    return spaces.Box(low, high)
+
+
+class InstructionSpace(spaces.Text):
+    """Text that ``AsyncVectorEnv`` keeps up to date.
+
+    Gymnasium 1.4 decodes a ``Text`` in shared memory once, when the vector environment is made. This space is read as a
+    view that decodes when it is looked at.
+    """
+
+
+class _SharedTexts(Sequence):
+    """The current texts of all environments, in shared memory; a copy is a plain tuple."""
+
+    def __init__(self, space: spaces.Text, memory: Any, n: int):
+        self._arguments = space, memory, n
+
+    def _decode(self) -> tuple[str, ...]:
+        texts: Any = read_from_shared_memory.dispatch(spaces.Text)(*self._arguments)
+        return texts
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._decode()[index]
+
+    def __len__(self) -> int:
+        return self._arguments[-1]
+
+    def __deepcopy__(self, _: Any) -> tuple[str, ...]:
+        return self._decode()
+
+
+@read_from_shared_memory.register(InstructionSpace)
+def _read_instructions(space: InstructionSpace, shared_memory: Any, n: int = 1) -> _SharedTexts:
+    return _SharedTexts(space, shared_memory, n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -13,30 +13,30 @@ from gymnasium.vector.utils import batch_space
 
 from vla_common import keys
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Length, Positive, check_settings, setting_types
-from vla_envs.gym.episodes import (
+from vla_common.settings import Count, Length, Positive, checked
+from vla_envs.gym.env import (
     RESET_OPTIONS,
     EpisodeStream,
     check_actions,
-    closed,
+    check_open,
     frames_per_second,
+    make_action_space,
     make_info,
+    make_observation_space,
     resolve_spec,
 )
-from vla_envs.gym.spaces import make_action_space, make_observation_space
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.pool import WorkerPool, count_workers
 
 _RESET_MASK = "reset_mask"
-_PARTS = ("self", "name", "autoreset_mode", "options", "__class__")  # what is checked by itself
 
 
 class SimulatorVectorEnv(VectorEnv):
     """``N`` simulators as a Gymnasium vector environment.
 
     Step by step it returns what Gymnasium's ``SyncVectorEnv`` returns over :class:`~vla_envs.gym.SimulatorEnv`, in each
-    autoreset mode, from a :class:`~vla_envs.workers.pool.WorkerPool`: few processes for many simulators, started as
-    programs of their own (nothing is forked), which write into memory that is shared.
+    autoreset mode, from a :class:`~vla_envs.workers.pool.WorkerPool`: few processes for many simulators, nothing
+    forked.
 
     With a ``chunk_size`` a step is a decision: actions are float32 ``[N, C, A]``, each simulator stops where its
     episode ends, one frame is drawn, the reward is the sum over the executed actions, and ``infos`` have ``step_mask``,
@@ -47,18 +47,13 @@ class SimulatorVectorEnv(VectorEnv):
     all zeros, and the next step says that it crashed.
 
     Args:
-        name: as for :class:`~vla_envs.gym.SimulatorEnv`.
+        name, render_mode, horizon, **options: as of :class:`~vla_envs.gym.SimulatorEnv`.
         num_envs: number of simulators, ``N``.
-        render_mode: ``"rgb_array"``: ``render()`` returns the images of the last observations; or ``None``.
-        horizon: primitive actions until truncation; the benchmark's own if ``None``.
-        max_episode_steps: the same under Gymnasium's name.
+        max_episode_steps: ``horizon`` under Gymnasium's name.
         chunk_size: primitive actions per step, ``C``; one without a dimension of its own if ``None``, which is refused
-            where chunks are executed as a whole: single steps are another environment there.
-        num_workers: processes that share the simulators; one per available core if ``None``.
+            where chunks are executed as a whole.
+        num_workers, step_timeout, start_timeout: as of :func:`~vla_envs.make.make_env`.
         autoreset_mode: of :class:`gymnasium.vector.AutoresetMode`.
-        step_timeout: seconds after which a worker that does not get on to its next simulator counts as hung.
-        start_timeout: seconds that the first answer of a new worker may take on top.
-        **options: of the benchmark, as for :class:`~vla_envs.gym.SimulatorEnv`.
 
     Raises:
         ValueError: an unknown name or option, or an impossible number.
@@ -70,11 +65,14 @@ class SimulatorVectorEnv(VectorEnv):
 
     metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  Gymnasium declares it so
 
+    closed = True  # until there is something to close
+
+    @checked
     def __init__(
         self,
         name: str | SimulatorSpec,
         num_envs: Count = 1,
-        render_mode: str | None = None,
+        render_mode: Literal["rgb_array"] | None = None,
         horizon: Count | None = None,
         max_episode_steps: Count | None = None,
         chunk_size: Length | None = None,
@@ -84,25 +82,17 @@ class SimulatorVectorEnv(VectorEnv):
         start_timeout: Positive = 120.0,
         **options: Any,
     ):
-        given = {name: value for name, value in locals().items() if name not in _PARTS}
-        self.closed = True  # until there is something to close
-        check_settings("", given, setting_types(SimulatorVectorEnv, without=_PARTS))
-        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
-            raise unknown_name("render_mode of many environments", render_mode, self.metadata["render_modes"])
         num_workers = count_workers(num_envs, num_workers)
         spec = resolve_spec(name, max_episode_steps if horizon is None else horizon, options)
         if spec.batched:
             raise ValueError(f"{spec.id} leaves its images on the GPU: take make_env, or type backend='processes'")
         self.simulator_spec, self.num_envs, self.render_mode = spec, num_envs, render_mode
         modes = [mode.value for mode in AutoresetMode]
-        if not isinstance(autoreset_mode, AutoresetMode) and autoreset_mode not in modes:
-            raise unknown_name("autoreset_mode", autoreset_mode, modes)
+        if autoreset_mode not in [*AutoresetMode, *modes]:
+            raise unknown_name("autoreset_mode", str(autoreset_mode), modes)
         self.autoreset_mode = AutoresetMode(autoreset_mode)
-        self.metadata = {
-            **self.metadata,
-            "render_fps": frames_per_second(spec, chunk_size),  # a recorded video is in real time
-            "autoreset_mode": self.autoreset_mode,
-        }
+        fps = frames_per_second(spec, chunk_size)
+        self.metadata = {**self.metadata, "render_fps": fps, "autoreset_mode": self.autoreset_mode}
         self.single_observation_space = space = make_observation_space(spec)
         self._spaces = space.spaces
         self.single_action_space = make_action_space(spec, chunk_size)
@@ -120,7 +110,7 @@ class SimulatorVectorEnv(VectorEnv):
         self._ended = np.zeros(num_envs, np.bool_)
         self.closed = False
 
-    @property  # type: ignore[misc]  # nobody sets it, as in SyncVectorEnv
+    @property  # type: ignore[misc]  # it is not set, as in SyncVectorEnv
     def np_random(self) -> Any:
         """The random numbers that episodes are drawn from, one generator per environment."""
         return tuple(self._random_of(slot)[0] for slot in range(self.num_envs))
@@ -142,11 +132,9 @@ class SimulatorVectorEnv(VectorEnv):
 
         Raises:
             ValueError: an unknown option, a task that does not exist, or not as many as there are environments.
-            SimulatorCrash: the simulator is broken: many episodes in a row could not be started or ended by a crash.
-            gymnasium.error.ClosedEnvironmentError: after ``close``.
+            SimulatorCrash: the simulator is broken: many episodes in a row crashed or could not be started.
         """
-        if self.closed:
-            raise closed(self.simulator_spec)
+        check_open(self.simulator_spec, self.closed)
         if seed is None or isinstance(seed, (int, np.integer)):
             seed = [None if seed is None else int(seed) + slot for slot in range(self.num_envs)]
         if len(seed) != self.num_envs:
@@ -164,10 +152,8 @@ class SimulatorVectorEnv(VectorEnv):
             ValueError: actions of the wrong shape or type, not finite, or absurdly far out of bounds.
             SimulatorCrash: the simulator is broken.
             gymnasium.error.ResetNeeded: some environments run no episode and do not reset themselves.
-            gymnasium.error.ClosedEnvironmentError: after ``close``.
         """
-        if self.closed:
-            raise closed(self.simulator_spec)
+        check_open(self.simulator_spec, self.closed)
         ended = np.flatnonzero(self._ended)
         if None in self._episodes:
             raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
@@ -181,10 +167,10 @@ class SimulatorVectorEnv(VectorEnv):
         done = terminated | truncated
         infos: dict[str, Any] = {}
         if self.autoreset_mode is AutoresetMode.SAME_STEP:
-            for slot in np.flatnonzero(done).tolist():
+            ended = np.flatnonzero(done)
+            for slot in ended.tolist():
                 final = {"final_obs": self._observations(slot), "final_info": outcomes.pop(slot)}
                 infos = self._add_info(infos, final, slot)
-            ended = np.flatnonzero(done)
         for slot, info in outcomes.items():
             infos = self._add_info(infos, info, slot)
         if self.chunk_size is not None:  # of all, nothing where an environment was only reset
@@ -199,13 +185,8 @@ class SimulatorVectorEnv(VectorEnv):
         return tuple(self._pool.arrays.images.copy()) if self.render_mode == "rgb_array" else None
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Ask each environment for one of its attributes: ``task_description``, ``episode``, ...
-
-        Raises:
-            AttributeError: the attribute is not known here; simulators live in worker processes.
-        """
-        if self.closed:
-            raise closed(self.simulator_spec)
+        """Return an attribute of each environment, such as ``task_description`` and ``episode``."""
+        check_open(self.simulator_spec, self.closed)
         everywhere = {
             "observation_space": self.single_observation_space,
             "action_space": self.single_action_space,
@@ -225,25 +206,21 @@ class SimulatorVectorEnv(VectorEnv):
         return each[name](*args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Ask each environment for one of its attributes, as :meth:`call` does."""
+        """Return an attribute of each environment, as :meth:`call` does."""
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Refuse: the environments live in worker processes.
-
-        Raises:
-            AttributeError: always.
-        """
+        """Refuse with an ``AttributeError``: the environments live in worker processes."""
         raise AttributeError(f"{name!r} cannot be set: the simulators run in workers; give make_vec options instead")
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Stop the worker processes; whatever AsyncVectorEnv would be told about it changes nothing."""
+        """Stop the worker processes; options of ``AsyncVectorEnv`` change nothing."""
         self._pool.close()
 
     def _advance(
         self, running: np.ndarray, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, dict[str, Any]]]:
-        """Execute actions in some environments: rewards, terminated and truncated of all, and infos of these."""
+        """Execute actions: rewards, terminated and truncated of all environments, infos of those that run."""
         assert self.action_space.shape is not None
         spec, arrays = self.simulator_spec, self._pool.arrays
         actions = check_actions(spec, actions, self.action_space.shape, ~self._ended)
@@ -257,10 +234,7 @@ class SimulatorVectorEnv(VectorEnv):
         truncated[self._ended] = False
         infos = {}
         for slot in running.tolist():
-            episode = self._episodes[slot]
-            assert episode is not None
-            remark = self._pool.remarks.get(slot, "")
-            infos[slot] = make_info(spec, episode, bool(terminated[slot]), int(self._subtasks[slot]), remark)
+            infos[slot] = self._info(slot, bool(terminated[slot]), int(self._subtasks[slot]))
             if crashed[slot]:
                 infos[slot][keys.CRASHED] = True
         return arrays.rewards.sum(1).astype(np.float64), terminated, truncated, infos
@@ -285,10 +259,14 @@ class SimulatorVectorEnv(VectorEnv):
         for slot, episode in starting.items():
             self._episodes[slot] = episode
             self._elapsed[slot] = self._subtasks[slot] = 0
-            info = make_info(self.simulator_spec, episode, remark=self._pool.remarks.get(slot, ""))
-            infos = self._add_info(infos, info, slot)
+            infos = self._add_info(infos, self._info(slot), slot)
         self._ended[slots] = False
         return infos
+
+    def _info(self, slot: int, success: bool = False, subtasks: int = 0) -> dict[str, Any]:
+        episode = self._episodes[slot]
+        assert episode is not None
+        return make_info(self.simulator_spec, episode, success, subtasks, self._pool.remarks.get(slot, ""))
 
     def _random_of(self, slot: int) -> tuple[np.random.Generator, int]:
         random = self._random[slot]
@@ -297,25 +275,20 @@ class SimulatorVectorEnv(VectorEnv):
         return random
 
     def _observations(self, of: int | slice = slice(None)) -> dict[str, Any]:
-        """Copy the shared arrays, which the next step overwrites: those of all environments, or of one."""
+        """Copy the shared arrays, which the next step overwrites."""
         texts, arrays = tuple(self._pool.texts)[of], self._pool.arrays
         return {
             key: texts if key == keys.TASK_DESCRIPTIONS else getattr(arrays, key)[of].copy() for key in self._spaces
         }
 
     def _check_mask(self, mask: Any) -> np.ndarray:
-        if (
-            not isinstance(mask, np.ndarray)
-            or mask.shape != (self.num_envs,)
-            or mask.dtype != np.bool_
-            or not mask.any()
-        ):
-            got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
+        found = (mask.shape, mask.dtype) if isinstance(mask, np.ndarray) else None
+        if found != ((self.num_envs,), np.bool_) or not mask.any():
+            got = f"{mask.dtype} {list(mask.shape)}" if found else type(mask).__name__
             raise ValueError(f"{_RESET_MASK} is a numpy array of bool [{self.num_envs}] with a True in it, got {got}")
         return mask
 
     def _options_of_each(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Deal out options that are the same for all environments, or one for each."""
         each: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for name, value in options.items():
             if name not in RESET_OPTIONS:

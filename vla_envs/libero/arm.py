@@ -1,9 +1,8 @@
 """The physics steps of LIBERO's arm: everything that is equal is computed once, and the bits are robosuite's.
 
-robosuite computes the dynamics three times per physics step: before its controller is asked, in the controller, and in
-MuJoCo's own step. Forces change nothing of what follows from positions and velocities alone, which is most of it:
-kinematics, masses, contacts. That is computed once here, and the controller reads from it. MuJoCo's solver of contact
-forces alone runs three times as before, because it begins where it ended last, and its last digits show that.
+robosuite computes the dynamics three times per physics step. Most of it (kinematics, masses, contacts) follows from
+positions and velocities alone and is computed once here. MuJoCo's solver of contact forces runs three times as before,
+because it begins where it ended last, and its last digits show that.
 """
 
 from __future__ import annotations
@@ -16,14 +15,10 @@ from vla_envs.rendering.mujoco import mujoco
 
 
 class Arm:
-    """The arm and the gripper of a robosuite environment with one robot, moved by operational space control.
+    """The arm and gripper of a robosuite environment with one robot: operational space control (Khatib 1987).
 
-    Khatib 1987, A unified approach for motion and force control of robot manipulators: the operational space
-    formulation. Goals and matrices are robosuite's, numbers are added in its order, and arrays lie in memory as its
-    arrays do, because BLAS adds up in another order otherwise.
-
-    Args:
-        env: robosuite's environment, which keeps its simulation through all resets.
+    Goals and matrices are robosuite's, numbers are added in its order, and arrays lie in memory as its arrays do,
+    because BLAS adds up in another order otherwise. ``env`` keeps its simulation through all resets.
     """
 
     def __init__(self, env: Any):
@@ -58,7 +53,7 @@ class Arm:
         """Begin an episode after robosuite's reset.
 
         Until the first physics step is over robosuite goes by what it read in its reset, where the arm stood before the
-        initial state was restored. What the gripper was told is forgotten, which robosuite forgets with its model.
+        initial state was restored. The last command of the gripper is forgotten.
         """
         self._controller = controller = self._robot.controller  # of this episode
         self._gains, self._damping = controller.kp, controller.kd
@@ -72,10 +67,7 @@ class Arm:
         self._has_read = True
 
     def aim(self, action: np.ndarray) -> None:
-        """Begin an action, float64 ``[7]``: how far to move and turn from where the hand is, and where to the fingers.
-
-        The dynamics of the first of its physics steps have been computed by then.
-        """
+        """Begin an action, float64 ``[7]``, after the dynamics of the first of its physics steps have been computed."""
         self._read()
         self._controller.ee_pos, self._controller.ee_ori_mat = self._hand, self._hand_rotation
         self._controller.new_update = False  # it has all it needs

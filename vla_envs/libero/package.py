@@ -1,7 +1,6 @@
-"""The installed LIBERO package: its versions, its assets and initial states, and an import without side effects.
+"""The installed LIBERO package: its versions, assets and initial states, and an import without side effects.
 
-On its own, the package asks a question on the standard input when it is first imported, writes into the home folder,
-and looks for its assets in one place only.
+On its own it asks on the standard input when it is first imported, and writes into the home folder.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from vla_envs.folders import check_installed, describe_stand_ins, find_folder, list_places
+
 # The versions that results belong to: another MuJoCo draws other pixels, another robosuite has other physics.
 VERSIONS = {"hf-libero": "0.1.4", "robosuite": "1.4.0", "bddl": "1.0.1", "mujoco": "3.3.0"}
 INSTALL = "make setup EXTRAS=metaworld,libero,dev  (or the two commands of docs/install.md)"
@@ -31,7 +32,6 @@ _ARENAS = [
     for name in ("tabletop", "kitchen_tabletop", "living_room_tabletop", "study", "floor")
 ]
 _FOLDERS = ("textures", "articulated_objects", "stable_scanned_objects", "turbosquid_objects", "stable_hope_objects")
-_STAND_INS = "MANIFEST.md"  # in a folder that does not have the benchmark's own meshes and textures
 _LARGEST_STATES = 64 * 2**20  # bytes; those of LIBERO have 0.1 MB
 
 
@@ -50,25 +50,18 @@ def wrong_versions() -> tuple[str, ...]:
 
 
 def check_versions(allow_other_versions: bool = False) -> None:
-    """Check that LIBERO is installed, in the right versions.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-        RuntimeError: another version.
-    """
-    missing = [name for name in ("libero", "robosuite", "bddl", "mujoco") if find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(f"LIBERO needs {', '.join(missing)}, not installed; type: {INSTALL}")
+    """Check that LIBERO is installed, in the right versions."""
+    check_installed("LIBERO", {name: name for name in ("libero", "robosuite", "bddl", "mujoco")}, {}, INSTALL)
     if wrong_versions() and not allow_other_versions:
         pins = " ".join(f"'{name}=={version}'" for name, version in VERSIONS.items())
         raise RuntimeError(
             f"LIBERO's results belong to other versions: {'; '.join(wrong_versions())}. Type: pip install --no-deps "
-            f"{pins}; to run all the same and have it said beside the results: allow_other_versions=true"
+            f"{pins}; to run all the same and have it said with the results: allow_other_versions=true"
         )
 
 
 def package_folder() -> Path:
-    """Folder ``libero/libero`` of the installed package, without importing it."""
+    """Return ``libero/libero`` of the installed package, without importing it."""
     spec = find_spec("libero")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"LIBERO is not installed; type: {INSTALL}")
@@ -80,43 +73,28 @@ def package_folder() -> Path:
 
 def asset_places(assets: str | None = None) -> list[Path]:
     """List where assets are looked for, in this order; with an explicit path only there."""
-    if assets is not None:
-        return [Path(assets).expanduser()]
-    places = []
-    if root := os.environ.get("VLA_TORCHRL_ASSETS"):
-        places.append(Path(root) / "libero" / "assets")
-    if find_spec("libero") is not None:
-        places.append(package_folder() / "assets")
-    return [*places, _download_folder()]
+    installed = [package_folder() / "assets"] if find_spec("libero") is not None else []
+    return list_places(assets, "", ["libero/assets"], [*installed, _download_folder()])
 
 
 def find_assets(assets: str | None = None, download: bool = False) -> Path:
-    """Find the folder of meshes, textures and object descriptions.
+    """Find the folder of meshes, textures and object descriptions: ``assets``, or the first complete one of these.
 
-    Args:
-        assets: an explicit path. Otherwise the first of these that is complete: ``$VLA_TORCHRL_ASSETS/libero/assets``,
-            the package's own folder, ``~/.cache/libero/assets``.
-        download: fetch them from the Hugging Face hub into the last of these, if there are none.
-
-    Raises:
-        FileNotFoundError: there are none; says where was looked and what to type.
+    ``$VLA_TORCHRL_ASSETS/libero/assets``, the package's own folder, ``~/.cache/libero/assets``, into which they are
+    fetched from the Hugging Face hub if there are none and ``download`` is true.
     """
     places = asset_places(assets)
-    if found := _first_complete(places):
-        return found
-    if download and assets is None:
+    if download and assets is None and all(map(missing_assets, places)):
         from huggingface_hub import snapshot_download
 
         folder = _download_folder()
         folder.parent.mkdir(parents=True, exist_ok=True)
         snapshot_download(ASSETS_REPOSITORY, repo_type="dataset", local_dir=folder)
-        if not missing_assets(folder):
-            return folder
-    looked = "\n".join(f"  {place}: {_problem(place)}" for place in places)
-    raise FileNotFoundError(
-        f"no LIBERO assets. Looked in:\n{looked}\n  Type: hf download {ASSETS_REPOSITORY} --repo-type dataset "
-        "--local-dir ~/.cache/libero/assets   (or download_assets=true, or assets=FOLDER)"
+    remedy = (
+        f"hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir ~/.cache/libero/assets   (or "
+        "download_assets=true, or assets=FOLDER)"
     )
+    return find_folder("no LIBERO assets", places, missing_assets, remedy)
 
 
 def missing_assets(folder: Path) -> list[str]:
@@ -126,22 +104,8 @@ def missing_assets(folder: Path) -> list[str]:
 
 
 def describe_assets(assets: str | None = None) -> tuple[str, ...]:
-    """Say what differs from the benchmark in the assets that would be used: pixels of stand-ins."""
-    found = _first_complete(asset_places(assets))
-    if found is None or not (found / _STAND_INS).is_file():
-        return ()
-    return (f"stand-ins for meshes and textures, as {_STAND_INS} of the assets says",)  # the same on all machines
-
-
-def _first_complete(places: list[Path]) -> Path | None:
-    return next((place for place in places if not missing_assets(place)), None)
-
-
-def _problem(place: Path) -> str:
-    if not place.is_dir():
-        return "no such folder"
-    missing = missing_assets(place)
-    return f"incomplete, lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+    """Say whether the assets that would be used are stand-ins."""
+    return describe_stand_ins(lambda: find_assets(assets))
 
 
 def _download_folder() -> Path:
@@ -160,11 +124,8 @@ def task_file(suite: str, task: str) -> Path:
 def initial_states(suite: str, task: str) -> np.ndarray:
     """Load the initial states of a task, float64 ``[50, 1 + nq + nv]``: time, positions, velocities.
 
-    The file is a pickle that ``torch.save`` wrote. It is read without torch, and nothing but an array may be in it, of
-    at most 64 MB.
-
-    Raises:
-        RuntimeError: the file is missing or not what LIBERO ships.
+    The file is a pickle that ``torch.save`` wrote. It is read without torch; nothing but an array of at most 64 MB may
+    be in it.
     """
     path = package_folder() / "init_files" / f"libero_{suite}" / f"{task}.pruned_init"
     try:

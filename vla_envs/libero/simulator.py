@@ -1,4 +1,4 @@
-"""One LIBERO arm: shipped initial states, exact resets, cameras that are drawn only when somebody looks."""
+"""One LIBERO arm: shipped initial states, exact resets, cameras that are drawn only when observed."""
 
 from __future__ import annotations
 
@@ -24,31 +24,25 @@ class LiberoSimulator:
         check_versions(options["allow_other_versions"])
         self.spec = spec
         self._assets = find_assets(options["assets"], options["download_assets"])
-        from vla_envs.libero.world import world_cache  # only now: it imports MuJoCo
+        from vla_envs.libero import world  # only now: it imports MuJoCo
 
-        self._worlds = world_cache
+        self._worlds = world
         self._world: Any = None  # a World, of the running episode
         self._task: Any = None
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:
-        """Raise what making a simulator would raise, before any worker is started."""
         check_versions(spec.options["allow_other_versions"])
         find_assets(spec.options["assets"], spec.options["download_assets"])
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
-        """Refuse chosen GPUs that cannot be drawn with, before any worker is started."""
         check_gpus(gpus)
 
     def reset(self, episode: Episode) -> None:
-        """Restore the shipped initial state ``trial_id``.
+        """Restore the shipped initial state ``trial_id``; ``episode.seed`` has no influence.
 
-        What it leaves open, the poses of fixtures, is drawn by LIBERO, with ``trial_id`` as the seed or as the
-        ``trial_id``-th reset of a script (option ``fixtures``); ``episode.seed`` has no influence.
-
-        Raises:
-            ValueError: there is no such trial.
+        What it leaves open, the poses of fixtures, LIBERO draws as the option ``fixtures`` says.
         """
         task, trial = self.spec.task_of(episode), episode.trial_id
         states = initial_states(task.group, task.name)
@@ -57,7 +51,7 @@ class LiberoSimulator:
         if task != self._task:
             self._give_back()
             with _numpy_seed(0):  # building draws as well
-                self._world = self._worlds.take(task, self.spec, self._assets)
+                self._world = self._worlds.take_world(task, self.spec, self._assets)
             self._task = task
         seed = FIXTURE_SEEDS[self.spec.options["fixtures"]]
         with self._trusted(), _numpy_seed(trial if seed is None else seed):
@@ -85,7 +79,7 @@ class LiberoSimulator:
 
     @contextlib.contextmanager
     def _trusted(self) -> Iterator[None]:
-        """Close a world that fails: it is in an unknown state, and nobody gets it again."""
+        """Close a world that fails: it is in an unknown state, and is not used again."""
         try:
             yield
         except BaseException:
@@ -97,7 +91,7 @@ class LiberoSimulator:
 
     def _give_back(self) -> None:
         if self._world is not None:
-            self._worlds.give_back(self._world, self.spec.options["cache_gigabytes"])
+            self._worlds.world_cache.give_back(self._world, self.spec.options["cache_gigabytes"])
         self._world = self._task = None
 
 

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from vla_envs.libero.package import import_libero, task_file
 from vla_envs.libero.spec import CONTROL_FREQUENCY
 from vla_envs.rendering.mujoco import Renderer, mujoco, shared_renderer
 from vla_envs.simulator import SimulatorSpec, Task
+from vla_envs.worlds import WorldCache
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 _COLLISION_SHAPES = 0  # geom group that robosuite does not draw
@@ -30,9 +30,8 @@ _QUALITY = {"benchmark": "benchmark", "fast": "minimal"}  # of the renderer
 class World:
     """robosuite's environment of one task without its cameras and sensors, which cost more than the physics.
 
-    Its observations show the state of four milliseconds before the end of an action: robosuite samples its sensors
-    once per action, at a moment that the two readings after a reset have shifted. Policies were trained on that, so it
-    is kept: one sensor remains, which copies what is needed to draw that moment later.
+    Its observations show the state of four milliseconds before the end of an action, at which robosuite samples its
+    sensors and policies were trained: one sensor remains, which copies what is needed to draw that moment later.
     """
 
     def __init__(self, task: Task, spec: SimulatorSpec, assets: Path):
@@ -65,14 +64,14 @@ class World:
         self._drawn = mujoco.MjData(self._model)
         self._drawn_sites = np.empty_like(self._model.site_rgba)
         self._states = np.zeros(8, np.float32)
-        self._renderer: Renderer = shared_renderer(
+        self.renderer: Renderer = shared_renderer(
             f"{assets}|{file}",  # meshes and textures are the assets folder's
             self._model,
             size=spec.image_shape,
             quality=_QUALITY[spec.options["render_quality"]],
             cameras=CAMERAS,
             upside_down=False,
-            mirrored=True,  # the benchmark's frames are upside down, and everybody turns them by 180 degrees
+            mirrored=True,  # the benchmark's frames are upside down; published policies see them turned
             hidden_groups=(_COLLISION_SHAPES,),
             skip_unseen=True,
         )
@@ -88,23 +87,18 @@ class World:
         self._arm = Arm(self._env)
         self._physics_steps = int(self._env.control_timestep / self._env.model_timestep)
 
+    renderer_megabytes = 0.0  # counted with the world
+
     @property
     def megabytes(self) -> float:
         """About what it takes: mujoco's model and data, and 1.7 times the model for what is there to draw it."""
         return (2.7 * mujoco.mj_sizeModel(self._model) + self._data.nbuffer + self._drawn.nbuffer) / 1e6
 
     def reset(self, initial_state: np.ndarray, earlier_resets: int | None = None) -> None:
-        """Reset everything and put the shipped state in place; the same as building the world anew.
+        """Reset everything and put the shipped state in place, float64 ``[1 + nq + nv]``, as in a world just built.
 
-        numpy's global generator decides about the poses of fixtures.
-
-        Args:
-            initial_state: float64 ``[1 + nq + nv]``.
-            earlier_resets: draw what LIBERO's own environment draws after that many resets since the generator was
-                seeded. ``None``: what it draws in its first one, without what it was built with.
-
-        Raises:
-            RuntimeError: LIBERO finds no place for its objects, or the state is of another world.
+        numpy's global generator decides about the poses of fixtures: as LIBERO's own environment draws them after
+        ``earlier_resets`` since it was seeded. ``None``: in its first reset, without what it was built with.
         """
         expected = 1 + self._model.nq + self._model.nv
         if len(initial_state) != expected:
@@ -125,7 +119,7 @@ class World:
         self._env._update_observables(force=True)
 
     def _place(self, loads: Iterator[int]) -> None:
-        """Draw places of everything until they fit; ``loads`` says how often LIBERO has loaded its model by then."""
+        """Draw places until they fit; ``loads`` says how often LIBERO has loaded its model by then."""
         from robosuite.utils.errors import RandomizationError
 
         for _ in range(_PLACEMENT_ATTEMPTS):
@@ -156,7 +150,7 @@ class World:
         sites = self._model.site_rgba.copy()
         self._model.site_rgba[:] = self._drawn_sites
         try:
-            return self._renderer.render(self._model, self._drawn, camera).copy()
+            return self.renderer.render(self._model, self._drawn, camera).copy()
         finally:
             self._model.site_rgba[:] = sites
 
@@ -179,32 +173,12 @@ class World:
         self._states = np.concatenate([position, _axis_angle(x, y, z, w), fingers]).astype(np.float32)
 
 
-class WorldCache:
-    """Worlds of this process that no simulator is using, oldest first."""
-
-    def __init__(self) -> None:
-        self._idle: OrderedDict[int, World] = OrderedDict()  # by id()
-
-    def __len__(self) -> int:
-        return len(self._idle)
-
-    def take(self, task: Task, spec: SimulatorSpec, assets: Path) -> World:
-        """Take an idle world of a task, or make a new one."""
-        key = _key(task, spec, assets)
-        for place, world in self._idle.items():
-            if world.key == key:
-                del self._idle[place]
-                return world
-        return World(task, spec, assets)
-
-    def give_back(self, world: World, gigabytes: float) -> None:
-        """Keep a world for later, as long as all kept ones take at most ``gigabytes``."""
-        self._idle[id(world)] = world
-        while self._idle and sum(idle.megabytes for idle in self._idle.values()) > 1000 * gigabytes:
-            self._idle.popitem(last=False)[1].close()
-
-
 world_cache = WorldCache()
+
+
+def take_world(task: Task, spec: SimulatorSpec, assets: Path) -> World:
+    """Take an idle world of a task, or build one."""
+    return world_cache.take(_key(task, spec, assets), lambda: World(task, spec, assets))
 
 
 def _key(task: Task, spec: SimulatorSpec, assets: Path) -> tuple:
@@ -212,11 +186,11 @@ def _key(task: Task, spec: SimulatorSpec, assets: Path) -> tuple:
 
 
 def _prepared(domain: type) -> type:
-    """Derive from an environment of robosuite one that resets like its first time, without what nobody reads.
+    """Derive from an environment of robosuite one that resets like its first time, without what is not read.
 
-    It remembers the poses of bodies before its first reset changes them. And it remembers what MuJoCo's solver makes of
-    the moment when all objects are still where they were built, in a heap with a thousand contacts: LIBERO, which
-    builds its world anew at each reset, begins its next solution there, and its last digits show it.
+    It remembers the poses of bodies before its first reset, and what MuJoCo's solver makes of the moment when all
+    objects are still where they were built: LIBERO, which builds its world at each reset, begins its next solution
+    there, and its last digits show it.
     """
 
     def initialize(self: Any, xml_string: str | None = None) -> None:
@@ -251,8 +225,7 @@ def _release_unused_memory() -> None:
 def _axis_angle(x: float, y: float, z: float, w: float) -> np.ndarray:
     """Return axis times angle (rad) of a unit quaternion; the angle is that of ``w`` as it stands, 0 to 2 pi.
 
-    robosuite's ``quat2axisangle`` multiplies in another order, which changes the last digit of most results and clips
-    its argument in place: ours stays, because seeded episodes stay what they are bit by bit.
+    robosuite's ``quat2axisangle`` multiplies in another order, which changes the last digit of seeded episodes.
     """
     w = min(max(w, -1.0), 1.0)
     length = math.sqrt(1.0 - w * w)

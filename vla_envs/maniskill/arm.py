@@ -1,4 +1,4 @@
-"""What an arm is told at each step of one world on the CPU, in a third of ManiSkill's time and to the same bits.
+"""The targets of an arm at each step of one world on the CPU, in a third of ManiSkill's time and to the same bits.
 
 ManiSkill computes in torch, on batches of one; most of a step of its own tasks is that. Here single numbers are float32
 of numpy, in ManiSkill's order; what torch does not round correctly (sines, roots, sums of products) is asked of torch.
@@ -32,12 +32,9 @@ def hasten(agent: Any) -> None:
 
 
 class Arm:
-    """Takes the place of the ``set_action`` of a controller of the hand's pose.
+    """Takes the place of the ``set_action`` of a controller whose actions change the hand's pose in the root's frame.
 
     ManiSkill works out where the hand is up to twice, of which a CPU's inverse kinematics needs at most one.
-
-    Args:
-        controller: of actions that are changes, in the root's frame.
     """
 
     def __init__(self, controller: PDEEPoseController):
@@ -84,7 +81,6 @@ class Arm:
             joint.drive_target = goal[number : number + 1]
 
     def _where(self) -> tuple[_Point, _Quaternion]:
-        """Return the hand's place and rotation as seen from the root."""
         root, hand = self._root.entity_pose, self._hand.entity_pose
         w, x, y, z = root.q
         inverse = w, -x, -y, -z
@@ -94,11 +90,7 @@ class Arm:
 
 
 class Grasp:
-    """Takes the place of an agent's ``is_grasping``: a finger that touches nothing holds nothing, at any angle.
-
-    Args:
-        agent: with two fingers.
-    """
+    """Takes the place of the ``is_grasping`` of an agent with two fingers: one that touches nothing holds nothing."""
 
     def __init__(self, agent: Any):
         self._ask = agent.is_grasping
@@ -127,7 +119,7 @@ def _times(a: _Quaternion, b: _Quaternion) -> _Quaternion:
 
 
 def _upper(a: _Quaternion) -> _Quaternion:
-    """Return whichever of the two that mean the same rotation has a real part that is not negative."""
+    """Return the equal rotation whose real part is not negative."""
     return tuple(-number for number in a) if a[0] < 0 else a
 
 
@@ -137,7 +129,6 @@ def _turn(a: _Quaternion, point: _Point) -> _Point:
 
 
 def _quaternion(angles: Tensor) -> _Quaternion:
-    """Turn Euler angles ``[1, 3]``, rad, into a quaternion."""
     matrix = euler_angles_to_matrix(angles, "XYZ")
     (m00, m01, m02), (m10, m11, m12), (m20, m21, m22) = matrix[0].numpy()
     one, two = np.float32(1), np.float32(2)

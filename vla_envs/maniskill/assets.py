@@ -1,19 +1,22 @@
-"""Files that ManiSkill's tasks need beside its package: where they may lie, whether they are all there, who has them.
+"""Files that ManiSkill's tasks need: where they may lie, whether they are all there, who has them.
 
-ManiSkill asks on the terminal whether it may download, and takes a folder for a finished download even if it is empty.
-Here they are looked for before ManiSkill is asked.
+ManiSkill asks on the terminal whether it may download, and takes an empty folder for a finished download. Here they are
+looked for before ManiSkill is asked.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from vla_common.plain import read_json
+from vla_envs.folders import describe_stand_ins, find_folder, list_places
 
 OBJECTS_SOURCE = "RLinf/maniskill_assets"  # a data set on the Hugging Face hub
 ROBOT, SCENE, OBJECTS = "robots/widowx", "tasks/bridge_v2_real2sim_dataset", "carrot"
@@ -22,7 +25,6 @@ _SCENE_FILES = ("stages/bridge_table_1_v1.glb",)
 _MODELS = {"object": "more_carrot", "plate": "more_plate", "table": "more_table"}
 _NUMBERS = {"object": 25, "plate": 17, "table": 21}
 _VISUALS = ("textured.obj", "textured.dae", "textured.glb")  # the first that is there
-_STAND_INS = "MANIFEST.md"
 DOWNLOAD = (
     "python -m mani_skill.utils.download_asset -y widowx250s && python -m mani_skill.utils.download_asset -y "
     f"bridge_v2_real2sim && hf download --repo-type dataset {OBJECTS_SOURCE} --local-dir "
@@ -32,46 +34,29 @@ DOWNLOAD = (
 
 def asset_places(assets: str | None = None) -> list[Path]:
     """List folders that may hold ``robots``, ``tasks`` and ``carrot``, in order of looking; an explicit one alone."""
-    if assets is not None:
-        return [Path(assets).expanduser()]
-    places = []
-    if root := os.environ.get("VLA_TORCHRL_ASSETS"):
-        places.append(Path(root) / "maniskill")
-    return [*places, own_folder()]
-
-
-def own_folder() -> Path:
-    """Return ManiSkill's own folder: ``$MS_ASSET_DIR/data``, or ``~/.maniskill/data``."""
-    return Path(os.environ.get("MS_ASSET_DIR", Path.home() / ".maniskill")).expanduser() / "data"
+    # ManiSkill's own folder is the last.
+    own = Path(os.environ.get("MS_ASSET_DIR", Path.home() / ".maniskill")).expanduser() / "data"
+    return list_places(assets, "", ["maniskill"], [own])
 
 
 def find_assets(assets: str | None = None) -> Path:
-    """Find the folder of robot, scene, objects, plates and tables.
+    """Find the folder of robot, scene, objects, plates and tables: ``assets``, or the first complete one of these.
 
-    Args:
-        assets: an explicit path. Otherwise ``$VLA_TORCHRL_ASSETS/maniskill``, then ManiSkill's own folder.
-
-    Raises:
-        FileNotFoundError: there is none, or none is complete; says where was looked and what to type.
+    ``$VLA_TORCHRL_ASSETS/maniskill``, then ManiSkill's own: ``$MS_ASSET_DIR/data``, or ``~/.maniskill/data``.
     """
-    places = asset_places(assets)
-    for place in places:
-        if not missing_assets(place):
-            return place
-    looked = "\n".join(f"  {place}: {_problem(place)}" for place in places)
-    raise FileNotFoundError(
-        f"no plate-25 assets. Looked in:\n{looked}\n  Type: {DOWNLOAD}   (or name their folder: assets=FOLDER)"
-    )
+    remedy = f"{DOWNLOAD}   (or name their folder: assets=FOLDER)"
+    hint = "; a download that was interrupted has to be started again"
+    return find_folder("no plate-25 assets", asset_places(assets), missing_assets, remedy, lambda place: hint)
 
 
 def missing_assets(folder: Path) -> list[str]:
-    """List what a folder lacks: the names of files, of which an interrupted download has only some."""
+    """List what a folder lacks, also after an interrupted download."""
     wanted = [f"{ROBOT}/{name}" for name in _robot_files(folder)] + [f"{SCENE}/{name}" for name in _SCENE_FILES]
     missing = [name for name in wanted if not _is_file(folder / name)]
     for kind, name in _MODELS.items():
         models = folder / OBJECTS / name
         try:
-            table = json.loads((models / "model_db.json").read_text())
+            table = read_json(models / "model_db.json")
         except (OSError, ValueError):
             missing.append(f"{OBJECTS}/{name}/model_db.json")
             continue
@@ -88,7 +73,6 @@ def missing_assets(folder: Path) -> list[str]:
 
 
 def _robot_files(folder: Path) -> list[str]:
-    """List the robot's description, and the meshes that it names."""
     model = folder / ROBOT / _ROBOT_MODEL
     meshes = re.findall(r'filename="([^"]+\.(?:stl|STL|dae|obj))"', model.read_text()) if model.is_file() else []
     return [_ROBOT_MODEL, *dict.fromkeys(meshes)]
@@ -100,23 +84,15 @@ def visual_file(model: Path) -> Path:
 
 
 def describe_assets(assets: str | None = None) -> tuple[str, ...]:
-    """Say what differs from the benchmark in the assets that would be used: pixels of stand-ins."""
-    found = _complete(assets)
-    if found is None or not (found / _STAND_INS).is_file():
-        return ()
-    return (f"stand-ins for meshes and textures, as {_STAND_INS} of the assets says",)  # the same on all machines
+    """Say whether the assets that would be used are stand-ins."""
+    return describe_stand_ins(lambda: find_assets(assets))
 
 
 @cache
 def model_table(folder: Path, kind: str) -> tuple[dict[str, Any], ...]:
-    """List the entries of ``model_db.json`` in their order, each with its ``folder`` added.
-
-    Args:
-        folder: of the assets.
-        kind: ``"object"``, ``"plate"`` or ``"table"``.
-    """
+    """List the entries of ``model_db.json`` of ``"object"``, ``"plate"`` or ``"table"``, each with its ``folder``."""
     models = folder / OBJECTS / _MODELS[kind]
-    table = json.loads((models / "model_db.json").read_text())
+    table = read_json(models / "model_db.json")
     return tuple({**entry, "file": name, "folder": models} for name, entry in table.items())
 
 
@@ -130,31 +106,12 @@ def instruction(folder: Path, template: str, object: int, plate: int) -> str:
 def list_instructions(
     assets: str | None, templates: Iterable[str], objects: Iterable[int], plates: Iterable[int]
 ) -> tuple[str, ...]:
-    """List the sentences that templates make of the names of objects and plates; none as long as there are no assets.
-
-    Args:
-        assets: see :func:`find_assets`.
-        templates: with ``{object}`` and ``{plate}``.
-        objects: their numbers.
-        plates: theirs.
-    """
-    folder = _complete(assets)
-    if folder is None:
-        return ()
-    return tuple(instruction(folder, *parts) for parts in product(templates, objects, plates))
-
-
-def _complete(assets: str | None) -> Path | None:
-    return next((place for place in asset_places(assets) if not missing_assets(place)), None)
+    """List the sentences that templates make of names of objects and plates; none without assets."""
+    with suppress(FileNotFoundError):
+        folder = find_assets(assets)
+        return tuple(instruction(folder, *parts) for parts in product(templates, objects, plates))
+    return ()
 
 
 def _is_file(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
-
-
-def _problem(place: Path) -> str:
-    if not place.is_dir():
-        return "no such folder"
-    missing = missing_assets(place)
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return f"incomplete, lacks {missing[0]}{more}; a download that was interrupted has to be started again"

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vla_envs.maniskill.overlay import resize
-from vla_envs.maniskill.simulator import PlateSimulator, episode_id_of
+from vla_envs.maniskill.simulator import PlateSimulator, episode_id_of, make_plate_world
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.shared_memory import SharedArrays
 
@@ -22,26 +21,12 @@ _logger = logging.getLogger(__name__)
 
 
 class BatchedWorlds:
-    """``num_envs`` worlds that are stepped together.
+    """``num_envs`` worlds that are stepped together, with the interface of a pool of workers.
 
     A world whose episode ended in the middle of a chunk is held still until the chunk's end: the simulation cannot
-    leave one out. What it does then is not recorded, but its last frame and state are those of the chunk's end.
-
-    Args:
-        spec: a plate-25 suite.
-        num_envs: number of worlds; each has a slot, ``0 .. num_envs - 1``.
-        chunk_size: primitive actions per step.
-        ignore_terminations: continue after success.
-        device: ``"cuda"``, the current one, or such as ``"cuda:4"``; on ``"cpu"`` there can be one world only, which is
-            for tests.
-
-    Attributes:
-        arrays: as those of a pool of workers, but for ``images``, which is a tensor on the device.
-        texts: the current instruction of each slot.
-        executed: the chunks of actions that each slot's episode was given.
-        restarts: how many worlds were not finite any more; a simulation that fails takes this process with it.
-        unstarted: no slot.
-        errors: by slot, why its last episode that was lost was.
+    leave one out; its last frame and state are those of the chunk's end. ``arrays.images`` is a tensor on ``device``:
+    ``"cuda"``, the current one, or such as ``"cuda:4"``; on ``"cpu"`` there can be one world only, for tests. A
+    simulation that fails takes this process with it; ``restarts`` counts worlds that were not finite any more.
     """
 
     unstarted: frozenset[int] = frozenset()
@@ -52,27 +37,18 @@ class BatchedWorlds:
         PlateSimulator.check(spec)
         if device != "cpu" and not torch.cuda.is_available():
             raise RuntimeError("backend=cuda needs a GPU that torch can use; on a CPU type backend=processes")
-        from vla_envs.maniskill.scene import PutOnPlate
         from vla_envs.rendering.vulkan import choose_driver, has_gpu
 
         choose_driver()
         self.spec, self._ignore_terminations = spec, ignore_terminations
         if device == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"  # one of several where processes have one each
-        self._world = PutOnPlate(
-            splits=spec.options["splits"],
-            assets=spec.options["assets"],
-            num_envs=num_envs,
-            obs_mode="rgb+segmentation",
-            reward_mode=spec.options["reward_mode"],
-            start=spec.options["start"],
-            textures=spec.options["textures"],
-            sensor_configs={"shader_pack": spec.options["shader"]},
-            sim_backend=f"physx_{device}",
-            render_backend=device if has_gpu() else "cpu",
+        self.device = device
+        self._world: Any = make_plate_world(
+            spec, num_envs=num_envs, sim_backend=f"physx_{device}", render_backend=device if has_gpu() else "cpu"
         )
         self._world._obs_mode = "none"  # steps and resets draw nothing
-        self.arrays = _Arrays(spec, num_envs, chunk_size)
+        self.arrays = SharedArrays.of_one_process(spec, num_envs, chunk_size)
         self.texts = [spec.tasks[0].instruction] * num_envs
         self.executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self._elapsed = np.zeros(num_envs, np.int64)
@@ -120,11 +96,7 @@ class BatchedWorlds:
         """Nothing: worlds that are lost are rare enough."""
 
     def step(self, slots: Sequence[int]) -> list[int]:
-        """Execute ``arrays.actions`` in the given slots and draw all.
-
-        Returns:
-            The slots whose episode is lost because its states or rewards are not finite.
-        """
+        """Execute ``arrays.actions`` in the given slots and draw all; returns those whose numbers are not finite."""
         arrays, n = self.arrays, len(self.texts)
         arrays.rewards[:], arrays.successes[:], arrays.executed[:] = 0, False, False
         for slot in slots:
@@ -155,14 +127,10 @@ class BatchedWorlds:
         return crashed
 
     def map(self, *_: Any, **__: Any) -> list[Any]:
-        """Work off the beaten track needs simulators of its own.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse: the worlds have no simulator apart."""
         raise ValueError(
             "demonstrations are recorded by simulators in worker processes: type env.backend=processes, or start from "
-            "a policy with policy.checkpoint=FOLDER and sft=none"
+            "a policy with policy.checkpoint=FOLDER and demonstrations.episodes=0"
         )
 
     def close(self) -> None:
@@ -187,25 +155,3 @@ class BatchedWorlds:
         for slot in [slot for slot in slots if broken[slot]]:
             self._lose(slot, f"states are {states[slot].tolist()}")
         self.arrays.states[:] = np.where(broken[:, None], 0, states)
-
-
-class _Arrays:
-    """The arrays of a pool of workers, in this process's own memory."""
-
-    images: Tensor
-    wrist_images: np.ndarray
-    states: np.ndarray
-    actions: np.ndarray
-    rewards: np.ndarray
-    successes: np.ndarray
-    executed: np.ndarray
-    ended: np.ndarray
-    subtasks: np.ndarray
-    busy: np.ndarray
-    progress: np.ndarray
-    seconds: np.ndarray
-
-    def __init__(self, spec: SimulatorSpec, num_envs: int, chunk_size: int):
-        for name, (shape, dtype) in SharedArrays.layout(spec, num_envs, chunk_size).items():
-            if name != "images":
-                setattr(self, name, np.zeros(shape, dtype))

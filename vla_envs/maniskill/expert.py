@@ -1,4 +1,4 @@
-"""A scripted expert for plate-25: it looks for a grasp on the object's collision shape, carries it and sets it down.
+"""Scripted experts. That of plate-25 looks for a grasp on the object's collision shape, and carries it to the plate.
 
 It steers the controller's target pose, which the actions add up to, so it comes back from disturbed actions too.
 """
@@ -24,15 +24,15 @@ _OPEN, _CLOSED = 1.0, -1.0
 _ANGLES = np.arange(0, np.pi, np.pi / 16)
 _OFFSETS = np.array([0.0, 0.01, -0.01, 0.02, -0.02, 0.035, -0.035])  # m, of the grasp along the object
 _SAMPLES = np.array([(i, j, 4 - i - j) for i in range(5) for j in range(5 - i)]) / 4  # weights within a triangle
+# Of PushCube-v1.
+_PUSH_STEP = 0.1  # m, that an action of 1 asks for (the Panda's pd_ee_delta_pose)
+_PUSH_SPEED = 0.7  # of that
+_PUSH_START = 0.065  # m, from the cube's middle back to where the fingers come down
+_PUSH_LOW, _PUSH_HIGH = 0.015, 0.09  # m, of the fingers above the table: pushing, and moving over the cube
 
 
 class Expert:
-    """The expert for one episode.
-
-    Args:
-        world: the scene, with one world, which has just been reset.
-        spec: for the bounds of an action.
-    """
+    """The expert for one episode of a ``world`` that has just been reset; ``spec`` has the bounds of an action."""
 
     def __init__(self, world: Any, spec: SimulatorSpec):
         self._world = world
@@ -45,7 +45,7 @@ class Expert:
         self._axis = np.array([0.0, -1.0])  # from finger to finger
 
     def action(self) -> np.ndarray:
-        """Tell what to do in the present state, float32 ``[7]``."""
+        """Return what to do in the present state, float32 ``[7]``."""
         target, gripper = getattr(self, f"_{self._phase}")()
         return self._towards(target, gripper)
 
@@ -76,7 +76,6 @@ class Expert:
         return self._grasp, _CLOSED
 
     def _carry(self) -> tuple[np.ndarray, float]:
-        """Up, over the plate, down onto it."""
         if not self._holds():
             self._phase = "approach"
             return self._approach()
@@ -122,7 +121,6 @@ class Expert:
         return self._world.object_positions()[0].numpy()
 
     def _points(self) -> np.ndarray:
-        """Return the object's surface in the world, ``[n, 3]``, m."""
         matrix = self._object.pose.sp.to_transformation_matrix()
         return self._shape @ matrix[:3, :3].T + matrix[:3, 3]
 
@@ -162,3 +160,28 @@ def _surface(actor: Any) -> np.ndarray:
         points = np.einsum("sk,mkd->msd", _SAMPLES, corners).reshape(-1, 3)
         found.append(points @ matrix[:3, :3].T + matrix[:3, 3])
     return np.concatenate(found)
+
+
+def push_cube_action(world: Any) -> np.ndarray:
+    """Return what to do in the present state of PushCube-v1, float32 ``[7]``.
+
+    It remembers nothing and changes smoothly with the state, which can be cloned from few demonstrations.
+    """
+    fingers, cube, goal = (pose.p[0].numpy() for pose in (world.agent.tcp.pose, world.obj.pose, world.goal_region.pose))
+    way = (goal - cube)[:2] / np.linalg.norm((goal - cube)[:2])
+    along = (fingers - cube)[:2] @ way
+    beside = (fingers - cube)[:2] - along * way
+    # 0 to 1: how much the fingers are behind the cube as seen from the goal, and how much they may push.
+    behind = _ramp(0.03 - np.linalg.norm(beside), 0.015) * _ramp(-0.01 - along, 0.01)
+    pushing = behind * _ramp(0.06 - fingers[2], 0.03)
+    to_start = cube[:2] - _PUSH_START * way - fingers[:2]
+    sideways = pushing * (_PUSH_STEP * way - 2 * beside) + (1 - pushing) * to_start
+    height = behind * _PUSH_LOW + (1 - behind) * _PUSH_HIGH
+    move = np.array([*sideways, height - fingers[2]]) / _PUSH_STEP
+    times_too_fast: Any = np.linalg.norm(move) / _PUSH_SPEED
+    move = move / max(1.0, times_too_fast)
+    return np.array([*move, 0.0, 0.0, 0.0, _CLOSED], np.float32)
+
+
+def _ramp(value: float | np.floating[Any], width: float) -> float:
+    return float(np.clip(value / width, 0, 1))

@@ -1,7 +1,6 @@
 """What is seen behind robot and objects: a photograph of a table, by segmentation, and textures mixed in.
 
-Everything is torch on batches, on the device that the frames were drawn on. Pictures are resized in double precision:
-torch's last digits depend on its number of threads, and in single precision a few pixels of a frame would too.
+Pictures are resized in double precision: in single precision a few pixels depend on torch's number of threads.
 """
 
 from __future__ import annotations
@@ -20,13 +19,7 @@ _ROUNDING = 1e-6  # far above the errors of double precision
 
 
 class Overlay:
-    """Photographs, textures and how strongly each texture is mixed in, by their numbers.
-
-    Args:
-        folder: of the assets.
-        device: of the frames.
-        with_textures: load textures too; a texture counts by its entry's ``mix``, which is 0 for the first.
-    """
+    """Photographs, textures and how strongly each texture is mixed in, by their numbers, for frames on ``device``."""
 
     def __init__(self, folder: Path, device: torch.device, with_textures: bool):
         entries = model_table(folder, "table")
@@ -50,28 +43,15 @@ class Overlay:
         return self._is_foreground[segmentation[..., 0].long()]
 
     def compose(self, frames: Tensor, segmentation: Tensor, tables: list[int]) -> Tensor:
-        """Put photographs behind frames.
-
-        Args:
-            frames: uint8 ``[N, 480, 640, 3]``.
-            segmentation: int16 ``[N, 480, 640, 1]``.
-            tables: the photograph of each.
-        """
+        """Put photographs behind frames, uint8 ``[N, 480, 640, 3]``, by segmentation, int16 ``[N, 480, 640, 1]``."""
         chosen = self._tables[torch.tensor(tables, device=frames.device)]
         return torch.where(self.foreground(segmentation)[..., None], frames, chosen)
 
     def perturb(self, frame: Tensor, foreground: Tensor, texture: int, strength: float, everywhere: bool) -> Tensor:
-        """Mix a texture into one picture.
+        """Mix a share of a texture, ``strength`` times its ``mix``, into one picture, uint8 ``[480, 640, 3]``.
 
-        Over robot and objects the texture is stretched to the smallest rectangle around them. Over the whole picture, a
-        picture-sized part of the texture at double size is taken; the middle of that rectangle says which.
-
-        Args:
-            frame: uint8 ``[480, 640, 3]``, with its background.
-            foreground: bool ``[480, 640]``.
-            texture: its number.
-            strength: share of the texture, for an entry whose ``mix`` is 1.
-            everywhere: into the whole picture.
+        Over robot and objects, bool ``[480, 640]``, the texture is stretched to the smallest rectangle around them.
+        Over the whole picture, a part of the doubled texture is taken, which the middle of that rectangle chooses.
         """
         assert self._textures is not None, "textures were not loaded"
         share = self._mix[texture] * strength
@@ -102,7 +82,6 @@ def resize(frames: Tensor, height: int, width: int) -> Tensor:
 
 
 def _stack(paths: list[Path]) -> Tensor:
-    """Load pictures of 480 x 640, without their transparency."""
     pictures = [torch.from_numpy(imageio.imread(path)[..., :3].copy()) for path in paths]
     for path, picture in zip(paths, pictures, strict=True):
         if tuple(picture.shape) != (HEIGHT, WIDTH, 3):
@@ -114,7 +93,6 @@ def _stack(paths: list[Path]) -> Tensor:
 
 
 def _rectangle(mask: Tensor) -> tuple[int, int, int, int]:
-    """Left, top, right, bottom of what is true; a single corner if nothing is."""
     rows, columns = mask.any(1).nonzero().view(-1), mask.any(0).nonzero().view(-1)
     if not len(rows):
         return 0, 0, 0, 0
@@ -122,7 +100,7 @@ def _rectangle(mask: Tensor) -> tuple[int, int, int, int]:
 
 
 def _pixels(values: Tensor) -> Tensor:
-    """Return the whole parts as uint8; what lacks only a rounding error to the next number is that number."""
+    """Return the whole parts as uint8, rounding errors apart."""
     return (values + _ROUNDING).clamp(0, 255).to(torch.uint8)
 
 

@@ -59,16 +59,10 @@ class PutOnPlate(BaseEnv):
         variant: such as ``"PutOnPlateInScene25Main-v3"``.
         object_set: ``"train"``, ``"test"`` or ``"all"``: which of the variant's values are drawn from.
         splits: several of such pairs instead; a batch may mix them.
-        start: how things lie as an episode starts, ``"rlinf"`` or ``"rl4vla"``; see
-            :class:`~vla_envs.maniskill.variants.VariantSplit`. The latter needs ``num_envs=1`` on the CPU's physics.
-        textures: which number is that of a texture, ``"rl4vla"`` or ``"rlinf"``; see the same.
+        start, textures: see :class:`~vla_envs.maniskill.variants.VariantSplit`; ``start="rl4vla"`` needs ``num_envs=1``
+            on the CPU's physics.
         assets: folder of the assets; looked for if ``None``.
         **arguments: of ManiSkill's ``BaseEnv``.
-
-    Raises:
-        FileNotFoundError: there are no assets.
-        ValueError: an unknown variant, object set, start or textures, an episode id out of range, several worlds
-            without CUDA, or a start that CUDA does not have.
     """
 
     SUPPORTED_OBS_MODES: ClassVar[list[str]] = ["rgb+segmentation"]
@@ -136,7 +130,7 @@ class PutOnPlate(BaseEnv):
             }
         else:
             loaded = {
-                "object": {number for split in self.splits for number in split.objects},
+                "object": {number for split in self.splits for number in split.values["object"]},
                 "plate": {number for split in self.splits for number in split.plates},
             }
         self._objects = self._load_models("object", loaded["object"])
@@ -173,17 +167,13 @@ class PutOnPlate(BaseEnv):
         self.overlay.set_foreground([*things, *links])
         self._sizes = {kind: self._model_sizes(kind) for kind in ("object", "plate")}
         n, device = self.num_envs, self.device
-        self._object_number = torch.zeros(n, dtype=torch.long, device=device)
-        self._plate_number = torch.zeros(n, dtype=torch.long, device=device)
         self._half_size = {kind: torch.zeros(n, 3, device=device) for kind in ("object", "plate")}
-        self._moves = torch.zeros(n, dtype=torch.bool, device=device)
+        self._object_number, self._plate_number = torch.zeros(2, n, dtype=torch.long, device=device)
         self._evaluated_at = torch.full((n,), -1, dtype=torch.int32, device=device)
         self._held_for = torch.zeros(n, dtype=torch.int32, device=device)
-        self._was_held = torch.zeros(n, dtype=torch.bool, device=device)
-        self._was_held_long = torch.zeros(n, dtype=torch.bool, device=device)
+        self._moves, self._was_held, self._was_held_long = torch.zeros(3, n, dtype=torch.bool, device=device)
 
     def _model_sizes(self, kind: str) -> Tensor:
-        """Return the edges of each model's box, ``[n, 3]``, m."""
         entries = model_table(self._folder, kind)
         boxes = [np.subtract(entry["bbox"]["max"], entry["bbox"]["min"]) * entry["scales"][0] for entry in entries]
         return torch.tensor(np.stack(boxes), dtype=torch.float32, device=self.device)
@@ -194,9 +184,9 @@ class PutOnPlate(BaseEnv):
     def _rebuilds(self) -> bool:
         """Whether each episode gets a scene of its own, with no more than it needs.
 
-        PhysX numbers contacts in an order that depends on all that was simulated before, and an object of several
-        convex parts then comes to rest some micrometres elsewhere. On a CPU a new scene costs little more than moving
-        things in the old one; on CUDA all worlds share one simulation, which cannot be built anew for one of them.
+        PhysX numbers contacts in an order that depends on all that was simulated before, so that an object comes to
+        rest some micrometres elsewhere. On CUDA all worlds share one simulation, which cannot be built again for one of
+        them.
         """
         return not self._sim_device.is_cuda()
 
@@ -250,7 +240,6 @@ class PutOnPlate(BaseEnv):
         self._was_held_long[env_idx] = False
 
     def _settle(self) -> None:
-        """Let things come to rest before the episode starts: RL4VLA's procedure, on one world."""
         self._simulate(_SETTLE)
         things = [*self._objects.values(), *self._plates.values()]
         speed = sum(float(thing.linear_velocity.norm()) for thing in things)
@@ -262,7 +251,6 @@ class PutOnPlate(BaseEnv):
             self.scene.step()
 
     def _choose(self, rows: list[int], options: dict) -> None:
-        """Write down splits, episode ids and configurations of the rows that are reset."""
         places = np.broadcast_to(_numpy(options.get("split", 0)), len(rows))
         for row, place in zip(rows, places, strict=True):
             self._running[row] = self.splits[place]
@@ -276,19 +264,14 @@ class PutOnPlate(BaseEnv):
             self.episode_ids[row] = episode_id
 
     def _poses(self, kind: str, number: int, chosen: list[Configuration]) -> Pose:
-        """Place a model at the start of each of some episodes: at its place, or parked."""
         rows = []
         for configuration in chosen:
-            places = configuration.places
             first, third = _places_of(kind, configuration)
-            if number == first:
-                position = places[0 if kind == "object" else 1]
-            elif number == third:
-                position = places[2]
+            if number in (first, third):
+                place = 2 if number != first else 0 if kind == "object" else 1
+                rows.append((*configuration.places[place], *_rotation(kind, configuration)))
             else:
                 rows.append((*_parking(kind, number), 0, 0, 0, 1))
-                continue
-            rows.append((*position, *_rotation(kind, configuration)))
         return Pose.create(torch.tensor(rows, dtype=torch.float32, device=self.device))
 
     def _numbers(self, values: list[int]) -> Tensor:
@@ -297,10 +280,7 @@ class PutOnPlate(BaseEnv):
     # ---- what has been achieved
 
     def evaluate(self) -> dict[str, Tensor]:
-        """Return success, and what the staged reward is made of, bool ``[N]`` each.
-
-        It may be called any number of times: what accumulates over an episode does so once per step.
-        """
+        """Return success, and what the staged reward is made of, bool ``[N]`` each; may be called repeatedly."""
         fresh = self._evaluated_at != self._elapsed_steps
         self._evaluated_at = self._elapsed_steps.clone()
         self._move(fresh & self._moves & (self._elapsed_steps == MOVE_STEP))
@@ -320,7 +300,6 @@ class PutOnPlate(BaseEnv):
         return 0.1 * held + 0.1 * held_long + 1.0 * (info["success"] & held)
 
     def _move(self, due: Tensor) -> None:
-        """Put the object of some worlds at its third place; each has its own clock."""
         if not due.any():
             return
         for number, actor in self._objects.items():
@@ -346,7 +325,6 @@ class PutOnPlate(BaseEnv):
         return held
 
     def _is_on_plate(self) -> Tensor:
-        """Above the plate and near it, and pressing on it."""
         pressing = self._force_on_plate() > _MINIMUM_FORCE
         if self._rebuilds and not pressing.any():  # one world; on CUDA, asking would hold up all of them
             return pressing
@@ -425,7 +403,6 @@ def _parking(kind: str, number: int) -> tuple[float, float, float]:
 
 
 def _places_of(kind: str, configuration: Configuration) -> tuple[int, int | None]:
-    """Return numbers of the models of a kind that lie on the table: the one that matters, and a second one."""
     if kind == "object":
         return configuration.object, configuration.other_object
     return configuration.plate, configuration.other_plate
@@ -439,7 +416,7 @@ def _rotation(kind: str, configuration: Configuration) -> tuple[float, float, fl
 
 
 def _box_around(sizes: Tensor, rotations: Tensor) -> Tensor:
-    """Return edges ``[N, 3]`` of the upright box around a turned one: ``|R| s``, with its corners' signs taken out."""
+    """Return the edges ``[N, 3]`` of the upright box around a turned one: ``|R| s``."""
     return (quaternion_to_matrix(rotations.float()).abs() @ sizes[..., None])[..., 0]
 
 

@@ -7,16 +7,14 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vla_envs.folders import check_installed
 from vla_envs.maniskill.assets import find_assets
-from vla_envs.maniskill.push_cube import push_cube_action
-from vla_envs.maniskill.variants import FACTORS, VariantSplit, make_split
-from vla_envs.rendering.forks import refuse_fork
-from vla_envs.rendering.gpus import WORKER, gpu_of_worker, show
+from vla_envs.maniskill.variants import FACTORS, VariantSplit
+from vla_envs.rendering.gpus import WORKER, gpu_of_worker, refuse_fork, show
 from vla_envs.rendering.vulkan import NO_CUDA, check_driver, check_gpus, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 from vla_envs.urdf import remembered_descriptions
@@ -47,13 +45,11 @@ class ManiSkillSimulator:
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:
-        """Raise what making a simulator would raise, before any worker is started."""
         _check_installed()
         check_driver()
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
-        """Refuse chosen GPUs that cannot be drawn with, or not be simulated on, before any worker is started."""
         if spec.batched and len(gpus) > 1:
             raise ValueError(
                 f"gpus={show(gpus)}: backend=cuda simulates all worlds on one GPU; type env.gpus=[{gpus[0]}], or "
@@ -61,11 +57,7 @@ class ManiSkillSimulator:
             )
         check_gpus(gpus)
 
-    def reset(self, episode: Episode) -> None:
-        raise NotImplementedError
-
     def _begin(self, **how: Any) -> None:
-        """Reset the world, which gets a new scene and robot."""
         from vla_envs.maniskill.arm import hasten
 
         with remembered_descriptions():
@@ -75,9 +67,6 @@ class ManiSkillSimulator:
     def step(self, action: np.ndarray) -> Outcome:
         _, reward, _, _, info = self._world.step(np.asarray(action, np.float32)[None])
         return Outcome(reward=float(reward), success=bool(info["success"]))
-
-    def observe(self) -> Observation:
-        raise NotImplementedError
 
     def close(self) -> None:
         self._world.close()
@@ -100,15 +89,10 @@ class PlateSimulator(ManiSkillSimulator):
         ManiSkillSimulator.check(spec)
 
     def reset(self, episode: Episode) -> None:
-        """Start the configuration that :func:`episode_id_of` finds for the episode."""
         split = self._world.splits[episode.task_id]
-        self._begin(options={"split": episode.task_id, "episode_id": self.episode_id(episode, split)})
+        number = episode_id_of(split, episode.trial_id, episode.seed, self.spec.options["only"])
+        self._begin(options={"split": episode.task_id, "episode_id": number})
         self._expert = None
-
-    def episode_id(self, episode: Episode, split: VariantSplit | None = None) -> int:
-        """Return the benchmark's number of an episode."""
-        split = split or make_split(*self.spec.options["splits"][episode.task_id])
-        return episode_id_of(split, episode.trial_id, episode.seed, self.spec.options["only"])
 
     def observe(self) -> Observation:
         from vla_envs.maniskill.overlay import resize
@@ -122,10 +106,7 @@ class PlateSimulator(ManiSkillSimulator):
         )
 
     def expert_action(self) -> np.ndarray:
-        """Ask the scripted expert for an action in the running episode, float32 ``[7]`` within the bounds.
-
-        It reads the poses of object and plate, which no policy is given.
-        """
+        """Ask the scripted expert, which reads poses, for an action, float32 ``[7]`` within the bounds."""
         if self._expert is None:
             from vla_envs.maniskill.expert import Expert
 
@@ -133,19 +114,20 @@ class PlateSimulator(ManiSkillSimulator):
         return self._expert.action()
 
     def _build(self) -> Any:
-        from vla_envs.maniskill.scene import PutOnPlate
+        return make_plate_world(self.spec, sim_backend="physx_cpu", render_backend=_render_backend())
 
-        return PutOnPlate(
-            splits=self.spec.options["splits"],
-            assets=self.spec.options["assets"],
-            obs_mode="rgb+segmentation",
-            reward_mode=self.spec.options["reward_mode"],
-            start=self.spec.options["start"],
-            textures=self.spec.options["textures"],
-            sensor_configs={"shader_pack": self.spec.options["shader"]},
-            sim_backend="physx_cpu",
-            render_backend=_render_backend(),
-        )
+
+def make_plate_world(spec: SimulatorSpec, **backends: Any) -> Any:
+    """Build worlds of plate-25, one if ``num_envs`` is not among the arguments of ManiSkill's ``BaseEnv``."""
+    from vla_envs.maniskill.scene import PutOnPlate
+
+    options = spec.options
+    return PutOnPlate(
+        **{name: options[name] for name in ("splits", "assets", "reward_mode", "start", "textures")},
+        obs_mode="rgb+segmentation",
+        sensor_configs={"shader_pack": options["shader"]},
+        **backends,
+    )
 
 
 class BuiltInSimulator(ManiSkillSimulator):
@@ -196,26 +178,18 @@ class PushCubeSimulator(BuiltInSimulator):
     """PushCube-v1, for which there is a scripted expert here."""
 
     def expert_action(self) -> np.ndarray:
-        """Ask the scripted expert for an action in the running episode, float32 ``[A]`` within the bounds.
+        """Ask the scripted expert, which reads poses, for an action, float32 ``[A]`` within the bounds."""
+        from vla_envs.maniskill.expert import push_cube_action
 
-        It reads the poses of cube and goal, which no policy is given.
-        """
         move, turn, gripper = np.split(push_cube_action(self._world), [3, 6])
         return np.concatenate([move, turn, gripper] if len(self.spec.action_low) == 7 else [move, gripper])
 
 
 def episode_id_of(split: VariantSplit, trial_id: int, seed: int, only: Mapping[str, Sequence[int]]) -> int:
-    """Return the benchmark's number of a trial.
+    """Return the benchmark's number of a trial, among those whose factors have the values in ``only``.
 
     The trials of a family, ``seed``, walk through all configurations in an order that looks random: each comes once,
-    then the walk starts again. So a group of runs of one trial shares its initial state, and the first trials are a
-    fair sample.
-
-    Args:
-        split: the variant and its object set.
-        trial_id: place in the walk.
-        seed: of the order.
-        only: values that are kept, by factor; the walk is through the rest.
+    then the walk starts again. So the first trials are a fair sample.
     """
     kept = {factor: only.get(factor, split.values[factor]) for factor in FACTORS}
     number = shuffled(trial_id, math.prod(map(len, kept.values())), seed)
@@ -227,10 +201,7 @@ def episode_id_of(split: VariantSplit, trial_id: int, seed: int, only: Mapping[s
 
 
 def shuffled(place: int, size: int, seed: int) -> int:
-    """Return the number at a place of a random order of ``0 .. size - 1``, without writing the order down.
-
-    A Feistel network permutes the numbers of some bits; what falls outside is sent through it again.
-    """
+    """Return the number at a place of a random order of ``0 .. size - 1``, by a Feistel network."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask, number = (1 << half) - 1, place % size
     while True:
@@ -244,13 +215,10 @@ def shuffled(place: int, size: int, seed: int) -> int:
 
 
 def _check_installed() -> None:
-    missing = [name for name in ("mani_skill", "sapien") if find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(f"ManiSkill needs {', '.join(missing)}, not installed; type: {INSTALL}")
+    check_installed("ManiSkill", {name: name for name in ("mani_skill", "sapien")}, {}, INSTALL)
 
 
 def _render_backend() -> str:
-    """Choose the GPU of a worker: they take turns on those that were chosen, or else on all that CUDA shows to them."""
     if not has_gpu():
         return "cpu"
     import torch

@@ -8,7 +8,7 @@ hand's target pose at 5 Hz, horizon 80. :mod:`vla_envs.maniskill.variants` has t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Final, Literal
@@ -16,19 +16,10 @@ from typing import Annotated, Any, Final, Literal
 from annotated_types import MinLen
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Pixels, Whole
-from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape, is_whole_number
+from vla_common.settings import Count, Pixels, Whole, checked
 from vla_envs.maniskill.assets import describe_assets, list_instructions
-from vla_envs.maniskill.variants import (
-    FACTORS,
-    OBJECT_SETS,
-    STARTS,
-    TEMPLATES,
-    TEXTURES,
-    VARIANTS,
-    VariantSplit,
-    make_split,
-)
+from vla_envs.maniskill.variants import FACTORS, TEMPLATES, VARIANTS, VariantSplit, make_split
+from vla_envs.protocol import HORIZON, PIXELS, are_numbers, check_once, image_shape, list_deviations
 from vla_envs.simulator import SimulatorSpec, Task
 
 MAX_EPISODE_STEPS, CONTROL_FREQUENCY = 80, 5  # of plate-25; Hz
@@ -55,25 +46,15 @@ _TEXTURES = {
     "rl4vla": "textures as in RL4VLA: the episode's (RLinf's code: its table's)",
     "rlinf": "textures as in RLinf's code: the table's (RL4VLA: the episode's)",
 }
+_OTHER = "MultiCarrot: another distractor where it would be the object itself, in one test episode of 8"
 # The protocol runs these in training's objects and plates too, among which a second one is new.
 _ALSO_IN_TRAIN = ("PutOnPlateInScene25MultiCarrot-v1", "PutOnPlateInScene25MultiPlate-v1")
-
-
-_Factor = Literal["object", "plate", "extra", "table", "position", "yaw"]
-_Only = Annotated[Mapping[_Factor, Sequence[Whole]], MinLen(1)]
+_Only = Annotated[Mapping[Literal["object", "plate", "extra", "table", "position", "yaw"], Sequence[Whole]], MinLen(1)]
 
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A task of ManiSkill itself, which ships no instructions.
-
-    Attributes:
-        instruction: ours.
-        horizon: ManiSkill's.
-        wrist_camera: whether its robot has one.
-        dense: whether it has a dense reward.
-        simulator: class in :mod:`vla_envs.maniskill.simulator`.
-    """
+    """A task of ManiSkill itself, which ships no instructions: ``instruction`` is ours, ``horizon`` ManiSkill's."""
 
     instruction: str
     horizon: int = 50
@@ -104,6 +85,7 @@ def suites() -> tuple[str, ...]:
     return (*VARIANTS, OOD_SUITE, *BUILT_IN)
 
 
+@checked
 def make_spec(
     suite: str,
     *,
@@ -128,9 +110,9 @@ def make_spec(
             training, the 13 variants in test, and two of them in training too; or a task of ManiSkill, such as
             ``"PickCube-v1"``.
         object_set: of plate-25 variants that do not name theirs: ``"train"``, ``"test"`` or ``"all"``.
-        only: keep to some values of plate-25's factors, by number: ``{"object": [0, 4], "table": [0]}``. The factors
-            are ``object``, ``plate``, ``extra``, ``table``, ``position`` and ``yaw``. Training and evaluation draw from
-            the same configurations, so an evaluation is of unseen episodes only where far more are left than are run.
+        only: keep to some values of plate-25's factors, by number: ``{"object": [0, 4], "table": [0]}``. Training and
+            evaluation draw from the same configurations, so an evaluation is of unseen episodes only where far more are
+            left than are run.
         image_size: pixels of a side, or ``(height, width)``; ``None`` for the benchmark's. Plate-25 is always drawn at
             480 x 640, then resized.
         max_episode_steps: horizon in primitive actions; ``None`` for the benchmark's.
@@ -138,8 +120,7 @@ def make_spec(
             (default: 0.1 once held, 0.1 once held for five steps, 1 on the plate) and ``"success"`` (1 on the plate); a
             task of ManiSkill has ``"success"`` (default) and ``"dense"`` (ManiSkill's own, at most 1).
         start: whose code says how things of plate-25 lie as an episode starts. ``"rlinf"``: they fall the last
-            centimetres in its first step. ``"rl4vla"``: they are dropped from higher up and have settled before; not
-            with ``backend="cuda"``.
+            centimetres in its first step. ``"rl4vla"``: they have settled before; not with ``backend="cuda"``.
         textures: whose code says which texture an episode of VisionTexture and VisionWhole has. ``"rl4vla"``: one for
             each, as described in the paper. ``"rlinf"``: its table's, which is none for the first table.
         render_quality: of plate-25: ``"benchmark"`` (ManiSkill's shader ``default``), or ``"fast"`` (``minimal``, in
@@ -155,15 +136,7 @@ def make_spec(
     Raises:
         ValueError: an unknown suite or option value.
     """
-    check_name("backend", backend, BACKENDS)
-    check_name("object_set", object_set, OBJECT_SETS, example="train")
-    check_name("start", start, STARTS)
-    check_name("textures", textures, TEXTURES)
-    check_name("render_quality", render_quality, SHADERS, example="benchmark")
-    if max_episode_steps is not None:
-        check_whole_number("max_episode_steps", max_episode_steps, 1)
     size = None if image_size is None else image_shape(image_size)
-    common: dict[str, Any] = {"max_episode_steps": max_episode_steps, "size": size, "reward_type": reward_type}
     if suite in BUILT_IN:
         of_plate25 = (object_set, start, textures, render_quality, backend)
         usual = ("train", "rlinf", "rl4vla", "benchmark", "processes")
@@ -172,56 +145,32 @@ def make_spec(
                 f"{suite} is a task of ManiSkill itself; object_set, only, start, textures, render_quality, assets and "
                 "backend=cuda belong to plate-25"
             )
-        return _built_in(suite, control_mode, camera, **common)
+        return _built_in(suite, control_mode, camera, max_episode_steps, size, reward_type)
     if camera is not None or control_mode != CONTROL_MODE:
         raise ValueError(f"{suite} has the benchmark's camera and control; set both for tasks of ManiSkill only")
     if start == "rl4vla" and backend == "cuda":
         raise ValueError(f"start=rl4vla simulates a world before its episode, which backend=cuda cannot; {ON_CPU}")
     splits = _splits_of(suite, object_set)
-    common |= {"start": start, "textures": textures, "render_quality": render_quality}
-    return _plate25(suite, splits, only, assets, BACKENDS[backend], **common)
-
-
-def _plate25(
-    suite: str,
-    splits: tuple[VariantSplit, ...],
-    only: Mapping[Any, Sequence[int]] | None,
-    assets: str | None,
-    batched: str,
-    *,
-    start: str,
-    textures: str,
-    render_quality: str,
-    max_episode_steps: int | None,
-    size: tuple[int, int] | None,
-    reward_type: str | None,
-) -> SimulatorSpec:
-    kept = _checked_only(only or {})
+    kept: dict[str, tuple[int, ...]] = {factor: tuple(numbers) for factor, numbers in (only or {}).items()}
     for split in splits:
         check_only(split, kept)
     states = max(math.prod(len(kept.get(factor, split.values[factor])) for factor in FACTORS) for split in splits)
-    horizon = max_episode_steps or MAX_EPISODE_STEPS
-    shape = size or IMAGE_SHAPE
-    rewards = _reward_mode("plate-25", reward_type or "staged")
-    deviations = [
-        *_deviations(horizon, MAX_EPISODE_STEPS, shape, IMAGE_SHAPE),
-        *(f"only {factor} {', '.join(map(str, numbers))}" for factor, numbers in kept.items()),
-        *([f"at most {states} configurations of a task, which training and evaluation share"] if kept else []),
-        *_choices(splits, start, textures, render_quality),
-        *describe_assets(assets),
-    ]
+    horizon, shape = max_episode_steps or MAX_EPISODE_STEPS, size or IMAGE_SHAPE
+    deviations = list_deviations(
+        (horizon, MAX_EPISODE_STEPS, HORIZON),
+        (shape, IMAGE_SHAPE, PIXELS),
+        *((", ".join(map(str, numbers)), "", f"only {factor} {{value}}") for factor, numbers in kept.items()),
+        (bool(kept), False, f"at most {states} configurations of a task, which training and evaluation share"),
+        # What is chosen where the benchmark's two codes, RL4VLA's and RLinf's, differ from each other or from us.
+        (start, None, _STARTS),
+        (textures if any(split.variant.extra_factor == "texture" for split in splits) else None, None, _TEXTURES),
+        (any(split.variant.extra_factor == "object" and split.object_set == "test" for split in splits), False, _OTHER),
+        (render_quality, "benchmark", "ManiSkill's shader minimal instead of default: about one level brighter"),
+    )
     return SimulatorSpec(
         id=f"maniskill/{suite}",
         entry_point="vla_envs.maniskill.simulator:PlateSimulator",
-        tasks=tuple(
-            Task(
-                f"{split.variant.id}:{split.object_set}",
-                TEMPLATES[0],
-                split.variant.group,
-                _instructions(split, kept, assets),
-            )
-            for split in splits
-        ),
+        tasks=tuple(_task(split, kept, assets) for split in splits),
         trials=min(TRIALS, states),
         initial_states=states if kept else None,
         image_shape=shape,
@@ -229,17 +178,16 @@ def _plate25(
         action_low=tuple(-bound for bound in ACTION_BOUND),
         action_high=ACTION_BOUND,
         gripper_dims=(6,),
-        neutral_action=(*(0.0,) * 6, 1.0),  # the gripper is told where to be, and begins open
+        neutral_action=(*(0.0,) * 6, 1.0),  # the gripper has a target, and begins open
         clips_actions=False,
         max_episode_steps=horizon,
         control_frequency=CONTROL_FREQUENCY,
-        batched=batched,
-        protocol_deviations=tuple(deviations),
-        worker_gb=(0.8, 0.14),
+        batched=BACKENDS[backend],
+        protocol_deviations=(*deviations, *describe_assets(assets)),
         options={
             "splits": tuple((split.variant.id, split.object_set) for split in splits),
             "only": kept,
-            "reward_mode": rewards,
+            "reward_mode": _reward_mode("plate-25", reward_type or "staged"),
             "start": start,
             "textures": textures,
             "shader": SHADERS[render_quality],
@@ -248,29 +196,17 @@ def _plate25(
     )
 
 
-def _instructions(split: VariantSplit, only: Mapping[str, Sequence[int]], assets: str | None) -> tuple[str, ...]:
+def _task(split: VariantSplit, only: Mapping[str, Sequence[int]], assets: str | None) -> Task:
     numbers = {factor: only.get(factor, values) for factor, values in split.values.items()}
-    templates = numbers["extra"] if split.variant.extra_factor == "template" else (0,)
-    return list_instructions(assets, [TEMPLATES[number] for number in templates], numbers["object"], numbers["plate"])
-
-
-def _choices(splits: Sequence[VariantSplit], start: str, textures: str, render_quality: str) -> list[str]:
-    """Say what was chosen where the benchmark's two codes, RL4VLA's and RLinf's, differ from each other or from us."""
-    found = [_STARTS[start]]
-    if any(split.variant.extra_factor == "texture" for split in splits):
-        found.append(_TEXTURES[textures])
-    if any(split.variant.extra_factor == "object" and split.object_set == "test" for split in splits):
-        found.append("MultiCarrot: another distractor where it would be the object itself, in one test episode of 8")
-    if render_quality != "benchmark":
-        found.append("ManiSkill's shader minimal instead of default: about one level brighter")
-    return found
+    templates = [TEMPLATES[number] for number in numbers["extra"]] if split.variant.extra_factor == "template" else []
+    said = list_instructions(assets, templates or TEMPLATES[:1], numbers["object"], numbers["plate"])
+    return Task(f"{split.variant.id}:{split.object_set}", TEMPLATES[0], split.variant.group, said)
 
 
 def _built_in(
     suite: str,
     control_mode: str,
     camera: Mapping[Any, Any] | None,
-    *,
     max_episode_steps: int | None,
     size: tuple[int, int] | None,
     reward_type: str | None,
@@ -278,17 +214,10 @@ def _built_in(
     task = BUILT_IN[suite]
     horizon, usual = max_episode_steps or task.horizon, (BUILT_IN_SIZE,) * 2
     shape = size or usual
-    deviations = _deviations(horizon, task.horizon, shape, usual)
-    check_name("control_mode", control_mode, CONTROL_MODES)
-    if control_mode != CONTROL_MODE:
-        deviations = (*deviations, f"control mode {control_mode} instead of {CONTROL_MODE}")
-    if camera is not None:
-        camera = _checked_camera(camera)
-        described = ", ".join(f"{name} {value}" for name, value in camera.items())
-        deviations = (*deviations, f"camera with {described} instead of ManiSkill's")
+    camera = None if camera is None else _checked_camera(camera)
+    described = ", ".join(f"{name} {value}" for name, value in (camera or {}).items())
     if reward_type == "dense" and not task.dense:
         raise ValueError(f"{suite} has no dense reward in ManiSkill; use reward_type=success")
-    rewards = _reward_mode("built-in", reward_type or "success")
     return SimulatorSpec(
         id=f"maniskill/{suite}",
         entry_point=f"vla_envs.maniskill.simulator:{task.simulator}",
@@ -303,9 +232,17 @@ def _built_in(
         neutral_action=(*(0.0,) * (CONTROL_MODES[control_mode] - 1), 1.0),
         max_episode_steps=horizon,
         control_frequency=20,
-        protocol_deviations=deviations,
-        worker_gb=(0.73, 0.02),
-        options={"reward_mode": rewards, "control_mode": control_mode, "camera": camera},
+        protocol_deviations=list_deviations(
+            (horizon, task.horizon, HORIZON),
+            (shape, usual, PIXELS),
+            (control_mode, CONTROL_MODE, "control mode {value} instead of {usual}"),
+            (described, "", "camera with {value} instead of ManiSkill's"),
+        ),
+        options={
+            "reward_mode": _reward_mode("built-in", reward_type or "success"),
+            "control_mode": control_mode,
+            "camera": camera,
+        },
     )
 
 
@@ -326,28 +263,13 @@ def _splits_of(suite: str, object_set: str) -> tuple[VariantSplit, ...]:
         if name not in VARIANTS:
             raise unknown_name("ManiSkill suite or task", name, suites(), example="maniskill/PickCube-v1")
         splits.append(make_split(name, own or object_set))
-    if len(set(splits)) != len(splits):
-        raise ValueError(f"ManiSkill suite {suite!r} names a variant twice; name each once")
+    check_once("ManiSkill", suite, splits, "variant")
     return tuple(splits)
 
 
-def _checked_only(only: Any) -> dict[str, tuple[int, ...]]:
-    if not isinstance(only, Mapping) or not all(
-        isinstance(numbers, Iterable) and all(map(is_whole_number, numbers)) for numbers in only.values()
-    ):
-        raise ValueError(f"only takes lists of numbers by factor, got {only!r}; try only={{object: [0, 4]}}")
-    return {factor: tuple(numbers) for factor, numbers in only.items()}
-
-
 def check_only(split: VariantSplit, only: Mapping[str, Sequence[int]]) -> None:
-    """Refuse factors and numbers that a variant does not have.
-
-    Raises:
-        ValueError: says which it has.
-    """
+    """Refuse factors and numbers that a variant does not have."""
     for factor, numbers in only.items():
-        if factor not in FACTORS:
-            raise unknown_name("factor in only", factor, FACTORS, example="only={object: [0]}")
         known = split.values[factor]
         wrong = [number for number in numbers if number not in known]
         if wrong or not numbers or len(set(numbers)) != len(numbers):
@@ -358,36 +280,24 @@ def check_only(split: VariantSplit, only: Mapping[str, Sequence[int]]) -> None:
 
 
 def _reward_mode(kind: str, reward_type: str) -> str:
-    check_name("reward_type", reward_type, REWARD_TYPES[kind])
+    if reward_type not in REWARD_TYPES[kind]:
+        raise unknown_name("reward_type", reward_type, REWARD_TYPES[kind])
     return REWARD_TYPES[kind][reward_type]
 
 
 def _checked_camera(camera: Mapping[Any, Any]) -> dict[str, Any]:
-    def refuse(why: str) -> ValueError:
-        return ValueError(
-            f"camera takes eye and target, 3 numbers each in metres, and fov, radians between 0 and pi; {why}; "
-            "try camera={eye: [0.3, 0, 0.6], target: [-0.1, 0, 0.1], fov: 1.57}, or leave it out for ManiSkill's"
-        )
-
     if (
-        not isinstance(camera, Mapping)
-        or set(camera) != {"eye", "target", "fov"}
+        set(camera) != {"eye", "target", "fov"}
         or not are_numbers(camera["eye"], 3)
         or not are_numbers(camera["target"], 3)
         or not are_numbers([camera["fov"]], 1)
         or not 0 < camera["fov"] < math.pi
+        or tuple(camera["eye"]) == tuple(camera["target"])
     ):
-        raise refuse(f"got {camera!r}")
+        raise ValueError(
+            "camera takes eye and target, 3 numbers each in metres, of different places, and fov, radians between 0 "
+            f"and pi; got {camera!r}; try camera={{eye: [0.3, 0, 0.6], target: [-0.1, 0, 0.1], fov: 1.57}}, or leave "
+            "it out for ManiSkill's"
+        )
     eye, target = ([float(number) for number in camera[name]] for name in ("eye", "target"))
-    if eye == target:
-        raise refuse("eye and target are the same place")
     return {"eye": eye, "target": target, "fov": float(camera["fov"])}
-
-
-def _deviations(horizon: int, usual: int, shape: tuple[int, int], usual_shape: tuple[int, int]) -> tuple[str, ...]:
-    found = []
-    if horizon != usual:
-        found.append(f"horizon {horizon} instead of {usual}")
-    if shape != usual_shape:
-        found.append("{} x {} pixels instead of {} x {}".format(*shape, *usual_shape))
-    return tuple(found)

@@ -1,15 +1,15 @@
 """The plate-25 tasks as data: which objects, plates, tables, places and turns each variant combines.
 
 An *episode id* counts through all combinations of a variant and an object set, the last factor fastest: object, plate,
-extra, table, position, yaw. What the extra factor stands for (a texture, a template, a robot pose, a second object) is
-the variant's. Numbering, constants and instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789,
-RL4VLA; and RLinf), so that an episode id means the same there. Where the two differ, ``start`` and ``textures`` choose.
+extra (a texture, a template, a robot pose or a second object), table, position, yaw. Numbering, constants and
+instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789, RL4VLA; and RLinf); where the two differ,
+``start`` and ``textures`` choose.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import product
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from vla_common.errors import unknown_name
-from vla_common.validation import check_name
 
 OBJECT_SETS = ("train", "test", "all")
 STARTS = {"rlinf": 0.90, "rl4vla": 0.95}  # m, height of object and plate where a variant says no other
@@ -64,30 +63,17 @@ _SEEN, _ONE, _YAWS = _same(range(16)), _same(range(1)), _same(range(4))
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """How one variant differs from the scene that all share.
+    """How one variant differs from the scene that all share."""
 
-    Attributes:
-        id: under which ManiSkill and Gymnasium know it.
-        group: of the out-of-distribution protocol.
-        values: per factor and object set, the numbers that it takes.
-        extra_factor: what it is: ``"texture"``, ``"template"``, ``"robot pose"``, ``"object"`` or ``"plate"``.
-        layout: which places there are, see :func:`places`.
-        heights: of object, plate and third place at the start, m above the world's origin; ``None``: see
-            :data:`STARTS`.
-        texture_strength: how much of the texture is mixed into the picture.
-        texture_everywhere: into the whole picture, not only where robot and objects are.
-        moves: the object jumps to the third place after :data:`MOVE_STEP` actions (not in ``train``).
-    """
-
-    id: str
-    group: str
-    values: Mapping[str, Mapping[str, range]]
-    extra_factor: str = ""
-    layout: str = "pair"
-    heights: tuple[float, float, float] | None = None
-    texture_strength: float = 0.0
-    texture_everywhere: bool = False
-    moves: bool = False
+    id: str  # under which ManiSkill and Gymnasium know it
+    group: str  # of the out-of-distribution protocol
+    values: Mapping[str, Mapping[str, range]]  # the numbers that each factor takes, by object set
+    extra_factor: str = ""  # "texture", "template", "robot pose", "object" or "plate"
+    layout: str = "pair"  # of places()
+    heights: tuple[float, float, float] | None = None  # m, of object, plate and third place; None: of STARTS
+    texture_strength: float = 0.0  # how much of the texture is mixed into the picture
+    texture_everywhere: bool = False  # into the whole picture, not only where robot and objects are
+    moves: bool = False  # the object jumps to the third place after MOVE_STEP actions (not in "train")
 
 
 def _variant(
@@ -166,31 +152,18 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """The initial state that an episode id stands for.
-
-    Attributes:
-        object, plate, table: numbers in the lists of the assets, from 0.
-        places: ``[3, 3]``, where object, plate and third thing start, m; the third row is only used with one of the
-            next three.
-        other_object, other_plate: what lies at the third place, or ``None``.
-        moves: whether the object jumps to the third place.
-        settles: whether things come to rest before the episode starts, and after the jump.
-        yaw: turn of the object about the vertical, rad.
-        joints: ``[8]``, of the robot, rad and m.
-        template: number of the instruction's template.
-        texture: number of the texture that is mixed in, or ``None``.
-    """
+    """The initial state that an episode id stands for; numbers count the lists of the assets and :data:`TEMPLATES`."""
 
     object: int
     plate: int
     table: int
-    places: np.ndarray = field(repr=False)
-    yaw: float
-    joints: np.ndarray = field(repr=False)
-    other_object: int | None = None
-    other_plate: int | None = None
-    moves: bool = False
-    settles: bool = False
+    places: np.ndarray = field(repr=False)  # [3, 3], where object, plate and third thing start, m
+    yaw: float  # turn of the object about the vertical, rad
+    joints: np.ndarray = field(repr=False)  # [8], of the robot, rad and m
+    other_object: int | None = None  # at the third place
+    other_plate: int | None = None  # likewise
+    moves: bool = False  # the object jumps to the third place
+    settles: bool = False  # things come to rest before the episode starts, and after the jump
     template: int = 0
     texture: int | None = None
 
@@ -199,12 +172,9 @@ class Configuration:
 class VariantSplit:
     """A variant with an object set: what an environment runs, and what numbers its episodes.
 
-    Attributes:
-        variant: one of :data:`VARIANTS`.
-        object_set: one of :data:`OBJECT_SETS`.
-        start: ``"rlinf"``: things are 3 cm above the table as an episode starts. ``"rl4vla"``: they were 8 cm above it,
-            and have settled. (Some variants start from heights of their own, the same in both.)
-        textures: ``"rl4vla"``: an episode's texture is its extra number. ``"rlinf"``: it is the number of its table.
+    ``start`` is ``"rlinf"``: things are 3 cm above the table as an episode starts; or ``"rl4vla"``: they were 8 cm
+    above it, and have settled. (Some variants start from heights of their own, the same in both.) An episode's texture
+    is its extra number (``textures="rl4vla"``) or the number of its table (``"rlinf"``).
     """
 
     variant: Variant
@@ -214,17 +184,11 @@ class VariantSplit:
 
     @cached_property
     def values(self) -> dict[str, range]:
-        """Numbers that each factor takes."""
+        """The numbers that each factor takes."""
         return {factor: self.variant.values[factor][self.object_set] for factor in FACTORS}
 
     def __len__(self) -> int:
-        """Count the episode ids."""
         return math.prod(map(len, self.values.values()))
-
-    @property
-    def objects(self) -> range:
-        """Objects that may lie on the table."""
-        return self.values["object"]
 
     @property
     def plates(self) -> range:
@@ -233,11 +197,7 @@ class VariantSplit:
         return _PLATES["all"] if unseen_beside_seen else self.values["plate"]
 
     def factor_indices(self, episode_id: int) -> dict[str, int]:
-        """Return the number of each factor's value, from 0.
-
-        Raises:
-            ValueError: there is no such episode.
-        """
+        """Return the number of each factor's value, from 0."""
         if not 0 <= episode_id < len(self):
             raise ValueError(
                 f"{self.variant.id} with object set {self.object_set!r} has episode ids 0 to {len(self) - 1}, "
@@ -256,11 +216,7 @@ class VariantSplit:
         return number
 
     def decode(self, episode_id: int) -> Configuration:
-        """Decode the initial state of an episode.
-
-        Raises:
-            ValueError: there is no such episode.
-        """
+        """Decode the initial state of an episode."""
         indices, kind = self.factor_indices(episode_id), self.variant.extra_factor
         chosen = {factor: self.values[factor][index] for factor, index in indices.items()}
         joints, extra = np.array(INITIAL_JOINTS), chosen["extra"]
@@ -269,10 +225,10 @@ class VariantSplit:
             object=chosen["object"],
             plate=chosen["plate"],
             table=chosen["table"],
-            places=_with_heights(places(self.variant.layout)[chosen["position"]], heights),
+            places=np.column_stack([places(self.variant.layout)[chosen["position"]], heights]),
             yaw=_yaw(chosen["yaw"]),
             joints=joints + joint_offsets()[extra] if kind == "robot pose" else joints,
-            other_object=_another_object(self.objects, chosen["object"], extra) if kind == "object" else None,
+            other_object=_another_object(self.values["object"], chosen["object"], extra) if kind == "object" else None,
             other_plate=_another_plate(self.plates, chosen["plate"], extra) if kind == "plate" else None,
             moves=self.variant.moves and self.object_set != "train",
             settles=self.start == "rl4vla",
@@ -282,17 +238,13 @@ class VariantSplit:
 
 
 def make_split(variant: str, object_set: str, start: str = "rlinf", textures: str = "rl4vla") -> VariantSplit:
-    """Make a variant by its id, with an object set; see :class:`VariantSplit`.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Make a variant by its id, with an object set; see :class:`VariantSplit`."""
     if variant not in VARIANTS:
         raise unknown_name("plate-25 variant", variant, VARIANTS, example="PutOnPlateInScene25Main-v3")
-    if object_set not in OBJECT_SETS:
-        raise unknown_name("object_set", object_set, OBJECT_SETS, example="train")
-    check_name("start", start, STARTS)
-    check_name("textures", textures, TEXTURES)
+    given = {"object_set": (object_set, OBJECT_SETS), "start": (start, STARTS), "textures": (textures, TEXTURES)}
+    for option, (value, known) in given.items():
+        if value not in known:
+            raise unknown_name(option, value, known)
     return VariantSplit(VARIANTS[variant], object_set, start, textures)
 
 
@@ -301,10 +253,9 @@ def places(layout: str) -> np.ndarray:
     """List all allowed choices of places, ``[n, 3, 2]``: object, plate and third thing, m in the plane of the table.
 
     ``"pair"`` has object and plate on a 6 x 6 grid, at least 7 cm apart. ``"pair and outer pair"`` adds pairs on the
-    ring around it. ``"far object"`` and ``"far plate"`` have a third place 15 cm from the object's, or from the
-    plate's.
+    ring around it. ``"far object"`` and ``"far plate"`` have a third place 15 cm from the object's, or the plate's.
     """
-    inner = _grid(range(6), range(6))
+    inner = _points(list(product(range(6), range(6))))
     if layout in ("pair", "pair and outer pair"):
         rings = [inner]
         if layout == "pair and outer pair":
@@ -320,15 +271,12 @@ def places(layout: str) -> np.ndarray:
             ]
         )
     between, plates_between = (_FAR, _MINIMUM_DISTANCE) if layout == "far object" else (_MINIMUM_DISTANCE, _FAR)
-    return np.array(
-        [
-            (first, second, third)
-            for first, second, third in product(inner, inner, inner)
-            if _apart(first, second, _MINIMUM_DISTANCE)
-            and _apart(third, second, plates_between)
-            and _apart(first, third, between)
-        ]
-    )
+    chosen = []
+    for first, second, third in product(inner, inner, inner):
+        near = _apart(first, second, _MINIMUM_DISTANCE) and _apart(third, second, plates_between)
+        if near and _apart(first, third, between):
+            chosen.append((first, second, third))
+    return np.array(chosen)
 
 
 @cache
@@ -337,10 +285,6 @@ def joint_offsets() -> np.ndarray:
     arm, wrist = (-0.15, -0.08, 0.0, 0.08, 0.15), (-0.6, -0.3, 0.0, 0.3, 0.6)
     poses = [angles for angles in product(*[arm] * 5, wrist) if abs(angles[1] + angles[2]) <= 0.25]
     return np.array([np.zeros(8), *((*angles, 0, 0) for angles in poses)])
-
-
-def _grid(rows: Sequence[int], columns: Sequence[int]) -> np.ndarray:
-    return _points(list(product(rows, columns)))
 
 
 def _points(cells: list[tuple[int, int]]) -> np.ndarray:
@@ -352,25 +296,20 @@ def _apart(first: np.ndarray, second: np.ndarray, distance: float) -> bool:
     return bool(np.linalg.norm(first - second) > distance)
 
 
-def _with_heights(xy: np.ndarray, heights: tuple[float, float, float]) -> np.ndarray:
-    return np.column_stack([xy, heights])
-
-
 def _yaw(number: int) -> float:
     """Return 0, 45, 90 and 135 degrees; then the unseen -22.5, -67.5, -112.5 and -157.5."""
     return 2 * _TURN * number if number < 4 else -_TURN * (2 * (number - 4) + 1)
 
 
 def _another_object(numbers: range, taken: int, offset: int) -> int:
-    """Return the object beside ``taken``: the benchmark's, which counts on from its number, around the circle.
+    """Return another object than ``taken``: the benchmark's, which counts from 0 and not from ``numbers.start``.
 
-    It counts from 0 and not from ``numbers.start``, so that one test object in eight would be its own distractor. That
-    one gets the neighbour that the formula leaves out, with which each pair comes equally often.
+    One test object in eight would be its own distractor; it gets the neighbour that the formula leaves out.
     """
-    beside, left_out = (numbers[(taken + step + 1) % len(numbers)] for step in (offset, len(numbers) - 1))
-    return left_out if beside == taken else beside
+    other, left_out = (numbers[(taken + step + 1) % len(numbers)] for step in (offset, len(numbers) - 1))
+    return left_out if other == taken else other
 
 
 def _another_plate(numbers: range, taken: int, offset: int) -> int:
-    """Return the ``offset``-th plate after ``taken``, around the circle; never ``taken`` itself."""
+    """Return the ``offset``-th plate after ``taken``, around the circle."""
     return numbers[(taken - numbers.start + offset + 1) % len(numbers)]

@@ -20,9 +20,9 @@ class MetaWorldSimulator:
 
     def __init__(self, spec: SimulatorSpec):
         self.spec = spec
-        from vla_envs.metaworld.worlds import world_cache  # only now: it imports MuJoCo
+        from vla_envs.metaworld import worlds  # only now: it imports MuJoCo
 
-        self._worlds = world_cache
+        self._worlds = worlds
         self._built: Any = None  # a World, of the running episode
         self._world: Any = None  # Meta-World's environment in it
         self._task: Any = None  # of the running episode
@@ -30,14 +30,13 @@ class MetaWorldSimulator:
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
-        """Refuse chosen GPUs that cannot be drawn with, before any worker is started."""
         check_gpus(gpus)
 
     def reset(self, episode: Episode) -> None:
         task = self.spec.task_of(episode)
         if task != self._task:
             self._give_back()
-            self._built = self._worlds.take(task.name, self.spec)
+            self._built = self._worlds.take_world(task.name, self.spec)
             self._world, self._task = self._built.env, task
         # Meta-World ignores reset(seed=...): with seeded_rand_vec it draws from np_random instead. The task's
         # name, not its index, goes into the seed: an episode is the same in MT50 and on its own.
@@ -67,10 +66,7 @@ class MetaWorldSimulator:
         )
 
     def expert_action(self) -> np.ndarray:
-        """Ask Meta-World's scripted expert for an action in the running task, float32 ``[4]`` within the bounds.
-
-        It reads the object's and the goal's position, which no policy is given.
-        """
+        """Ask Meta-World's scripted expert for an action, float32 ``[4]`` within the bounds."""
         world = self._world
         current = world._get_curr_obs_combined_no_goal()
         observation = np.hstack((current, current, world._get_pos_goal()))
@@ -84,16 +80,16 @@ class MetaWorldSimulator:
 
     def _give_back(self) -> None:
         if self._built is not None:
-            self._worlds.give_back(self._built, self.spec.options["cache_gigabytes"])
+            self._worlds.world_cache.give_back(self._built, self.spec.options["cache_gigabytes"])
         self._built = self._world = self._task = None
 
 
 def _draw(world: Any) -> None:
     """Draw the random vector of an episode from ``world.np_random``, and freeze it as Meta-World's ``set_task`` does.
 
-    Meta-World's ``reset()`` places the task's objects twice. Unfrozen, it draws anew the second time, on the traces of
-    the first: twelve tasks then start where the benchmark never does. No draw depends on where the hand has come to, so
-    one physics step in place of 250 is enough here: it says where the bodies are, which some tasks read.
+    Meta-World's ``reset()`` places the objects twice. Unfrozen, it draws again the second time, on the traces of the
+    first: twelve tasks then start where the benchmark never does. One physics step in place of 250 is enough here,
+    where no draw depends on the hand: it says where the bodies are.
     """
     frame_skip, move_hand = world.frame_skip, world._reset_hand
     world._freeze_rand_vec, world.frame_skip = False, 1
@@ -106,11 +102,7 @@ def _draw(world: Any) -> None:
 
 
 def _place(world: Any) -> None:
-    """Reset to the drawn vector, without what Meta-World does in vain: a sixth of a reset.
-
-    Its ``reset()`` moves the hand and places the objects, then lets Gymnasium reset MuJoCo's data and do so once more.
-    Of the first time nothing is left: what it writes into the model was written by :func:`_draw`.
-    """
+    """Reset to the drawn vector, without the first of Meta-World's two resets, of which nothing is left."""
     times = iter((lambda: None, world.reset_model))
     world.reset_model = lambda: next(times)()
     try:

@@ -1,9 +1,8 @@
 """Meta-World v3: the 50 Sawyer tasks, MT50, ML45 and the difficulty groups, on MuJoCo.
 
-Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480
-pixels, state = hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the
-instructions and task order of ``tasks.json``. Everything that deviates from it is an option, and
-:attr:`SimulatorSpec.protocol_deviations` says so.
+Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480 pixels, state =
+hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the instructions and task order of
+``tasks.json``. :attr:`SimulatorSpec.protocol_deviations` says what deviates from it.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any, Literal
 import numpy as np
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Factor, Pixels, Whole
-from vla_common.validation import are_numbers, check_name, check_whole_number, image_shape
+from vla_common.settings import Count, Factor, Pixels, Whole, checked
+from vla_envs.protocol import HORIZON, PIXELS, SETTLE_STEPS, are_numbers, check_once, image_shape, list_deviations
 from vla_envs.rendering.egl import check_renderer
 from vla_envs.simulator import SimulatorSpec, Task
 
 CAMERA = "corner4"
 IMAGE_SIZE = 480
-SETTLE_STEPS = 15
+USUAL_SETTLE_STEPS = 15
 MAX_EPISODE_STEPS = 100
 CONTROL_FREQUENCY = 80  # Hz
 DIFFICULTIES = ("easy", "medium", "hard", "very_hard")
@@ -34,7 +33,6 @@ RENDER_QUALITIES = {  # and what each leaves out
     "minimal": "no shadows, no multisampling, no reflections, no sky box",
     "coarse": "no shadows, no multisampling, no reflections, no sky box, coarser shapes and textures",
 }
-REWARD_TYPES = ("sparse", "progress")
 
 
 @cache
@@ -71,8 +69,7 @@ def _check_camera(camera: Any) -> None:
     ):
         raise ValueError(
             "camera takes lookat (3 numbers, metres), distance (metres, above 0), azimuth (degrees) and elevation "
-            "(degrees, -90 to 90), "
-            f"got {camera!r}; leave it out for the benchmark's camera"
+            f"(degrees, -90 to 90), got {camera!r}; leave it out for the benchmark's camera"
         )
 
 
@@ -94,18 +91,18 @@ def _tasks_of(suite: str) -> tuple[str, ...]:
         if match is None:
             raise unknown_name("Meta-World suite or task", part, known, example="metaworld/MT50")
         names.extend(known[match])
-    if len(set(names)) != len(names):
-        raise ValueError(f"Meta-World suite {suite!r} names a task twice; name each task once")
+    check_once("Meta-World", suite, names)
     return tuple(names)
 
 
+@checked
 def make_spec(
     suite: str,
     *,
     image_size: Pixels | tuple[Pixels, Pixels] = IMAGE_SIZE,
     max_episode_steps: Count = MAX_EPISODE_STEPS,
     render_quality: Literal["benchmark", "fast", "minimal", "coarse"] = "benchmark",
-    settle_steps: Whole = SETTLE_STEPS,
+    settle_steps: Whole = USUAL_SETTLE_STEPS,
     camera: Mapping[Literal["lookat", "distance", "azimuth", "elevation"], Any] | None = None,
     reset_ranges: Mapping[str, Sequence[Sequence[float]]] | None = None,
     hide_goals: bool = False,
@@ -115,21 +112,21 @@ def make_spec(
     """Describe a Meta-World suite without importing Meta-World.
 
     Args:
-        suite: ``"MT50"``, ``"ML45-train"``, ``"ML45-test"``, a difficulty (``"easy"``, ``"medium"``,
-            ``"hard"``, ``"very_hard"``), a task such as ``"reach-v3"``, or several of these joined by ``+``.
+        suite: ``"MT50"``, ``"ML45-train"``, ``"ML45-test"``, a difficulty (``"easy"``, ``"medium"``, ``"hard"``,
+            ``"very_hard"``), a task such as ``"reach-v3"``, or several of these joined by ``+``.
         image_size: pixels of a side, or ``(height, width)``.
         max_episode_steps: horizon in primitive actions, settle steps not counted.
-        render_quality: ``"benchmark"`` (shadows, 4x multisampling), ``"fast"`` (neither), ``"minimal"`` (no
-            reflections and sky box either) or ``"coarse"`` (fewer faces of large meshes and smaller textures as well,
-            for pictures of about 100 pixels); the pixels differ.
+        render_quality: ``"benchmark"`` (shadows, 4x multisampling), ``"fast"`` (neither), ``"minimal"`` (no reflections
+            and sky box either) or ``"coarse"`` (fewer faces of large meshes and smaller textures as well, for pictures
+            of about 100 pixels); the pixels differ.
         settle_steps: zero actions after the reset.
-        camera: ``None`` for the benchmark's camera, else the free camera's ``lookat`` (3 numbers, metres),
-            ``distance`` (metres), ``azimuth`` and ``elevation`` (degrees).
-        reset_ranges: per task ``[low, high]`` of the random vector from which the task draws its initial
-            state, in metres; a task that is not named keeps the benchmark's. Equal bounds replay that vector.
+        camera: ``None`` for the benchmark's camera, else the free camera's ``lookat`` (3 numbers, metres), ``distance``
+            (metres), ``azimuth`` and ``elevation`` (degrees).
+        reset_ranges: per task ``[low, high]`` of the random vector from which it draws its initial state, in metres; a
+            task that is not named keeps the benchmark's. Equal bounds replay that vector.
         hide_goals: leave out the marker spheres, which may tell tasks of one scene apart.
-        reward_type: ``"sparse"``, 1 for each action after which the task is solved; or ``"progress"``, which adds the
-            change of Meta-World's own shaped reward, scaled to at most 1 in sum over an episode.
+        reward_type: ``"sparse"``, 1 for each action after which the task is solved; ``"progress"`` adds the change of
+            Meta-World's own shaped reward, scaled to at most 1 in sum over an episode.
         cache_gigabytes: memory for built worlds that are kept for the next episode of their task, per worker. The 50
             tasks take 1.5 at ``"coarse"``, 2.8 at ``"minimal"`` and ``"fast"``.
 
@@ -137,44 +134,23 @@ def make_spec(
         ValueError: an unknown suite, task or option value.
     """
     check_renderer()
-    height, width = image_shape(image_size)
-    check_name("render_quality", render_quality, RENDER_QUALITIES, example="benchmark")
-    check_name("reward_type", reward_type, REWARD_TYPES, example="sparse")
-    check_whole_number("max_episode_steps", max_episode_steps, 1)
-    check_whole_number("settle_steps", settle_steps, 0)
-    if not are_numbers([cache_gigabytes], 1) or cache_gigabytes < 0:
-        raise ValueError(f"cache_gigabytes must be a number >= 0, got {cache_gigabytes!r}")
-    names = _tasks_of(suite)
+    shape, names = image_shape(image_size), _tasks_of(suite)
     if camera is not None:
         _check_camera(camera)
-    for name in reset_ranges or {}:
+    ranges = {}
+    for name, bounds in (reset_ranges or {}).items():
         if name not in names:
             raise unknown_name("task in reset_ranges", name, names)
-        _check_range(name, (reset_ranges or {})[name])
-    ranges = {
-        name: tuple(tuple(float(x) for x in bound) for bound in bounds) for name, bounds in (reset_ranges or {}).items()
-    }
+        _check_range(name, bounds)
+        ranges[name] = tuple(tuple(float(x) for x in bound) for bound in bounds)
+    described = ", ".join(f"{key} {value}" for key, value in (camera or {}).items())
     by_name = {task["name"]: task for task in _table()["tasks"]}
-    deviations = [
-        text
-        for deviates, text in [
-            (max_episode_steps != MAX_EPISODE_STEPS, f"horizon {max_episode_steps} instead of {MAX_EPISODE_STEPS}"),
-            (settle_steps != SETTLE_STEPS, f"{settle_steps} settle steps instead of {SETTLE_STEPS}"),
-            (camera is not None, f"free camera {_describe(camera)} instead of {CAMERA}"),
-            (bool(ranges), f"own reset ranges for {', '.join(ranges)}"),
-            (hide_goals, "goal markers hidden"),
-            (reward_type != "sparse", "training reward with Meta-World's shaped progress"),
-            (render_quality != "benchmark", RENDER_QUALITIES[render_quality]),
-            ((height, width) != (IMAGE_SIZE,) * 2, f"{height} x {width} pixels instead of {IMAGE_SIZE} x {IMAGE_SIZE}"),
-        ]
-        if deviates
-    ]
     return SimulatorSpec(
         id=f"metaworld/{suite}",
         entry_point="vla_envs.metaworld.simulator:MetaWorldSimulator",
         tasks=tuple(Task(name, by_name[name]["prompt"], by_name[name]["difficulty"]) for name in names),
         trials=20 if suite == "ML45-test" else 10,
-        image_shape=(height, width),
+        image_shape=shape,
         state_dim=4,
         action_low=(-1.0,) * 4,
         action_high=(1.0,) * 4,
@@ -182,8 +158,16 @@ def make_spec(
         neutral_action=(0.0,) * 4,
         max_episode_steps=max_episode_steps,
         control_frequency=CONTROL_FREQUENCY,
-        protocol_deviations=tuple(deviations),
-        worker_gb=(0.33, 0.16 if len(names) > 1 else 0.04),
+        protocol_deviations=list_deviations(
+            (max_episode_steps, MAX_EPISODE_STEPS, HORIZON),
+            (settle_steps, USUAL_SETTLE_STEPS, SETTLE_STEPS),
+            (described, "", f"free camera {{value}} instead of {CAMERA}"),
+            (", ".join(ranges), "", "own reset ranges for {value}"),
+            (hide_goals, False, "goal markers hidden"),
+            (reward_type, "sparse", "training reward with Meta-World's shaped progress"),
+            (render_quality, "benchmark", RENDER_QUALITIES),
+            (shape, (IMAGE_SIZE, IMAGE_SIZE), PIXELS),
+        ),
         options={
             "render_quality": render_quality,
             "settle_steps": settle_steps,
@@ -194,7 +178,3 @@ def make_spec(
             "cache_gigabytes": cache_gigabytes,
         },
     )
-
-
-def _describe(camera: Mapping[Any, Any] | None) -> str:
-    return ", ".join(f"{key} {value}" for key, value in (camera or {}).items())

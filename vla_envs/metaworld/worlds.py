@@ -1,8 +1,7 @@
-"""Built worlds of Meta-World, kept by the process from one episode of a task to its next, in whichever simulator."""
+"""Built worlds of Meta-World, and those of them that wait for their next episode."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from vla_envs.metaworld.spec import CAMERA
 from vla_envs.rendering.mujoco import Renderer, mujoco, shared_renderer
 from vla_envs.simulator import SimulatorSpec
+from vla_envs.worlds import WorldCache
 
 # MB of a renderer, which the worlds of one model file share; measured at the benchmark's size, most of it textures.
 _RENDERER = {"benchmark": 90, "fast": 42, "minimal": 42, "coarse": 5}
@@ -44,47 +44,12 @@ class World:
         self.env.close()
 
 
-class WorldCache:
-    """Worlds of this process that no simulator is using, oldest first."""
-
-    def __init__(self) -> None:
-        self._idle: OrderedDict[int, World] = OrderedDict()  # by id()
-
-    def __len__(self) -> int:
-        return len(self._idle)
-
-    @property
-    def megabytes(self) -> float:
-        """About what the idle worlds and their renderers take."""
-        renderers = {id(world.renderer): world.renderer_megabytes for world in self._idle.values()}
-        return sum(world.megabytes for world in self._idle.values()) + sum(renderers.values())
-
-    def take(self, name: str, spec: SimulatorSpec) -> World:
-        """Take an idle world of a task, the last one used, or build one: a tenth of a second.
-
-        Raises:
-            ValueError: ``reset_ranges`` has another number of bounds than the task.
-        """
-        key = _key(name, spec)
-        for place, world in reversed(self._idle.items()):
-            if world.key == key:
-                del self._idle[place]
-                return world
-        return World(name, spec)
-
-    def give_back(self, world: World, gigabytes: float) -> None:
-        """Keep a world for later, as long as all kept ones take at most ``gigabytes``."""
-        self._idle[id(world)] = world
-        while self._idle and self.megabytes > 1000 * gigabytes:
-            self._idle.popitem(last=False)[1].close()
-
-    def clear(self) -> None:
-        """Keep none."""
-        while self._idle:
-            self._idle.popitem()[1].close()
-
-
 world_cache = WorldCache()
+
+
+def take_world(name: str, spec: SimulatorSpec) -> World:
+    """Take an idle world of a task, or build one: a tenth of a second."""
+    return world_cache.take(_key(name, spec), lambda: World(name, spec))
 
 
 def _key(name: str, spec: SimulatorSpec) -> str:
@@ -103,12 +68,10 @@ def _build(name: str, reset_range: Any) -> Any:
     if reset_range is not None:
         low, high = (np.array(bound) for bound in reset_range)
         usual: Any = env._random_reset_space
-        expected = usual.shape
-        if low.shape != expected or high.shape != expected:
+        if low.shape != usual.shape or high.shape != usual.shape:
             raise ValueError(
-                f"reset_ranges of {name} needs {expected[0]} numbers per bound, got {low.size} and {high.size}; "
-                f"the benchmark's are {usual.low.tolist()} "
-                f"and {usual.high.tolist()}"
+                f"reset_ranges of {name} needs {usual.shape[0]} numbers per bound, got {low.size} and {high.size}; "
+                f"the benchmark's are {usual.low.tolist()} and {usual.high.tolist()}"
             )
         env._random_reset_space = Box(low, high, dtype=np.float64)
     return env

@@ -1,8 +1,7 @@
 """Coarser shapes to draw in small pictures, from a copy of a MuJoCo model: the physics keeps its own.
 
-A software rasteriser spends most of a small picture on the faces of meshes, of which a scanned robot has tens of
-thousands, many in one pixel. The vertices of such a mesh are gathered on a grid, round shapes get fewer corners, and
-textures the resolution that a small picture shows of them.
+A software rasteriser spends most of a small picture on the faces of meshes, many in one pixel. Their vertices are
+gathered on a grid, round shapes get fewer corners, and textures less resolution.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ def coarse_model(model: mujoco.MjModel) -> mujoco.MjModel:
 
 
 def _simplify(model: mujoco.MjModel, mesh: int) -> None:
-    """Merge the vertices within a cell of the grid, and leave out the faces that vanish or coincide by it.
-
-    What remains of a face keeps the normals and the texture coordinates of its corners, hence its shade.
-    """
+    """Merge the vertices within a cell of the grid, and leave out the faces that vanish or coincide by it."""
     start, count = int(model.mesh_faceadr[mesh]), int(model.mesh_facenum[mesh])
     first = int(model.mesh_vertadr[mesh])
     vertices = model.mesh_vert[first : first + int(model.mesh_vertnum[mesh])].astype(np.float64)

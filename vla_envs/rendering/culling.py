@@ -1,7 +1,6 @@
 """Which geoms of a MuJoCo world a camera cannot see, so that no time is spent on drawing them; pixels stay the same.
 
-MuJoCo draws everything, and a software rasteriser spends most of a frame on the vertices of meshes. Left out is what
-lies beside or behind the view with all of its bounding box, and is not shown by a mirror either.
+Left out is what lies beside or behind the view with all of its bounding box, and is not shown by a mirror either.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ _ENDLESS = (mujoco.mjtGeom.mjGEOM_PLANE, mujoco.mjtGeom.mjGEOM_HFIELD)
 class Culling:
     """Finds what is outside the view of a camera, in worlds of one model that has no shadows.
 
-    Args:
-        model: its shapes and materials count, poses come with the data.
-        drawn: bool ``[ngeom]``, those that are not hidden anyway.
-        aspect: width of the picture relative to its height.
+    ``drawn``, bool ``[ngeom]``, are those that are not hidden anyway; ``aspect`` is the picture's width by its height.
     """
 
     def __init__(self, model: mujoco.MjModel, drawn: np.ndarray, aspect: float):

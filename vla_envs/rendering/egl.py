@@ -19,11 +19,7 @@ _LEAVE_OUT = "leave out env.gpus (null)"
 
 
 def check_renderer() -> None:
-    """Refuse a ``MUJOCO_GL`` that no worker could draw with, before one is started.
-
-    Raises:
-        ValueError: it names no renderer.
-    """
+    """Refuse a ``MUJOCO_GL`` that no worker could draw with, before one is started."""
     asked = os.environ.get("MUJOCO_GL", "")
     if asked not in ("", *_RENDERERS):
         raise ValueError(
@@ -33,14 +29,7 @@ def check_renderer() -> None:
 
 
 def check_gpus(gpus: Sequence[int]) -> None:
-    """Refuse chosen GPUs that MuJoCo could not draw with, before a worker is started.
-
-    Args:
-        gpus: their numbers, as CUDA shows them.
-
-    Raises:
-        ValueError: ``MUJOCO_GL`` or ``MUJOCO_EGL_DEVICE_ID`` says otherwise, or EGL does not have one of them.
-    """
+    """Refuse GPUs, as CUDA numbers them here, that MuJoCo could not draw with, before a worker is started."""
     asked = os.environ.get("MUJOCO_GL", "")
     if asked not in ("", "egl"):
         raise ValueError(f"gpus={show(gpus)}: MUJOCO_GL={asked} draws with no GPU; type MUJOCO_GL=egl, or {_LEAVE_OUT}")
@@ -48,11 +37,7 @@ def check_gpus(gpus: Sequence[int]) -> None:
 
 
 def check_devices(gpus: Sequence[int], variable: str) -> None:
-    """Refuse chosen GPUs that EGL does not have, or where a variable of the user's says which device is taken.
-
-    Raises:
-        ValueError: one or the other.
-    """
+    """Refuse GPUs that EGL does not have, or where a ``variable`` of the user's says which device is taken."""
     if device := os.environ.get(variable):
         raise ValueError(
             f"gpus={show(gpus)}: {variable}={device} says which device draws, too; type unset {variable}, or "
@@ -66,11 +51,9 @@ def check_devices(gpus: Sequence[int], variable: str) -> None:
 
 
 def choose_device() -> None:
-    """Set ``MUJOCO_GL`` and ``MUJOCO_EGL_DEVICE_ID`` where the user has not.
+    """Set ``MUJOCO_GL`` and ``MUJOCO_EGL_DEVICE_ID`` where the user has not: EGL, or OSMesa with a warning.
 
-    EGL is taken if it works, otherwise OSMesa, with a warning. Of several GPUs, those that were chosen or else those
-    that CUDA shows to this process, worker ``w`` takes the one after worker ``w - 1``'s; EGL numbers devices in an
-    order of its own.
+    Workers take turns on the chosen GPUs, or on all that CUDA shows; EGL numbers devices in an order of its own.
     """
     asked = os.environ.get("MUJOCO_GL")  # empty means a window, which workers lack
     if asked and asked != "egl":
@@ -104,14 +87,8 @@ def device_of_worker(
 ) -> int | None:
     """Choose the EGL device of a worker by number, ``None`` to leave it to MuJoCo.
 
-    Args:
-        devices: of :func:`egl_devices`.
-        visible: ``CUDA_VISIBLE_DEVICES``; names that are not numbers (UUIDs) count as all.
-        worker: number of the worker.
-        gpus: that workers take turns on, as CUDA shows them; all if there are none.
-
-    Raises:
-        ValueError: one of ``gpus`` cannot be found among the devices.
+    Workers take turns on ``gpus``, as CUDA numbers them here, or on all of ``visible`` (``CUDA_VISIBLE_DEVICES``; names
+    that are no numbers count as all). ``devices``: of :func:`egl_devices`.
     """
     by_cuda = {cuda: egl for egl, cuda in devices.items() if cuda is not None}
     wanted = sorted(by_cuda)

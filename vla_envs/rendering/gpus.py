@@ -9,19 +9,12 @@ import os
 from collections.abc import Iterable, Sequence
 
 WORKER = "VLA_TORCHRL_WORKER"  # number of this worker process, which the pool sets
+_drawing: dict[str, int] = {}  # by graphics library: the process that draws with it
 GPUS = "VLA_TORCHRL_GPUS"  # numbers of the GPUs that were chosen for all workers, likewise; empty for none
 
 
 def check_gpus(gpus: Sequence[int], shown: int) -> None:
-    """Refuse GPUs that there are not, before a worker is started.
-
-    Args:
-        gpus: their numbers.
-        shown: how many GPUs CUDA shows to this process.
-
-    Raises:
-        ValueError: says which there are and what to type.
-    """
+    """Refuse GPUs that are not among the ``shown``, the number that CUDA shows to this process."""
     named, visible = f"gpus={show(gpus)}", os.environ.get("CUDA_VISIBLE_DEVICES")
     because = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     if not shown:
@@ -45,7 +38,7 @@ def worker_environment(worker: int, gpus: Sequence[int] | None) -> dict[str, str
 
 
 def chosen_gpus() -> tuple[int, ...]:
-    """Return the GPUs that were chosen for the workers of which this process is one; none if nobody has."""
+    """Return the GPUs that were chosen for the workers of which this process is one; none if none were."""
     return tuple(int(number) for number in os.environ.get(GPUS, "").split(",") if number)
 
 
@@ -56,10 +49,20 @@ def gpu_of_worker(shown: int) -> int:
 
 
 def describe_turns(shown: int) -> str:
-    """Say which of as many GPUs as CUDA shows workers take turns on where nobody chooses, if there are several."""
+    """Say on which GPUs workers take turns by default, if CUDA shows several."""
     return "" if shown < 2 else f"; workers take turns on GPUs 0 to {shown - 1} (env.gpus chooses)"
 
 
 def show(gpus: Iterable[int]) -> str:
     """Write GPUs as they are typed, such as ``[4,5]``."""
     return f"[{','.join(map(str, gpus))}]"
+
+
+def refuse_fork(library: str) -> None:
+    """Note that this process draws with a library; its forks cannot: they wait for threads that they do not have."""
+    if _drawing.setdefault(library, os.getpid()) != os.getpid():
+        raise RuntimeError(
+            f"this process was forked from one that draws with {library}, which a fork cannot use: start it with "
+            'context="spawn" (AsyncVectorEnv(..., context="spawn"), ParallelEnv(..., mp_start_method="spawn")), or let '
+            'gymnasium.make_vec(..., vectorization_mode="vector_entry_point") start all processes'
+        )

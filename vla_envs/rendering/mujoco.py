@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from vla_envs.rendering.egl import choose_device
-from vla_envs.rendering.forks import refuse_fork
+from vla_envs.rendering.gpus import refuse_fork
 
 choose_device()
 import mujoco  # noqa: E402
@@ -28,8 +28,8 @@ _gl_context: Any = None
 def shared_renderer(model_file: str, model: mujoco.MjModel, **options: Any) -> Renderer:
     """Return the renderer of this process for all worlds built from ``model_file`` with the same options.
 
-    Meshes and textures are uploaded once; poses come from the world's own model and data at each frame. It
-    lives as long as somebody holds it; at benchmark quality it takes about 90 MB.
+    Meshes and textures are uploaded once. It lives as long as a world holds it; at benchmark quality it takes about 90
+    MB.
     """
     key = (model_file, repr(sorted(options.items())))
     renderer = _renderers.get(key)
@@ -45,12 +45,9 @@ class Renderer:
         model: the model whose meshes and textures are uploaded.
         size: ``(height, width)`` in pixels.
         quality: ``"benchmark"`` keeps what the model says, ``"fast"`` switches shadows and multisampling off,
-            ``"minimal"`` reflections and the sky box as well; ``"coarse"`` also draws coarser shapes and textures
-            (:mod:`~vla_envs.rendering.coarse`).
-        cameras: names of cameras of the model, or ``lookat``, ``distance``, ``azimuth`` and ``elevation`` of free
-            ones.
-        upside_down: turn the images by 180 degrees.
-        mirrored: exchange left and right.
+            ``"minimal"`` reflections and the sky box as well; ``"coarse"`` also draws coarser shapes and textures.
+        cameras: names of cameras of the model, or ``lookat``, ``distance``, ``azimuth`` and ``elevation`` of free ones.
+        upside_down, mirrored: turn the images by 180 degrees; exchange left and right.
         hide_sites: leave out the sites, such as goal markers.
         hidden_groups: numbers of the geom groups to leave out, such as collision shapes.
         skip_unseen: do not draw what the camera cannot see (0.1 ms per frame to find it), unless there are shadows.
@@ -98,7 +95,7 @@ class Renderer:
 
     def render(self, model: mujoco.MjModel, data: mujoco.MjData, camera: int = 0) -> np.ndarray:
         """Render one world with one of the cameras: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
-        _make_gl_context_current()  # somebody else in this process may draw too
+        _make_gl_context_current()  # other code in this process may draw too
         self._update_scene(model, data, self._cameras[camera])
         # Several renderers share the process's graphics context: draw into our own framebuffer, not the last one made.
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
@@ -124,9 +121,8 @@ def _make_camera(model: mujoco.MjModel, camera: str | Mapping[str, Any]) -> mujo
         return made
     made.type = mujoco.mjtCamera.mjCAMERA_FREE
     made.lookat[:] = camera["lookat"]
-    made.distance = camera["distance"]
-    made.azimuth = camera["azimuth"]
-    made.elevation = camera["elevation"]
+    for name in ("distance", "azimuth", "elevation"):
+        setattr(made, name, camera[name])
     return made
 
 

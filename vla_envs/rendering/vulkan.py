@@ -1,16 +1,14 @@
 """The Vulkan driver that SAPIEN draws with. Decided before sapien is imported.
 
 SAPIEN runs nothing without one, not even tasks without images. A GPU brings its own. Elsewhere Mesa's lavapipe draws on
-the CPU; SAPIEN needs it in a newer version than Debian 12's own 22.3. ``scripts/install_vulkan_driver.py`` fetches 25.0
-from Debian's backports into a folder of ours, where it changes nothing for other programs: upgrading Mesa for the whole
-machine would change MuJoCo's pixels too.
+the CPU, in a newer version than Debian 12's 22.3: ``scripts/install_vulkan_driver.py`` fetches 25.0 from Debian's
+backports into a folder of ours, because upgrading Mesa for the whole machine would change MuJoCo's pixels too.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import runpy
 import sys
 import warnings
 from collections.abc import Sequence
@@ -48,10 +46,7 @@ class VulkanError(RuntimeError):
 
 
 def choose_driver() -> None:
-    """Let this process draw with the driver in our folder, if it is there and neither user nor GPU has another.
-
-    It is told to the process itself, so that a program that imports us needs no ``LD_LIBRARY_PATH``.
-    """
+    """Let this process draw with the driver in our folder, if it is there and neither user nor GPU has another."""
     os.environ.setdefault("LP_NUM_THREADS", "1")  # several worlds share the cores
     warnings.filterwarnings("ignore", message="Failed to find system libvulkan")  # SAPIEN brings one
     asked = {os.environ.get(name) for name in _CHOICES} - {None, "", str(MANIFEST)}
@@ -63,9 +58,9 @@ def choose_driver() -> None:
 
 
 def has_gpu() -> bool:
-    """Tell whether this machine shows an NVIDIA GPU and its graphics driver to this process, which are then taken.
+    """Tell whether an NVIDIA GPU and its graphics driver are there, which are then taken.
 
-    A container may have the device without the driver (``NVIDIA_DRIVER_CAPABILITIES`` without ``graphics``). Whoever
+    A container may have the device without the driver (``NVIDIA_DRIVER_CAPABILITIES`` without ``graphics``). A user who
     hides the GPU from CUDA, or chooses the driver in our folder, wants the CPU to draw.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -75,14 +70,7 @@ def has_gpu() -> bool:
 
 
 def show_own_gpu(shown: int) -> None:
-    """Show a worker process no GPU but its own, before sapien is imported, which draws with the first.
-
-    Args:
-        shown: how many GPUs CUDA shows it.
-
-    Raises:
-        RuntimeError: none, although there is one.
-    """
+    """Show a worker process its own GPU alone, of as many as CUDA shows it; called before sapien is imported."""
     if _own or WORKER not in os.environ or not has_gpu():
         return
     if not shown:
@@ -94,11 +82,7 @@ def show_own_gpu(shown: int) -> None:
 
 
 def check_gpus(gpus: Sequence[int]) -> None:
-    """Refuse chosen GPUs where SAPIEN would draw on the CPU, before a worker is started.
-
-    Raises:
-        ValueError: it would.
-    """
+    """Refuse chosen GPUs where SAPIEN would draw on the CPU, before a worker is started."""
     if not has_gpu():
         raise ValueError(
             f"gpus={show(gpus)}: SAPIEN draws on the CPU here, for want of the GPU's graphics driver "
@@ -108,11 +92,7 @@ def check_gpus(gpus: Sequence[int]) -> None:
 
 
 def check_driver() -> str:
-    """Return the name of the device that frames would be drawn with.
-
-    Raises:
-        VulkanError: there is no driver, or SAPIEN cannot use the one that there is.
-    """
+    """Return the name of the device that frames would be drawn with."""
     works, detail = try_driver()
     if works:
         return detail
@@ -134,12 +114,12 @@ def check_driver() -> str:
 
 @cache
 def try_driver() -> tuple[bool, str]:
-    """Tell whether a process of its own can open a device, with its name or what went wrong; a crash stays there."""
+    """Tell whether a process of its own can open a device, with its name or what went wrong."""
     return run_probe(_PROBE.format(device="" if has_gpu() else "sapien.Device('cpu')"))
 
 
 def install_command() -> str:
-    """Say what to type to get a driver for the CPU."""
+    """Return what to type to get a driver for the CPU."""
     return f"python {next((path for path in _INSTALLERS if path.is_file()), f'scripts/{_INSTALLER}')}"
 
 
@@ -150,16 +130,3 @@ def loads(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def main() -> None:
-    """Run the installer, which was here once."""
-    print(f"`python -m {__spec__.name}` will go in the next version; type: {install_command()}", file=sys.stderr)
-    installer = next((path for path in _INSTALLERS if path.is_file()), None)
-    if installer is None:
-        sys.exit(f"{_INSTALLER} is not here; it is in scripts/ of the sources of vla-torchrl")
-    runpy.run_path(str(installer), run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

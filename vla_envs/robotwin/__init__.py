@@ -1,11 +1,27 @@
 """RoboTwin 2.0: see :func:`make_spec` for its options."""
 
+from dataclasses import replace
+
 from vla_common.schema import BenchmarkSchema
+from vla_envs.doctor import check_asset_folder, check_simulator, check_vulkan
+from vla_envs.probe import Finding
 from vla_envs.registry import Benchmark
-from vla_envs.robotwin.checks import check
+from vla_envs.robotwin import package
 from vla_envs.robotwin.spec import make_spec, suites
 
 __all__ = ["BENCHMARK", "make_spec", "suites"]
+
+
+def check() -> list[Finding]:
+    """Find what this machine has and lacks."""
+    code = check_asset_folder("RoboTwin", package.CHECKOUT.find, package.CHECKOUT.describe)
+    return [
+        *check_simulator("robotwin", "sapien", "from vla_envs.robotwin import package; package.import_all()"),
+        check_vulkan("robotwin"),
+        replace(code, name="RoboTwin's checkout"),
+        check_asset_folder("RoboTwin", package.find_assets, package.describe_assets),
+    ]
+
 
 _JOINTS = (
     *(f"left joint {number} (rad)" for number in range(1, 7)),

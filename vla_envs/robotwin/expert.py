@@ -1,8 +1,7 @@
 """A scripted expert for four tasks that are solved by pressing. Each chunk is one press.
 
-RoboTwin's own demonstrations need a motion planner. Here joint angles come from SAPIEN's inverse kinematics, and an arm
-goes straight from angles to angles: enough where nothing stands in the way. It plans from where the arms are, and so
-comes back from disturbed actions too.
+Joint angles come from SAPIEN's inverse kinematics, and an arm goes straight from angles to angles: enough where nothing
+stands in the way. It plans from where the arms are, and so comes back from disturbed actions too.
 """
 
 from __future__ import annotations
@@ -22,18 +21,12 @@ _PRECISION, _OFF = 1e-4, 1e-2  # m and rad: that inverse kinematics tries to rea
 
 @dataclass(frozen=True)
 class Press:
-    """Two points of a closed hand.
+    """Two points of a closed hand."""
 
-    Attributes:
-        left: whether it is the left arm's.
-        near, on: m, float64 ``[3]``, before pressing and when pressing.
-        pitches: rad below the horizon that the hand may have, best first.
-    """
-
-    left: bool
-    near: np.ndarray
-    on: np.ndarray
-    pitches: Sequence[float]
+    left: bool  # whether it is the left arm's
+    near: np.ndarray  # m, float64 [3], before pressing
+    on: np.ndarray  # likewise, when pressing
+    pitches: Sequence[float]  # rad below the horizon that the hand may have, best first
 
 
 def expert_tasks() -> tuple[str, ...]:
@@ -42,12 +35,7 @@ def expert_tasks() -> tuple[str, ...]:
 
 
 class Expert:
-    """The expert for one episode.
-
-    Args:
-        world: has the task set up.
-        name: of the task, one of :func:`expert_tasks`.
-    """
+    """The expert for one episode of a task, one of :func:`expert_tasks`, that a world has set up."""
 
     def __init__(self, world: Any, name: str):
         self._world = world
@@ -56,7 +44,7 @@ class Expert:
         self._poses = _reach(world.task.robot, press)
 
     def chunk(self, length: int) -> np.ndarray | None:
-        """Tell what to do from where the arms are, float64 ``[C, 14]``; ``None`` if the place is out of reach."""
+        """Return what to do from where the arms are, float64 ``[C, 14]``; ``None`` if the place is out of reach."""
         if self._poses is None:
             return None
         points = [self._world.states() for _ in range(3)]
@@ -91,7 +79,6 @@ _PRESSES: dict[str, Callable[[Any], Press]] = {
 
 
 def _reach(robot: Any, press: Press) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return angles of the arm at both points, rad ``[6]`` each, at the best pitch; ``None`` if there are none."""
     arm = _Arm(robot, "left" if press.left else "right")
     for pitch in press.pitches:
         near = arm.angles(press.near, pitch)
@@ -101,8 +88,6 @@ def _reach(robot: Any, press: Press) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 class _Arm:
-    """Inverse kinematics of one arm of RoboTwin's ``robot``."""
-
     def __init__(self, robot: Any, side: str):
         def of(name: str) -> Any:
             return getattr(robot, f"{side}_{name}")
@@ -122,16 +107,7 @@ class _Arm:
         self._limits = np.concatenate([joint.get_limits() for joint in joints])
 
     def angles(self, place: np.ndarray, pitch: float, start: np.ndarray | None = None) -> np.ndarray | None:
-        """Find angles that hold the finger tips at a place; the hand points away from the shoulder, down by a pitch.
-
-        Args:
-            place: m ``[3]``, in the world.
-            pitch: rad.
-            start: rad ``[6]``, to look from; ``None`` for where the arm is.
-
-        Returns:
-            rad ``[6]``, or ``None``.
-        """
+        """Find angles that hold the finger tips at a place; the hand points away from the shoulder, down by a pitch."""
         import sapien
 
         yaw = np.arctan2(place[1] - self._base[1], place[0] - self._base[0])

@@ -1,8 +1,7 @@
 """What RoboTwin's checkout imports and does not need here: mplib, of which its TOPP alone is used, and open3d.
 
-mplib 0.2.1 ends the process when it is imported under numpy 2. A chunk of joint positions needs the time-optimal path
-parametrisation of it, which is toppra's; it is written here over that package. Motion planning, which RoboTwin's
-scripted demonstrations use, is not there.
+mplib 0.2.1 ends the process when it is imported under numpy 2. Its time-optimal path parametrisation is toppra's, and
+is written here over that package. There is no motion planning, which RoboTwin's scripted demonstrations use.
 """
 
 from __future__ import annotations
@@ -26,34 +25,21 @@ class NoPlanning(RuntimeError):
 
 
 class Planner:
-    """Stands for mplib's planners.
-
-    Attributes:
-        last_steps: physics steps of the last trajectory; ``None`` where there was none, and the arm stands still.
-        failed: whether there was none although one was asked for.
-    """
+    """Stands for mplib's planners."""
 
     def __init__(self, *_: Any, **__: Any):
         self.joint_limits = self.joint_acc_limits = None
-        self.last_steps: int | None = None
-        self.failed = False
+        self.last_steps: int | None = None  # physics steps of the last trajectory; None: the arm stands still
+        self.failed = False  # whether there was none although one was asked for
 
     def TOPP(  # noqa: N802  mplib calls it so
         self, path: np.ndarray, step: float = 0.1, verbose: bool = False
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, None, float]:
-        """Move through joint positions as fast as the limits allow.
+        """Move through joint positions, rad ``[P, J]``, as fast as limits allow, sampled every ``step`` seconds.
 
-        Args:
-            path: rad ``[P, J]``, the first where the arm is.
-            step: seconds between samples.
-            verbose: of mplib; nothing is said.
-
-        Returns:
-            Of ``T`` samples, at most :data:`LONGEST`, the times, positions and velocities ``[T, J]``; no accelerations,
-            which nobody reads; and the duration in seconds.
-
-        Raises:
-            RuntimeError: there is no such motion. RoboTwin then lets the arm stand.
+        Returns the times, positions and velocities ``[T, J]`` of ``T`` samples, at most :data:`LONGEST`; no
+        accelerations, which are not read; and the duration in seconds. A ``RuntimeError`` if there is no such motion:
+        RoboTwin lets the arm stand.
         """
         self.last_steps, self.failed = None, True
         motion = Motion(np.asarray(path, np.float64))
@@ -68,30 +54,16 @@ class Planner:
         """Do nothing: only plans depend on where the arm stands."""
 
     def plan_pose(self, *_: Any, **__: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            NoPlanning: always.
-        """
+        """Refuse."""
         raise NoPlanning("RoboTwin's scripted demonstrations need motion planning, which is not there")
 
     plan_screw = plan_qpos = IK = plan_pose
 
 
 class Motion:
-    """The fastest motion along a spline through joint positions that obeys the limits.
+    """The fastest motion along a spline through joint positions, rad ``[P, J]``, that obeys the limits.
 
-    toppra finds how fast the path may be gone through; its grid and its samples are computed here, in a quarter of the
-    time and to the same bits.
-
-    Args:
-        path: rad ``[P, J]``.
-
-    Attributes:
-        duration: seconds.
-
-    Raises:
-        RuntimeError: there is none.
+    toppra finds the speeds; its grid and its samples are computed here, in a quarter of the time and to the same bits.
     """
 
     def __init__(self, path: np.ndarray):
@@ -150,7 +122,7 @@ class _Anything:
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Have modules that are imported meanwhile find these stand-ins; afterwards all others find what is installed."""
+    """Have modules that are imported meanwhile find these stand-ins; afterwards others find what is installed."""
     names = ("mplib", "mplib.planner", "mplib.sapien_utils", "mplib.pymp")
     modules = {name: types.ModuleType(name) for name in names}
     top, planner, utilities, pymp = modules.values()

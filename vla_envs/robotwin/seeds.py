@@ -12,7 +12,6 @@ from functools import cache
 from importlib import resources
 from itertools import accumulate, count
 
-KINDS = ("solved", "range")
 EVALUATION = 1_000_000  # trials from here on have the seeds of evaluations
 RANGE = range(10_000, 200_000)  # what RLinf draws from for tasks without a list
 _FIRST_OF_EVALUATION = 150_000
@@ -28,10 +27,8 @@ def solved_seeds(kind: str) -> dict[str, tuple[int, ...]]:
 def seeds_of(task: str, kind: str) -> tuple[Sequence[int], Sequence[int]]:
     """List the seeds that a task is trained with and those that it is evaluated with; none is in both.
 
-    Args:
-        task: its name.
-        kind: ``"solved"``: the task's lists, where it has some. ``"range"``, and for the other tasks: the lower and the
-            upper part of :data:`RANGE`, which nobody has tried.
+    ``kind`` is ``"solved"``: the task's lists, where it has some; or ``"range"``, and for the other tasks: the lower
+    and the upper part of :data:`RANGE`, which are untried.
     """
     if kind == "solved" and task in solved_seeds("train"):
         return solved_seeds("train")[task], solved_seeds("eval")[task]
@@ -39,16 +36,9 @@ def seeds_of(task: str, kind: str) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def candidates_of(task: str, kind: str, trial: int) -> Iterator[int]:
-    """Return the seed of a trial, and those that take its place, in turn, where it is unstable: the next ones.
+    """Return the seed of a trial, and the next ones, which take its place where it is unstable.
 
-    Args:
-        task: its name.
-        kind: of :func:`seeds_of`.
-        trial: counts from 0 the seeds of training, from :data:`EVALUATION` on those of evaluations. Neither is
-            replaced by one of the others.
-
-    Raises:
-        ValueError: there is no such trial.
+    Trials from :data:`EVALUATION` on have the seeds of evaluations; neither kind is replaced by one of the other.
     """
     training, evaluation = seeds_of(task, kind)
     seeds, others, index = training, evaluation, trial

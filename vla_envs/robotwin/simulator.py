@@ -9,7 +9,7 @@ import numpy as np
 
 from vla_envs.rendering.vulkan import check_driver, check_gpus
 from vla_envs.robotwin.expert import Expert
-from vla_envs.robotwin.package import check_packages, find_assets, find_package
+from vla_envs.robotwin.package import CHECKOUT, check_packages, find_assets
 from vla_envs.robotwin.seeds import candidates_of
 from vla_envs.robotwin.world import UnstableEpisode, World
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
@@ -19,27 +19,22 @@ MOST_REPLACEMENTS = 20  # of a seed whose objects do not come to rest, by the ne
 
 
 class RoboTwinSimulator:
-    """One world; an episode sets its task up anew (0.1 s).
-
-    What is solved stays solved, and the world stands still from then on, as RoboTwin has it.
-
-    Attributes:
-        seed: RoboTwin's, of the running episode: the one that its trial names, or a later one if that is unstable.
-        remark: says so where it is a later one; and what else has gone otherwise than one would expect.
-    """
+    """One world; an episode sets its task up again (0.1 s). When it is solved, the world stands still."""
 
     def __init__(self, spec: SimulatorSpec):
         options = spec.options
         self.spec = spec
         assets = find_assets(options["assets_path"], options["path"])
-        self.world = World(find_package(options["path"]), assets, options, wrist=spec.wrist_image_shape is not None)
-        self.seed, self.remark = -1, ""
+        self.world = World(CHECKOUT.find(options["path"]), assets, options, wrist=spec.wrist_image_shape is not None)
+        self.seed, self.remark = (
+            -1,
+            "",
+        )  # RoboTwin's, of the running episode: a later one than named if that is unstable
         self._left = 0  # actions until the task's limit
         self._solved = False
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:
-        """Raise what making a simulator would raise, before any worker is started."""
         options = spec.options
         arms = [name for name in options["embodiment"] if isinstance(name, str)]
         check_packages(options["path"], options["assets_path"], [task.name for task in spec.tasks], arms)
@@ -47,16 +42,10 @@ class RoboTwinSimulator:
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
-        """Refuse chosen GPUs that cannot be drawn with, before any worker is started."""
         check_gpus(gpus)
 
     def reset(self, episode: Episode) -> None:
-        """Set the task up with the seed that the trial names; ``episode.seed`` decides nothing.
-
-        Raises:
-            ValueError: there is no such trial.
-            RuntimeError: RoboTwin has failed, or many seeds in a row are unstable.
-        """
+        """Set the task up with the seed that the trial names; ``episode.seed`` decides nothing."""
         name = self.spec.task_of(episode).name
         candidates = candidates_of(name, self.spec.options["seeds"], episode.trial_id)
         named, *_ = seeds = list(islice(candidates, 1 + MOST_REPLACEMENTS))
@@ -108,10 +97,7 @@ class ExpertSimulator(RoboTwinSimulator):
         self._expert, self._task = None, self.spec.task_of(episode).name
 
     def expert_chunk(self, length: int) -> np.ndarray | None:
-        """Ask the scripted expert what to do next in the running episode, float64 ``[C, 14]``.
-
-        It knows where things are, which no policy is told. ``None`` if an arm does not reach them.
-        """
+        """Ask the scripted expert for a chunk, float64 ``[C, 14]``; ``None`` if an arm cannot reach."""
         if self._expert is None:
             self._expert = Expert(self.world, self._task)
         return self._expert.chunk(length)

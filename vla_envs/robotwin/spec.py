@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from vla_common.errors import unknown_name
-from vla_common.settings import Count, Pixels
-from vla_common.validation import check_name, check_whole_number, image_shape
+from vla_common.settings import Count, Pixels, checked
+from vla_envs.protocol import are_numbers, check_once, image_shape, list_deviations
 from vla_envs.robotwin.expert import expert_tasks
-from vla_envs.robotwin.package import describe_package, find_package
-from vla_envs.robotwin.seeds import EVALUATION, KINDS, RANGE, seeds_of, solved_seeds
+from vla_envs.robotwin.package import CHECKOUT, describe_package
+from vla_envs.robotwin.seeds import EVALUATION, RANGE, seeds_of, solved_seeds
 from vla_envs.robotwin.sentences import longest_sentences
 from vla_envs.simulator import SimulatorSpec, Task
 
 ALL = "all"
 EPISODES = 100  # of a task in RoboTwin's own evaluation
 CROPPED = 224  # pixels of a side
-TASK_CONFIGS = ("demo_clean", "demo_randomized")
 CAMERAS = {"D435": (240, 320), "L515": (180, 320), "Large_D435": (480, 640), "Large_L515": (360, 640)}
-SHADERS = ("default", "rt")
-QUALITIES = ("benchmark", "fast")
-INSTRUCTION_TYPES = ("seen", "unseen")
 ARMS = (("aloha-agilex",), ("piper", "piper"))  # one robot with two arms, or two robots
 _SEEDS = {"solved": "seeds that demonstrations have solved", "range": "any seeds"}
+_SEEN = "sentences of the seen split, as RLinf has it; RoboTwin's own are unseen"
 _DISTANCE = 0.6  # m between two arms, the guide's
 _Camera = Literal["D435", "L515", "Large_D435", "Large_L515"]
 _CAMERA: _Camera = "D435"  # of RoboTwin's task_config/
@@ -64,6 +60,7 @@ def suites() -> tuple[str, ...]:
     return (*sorted(TASKS), ALL)
 
 
+@checked
 def make_spec(
     suite: str,
     *,
@@ -94,7 +91,7 @@ def make_spec(
         embodiment: ``["aloha-agilex"]``, one robot with two arms, or ``["piper", "piper", 0.6]``, two and the metres
             between them.
         head_camera_type: camera of RoboTwin's ``_camera_config.yml``.
-        wrist_camera_type: likewise, of both.
+        wrist_camera_type: likewise, of both hands.
         collect_wrist_camera: draw what the cameras in the hands see, left and right.
         center_crop: keep the middle 0.9 of each image's area, at 224 x 224 pixels.
         image_size: ``(height, width)`` that frames are reduced to, by averaging, or the pixels of a side; divisors of
@@ -102,118 +99,95 @@ def make_spec(
         step_lim: primitive actions of an episode; ``None`` for each task's own in RoboTwin's evaluation.
         instruction_type: which of RoboTwin's sentences an episode has.
         seeds: ``"solved"``, those that RoboTwin's demonstrations have solved, of the 22 tasks that have such lists;
-            ``"range"``: any, see :func:`vla_envs.robotwin.seeds.seeds_of`. Evaluations have seeds of their own
-            (:func:`vla_envs.robotwin.seeds.candidates_of`).
+            ``"range"``: any, see :func:`vla_envs.robotwin.seeds.seeds_of`. Evaluations have seeds of their own.
         shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
             CPU.
         render_quality: ``"fast"`` draws shadows of half the resolution, and none of the wall: less than half the time
             on a CPU; 0.2 % of the pixels differ by more than 8 levels.
-        path: a checkout of RoboTwin; ``None`` looks for it, see :func:`vla_envs.robotwin.package.find_package`.
+        path: a checkout of RoboTwin; ``None`` looks for it, see :data:`vla_envs.robotwin.package.CHECKOUT`.
         assets_path: the folder around its ``assets/``; ``None`` looks for it, see
             :func:`vla_envs.robotwin.package.find_assets`.
 
     Raises:
         ValueError: an unknown task or option value.
     """
-    check_name("task_config", task_config, TASK_CONFIGS)
-    check_name("head_camera_type", head_camera_type, CAMERAS)
-    check_name("wrist_camera_type", wrist_camera_type, CAMERAS)
-    check_name("instruction_type", instruction_type, INSTRUCTION_TYPES)
-    check_name("seeds", seeds, KINDS)
-    check_name("shader", shader, SHADERS)
-    check_name("render_quality", render_quality, QUALITIES)
-    if step_lim is not None:
-        check_whole_number("step_lim", step_lim, 1)
     if wrist_camera_type != _CAMERA and not collect_wrist_camera:
         raise ValueError(
             f"wrist_camera_type={wrist_camera_type}: nothing is drawn in the hands (collect_wrist_camera=false); leave "
             "it out"
         )
-    arms = _checked_arms(embodiment)
-    names = _tasks_of(suite)
-    limits = {name: step_lim or TASKS[name] for name in names}
+    arms, names = _checked_arms(embodiment), _tasks_of(suite)
     states, heldout = (min(map(len, parts)) for parts in zip(*(seeds_of(name, seeds) for name in names), strict=True))
-    unlisted = seeds == "range" or not set(names) <= set(solved_seeds("eval"))
-    demonstrated = set(names) <= set(expert_tasks())
-    other = [name for name in names if limits[name] != TASKS[name]]
-    shape, wrist = CAMERAS[head_camera_type], CAMERAS[wrist_camera_type]
+    drawn = [CAMERAS[head_camera_type], *([CAMERAS[wrist_camera_type]] if collect_wrist_camera else [])]
     if center_crop:
-        shape = wrist = (CROPPED, CROPPED)
-    reduced = False
-    if image_size is not None:
-        drawn = [shape, wrist] if collect_wrist_camera else [shape]
-        shape = wrist = _reduced(image_size, drawn)
-        reduced = any(each != shape for each in drawn)
-    deviations = [
-        *describe_package(path, assets_path),
-        *(
-            text
-            for deviates, text in [
-                (shader == "default", "rasterised, not ray-traced as the published data are"),
-                (render_quality == "fast", "shadows of half the resolution, and none of the wall"),
-                (other, f"at most {step_lim} actions instead of {_numbers(TASKS[name] for name in names)}"),
-                (arms[2:] not in ((), (_DISTANCE,)), f"arms {arms[-1]} m apart instead of {_DISTANCE}"),
-                (head_camera_type != _CAMERA, f"head camera {head_camera_type} instead of {_CAMERA}"),
-                (wrist_camera_type != _CAMERA, f"cameras {wrist_camera_type} in the hands instead of {_CAMERA}"),
-                (not collect_wrist_camera, "no cameras in the hands"),
-                (reduced, f"images reduced to {' x '.join(map(str, shape))} pixels"),
-                (center_crop, f"images are their middle 0.9 by area, {CROPPED} x {CROPPED}"),
-                (instruction_type == "seen", "sentences of the seen split, as RLinf has it; RoboTwin's own are unseen"),
-                (unlisted, f"seeds from {RANGE.start} to {RANGE.stop - 1} that nobody has tried"),
-            ]
-            if deviates
-        ),
-    ]
-    checkout: Path | None = None
-    with suppress(FileNotFoundError):
-        checkout = find_package(path)
-
-    def said(task: str) -> tuple[str, ...]:
-        return longest_sentences(checkout, task, instruction_type) if checkout else ()
-
-    joint = math.pi
+        drawn = [(CROPPED, CROPPED)] * len(drawn)
+    shapes = drawn if image_size is None else [_reduced(image_size, drawn)] * len(drawn)
+    limits = {name: step_lim or TASKS[name] for name in names}
+    demonstrated = set(names) <= set(expert_tasks())
+    options = {
+        "task_config": task_config,
+        "embodiment": arms,
+        "head_camera_type": head_camera_type,
+        "wrist_camera_type": wrist_camera_type,
+        "center_crop": center_crop,
+        "image_size": None if image_size is None else shapes[0],
+        "limits": limits,
+        "instruction_type": instruction_type,
+        "seeds": seeds,
+        "shader": shader,
+        "render_quality": render_quality,
+        "path": path,
+        "assets_path": assets_path,
+    }
     return SimulatorSpec(
         id=f"robotwin/{suite}",
         entry_point=f"vla_envs.robotwin.simulator:{'Expert' if demonstrated else 'RoboTwin'}Simulator",
-        # What is said differs between episodes: objects and arms have several names each.
-        tasks=tuple(Task(name, name.replace("_", " "), instructions=said(name), worded_anew=True) for name in names),
+        tasks=_described(names, path, instruction_type),
         trials=EPISODES,
         initial_states=states,
         evaluation_trials=range(EVALUATION, EVALUATION + heldout),
-        image_shape=shape,
-        wrist_image_shape=(2, *wrist) if collect_wrist_camera else None,
+        image_shape=shapes[0],
+        wrist_image_shape=(2, *shapes[1]) if collect_wrist_camera else None,
         center_crop=center_crop,
         state_dim=14,
-        action_low=(*(-joint,) * 6, 0.0) * 2,
-        action_high=(*(joint,) * 6, 1.0) * 2,
+        action_low=(*(-math.pi,) * 6, 0.0) * 2,
+        action_high=(*(math.pi,) * 6, 1.0) * 2,
         gripper_dims=(6, 13),
         neutral_action=hold,
         clips_actions=False,
         max_episode_steps=max(limits.values()),
         control_frequency=None,
         protocol=f"{task_config}, {_describe(arms)}, {_SEEDS[seeds]}, {_numbers(limits.values())} actions",
-        protocol_deviations=tuple(deviations),
-        worker_gb=(0.5, 0.1) if render_quality == "fast" else (0.7, 0.23),
-        options={
-            "task_config": task_config,
-            "embodiment": arms,
-            "head_camera_type": head_camera_type,
-            "wrist_camera_type": wrist_camera_type,
-            "center_crop": center_crop,
-            "image_size": None if image_size is None else shape,
-            "limits": limits,
-            "instruction_type": instruction_type,
-            "seeds": seeds,
-            "shader": shader,
-            "render_quality": render_quality,
-            "path": path,
-            "assets_path": assets_path,
-        },
+        protocol_deviations=(*describe_package(path, assets_path), *_deviations(options, drawn, shapes)),
+        options=options,
+    )
+
+
+def _deviations(
+    options: Mapping[str, Any], drawn: list[tuple[int, int]], shapes: list[tuple[int, int]]
+) -> Iterable[str]:
+    limits = options["limits"]
+    others = [name for name, limit in limits.items() if limit != TASKS[name]]
+    usual = _numbers(TASKS[name] for name in others or limits)
+    fewer = f"at most {limits[others[0]]} actions instead of {usual}" if others else ""
+    untried = options["seeds"] == "range" or not limits.keys() <= solved_seeds("eval").keys()
+    return list_deviations(
+        (options["shader"], "rt", "rasterised, not ray-traced as the published data are"),
+        (options["render_quality"], "benchmark", "shadows of half the resolution, and none of the wall"),
+        (fewer, "", "{value}"),
+        (options["embodiment"][2:] or (_DISTANCE,), (_DISTANCE,), "arms {value} m apart instead of {usual}"),
+        (options["head_camera_type"], _CAMERA, "head camera {value} instead of {usual}"),
+        (options["wrist_camera_type"], _CAMERA, "cameras {value} in the hands instead of {usual}"),
+        (len(drawn), 2, "no cameras in the hands"),
+        (shapes, drawn, f"images reduced to {' x '.join(map(str, shapes[0]))} pixels"),
+        (options["center_crop"], False, f"images are their middle 0.9 by area, {CROPPED} x {CROPPED}"),
+        (options["instruction_type"], "unseen", _SEEN),
+        (untried, False, f"untried seeds from {RANGE.start} to {RANGE.stop - 1}"),
     )
 
 
 def hold(states: np.ndarray) -> np.ndarray:
-    """Return the action that moves nothing, ``[14]``: joints and grippers are told to be where they are told to be."""
+    """Return the action that moves nothing, ``[14]``: the targets of joints and grippers stay."""
     return states
 
 
@@ -228,13 +202,26 @@ def _tasks_of(suite: str) -> tuple[str, ...]:
             )
         if name not in TASKS:
             raise unknown_name("RoboTwin task", name, suites(), example="robotwin/place_empty_cup")
-    if len(set(names)) != len(names):
-        raise ValueError(f"RoboTwin suite {suite!r} names a task twice; name each task once")
+    check_once("RoboTwin", suite, names)
     return names
 
 
+def _described(names: Sequence[str], path: str | None, split: str) -> tuple[Task, ...]:
+    checkout = None
+    with suppress(FileNotFoundError):
+        checkout = CHECKOUT.find(path)
+    return tuple(
+        Task(
+            name,
+            name.replace("_", " "),
+            instructions=longest_sentences(checkout, name, split) if checkout else (),
+            worded_anew=True,
+        )
+        for name in names
+    )
+
+
 def _reduced(image_size: Any, shapes: Collection[tuple[int, int]]) -> tuple[int, int]:
-    """Return what frames of these shapes are reduced to, where that is an average of whole pixels."""
     wanted = image_shape(image_size)
     for shape in shapes:
         if any(have % want for have, want in zip(shape, wanted, strict=True)):
@@ -252,16 +239,15 @@ def _quarter(sides: Sequence[int]) -> int:
 
 
 def _checked_arms(embodiment: Sequence[str | float]) -> tuple[str | float, ...]:
-    given = (embodiment,) if isinstance(embodiment, str) else tuple(embodiment)
-    names = given[:2] if len(given) == 3 else given
-    distance = given[2] if len(given) == 3 else 0.0
-    number = isinstance(distance, (int, float)) and not isinstance(distance, bool) and 0 <= distance <= 2
-    if names not in ARMS or len(given) != (3 if len(names) == 2 else 1) or not number:
-        raise ValueError(
-            f"embodiment={list(given)!r}: is [aloha-agilex] (one robot with two arms) or [piper, piper, {_DISTANCE}] "
-            f"(two arms and the metres between them, at most 2); type embodiment=[piper,piper,{_DISTANCE}]"
-        )
-    return names if len(names) == 1 else (*names, float(distance))
+    given = tuple(embodiment)
+    if given == ARMS[0]:
+        return given
+    if given[:-1] == ARMS[1] and are_numbers(given[-1:], 1) and 0 <= float(given[-1]) <= 2:
+        return (*ARMS[1], float(given[-1]))
+    raise ValueError(
+        f"embodiment={list(embodiment)!r}: is [aloha-agilex] (one robot with two arms) or [piper, piper, {_DISTANCE}] "
+        f"(two arms and the metres between them, at most 2); type embodiment=[piper,piper,{_DISTANCE}]"
+    )
 
 
 def _describe(arms: Sequence[str | float]) -> str:

@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from vla_common.plain import read_yaml
 from vla_envs.rendering.vulkan import choose_driver, has_gpu, show_own_gpu
-from vla_envs.robotwin.defaults import sapiens_defaults
-from vla_envs.robotwin.drives import Drives, PhysicsSteps
 from vla_envs.robotwin.package import RoboTwin, import_robotwin
+from vla_envs.robotwin.physics import Drives, PhysicsSteps, sapiens_defaults
 from vla_envs.urdf import remembered_descriptions
 
 FAST_SHADOWS = 1024  # pixels of a side of a shadow map where drawing is to be fast; SAPIEN's are 2048
 STANDING = 50  # physics steps of a chunk for which there is no motion
 _KEPT_AREA = 0.9  # of an image that is cropped
 _RESETS_PER_CLEANING = 8  # of SAPIEN's caches of meshes and textures
-_system: list[Any] = []  # SAPIEN compiles its shaders anew (6.5 s) where no scene and no render system is left
+_system: list[Any] = []  # SAPIEN compiles its shaders again (6.5 s) where no scene and no render system is left
 
 
 class UnstableEpisode(RuntimeError):
@@ -32,21 +31,10 @@ class UnstableEpisode(RuntimeError):
 
 
 class World:
-    """One scene, made anew for each episode.
+    """One scene, made for each episode.
 
     RoboTwin seeds numpy's global generator and draws from it, also while it moves. Each world has that generator for
-    itself, so that neither another world nor anybody else in the process matters, nor notices.
-
-    Args:
-        folder, assets: of :func:`~vla_envs.robotwin.package.find_package` and ``find_assets``.
-        options: of the specification.
-        wrist: draw with the cameras in the hands.
-
-    Attributes:
-        task: RoboTwin's, of the last :meth:`reset`.
-        instruction: of its episode.
-        untouchable: what has lost some of its shape for contacts, because PhysX cannot cook it; a line for each.
-        stood: whether an arm stood still in the last chunk, because there is no motion through its positions.
+    itself, so that neither another world nor other code in the process matters, nor notices.
     """
 
     def __init__(self, folder: Path, assets: Path, options: Mapping[str, Any], *, wrist: bool):
@@ -60,18 +48,13 @@ class World:
         self._settings = _read_settings(folder, assets, options, wrist)
         self._random: Any = None  # numpy's state, of this world
         self._resets = 0
-        self.task: Any = None
-        self.instruction = ""
-        self.untouchable: list[str] = []
-        self.stood = False
+        self.task: Any = None  # RoboTwin's, of the last reset
+        self.instruction = ""  # of its episode
+        self.untouchable: list[str] = []  # lines about what has lost shapes for contacts, which PhysX cannot cook
+        self.stood = False  # whether an arm stood still in the last chunk, for want of a motion
 
     def reset(self, name: str, seed: int) -> None:
-        """Set a task up.
-
-        Raises:
-            UnstableEpisode: its objects do not come to rest.
-            RuntimeError: RoboTwin has failed, or an object has no shape for contacts.
-        """
+        """Set a task up."""
         self.untouchable, self.stood = [], False
         self.close(clear_cache=self._resets % _RESETS_PER_CLEANING == 0)
         self._resets += 1
@@ -109,7 +92,6 @@ class World:
             _hide_shadow(self.task.wall.actor)
 
     def _describe(self, name: str, seed: int) -> str:
-        """Return the sentence of the task that is set up: the scene and the seed decide it."""
         task, before = self.task, dict(vars(self.task))
         task.plan_success = False  # otherwise three tasks act out their demonstrations here
         try:
@@ -121,11 +103,9 @@ class World:
         return found[self._options["instruction_type"]][0]
 
     def execute(self, chunk: np.ndarray) -> int | None:
-        """Move through a chunk of joint positions ``[C, 14]``, until the task is solved.
+        """Move through a chunk of joint positions ``[C, 14]``, until an action, which is returned, solves the task.
 
-        Returns:
-            The action in which it was solved, ``None`` if it was not. Both arms' motions take as long as the longer
-            one; the actions share that time evenly, as RoboTwin divides it for the grippers.
+        Both arms' motions take as long as the longer one; the actions share that time evenly, as for the grippers.
         """
         task = self.task
         robot = task.robot
@@ -205,12 +185,7 @@ class World:
 
 
 def crop(image: np.ndarray, size: int = 224) -> np.ndarray:
-    """Keep the middle :data:`_KEPT_AREA` of an image's area and scale it, bilinearly, as TensorFlow's crop_and_resize.
-
-    Args:
-        image: uint8 ``[H, W, 3]``.
-        size: pixels of a side of the result.
-    """
+    """Keep the middle :data:`_KEPT_AREA` of an image, uint8 ``[H, W, 3]``, scaled as TensorFlow does."""
     side = math.sqrt(_KEPT_AREA)
     rows, columns = (np.linspace((1 - side) / 2, (1 + side) / 2, size) * (length - 1) for length in image.shape[:2])
     above, left = np.floor(rows).astype(int), np.floor(columns).astype(int)
@@ -235,7 +210,7 @@ def _draw(camera: Any) -> np.ndarray:
 
 
 def _with_small_shadows(scene: Any, light: Any) -> Any:
-    """Put a light that casts coarser shadows in the place of another: SAPIEN sizes a shadow map when it is made."""
+    """Replace a light by one that casts coarser shadows: SAPIEN sizes a shadow map when it is made."""
     pose, directed = light.entity.pose, hasattr(light, "shadow_half_size")
     light.entity.remove_from_scene()
     add, place = (scene.add_directional_light, [0, 0, -1]) if directed else (scene.add_point_light, [0, 0, 0])
@@ -246,11 +221,7 @@ def _with_small_shadows(scene: Any, light: Any) -> Any:
 
 @contextlib.contextmanager
 def _lost_shapes(lost: list[str]) -> Iterator[None]:
-    """Note what is built meanwhile without shapes for contacts that it should have: SAPIEN leaves them out silently.
-
-    Raises:
-        RuntimeError: an object has none left. It would fall through the table, and nothing could touch it.
-    """
+    """Note what is built without shapes for contacts that it should have, which SAPIEN leaves out silently."""
     from sapien.wrapper.actor_builder import ActorBuilder
 
     build = ActorBuilder.build_physx_component
@@ -274,7 +245,7 @@ def _lost_shapes(lost: list[str]) -> Iterator[None]:
 
 
 def _hide_shadow(entity: Any) -> None:
-    """Have the wall behind the table throw no shadow: it falls where few look, and costs a quarter of a picture."""
+    """Have the wall behind the table throw no shadow, which costs a quarter of a picture."""
     import sapien
 
     for component in entity.components:
@@ -292,13 +263,9 @@ def _hold_render_system() -> None:
 
 def _read_settings(folder: Path, assets: Path, options: Mapping[str, Any], wrist: bool) -> dict[str, Any]:
     """Read what RoboTwin's ``VectorEnv`` makes of a file in ``task_config/``."""
-
-    def read(file: Path) -> Any:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-
     configs = folder / "task_config"
-    settings = read(configs / f"{options['task_config']}.yml")
-    places, cameras = read(configs / "_embodiment_config.yml"), read(configs / "_camera_config.yml")
+    settings = read_yaml(configs / f"{options['task_config']}.yml")
+    places, cameras = read_yaml(configs / "_embodiment_config.yml"), read_yaml(configs / "_camera_config.yml")
     arms = [name for name in options["embodiment"] if isinstance(name, str)]
     folders = [str(assets / places[name]["file_path"]) for name in arms]
     left, right = folders[0], folders[-1]
@@ -309,8 +276,8 @@ def _read_settings(folder: Path, assets: Path, options: Mapping[str, Any], wrist
         left_robot_file=left,
         right_robot_file=right,
         dual_arm_embodied=len(arms) == 1,
-        left_embodiment_config=read(Path(left, "config.yml")),
-        right_embodiment_config=read(Path(right, "config.yml")),
+        left_embodiment_config=read_yaml(Path(left, "config.yml")),
+        right_embodiment_config=read_yaml(Path(right, "config.yml")),
         head_camera_h=head["h"],
         head_camera_w=head["w"],
         eval_mode=True,  # textures that no training data has
@@ -332,17 +299,10 @@ def _read_settings(folder: Path, assets: Path, options: Mapping[str, Any], wrist
 
 @cache
 def _task_class(robotwin: RoboTwin, name: str, shader: str, render_quality: str) -> Any:
-    """Derive from RoboTwin's task one that counts, draws as it is told, and changes nobody's defaults."""
+    """Derive from RoboTwin's task one that counts, draws as the options say, and changes no defaults."""
     base = robotwin.task(name)
 
     class Task(base):  # type: ignore[misc, valid-type]
-        """RoboTwin's, with hooks.
-
-        Attributes:
-            checks: how often success was asked for, which is once after each physics step.
-            moving: whether a chunk is being executed, in which nothing is drawn.
-        """
-
         checks = 0
         moving = False
 
@@ -366,12 +326,11 @@ def _task_class(robotwin: RoboTwin, name: str, shader: str, render_quality: str)
             super().get_cluttered_table(cluttered_numbers, [-0.59, 0.59], [-0.34, 0.34], [0.741])
 
         def check_success(self, *arguments: Any, **options: Any) -> Any:
-            """Count physics steps."""
             self.checks += 1
             return super().check_success(*arguments, **options)
 
         def _update_render(self) -> None:
-            """Leave out what nobody sees, unless it draws random numbers."""
+            """Leave out what is not seen, unless it draws random numbers."""
             if not self.moving or self.crazy_random_light:
                 super()._update_render()
 

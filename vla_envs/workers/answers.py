@@ -1,4 +1,4 @@
-"""What a simulator returns is checked where it returns it: nothing wrong gets any further than its own episode."""
+"""Checks of what a simulator returns: nothing wrong gets any further than its own episode."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_common.validation import is_whole_number
-from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
+from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec, is_whole_number
 
 _PATTERN = re.compile(r"[{<\[$]|\.\.\.")  # an instruction with a place for something
 _LARGEST = float(np.finfo(np.float32).max)
@@ -20,12 +19,7 @@ class WrongAnswer(ValueError):
 
 
 def check_outcome(spec: SimulatorSpec, outcome: Outcome, source: str = "step returned") -> Outcome:
-    """Check what a primitive action did, which comes from ``source``, and return it in plain numbers.
-
-    Raises:
-        WrongAnswer: it is no outcome, the reward is no finite number, what is true or false is something else, or there
-            cannot be so many tasks of a chain.
-    """
+    """Check what a primitive action did, which comes from ``source``; returns plain numbers."""
     try:
         reward, success = outcome.reward, outcome.success
         ends, subtasks = (bool(outcome.ends_chunk), bool(outcome.ends_episode)), outcome.subtasks
@@ -35,7 +29,7 @@ def check_outcome(spec: SimulatorSpec, outcome: Outcome, source: str = "step ret
         number = float("nan") if isinstance(reward, (str, bytes)) else float(reward)
     except (TypeError, ValueError, OverflowError):
         raise WrongAnswer(f"reward is {_kind(reward)}, must be a finite number") from None
-    if not -_LARGEST <= number <= _LARGEST:  # so is nan
+    if not -_LARGEST <= number <= _LARGEST:  # nan is neither
         raise WrongAnswer(f"reward is {reward!r}, must be a finite number")
     if not isinstance(success, (bool, np.bool_)):
         try:
@@ -55,11 +49,7 @@ def check_outcome(spec: SimulatorSpec, outcome: Outcome, source: str = "step ret
 
 
 def check_observation(spec: SimulatorSpec, seen: Observation) -> np.ndarray:
-    """Check what a policy is shown, and return its states, float32 ``[S]``.
-
-    Raises:
-        WrongAnswer: shapes or types are not those of the description, or a state is not finite.
-    """
+    """Check what a policy is shown, and return its states, float32 ``[S]``."""
     try:
         images, wrist, text, states = seen.images, seen.wrist_images, seen.task_description, seen.states
     except AttributeError:
@@ -77,9 +67,8 @@ def check_observation(spec: SimulatorSpec, seen: Observation) -> np.ndarray:
 def undeclared_instruction(spec: SimulatorSpec, episode: Episode, text: str) -> str | None:
     """Say in a line that an observation has another instruction than the task of its episode; ``None`` if it has not.
 
-    It is no error: a policy is told what was observed. Who goes by the description, such as a LeRobot data set or
-    swapped instructions, misses it. Nobody can tell of tasks that are worded anew, nor of a pattern or a chain whose
-    sentences are not listed.
+    It is no error: a policy gets what was observed, but what goes by the description misses it. Tasks that are worded
+    anew cannot be checked, nor patterns and chains whose sentences are not listed.
     """
     task = spec.tasks[episode.task_id]
     if text == task.instruction or text in task.instructions or task.worded_anew:
@@ -100,11 +89,7 @@ def remark_of(simulator: Any) -> str:
 
 
 def check_states(spec: SimulatorSpec, states: Any) -> np.ndarray:
-    """Return states as float32 ``[S]``.
-
-    Raises:
-        WrongAnswer: there are more or fewer, or they are no finite numbers.
-    """
+    """Return states as float32 ``[S]``."""
     try:
         given = np.asarray(states)
     except (TypeError, ValueError, RuntimeError):
@@ -125,7 +110,6 @@ def _check_images(name: str, images: Any, shape: tuple[int, ...]) -> None:
 
 
 def _kind(value: Any) -> str:
-    """Say briefly what somebody gave."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
     text = repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__

@@ -1,4 +1,4 @@
-"""A chunk of actions is executed here, one by one or as a whole, whoever asks: worker, Gymnasium, demonstrations."""
+"""How a chunk of actions is executed, one by one or as a whole, in workers, for Gymnasium and demonstrations."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from vla_envs.workers.answers import WrongAnswer, check_outcome
 
 
 def executes_chunks(simulator: Any) -> bool:
-    """Tell whether a simulator, or its class, executes chunks as a whole; see :class:`~vla_envs.ChunkSimulator`."""
+    """Tell whether a simulator, or its class, executes chunks as a whole (:class:`~vla_envs.ChunkSimulator`)."""
     return hasattr(simulator, "execute")
 
 
 def check_chunk_size(spec: SimulatorSpec, chunk_size: int | None) -> None:
-    """Refuse chunks of no size, or that no episode has room for, where a chunk is one motion: it would be another one.
-
-    Raises:
-        ValueError: says what would do.
-    """
+    """Refuse chunks without a size, or longer than an episode, where a chunk is one motion."""
     if spec.control_frequency is not None:
         return
     if chunk_size is None:
@@ -40,20 +36,10 @@ def check_chunk_size(spec: SimulatorSpec, chunk_size: int | None) -> None:
 def run_chunk(
     spec: SimulatorSpec, simulator: Simulator, chunk: np.ndarray, elapsed: int, *, ignore_terminations: bool = False
 ) -> Iterator[Outcome]:
-    """Execute a chunk until it ends: by success, by what an outcome says, at the horizon, or with its last action.
+    """Yield what each action of a chunk, float32 ``[C, A]``, did, checked, until it ends.
 
-    Args:
-        spec: of the simulator.
-        simulator: is asked once for all, if it executes chunks as a whole, otherwise for one action after the other.
-        chunk: float32 ``[C, A]``.
-        elapsed: primitive actions of the episode so far.
-        ignore_terminations: success does not end it.
-
-    Yields:
-        What each executed action did, checked.
-
-    Raises:
-        WrongAnswer: the simulator returns what its description does not allow.
+    It ends by success (unless terminations are ignored), by what an outcome says, at the horizon of an episode with so
+    many ``elapsed`` actions, or with its last action. A simulator that executes whole chunks is asked once for all.
     """
     left = spec.max_episode_steps - elapsed
     if left > 0:

@@ -14,20 +14,15 @@ import numpy as np
 
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.answers import undeclared_instruction
+from vla_envs.workers.calls import MAX_FAILURES_IN_A_ROW, MAX_LOST_IN_A_ROW, Calls, SimulatorCrash
 from vla_envs.workers.process import WorkerProcess, close_all, wait
 from vla_envs.workers.shared_memory import SharedArrays
 
 _logger = logging.getLogger(__name__)
-MAX_FAILURES_IN_A_ROW = 3  # of an episode that cannot be started, of a worker that dies before it does anything
-MAX_LOST_IN_A_ROW = 10  # different episodes, over all slots, without one step that works: the simulator is broken
 
 
 def count_workers(num_envs: int, num_workers: int | None) -> int:
-    """Return how many processes share ``num_envs`` simulators; one per available core if nobody says.
-
-    Raises:
-        ValueError: there would be more of them than simulators.
-    """
+    """Return how many processes share ``num_envs`` simulators; one per available core if ``None``."""
     if num_workers is None:
         num_workers = min(num_envs, len(os.sched_getaffinity(0)))
     if not 1 <= num_workers <= num_envs:
@@ -35,19 +30,8 @@ def count_workers(num_envs: int, num_workers: int | None) -> int:
     return num_workers
 
 
-class SimulatorCrash(RuntimeError):
-    """A simulator is broken: it lost one episode after the other; the message names the last one and its error."""
-
-
-def reason(error: str) -> str:
-    """Return the one line of a worker's error that says why: the last that is not indented."""
-    return next((line for line in reversed(error.splitlines()) if line.strip() and not line[0].isspace()), "")
-
-
 @dataclass(eq=False)
 class _Exchange:
-    """A message to each of some workers, and what they answer."""
-
     asked: dict[int, list[int]] = field(default_factory=dict)  # the slots of each worker whose answer is awaited
     errors: dict[int, str] = field(default_factory=dict)  # of the guilty slots
 
@@ -58,40 +42,37 @@ class Pending:
 
     slots: list[int]
     running: list[int]  # those whose episode is not lost
-    exchange: _Exchange | None  # none if nobody was asked, because the simulator is broken
+    exchange: _Exchange | None  # none if no worker was asked, because the simulator is broken
 
 
 class WorkerPool:
     """``num_envs`` simulators, spread over ``num_workers`` processes that share arrays with this one.
 
-    Workers are started as programs of their own, so that they never import torch nor the caller's script.
+    Workers are started as programs of their own, so that they never import torch nor the caller's script. Of a worker
+    that dies or hangs only the episode that it was working on is lost: a new worker repeats what the others of its
+    slots had executed, to the bit.
 
-    Of a worker that dies or hangs only the episode that it was working on is lost. The others of its slots start again
-    in a new worker, which repeats what they had executed, to the bit.
-
-    Steps and resets come in halves as well, for some slots while other slots' are under way: ``step_send`` and
-    ``reset_send`` return at once. A worker works its messages off in their order. What is seen of a step or a reset
-    depends on the order in which the other halves are called, never on who was faster.
+    Steps and resets come in halves as well: ``step_send`` and ``reset_send`` return at once. What is seen depends on
+    the order in which the other halves are called, never on which worker was faster.
 
     Args:
         spec: what to simulate.
         num_envs: number of simulators; each has a slot, ``0 .. num_envs - 1``.
         num_workers: number of processes, at most ``num_envs``.
         chunk_size: primitive actions per message.
-        ignore_terminations: continue after success.
-        step_timeout: seconds that a worker may take before it turns to the next of its slots.
-        start_timeout: seconds that the first answer of a new worker may take on top.
-        gpus: that workers take turns on, as CUDA shows them; all that it shows if ``None``.
+        ignore_terminations, step_timeout, start_timeout, gpus: as of :func:`~vla_envs.make.make_env`.
 
     Attributes:
+        device: where images are drawn, and stay.
         arrays: the shared arrays; rows are slots.
         texts: the current instruction of each slot.
         executed: the chunks of actions, float32 ``[C, A]``, that each slot's episode was given.
         unstarted: slots whose episode could not be started, ``MAX_FAILURES_IN_A_ROW`` times.
-        errors: by slot, why its last episode that was lost was.
-        remarks: by slot, what its simulator has said of the running episode, if anything.
+        errors, remarks: by slot, why its last lost episode was lost, and what its simulator says of the running one.
         restarts: how often a worker or a simulator had to be started again.
     """
+
+    device = "cpu"
 
     def __init__(
         self,
@@ -125,22 +106,17 @@ class WorkerPool:
         self.restarts = 0
         self._told_of_instruction = False
         self._lost: set[int] = set()  # slots whose episode is over because its simulator failed
-        self._displaced: set[int] = set()  # whose simulator went with its worker, and whose episode can go on
+        self._displaced: set[int] = set()  # whose simulator went with its worker, and whose episode can continue
         self._failed: dict[Any, str] = {}  # by episode, the errors since a step last worked
         self._losses = 0  # since then
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
-        self._settings = {
-            "spec": spec,
-            "num_envs": num_envs,
-            "chunk_size": chunk_size,
-            "ignore_terminations": ignore_terminations,
-            "gpus": gpus,
-        }
+        self._settings = {"spec": spec, "num_envs": num_envs, "chunk_size": chunk_size, "gpus": gpus}
+        self._settings["ignore_terminations"] = ignore_terminations
         self._slots = [list(range(worker, num_envs, num_workers)) for worker in range(num_workers)]
         self._processes: list[WorkerProcess | None] = [None] * num_workers
         self._overlap = True  # False: what is sent is waited for at once, and seen where it is received: for tests
         self._under_way: list[deque[_Exchange]] = [deque() for _ in range(num_workers)]  # by worker, in their order
-        self._failures = [0] * num_workers  # in a row, of workers that did not say on what
+        self.failures = [0] * num_workers  # in a row, of workers that did not say on what
         for worker in range(num_workers):
             self._start(worker)
 
@@ -153,7 +129,7 @@ class WorkerPool:
         """Start ``episodes`` in the given slots and render them. A failure is tried again in a new simulator.
 
         An episode that fails ``MAX_FAILURES_IN_A_ROW`` times is given up: its observation is zero, and the next step
-        says that it is lost. If the simulator is broken, :meth:`check` says so, and the next step.
+        says that it is lost.
         """
         self.restore({slot: (episode, ()) for slot, episode in episodes.items()})
 
@@ -162,11 +138,11 @@ class WorkerPool:
         self.reset_recv(self._restore_send(running))
 
     def reset_send(self, episodes: Mapping[int, Episode]) -> Pending:
-        """Have :meth:`reset` begin; :meth:`reset_recv` is the other half."""
+        """Begin a :meth:`reset`; :meth:`reset_recv` is the other half."""
         return self._restore_send({slot: (episode, ()) for slot, episode in episodes.items()})
 
     def reset_recv(self, pending: Pending) -> None:
-        """Wait for what :meth:`reset_send` has begun."""
+        """Wait for the reset that :meth:`reset_send` has begun."""
         self.unstarted |= self._begin(pending.slots, MAX_FAILURES_IN_A_ROW, pending.exchange)
         for slot in self.unstarted & set(pending.slots):
             self._blank(slot)
@@ -191,27 +167,15 @@ class WorkerPool:
         self._displaced -= episodes.keys()
 
     def step(self, slots: Sequence[int]) -> list[int]:
-        """Execute ``arrays.actions`` in the given slots, one message per worker.
+        """Execute ``arrays.actions`` in the given slots; afterwards ``arrays`` have the outcomes, zero of all others.
 
-        Afterwards ``arrays`` hold the outcomes; those of all other slots and of lost episodes are zero.
-
-        Returns:
-            The slots whose episode is lost because its simulator failed.
-
-        Raises:
-            SimulatorCrash: before this step ``MAX_LOST_IN_A_ROW`` different episodes were lost, over all slots, and no
-                step has worked in between.
+        Returns the slots whose episode is lost because its simulator failed; raises as :meth:`check`.
         """
         self.check()
         return self.step_recv(self.step_send(slots, set(range(len(self.episodes))).difference(slots)))
 
     def step_send(self, slots: Sequence[int], idle: Iterable[int] = ()) -> Pending:
-        """Have the given slots execute ``arrays.actions``; :meth:`step_recv` is the other half.
-
-        Args:
-            slots: of which no other step or reset is under way.
-            idle: other slots whose outcomes are to be zero.
-        """
+        """Have some slots execute ``arrays.actions``; the outcomes of ``idle`` slots are to be zero."""
         for array in self.arrays.outcomes:
             array[[*slots, *idle]] = 0  # a worker writes only what it executes
         running = [slot for slot in slots if slot not in self._lost]
@@ -225,7 +189,7 @@ class WorkerPool:
         return Pending(list(slots), running, exchange)
 
     def step_recv(self, pending: Pending) -> list[int]:
-        """Wait for what :meth:`step_send` has begun, and return what :meth:`step` does."""
+        """Wait for the step that :meth:`step_send` has begun, and return what :meth:`step` does."""
         slots, running = pending.slots, pending.running
         assert pending.exchange is not None  # of a step there always is one
         try:
@@ -233,7 +197,7 @@ class WorkerPool:
             for slot, error in self._finish(pending.exchange).items():
                 self._lose(slot, error)
             self._begin([slot for slot in running if slot in self._displaced], 1)
-        except BaseException:  # nobody has seen what this step did
+        except BaseException:  # what this step did was not seen
             self._lost |= set(running)
             raise
         crashed = [slot for slot in slots if slot in self._lost]
@@ -244,7 +208,7 @@ class WorkerPool:
         return crashed
 
     def drop(self, pending: Pending) -> None:
-        """Wait for a step or a reset that nobody wants to see any more; its episodes are over."""
+        """Wait for a step or a reset that is not wanted any more; its episodes are over."""
         try:
             if pending.exchange is not None:
                 self._finish(pending.exchange)
@@ -253,11 +217,7 @@ class WorkerPool:
             self._displaced -= self._lost
 
     def check(self) -> None:
-        """Say that the simulator is broken. Whoever goes on nevertheless may: it is tried anew.
-
-        Raises:
-            SimulatorCrash: ``MAX_LOST_IN_A_ROW`` different episodes were lost, and no step has worked in between.
-        """
+        """Raise :class:`SimulatorCrash` if ``MAX_LOST_IN_A_ROW`` episodes were lost and no step has worked since."""
         if not self._is_broken():
             return
         error, count = list(self._failed.values())[-1], max(self._losses, len(self._failed))
@@ -277,10 +237,10 @@ class WorkerPool:
         on_error: Callable[[Any, str], object] | None = None,
         **arguments: Any,
     ) -> list[Any]:
-        """Run ``function(simulator, item, **arguments)`` for each item in whichever worker is free.
+        """Run ``function(simulator, item, **arguments)`` for each item in the next free worker.
 
         Args:
-            function: ``"module:name"`` of the function. It gets a simulator of its own, apart from the slots.
+            function: ``"module:name"``. It gets a simulator of its own, apart from the slots.
             items: picklable values; results come back in their order.
             timeout: seconds per item.
             on_result: called with each result, in the order of finishing.
@@ -290,65 +250,21 @@ class WorkerPool:
 
         Raises:
             RuntimeError: the function raised, and there is no ``on_error``; the message holds the worker's traceback.
-            SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times; before that the item runs again. With
-                ``on_error``: the first ``MAX_LOST_IN_A_ROW`` items failed, or as many as there are.
+            SimulatorCrash: workers died or hung ``MAX_FAILURES_IN_A_ROW`` times. With ``on_error``: the first
+                ``MAX_LOST_IN_A_ROW`` items failed, or all.
         """
         if any(self._under_way):
             raise RuntimeError("steps or resets are under way: receive them first, or reset the environment")
-        results: list[Any] = [None] * len(items)
-        waiting, running = deque(range(len(items))), dict[int, int]()
-        failures: Counter[int] = Counter()
-        succeeded, lost = 0, 0
-        try:
-            while waiting or running:
-                for worker in range(len(self._slots)):
-                    if waiting and worker not in running:
-                        running[worker] = waiting.popleft()
-                        call = (function, items[running[worker]], arguments)
-                        self._alive(worker).send("call", call, timeout)
-                for worker, answer, error in self._answers(running):
-                    index = running.pop(worker)
-                    if error is not None:
-                        waiting.appendleft(index)
-                        failure = f"simulator worker {worker}: {error}, in {function}({items[index]!r})"
-                        self._replace(worker, failure)
-                        if on_error is None and self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
-                            self._failures[worker] = 0
-                            raise SimulatorCrash(f"{failure}; this was failure {MAX_FAILURES_IN_A_ROW} in a row")
-                    elif answer[0]:
-                        results[index] = answer[1]
-                        self._failures[worker] = 0
-                        succeeded += 1
-                        if on_result is not None:
-                            on_result(results[index])
-                        continue
-                    else:
-                        failure = f"{function} failed in a worker of {self.spec.id}:\n{answer[1]}"
-                        if on_error is None:
-                            raise RuntimeError(failure)
-                        waiting.appendleft(index)
-                        self.restarts += 1
-                    failures[index] += 1
-                    if on_error is not None and failures[index] == MAX_FAILURES_IN_A_ROW:
-                        waiting.remove(index)
-                        lost += 1
-                        on_error(items[index], failure)
-                        if not succeeded and lost == min(MAX_LOST_IN_A_ROW, len(items)):
-                            raise SimulatorCrash(f"{reason(failure)}; all of the first {lost} failed like this")
-        except BaseException:
-            self._abandon(running)
-            raise
-        return results
+        return Calls(self, function, items, arguments, timeout, on_result, on_error).run()
 
     def close(self) -> None:
         """Stop all workers; in a forked child, leave them to its parent."""
         processes = [process for process in self._processes if process is not None]
+        self._processes = [None] * len(self._processes)
         if os.getpid() == self._owner:
             close_all(processes)
-        else:
-            for process in processes:
-                process.forget()
-        self._processes = [None] * len(self._processes)
+        for process in processes:
+            process.forget()
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
@@ -358,20 +274,13 @@ class WorkerPool:
             self.close()
 
     def _begin_send(self, slots: Collection[int]) -> _Exchange | None:
-        """Have the episodes of some slots start and repeat what they had executed, unless the simulator is broken."""
         self._displaced |= set(slots)
         if not slots or self._is_broken():
             return None
         return self._post("begin", {slot: (self.episodes[slot], self.executed[slot]) for slot in slots})
 
     def _begin(self, slots: Collection[int], tries: int, exchange: _Exchange | None = None) -> set[int]:
-        """Start the episodes of some slots and repeat what they had executed; returns those that were given up.
-
-        Args:
-            slots: those that are not displaced have started.
-            tries: after so many failures an episode is given up.
-            exchange: of the first try, if it has been made.
-        """
+        """Start the episodes of some slots and repeat what they had executed; returns those that were given up."""
         failures: Counter[int] = Counter()
         while True:
             for slot, error in self._finish(exchange).items() if exchange is not None else ():
@@ -387,7 +296,7 @@ class WorkerPool:
                     self._lose(slot)
                 break
         given_up = {slot for slot in slots if slot in self._lost}
-        if len(given_up) < len(slots):  # the simulator works: others began beside these, whose states are bad
+        if len(given_up) < len(slots):  # the simulator works: others began, so that the states of these are bad
             for episode in (self.episodes[slot] for slot in given_up):
                 assert episode is not None
                 if self._failed.pop((episode.task_id, episode.trial_id, episode.seed), None) is not None:
@@ -411,7 +320,6 @@ class WorkerPool:
         return len(self._failed) >= MAX_LOST_IN_A_ROW or self._losses >= most
 
     def _blank(self, slot: int) -> None:
-        """Show nothing of the episode before."""
         for array in (self.arrays.images, self.arrays.wrist_images, self.arrays.states):
             array[slot] = 0
         episode = self.episodes[slot]
@@ -420,51 +328,47 @@ class WorkerPool:
         self.texts[slot] = task.instructions[0] if task.instructions else task.instruction
 
     def _post(self, command: str, items: Mapping[int, Any]) -> _Exchange:
-        """Send one message to every worker concerned."""
         exchange = _Exchange()
         try:
             for worker, slots in enumerate(self._slots):
                 if mine := [slot for slot in slots if slot in items]:
                     exchange.asked[worker] = mine
                     self._under_way[worker].append(exchange)
-                    self._alive(worker).send(command, ({slot: items[slot] for slot in mine},), self.step_timeout)
+                    self.process(worker).send(command, ({slot: items[slot] for slot in mine},), self.step_timeout)
         except BaseException:
-            self._abandon(exchange.asked)
+            self.abandon(exchange.asked)
             raise
         if not self._overlap:
             self._finish(exchange)
         return exchange
 
     def _finish(self, exchange: _Exchange) -> dict[int, str]:
-        """Wait for all answers to a message; returns the errors of the guilty slots.
-
-        The innocent ones that had their simulators in a worker that failed are displaced afterwards.
-        """
+        """Wait for all answers to a message; returns the errors of the guilty slots."""
         try:
             while exchange.asked:
-                for worker, answer, error in self._answers(exchange.asked):
+                for worker, answer, error in self.answers(exchange.asked):
                     self._take_answer(worker, answer, error)
         except BaseException:
-            self._abandon(exchange.asked)
+            self.abandon(exchange.asked)
             raise
         return exchange.errors
 
     def _take_answer(self, worker: int, answer: Any, error: str | None) -> None:
-        """Note what a worker says to the first of the messages that it was sent, or that it says nothing any more."""
+        """Note the answer to the first of a worker's messages, or that there will be none."""
         exchange = self._under_way[worker][0]
         mine = exchange.asked[worker]
         if error is not None or not answer[0]:
             busy = int(self.arrays.busy[worker])
             blamed = [busy] if busy >= 0 else mine
             failure = self._report(worker, error or answer[1], blamed)
-            self._replace(worker, failure)
-            if busy >= 0 or self._failures[worker] >= MAX_FAILURES_IN_A_ROW:
-                self._failures[worker] = 0
+            self.replace(worker, failure)
+            if busy >= 0 or self.failures[worker] >= MAX_FAILURES_IN_A_ROW:
+                self.failures[worker] = 0
                 exchange.errors |= dict.fromkeys(blamed, failure)
             return
         self._under_way[worker].popleft()
         del exchange.asked[worker]
-        self._failures[worker] = 0
+        self.failures[worker] = 0
         texts, failed, remarks = answer[1]
         for slot, text in texts.items():
             self.texts[slot] = text
@@ -480,36 +384,32 @@ class WorkerPool:
             exchange.errors[slot] = self._report(worker, traceback, [slot])
 
     def _check_instruction(self, slot: int, text: str) -> None:
-        """Say once if what a policy is told is not what the description says."""
         episode = self.episodes[slot]
-        if self._told_of_instruction or episode is None:
-            return
-        if (wrong := undeclared_instruction(self.spec, episode, text)) is not None:
+        wrong = None if episode is None else undeclared_instruction(self.spec, episode, text)
+        if wrong is not None and not self._told_of_instruction:
             _logger.warning("%s: %s", self._describe(slot), wrong)
             self._told_of_instruction = True
 
-    def _answers(self, asked: Iterable[int]) -> list[tuple[int, Any, str | None]]:
+    def answers(self, asked: Iterable[int]) -> list[tuple[int, Any, str | None]]:
         """Wait for events: ``(worker, (ok, answer), None)``, or an error if it died or ran out of time."""
-        processes = {worker: self._alive(worker) for worker in asked}
+        processes = {worker: self.process(worker) for worker in asked}
         timeout = min(process.deadline for process in processes.values()) - time.monotonic()
         wait(processes.values(), timeout)
         events: list[tuple[int, Any, str | None]] = []
         for worker, process in processes.items():
             try:
-                answer = process.receive()
+                if (answer := process.receive()) is not None:
+                    events.append((worker, answer, None))
+                elif process.hangs():
+                    events.append((worker, None, f"gave no answer for {process.allowed:.0f} s"))
             except EOFError:
                 events.append((worker, None, process.how_it_ended()))
-                continue
-            if answer is not None:
-                events.append((worker, answer, None))
-            elif process.hangs():
-                events.append((worker, None, f"gave no answer for {process.allowed:.0f} s"))
         return events
 
-    def _abandon(self, workers: Iterable[int]) -> None:
-        """Start workers again whose answer nobody waits for any more: it must not be taken for a later one."""
+    def abandon(self, workers: Iterable[int]) -> None:
+        """Start workers again whose answer is not awaited any more: it must not be taken for a later one."""
         for worker in list(workers):
-            self._alive(worker).kill()
+            self.process(worker).kill()
             for exchange in self._under_way[worker]:
                 del exchange.asked[worker]
             self._under_way[worker].clear()
@@ -518,12 +418,12 @@ class WorkerPool:
             self._start(worker)
             self.arrays.busy[worker] = -1
 
-    def _replace(self, worker: int, failure: str) -> None:
+    def replace(self, worker: int, failure: str) -> None:
         """Kill a worker that failed and start another."""
-        started, busy = self._alive(worker).answered, int(self.arrays.busy[worker])
-        self._abandon([worker])
+        started, busy = self.process(worker).answered, int(self.arrays.busy[worker])
+        self.abandon([worker])
         self.restarts += 1
-        self._failures[worker] += 1
+        self.failures[worker] += 1
         if busy < 0 and not started:
             self._failed["start", self.restarts] = failure
 
@@ -541,7 +441,8 @@ class WorkerPool:
         episode = self.episodes[slot]
         return f"slot {slot}" if episode is None else self.spec.describe(episode)
 
-    def _alive(self, worker: int) -> WorkerProcess:
+    def process(self, worker: int) -> WorkerProcess:
+        """Return a worker's process."""
         process = self._processes[worker]
         if os.getpid() != self._owner:
             raise RuntimeError(

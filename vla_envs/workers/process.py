@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: it dies with us, and no word with it waits without end."""
+"""One worker process as its parent sees it: it dies with its parent, and no message to it waits without end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+from vla_envs.probe import import_path
 from vla_envs.rendering.gpus import worker_environment
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}  # one core per worker; Mesa's rasteriser included
 _PIECE = 1 << 20  # bytes that are read at once
 # Before anything is imported, which may take a while, the worker asks the kernel to kill it when its parent ends. That
-# reaches it if it is stopped, too, or listens to nobody. 1 is PR_SET_PDEATHSIG of linux/prctl.h.
+# reaches it if it is stopped, too, or does not listen. 1 is PR_SET_PDEATHSIG of linux/prctl.h.
 _PROGRAM = """
 import ctypes, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -38,21 +39,17 @@ class WorkerProcess:
     """A program of its own in a process group of its own, its connection and the time by which it has to answer.
 
     Messages are those of :class:`multiprocessing.connection.Connection`, which the worker has; this side never blocks.
-    Several may be under way: they are answered in their order.
-
-    Args:
-        memory: file of the shared arrays.
-        settings: its first message.
-        start_timeout: seconds that its first answer may take on top.
-        progress: a number that changes whenever the process gets on.
+    Several may be under way; they are answered in order. ``memory`` is the file of the shared arrays, ``settings`` the
+    first message, ``start_timeout`` the seconds that its first answer may take on top, and ``progress`` returns a
+    number that changes whenever the process gets further.
     """
 
     def __init__(self, memory: int, settings: dict[str, Any], start_timeout: float, progress: Callable[[], int]):
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         environment = {**os.environ, **_ONE_THREAD, **worker_environment(settings["index"], settings["gpus"])}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        program = [sys.executable, "-c", _PROGRAM]
+        environment["PYTHONPATH"] = import_path()
+        program = [sys.executable, "-P", "-c", _PROGRAM]
         arguments = [str(theirs.fileno()), str(memory), str(os.getpid())]
         with theirs:
             self._popen = _in_lasting_thread(
@@ -86,11 +83,7 @@ class WorkerProcess:
             self._seen = self._state()
 
     def receive(self) -> Any:
-        """Return the next answer, or ``None`` as long as it is not there completely.
-
-        Raises:
-            EOFError: the process has ended.
-        """
+        """Return the next answer, or ``None`` as long as it is not complete; ``EOFError`` if the process has ended."""
         self._flush()
         answer = self._read()
         if answer is None and self._end() is not None:
@@ -105,11 +98,11 @@ class WorkerProcess:
         return answer
 
     def has_answer(self) -> bool:
-        """Tell whether an answer has been read that :meth:`receive` has not returned."""
+        """Tell whether a complete answer was read but not returned yet."""
         return self._body() is not None
 
     def hangs(self) -> bool:
-        """Tell whether its time is up; whoever has got on has as much again, as many slots or a large message need."""
+        """Tell whether its time is up; one that has got further gets as much time again."""
         if time.monotonic() < self.deadline:
             return False
         before, self._seen = self._seen, self._state()
@@ -160,9 +153,7 @@ class WorkerProcess:
         return self._progress(), len(self._outgoing), len(self._incoming)
 
     def _flush(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # full; or a worker that is dead, which is noticed when its answer is awaited
+        with contextlib.suppress(OSError):  # full; or the worker is dead, which is noticed when its answer is awaited
             while self._outgoing:
                 sent = self._socket.send(memoryview(self._outgoing)[:_PIECE])
                 del self._outgoing[:sent]
@@ -181,7 +172,6 @@ class WorkerProcess:
         return answer
 
     def _body(self) -> slice | None:
-        """Find the first message in what was read, if it is there completely."""
         data, start = self._incoming, 4
         if len(data) < start:
             return None
@@ -193,10 +183,9 @@ class WorkerProcess:
         return slice(start, start + length) if len(data) >= start + length else None
 
     def _end(self) -> Any:
-        """How it ended, of ``waitid``; ``None`` as long as it lives."""
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # somebody else has waited for it
+        except ChildProcessError:  # other code has waited for it
             return _Gone()
 
 
@@ -205,7 +194,7 @@ class _Gone:
 
 
 def wait(processes: Collection[WorkerProcess], timeout: float) -> None:
-    """Wait until one of some processes has something to say, can be told more, or has ended."""
+    """Wait until a process has something to say, can be sent more, or has ended."""
     if any(process.has_answer() for process in processes):
         return
     poll = select.poll()
@@ -215,7 +204,7 @@ def wait(processes: Collection[WorkerProcess], timeout: float) -> None:
 
 
 def close_all(processes: Collection[WorkerProcess], timeout: float = 5.0) -> None:
-    """Have processes free what they have, and end those that take longer than ``timeout`` seconds, all at once."""
+    """Have processes free what they have, and kill those that take longer than ``timeout`` seconds in all."""
     deadline, left = time.monotonic() + timeout, list(processes)
     for process in left:
         process.send("close", (), timeout)
@@ -239,7 +228,7 @@ _jobs: SimpleQueue[tuple[Future, Callable[[], Any]]] | None = None
 def _in_lasting_thread(function: Callable[[], subprocess.Popen]) -> subprocess.Popen:
     """Call a function in a thread that lasts as long as this process.
 
-    A worker asks the kernel to be killed when its parent ends, and by that the kernel means the thread that started it.
+    A worker asks the kernel to be killed when its parent ends, and the kernel means the thread that started it.
     """
     global _jobs
     if _jobs is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +14,9 @@ from vla_envs.simulator import SimulatorSpec
 
 @dataclass
 class SharedArrays:
-    """Views of one anonymous memory file; ``N`` simulators, chunks of ``C`` actions.
+    """Views of one anonymous memory file; ``N`` simulators, chunks of ``C`` actions."""
 
-    The file has no name, so nothing is left behind whichever process is killed.
-    """
-
-    images: np.ndarray  # uint8 [N, H, W, 3]
+    images: Any  # uint8 [N, H, W, 3], an array or a tensor on a GPU
     wrist_images: np.ndarray  # uint8 [N, V, H, W, 3], V = 0 without wrist cameras
     states: np.ndarray  # float32 [N, S]
     actions: np.ndarray  # float32 [N, C, A]
@@ -54,6 +52,12 @@ class SharedArrays:
             "progress": ((n,), np.int64),
             "seconds": ((n,), np.float64),
         }
+
+    @classmethod
+    def of_one_process(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> SharedArrays:
+        """Allocate zeroed arrays that are shared with no other process."""
+        layout = cls.layout(spec, num_envs, chunk_size)
+        return cls(**{name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()})
 
     @classmethod
     def create(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> tuple[SharedArrays, int]:

@@ -30,8 +30,8 @@ _Answer = tuple[dict[int, str], dict[int, str], dict[int, str]]
 class Worker:
     """Several simulators, stepped one after the other.
 
-    Each method answers one message. It returns ``(texts, errors, remarks)``: the instruction, or else the traceback, of
-    each slot it was asked for, and the remark on its episode, if any.
+    Each method answers one message with ``(texts, errors, remarks)``: the instruction, or else the traceback, of each
+    slot it was asked for, and the remark on its episode, if any.
     """
 
     def __init__(self, index: int, spec: SimulatorSpec, arrays: SharedArrays, ignore_terminations: bool):
@@ -49,7 +49,7 @@ class Worker:
         return self._for_each(slots, lambda slot, _: self._step_one(slot, self.arrays.actions[slot]))
 
     def call(self, function: str, item: Any, arguments: dict[str, Any]) -> Any:
-        """Run ``function(simulator, item, **arguments)`` in this process, for work off the beaten track."""
+        """Run ``function(simulator, item, **arguments)`` in this process."""
         module, _, name = function.partition(":")
         work = getattr(importlib.import_module(module), name)
         try:
@@ -66,7 +66,7 @@ class Worker:
     def _for_each(self, items: dict[int, Any], action: Callable[[int, Any], str]) -> _Answer:
         texts, errors, remarks, started = {}, {}, {}, time.perf_counter()
         for slot, item in items.items():
-            self.arrays.busy[self.index] = slot  # so that the parent knows whom to blame if this kills us
+            self.arrays.busy[self.index] = slot  # for the parent, should this kill us
             try:
                 texts[slot] = action(slot, item)
                 if remark := remark_of(self.simulators[slot]):

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from vla_common.checksums import write_checksums
+from vla_common.plain import read_json
 from vla_common.tensor_files import add_dimensions
-from vla_policies.checkpoint.hub import read_json
 from vla_policies.checkpoint.parts import check_finite, in_first
-from vla_policies.checkpoint.weights import load_file
+from vla_policies.checkpoint.weights import check_layout, load_file
 from vla_policies.checkpoint.writing import write_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -21,9 +21,7 @@ _FAMILY = "policy"  # entry of config.json
 
 
 def save(folder: str | Path, family: str, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Write a policy of a family: its settings, plain values by name, its weights, and the digests of the two files.
-
-    Of sharded weights all processes must call it.
+    """Write settings (plain values by name), weights and the digests of both; sharded: all processes call it.
 
     Raises:
         ValueError: weights that are not finite.
@@ -41,11 +39,10 @@ def save(folder: str | Path, family: str, config: Mapping[str, Any], weights: Ma
 
 
 def read(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """Read family and settings of a folder; of one in another layout, ``None`` and the content of ``config.json``.
+    """Read family and settings of a folder; in another layout ``None`` and the content of ``config.json``.
 
     Raises:
         FileNotFoundError: there is no ``config.json``, or one of ours without weights.
-        ValueError: it is not a JSON object.
     """
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(_not_a_policy(folder, CONFIG))
@@ -57,32 +54,19 @@ def read(folder: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def family_of(folder: Path) -> str | None:
-    """Read which family a folder says it is of; ``None`` if it says nothing, or cannot be read."""
+    """Return the family that a folder names; ``None`` if it names none or cannot be read."""
     try:
-        return json.loads((folder / CONFIG).read_text()).get(_FAMILY)
-    except (OSError, ValueError, AttributeError):
+        return read_json(folder / CONFIG).get(_FAMILY)
+    except (OSError, ValueError):
         return None
 
 
 def load(module: nn.Module, folder: Path) -> None:
-    """Fill a module with the weights of a folder.
-
-    Raises:
-        ValueError: a truncated file, or tensors that are missing, unknown, of another shape or not finite.
-    """
+    """Fill a module; ValueError for a truncated file or tensors that do not fit or are not finite."""
     expected = module.state_dict()
     weights = add_dimensions(load_file(folder / WEIGHTS), expected)
-    missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    wrong = [
-        f"{key} {list(weights[key].shape)} instead of {list(expected[key].shape)}"
-        for key in expected.keys() & weights.keys()
-        if weights[key].shape != expected[key].shape
-    ]
-    if missing or extra or wrong:
-        raise ValueError(
-            f"{folder / WEIGHTS} is not of the architecture in {CONFIG}: missing {missing[:5]}, "
-            f"unknown {extra[:5]}, wrong shape {sorted(wrong)[:5]}"
-        )
+    shapes = [{key: tuple(tensor.shape) for key, tensor in tensors.items()} for tensors in (expected, weights)]
+    check_layout(*shapes, what=str(folder / WEIGHTS))
     module.load_state_dict(weights)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
 
 from vla_common.checksums import verify_checksums, write_checksums
-from vla_policies.checkpoint.hub import read_json
+from vla_common.plain import read_json
+from vla_common.settings import BelowOne, Positive, Width, check_settings
 from vla_policies.checkpoint.parts import check_finite, in_first
-from vla_policies.checkpoint.weights import Entry, fill, list_weights, plain_names
+from vla_policies.checkpoint.weights import Entry, check_layout, fill, list_weights, plain_names
 from vla_policies.checkpoint.writing import write_safetensors
 
 if TYPE_CHECKING:
@@ -23,11 +23,27 @@ if TYPE_CHECKING:
 ADAPTER = "lora_adapter"  # folder in a checkpoint, and the option that says that its adapter is not merged
 _NAME = "default"
 _PREFIX = "base_model.model."  # of the names in peft's files
+# Of what peft reads: its configuration names modules to import and files too.
+_FIELDS: dict[str, Any] = {
+    "r": Width,
+    "lora_alpha": Positive,
+    "rank_pattern": dict[str, Width],
+    "alpha_pattern": dict[str, Positive],
+    "target_modules": list[str] | str,
+    "base_model_name_or_path": str,
+    "lora_dropout": BelowOne,
+    "bias": Literal["none", "all", "lora_only"],
+    **dict.fromkeys(("use_rslora", "fan_in_fan_out", "lora_bias"), bool),
+}
+_OTHERS = (
+    *("use_dora", "modules_to_save", "use_qalora", "use_bdlora", "layer_replication", "target_parameters"),
+    *("trainable_token_indices", "megatron_config", "alora_invocation_tokens"),
+)
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Adaptable(Protocol):
-    """What adapters need of a policy; a :class:`~vla_policies.policy.PretrainedPolicy` has it."""
+    """What adapters need of a policy: part of a :class:`~vla_policies.pretrained.PretrainedPolicy`."""
 
     model: nn.Module
     lora_targets: Any  # names
@@ -43,13 +59,7 @@ class Adaptable(Protocol):
 
 
 def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
-    """Train an adapter of this rank instead of the whole model, or continue with the one that the checkpoint has.
-
-    Args:
-        policy: changed in place.
-        rank: ``None`` adds no adapter.
-        alpha: see :func:`add_lora`; ``None`` for its default, or that of the checkpoint.
-        targets: likewise.
+    """Train an adapter of this rank instead of the whole model, or continue with the checkpoint's; ``None`` adds none.
 
     Raises:
         ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.
@@ -71,23 +81,13 @@ def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets
 
 
 def add_lora(policy: Adaptable, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
-    """Freeze the model and put new adapters on it; heads (value, actions, proprioception) stay trainable.
+    """Freeze the model and put new float32 adapters on it, which change nothing yet; heads stay trainable.
 
-    The new adapters change nothing yet: of each product ``B A``, ``A`` is Gaussian and ``B`` is 0. They are float32.
-
-    Args:
-        policy: changed in place.
-        rank: of the adapters.
-        alpha: they are scaled by ``alpha / rank``; ``None`` for ``rank``.
-        targets: last parts of the names of the layers that get one; ``None`` for ``policy.lora_targets``.
-
-    Raises:
-        ValueError: the policy has adapters already, or nothing is called like one of ``targets``.
+    They are scaled by ``alpha / rank`` (``None``: 1), on layers whose names end in one of ``targets`` (``None``:
+    ``policy.lora_targets``). ValueError: the policy has adapters already, or no layer has such a name.
     """
     from peft import LoraConfig
 
-    if rank < 1:
-        raise ValueError(f"the rank of LoRA is {rank}, must be at least 1 (32 is usual)")
     targets = policy.lora_targets if targets is None else targets
     if not targets:
         raise ValueError(f"LoRA needs layers to adapt; it can have {sorted(policy.lora_targets)}")
@@ -95,43 +95,17 @@ def add_lora(policy: Adaptable, rank: int = 32, alpha: int | None = None, target
     unknown = sorted(set(targets) - layers)
     if unknown:
         raise ValueError(f"no layer is called {unknown}; LoRA can have {sorted(set(policy.lora_targets) & layers)}")
-    _inject(
-        policy,
-        LoraConfig(
-            r=rank,
-            lora_alpha=alpha or rank,
-            lora_dropout=0.0,
-            init_lora_weights="gaussian",
-            target_modules=policy.lora_layers(targets),
-        ),
-    )
+    config = LoraConfig(r=rank, lora_alpha=alpha or rank, init_lora_weights="gaussian")
+    config.target_modules = policy.lora_layers(targets)
+    _inject(policy, config)
 
 
-def load_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) -> None:
-    """Apply an adapter that peft or :func:`save_adapter` wrote.
+def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
+    """Put the layers of an adapter in peft's layout on a policy, on the meta device too, before it is sharded.
 
-    Adapters on parts of the vision backbone that never affect the output are skipped.
-
-    Args:
-        policy: changed in place.
-        folder: has ``adapter_config.json`` and ``adapter_model.safetensors``.
-        trainable: continue training it; otherwise it is frozen like the rest of the model.
-
-    Raises:
-        FileNotFoundError: the folder is no adapter.
-        ValueError: an adapter of another kind or of another model, or numbers that are none.
-    """
-    fill_adapter(policy, put_adapter(policy, folder, trainable))
-
-
-def put_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) -> dict[str, Entry]:
-    """Put the layers of an adapter on a policy, whose model may be on the meta device, before it is sharded.
-
-    Returns:
-        What :func:`fill_adapter` fills them with.
-
-    Raises:
-        FileNotFoundError, ValueError: see :func:`load_adapter`.
+    Adapters on parts of the vision backbone that never affect the output are skipped. Returns what
+    :func:`fill_adapter` fills the layers with. FileNotFoundError: the folder is no adapter; ValueError: it is of
+    another kind or another model.
     """
     folder = Path(folder)
     for file in (_CONFIG, _WEIGHTS):
@@ -149,15 +123,8 @@ def put_adapter(policy: Adaptable, folder: str | Path, trainable: bool = True) -
     config.target_modules, config.inference_mode = sorted(layers), False
     _inject(policy, config)
     parameters = _adapter_parameters(policy.model)
-    wrong = [
-        f"{key} {list(entries[key].shape) if key in entries else 'missing'} instead of {list(tensor.shape)}"
-        for key, tensor in parameters.items()
-        if key not in entries or entries[key].shape != tuple(tensor.shape)
-    ]
-    if wrong:
-        raise ValueError(f"{folder} does not fit the model: {wrong[:5]}")
-    for parameter in parameters.values():
-        parameter.requires_grad_(trainable)
+    shapes = [{key: tuple(each.shape) for key, each in found.items()} for found in (parameters, entries)]
+    check_layout(*shapes, unused=lambda key: key not in parameters, what=str(folder))
     return entries
 
 
@@ -168,36 +135,16 @@ def read_rank(folder: Path) -> dict[str, Any]:
 
 
 def fill_adapter(policy: Adaptable, entries: Mapping[str, Entry]) -> None:
-    """Fill the layers of :func:`put_adapter`; of a sharded policy each process reads its part.
-
-    Raises:
-        ValueError: numbers that are none.
-    """
+    """Fill the layers of :func:`put_adapter`, each process its part; ValueError for numbers that are not finite."""
     for name, _ in list(policy.model.named_parameters()):
         if (entry := entries.get(_file_name(name))) is not None:
             fill(policy.model, name, entry)
 
 
-def put_stored_adapter(
-    policy: Adaptable, folder: Path, options: Mapping[str, Any], chosen: str | Path | None
-) -> dict[str, Entry]:
-    """Put on the ``chosen`` adapter, or the one that was saved with a checkpoint and is not merged into it.
-
-    Returns:
-        See :func:`put_adapter`; nothing if there is none.
-    """
-    if chosen is None and options.get(ADAPTER):
-        chosen = folder / ADAPTER
-    return {} if chosen is None else put_adapter(policy, chosen)
-
-
 def save_adapter(policy: Adaptable, folder: str | Path) -> list[str]:
-    """Write the adapter alone, in the layout that ``PeftModel.from_pretrained`` reads; returns names of the files.
+    """Write the adapter alone, as ``PeftModel.from_pretrained`` reads it; returns names of the files.
 
-    Of a sharded policy all processes must call it.
-
-    Raises:
-        ValueError: the policy has none, or its numbers are not finite.
+    Of a sharded policy all processes must call it. ValueError: no adapter, or numbers that are not finite.
     """
     config = copy.copy(lora_config(policy))
     config.target_modules = sorted(config.target_modules or ())  # peft has a set: its order differs between processes
@@ -212,14 +159,10 @@ def save_adapter(policy: Adaptable, folder: str | Path) -> list[str]:
 
 
 def merge_adapter(policy: Adaptable) -> None:
-    """Add the adapters to the weights they adapt and remove them; the whole model is trainable again.
-
-    Raises:
-        ValueError: the policy has no adapter.
-    """
+    """Add the adapters to their weights and remove them; the whole model is trainable again. ValueError without one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    _check_lora(policy)
+    lora_config(policy)  # raises where there is none
     for name, module in list(policy.model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
@@ -236,18 +179,15 @@ def has_lora(policy: Adaptable) -> bool:
 
 
 def lora_config(policy: Adaptable) -> LoraConfig:
-    """Return peft's configuration of the adapter.
-
-    Raises:
-        ValueError: the policy has none.
-    """
-    _check_lora(policy)
+    """Return peft's configuration of the adapter; ValueError without one."""
+    if not has_lora(policy):
+        raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")
     configs: dict[str, LoraConfig] = getattr(policy.model, "peft_config")  # noqa: B009, typed so
     return configs[_NAME]
 
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return weights by the names they have without adapters, which are left out."""
+    """Return the weights without adapters, by the names they have without any."""
     weights = model.state_dict()
     return {plain: weights[name] for plain, name in plain_names(weights).items()}
 
@@ -257,33 +197,25 @@ def _read_config(folder: Path) -> LoraConfig:
 
     file = folder / _CONFIG
     content = read_json(file)
-    if content.get("peft_type") != "LORA" or content.get("use_dora") or content.get("modules_to_save"):
+    if content.get("peft_type") != "LORA" or any(content.get(name) for name in _OTHERS):
         raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA, modules_to_save and other kinds are refused")
-    numbers = {name: content.get(name) for name in ("r", "lora_alpha")}
-    for pattern in ("rank_pattern", "alpha_pattern"):
-        entries = content.get(pattern) or {}
-        if not isinstance(entries, dict):
-            raise ValueError(f"{file}: {pattern} is {entries!r}, must be numbers by layer; copy it again")
-        numbers |= {f"{pattern}[{layer}]": value for layer, value in entries.items()}
-    for name, value in numbers.items():
-        kinds = (int,) if name.startswith("r") else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-            wanted = "a whole number" if kinds == (int,) else "a finite number"
-            raise ValueError(f"{file}: {name} is {value!r}, must be {wanted} greater than 0; copy it again")
+    always = ("r", "lora_alpha")
+    chosen: dict[str, Any] = {name: content.get(name) for name in _FIELDS if name in always or content.get(name)}
     try:
-        return LoraConfig.from_pretrained(str(folder))
+        check_settings("", chosen, _FIELDS)
+        if content.get("init_lora_weights") == "gaussian":  # says how it began; others would compute or read files
+            chosen["init_lora_weights"] = "gaussian"
+        return LoraConfig(**chosen)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a configuration that peft reads ({error}); copy it again") from error
 
 
 def _check_ranks(folder: Path, config: LoraConfig, entries: Mapping[str, Entry]) -> None:
-    """Compare ranks with the tensors before layers of that size are made."""
     ranks = {entry.shape[0] if entry.shape else 0 for key, entry in entries.items() if ".lora_A." in key}
     known = {config.r, *(config.rank_pattern or {}).values()}
     if not known >= ranks or max(known) > max(ranks, default=0):
         raise ValueError(
-            f"{folder / _CONFIG}: the rank is {sorted(known)}, that of the weights {sorted(ranks)}: they are of "
-            "different adapters; copy both again"
+            f"{folder / _CONFIG}: the rank is {sorted(known)}, that of the weights {sorted(ranks)}; copy both again"
         )
 
 
@@ -315,14 +247,9 @@ def _weights_without_memory(model: nn.Module) -> Iterator[None]:
 
 
 def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters of the adapter by their names in peft's files, without the prefix."""
+    """Return parameters by their names in peft's files, without the prefix."""
     return {_file_name(name): parameter for name, parameter in model.named_parameters() if ".lora_" in name}
 
 
 def _file_name(name: str) -> str:
     return name.replace(f".{_NAME}.", ".")
-
-
-def _check_lora(policy: Adaptable) -> None:
-    if not has_lora(policy):
-        raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")

@@ -1,8 +1,7 @@
 """Tensors of which each process has a part (DTensors of FSDP): which part, and the whole again, piece by piece.
 
-A plain tensor is the case of a process that has all of it. What is written comes from the first process of the mesh;
-the others send it what it lacks, so they must make the same calls. No process ever holds more of a tensor that is not
-its own than :data:`PIECE`.
+The first process of the mesh writes; the others send it what it lacks, so they must make the same calls. No process
+holds more of a tensor that is not its own than :data:`PIECE`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PIECE = 8_000_000  # bytes that are sent at once
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """Return which part this process has, as an index of the whole; ``()``, which is everything, of a plain tensor."""
+    """Return this process's part as an index of the whole; ``()``, which is everything, of a plain tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     [chunk] = tensor.__create_chunk_list__()
@@ -29,7 +28,7 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def from_part(part: Tensor, like: Tensor) -> Tensor:
-    """Make a tensor of this process's ``part``, sharded as ``like`` is; the part itself where that is not sharded."""
+    """Make a tensor sharded like ``like`` of this process's ``part``; the part itself where that is not sharded."""
     if not isinstance(like, DTensor):
         return part
     # Not from_local, which would move what lies in host memory to the GPU.
@@ -46,10 +45,7 @@ def empty_like_others(shape: Sequence[int], others: Iterable[Tensor]) -> Tensor:
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a whole tensor on the CPU: pieces that follow each other in memory, each contiguous.
-
-    All processes that share it must take all of its pieces.
-    """
+    """Yield a whole tensor as consecutive contiguous pieces on the CPU; all processes that share it must take all."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         yield tensor.cpu().contiguous()
@@ -75,16 +71,10 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def in_first(tensors: Iterable[Tensor], write: Callable[[], object], rest: Iterable[object] = ()) -> None:
-    """Have the first of the processes that share ``tensors`` write; one that has them alone does.
+    """Have the first of the processes that share ``tensors`` ``write``; one that has them alone does.
 
-    Args:
-        tensors: tell which processes these are.
-        write: called in the first one; what it raises is raised in all of them, so that all go on or none.
-        rest: what it reads of, such as :func:`pieces`; what it has not read is read to the end here, and all of it in
-            the other processes.
-
-    Raises:
-        OSError: in the other processes, for whatever the first one raises.
+    What it raises is raised in all, in the others as OSError. ``rest`` is what it reads of, such as :func:`pieces`:
+    read to the end here, and in the other processes.
     """
     if (mesh := _mesh(tensors)) is None:
         write()
@@ -105,11 +95,7 @@ def in_first(tensors: Iterable[Tensor], write: Callable[[], object], rest: Itera
 
 
 def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Refuse to save what no one could use, in all processes if one of them has it; nothing is put together for that.
-
-    Raises:
-        ValueError: names the tensors.
-    """
+    """Refuse weights that are not finite, in all processes if one has them: ValueError with the names."""
     broken = not_finite(
         {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
     )

@@ -16,12 +16,7 @@ NOT_SAID = "not in the files"
 
 @dataclass
 class Report:
-    """What a checkpoint is and what it lacks.
-
-    Attributes:
-        facts: name and text, in the order to print.
-        missing: what has to be there before the checkpoint can be loaded.
-    """
+    """``facts`` of a checkpoint in the order to print, and what is ``missing`` before it can be loaded."""
 
     facts: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -32,7 +27,7 @@ class Report:
 
 
 def describe_weights(weights: Mapping[str, Entry]) -> str:
-    """Count parameters, dtypes, bytes and files, from the headers that :func:`list_weights` found."""
+    """Count parameters, dtypes, bytes and files, from headers."""
     count = sum(prod(entry.shape) for entry in weights.values())
     dtypes = Counter(str(entry.dtype).removeprefix("torch.") for entry in weights.values())
     size = sum(prod(entry.shape) * (entry.dtype or torch.int64).itemsize for entry in weights.values())

@@ -1,8 +1,7 @@
 """Weights in the layout of the Hugging Face hub: one safetensors file or shards with an index; nothing is executed.
 
-Tensors are read one by one into a module whose parameters may be on the meta device, so that the peak is the weights
-in the dtype that was asked for, plus one tensor. Of a module that is sharded over processes each one reads its own part
-of each tensor, and no other byte.
+Tensors are read one by one into a module that may be on the meta device and sharded: the peak is the weights in the
+dtype that was asked for, plus one tensor, and a process reads only its own part of each.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from vla_common.plain import read_json
 from vla_common.tensor_files import is_finite, load_tensors
-from vla_policies.checkpoint.hub import read_json
 from vla_policies.checkpoint.parts import empty_like_others, from_part, in_first, own_part
 from vla_policies.checkpoint.writing import DTYPES, write_safetensors
 
@@ -47,15 +46,10 @@ class Entry:
             return file.get_slice(self.key)[part]
 
     def check_finite(self, tensor: Tensor) -> Tensor:
-        """Return what was made of the tensor, if all its numbers are finite.
-
-        Raises:
-            ValueError: they are not; names file and entry.
-        """
+        """Return what was made of the tensor; ValueError with file and entry if it is not finite."""
         if not is_finite(tensor):
             raise ValueError(
-                f"{self.file} has numbers that are not finite in {self.key}: damaged, or of a diverged "
-                "training; copy it again or take another checkpoint"
+                f"{self.file} has numbers that are not finite in {self.key}: damaged, or diverged; take another"
             )
         return tensor
 
@@ -103,26 +97,21 @@ def list_weights(source: str | Path) -> dict[str, Entry]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Read which shard each tensor is in: a name of a file in the same folder.
-
-    Raises:
-        ValueError: it is no such index, or names files elsewhere.
-    """
+    """Read which file of the same folder each tensor is in; ValueError for another content, or files elsewhere."""
     shard_of = read_json(file).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise ValueError(f"{file} is not an index of shards: it has no weight_map of names; copy it again")
     for key, shard in shard_of.items():
         if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
             raise ValueError(
-                f"{file} is not an index of shards: {key} is in {shard!r}, must be the name of a safetensors file in "
-                "the same folder; copy it again"
+                f"{file} is not an index of shards: {key} is in {shard!r}, must be a safetensors file in its folder"
             )
     return shard_of
 
 
 def load_weights(
     module: nn.Module,
-    source: str | Path | Mapping[str, Entry],
+    entries: Mapping[str, Entry],
     *,
     prefix: str = "",
     device: torch.device | str | None = None,
@@ -132,23 +121,17 @@ def load_weights(
     """Fill a module, which may be on the meta device and sharded, tensor by tensor.
 
     Args:
-        module: its parameters and persistent buffers are replaced by tensors of the same dtype (see :func:`cast`); all
-            of them must be in the file, but for those of adapters.
-        source: folder, safetensors file, or what :func:`list_weights` found.
+        module: all its parameters (but those of adapters) and persistent buffers are replaced, with their dtypes.
+        entries: of :func:`list_weights`.
         prefix: only tensors whose name begins with it are considered, and it is removed.
         device: of the module afterwards; ``None`` for where its tensors are, the CPU for those on the meta device.
         unused: names (without the prefix) that the checkpoint may have and the module does not need.
-        what: the source's name in errors.
+        what: the source's name in errors: a ValueError for tensors that do not fit or are not finite.
 
     Returns:
-        The unused tensors, on the CPU, for :func:`save_weights`: what is saved is as complete as what was loaded. Where
-        the module is sharded they are too.
-
-    Raises:
-        FileNotFoundError, ValueError: see :func:`list_weights`; tensors that are missing, unknown, of another shape or
-            not finite.
+        The unused tensors, on the CPU (sharded like the module's), for :func:`save_weights`.
     """
-    entries = check_weights(module, source, prefix=prefix, unused=unused, what=what)
+    entries = check_weights(module, entries, prefix=prefix, unused=unused, what=what)
     state = module.state_dict()
     names = plain_names(state)
     unused_tensors = {}
@@ -163,35 +146,25 @@ def load_weights(
 
 def check_weights(
     module: nn.Module,
-    source: str | Path | Mapping[str, Entry],
+    entries: Mapping[str, Entry],
     *,
     prefix: str = "",
     unused: Callable[[str], bool] = lambda key: False,
     what: str | None = None,
 ) -> dict[str, Entry]:
-    """Compare names and shapes as :func:`load_weights` does, which takes the same arguments; reads headers only.
-
-    Returns:
-        What is considered, by name without ``prefix``.
-
-    Raises:
-        FileNotFoundError, ValueError: see there.
-    """
-    entries = source if isinstance(source, Mapping) else list_weights(source)
+    """Compare names and shapes as :func:`load_weights` does; returns the entries by name without ``prefix``."""
+    if what is None:
+        what = str(next(iter(entries.values())).file.parent) if entries else "the checkpoint"
     entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     state = module.state_dict()
     expected = {key: tuple(state[name].shape) for key, name in plain_names(state).items()}
     found = {key: entry.shape for key, entry in entries.items()}
-    check_layout(expected, found, unused=unused, what=_name(source) if what is None else what)
+    check_layout(expected, found, unused=unused, what=what)
     return entries
 
 
 def fill(module: nn.Module, name: str, entry: Entry, device: torch.device | str | None = None) -> None:
-    """Replace a parameter or buffer, or this process's part of it, by what is in a file; see :func:`load_weights`.
-
-    Raises:
-        ValueError: numbers that are not finite.
-    """
+    """Replace a parameter or buffer, or this process's part of it, by what is in a file; ValueError if not finite."""
     owner, last = module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
     parameter = owner._parameters.get(last)
     old = owner._buffers[last] if parameter is None else parameter.detach()
@@ -208,13 +181,7 @@ def fill(module: nn.Module, name: str, entry: Entry, device: torch.device | str 
 
 
 def cast(module: nn.Module, dtype: torch.dtype, float32: Callable[[str], bool] = lambda key: False) -> None:
-    """Set the dtype of the parameters of a module, which may be on the meta device.
-
-    Args:
-        module: changed in place.
-        dtype: of its parameters.
-        float32: names of those that become float32 instead: they need the precision.
-    """
+    """Set the dtype of the parameters of a module in place; ``float32`` tells by name which become float32 instead."""
     for name, parameter in module.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if float32(name) else dtype)
 
@@ -231,11 +198,7 @@ def check_layout(
     unused: Callable[[str], bool] = lambda key: False,
     what: str = "the checkpoint",
 ) -> None:
-    """Compare the names and shapes that a module has with those of a checkpoint.
-
-    Raises:
-        ValueError: a tensor is missing, unknown (and not ``unused``) or of another shape; lists a few of each.
-    """
+    """Compare names and shapes of a module with a checkpoint's; ValueError lists what is missing or differs."""
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(key for key in found.keys() - expected.keys() if not unused(key))
     wrong = [
@@ -252,74 +215,50 @@ def check_layout(
         raise ValueError(f"{what} does not fit the model: it {', '.join(problems)}")
 
 
-def load_head(module: nn.Module, file: str | Path, *, prefix: str = "") -> None:
-    """Fill a small module from one ``.pt`` or ``.safetensors`` file, as OpenVLA-OFT keeps its heads.
+def load_head(module: nn.Module, file: str | Path, *, prefix: str = "", check: bool = False) -> None:
+    """Fill a small module from one ``.pt`` or ``.safetensors`` file, as OpenVLA-OFT keeps its heads, or ValueError.
 
-    The module keeps its dtype and device. A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed
-    from the names.
-
-    Raises:
-        ValueError: not a file of tensors, or tensors that are missing, unknown, of another shape or not finite.
+    A leading ``module.`` (of DistributedDataParallel) and ``prefix`` are removed from the names. ``check`` compares
+    names and shapes alone, of a mapped file.
     """
-    load_weights(module, _list_head(Path(file), prefix), what=str(file))
-
-
-def check_head(module: nn.Module, file: str | Path, *, prefix: str = "") -> None:
-    """Compare names and shapes as :func:`load_head` does; of a ``.pt`` file nothing but these is read.
-
-    Raises:
-        ValueError: see there; a file of before torch 1.6 is read as a whole.
-    """
-    check_weights(module, _list_head(Path(file), prefix, mmap=True), what=str(file))
-
-
-def _list_head(file: Path, prefix: str, mmap: bool = False) -> dict[str, Entry]:
+    file = Path(file)
     entries: Mapping[str, Entry]
     if file.suffix == ".safetensors":
         entries = list_weights(file)
     else:
-        entries = {
-            key: Loaded(file, key, tuple(tensor.shape), tensor.dtype, tensor)
-            for key, tensor in load_tensors(file, mmap=mmap and is_zipfile(file)).items()
-        }
-    return {key.removeprefix("module.").removeprefix(prefix): entry for key, entry in entries.items()}
+        tensors = load_tensors(file, mmap=check and is_zipfile(file))
+        entries = {key: Loaded(file, key, tuple(each.shape), each.dtype, each) for key, each in tensors.items()}
+    entries = {key.removeprefix("module.").removeprefix(prefix): entry for key, entry in entries.items()}
+    (check_weights if check else load_weights)(module, entries, what=str(file))
 
 
 def load_file(file: Path) -> dict[str, Tensor]:
-    """Read all tensors of a small safetensors file.
-
-    Raises:
-        ValueError: it is truncated, or tensors are not finite.
-    """
+    """Read all tensors of a small safetensors file; ValueError if it is truncated or not finite."""
     return {key: entry.check_finite(entry.read()) for key, entry in list_weights(file).items()}
 
 
 def save_weights(
     weights: Mapping[str, Tensor], folder: str | Path, *, max_shard_size: int = MAX_SHARD_SIZE
 ) -> list[str]:
-    """Write ``model.safetensors``, or shards of at most ``max_shard_size`` bytes and their index.
+    """Write ``model.safetensors``, or shards of at most ``max_shard_size`` bytes and their index; returns their names.
 
-    What an earlier call left in the folder is replaced. Of sharded weights all processes must call it; see
-    :func:`vla_policies.checkpoint.parts.in_first`.
-
-    Returns:
-        Names of the files.
+    What an earlier call left in the folder is replaced. Of sharded weights all processes must call it.
     """
     folder = Path(folder)
     in_first(weights.values(), lambda: folder.mkdir(parents=True, exist_ok=True))
-    shards = list(_shards(weights, max_shard_size))
-    names = (
-        [WEIGHTS]
-        if len(shards) == 1
-        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        dict(weights),
+        get_storage_size=_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
     )
-    for name, shard in zip(names, shards, strict=True):
-        part = {key: weights[key] for key in shard}
+    names = list(split.filename_to_tensors)
+    for name, keys in split.filename_to_tensors.items():
+        part = {key: weights[key] for key in keys}
         write_safetensors(folder / f"{name}.partial", part, {"format": "pt"}, among=weights.values())
-    index = {
-        "metadata": {"total_size": sum(_bytes(tensor) for tensor in weights.values())},
-        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
-    }
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
 
     def finish() -> None:
         for name in names:
@@ -336,18 +275,6 @@ def save_weights(
     return names if len(names) == 1 else [*names, INDEX]
 
 
-def _shards(weights: Mapping[str, Tensor], max_shard_size: int) -> Iterator[list[str]]:
-    shard: list[str] = []
-    size = 0
-    for key, tensor in weights.items():
-        if shard and size + _bytes(tensor) > max_shard_size:
-            yield shard
-            shard, size = [], 0
-        shard.append(key)
-        size += _bytes(tensor)
-    yield shard
-
-
 def _entries(file: Path) -> Iterator[Entry]:
     with _open(file) as header:
         for key in header.keys():  # noqa: SIM118 - not a mapping
@@ -362,16 +289,10 @@ def _open(file: Path) -> Any:
         raise ValueError(f"{file} is truncated or no safetensors file ({error}); copy it again") from error
 
 
-def _bytes(tensor: Tensor) -> int:
+def _bytes(tensor: Any) -> int:
     return tensor.numel() * tensor.element_size()
 
 
 def _few(names: list[str], count: int = 5) -> str:
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
-
-
-def _name(source: str | Path | Mapping[str, Entry]) -> str:
-    if isinstance(source, Mapping):
-        return str(next(iter(source.values())).file.parent) if source else "the checkpoint"
-    return str(source)

@@ -44,9 +44,8 @@ def write_safetensors(
 ) -> None:
     """Write a file of the same bytes as ``safetensors.torch.save_file``, with sharded tensors too.
 
-    The format is a length (8 bytes, little endian), a JSON header padded with blanks, and the tensors in its order.
-    ``on_write`` is given all bytes before they are written, such as the ``update`` of a digest. ``among`` are tensors
-    of the same policy: where none of ``tensors`` is sharded, they tell that several processes write one file.
+    ``on_write`` is given all bytes before they are written. ``among`` are tensors of the same policy: where none of
+    ``tensors`` is sharded, they tell that several processes write one file.
     """
     order = sorted(tensors, key=lambda key: (-list(_NAMES).index(tensors[key].dtype), key))
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}

@@ -20,16 +20,13 @@ class FlowConfig:
 
     Attributes:
         method: ``"flow_sde"``, ``"flow_noise"`` or ``"flow_cps"``, see :mod:`vla_policies.flow.steps`; ``"flow_ode"``
-            has no log-probability and is for evaluation. A greedy policy takes the deterministic steps, from zeros, the
-            middle of the noise.
+            has no log-probability and is for evaluation. A greedy policy takes the deterministic steps, from zeros.
         num_steps: ``K``, steps from noise to action.
         noise_level: ``a`` of ``flow_sde`` and ``flow_cps``.
-        noise_anneal: ``(first, last, iterations)``: the noise level falls linearly over that many iterations, instead
-            of being constant.
+        noise_anneal: ``(first, last, iterations)``: the noise level falls linearly over that many iterations.
         noise_std_range: smallest and largest standard deviation that ``flow_noise`` may learn.
-        joint_log_prob: all ``K`` steps are stochastic and their log-probabilities are summed; otherwise one step per
-            sample is, drawn anew for each decision, and the others are deterministic. ``None``: for ``flow_noise``
-            only.
+        joint_log_prob: all ``K`` steps are stochastic and their log-probabilities are summed; otherwise one step, drawn
+            for each decision, is. ``None``: for ``flow_noise`` only.
         ignore_last: never make the last step the stochastic one; ``flow_cps``, which adds no noise there, never does.
         value_head: build a value head.
         detach_critic: the value loss does not reach what the value head reads.
@@ -48,14 +45,9 @@ class FlowConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.stochastic_steps < 1:
-            raise SettingError(
-                f"num_steps={self.num_steps}: no step is left to be stochastic (ignore_last, flow_cps); set it to at "
-                "least 2"
-            )
+            raise SettingError(f"num_steps={self.num_steps}: no step is left to be stochastic; set it to at least 2")
         if self.ignore_last and self.joint:
-            raise SettingError(
-                "ignore_last=True: is for one stochastic step per decision; all steps are (joint_log_prob)"
-            )
+            raise SettingError("ignore_last=True: is for one stochastic step per decision; all are (joint_log_prob)")
         if self.noise_std_range[0] > self.noise_std_range[1]:
             smallest, largest = self.noise_std_range
             raise SettingError(f"noise_std_range={[smallest, largest]}: smallest first; write {[largest, smallest]}")

@@ -27,11 +27,7 @@ class StepDistribution(Normal):
         return self
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the logarithm of the density, rounded as in the rollout.
-
-        Raises:
-            ValueError: the action that came of it, or another shape.
-        """
+        """Return the log-density, as in the rollout; ValueError for the action that came of it, or another shape."""
         if value is not self.sampled:
             check_shape(value, self.batch_shape)
             if self._is_action(value):
@@ -42,7 +38,6 @@ class StepDistribution(Normal):
         return flow.log_prob(value, self.loc, self.scale)
 
     def entropy(self) -> Tensor:
-        """Return the entropy in nats."""
         return flow.entropy(self.scale)
 
     def _is_action(self, value: Tensor) -> bool:

@@ -23,10 +23,10 @@ class FlowPolicy(VLAPolicy):
 
     A subclass says what the observation is (:meth:`observe`) and how fast noisy actions flow (:meth:`velocity`), in
     normalised actions ``[N, H, A_model]``, of which the first ``C`` and ``A`` reach the environment and have a
-    probability.
-
-    Rollout and update evaluate the same step at the same noise, so that ratios are 1 before the first update and
-    the value before and after an update is that of the same step.
+    probability. Rollout and update evaluate the same step at the same noise, so that ratios are 1 before the first
+    update
+    and values are those of the same step: to the last bit in train mode and batches of the rollout's size, up to
+        rounding in others, such as all ``K`` steps in one pass.
 
     Args:
         config: settings.
@@ -34,7 +34,7 @@ class FlowPolicy(VLAPolicy):
         horizon: ``H``, actions that are denoised together.
         model_action_dim: numbers of an action in the network.
         trained_dims: how many of them mean something.
-        hidden_size: width of what :meth:`velocity` returns beside the velocity.
+        hidden_size: width of the hidden states that :meth:`velocity` returns.
         noise_widths: of the layers of ``flow_noise``'s network.
     """
 
@@ -157,7 +157,6 @@ class FlowPolicy(VLAPolicy):
         return torch.stack(chain, dim=1), step, log_prob, self._chosen_value(values)
 
     def _chosen_value(self, values: list[tuple[Tensor, Tensor | None]]) -> Tensor | None:
-        """Return the mean over the chosen steps of each row."""
         if values[0][1] is None:
             return None
         chosen = torch.stack([mask for mask, _ in values]).unsqueeze(-1)
@@ -185,11 +184,7 @@ class FlowPolicy(VLAPolicy):
     def get_dist(self, tensordict: TensorDictBase) -> Distribution:
         """Return the Gaussian ``[N, C, A]`` of what the stored stochastic step led to, ``denoised``.
 
-        If all ``K`` steps are stochastic it is that of all of them, each given where the one before led to: events
-        ``[K]`` of a batch ``[N, C, A]``.
-
-        Raises:
-            ValueError: no step is stochastic.
+        If all ``K`` steps are stochastic it is that of all, each given where the one before led to: events ``[K]``.
         """
         self._check_stochastic()
         mean, std, _ = self._stored_steps(tensordict)
@@ -223,18 +218,14 @@ class FlowPolicy(VLAPolicy):
         return mean.unflatten(0, steps), std.unflatten(0, steps), None if value is None else value.unflatten(0, steps)
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
-        """Return the flow-matching error ``[N, C]`` of demonstrated ``action`` ``[N, C, A]``, mean over dimensions.
+        """Return the flow-matching error ``[N, C]``, mean over dimensions; noise and time are drawn.
 
-        Noise and time are drawn anew; time from ``0.001 + 0.999 Beta(1.5, 1)`` as in pi0.
-
-        Args:
-            tensordict: observations, ``prompt_tokens`` and ``action`` in the simulator's units.
-            sigma: for token policies; a flow has no labels to soften.
+        Time is ``0.001 + 0.999 Beta(1.5, 1)`` as in pi0. There are no labels to soften.
         """
         target = self.to_model(tensordict.get(keys.ACTION), tensordict.get(keys.STATES))
         actions = target.new_zeros(len(target), self.horizon, self.model_action_dim)
         actions[:, : self.chunk_size, : self.trained_dims] = target
-        actions[:, self.chunk_size :, : self.trained_dims] = target[:, -1:]  # nobody looks at what comes after
+        actions[:, self.chunk_size :, : self.trained_dims] = target[:, -1:]  # not executed
         noise = torch.randn_like(actions)
         beta = torch.distributions.Beta(torch.tensor(1.5), torch.tensor(1.0))
         time = (0.001 + 0.999 * beta.sample((len(actions),))).to(actions.device)
@@ -249,6 +240,5 @@ class FlowPolicy(VLAPolicy):
     def _check_stochastic(self) -> None:
         if self.flow.method == "flow_ode":
             raise ValueError(
-                "flow_ode is deterministic, so actions have no log-probability; set method='flow_sde', 'flow_noise' "
-                "or 'flow_cps' to train"
+                "flow_ode has no log-probability; set method='flow_sde', 'flow_noise' or 'flow_cps' to train"
             )

@@ -22,19 +22,13 @@ from torch import Tensor, nn
 
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 4e-3, 4.0  # of the embedding of time
 NOISE_WIDTHS = (128, 64)  # of the layers of the noise network: RLinf's
-METHODS = ("flow_sde", "flow_noise", "flow_cps", "flow_ode")
 
 
 def times(num_steps: int, device: torch.device | str | None = None) -> Tensor:
     """Return times float32 ``[K + 1]`` from 1 to 0.
 
     They are summed up in float32 as openpi does it: the network's finest period is 0.004, so that rounding shows.
-
-    Raises:
-        ValueError: ``num_steps`` below 1.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps}, must be at least 1 (10 is usual without learning, 3 to 5 with)")
     moments = [torch.tensor(1.0)]
     for _ in range(num_steps - 1):
         moments.append(moments[-1] - torch.tensor(1.0 / num_steps))
@@ -59,13 +53,8 @@ def stochastic_step(
 ) -> tuple[Tensor, Tensor]:
     """Return the mean ``[N, H, A]`` and standard deviation ``[N, 1, 1]`` of a step of ``flow_sde`` or ``flow_cps``.
 
-    Args:
-        method: one of the two.
-        x: ``[N, H, A]``.
-        velocity: ``[N, H, A]`` at ``x``.
-        schedule: of :func:`times`.
-        step: int64 ``[N]``, from 0: from ``schedule[step]`` to ``schedule[step + 1]``.
-        noise_level: ``a``; the standard deviation of the first step of ``flow_sde``.
+    ``velocity`` is that at ``x`` ``[N, H, A]``; the step int64 ``[N]`` goes from ``schedule[step]`` to
+    ``schedule[step + 1]`` of :func:`times`; ``noise_level`` is ``a``, the deviation of ``flow_sde``'s first step.
     """
     now, then = _column(schedule[step]), _column(schedule[step + 1])
     action, noise = x - velocity * now, x + velocity * (1 - now)
@@ -96,14 +85,7 @@ def entropy(std: Tensor) -> Tensor:
 class NoiseNetwork(nn.Module):
     """The learned deviation of ``flow_noise``: ``[..., A]`` from the expert's hidden states ``[..., width]``.
 
-    Args:
-        width: of the hidden states.
-        action_dim: ``A``.
-        bounds: smallest and largest standard deviation.
-        hidden: widths of the layers between.
-
-    Raises:
-        ValueError: bounds that are not positive or not in order.
+    ``bounds`` are the smallest and largest standard deviation, ``hidden`` the widths of the layers between.
     """
 
     def __init__(
@@ -114,11 +96,8 @@ class NoiseNetwork(nn.Module):
         hidden: tuple[int, ...] = NOISE_WIDTHS,
     ):
         super().__init__()
-        if not 0 < bounds[0] <= bounds[1]:
-            raise ValueError(f"noise_std_range is {list(bounds)}, must be two positive numbers, the smaller one first")
-        sizes = (width, *hidden, action_dim)
         layers: list[nn.Module] = []
-        for before, after in itertools.pairwise(sizes):
+        for before, after in itertools.pairwise((width, *hidden, action_dim)):
             layers += [nn.Linear(before, after), nn.Tanh()]
         self.mlp = nn.Sequential(*layers)
         self.bounds = bounds

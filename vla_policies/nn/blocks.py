@@ -1,10 +1,13 @@
-"""The repeated blocks of a network."""
+"""The repeated blocks of a network: finding and running them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -16,3 +19,10 @@ def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
                     yield f"{prefix}{name}.{number}", block
         else:
             yield from blocks_of(child, f"{prefix}{name}.")
+
+
+def run_block(block: nn.Module, *inputs: Any, recompute: bool, **named: Any) -> Any:
+    """Run a block; ``recompute`` its activations in the backward pass instead of keeping them."""
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(block, *inputs, use_reentrant=False, **named)
+    return block(*inputs, **named)

@@ -1,10 +1,9 @@
 """The vision backbone of OpenVLA: DINOv2 and SigLIP side by side, features of the second-to-last block.
 
-Parameter names are those of the published checkpoints (timm's). Only what the output depends on is built: the last
-block, the final norm and SigLIP's attention pooling have keys in a checkpoint and no module here
-(:meth:`~vla_policies.nn.dino_siglip_config.VisionConfig.unused`). Sources: OpenVLA, Kim et al. 2024
-(arXiv 2406.09246); DINOv2 with registers, Darcet et al. 2023 (arXiv 2309.16588); SigLIP, Zhai et al. 2023
-(arXiv 2303.15343); FiLM in OpenVLA-OFT, Kim et al. 2025 (arXiv 2502.19645).
+Names are those of the published checkpoints (timm's). Only what the output depends on is built, see
+:meth:`~vla_policies.nn.dino_siglip_config.VisionConfig.unused`. OpenVLA, Kim et al. 2024 (arXiv 2406.09246); DINOv2
+with registers, Darcet et al. 2023 (arXiv 2309.16588); SigLIP, Zhai et al. 2023 (arXiv 2303.15343); FiLM in
+OpenVLA-OFT, Kim et al. 2025 (arXiv 2502.19645).
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from vla_policies.nn.blocks import run_block
 from vla_policies.nn.dino_siglip_config import TransformerConfig, VisionConfig
 
 
@@ -26,35 +25,17 @@ class DualVisionBackbone(nn.Module):
         self.featurizer = VisionTransformer(config.featurizer)
         self.fused_featurizer = VisionTransformer(config.fused_featurizer)
 
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """Recompute a block's activations in the backward pass instead of keeping them."""
-        return self.featurizer.gradient_checkpointing
-
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, enabled: bool) -> None:
-        self.featurizer.gradient_checkpointing = self.fused_featurizer.gradient_checkpointing = enabled
-
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
-        """Return patch features.
+        """Return patch features ``[B, n * num_patches, dim]``, image after image.
 
         Args:
             pixels: float ``[B, 6 n, H, W]``: for each of ``n`` images, three channels normalised for DINOv2, then
-                three for SigLIP.
+                three for SigLIP; ValueError for another shape.
             language: ``[B, film_dim]``, mean embedding of the instruction; FiLM backbones only.
-
-        Returns:
-            ``[B, n * num_patches, dim]``, image after image.
-
-        Raises:
-            ValueError: if the channels or the image size do not fit.
         """
         size = self.config.image_size
         if pixels.ndim != 4 or pixels.shape[1] % 6 or pixels.shape[2:] != (size, size):
-            raise ValueError(
-                f"pixels of shape {tuple(pixels.shape)}; expected [B, 6 * images, {size}, {size}]: see "
-                "vla_policies.processing.images.pixel_values"
-            )
+            raise ValueError(f"pixels of shape {tuple(pixels.shape)}; expected [B, 6 * images, {size}, {size}]")
         batch, images = len(pixels), pixels.shape[1] // 6
         first, second = pixels.reshape(batch * images, 2, 3, size, size).unbind(1)
         if language is not None:
@@ -79,7 +60,6 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth - 1))
 
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
-        """Encode ``pixels`` float ``[B, 3, H, W]``, with FiLM also ``language`` ``[B, film_dim]``."""
         if (language is None) != (self.config.film_dim is None):
             raise ValueError(
                 "this vision backbone has FiLM layers: pass the language embedding"
@@ -91,10 +71,7 @@ class VisionTransformer(nn.Module):
         if prefix:
             hidden = torch.cat([*(token.expand(len(hidden), -1, -1) for token in prefix), hidden], dim=1)
         for block in self.blocks:
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                hidden = checkpoint(block, hidden, language, use_reentrant=False)
-            else:
-                hidden = block(hidden, language)
+            hidden = run_block(block, hidden, language, recompute=self.gradient_checkpointing)
         return hidden[:, -self.config.num_patches :]
 
 
@@ -149,7 +126,7 @@ class Attention(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Learned scale per channel. The name of the parameter is that of the checkpoints."""
+    """Learned scale per channel, by the checkpoints' name."""
 
     def __init__(self, dim: int):
         super().__init__()

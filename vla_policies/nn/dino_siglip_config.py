@@ -14,14 +14,10 @@ HEADS = {"vit_small": 6, "vit_base": 12, "vit_large": 16, "vit_so400m": 16, "vit
 
 
 def heads_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return attention heads of the two transformers.
+    """Return attention heads of the two transformers of a ``config.json``.
 
-    Args:
-        config: a checkpoint's ``config.json``. ``vision_heads`` (two integers, ours) wins over what the names in
-            ``timm_model_ids`` tell.
-
-    Raises:
-        ValueError: if there are not two transformers, or one is of no known size.
+    ``vision_heads`` (two integers, ours) wins over what the names in ``timm_model_ids`` tell. ValueError for other than
+    two transformers, or one of no known size.
     """
     names = config.get("timm_model_ids") or ()
     heads = config.get("vision_heads") or [
@@ -29,8 +25,7 @@ def heads_of(config: Mapping[str, Any]) -> tuple[int, int]:
     ]
     if len(heads) != len(BACKBONES):
         raise ValueError(
-            f"config.json names {len(heads)} vision models {list(names)}; OpenVLA has two, a DINOv2 and a SigLIP, in "
-            "timm_model_ids"
+            f"timm_model_ids of config.json names {len(heads)} vision models {list(names)}; OpenVLA has two"
         )
     if None in heads:
         raise ValueError(
@@ -50,7 +45,7 @@ class TransformerConfig:
         depth: blocks in the checkpoint; one fewer is built.
         heads: attention heads.
         mlp_dim: hidden width of a block's MLP.
-        registers: register tokens beside the class token; ``None`` for a model without prefix tokens (SigLIP).
+        registers: besides the class token; ``None`` for a model without prefix tokens (SigLIP).
         layer_scale: blocks scale their two branches (DINOv2).
         patch_size: pixels on a side.
         num_patches: of one image.
@@ -73,16 +68,11 @@ class TransformerConfig:
 
     @property
     def image_size(self) -> int:
-        """Pixels on a side of the square image."""
         return self.patch_size * round(self.num_patches**0.5)
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], heads: int, prefix: str) -> TransformerConfig:
-        """Read the sizes from the shapes of the tensors whose names begin with ``prefix``.
-
-        Raises:
-            ValueError: if a tensor that tells a size is missing.
-        """
+        """Read the sizes from the shapes of tensors ``prefix...``; ValueError if one that tells a size is missing."""
         blocks = {int(found[1]) for name in shapes if (found := re.match(re.escape(prefix) + r"blocks\.(\d+)\.", name))}
         try:
             _, num_patches, dim = shapes[f"{prefix}pos_embed"]
@@ -116,53 +106,39 @@ class VisionConfig:
         if self.featurizer.num_patches != self.fused_featurizer.num_patches:
             raise ValueError(
                 f"the two vision models cut an image into {self.featurizer.num_patches} and "
-                f"{self.fused_featurizer.num_patches} patches; their features are joined patch by patch"
+                f"{self.fused_featurizer.num_patches} patches; must be the same"
             )
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], heads: Sequence[int]) -> VisionConfig:
-        """Read the sizes from a checkpoint.
+        """Read the sizes from a checkpoint's shapes, by names with or without ``"vision_backbone."``.
 
-        Args:
-            shapes: shape of each tensor, names with or without ``"vision_backbone."``.
-            heads: attention heads of the two transformers, see :func:`heads_of`.
-
-        Raises:
-            ValueError: if a tensor that tells a size is missing, or ``heads`` does not fit.
+        ``heads`` are those of :func:`heads_of`. ValueError: a tensor that tells a size is missing, or they do not fit.
         """
         prefix = PREFIX if any(name.startswith(PREFIX) for name in shapes) else ""
-        return cls(
-            *(
-                TransformerConfig.from_shapes(shapes, number, f"{prefix}{name}.")
-                for name, number in zip(BACKBONES, heads, strict=True)
-            )
-        )
+        parts = zip(BACKBONES, heads, strict=True)
+        return cls(*(TransformerConfig.from_shapes(shapes, number, f"{prefix}{name}.") for name, number in parts))
 
     @property
     def dim(self) -> int:
-        """Width of an output token, the sum of the two."""
         return self.featurizer.dim + self.fused_featurizer.dim
 
     @property
     def num_patches(self) -> int:
-        """Output tokens per image."""
         return self.featurizer.num_patches
 
     @property
     def image_size(self) -> int:
-        """Pixels on a side of the square images."""
         return self.featurizer.image_size
 
     @property
     def film_dim(self) -> int | None:
-        """Width of the language embedding that modulates the images (FiLM), ``None`` without."""
         return self.featurizer.film_dim
 
     def unused(self, key: str) -> bool:
         """Tell whether a checkpoint's ``key`` never affects the output: last block, final norm, attention pooling.
 
-        Any prefix before ``featurizer`` is accepted, so adapters (``...blocks.23.attn.qkv.lora_A.weight``) are judged
-        like the weights that they adapt.
+        Any prefix before ``featurizer`` is accepted, so adapters are judged like the weights that they adapt.
         """
         for name in BACKBONES:
             last = getattr(self, name).depth - 1

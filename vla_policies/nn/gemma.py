@@ -1,7 +1,7 @@
 """Gemma as it stands in pi0: a stack whose tokens attend to each other and to the keys and values of another stack.
 
-Gemma Team 2024, arXiv 2403.08295; the two stacks and the conditioned norms of pi0.5: Black et al. 2024,
-arXiv 2410.24164, Physical Intelligence 2025, arXiv 2504.16054. Names are those of openpi's PyTorch checkpoints.
+Gemma Team 2024, arXiv 2403.08295; pi0, Black et al. 2024, arXiv 2410.24164; conditioned norms of pi0.5, Physical
+Intelligence 2025, arXiv 2504.16054. Names are those of openpi's PyTorch checkpoints.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from vla_policies.nn import rotary
+from vla_policies.nn.blocks import run_block
 
 KeysValues = tuple[Tensor, Tensor]
 _EPSILON, _THETA = 1e-6, 10_000.0
@@ -23,14 +23,9 @@ _EPSILON, _THETA = 1e-6, 10_000.0
 
 @dataclass(frozen=True)
 class GemmaConfig:
-    """Sizes of a :class:`Gemma`.
+    """Sizes of a :class:`Gemma`; several query heads share a key-value head.
 
-    Attributes:
-        width: of a token.
-        depth: layers.
-        mlp_dim: hidden width of a layer's MLP.
-        heads, kv_heads, head_dim: of the attention; several query heads share a key-value head.
-        conditioned: norms are scaled, shifted and gated by a condition of ``width`` (adaptive RMS norm, pi0.5).
+    ``conditioned``: norms are scaled, shifted and gated by a condition of ``width`` (adaptive RMS norm, pi0.5).
     """
 
     width: int
@@ -85,10 +80,8 @@ class Gemma(nn.Module):
             if not output and index == len(self.layers) - 1:
                 _, own = layer(hidden, rotation, mask, earlier, condition, output=False)
                 return None, [*found, own]
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                hidden, own = checkpoint(layer, hidden, rotation, mask, earlier, condition, use_reentrant=False)
-            else:
-                hidden, own = layer(hidden, rotation, mask, earlier, condition)
+            inputs = (hidden, rotation, mask, earlier, condition)
+            hidden, own = run_block(layer, *inputs, recompute=self.gradient_checkpointing)
             found.append(own)
         return self.norm(hidden, condition)[0], found
 

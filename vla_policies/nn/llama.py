@@ -1,27 +1,30 @@
-"""Llama-2, the language model of OpenVLA: causal or bidirectional, with a key-value cache, on checkpoint names.
+"""Llama-2, the language model of OpenVLA: layers of transformers, causal or bidirectional, on checkpoint names.
 
-Touvron et al. 2023, arXiv 2307.09288.
+Touvron et al. 2023, arXiv 2307.09288. Importing this module does not import transformers; making a model does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from vla_policies.nn import rotary
+from vla_policies.nn.blocks import run_block
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
     """Sizes of a :class:`Llama`, named as in a checkpoint's ``text_config``; the defaults are those of OpenVLA-7B.
 
-    The published OpenVLA checkpoints leave ``rms_norm_eps`` to the default of ``transformers``, which is 1e-6.
+    Published OpenVLA checkpoints leave ``rms_norm_eps`` to the default of ``transformers``, 1e-6.
     """
 
     hidden_size: int = 4096
@@ -42,54 +45,20 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a query or key."""
         return self.hidden_size // self.num_attention_heads
 
 
-class KeyValueCache:
-    """Keys and values of the tokens seen so far, for decoding token by token.
-
-    No dataclass: FSDP2 copies those among the arguments of a layer, and what is appended to a copy is lost.
-
-    Attributes:
-        capacity: tokens that fit.
-        length: tokens seen.
-        layers: per layer, keys and values ``[N, heads, capacity, head_dim]``.
-    """
-
-    def __init__(self, capacity: int):
-        self.capacity, self.length = capacity, 0
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[N, heads, S, head_dim]`` after the ``length`` tokens seen; returns all keys and values so far."""
-        end = self.length + keys.shape[2]
-        if end > self.capacity:
-            raise ValueError(f"the cache has room for {self.capacity} tokens, not for {end}")
-        if layer not in self.layers:
-            shape = (*keys.shape[:2], self.capacity, keys.shape[3])
-            self.layers[layer] = (keys.new_empty(shape), values.new_empty(shape))
-        all_keys, all_values = self.layers[layer]
-        all_keys[:, :, self.length : end], all_values[:, :, self.length : end] = keys, values
-        return all_keys[:, :, :end], all_values[:, :, :end]
-
-
 class Llama(nn.Module):
-    """Embeddings in, hidden states out; logits only for the rows of the vocabulary that are asked for.
-
-    Attributes:
-        gradient_checkpointing: recompute the layers in the backward pass instead of keeping their activations.
-    """
+    """Embeddings in, hidden states out; logits only for the rows of the vocabulary that are asked for."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
-        self.model = LlamaModel(config)
+        self.model = LlamaLayers(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings ``[..., hidden]`` of token ids ``[...]``."""
         return self.model.embed_tokens(tokens)
 
     def hidden_states(
@@ -99,28 +68,29 @@ class Llama(nn.Module):
         positions: Tensor,
         *,
         causal: bool,
-        cache: KeyValueCache | None = None,
+        cache: DynamicCache | None = None,
     ) -> Tensor:
         """Return the hidden states ``[N, S, hidden]`` after the final norm.
 
         Args:
             embeddings: ``[N, S, hidden]``, the tokens that are new to the cache.
-            valid: bool ``[N, T]``, which of all tokens may be attended to: the cached ones and the ``S`` new ones.
-                The first is never padding.
+            valid: bool ``[N, T]``, which of the cached and the ``S`` new tokens may be attended to; the first is never
+                padding.
             positions: int64 ``[N, S]`` of the new tokens; those of padding do not matter.
             causal: attend to earlier tokens only; otherwise every token attends to all.
             cache: is extended by the new tokens.
         """
-        attention = _attention_mask(valid, embeddings.shape[1], causal)
+        mask, is_causal = _attention_mask(valid, embeddings.shape[1], causal)
         rotation = rotary.rotation(positions, self.config.head_dim, self.config.rope_theta, embeddings.dtype)
+        arguments: dict[str, Any] = {
+            "attention_mask": mask,
+            "is_causal": is_causal,
+            "position_embeddings": tuple(part.squeeze(1) for part in rotation),
+            "past_key_values": cache,
+        }
         hidden = embeddings
-        for index, layer in enumerate(self.model.layers):
-            if self.gradient_checkpointing and cache is None and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, rotation, attention, use_reentrant=False)
-            else:
-                hidden = layer(hidden, rotation, attention, cache, index)
-        if cache is not None:
-            cache.length += embeddings.shape[1]
+        for layer in self.model.layers:
+            hidden = run_block(layer, hidden, recompute=self.gradient_checkpointing and cache is None, **arguments)
         return self.model.norm(hidden)
 
     def window_logits(self, hidden: Tensor, window: slice) -> Tensor:
@@ -140,83 +110,21 @@ class Llama(nn.Module):
         return logits
 
 
-class LlamaModel(nn.Module):
-    """Everything but the vocabulary's logits."""
+class LlamaLayers(nn.Module):
+    """``transformers.LlamaModel`` without its initialisation and buffers, which would be lost on the meta device."""
 
     def __init__(self, config: LlamaConfig):
+        from transformers.models.llama.configuration_llama import LlamaConfig as TransformersConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
         super().__init__()
+        sizes = TransformersConfig(**asdict(config) | {"attn_implementation": "sdpa"})
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
-class DecoderLayer(nn.Module):
-    """Attention and gated MLP, each behind a norm and on a residual path."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        size = config.hidden_size
-        self.input_layernorm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.mlp = GatedMLP(size, config.intermediate_size)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        attention: tuple[Tensor | None, bool],
-        cache: KeyValueCache | None = None,
-        index: int = 0,
-    ) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attention, cache, index)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class Attention(nn.Module):
-    """Multi-head attention with rotary positions; several query heads may share one key-value head."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = config.hidden_size, config.num_key_value_heads * self.head_dim
-        self.shared = config.num_key_value_heads != config.num_attention_heads
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        attention: tuple[Tensor | None, bool],
-        cache: KeyValueCache | None,
-        index: int,
-    ) -> Tensor:
-        q, k, v = (
-            project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotary.rotate(q, rotation), rotary.rotate(k, rotation)
-        if cache is not None:
-            k, v = cache.append(index, k, v)
-        mask, is_causal = attention
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=self.shared)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, size: int, inner: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        self.layers = nn.ModuleList(LlamaDecoderLayer(sizes, index) for index in range(config.num_hidden_layers))
+        for layer in self.layers:  # gradients are clipped by a norm that is summed up in this order
+            for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
+                layer._modules[name] = layer._modules.pop(name)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 def _attention_mask(valid: Tensor, new: int, causal: bool) -> tuple[Tensor | None, bool]:

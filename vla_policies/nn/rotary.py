@@ -11,15 +11,9 @@ from torch import Tensor
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosine and sine ``[N, 1, S, head_dim]`` of the angles ``position / theta ** (2 i / head_dim)``.
 
-    The angles are float32 whatever the dtype of the model: bfloat16 frequencies are off by 0.4 rad at position 333.
-    The frequencies are those of transformers' Llama and Gemma to the last bit: its formula, in float32, on the CPU.
-    ``theta ** (-2 i / head_dim)`` is off by one ulp, which at position 1200 has become 1.2e-4 rad.
-
-    Args:
-        positions: int64 ``[N, S]``.
-        head_dim: numbers of a query or key.
-        theta: base of the frequencies.
-        dtype: of the result.
+    ``positions`` are int64 ``[N, S]``. Angles are float32 whatever the ``dtype`` of the result: bfloat16 frequencies
+    are off by 0.4 rad at position 333. Frequencies are those of transformers' Llama and Gemma to the last bit: its
+    formula, in float32, on the CPU; ``theta ** (-2 i / head_dim)`` is off by one ulp, at position 1200 by 1.2e-4 rad.
     """
     angles = positions[:, None, :, None].float() * _frequencies(head_dim, theta, positions.device)
     angles = torch.cat([angles, angles], dim=-1)
@@ -28,7 +22,7 @@ def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype)
 
 @lru_cache(maxsize=64)
 def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Compute the frequencies ``[head_dim / 2]`` on the CPU; they are kept on the device, for the next pass."""
+    """Compute the frequencies ``[head_dim / 2]`` on the CPU, and keep them on the device."""
     with torch.inference_mode(False):
         return (1.0 / theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)).to(device)
 

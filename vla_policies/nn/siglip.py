@@ -7,21 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+
+from vla_policies.nn.blocks import run_block
 
 
 @dataclass(frozen=True)
 class SiglipConfig:
-    """Sizes of a :class:`Siglip`; the defaults are those of PaliGemma (so400m at 224 pixels).
-
-    Attributes:
-        width: of a token.
-        depth: layers.
-        heads: attention heads.
-        mlp_dim: hidden width of a layer's MLP.
-        patch_size: pixels on a side.
-        num_patches: tokens of an image.
-    """
+    """Sizes of a :class:`Siglip`; the defaults are those of PaliGemma (so400m at 224 pixels)."""
 
     width: int = 1152
     depth: int = 27
@@ -32,7 +24,6 @@ class SiglipConfig:
 
     @property
     def image_size(self) -> int:
-        """Pixels on a side of the square image."""
         return self.patch_size * round(self.num_patches**0.5)
 
 
@@ -57,10 +48,7 @@ class Siglip(nn.Module):
         hidden = hidden + self.embeddings.position_embedding.weight
         hidden = hidden.to(self.post_layernorm.weight.dtype)  # the embeddings may be more precise than the layers
         for layer in self.encoder.layers:
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, use_reentrant=False)
-            else:
-                hidden = layer(hidden)
+            hidden = run_block(layer, hidden, recompute=self.gradient_checkpointing)
         return self.post_layernorm(hidden)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def make_value_layers(sizes: Sequence[int], activation: type[nn.Module], bias_last: bool) -> nn.Sequential:
     """Make linear layers from ``sizes[0]`` to ``sizes[-1]`` numbers with an activation between.
 
-    They start as RLinf's: weights Kaiming-normal by fan-out, the last one's N(0, 0.02), biases zero.
+    Initialised as RLinf's: weights Kaiming-normal by fan-out, the last one's N(0, 0.02), biases zero.
     """
     layers: list[nn.Module] = []
     for before, after in pairwise(sizes[:-1]):
@@ -32,11 +32,7 @@ def make_value_layers(sizes: Sequence[int], activation: type[nn.Module], bias_la
 class ValueHead(nn.Module):
     """MLP ``hidden -> 512 -> 128 -> num_values`` with GELU between, in float32 whatever the language model is in.
 
-    That of OpenVLA policies, by the names of RLinf's checkpoints.
-
-    Args:
-        hidden_size: width of the language model.
-        num_values: 1 per decision, or one per primitive action of the chunk.
+    That of OpenVLA policies, by the names of RLinf's checkpoints. ``num_values`` is 1, or one per action of the chunk.
     """
 
     def __init__(self, hidden_size: int, num_values: int = 1):

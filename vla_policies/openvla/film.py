@@ -1,6 +1,6 @@
 """FiLM in OpenVLA-OFT: the file ``vision_backbone--*.pt``, the vision backbone as it was trained.
 
-In it every block is wrapped (``blocks.N.block.*``, beside ``blocks.N.scale`` and ``blocks.N.shift`` of FiLM), and the
+In it every block is wrapped (``blocks.N.block.*``, next to ``blocks.N.scale`` and ``blocks.N.shift`` of FiLM), and the
 linear layers still have their LoRA adapters, scaled by ``min(rank, 16) / rank``. Reading merges the adapters into the
 layers; writing adds adapters that do nothing, because the official loader wants some of that rank.
 Source: the layout of openvla-oft; FiLM: Perez et al. 2018, arXiv 1709.07871.
@@ -48,23 +48,19 @@ class _Merged(Loaded):
             return super().read(part)
         down, up = (matrix.float() for matrix in self.lora)
         scale = min(len(down), _LARGEST_ALPHA) / len(down)
-        # All of the product, because that of some rows may be rounded differently. Whoever loads it rounds it, once.
+        # All of the product, because that of some rows may be rounded differently. The loader rounds it, once.
         return self.tensor[part].float() + (scale * up @ down)[part]
 
 
-def read_film(file: Path) -> tuple[dict[str, Entry], Adapted]:
-    """Read the vision backbone's tensors by the names of the main weights, and which adapters were merged.
+def read_film(file: Path) -> dict[str, Entry]:
+    """Read the vision backbone's tensors by the names of the main weights, with their adapters merged.
 
-    The file is mapped, so that a tensor takes memory when it is read.
-
-    Raises:
-        ValueError: the file is truncated, or no vision backbone with FiLM.
+    The file is mapped. ValueError: it is truncated, or no vision backbone with FiLM.
     """
     stored = load_tensors(file, mmap=True)
     if not any(name.endswith(".scale.weight") for name in stored):
         raise ValueError(f"{file} has no FiLM layers (blocks.N.scale); it is not the file of an OpenVLA-OFT checkpoint")
     entries: dict[str, Entry] = {}
-    layers, rank = set(), 0
     for name, tensor in stored.items():
         if ".lora_" in name:
             continue
@@ -78,19 +74,21 @@ def read_film(file: Path) -> tuple[dict[str, Entry], Adapted]:
                 or lora[1].shape[1:] != lora[0].shape[:1]
             ):
                 raise ValueError(f"{file} has an adapter that does not fit its layer, {layer}; copy it again")
-            layers.add(ours.removesuffix(".weight"))
-            rank = len(lora[0])
         entries[ours] = _Merged(file, name, tuple(tensor.shape), tensor.dtype, tensor, lora)
-    return entries, Adapted(frozenset(layers), rank)
+    return entries
+
+
+def find_adapted(entries: Mapping[str, Entry]) -> Adapted | None:
+    """Tell which of the tensors had adapters in a file with FiLM; ``None`` if none is of such a file."""
+    merged = {name: entry.lora for name, entry in entries.items() if isinstance(entry, _Merged)}
+    ranks = {name.removesuffix(".weight"): len(lora[0]) for name, lora in merged.items() if lora is not None}
+    return Adapted(frozenset(ranks), max(ranks.values(), default=0)) if merged else None
 
 
 def write_film(folder: Path, weights: Mapping[str, Tensor], adapted: Adapted) -> dict[str, Tensor]:
     """Write the file from all weights of a model; returns those that belong into the main weights.
 
-    Args:
-        folder: of the checkpoint; older files of this kind in it are removed.
-        weights: by name, of the whole model.
-        adapted: of :func:`read_film`.
+    Older files of this kind in the folder are removed; ``adapted`` is that of :func:`find_adapted`.
     """
     stored: dict[str, Tensor] = {}
     for ours, tensor in weights.items():
@@ -111,7 +109,7 @@ def write_film(folder: Path, weights: Mapping[str, Tensor], adapted: Adapted) ->
 
 
 def remove(folder: Path, pattern: str) -> None:
-    """Remove the files of a part of a checkpoint, before it is written anew; makes the folder where there is none."""
+    """Remove the files of a part of a checkpoint, before it is written again; makes the folder where there is none."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(pattern):
         stale.unlink()

@@ -10,19 +10,12 @@ from torch.nn import functional as F
 
 
 class L1Head(nn.Module):
-    """Continuous actions from the hidden states of a chunk: an MLP with residual blocks, one row per primitive action.
+    """Continuous actions from hidden states of a chunk: a residual MLP, one row per primitive action."""
 
-    Args:
-        hidden_size: width of the language model.
-        action_dim: ``A``.
-        inner_size: width of the MLP; the published heads have that of the language model.
-        num_blocks: residual blocks; the published heads have 2.
-    """
-
-    def __init__(self, hidden_size: int, action_dim: int, inner_size: int | None = None, num_blocks: int = 2):
+    def __init__(self, hidden_size: int, action_dim: int):
         super().__init__()
-        self.action_dim, inner = action_dim, inner_size or hidden_size
-        self.model = ResidualMLP(hidden_size * action_dim, inner, action_dim, num_blocks)
+        self.action_dim = action_dim
+        self.model = ResidualMLP(hidden_size * action_dim, hidden_size, action_dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the normalised actions float32 ``[N, C, A]`` of hidden states ``[N, C * A, hidden]``, not clamped."""
@@ -33,11 +26,11 @@ class L1Head(nn.Module):
 class ResidualMLP(nn.Module):
     """A layer, residual blocks and another layer, with a norm before each of the two."""
 
-    def __init__(self, size: int, inner: int, out: int, num_blocks: int):
+    def __init__(self, size: int, inner: int, out: int):
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(size)
         self.fc1 = nn.Linear(size, inner)
-        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(inner) for _ in range(num_blocks))
+        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(inner) for _ in range(2))
         self.layer_norm2 = nn.LayerNorm(inner)
         self.fc2 = nn.Linear(inner, out)
 

@@ -16,6 +16,7 @@ from vla_policies.nn.dino_siglip_config import VisionConfig
 from vla_policies.nn.llama import Llama, LlamaConfig
 
 BOS, STOP = 1, 2  # token ids of Llama-2
+VALUE_HEAD = "value_head."  # prefix of its names among the weights
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Prismatic(nn.Module):
     """What OpenVLA and OpenVLA-OFT share: the sequence BOS, image patches, (proprioception,) prompt, actions.
 
     Prompts are packed to the right before the actions, so that these are at the same place in every row. Padding
-    is before the prompt, nobody attends to it, and positions count valid tokens only; the result is the same as with
+    is before the prompt, no token attends to it, and positions count valid tokens only; the result is the same as with
     padding anywhere else.
     """
 
@@ -57,16 +58,21 @@ class Prismatic(nn.Module):
         self.projector = Projector(config.vision.dim, config.language.hidden_size)
         self.language_model = Llama(config.language)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.language_model.model.norm.weight.dtype
+
+    def unused(self, key: str) -> bool:
+        """Tell whether a checkpoint may have a tensor of that name although the model does not."""
+        return self.config.vision.unused(key) or key.startswith(VALUE_HEAD) or key.endswith("rotary_emb.inv_freq")
+
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Trade about a third more time in the update for activations that need not be kept."""
-        self.vision_backbone.gradient_checkpointing = enabled
-        self.language_model.gradient_checkpointing = enabled
+        vision = self.vision_backbone
+        for part in (vision.featurizer, vision.fused_featurizer, self.language_model):
+            part.gradient_checkpointing = enabled
 
     def image_tokens(self, pixel_values: Tensor, language: Tensor | None = None) -> Tensor:
-        """Return projected patches ``[N, 256 n, hidden]`` of ``n`` images (``processing.images.pixel_values``).
-
-        ``language`` ``[N, hidden]`` is for checkpoints with FiLM.
-        """
+        """Return projected patches ``[N, 256 n, hidden]`` of ``n`` images; ``language`` ``[N, hidden]`` is for FiLM."""
         # Camera images are channels-last in memory; convolutions are at least as fast on them,
         # and the result is nearer to the reference's.
         pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
@@ -75,9 +81,7 @@ class Prismatic(nn.Module):
     def prefix(
         self, pixel_values: Tensor, prompt_tokens: Tensor, extra: Tensor | None = None, *, stop: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Embed everything before the actions.
-
-        With FiLM, images are modulated by the mean embedding of all tokens that are neither images nor actions.
+        """Embed everything before the actions; FiLM takes the mean embedding of all tokens but images and actions.
 
         Args:
             pixel_values: float ``[N, 6 n, H, W]``.
@@ -108,12 +112,8 @@ class Prismatic(nn.Module):
         """Return the hidden states ``[N, num_actions, hidden]`` that predict the action tokens, in one pass.
 
         The state that predicts action token ``j`` is that of the token before it, counted from the last prompt token.
-
-        Args:
-            prefix: of :meth:`prefix`.
-            suffix: embeddings ``[N, K, hidden]`` after the prompt, at least ``num_actions - 1``.
-            num_actions: action tokens.
-            causal: as OpenVLA; OpenVLA-OFT attends in both directions.
+        ``suffix`` are embeddings ``[N, K, hidden]`` after the prompt, at least ``num_actions - 1``; OpenVLA is
+        ``causal``, OpenVLA-OFT attends in both directions.
         """
         embeddings, valid = prefix
         first = embeddings.shape[1] - 1
@@ -143,8 +143,7 @@ class Projector(nn.Module):
 def pack_right(prompt_tokens: Tensor, pad_token: int) -> tuple[Tensor, Tensor]:
     """Align prompts without BOS to the right and cut them to the longest: ``[N, T]`` and which are valid, bool.
 
-    Raises:
-        ValueError: a row is empty apart from BOS.
+    ValueError: a row is empty apart from BOS.
     """
     valid = prompt_tokens != pad_token
     valid &= valid.cumsum(1) > 1  # without BOS, which goes before the image

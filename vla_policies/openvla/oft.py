@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from vla_common import keys
 from vla_policies.openvla.base import PrismaticPolicy
+from vla_policies.openvla.checkpoint import OpenVLACheckpoint
 from vla_policies.openvla.config import OpenVLAOFTConfig, pixels_of
-from vla_policies.openvla.folder import OpenVLAFolder
 from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.model import STOP, Prismatic
 from vla_policies.processing.sampling import TokenDistribution
@@ -31,24 +31,14 @@ class OpenVLAOFT(PrismaticPolicy):
     config_class: ClassVar[type[OpenVLAOFTConfig]] = OpenVLAOFTConfig
     checkpoint_settings = ("statistics", "head", "layout", "num_action_chunks", "num_images_in_input", "use_proprio")
 
+    head_names = ("action_head", "proprio_projector", "value_head")
+
     config: OpenVLAOFTConfig
 
-    def __init__(self, model: Prismatic, folder: OpenVLAFolder, config: OpenVLAOFTConfig):
-        chunk_size = config.num_action_chunks
-        super().__init__(
-            model,
-            folder,
-            config,
-            chunk_size=chunk_size,
-            num_values=chunk_size if config.value_per_action else 1,
-            num_images=config.num_images_in_input,
-            reads_states=config.use_proprio,
-        )
+    def __init__(self, model: Prismatic, folder: OpenVLACheckpoint, config: OpenVLAOFTConfig):
+        super().__init__(model, folder, config)
         if config.head == "l1":
             self.out_keys = [key for key in self.out_keys if key not in (keys.ACTION_TOKENS, keys.ACTION_LOG_PROB)]
-        hidden_size = model.config.language.hidden_size
-        self.action_head = L1Head(hidden_size, self.token_dim) if config.head == "l1" else None
-        self.proprio_projector = None
         if config.use_proprio:
             proprio_dim = len(self.statistics.proprio or ())
             if config.proprio_dim not in (None, proprio_dim) or not proprio_dim:
@@ -61,15 +51,18 @@ class OpenVLAOFT(PrismaticPolicy):
                     f"the checkpoint reads proprioception of {proprio_dim} numbers, states of {config.benchmark} have "
                     f"{self.state_dim}; set benchmark to the one that it was trained on"
                 )
-            self.proprio_projector = ProprioProjector(proprio_dim, hidden_size)
+
+    def make_heads(self) -> None:
+        super().make_heads()
+        config, hidden_size = self.config, self.model.config.language.hidden_size
+        self.action_head = L1Head(hidden_size, config.action_dim or self.token_dim) if config.head == "l1" else None
+        self.proprio_projector = None
+        if config.use_proprio:
+            self.proprio_projector = ProprioProjector(config.proprio_dim or self.state_dim, hidden_size)
 
     @classmethod
-    def infer_settings(cls, checkpoint: OpenVLAFolder, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
-        """Add head, proprioception and FiLM as the files have them, and the pixels of the sequence layout.
-
-        Raises:
-            ValueError: FiLM that the checkpoint has not, or nobody knows how its sequences end.
-        """
+    def infer_settings(cls, checkpoint: OpenVLACheckpoint, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
+        """Add head, proprioception and FiLM as the files have them, and the pixels of the sequence layout."""
         settings, film = super().infer_settings(checkpoint, settings, stored), checkpoint.film is not None
         if settings.setdefault("use_film", film) != film:
             has = "was trained with FiLM" if film else "has no vision_backbone--*.pt, where FiLM's weights are"
@@ -85,9 +78,6 @@ class OpenVLAOFT(PrismaticPolicy):
             for name, value in pixels_of(settings.get("layout", cls.config_class.layout)).items():
                 settings.setdefault(name, value)
         return settings
-
-    def heads(self) -> dict[str, nn.Module | None]:
-        return {"action_head": self.action_head, "proprio_projector": self.proprio_projector}
 
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor | None = None) -> Tensor:
         """Return the hidden states ``[N, C * A, hidden]``; parallel decoding does not read ``action_tokens``."""
@@ -111,7 +101,7 @@ class OpenVLAOFT(PrismaticPolicy):
         return tokens, dist.log_prob(tokens), states[:, 0]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Act, see :class:`~vla_policies.policy.VLAPolicy`; with the L1 head there is nothing to sample."""
+        """With the L1 head there is nothing to sample."""
         if self.action_head is None:
             return super().forward(tensordict)
         with torch.no_grad():
@@ -128,7 +118,7 @@ class OpenVLAOFT(PrismaticPolicy):
         return super().evaluate_actions(tensordict)
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
-        """See :meth:`PrismaticPolicy.imitation_loss`; with the L1 head the absolute error of normalised actions."""
+        """With the L1 head, the absolute error of normalised actions."""
         if self.action_head is None:
             return super().imitation_loss(tensordict, sigma)
         predicted = self.action_head(self.action_states(tensordict))
@@ -137,6 +127,5 @@ class OpenVLAOFT(PrismaticPolicy):
     def _refuse_l1(self) -> None:
         if self.action_head is not None:
             raise ValueError(
-                "the L1 head predicts actions without a distribution, so they have no log-probability; train it by "
-                "BehaviourCloning (recipes/sft.py), or load a checkpoint with head='tokens' for PPO and GRPO"
+                "the L1 head has no log-probability; clone with recipes/sft.py, or set head='tokens' for PPO, GRPO"
             )

@@ -9,11 +9,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_policies.nn.llama import KeyValueCache
 from vla_policies.openvla.base import PrismaticPolicy
-from vla_policies.openvla.config import OpenVLAConfig
-from vla_policies.openvla.folder import OpenVLAFolder
-from vla_policies.openvla.model import Prismatic, positions_of
+from vla_policies.openvla.model import positions_of
 
 
 class OpenVLA(PrismaticPolicy):
@@ -23,13 +20,10 @@ class OpenVLA(PrismaticPolicy):
     :class:`~vla_policies.policy.VLAPolicy`.
 
     Example:
-        >>> policy = OpenVLA.from_pretrained("openvla/openvla-7b", benchmark="maniskill", unnorm_key="bridge_orig")
+        >>> policy = OpenVLA.from_pretrained("hf:openvla/openvla-7b", benchmark="maniskill", unnorm_key="bridge_orig")
     """
 
     family: ClassVar[str] = "openvla"
-
-    def __init__(self, model: Prismatic, folder: OpenVLAFolder, config: OpenVLAConfig):
-        super().__init__(model, folder, config)
 
     def action_states(self, tensordict: TensorDictBase, action_tokens: Tensor) -> Tensor:
         """Return the hidden states ``[N, A, hidden]``; ``action_tokens`` ``[N, 1, A]`` are what each one follows."""
@@ -37,15 +31,17 @@ class OpenVLA(PrismaticPolicy):
         return self.model.action_states(self._prefix(tensordict), suffix, self.token_dim, causal=True)
 
     def sample_actions(self, tensordict: TensorDictBase, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
+        from transformers import DynamicCache
+
         language = self.model.language_model
         embeddings, valid = self._prefix(tensordict)
         seen = embeddings.shape[1]
         valid = F.pad(valid, (0, self.token_dim - 1), value=True)
         positions = positions_of(valid)
-        cache = KeyValueCache(valid.shape[1])
+        cache = DynamicCache()
         tokens, log_probs = [], []
         for number in range(self.token_dim):
-            new = slice(cache.length, seen + number)
+            new = slice(cache.get_seq_length(), seen + number)
             states = language.hidden_states(
                 embeddings, valid[:, : new.stop], positions[:, new], causal=True, cache=cache
             )[:, -1]

@@ -16,12 +16,8 @@ _TEMPLATE = "In: What action should the robot take to {instruction}?\nOut: "
 class Prompts:
     """Instructions to prompt tokens; every text is tokenised once.
 
-    Args:
-        folder: has ``tokenizer.json``; nothing in it is executed and no network is used.
-        max_length: ``L``, tokens of the longest prompt, ``<s>`` and the closing space included.
-
-    Raises:
-        FileNotFoundError, ValueError: the folder has no tokenizer, or one of another language model.
+    ``folder`` has Llama-2's ``tokenizer.json``, else FileNotFoundError or ValueError; nothing in it is executed.
+    ``max_length`` is ``L``, tokens of the longest prompt, ``<s>`` and the closing space included.
     """
 
     def __init__(self, folder: str | Path, max_length: int):
@@ -29,9 +25,7 @@ class Prompts:
 
         file = Path(folder) / "tokenizer.json"
         if not file.is_file():
-            raise FileNotFoundError(
-                f"{folder} has no tokenizer.json; copy tokenizer.json of the checkpoint it was trained from into it"
-            )
+            raise FileNotFoundError(f"{folder} has no tokenizer.json; copy that of the original checkpoint into it")
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises a bare Exception
@@ -46,9 +40,7 @@ class Prompts:
     def __call__(self, instructions: Sequence[str]) -> Tensor:
         """Return tokens int64 ``[N, L]``: ``<s>``, the prompt, a final space (29871), then padding (32000).
 
-        Raises:
-            ValueError: an instruction is empty.
-            SettingError: a prompt is longer than ``L``.
+        ValueError for an empty instruction, SettingError for a prompt longer than ``L``.
         """
         return pad_prompts([self._tokens(text) for text in instructions], instructions, self.max_length, PAD)
 
@@ -59,17 +51,10 @@ class Prompts:
 
     def _tokenize(self, instruction: str) -> list[int]:
         if not instruction.strip():
-            raise ValueError(
-                "the instruction is empty; OpenVLA needs one: fill task_descriptions, for example 'push the puck'"
-            )
+            raise ValueError("the instruction is empty; fill task_descriptions, for example 'push the puck'")
         ids = self._tokenizer.encode(_TEMPLATE.format(instruction=instruction.lower())).ids
         if ids[0] != BOS:
             ids = [BOS, *ids]
         if ids[-1] != SPACE:
             ids = [*ids, SPACE]
         return ids
-
-
-def prompt_lengths(tokens: Tensor) -> Tensor:
-    """Return tokens int64 ``[N]`` of each prompt in ``[N, L]``, padding not counted."""
-    return (tokens != PAD).sum(-1)

@@ -16,12 +16,12 @@ from vla_policies.nn.dino_siglip import Mlp
 from vla_policies.nn.dino_siglip_config import TransformerConfig, VisionConfig
 from vla_policies.nn.llama import LlamaConfig
 from vla_policies.openvla.heads import L1Head, ProprioProjector
+from vla_policies.openvla.inspection import ACTION_DIM, PROPRIO_DIM
 from vla_policies.openvla.model import BOS, STOP, Prismatic, PrismaticConfig
-from vla_policies.openvla.outline import ACTION_DIM, PROPRIO_DIM
 from vla_policies.openvla.prompts import PAD, SPACE
 
 _WIDTH, _MLP, _HEADS = 32, 64, 16  # as many heads as the names of the published vision models stand for
-# A checkpoint stores a last block that nobody reads, and the module has one block fewer than its configuration: of
+# A checkpoint stores a last block that is never read, and the module has one block fewer than its configuration: of
 # three, two are stored and one is computed.
 _VISION = VisionConfig(
     TransformerConfig(_WIDTH, 3, _HEADS, _MLP, registers=4, layer_scale=True),
@@ -48,29 +48,36 @@ _CONFIG = {
 }
 
 
-def write_tiny(folder: Path, statistics: str, words: Sequence[str], *, heads: bool) -> None:
-    """Write the files of a checkpoint; weights are drawn from torch's own generator.
+def write_tiny(
+    folder: Path,
+    statistics: str,
+    words: Sequence[str],
+    *,
+    l1: bool = False,
+    proprio: bool = False,
+    action_dim: int = ACTION_DIM,
+    proprio_dim: int = PROPRIO_DIM,
+) -> None:
+    """Write the files of a checkpoint into a folder; weights are drawn from torch's own generator.
 
-    Args:
-        folder: which is there.
-        statistics: name of their data set.
-        words: of the tokenizer, which spells all others.
-        heads: the L1 head and the projector of proprioception, which OpenVLA-OFT's authors publish.
+    ``statistics`` is the name of their data set; the tokenizer spells all but ``words``; ``l1`` adds the L1 head,
+    ``proprio`` the projector of ``proprio_dim`` numbers. Each 7 of ``action_dim`` are an arm.
     """
     model = Prismatic(PrismaticConfig(_VISION, LlamaConfig.from_dict(_LANGUAGE)))
     _add_unread(model.vision_backbone)
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     write_safetensors(folder / WEIGHTS, tensors, {"format": "pt"})
-    if heads:
-        parts = {"action_head": L1Head(_WIDTH, ACTION_DIM), "proprio_projector": ProprioProjector(PROPRIO_DIM, _WIDTH)}
-        for name, head in parts.items():
-            state = {f"module.{key}": tensor for key, tensor in head.state_dict().items()}
-            write_pickled(folder / f"{name}--150000_checkpoint.pt", state)
+    parts: dict[str, nn.Module] = {"action_head": L1Head(_WIDTH, action_dim)} if l1 else {}
+    if proprio:
+        parts["proprio_projector"] = ProprioProjector(proprio_dim, _WIDTH)
+    for name, head in parts.items():
+        state = {f"module.{key}": tensor for key, tensor in head.state_dict().items()}
+        write_pickled(folder / f"{name}--150000_checkpoint.pt", state)
     size = _VISION.image_size
     files: dict[str, Mapping[str, Any]] = {
         "config.json": {**_CONFIG, "image_sizes": [size, size]},
         "preprocessor_config.json": {"input_sizes": 2 * [[3, size, size]], "means": _MEANS, "stds": _STDS},
-        "dataset_statistics.json": {statistics: _statistics()},
+        "dataset_statistics.json": {statistics: _statistics(action_dim, proprio_dim)},
         "tokenizer.json": _tokenizer(words),
     }
     for file, content in files.items():
@@ -94,13 +101,14 @@ def _add_unread(backbone: nn.Module) -> None:
     backbone.get_submodule("fused_featurizer").add_module("attn_pool", pool)
 
 
-def _statistics() -> dict[str, Any]:
-    """Return statistics of a gripper from 0 to 1 after motions from -1 to 1, and of proprioception."""
-    motions = ACTION_DIM - 1
-    low, high = [-1.0] * motions + [0.0], [1.0] * ACTION_DIM
-    own_low, own_high = [-1.0] * PROPRIO_DIM, [1.0] * PROPRIO_DIM
+def _statistics(action_dim: int, proprio_dim: int) -> dict[str, Any]:
+    """Each arm's gripper is from 0 to 1, after its motions from -1 to 1."""
+    arms = action_dim // ACTION_DIM
+    low, high = ([-1.0] * (ACTION_DIM - 1) + [0.0]) * arms, [1.0] * action_dim
+    own_low, own_high = [-1.0] * proprio_dim, [1.0] * proprio_dim
+    mask = ([True] * (ACTION_DIM - 1) + [arms > 1]) * arms  # grippers of two arms are normalised like joints
     return {
-        "action": {"min": low, "max": high, "q01": low, "q99": high, "mask": [True] * motions + [False]},
+        "action": {"min": low, "max": high, "q01": low, "q99": high, "mask": mask},
         "proprio": {"min": own_low, "max": own_high, "q01": own_low, "q99": own_high},
     }
 

@@ -16,7 +16,7 @@ SLOTS = 3  # of the model, for images: base, left wrist, right wrist
 
 @dataclass(frozen=True, kw_only=True)
 class Pi0Config(FlowConfig):
-    """Settings of a :class:`~vla_policies.pi0.policy.Pi0`, beside those of a :class:`FlowConfig`.
+    """Settings of a :class:`~vla_policies.pi0.policy.Pi0`, in addition to those of a :class:`FlowConfig`.
 
     Attributes:
         benchmark: whose cameras, states and actions are used.
@@ -30,10 +30,9 @@ class Pi0Config(FlowConfig):
         max_prompt_length: tokens; ``None`` for 48, and 200 for pi0.5. A longer prompt is refused before simulators
             start (openpi cuts it off).
         train_expert_only: freeze PaliGemma. What it makes of a decision is then computed once per update.
-        prefix_cache_gb: memory for that, in GB; if it does not suffice it is computed anew for each minibatch.
-        value_after_vlm: the value head reads PaliGemma (``"mean"``, ``"last"`` or ``"first"`` of its tokens); ``None``:
-            it reads the mean of the action expert's tokens. Padding is not read; RLinf's mean and last include it, so
-            that a head which RLinf trained on them sees other numbers here.
+        prefix_cache_gb: memory for that, in GB; if it does not suffice it is computed again for each minibatch.
+        value_after_vlm: the value head reads PaliGemma (``"mean"``, ``"last"`` or ``"first"`` of its tokens, without
+            padding, which RLinf's mean and last include); ``None``: the mean of the action expert's tokens.
         chunk_critic_input: only of the first ``C`` of those.
         gradient_checkpointing: recompute activations in the update instead of keeping them.
     """
@@ -55,7 +54,4 @@ class Pi0Config(FlowConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chunk_critic_input and self.value_after_vlm is not None:
-            raise SettingError(
-                f"chunk_critic_input=True: is for a value head on the action expert; value_after_vlm="
-                f"{self.value_after_vlm!r}"
-            )
+            raise SettingError("chunk_critic_input=True: is for a value head on the action expert; leave it out")

@@ -1,14 +1,14 @@
 """Value head and noise network of a pi0 policy: in a file that the official loader does not see, or RLinf's.
 
 RLinf has them among the weights: ``value_head.mlp.<n>.*``, linear layers with ReLU between, all with a bias, and
-``noise_head.mlp_logvar.moduleList.<n>.linear_1.*``, the same with tanh, beside ``noise_head.logvar_min`` and
+``noise_head.mlp_logvar.moduleList.<n>.linear_1.*``, the same with tanh, and ``noise_head.logvar_min`` and
 ``logvar_max``, the logarithms of the smallest and largest variance. Ours compute the same by other names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,31 +63,20 @@ class StoredHeads:
         return cls(path, {**rlinf, **layers}, bounds, own.get(_NOISE_LEVEL))
 
     def sizes(self, head: str) -> tuple[int, ...] | None:
-        """Return what the layers of a head read and, each, return: ``(1024, 512, 256, 128, 1)``; ``None`` without.
-
-        Raises:
-            ValueError: a weight is no matrix.
-        """
+        """Return a head's input and output sizes, ``(1024, 512, 256, 128, 1)``; ``None`` without."""
         numbers = {int(key.split(".")[-2]): key for key in self.layers.get(head, {}) if key.endswith(".weight")}
         shapes = [self.layers[head][numbers[number]].shape for number in sorted(numbers)]
         if any(len(shape) != 2 for shape in shapes):
-            raise ValueError(
-                f"the {head} of {self.path} has weights of shapes {shapes}, must be matrices; copy it again"
-            )
+            raise ValueError(f"the {head} of {self.path} has weights of shapes {shapes}, must be matrices")
         return (shapes[0][1], *(shape[0] for shape in shapes)) if shapes else None
 
-    def keys_of(self, heads: Mapping[str, nn.Module | None]) -> set[str]:
+    def keys_of(self, heads: Mapping[str, nn.Module]) -> set[str]:
         """Return the names, in their files, of the tensors that :meth:`load` fills these heads with."""
-        names = {entry.key for head in _built(heads) for entry in self.layers.get(head, {}).values()}
-        return names | ({entry.key for entry in self.log_variances} if "noise_network" in _built(heads) else set())
+        names = {entry.key for head in heads for entry in self.layers.get(head, {}).values()}
+        return names | ({entry.key for entry in self.log_variances} if "noise_network" in heads else set())
 
     def check_value_input(self, value_after_vlm: str | None, language: int, expert: int) -> None:
-        """Refuse a value head that reads what ``value_after_vlm`` does not give.
-
-        Args:
-            value_after_vlm: the setting.
-            language: width of PaliGemma.
-            expert: width of the action expert.
+        """Refuse a value head of another input width than ``value_after_vlm`` gives: PaliGemma's or the expert's.
 
         Raises:
             SettingError: says what to set.
@@ -107,12 +96,7 @@ class StoredHeads:
         )
 
     def check_noise_range(self, noise_std_range: tuple[float, float]) -> None:
-        """Refuse bounds of the noise that RLinf's noise head was not trained with.
-
-        Raises:
-            SettingError: says what to set.
-            ValueError: RLinf's noise head lacks one of its bounds.
-        """
+        """Refuse bounds of the noise that RLinf's noise head was not trained with (SettingError), or that it lacks."""
         rlinf = any(entry.file.name != HEADS for entry in self.layers.get("noise_network", {}).values())
         if rlinf and len(self.log_variances) < len(_RLINF_LOG_VARIANCES):
             raise ValueError(
@@ -127,27 +111,16 @@ class StoredHeads:
                 f"set noise_std_range=[{','.join(f'{bound:.2g}' for bound in trained)}]"
             )
 
-    def load(self, heads: Mapping[str, nn.Module | None]) -> None:
-        """Fill the heads that a policy has, by name, as far as the folder has them too.
+    def load(self, heads: Mapping[str, nn.Module], *, check: bool = False) -> None:
+        """Fill the heads that a policy has, by name, as far as the folder has them; ValueError if they do not fit.
 
-        Raises:
-            ValueError: a tensor is missing or of another shape.
+        ``check`` compares names and shapes instead, which reads headers only.
         """
-        self._each(heads, load_weights)
-
-    def check(self, heads: Mapping[str, nn.Module | None]) -> None:
-        """Raise what :meth:`load` would; reads headers only."""
-        self._each(heads, check_weights)
-
-    def _each(self, heads: Mapping[str, nn.Module | None], function: Callable[..., object]) -> None:
-        for head in _built(heads):
-            module, entries = heads[head], self.layers.get(head)
-            if module is None or not entries:
-                continue
-            function(module, entries, what=f"the {head} of {self.path}")
+        for head, module in heads.items():
+            if entries := self.layers.get(head):
+                (check_weights if check else load_weights)(module, entries, what=f"the {head} of {self.path}")
 
     def describe(self) -> str:
-        """Say which heads there are and where."""
         if not self.layers:
             return "no: new ones are initialised"
         own = any(entry.file.name == HEADS for layers in self.layers.values() for entry in layers.values())
@@ -159,20 +132,13 @@ def is_head(key: str) -> bool:
     return bool(_RLINF_VALUE.fullmatch(key) or _RLINF_NOISE.fullmatch(key)) or key in _RLINF_LOG_VARIANCES
 
 
-def save_heads(
-    folder: Path, heads: Mapping[str, nn.Module | None], noise_level: Tensor, among: Iterable[Tensor] = ()
-) -> str:
+def save_heads(folder: Path, heads: Mapping[str, nn.Module], noise_level: Tensor, among: Iterable[Tensor] = ()) -> str:
     """Write the heads that a policy has, and its noise level; returns the name of the file.
 
     Of a sharded policy all processes must call it; ``among`` are its parameters, as it may have no heads.
     """
     tensors = {_NOISE_LEVEL: noise_level}
     for name, module in heads.items():
-        if module is not None:
-            tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
+        tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
     write_safetensors(folder / HEADS, tensors, among=among)
     return HEADS
-
-
-def _built(heads: Mapping[str, nn.Module | None]) -> list[str]:
-    return [name for name, module in heads.items() if module is not None]

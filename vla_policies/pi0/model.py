@@ -26,13 +26,9 @@ _VISION_HEAD_DIM = 72  # of SigLIP so400m
 
 @dataclass(frozen=True)
 class Pi0ModelConfig:
-    """Sizes of a :class:`Pi0Model`.
+    """Sizes of a :class:`Pi0Model`: of its parts, the prompt's vocabulary, and of a padded action or state.
 
-    Attributes:
-        vision, language, expert: of its parts.
-        vocab_size: of the prompt.
-        action_dim: numbers of a (padded) action and a (padded) state.
-        pi05: state in the prompt and conditioned norms, instead of a state token and an MLP for the time.
+    ``pi05``: state in the prompt and conditioned norms, instead of a state token and an MLP for the time.
     """
 
     vision: SiglipConfig
@@ -44,14 +40,9 @@ class Pi0ModelConfig:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], vision_heads: int | None = None) -> Pi0ModelConfig:
-        """Read all sizes from the shapes of a checkpoint's tensors.
+        """Read all sizes from the shapes of a checkpoint's tensors; ValueError if one that tells a size is missing.
 
-        Args:
-            shapes: by name.
-            vision_heads: attention heads of SigLIP, which shapes do not tell; ``None`` for 72 numbers per head.
-
-        Raises:
-            ValueError: a tensor that tells a size is missing.
+        ``vision_heads`` are attention heads of SigLIP, which shapes do not tell; ``None`` for 72 numbers per head.
         """
 
         def depth(prefix: str) -> int:
@@ -86,9 +77,7 @@ class Pi0ModelConfig:
                 pi05=pi05,
             )
         except KeyError as missing:
-            raise ValueError(
-                f"the checkpoint has no tensor {missing}: it is not a PyTorch checkpoint of pi0 or pi0.5"
-            ) from None
+            raise ValueError(f"no tensor {missing}: it is not a PyTorch checkpoint of pi0 or pi0.5") from None
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,7 @@ class PrefixCache:
         return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
 
 
-def needs_float32(name: str) -> bool:
+def stays_float32(name: str) -> bool:
     """Tell whether a tensor stays float32 in a bfloat16 model, as in openpi.
 
     These are the norms of both Gemmas, SigLIP's embeddings, and all that actions, state and time pass outside the
@@ -151,22 +140,19 @@ class Pi0Model(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stacks; see :func:`needs_float32` for what is more precise."""
+        """Of the stacks; see :func:`stays_float32` for what is more precise."""
         return self.language.embed_tokens.weight.dtype
 
     @property
     def vision(self) -> Siglip:
-        """SigLIP."""
         return cast(Siglip, self.get_submodule(_VISION.removesuffix(".")))
 
     @property
     def language(self) -> Gemma:
-        """Gemma of PaliGemma."""
         return cast(Gemma, self.get_submodule(_TEXT.removesuffix(".")))
 
     @property
     def expert(self) -> Gemma:
-        """Gemma of the action expert."""
         return cast(Gemma, self.get_submodule(f"{EXPERT}model"))
 
     @property
@@ -176,25 +162,20 @@ class Pi0Model(nn.Module):
 
     @property
     def projector(self) -> nn.Module:
-        """From tokens of SigLIP to those of its Gemma."""
         return self.get_submodule(f"{PREFIX}model.multi_modal_projector.linear")
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Trade about a third more time in the update for activations that need not be kept."""
-        self.vision.gradient_checkpointing = enabled
-        self.language.gradient_checkpointing = enabled
-        self.expert.gradient_checkpointing = enabled
+        for part in (self.vision, self.language, self.expert):
+            part.gradient_checkpointing = enabled
 
     def embed_prefix(
         self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
 
-        Args:
-            pixels: float ``[N, n, 3, H, W]`` of ``n`` images, from -1 to 1.
-            image_valid: bool ``[N, n]``, ``None`` for all. An image that no row has should not be passed at all.
-            tokens: int64 ``[N, L]``.
-            token_valid: bool ``[N, L]``.
+        ``pixels`` are float ``[N, n, 3, H, W]`` from -1 to 1, ``image_valid`` bool ``[N, n]`` (``None``: all),
+        ``tokens`` int64 ``[N, L]``, ``token_valid`` bool ``[N, L]``. An image that no row has should not be passed at
+        all.
         """
         count = pixels.shape[1]
         images = self.projector(self.vision(pixels.flatten(0, 1))).unflatten(0, (-1, count))
@@ -213,10 +194,7 @@ class Pi0Model(nn.Module):
         *,
         output: bool = False,
     ) -> PrefixCache:
-        """Compute keys and values of images and prompt; arguments as for :meth:`embed_prefix`.
-
-        ``output`` computes the last hidden states too.
-        """
+        """Compute keys and values of :meth:`embed_prefix`, with ``output`` the last hidden states too."""
         embeddings, valid = self.embed_prefix(pixels, image_valid, tokens, token_valid)
         mask = None if bool(valid.all()) else valid[:, None, None, :]
         hidden, layers = self.language(embeddings, _positions(valid), mask, output=output)
@@ -225,10 +203,8 @@ class Pi0Model(nn.Module):
     def embed_suffix(self, noisy_actions: Tensor, time: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).
 
-        Args:
-            noisy_actions: ``[N, H, action_dim]``.
-            time: ``[N]``, 1 is noise and 0 the action.
-            state: ``[N, action_dim]``, padded; pi0.5 does not read it.
+        ``noisy_actions`` are ``[N, H, action_dim]``, ``time`` ``[N]`` from 1 (noise) to 0 (action), ``state`` ``[N,
+        action_dim]``, padded; pi0.5 does not read it.
         """
         dtype = self.action_in_proj.weight.dtype  # float32 also in a bfloat16 model
         actions = self.action_in_proj(noisy_actions.to(dtype))
@@ -243,10 +219,7 @@ class Pi0Model(nn.Module):
     def velocity(
         self, prefix: PrefixCache, noisy_actions: Tensor, time: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the velocity (noise minus action) float32 ``[N, H, action_dim]`` and hidden states ``[N, H, width]``.
-
-        Arguments as for :meth:`embed_suffix`.
-        """
+        """Return velocities (noise minus action) float32 ``[N, H, action_dim]``, hidden states ``[N, H, width]``."""
         tokens, condition = self.embed_suffix(noisy_actions, time, state)
         horizon, new = noisy_actions.shape[1], tokens.shape[1]
         seen = prefix.valid.sum(1, keepdim=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -14,40 +14,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
-from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.texts import to_strings
-from vla_policies.checkpoint.hub import resolve
-from vla_policies.checkpoint.lora import (
-    ADAPTER,
-    fill_adapter,
-    has_lora,
-    plain_weights,
-    put_stored_adapter,
-    save_adapter,
-)
-from vla_policies.checkpoint.parts import check_finite, in_first
-from vla_policies.checkpoint.report import Report
-from vla_policies.checkpoint.settings import dtype_name, merge_settings, saved_dtype
-from vla_policies.checkpoint.weights import cast, check_weights, load_weights
+from vla_policies.checkpoint.weights import Entry
 from vla_policies.flow.policy import FlowPolicy
-from vla_policies.flow.steps import NOISE_WIDTHS
+from vla_policies.flow.steps import NOISE_WIDTHS, NoiseNetwork
+from vla_policies.memory import DecisionMemory
 from vla_policies.nn.value_head import make_value_layers
-from vla_policies.outline import Outline
+from vla_policies.pi0.checkpoint import Pi0Checkpoint, is_pi0, is_unused
 from vla_policies.pi0.config import Pi0Config
-from vla_policies.pi0.describe import describe
-from vla_policies.pi0.folder import Pi0Folder, empty_model, is_pi0, unused
 from vla_policies.pi0.heads import save_heads
-from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache, needs_float32
-from vla_policies.pi0.outline import VALUE_WIDTHS, find_model, is_joint, make_heads, prefix_bytes, stacks_of
+from vla_policies.pi0.inspection import decision_memory, describe_checkpoint, make_meta_model
+from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache, stays_float32
 from vla_policies.pi0.prefix import from_entries, pool, to_entries
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
-from vla_policies.policy import PretrainedPolicy, Sharding
+from vla_policies.pretrained import PretrainedPolicy
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.model_images import CAMERAS, ModelImages
 from vla_policies.processing.normalization import summarise
-from vla_policies.sharding import ShardGroup, compute_device, place, storage_device
+from vla_policies.sharding import ShardGroup, compute_device
 
+_VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
 _ROWS = 32  # decisions per pass of a frozen PaliGemma
 
 
@@ -75,7 +62,8 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
     checkpoint_settings: ClassVar[tuple[str, ...]] = (
         *("config_name", "adapt_to_pi", "num_images_in_input", "action_horizon"),
     )
-    renamed_settings: ClassVar[Mapping[str, str]] = {"prefix_gigabytes": "prefix_cache_gb"}
+    head_names = ("value_head", "noise_network")
+    needed_settings: ClassVar[Mapping[str, str]] = {"benchmark": "libero", "config_name": "pi05_libero"}
     lora_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
         *("gate_proj", "up_proj", "down_proj", "fc1", "fc2"),
@@ -84,7 +72,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
     model: Pi0Model
     config: Pi0Config
 
-    def __init__(self, model: Pi0Model, folder: Pi0Folder, config: Pi0Config):
+    def __init__(self, model: Pi0Model, folder: Pi0Checkpoint, config: Pi0Config):
         preset = get_preset(config.config_name)
         if preset.pi05 != model.config.pi05:
             kind = "pi0.5" if model.config.pi05 else "pi0"
@@ -103,7 +91,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         if horizon is None:
             horizon = folder.config.get("action_horizon", preset.horizon)
         width, stored = model.config.expert.width, folder.heads
-        noise_sizes, value_sizes = stored.sizes("noise_network"), stored.sizes("value_head")
+        noise_sizes = stored.sizes("noise_network")
         super().__init__(
             config,
             chunk_size=config.num_action_chunks,
@@ -130,149 +118,77 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.freeze()
         self.num_values = 1 if config.value_head else 0
-        self.value_head: nn.Module | None = None
         if config.value_head:
-            language = model.config.language.width
-            stored.check_value_input(config.value_after_vlm, language, width)
-            between = (preset.value_head or VALUE_WIDTHS) if value_sizes is None else value_sizes[1:-1]
-            sizes = (language if config.value_after_vlm else width, *between, 1)
-            self.value_head = make_value_layers(sizes, nn.ReLU, bias_last=True)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        lora_adapter: str | Path | None = None,
-        shard: Sharding | None = None,
-        **settings: Any,
-    ) -> Self:
-        """Load a checkpoint in openpi's PyTorch layout; see :meth:`PretrainedPolicy.from_pretrained`.
-
-        Norms and what actions, state and time are projected with are float32 too, whatever ``dtype`` is.
-        """
-        verify_checksums(folder := resolve(folder))
-        checkpoint = Pi0Folder.read(folder)
-        merged, _ = merge_settings(cls, checkpoint.path, checkpoint.options, settings)
-        for name, example in (("benchmark", "libero"), ("config_name", "pi05_libero")):
-            if name not in merged:
-                raise ValueError(
-                    f"{checkpoint.path} does not say its {name}; set {name}, such as {example!r} (recipes: policy=pi0)"
-                )
-        model, entries = empty_model(checkpoint)
-        cast(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=needs_float32)
-        policy = cls(model, checkpoint, cls.config_class(**merged))
-        adapter = put_stored_adapter(policy, checkpoint.path, checkpoint.options, lora_adapter)
-        stored, heads = checkpoint.heads, policy.heads()
-        taken = stored.keys_of(heads)  # heads that are not built stay as they were, to be written again
-        entries = {key: entry for key, entry in entries.items() if key not in taken}
-        check_weights(model, entries, unused=unused)
-        stored.check(heads)
-        if shard is not None:
-            shard(policy)
-        stored.load(heads)
-        level = stored.noise_level
-        if level is not None and not settings.keys() & {"noise_level", "noise_anneal"}:
-            policy.noise_level.copy_(level.read())
-        kept_on = storage_device(policy, device)
-        policy.unused_tensors = load_weights(model, entries, device=kept_on, unused=unused)
-        place(policy, device)
-        fill_adapter(policy, adapter)
-        return policy
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the checkpoint's layout; heads go into a file of their own, an adapter into ``lora_adapter/``.
-
-        Raises:
-            ValueError: weights that are not finite.
-        """
-        folder, lora = Path(folder), has_lora(self)
-        check_finite(self.state_dict(), f"the policy {self.family!r}")
-        options = {"family": self.family, **asdict(self.config), "dtype": dtype_name(self.model.dtype), ADAPTER: lora}
-        config = {
-            "action_horizon": self.horizon,
-            "vision_heads": self.model.config.vision.heads,
-            "model_type": self.family,
-        }
-        files = self.folder.write(folder, {**plain_weights(self.model), **self.unused_tensors}, options, config)
-        files.append(save_heads(folder, self.heads(), self.noise_level, self.parameters()))
-        if lora:
-            files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
-        in_first(self.parameters(), lambda: write_checksums(folder, files))
+            stored.check_value_input(config.value_after_vlm, model.config.language.width, width)
+        self.value_head = self._make_value_head()
 
     def shard_groups(self) -> list[ShardGroup]:
-        """Return layers of SigLIP, what leads from it to Gemma, embeddings, and layers of both Gemmas.
-
-        SigLIP's embeddings, final norms and all that actions, state and time pass outside the stacks are in the root.
-        """
+        # SigLIP's embeddings, final norms and all that actions, state and time pass outside the stacks are in the root.
         model = self.model
         groups = [*model.vision.encoder.layers, model.vision.post_layernorm, model.projector]
         groups += [model.language.embed_tokens, *model.language.layers, *model.expert.layers]
         return [ShardGroup(module) for module in groups]
 
-    def heads(self) -> dict[str, nn.Module | None]:
-        """Return what is trained beside the model, by name."""
-        return {"value_head": self.value_head, "noise_network": self.noise_network}
+    recognises = staticmethod(is_pi0)
+    describe = staticmethod(describe_checkpoint)
+    read_checkpoint = staticmethod(Pi0Checkpoint.read)
+    meta_model = staticmethod(make_meta_model)
+    unused = staticmethod(is_unused)
+    needs_float32 = staticmethod(stays_float32)
 
-    @classmethod
-    def recognises(cls, folder: Path) -> bool:
-        """Tell whether the folder is a checkpoint of pi0 or pi0.5, published or ours, PyTorch or JAX."""
-        return is_pi0(folder)
+    def write_checkpoint(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
+        entries = {"action_horizon": self.horizon, "vision_heads": self.model.config.vision.heads}
+        files = self.folder.write(folder, weights, options, {**entries, "model_type": self.family})
+        return [*files, save_heads(folder, self.heads(), self.noise_level, self.parameters())]
 
-    @classmethod
-    def describe(cls, folder: Path) -> Report:
-        """Describe a folder and what it lacks; reads its small files and the headers of its weights."""
-        return describe(folder)
+    def check_heads(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        self.folder.heads.load(self.heads(), check=True)
+        taken = self.folder.heads.keys_of(self.heads())  # of heads that are not built: written again as they were
+        return {key: entry for key, entry in entries.items() if key not in taken}
 
-    @classmethod
-    def outline(cls, folder: Path | None = None, **settings: Any) -> Outline:
-        """See :meth:`~vla_policies.policy.VLAPolicy.outline`."""
-        model, said, source = find_model(folder, settings)
-        settings = cls.complete_settings(folder, said, settings)
-        policy = cls.outlined(model, make_heads(model, settings), settings, needs_float32)
-        prefix, rows = prefix_bytes(model, settings), settings["num_steps"] if is_joint(settings) else 0
-        frozen = policy.prefix_is_frozen
-        cached = (
-            f"a frozen PaliGemma: in an update policy.prefix_cache_gb={settings['prefix_cache_gb']:g} at most for what "
-            f"it makes of all decisions ({prefix / 1e6:.0f} MB each), counted where something fits"
-        )
-        return Outline(
-            source,
-            policy,
-            stacks_of(model, settings, frozen),
-            stays=lambda name: not name.startswith("model.") or ".lora_" in name or needs_float32(name[6:]),
-            held=prefix * (1 + rows),
-            cache=prefix,
-            kept_for_update=int(settings["prefix_cache_gb"] * 1e9) if frozen else 0,
-            remarks=[cached] if frozen else [],
-        )
+    def load_heads(self, entries: Mapping[str, Entry], settings: Mapping[str, Any]) -> None:
+        self.folder.heads.load(self.heads())
+        level = self.folder.heads.noise_level
+        if level is not None and not settings.keys() & {"noise_level", "noise_anneal"}:
+            self.noise_level.copy_(level.read())
+
+    def make_heads(self) -> None:
+        widths = None if self.folder is None else self.folder.heads.sizes("noise_network")
+        self.noise_network = None
+        if self.config.method == "flow_noise":
+            sizes, bounds = self.model.config, self.config.noise_std_range
+            inner = NOISE_WIDTHS if widths is None else widths[1:-1]
+            self.noise_network = NoiseNetwork(sizes.expert.width, sizes.action_dim, bounds, inner)
+        self.value_head = self._make_value_head()
+
+    def _make_value_head(self) -> nn.Module | None:
+        if not self.config.value_head:
+            return None
+        name, stored = getattr(self.config, "config_name", None), None
+        if self.folder is not None:
+            stored = self.folder.heads.sizes("value_head")
+        between = (get_preset(name).value_head if name else None) or _VALUE_WIDTHS
+        width = (self.model.config.language if self.config.value_after_vlm else self.model.config.expert).width
+        return make_value_layers((width, *(between if stored is None else stored[1:-1]), 1), nn.ReLU, bias_last=True)
+
+    def decision_memory(self) -> DecisionMemory:
+        return decision_memory(self.model, self.config, self.prefix_is_frozen)
 
     def freeze(self) -> None:
-        """Freeze what is not trained: PaliGemma with ``train_expert_only``."""
         if self.config.train_expert_only:
             self.model.paligemma.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
         return compute_device(self.model.action_in_proj.weight)
 
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
-        """Return the names of layers that end in one of ``targets``; with ``train_expert_only`` those of the expert."""
         names = [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
         return [name for name in names if name.startswith(EXPERT) or not self.config.train_expert_only]
-
-    @staticmethod
-    def unused(key: str) -> bool:
-        """Tell whether nothing reads a tensor of that name; adapters are judged like the weights that they adapt."""
-        return unused(key)
 
     # ---- observations
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Return tokens int64 ``[N, L]`` of ``N`` instructions; ``states`` ``[N, S]`` for prompts that list them."""
         if not self.preset.state_in_prompt:
             return self.prompts(task_descriptions).to(self.device)
         if states is None:
@@ -330,7 +246,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         if needed > self.config.prefix_cache_gb * 1e9:
             warnings.warn(
                 f"what PaliGemma makes of {len(tensordict)} decisions takes {needed / 1e9:.1f} GB, more than "
-                f"prefix_cache_gb={self.config.prefix_cache_gb}: it is computed anew for each minibatch",
+                f"prefix_cache_gb={self.config.prefix_cache_gb}: it is computed again for each minibatch",
                 stacklevel=2,
             )
             return tensordict
@@ -382,10 +298,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         return self.statistics.normalize("actions", self.adapter.to_model(actions) - self._offset(states))
 
     def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
-        """See :meth:`~vla_policies.policy.VLAPolicy.take_statistics`: ``name`` is the ``norm_stats_id`` from here on.
-
-        As openpi's own, they are of what the model sees: actions that are relative to the state are that here too.
-        """
+        """``name`` becomes the ``norm_stats_id``; as openpi's, statistics are of relative actions."""
         relative = self.adapter.to_model(actions) - self._offset(states)
         entry = {"actions": summarise(relative[step_mask]), "state": summarise(self.adapter.joints.states(states))}
         self.folder = replace(self.folder, statistics={**self.folder.statistics, name: entry})

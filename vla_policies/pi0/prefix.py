@@ -33,11 +33,9 @@ def from_entries(tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None
 def pool(prefix: PrefixCache, how: str) -> Tensor:
     """Pool the last hidden states for a value head: float32 ``[N, width]``.
 
-    Args:
-        prefix: with ``output``.
-        how: ``"first"``, ``"last"`` or ``"mean"`` of its tokens that are no padding.
+    ``how``: ``"first"``, ``"last"`` or ``"mean"`` of its tokens that are no padding.
     """
-    assert prefix.output is not None  # asked for by whoever pools
+    assert prefix.output is not None  # asked for when it is pooled
     hidden, valid = prefix.output.float(), prefix.valid
     if how == "first":
         return hidden[:, 0]

@@ -53,11 +53,7 @@ def list_presets() -> dict[str, Pi0Preset]:
 
 
 def get_preset(config_name: str) -> Pi0Preset:
-    """Find a preset by name.
-
-    Raises:
-        ValueError: there is none of that name; lists those there are.
-    """
+    """Find a preset by name; ValueError lists those there are."""
     presets = list_presets()
     if config_name not in presets:
         raise ValueError(f"no preset {config_name!r}; config_name is one of {', '.join(sorted(presets))}")
@@ -67,20 +63,13 @@ def get_preset(config_name: str) -> Pi0Preset:
 def get_adapter(config_name: str, adapt_to_pi: bool | None = None) -> Adapter:
     """Build the adapter of a preset: actions as the simulator takes them, the gripper rounded where the schema says so.
 
-    Args:
-        config_name: the preset's.
-        adapt_to_pi: whether the checkpoint counts joints as pi's own robots do; ``None`` for the preset's.
-
-    Raises:
-        ValueError: there is no such preset; lists those there are.
-        SettingError: joints are to be adapted and the preset does not know how.
+    ``adapt_to_pi`` as in :class:`~vla_policies.pi0.config.Pi0Config`; SettingError if the preset does not know how.
     """
     preset = get_preset(config_name)
     if adapt_to_pi and not preset.joints:
         known = [name for name, other in sorted(list_presets().items()) if other.joints]
         raise SettingError(
-            f"adapt_to_pi=True: {config_name} has no joints to adapt; leave adapt_to_pi out (it is for "
-            f"{', '.join(known)})"
+            f"adapt_to_pi=True: {config_name} has no joints to adapt; leave adapt_to_pi out, of {', '.join(known)}"
         )
     adapted = preset.adapt_to_pi if adapt_to_pi is None else adapt_to_pi
     gripper = get_schema(preset.benchmark).families.get(FAMILY, {}).get("gripper")

@@ -14,14 +14,9 @@ _BINS = 256
 
 
 class Pi0Prompts:
-    """Instructions (and, for some pi0.5 checkpoints, states) to tokens.
+    """Instructions (and, for some pi0.5 checkpoints, states) to at most ``max_length`` tokens.
 
-    Args:
-        model: content of the sentencepiece file.
-        max_length: ``L``, tokens of the longest prompt.
-
-    Raises:
-        ValueError: not a sentencepiece file.
+    ``model`` is the content of the sentencepiece file, else ValueError.
     """
 
     def __init__(self, model: bytes, max_length: int):
@@ -30,25 +25,16 @@ class Pi0Prompts:
         try:
             self._tokenizer = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise ValueError(
-                f"the tokenizer (paligemma_tokenizer.model, or tokenizer.model) is no sentencepiece file ({error}); "
-                "copy it again"
-            ) from error
+            raise ValueError(f"the tokenizer is no sentencepiece file ({error}); copy it again") from error
         if self._tokenizer.bos_id() != BOS:
             raise ValueError(f"the tokenizer is not PaliGemma's: <bos> is {self._tokenizer.bos_id()}, must be {BOS}")
         self.max_length = max_length
         self._cache: dict[str, list[int]] = {}
 
     def __call__(self, instructions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Return tokens int64 ``[N, L]``, padded with 0.
+        """Return tokens int64 ``[N, L]``, padded with 0; normalised ``states`` ``[N, S]`` are listed in the prompt.
 
-        Args:
-            instructions: ``N`` texts.
-            states: normalised ``[N, S]``, to be listed in the prompt; ``None`` for prompts without state.
-
-        Raises:
-            ValueError: an instruction is empty.
-            SettingError: a prompt is longer than ``L``; says how long the longest is. openpi cuts it off there.
+        ValueError for an empty instruction, SettingError for a prompt longer than ``L``, which openpi cuts off.
         """
         if states is None:
             rows = [self._cached(text) for text in instructions]

@@ -13,8 +13,8 @@ from vla_policies.checkpoint.weights import WEIGHTS
 from vla_policies.checkpoint.writing import write_safetensors
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
-from vla_policies.pi0.folder import EMBEDDINGS, LM_HEAD, TOKENIZERS, UNUSED
-from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig, needs_float32
+from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, TOKENIZERS, UNUSED
+from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig, stays_float32
 from vla_policies.pi0.prompts import BOS, PAD
 
 _VISION = SiglipConfig(width=72, depth=2, heads=1, mlp_dim=96)  # 72 numbers a head, as all published ones have
@@ -22,19 +22,15 @@ _VOCABULARY, _DIM = 1024, 32  # numbers of a padded action or state, enough for 
 
 
 def write_tiny(folder: Path, statistics: str, words: Sequence[str], *, pi05: bool) -> None:
-    """Write the files of a checkpoint; weights are drawn from torch's own generator.
+    """Write the files of a checkpoint into a folder; weights are drawn from torch's own generator.
 
-    Args:
-        folder: which is there.
-        statistics: name of their data set.
-        words: of the tokenizer, which spells all others.
-        pi05: pi0.5 rather than pi0.
+    ``statistics`` is the name of their data set; the tokenizer spells all but ``words``.
     """
     language, expert = GemmaConfig(48, 2, 96, 8, 1, 16), GemmaConfig(32, 2, 64, 8, 1, 16, conditioned=pi05)
     model = Pi0Model(Pi0ModelConfig(_VISION, language, expert, _VOCABULARY, _DIM, pi05))
     tensors = {LM_HEAD if name == EMBEDDINGS else name: tensor for name, tensor in model.state_dict().items()}
     tensors[f"{UNUSED}weight"] = torch.randn(_VOCABULARY, expert.width)
-    kept = {name: tensor if needs_float32(name) else tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    kept = {name: tensor if stays_float32(name) else tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     write_safetensors(folder / WEIGHTS, kept, {"format": "pt"})
     entry = {"mean": [0.0] * _DIM, "std": [0.5] * _DIM, "q01": [-1.0] * _DIM, "q99": [1.0] * _DIM}
     place = folder / "assets" / statistics

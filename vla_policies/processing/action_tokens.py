@@ -10,20 +10,13 @@ from torch import Tensor, nn
 
 
 class ActionBins(nn.Module):
-    """Evenly spaced values between the bounds of each action dimension; a token is the index of one.
-
-    Args:
-        low, high: bounds of an action, ``A`` numbers each, in the simulator's units.
-        num_bins: values per dimension, both bounds included.
-    """
+    """``num_bins`` evenly spaced values between the bounds, included, of each action dimension; a token is an index."""
 
     low: Tensor
     high: Tensor
 
     def __init__(self, low: Sequence[float], high: Sequence[float], num_bins: int):
         super().__init__()
-        if num_bins < 2:
-            raise ValueError(f"num_bins must be at least 2, got {num_bins}; 256 is usual")
         self.num_bins = num_bins
         self.register_buffer("low", torch.tensor(low, dtype=torch.float32))
         self.register_buffer("high", torch.tensor(high, dtype=torch.float32))
@@ -45,11 +38,9 @@ class ActionBins(nn.Module):
 class ActionTokens:
     """The 256 vocabulary entries that OpenVLA spends on actions: 31744 to 31999, the largest value first.
 
-    256 edges from -1 to 1 have 255 centres between them, so the two tokens 31744 and 31745 share the largest centre,
-    255/256 of the way (0.99608); 31999 is -0.99608. Everywhere else in this package a token is *relative*, 0 to 255.
-    Source: Kim et al. 2024, "OpenVLA", section 3.2 (256 bins written over the 256 least used Llama tokens).
-
-    Not a module: converting a policy to bfloat16 must not round the centres.
+    256 edges from -1 to 1 have 255 centres between them, so tokens 31744 and 31745 share the largest, 255/256 of the
+    way (0.99608); 31999 is -0.99608. Everywhere else in this package a token is *relative*, 0 to 255. Kim et al. 2024,
+    "OpenVLA", section 3.2. Not a module: converting a policy to bfloat16 must not round the centres.
     """
 
     first_id = 31744
@@ -65,16 +56,8 @@ class ActionTokens:
         """Return the normalised actions float32 in -1..1 of relative tokens int64 0..255, any shape."""
         return self.values.to(tokens.device)[tokens]
 
-    def decode_ids(self, ids: Tensor) -> Tensor:
-        """Return normalised actions of vocabulary ids, any shape; an id outside the 256 counts as the nearest."""
-        return self.decode((ids - self.first_id).clamp(0, self.num_tokens - 1))
-
     def encode(self, actions: Tensor) -> Tensor:
         """Return relative tokens int64 of normalised actions, any shape, clamped to -1..1: the bin of each."""
         edges = torch.from_numpy(self._edges).to(actions.device)
         bins = torch.bucketize(actions.to(torch.float64).clamp(-1.0, 1.0), edges, right=True)  # 1..256
         return self.num_tokens - bins
-
-    def expectation(self, logits: Tensor) -> Tensor:
-        """Return the normalised action ``[...]`` that logits ``[..., 256]`` mean on average."""
-        return logits.float().softmax(-1) @ self.values.to(logits.device)

@@ -1,17 +1,14 @@
 """Where a benchmark and a family of policies meet: cameras, gripper, action dimensions.
 
 A model predicts actions in the units of its training data, with the gripper as that data had it; a simulator wants its
-own order, number and signs. An :class:`Adapter` converts between the two. What the benchmark is, and what a family has
-to know to act in it, is declared in the benchmark's :class:`~vla_common.schema.BenchmarkSchema`. Statistics belong to
-the checkpoint (:mod:`vla_policies.processing.normalization`).
+own order, number and signs. An :class:`Adapter` converts between the two, as the benchmark's
+:class:`~vla_common.schema.BenchmarkSchema` says.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +16,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from vla_common import keys
-from vla_common.registry import benchmarks
 from vla_common.schema import get_schema
 from vla_policies.processing.joints import JointSpace
 from vla_policies.processing.normalization import ActionStatistics
@@ -31,10 +27,8 @@ PUBLISHED = "published"  # of a family's entry: settings, see published_settings
 class GripperConversion:
     """A gripper that is either closed or open, whatever number the model predicts.
 
-    Attributes:
-        dimension: where it is in the model's action.
-        model: what means closed and open to the model; above the middle is open, the middle itself is closed.
-        simulator: what means closed and open to the simulator.
+    ``dimension`` is that of the model's action; ``model`` and ``simulator`` are the numbers for closed and open. Above
+    the middle is open, the middle itself is closed.
     """
 
     dimension: int
@@ -52,9 +46,7 @@ class Adapter:
         dimensions: those of the model's action that the simulator takes, in its order.
         gripper: its conversion, or ``None`` where model and simulator mean the same.
         state_dim: ``S`` of the observation.
-        image_size: height and width of ``images``.
-        wrist_images: number, height and width of ``wrist_images``.
-        instruction: one of the benchmark's.
+        max_images: cameras of the benchmark, the largest ``num_images_in_input``.
         joints: of the model, where they are not the simulator's.
     """
 
@@ -63,9 +55,7 @@ class Adapter:
     dimensions: tuple[int, ...]
     gripper: GripperConversion | None
     state_dim: int
-    image_size: tuple[int, int]
-    wrist_images: tuple[int, int, int]
-    instruction: str
+    max_images: int
     joints: JointSpace
 
     @classmethod
@@ -78,17 +68,10 @@ class Adapter:
         gripper: tuple[float, float] | None = None,
         joints: Mapping[str, Sequence[int]] | None = None,
     ) -> Adapter:
-        """Build the adapter of a registered benchmark.
+        """Build the adapter of a registered benchmark; attributes that are ``None`` are the simulator's.
 
-        Args:
-            benchmark: its name.
-            model_action_dim: ``A`` of the model; ``None`` for the simulator's.
-            dimensions: those of the model's action that the simulator takes, in its order; ``None`` for all.
-            gripper: what means closed and open to the model; ``None`` where the number passes through.
-            joints: transforms of joints by name, see :mod:`vla_policies.processing.joints`; ``None`` for none.
-
-        Raises:
-            ValueError: there is no such benchmark or transform, or its gripper is to be converted and it has none.
+        ``gripper`` is what means closed and open to the model (``None``: the number passes through), ``joints``
+        transforms by name (:mod:`vla_policies.processing.joints`). ValueError: no such benchmark, transform or gripper.
         """
         schema = get_schema(benchmark)
         dimensions = tuple(range(schema.action_dim)) if dimensions is None else tuple(dimensions)
@@ -105,9 +88,7 @@ class Adapter:
             dimensions=dimensions,
             gripper=conversion,
             state_dim=schema.state_dim,
-            image_size=schema.image_size,
-            wrist_images=schema.wrist_images,
-            instruction=schema.instruction,
+            max_images=1 + schema.wrist_images[0],
             joints=JointSpace.from_names(joints or {}, min(schema.state_dim, schema.action_dim)),
         )
 
@@ -116,17 +97,8 @@ class Adapter:
         """``A`` of the simulator."""
         return len(self.dimensions)
 
-    @property
-    def max_images(self) -> int:
-        """Cameras of the benchmark, the largest ``num_images_in_input``."""
-        return 1 + self.wrist_images[0]
-
     def check_statistics(self, statistics: ActionStatistics) -> None:
-        """Refuse statistics of a robot with another number of action dimensions.
-
-        Raises:
-            ValueError: they do not fit the benchmark.
-        """
+        """Refuse statistics of a robot with another number of action dimensions, with a ValueError."""
         if len(statistics.action) != self.model_action_dim:
             raise ValueError(
                 f"the statistics {statistics.key!r} are of actions with {len(statistics.action)} dimensions and "
@@ -136,8 +108,7 @@ class Adapter:
     def cameras(self, tensordict: TensorDictBase, num_images: int) -> list[Tensor]:
         """Return ``num_images`` cameras as observed, uint8 ``[N, H, W, 3]`` each: third-person, then the wrists.
 
-        Raises:
-            ValueError: the observation has fewer cameras.
+        ValueError: the observation has fewer cameras.
         """
         cameras = [tensordict.get(keys.IMAGES)]
         wrists = tensordict.get(keys.WRIST_IMAGES, None)
@@ -151,11 +122,7 @@ class Adapter:
         return cameras[:num_images]
 
     def states(self, tensordict: TensorDictBase) -> Tensor:
-        """Return proprioception float32 ``[N, S]`` as the model counts it, for the checkpoint's statistics.
-
-        Raises:
-            ValueError: the observation has none, or of another size.
-        """
+        """Return proprioception float32 ``[N, S]`` as the model counts it; ValueError if there is none of that size."""
         states = tensordict.get(keys.STATES, None)
         if states is None or states.shape[-1] != self.state_dim:
             found = "none" if states is None else f"{states.shape[-1]} numbers"
@@ -178,27 +145,6 @@ class Adapter:
             full = _switch(full, self.gripper.dimension, self.gripper.simulator, self.gripper.model)
         return full
 
-    def example(self, batch_size: int = 1) -> TensorDict:
-        """Make up observations ``[batch_size]`` of the benchmark's shapes, to call a policy without a simulator."""
-        generator = torch.Generator().manual_seed(0)
-        wrists, *wrist_size = self.wrist_images
-        observation = {
-            keys.IMAGES: (batch_size, *self.image_size, 3),
-            **({keys.WRIST_IMAGES: (batch_size, wrists, *wrist_size, 3)} if wrists else {}),
-        }
-        texts = NonTensorStack(*(NonTensorData(self.instruction) for _ in range(batch_size)))
-        return TensorDict(
-            {
-                **{
-                    key: torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-                    for key, shape in observation.items()
-                },
-                keys.STATES: torch.zeros(batch_size, self.state_dim),
-                keys.TASK_DESCRIPTIONS: texts,
-            },
-            batch_size=[batch_size],
-        )
-
     def _check(self, actions: Tensor, dimensions: int, whose: str) -> None:
         if actions.shape[-1] != dimensions:
             got = actions.shape[-1]
@@ -217,44 +163,26 @@ def _switch(actions: Tensor, dimension: int, source: tuple[float, float], target
 
 
 def get_adapter(benchmark: str, family: str = "openvla") -> Adapter:
-    """Build the adapter of a family whose entry in the schema is keyword arguments of :meth:`Adapter.from_schema`.
-
-    Raises:
-        ValueError: there is no such benchmark; offers the nearest names.
-    """
+    """Build the adapter of a family from its entry in the schema; ValueError offers the nearest benchmarks."""
     known = get_schema(benchmark).families.get(family, {})
     return Adapter.from_schema(benchmark, **{name: value for name, value in known.items() if name != PUBLISHED})
 
 
 def published_settings(benchmark: str, family: str) -> dict[str, Any]:
-    """Return settings of a family's published checkpoints of a benchmark that their files do not say.
-
-    Raises:
-        ValueError: there is no such benchmark; offers the nearest names.
-    """
+    """Return settings of a family's published checkpoints of a benchmark that their files do not say."""
     return dict(get_schema(benchmark).families.get(family, {}).get(PUBLISHED, {}))
 
 
 def make_example(benchmark: str, batch_size: int = 1) -> TensorDict:
-    """Make up observations of a registered benchmark, to call a policy without a simulator.
-
-    Raises:
-        ValueError: there is no such benchmark; offers the nearest names.
-    """
-    return Adapter.from_schema(benchmark).example(batch_size)
-
-
-def __getattr__(name: str) -> Any:
-    """Find the names of version 0.1."""
-    benchmark = name.removeprefix("make_").removesuffix("_example")
-    if name == "ADAPTERS":
-        warnings.warn(
-            "ADAPTERS is deprecated; use get_adapter(benchmark)", DeprecationWarning, stacklevel=3
-        )  # the caller of vla_policies
-        return {known: get_adapter(known) for known in benchmarks.names()}
-    if name == f"make_{benchmark}_example" and benchmark in benchmarks:
-        warnings.warn(
-            f"{name} is deprecated; use make_example({benchmark!r})", DeprecationWarning, stacklevel=3
-        )  # the caller of vla_policies
-        return partial(make_example, benchmark)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Make up observations ``[batch_size]`` of a registered benchmark, to call a policy without a simulator."""
+    schema, generator = get_schema(benchmark), torch.Generator().manual_seed(0)
+    wrists, *wrist_size = schema.wrist_images
+    shapes: dict[str, tuple[int, ...]] = {keys.IMAGES: (batch_size, *schema.image_size, 3)}
+    if wrists:
+        shapes[keys.WRIST_IMAGES] = (batch_size, wrists, *wrist_size, 3)
+    example = TensorDict(batch_size=[batch_size])
+    for key, shape in shapes.items():
+        example.set(key, torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
+    example.set(keys.STATES, torch.zeros(batch_size, schema.state_dim))
+    texts = NonTensorStack(*(NonTensorData(schema.instruction) for _ in range(batch_size)))
+    return example.set(keys.TASK_DESCRIPTIONS, texts)

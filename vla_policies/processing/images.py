@@ -1,9 +1,8 @@
 """Image preprocessing in plain torch, on uint8 batches and on any device: the pixels that a checkpoint was trained on.
 
 OpenVLA's order is that of the reference: resize to the model's size, crop (optional), scale to 0..1, normalise once per
-vision backbone. A checkpoint is trained on the pixels of one particular resize: Pillow's bicubic, reproduced to the
-last bit, or, of OpenVLA-OFT, a JPEG round trip and TensorFlow's Lanczos filter. No version of an image library decides
-a pixel.
+vision backbone. Each checkpoint is trained on the pixels of one resize: Pillow's bicubic, to the last bit, or a JPEG
+round trip and TensorFlow's Lanczos filter (OpenVLA-OFT). No version of an image library decides a pixel.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from vla_policies.processing.jpeg import jpeg_round_trip
-from vla_policies.processing.parts import image_by_image
+from vla_policies.processing.jpeg import image_by_image, jpeg_round_trip
 
 PRECISION_BITS = 22
 """Fixed-point fraction of Pillow's resampling weights for 8-bit images: 32 bits less 8 of a pixel and 2 of headroom."""
@@ -30,14 +27,13 @@ RESIZES = ("bicubic", "lanczos3")
 
 @dataclass(frozen=True)
 class ImagePreprocessor:
-    """What a checkpoint expects of its images; call it or use :func:`pixel_values`.
+    """What a checkpoint expects of its images, see :meth:`resize` and :meth:`normalize`.
 
     Attributes:
         means, stds: one RGB triple per vision backbone (DINOv2, SigLIP), for pixels from 0 to 1.
         size: height and width of the model's input.
-        resize_method: one of ``RESIZES``: ``"bicubic"``, see :func:`resize_exact`, or ``"lanczos3"``, a JPEG round trip
-            before :func:`resize_lanczos3`.
-        fast: resize with :func:`resize_fast` instead of :func:`resize_exact`.
+        resize_method: ``"bicubic"``, see :func:`resize_exact`, or ``"lanczos3"``, a JPEG round trip before
+            :func:`resize_lanczos3`.
         crop: keep the central 0.9 of the area, as policies are evaluated that were trained on random crops of it.
     """
 
@@ -45,17 +41,16 @@ class ImagePreprocessor:
     stds: tuple[tuple[float, ...], ...] = ((0.229, 0.224, 0.225), (0.5, 0.5, 0.5))
     size: tuple[int, int] = (224, 224)
     resize_method: str = "bicubic"
-    fast: bool = False
     crop: bool = False
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], *, resize_method: str = "bicubic", fast: bool = False, crop: bool = False
+        cls, config: Mapping[str, Any], *, resize_method: str = "bicubic", crop: bool = False
     ) -> ImagePreprocessor:
         """Read a checkpoint's ``preprocessor_config.json``; it does not know of the other settings.
 
         Raises:
-            ValueError: if an entry is missing, or the images are not to be resized as published OpenVLA models do.
+            ValueError: an entry is missing, or the images are not to be resized as published OpenVLA models do.
         """
         missing = [name for name in ("means", "stds", "input_sizes") if name not in config]
         if missing:
@@ -73,20 +68,12 @@ class ImagePreprocessor:
                 "OpenVLA has two, of one size"
             )
         means, stds = (tuple(tuple(rgb) for rgb in config[name]) for name in ("means", "stds"))
-        return cls(means, stds, sizes.pop(), resize_method, fast, crop)
-
-    def __call__(self, images: Tensor | Sequence[Tensor]) -> Tensor:
-        """See :func:`pixel_values`."""
-        return pixel_values(images, self)
+        return cls(means, stds, sizes.pop(), resize_method, crop)
 
     def resize(self, images: Tensor | Sequence[Tensor]) -> Tensor:
         """Return all that the model sees of its cameras, cropped: uint8 ``[N, n, h, w, 3]``.
 
-        Args:
-            images: uint8 ``[N, n, H, W, 3]``, or of each camera ``[N, H, W, 3]``, of its own size.
-
-        Raises:
-            ValueError: if ``images`` are of another shape or type.
+        ``images`` are uint8 ``[N, n, H, W, 3]``, or of each camera ``[N, H, W, 3]``, of its own size; else ValueError.
         """
         if isinstance(images, Tensor):
             if images.ndim != 5 or images.shape[-1] != 3:
@@ -99,48 +86,25 @@ class ImagePreprocessor:
         if self.resize_method == "lanczos3":
             images = resize_lanczos3(jpeg_round_trip(images), self.size)
         else:
-            images = (resize_fast if self.fast else resize_exact)(images, self.size)
+            images = resize_exact(images, self.size)
         return center_crop(images) if self.crop else images
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Scale what :meth:`resize` returned for each vision backbone: uint8 to float32 ``[N, 6 n, h, w]``."""
+        """Scale what :meth:`resize` returned: float32 ``[N, 6 n, h, w]``.
+
+        Per camera, three channels are normalised for DINOv2, then three for SigLIP.
+        """
         flat = images.flatten(0, 1)
         scaled = [normalize(flat, *statistics) for statistics in zip(self.means, self.stds, strict=True)]
         return torch.cat(scaled, dim=1).unflatten(0, images.shape[:2]).flatten(1, 2)
-
-
-def pixel_values(images: Tensor | Sequence[Tensor], preprocessor: ImagePreprocessor) -> Tensor:
-    """Return the input of the vision backbone.
-
-    Args:
-        images: uint8 ``[N, n, H, W, 3]``, ``n`` cameras, the third-person one first; or each of its own size.
-        preprocessor: of the checkpoint.
-
-    Returns:
-        float32 ``[N, 6 n, h, w]``: per camera three channels normalised for DINOv2, then three for SigLIP.
-
-    Raises:
-        ValueError: if ``images`` are of another shape or type.
-    """
-    return preprocessor.normalize(preprocessor.resize(images))
 
 
 def resize_exact(images: Tensor, size: tuple[int, int], kernel: str = "bicubic") -> Tensor:
     """Resize as Pillow's ``Image.resize(..., BICUBIC)`` or ``BILINEAR`` does, equal in every bit.
 
     Pillow resizes columns, then rows, and rounds to 8 bits in between; weights are fixed-point numbers with
-    ``PRECISION_BITS`` of fraction. Downscaling widens the filter (antialiasing).
-
-    Args:
-        images: uint8 ``[N, H, W, 3]``.
-        size: ``(h, w)``.
-        kernel: ``"bicubic"`` or ``"bilinear"``.
-
-    Returns:
-        uint8 ``[N, h, w, 3]``.
-
-    Raises:
-        ValueError: if ``images`` are of another shape or type.
+    ``PRECISION_BITS`` of fraction. Downscaling widens the filter (antialiasing). uint8 ``[N, H, W, 3]`` (else
+    ValueError) to ``[N, h, w, 3]`` of ``size`` ``(h, w)``; ``kernel`` is ``"bicubic"`` or ``"bilinear"``.
     """
     _check(images)
     if images.shape[1:3] == size:
@@ -157,10 +121,7 @@ def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
     """Resize as TensorFlow's ``tf.image.resize(..., method="lanczos3", antialias=True)``, rounded and clipped.
 
     float32, pixels' centres at halves, the kernel widened when shrinking and cut off at the border; not rounded between
-    rows and columns. Shapes as in :func:`resize_exact`.
-
-    Raises:
-        ValueError: if ``images`` are of another shape or type.
+    rows and columns. Shapes and errors as in :func:`resize_exact`.
     """
     _check(images)
     if images.shape[1:3] == size:
@@ -178,12 +139,7 @@ def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def resize_with_pad(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize bilinearly, keep the proportions and fill up with black, as openpi does: uint8 ``[N, h, w, 3]``.
-
-    Args:
-        images: uint8 ``[N, H, W, 3]``.
-        size: ``(h, w)``.
-    """
+    """Resize bilinearly in proportion and fill up with black, as openpi does; shapes of :func:`resize_exact`."""
     _check(images)
     height, width = size
     ratio = max(images.shape[1] / height, images.shape[2] / width)
@@ -197,52 +153,23 @@ def resize_with_pad(images: Tensor, size: tuple[int, int]) -> Tensor:
     return padded
 
 
-def resize_fast(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resize bicubically, antialiased, by :func:`torch.nn.functional.interpolate`; shapes of :func:`resize_exact`.
-
-    The same filter, other rounding: a pixel may differ from :func:`resize_exact` by a few of 255 levels.
-    """
-    _check(images)
-    if images.shape[1:3] == size:
-        return images
-    channels_first = images.permute(0, 3, 1, 2)
-    if images.device.type != "cpu":
-        channels_first = channels_first.float()
-    resized = F.interpolate(channels_first, size, mode="bicubic", antialias=True, align_corners=False)
-    if resized.is_floating_point():
-        resized = resized.round_().clamp_(0, 255).to(torch.uint8)
-    return resized.permute(0, 2, 3, 1)
-
-
-def center_crop(images: Tensor, area: float = CROP_AREA, size: tuple[int, int] | None = None) -> Tensor:
-    """Crop the central box with ``area`` of the image's area and resize it, bilinearly and without antialiasing.
+def center_crop(images: Tensor) -> Tensor:
+    """Crop the central box with 0.9 of the area and resize it to the whole, bilinearly and without antialiasing.
 
     The formula of TensorFlow's ``crop_and_resize`` and ``convert_image_dtype``, with which the reference evaluates.
-    With ``s = sqrt(area)``, output row ``i`` of ``h`` samples the image at ``(H - 1) ((1 - s) / 2 + i s / (h - 1))``,
-    between the rows above and below (columns alike); the result ``p`` in 0..1 becomes ``floor(255.5 p)``.
-
-    Args:
-        images: uint8 ``[N, H, W, 3]``.
-        area: fraction in (0, 1].
-        size: ``(h, w)`` of the output, by default that of the input.
-
-    Returns:
-        uint8 ``[N, h, w, 3]``.
-
-    Raises:
-        ValueError: if ``images`` are of another shape or type, or ``area`` is out of range.
+    With ``s = sqrt(0.9)``, output row ``i`` of ``H`` samples the image at ``(H - 1) ((1 - s) / 2 + i s / (H - 1))``,
+    between the rows above and below (columns alike); the result ``p`` in 0..1 becomes ``floor(255.5 p)``. uint8
+    ``[N, H, W, 3]``.
     """
     _check(images)
-    if not 0 < area <= 1:
-        raise ValueError(f"area {area} of a centre crop; expected a fraction in (0, 1], for example {CROP_AREA}")
-    side = area**0.5
+    side = CROP_AREA**0.5
     pixels = images * (1 / 255)
     for dim in (2, 1):
-        old, new = images.shape[dim], (size or images.shape[1:3])[dim - 1]
-        step = side * (old - 1) / max(new - 1, 1)
-        position = (1 - side) / 2 * (old - 1) + torch.arange(new, device=images.device) * step
+        size = images.shape[dim]
+        step = side * (size - 1) / max(size - 1, 1)
+        position = (1 - side) / 2 * (size - 1) + torch.arange(size, device=images.device) * step
         before = position.long()
-        after = (before + 1).clamp_(max=old - 1)
+        after = (before + 1).clamp_(max=size - 1)
         fraction = (position - before).view(-1, *[1] * (3 - dim))
         pixels = pixels.index_select(dim, before).lerp(pixels.index_select(dim, after), fraction)
     return (pixels * 255.5).clamp_(0, 255).to(torch.uint8)
@@ -257,9 +184,7 @@ def normalize(images: Tensor, means: tuple[float, ...], stds: tuple[float, ...])
 
 def _check(images: Tensor) -> None:
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-        raise ValueError(
-            f"images are {images.dtype} of shape {tuple(images.shape)}; expected torch.uint8 RGB [N, H, W, 3]"
-        )
+        raise ValueError(f"images {images.dtype} {tuple(images.shape)}; expected torch.uint8 RGB [N, H, W, 3]")
 
 
 def _resize_rows(images: Tensor, length: int, kernel: str) -> Tensor:
@@ -273,10 +198,7 @@ def _resize_rows(images: Tensor, length: int, kernel: str) -> Tensor:
 
 
 def _filtered(values: Tensor, dim: int, first: Tensor, weights: Tensor, start: int = 0) -> Tensor:
-    """Return ``start`` plus the weighted sums of ``values`` ``[N, H, W, 3]`` from ``first`` ``[new]`` on along ``dim``.
-
-    ``weights`` are ``[taps, new]``; those of inputs beyond the border are 0.
-    """
+    """Add to ``start`` the ``values`` from ``first`` ``[new]`` on along ``dim``, by ``weights`` ``[taps, new]``."""
     shape = list(values.shape)
     shape[dim] = len(first)
     total = values.new_full(shape, start)
@@ -290,8 +212,7 @@ def _filtered(values: Tensor, dim: int, first: Tensor, weights: Tensor, start: i
 def _weights(old: int, new: int, kernel: str) -> tuple[Tensor, Tensor]:
     """Return the first input of each output int64 ``[new]``, and its weights int32 ``[taps, new]``, fixed-point.
 
-    Keys' cubic with ``a = -0.5``, or a triangle; as wide as the scale when it shrinks, cut at the border and
-    normalised to sum 1.
+    Keys' cubic with ``a = -0.5``, or a triangle; as wide as the scale when it shrinks, cut at the border, of sum 1.
     """
     reach = {"bicubic": 2, "bilinear": 1}[kernel]
     scale = old / new

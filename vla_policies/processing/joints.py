@@ -1,11 +1,10 @@
 """Joints and grippers as a model counts them, where a simulator counts otherwise.
 
-A schema names the transforms of a preset and the dimensions that each is for, those of states and actions alike::
+A schema names the transforms of a preset and their dimensions, of states and actions alike::
 
     "joints": {"flip": (1, 2, 8, 9), "aloha_gripper": (6, 13)}
 
-A name is one of :data:`TRANSFORMS`, or ``"package.module:object"`` of somebody else's :class:`JointTransform`. States
-are only ever converted to the model's numbers, actions both ways; a transform may count the two in different units.
+A name is one of :data:`TRANSFORMS`, or ``"package.module:object"`` of another package's :class:`JointTransform`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,7 @@ Convert = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class JointTransform:
-    """Conversions of some dimensions, elementwise; they get float64 and return it.
-
-    Attributes:
-        states: converts states of the simulator to the model's.
-        to_simulator: converts actions of the model to the simulator's.
-        to_model: inverts ``to_simulator``.
-    """
+    """Elementwise float64 conversions of some dimensions of states (to the model's numbers) and actions (both ways)."""
 
     states: Convert
     to_simulator: Convert
@@ -40,7 +33,7 @@ class JointTransform:
 # The fingers' carriage is p metres from the joint, 0.01844 closed and 0.05800 open, and hangs on an arm of 0.036 m and
 # a horn of 0.022 m, at the angle asin((0.022^2 + p^2 - 0.036^2) / (2 0.022 p)). A state is that angle from 0.5476 to
 # 1.6296 rad (2405 and 3110 of the encoder's 4096 counts, zero at 2048), scaled to 0..1. An action is the angle less
-# 0.5476 rad and not scaled; ALOHA is told it as the share of -0.6213 to 1.4910 rad, its own limits of that joint.
+# 0.5476 rad and not scaled; ALOHA's command is the share of -0.6213 to 1.4910 rad, its own limits of that joint.
 # Closed and open are -1.0799 and 0.9457 of a state, and -1.1689 and 0.9434 of an action.
 #
 # Source: openpi, src/openpi/policies/aloha_policy.py (_gripper_to_angular, _gripper_from_angular); RLinf has the same.
@@ -73,21 +66,13 @@ TRANSFORMS = {
 
 @dataclass(frozen=True)
 class JointSpace:
-    """All transforms of a preset, in their order.
-
-    Attributes:
-        transforms: each with the dimensions that it is for; none at all leaves every number as it is.
-    """
+    """All transforms of a preset, in their order, each with its dimensions; none leaves every number as it is."""
 
     transforms: tuple[tuple[JointTransform, tuple[int, ...]], ...] = ()
 
     @classmethod
     def from_names(cls, names: Mapping[str, Sequence[int]], size: int) -> JointSpace:
-        """Find the transforms of a schema.
-
-        Args:
-            names: dimensions by the name of a transform.
-            size: dimensions that states and actions both have.
+        """Find the transforms of a schema, dimensions by name; states and actions both have ``size`` of them.
 
         Raises:
             ValueError: no transform of that name, or no such dimension.

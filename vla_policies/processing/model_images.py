@@ -22,8 +22,9 @@ class ModelImages:
     """Mixin of a policy that resizes: it writes ``model_images`` when it acts, and reads it when it learns.
 
     ``model_images`` is uint8 ``[N, n, h, w, 3]``: what :meth:`resize_cameras` returned, or, where that has more pixels
-    than they do, the ``n`` cameras as they are. Its height and width tell which: frames of :attr:`model_image_size` are
-    ready. Cameras of several sizes are always resized. Where cameras are at hand, they are what is read: nothing stale.
+    than they do, the ``n`` cameras as they are; height and width tell which. Cameras of several sizes are always
+    resized.
+    Where cameras are at hand, they are what is read: nothing stale.
     """
 
     @property

@@ -7,7 +7,7 @@ bounds are the 1st and 99th percentile of the training data (kind ``q99``, most 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +23,7 @@ _EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Bounds:
-    """What -1 and 1 mean, per dimension.
-
-    Attributes:
-        low, high: values in physical units, one per dimension.
-        mask: whether a dimension is normalised at all; a gripper usually is not.
-    """
+    """What -1 and 1 mean, per dimension, in physical units; not normalised where ``mask`` is false (grippers)."""
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -57,7 +52,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ActionStatistics:
-    """The statistics of one training data set: how its actions and its proprioception are normalised.
+    """How actions and proprioception of one training data set are normalised.
 
     Attributes:
         key: name of the data set, the ``unnorm_key`` of the checkpoint.
@@ -75,17 +70,10 @@ class ActionStatistics:
     def from_json(
         cls, statistics: Mapping[str, Mapping[str, Any]], unnorm_key: str | None, kind: str = "q99"
     ) -> ActionStatistics:
-        """Read ``dataset_statistics.json`` (or ``norm_stats`` of ``config.json``).
+        """Read ``dataset_statistics.json`` or ``norm_stats``: of the only data set, or that of ``unnorm_key``.
 
-        Args:
-            statistics: entries ``action`` and perhaps ``proprio`` per data set, each with ``q01``, ``q99``, ``min``,
-                ``max`` and perhaps ``mask``.
-            unnorm_key: which data set; may be ``None`` if there is only one.
-            kind: ``q99`` or ``min_max``.
-
-        Raises:
-            ValueError: an unknown kind or key (the message lists what there is), or numbers that are missing, not
-                finite or inverted.
+        Each has ``action`` and perhaps ``proprio``, with the bounds of the ``kind`` (``q99``, ``min_max``) and perhaps
+        ``mask``. ValueError: no such key or kind, or numbers that are missing, not finite or inverted.
         """
         if kind not in KINDS:
             raise ValueError(f"unknown kind of statistics {kind!r}; there are {sorted(KINDS)}")
@@ -96,20 +84,8 @@ class ActionStatistics:
         proprio = _bounds(entry, PROPRIO, kind, key) if entry.get(PROPRIO) else None
         return cls(key, kind, _bounds(entry, ACTION, kind, key), proprio)
 
-    def unnormalize(self, actions: Tensor) -> Tensor:
-        """Convert actions ``[..., A]`` in -1..1 to physical units."""
-        return self.action.unnormalize(actions)
-
-    def normalize(self, actions: Tensor) -> Tensor:
-        """Convert actions ``[..., A]`` in physical units to -1..1."""
-        return self.action.normalize(actions)
-
     def normalize_states(self, states: Tensor) -> Tensor:
-        """Convert proprioception ``[..., S]`` to -1..1, clamped.
-
-        Raises:
-            ValueError: the data set has no statistics of proprioception, or of another size.
-        """
+        """Convert proprioception ``[..., S]`` to -1..1, clamped; ValueError without statistics of that size."""
         if self.proprio is None:
             raise ValueError(f"the statistics {self.key!r} have no entry 'proprio'; set use_proprio=False")
         if states.shape[-1] != len(self.proprio):
@@ -123,8 +99,7 @@ class ActionStatistics:
 def summarise(values: Tensor) -> dict[str, list[float]]:
     """Return statistics of values ``[n, D]``, by dimension: ``mean``, ``std``, ``min``, ``max``, ``q01`` and ``q99``.
 
-    Where the percentiles are equal although a dimension moved, such as a gripper that hardly ever does, they are its
-    extremes: nothing can be divided by what is between equal ones.
+    Percentiles that are equal although a dimension moved (a gripper that hardly does) become the extremes.
     """
     found = values.double().cpu().numpy()
     low, high = found.min(0), found.max(0)
@@ -138,8 +113,7 @@ def summarise(values: Tensor) -> dict[str, list[float]]:
 def select_statistics(statistics: Mapping[str, Any], unnorm_key: str | None) -> str:
     """Find the key that ``unnorm_key`` means; LIBERO checkpoints append ``_no_noops`` to a suite's name.
 
-    Raises:
-        ValueError: no statistics at all, no such key, or no key given where there are several; lists the keys.
+    ValueError, which lists the keys: none of that name, or no name where there are several.
     """
     names = sorted(statistics)
     if not names:
@@ -171,30 +145,18 @@ def _bounds(statistics: Mapping[str, Any], what: str, kind: str, key: str) -> Bo
 
 
 def numbers(values: Any, what: str) -> tuple[float, ...]:
-    """Return a list of finite numbers, at least one.
-
-    Raises:
-        ValueError: it is something else; the message begins with ``what``.
-    """
+    """Return a list of finite numbers, at least one; ValueError, which begins with ``what``, for anything else."""
     plain = isinstance(values, list | tuple) and all(type(value) in (int, float) for value in values)
-    if not plain or not values or not all(map(math.isfinite, values)):
-        shown = repr(values)
-        raise ValueError(
-            f"{what} is {shown[:100]}{'...' if len(shown) > 100 else ''}, must be a list of finite numbers; copy the "
-            "statistics again"
-        )
+    if not plain or not values or not all(abs(value) <= sys.float_info.max for value in values):
+        repr(values)
+        raise ValueError(f"{what} is {repr(values)[:100]}, must be a list of finite numbers; copy the statistics again")
     return tuple(map(float, values))
 
 
 def check_order(low: Sequence[float], high: Sequence[float], what: str, names: Sequence[str]) -> None:
-    """Refuse bounds of which the lower is the higher. Equal they are where a dimension never moved.
-
-    Raises:
-        ValueError: names the dimensions; the message begins with ``what``.
-    """
+    """Refuse bounds of which the lower is the higher (equal: never moved), by a ValueError on ``what``."""
     inverted = [index for index, (one, other) in enumerate(zip(low, high, strict=False)) if one > other]
     if inverted:
         raise ValueError(
-            f"{what} are inverted in dimensions {inverted}: {names[0]} is greater than {names[1]}; copy the statistics "
-            "again"
+            f"{what} are inverted in dimensions {inverted}: {names[0]} > {names[1]}; copy the statistics again"
         )

@@ -11,16 +11,9 @@ from vla_policies.checkpoint.settings import SettingError
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], texts: Sequence[str], length: int, padding: int) -> Tensor:
-    """Fill prompts up to ``length`` tokens: int64 ``[N, length]``.
+    """Fill prompts up to ``length`` (``max_prompt_length``) tokens: int64 ``[N, length]``.
 
-    Args:
-        prompts: tokens of each.
-        texts: the instruction of each, for the message.
-        length: ``max_prompt_length``.
-        padding: the token.
-
-    Raises:
-        SettingError: a prompt is longer; says how long the longest is.
+    ``texts`` are their instructions. SettingError: a prompt is longer; says how long the longest is.
     """
     longest, text = max(zip(map(len, prompts), texts, strict=True), default=(0, ""))
     if longest > length:

@@ -1,79 +1,71 @@
 """What the small policies see: image, instruction and state as one token each.
 
-Image -> convolutions -> spatial-softmax keypoints -> one token; instruction and state -> one token each. Spatial
-softmax: Levine et al. 2016, "End-to-End Training of Deep Visuomotor Policies". On few demonstrations it makes the
-policy look at the image, which patch tokens did not. Where the maps start matters: nearly equal ones under a sharp
-softmax put all keypoints into the middle of the image, and a policy that finds nothing there learns to do without.
+Image -> convolutions -> spatial-softmax keypoints -> one token. Spatial softmax: Levine et al. 2016, "End-to-End
+Training of Deep Visuomotor Policies"; on few demonstrations it makes the policy look at the image, which patch tokens
+did not. Where the maps start matters: nearly equal ones under a sharp softmax put all keypoints into the middle of the
+image, and a policy that finds nothing there learns to do without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vla_common.settings import Length, Width
 from vla_policies.checkpoint.settings import SettingError
+from vla_policies.policy import VLAPolicy
+from vla_policies.small.precision import Compute, settle
 from vla_policies.small.text import HashedText
 
 Part = Annotated[float, Ge(0), Le(1)]  # of the image's height or width
 Crop = tuple[Part, Part, Part, Part]
-Compute = Literal["float32", "bf16"]
 
 _GROUPS = 4  # of channels that are normalised together
 _LEAST = 8  # pixels of a side of what is cut out
 
 
-class EncoderConfig(Protocol):
-    """Sizes of a :class:`SmallEncoder` and of the transformer that reads it."""
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Shape of a small policy: its :class:`SmallEncoder` and the transformer that reads it.
 
-    @property
-    def state_dim(self) -> int:
-        """Length ``S`` of ``states``."""
-
-    @property
-    def dim(self) -> int:
-        """Width of a token."""
-
-    @property
-    def heads(self) -> int:
-        """Attention heads of the transformer."""
-
-    @property
-    def channels(self) -> tuple[int, int, int]:
-        """Channels of the three convolutions."""
-
-    @property
-    def keypoints(self) -> int:
-        """Points that the images are reduced to."""
-
-    @property
-    def text_buckets(self) -> int:
-        """Rows of the embedding that words are hashed into."""
-
-    @property
-    def crop(self) -> Crop | None:
-        """What is cut out of the image: top, left, height and width as parts of it; all of it if ``None``."""
-
-    @property
-    def blind(self) -> bool:
-        """See black images only."""
-
-    @property
-    def compute(self) -> Compute:
-        """What the network computes in; its weights are float32."""
-
-
-def check_sizes(config: EncoderConfig) -> None:
-    """Refuse sizes that make no network.
-
-    Raises:
-        ValueError: says which setting.
+    Attributes:
+        action_low, action_high: bounds of a primitive action, in the simulator's units.
+        state_dim: ``S``.
+        chunk_size: ``C``, primitive actions per decision.
+        dim, layers, heads: of the transformer.
+        channels: of the three convolutions.
+        keypoints: number of spatial-softmax maps.
+        text_buckets: rows of the hashed word table.
+        crop: what is cut out of the image, ``(top, left, height, width)`` as parts of it; all of it if ``None``.
+        blind: see black images only: a twin that shows how much of a result needs no looking.
+        compute: ``"bf16"`` runs the network in bfloat16 (:func:`torch.autocast`) on weights in float32: faster on
+            processors that know bfloat16, many times slower on others. ``"auto"`` becomes ``"bf16"`` on the former and
+            ``"float32"`` on the latter, when the policy is made.
     """
+
+    action_low: tuple[float, ...]
+    action_high: tuple[float, ...]
+    state_dim: int
+    chunk_size: Length = 5
+    dim: Width = 128
+    layers: Annotated[int, Ge(1), Le(100)] = 2
+    heads: Width = 4
+    channels: tuple[Width, Width, Width] = (16, 32, 48)
+    keypoints: Width = 32
+    text_buckets: Annotated[int, Ge(2), Le(1_000_000)] = 2048
+    crop: Crop | None = None
+    blind: bool = False
+    compute: Compute = "float32"
+
+
+def check_config(config: EncoderConfig) -> None:
+    """Refuse sizes that make no network with a SettingError, and settle what it computes in."""
     if config.dim % config.heads:
         raise SettingError(f"heads={config.heads}: must divide dim={config.dim}; type heads=4 with dim=128")
     if any(number % _GROUPS for number in config.channels[1:]):
@@ -86,25 +78,22 @@ def check_sizes(config: EncoderConfig) -> None:
                 f"crop={list(config.crop)}: [top, left, height, width] are parts of the image, and what is cut out "
                 "lies within it; type [0.2,0.3,0.6,0.6], or null for all of it"
             )
+    settle(config)
 
 
-@contextmanager
-def computing(config: EncoderConfig, device: torch.device) -> Iterator[None]:
-    """Within, a small policy's network runs: with ``compute="bf16"`` most of it in bfloat16.
+def make_trunk(config: EncoderConfig) -> nn.TransformerEncoder:
+    """Make the transformer that reads the three tokens and those of the actions."""
+    layer = nn.TransformerEncoderLayer(
+        config.dim, config.heads, 2 * config.dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+    return nn.TransformerEncoder(layer, config.layers, nn.LayerNorm(config.dim), enable_nested_tensor=False)
 
-    Whether it acts or learns. PyTorch's fast path of transformers, which is taken where nothing is learnt, does not
-    know autocast on CPUs and computes in float32: log-probabilities of a rollout would not be those of the update.
-    """
-    if config.compute != "bf16":
-        yield
-        return
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.autocast(device.type, torch.bfloat16):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+
+def make_value_head(dim: int, num_values: int) -> nn.Sequential:
+    """Make a head on the three tokens ``[N, 3 dim]`` whose values begin as 0."""
+    first, second, last = nn.Linear(3 * dim, dim), nn.Linear(dim, dim), nn.Linear(dim, num_values)
+    nn.init.zeros_(last.weight)
+    return nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
 
 
 class SmallEncoder(nn.Module):
@@ -124,21 +113,13 @@ class SmallEncoder(nn.Module):
         self.text_projection = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim))
         self.state = nn.Sequential(nn.Linear(config.state_dim, dim), nn.GELU(), nn.Linear(dim, dim))
         self.modality = nn.Parameter(0.02 * torch.randn(3, dim))
-        self.sight = nn.Identity()  # image and instruction pass through it: see VLAPolicy.sight
-
-    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
-        """Set the normalisation of ``states``: two tensors ``[S]``."""
-        self.state_mean.copy_(state_mean)
-        self.state_std.copy_(state_std)
+        self.vision_features = nn.Identity()  # image and instruction pass through it
 
     def forward(self, images: Tensor, states: Tensor, prompt_tokens: Tensor) -> Tensor:
         if images.dtype != torch.uint8:
-            raise ValueError(
-                f"images are uint8 [N, H, W, 3] from 0 to 255, got {images.dtype}; of values from 0 to 1 pass (255 * "
-                "images).to(torch.uint8)"
-            )
+            raise ValueError(f"images are uint8 [N, H, W, 3] from 0 to 255, got {images.dtype}")
         text = self.text_projection(self.text(prompt_tokens))
-        seen = self.sight(torch.cat([self._look(images), text], dim=-1))
+        seen = self.vision_features(torch.cat([self._look(images), text], dim=-1))
         state = self.state((states - self.state_mean) / self.state_std)
         return torch.stack([*seen.chunk(2, dim=-1), state], dim=1) + self.modality
 
@@ -156,9 +137,22 @@ class SmallEncoder(nn.Module):
             return self.vision(torch.zeros_like(images[:1])).expand(len(images), -1)
         return self.vision(images)
 
-    def tokenize(self, task_descriptions: Sequence[str]) -> Tensor:
-        """Return tokens int64 ``[N, L]`` of ``N`` instructions, on the device of the module."""
-        return self.text.tokenize(task_descriptions).to(self.state_mean.device)
+
+class SmallPolicy(VLAPolicy):
+    """What small policies leave to their :class:`SmallEncoder`."""
+
+    encoder: SmallEncoder
+
+    @property
+    def vision_features(self) -> nn.Module:
+        return self.encoder.vision_features
+
+    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
+        self.encoder.state_mean.copy_(state_mean)
+        self.encoder.state_std.copy_(state_std)
+
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        return self.encoder.text.tokenize(task_descriptions).to(self.encoder.state_mean.device)
 
 
 class KeypointEncoder(nn.Module):

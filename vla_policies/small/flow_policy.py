@@ -1,67 +1,47 @@
 """SmallFlow: the small policy with a flow instead of action tokens, which trains on a CPU in minutes.
 
-The :class:`~vla_policies.small.encoder.SmallEncoder` looks once per decision; a small transformer reads its three
-tokens with one token per noisy action, whose time is added to it, and says how fast each flows.
+A small transformer reads the three tokens of :class:`~vla_policies.small.encoder.SmallEncoder`, made once per decision,
+with one token per noisy action, to which its time is added, and says how fast each flows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from annotated_types import Ge, Le
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from vla_common import keys
-from vla_common.settings import Length, Width
 from vla_common.texts import to_strings
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.config import FlowConfig
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import embed_time
-from vla_policies.small.encoder import Compute, Crop, SmallEncoder, check_sizes, computing
+from vla_policies.small.encoder import (
+    EncoderConfig,
+    SmallEncoder,
+    SmallPolicy,
+    check_config,
+    make_trunk,
+    make_value_head,
+)
+from vla_policies.small.precision import computing
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallFlowConfig(FlowConfig):
-    """Shape of a :class:`SmallFlow`, beside :class:`~vla_policies.flow.config.FlowConfig`.
-
-    Attributes:
-        action_low, action_high: bounds of a primitive action, in the simulator's units.
-        state_dim: ``S``.
-        chunk_size: ``C``, primitive actions per decision.
-        dim, layers, heads: of the transformer.
-        channels: of the three convolutions.
-        keypoints: number of spatial-softmax maps.
-        text_buckets: rows of the hashed word table.
-        crop, blind, compute: as those of :class:`~vla_policies.small.token_policy.SmallVLAConfig`.
-    """
-
-    action_low: tuple[float, ...]
-    action_high: tuple[float, ...]
-    state_dim: int
-    chunk_size: Length = 5
-    dim: Width = 128
-    layers: Annotated[int, Ge(1), Le(100)] = 2
-    heads: Width = 4
-    channels: tuple[Width, Width, Width] = (16, 32, 48)
-    keypoints: Width = 32
-    text_buckets: Annotated[int, Ge(2), Le(1_000_000)] = 2048
-    crop: Crop | None = None
-    blind: bool = False
-    compute: Compute = "float32"
+class SmallFlowConfig(FlowConfig, EncoderConfig):
+    """Settings of a :class:`SmallFlow`: those of a flow and those of a small policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self)
+        check_config(self)
         if self.dim % 2:
             raise SettingError(f"dim={self.dim}: must be even: half of it are sines of the time, half cosines")
 
 
-class SmallFlow(FlowPolicy):
+class SmallFlow(SmallPolicy, FlowPolicy):
     """See the module's docstring; :class:`~vla_policies.flow.policy.FlowPolicy` samples and learns.
 
     Example:
@@ -70,8 +50,11 @@ class SmallFlow(FlowPolicy):
 
     family: ClassVar[str] = "small_flow"
     config_class: ClassVar[type[SmallFlowConfig]] = SmallFlowConfig
-    in_keys: ClassVar[list[str]] = [keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS]
+    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, *FlowPolicy.drawn_keys)
+
+    center: Tensor
+    half_range: Tensor
 
     def __init__(self, config: SmallFlowConfig):
         action_dim = len(config.action_low)
@@ -92,31 +75,14 @@ class SmallFlow(FlowPolicy):
         self.queries = nn.Parameter(0.5 * torch.randn(config.chunk_size, dim))
         self.action_in = nn.Linear(self.action_dim, dim)
         self.time_in = nn.Sequential(nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, dim))
-        layer = nn.TransformerEncoderLayer(
-            dim, config.heads, 2 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.trunk = nn.TransformerEncoder(layer, config.layers, nn.LayerNorm(dim), enable_nested_tensor=False)
+        self.trunk = make_trunk(config)
         self.action_out = nn.Linear(dim, self.action_dim)
         nn.init.zeros_(self.action_out.weight)
         nn.init.zeros_(self.action_out.bias)
         self.num_values = 1 if config.value_head else 0
-        self.value_head: nn.Module | None = None
-        if config.value_head:
-            first, second, last = nn.Linear(3 * dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 1)
-            self.value_head = nn.Sequential(first, nn.GELU(), second, nn.GELU(), last)
-            nn.init.zeros_(last.weight)
-
-    @property
-    def sight(self) -> nn.Module:
-        """What has made of image and instruction ``[N, 2 dim]``, see :class:`~vla_policies.policy.VLAPolicy`."""
-        return self.encoder.sight
-
-    def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
-        """Set the normalisation of ``states``: two tensors ``[S]``; they are saved with the weights."""
-        self.encoder.set_statistics(state_mean, state_std)
+        self.value_head = make_value_head(dim, 1) if config.value_head else None
 
     def observe(self, tensordict: TensorDictBase) -> Tensor:
-        """Return tokens ``[N, 3, dim]``."""
         images, *others = (tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS))
         with computing(self.config, images.device):
             return self.encoder(images, *others).float()
@@ -147,7 +113,3 @@ class SmallFlow(FlowPolicy):
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
         tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict)))
         return tensordict.select(keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS).to(self.center.device)
-
-    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        """Return tokens int64 ``[N, L]`` of ``N`` instructions."""
-        return self.encoder.tokenize(task_descriptions)

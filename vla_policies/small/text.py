@@ -16,10 +16,7 @@ _PADDING = 0
 class HashedText(nn.Module):
     """Mean embedding of the words and adjacent word pairs of an instruction (as fastText does for n-grams).
 
-    Args:
-        num_buckets: rows of the table; words that share a bucket cannot be told apart.
-        dim: width of the embedding.
-        max_words: longer instructions are cut.
+    Words that share one of ``num_buckets`` cannot be told apart; instructions are cut after ``max_words``.
     """
 
     def __init__(self, num_buckets: int, dim: int, max_words: int = 24):

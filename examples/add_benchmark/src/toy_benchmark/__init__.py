@@ -1,4 +1,4 @@
-"""A point that is told which of two coloured discs to go to: all that a benchmark of one's own needs."""
+"""A point whose instruction names one of two coloured discs: all that a benchmark of one's own needs."""
 
 from vla_common.settings import Count
 from vla_envs import Benchmark, BenchmarkSchema, SimulatorSpec, Task

@@ -1,0 +1,107 @@
+"""``python on_imitated_gpu.py``: a line of JSON for everything that policies, worlds and a learner do on either device.
+
+Each says what was tried, with ``null`` or the error. Worlds of a GPU are simulated together, as ManiSkill's on CUDA.
+"""
+
+import json
+import sys
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import imitated_gpu
+import torch
+from walker import walker_spec
+
+from vla_algos import BehaviourCloning, EpisodeCollector, Learner, StepCollector, collect_groups, evaluate, gae, grpo
+from vla_algos.losses import ChunkClipPPOLoss
+from vla_common import keys
+from vla_envs import EpisodeSampler, VLAEnv, evaluation_episodes
+from vla_policies import OpenVLAOFT, Pi0, SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig
+from vla_policies.tiny import make_tiny
+
+SIZES = {"action_low": (-1.0,) * 4, "action_high": (1.0,) * 4, "state_dim": 4, "chunk_size": 2, "dim": 8, "heads": 2}
+SIZES |= {"layers": 1, "channels": (4, 4, 4), "keypoints": 4, "text_buckets": 32}
+
+
+def families(folder):
+    """Functions of a device; those of checkpoints are slow, and tried on the GPU alone."""
+    for kind in ("openvla_oft_rlinf", "pi0"):
+        make_tiny(kind, folder / kind)
+    oft = {"benchmark": "metaworld", "layout": "rlinf", "num_action_chunks": 2, "value_head": True}
+    pi0 = {"benchmark": "metaworld", "config_name": "pi0_metaworld", "num_action_chunks": 2, "num_steps": 2}
+    return {
+        "small": lambda device: SmallVLA(SmallVLAConfig(num_bins=8, **SIZES)).to(device),
+        "small_flow": lambda device: SmallFlow(SmallFlowConfig(value_head=True, num_steps=2, **SIZES)).to(device),
+        "openvla_oft": lambda d: OpenVLAOFT.from_pretrained(folder / "openvla_oft_rlinf", device=d, **oft),
+        "pi0": lambda d: Pi0.from_pretrained(folder / "pi0", device=d, value_head=True, **pi0),
+    }
+
+
+def make_env(device):
+    """Two worlds of Meta-World's shape; with 0 as the goal about half of the episodes succeed."""
+    spec = walker_spec(horizon=5, goal=0.0, action_dim=4)
+    spec = replace(spec, id="metaworld/walker", state_dim=4, image_shape=(16, 16))
+    if device != "cpu":
+        where = {**spec.options, "device": device}
+        spec = replace(spec, batched="batched_walkers:BatchedWalkers", options=where)
+    return VLAEnv(spec, 2, 2, EpisodeSampler(spec, 0), num_workers=1)
+
+
+def learn(policy, batch, **settings):
+    loss = ChunkClipPPOLoss(policy, reference_kl_coeff=0.1, **settings)
+    Learner(loss, lr=1e-3, minibatch_size=8, micro_batch_size=4).update(batch)
+
+
+def ppo(policy, env):
+    collector = StepCollector(env, policy, 2)
+    batch = gae(collector.rollout())
+    learn(policy, batch, entropy_coeff=0.01)
+    collector.load_state_dict(collector.state_dict())
+    collector.rollout()
+
+
+def group_relative(policy, env):
+    groups = collect_groups(EpisodeCollector(env, policy), EpisodeSampler(env.simulator_spec, 0, group_size=4), 1, 8)
+    learn(policy, grpo(groups), critic_coeff=None)
+
+
+def cloning(policy, env):
+    shown = policy(env.reset()).select(*policy.loss_keys, keys.STATES, keys.ACTION, strict=False).cpu()
+    shown[keys.STEP_MASK] = torch.ones(2, 2, dtype=torch.bool)
+    learner = BehaviourCloning(policy, shown, steps=2, batch_size=2)
+    learner.step()
+    learner.evaluate(shown)
+
+
+def evaluation(policy, env):
+    evaluate(env, policy, evaluation_episodes(env.simulator_spec, 2, seed=1), record=1)
+
+
+WORK = {"ppo": ppo, "grpo": group_relative, "cloning": cloning, "evaluation": evaluation}
+GPU = "gpu:0"
+DEVICES = {"small": [(GPU, GPU), (GPU, "cpu"), ("cpu", GPU)]}  # of policy and worlds
+DEVICES |= {"small_flow": [(GPU, GPU)], "openvla_oft": [(GPU, GPU)], "pi0": [(GPU, GPU)]}
+
+
+def main():
+    torch.set_num_threads(1)
+    imitated_gpu.begin()
+    with tempfile.TemporaryDirectory() as folder:
+        for family, make in families(Path(folder)).items():
+            for devices in DEVICES[family]:
+                torch.manual_seed(0)
+                policy, env = make(devices[0]), make_env(devices[1])
+                for name, work in WORK.items():
+                    try:
+                        work(policy, env)
+                        error = None
+                    except Exception:
+                        error = traceback.format_exc()
+                    print(json.dumps([family, *devices, name, error]), flush=True)
+                env.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

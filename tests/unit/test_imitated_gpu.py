@@ -1,0 +1,47 @@
+"""PPO, GRPO, cloning and evaluation with policy and worlds on a GPU or not: nothing mixes what lies on either.
+
+The GPU is imitated: it shows tensors that are not where they should be, in a process of its own. It has no kernels.
+"""
+
+import json
+from dataclasses import replace
+
+import forked
+import pytest
+import torch
+from on_imitated_gpu import DEVICES, WORK
+from paths import ROOT
+from walker import walker_spec
+
+from vla_common import keys
+from vla_envs import EpisodeSampler, VLAEnv
+
+CASES = [(family, *devices, work) for family, tried in DEVICES.items() for devices in tried for work in WORK]
+
+
+@pytest.fixture(scope="module")
+def errors():
+    done = forked.run(ROOT / "tests" / "_support" / "on_imitated_gpu.py", limit=240)
+    assert done.returncode == 0, done.stderr
+    return {tuple(case): error for *case, error in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_no_tensor_is_where_it_should_not_be(case, errors):
+    assert not errors[case]
+
+
+def test_worlds_that_are_simulated_together_say_their_device_and_are_those_of_workers():
+    spec = walker_spec()
+    together = replace(spec, batched="batched_walkers:BatchedWalkers", options={**spec.options, "device": "cpu"})
+    envs = [VLAEnv(each, 2, 3, EpisodeSampler(spec, 0), num_workers=1) for each in (spec, together)]
+    try:
+        assert [env.device for env in envs] == [torch.device("cpu")] * 2
+        torch.manual_seed(0)
+        action = torch.rand(2, 3, spec.action_dim)
+        seen, same = (env.step(env.reset().set(keys.ACTION, action)) for env in envs)
+        assert (seen == same).all()
+    finally:
+        for env in envs:
+            env.close()

@@ -1,0 +1,302 @@
+"""The demonstrations of a run: recorded now, or read from a folder, which may be a LeRobot data set."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from vla_algos import parallel
+from vla_algos.demonstrations.dataset import DemonstrationSet, for_policy, load_demonstrations
+from vla_algos.demonstrations.experts import (
+    Finished,
+    RecordingSettings,
+    count_by_task,
+    describe_experts,
+    record_demonstrations,
+    write_demonstrations,
+)
+from vla_algos.files import FolderInUse, lock_folder, write_folder_atomically
+from vla_algos.imitation import check_state_noise
+from vla_algos.lerobot.dataset import is_lerobot
+from vla_algos.lerobot.demonstrations import LeRobotDemonstrations, Tasks
+from vla_algos.samples import Samples, check_heldout
+from vla_algos.state_prediction import check_vision_features
+from vla_common import keys
+from vla_common.settings import BelowOne, Whole
+from vla_envs import Episode, SimulatorSpec, VLAEnv
+from vla_envs.experts import check_expert, noise_of_dimensions
+from vla_policies import VLAPolicy
+
+_SEED_OFFSET = 1_000_000  # from a run's seed to that of the demonstrations' initial states
+_STATISTICS_ROWS = 20_000  # evenly spread, that percentiles are of
+Found = DemonstrationSet | LeRobotDemonstrations
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemonstrationSettings(RecordingSettings):
+    """The section ``demonstrations``.
+
+    Attributes:
+        episodes: how many the expert tries, of all tasks equally many, or one more of the first ones.
+        folder: where demonstrations are kept: those that are there are read, otherwise they are recorded into it. Of
+            what was recorded, the folder's own settings count, and a line says so where they differ from these.
+            ``None`` keeps them in memory. A data set of LeRobot is read; of the settings above ``stride`` counts then.
+        heldout: share of the trials of each task that are not learnt from, see :meth:`Samples.split`.
+        statistics: what a policy of a checkpoint normalises actions and states by: its own statistics, or those of the
+            demonstrations that are learnt from, which it is saved with. Policies that are made new always take these
+            for their states, and the environment's bounds for their actions.
+        camera, wrist_cameras, tasks: of a LeRobot data set, see :meth:`LeRobotDemonstrations.open`.
+    """
+
+    episodes: Whole
+    folder: str | None = None
+    heldout: BelowOne = 0.0
+    statistics: Literal["checkpoint", "demonstrations"] = "checkpoint"
+    camera: str | None = None
+    wrist_cameras: Sequence[str] | None = None
+    tasks: Tasks = "environment"
+
+    @property
+    def recording(self) -> dict[str, Any]:
+        """Those of :class:`RecordingSettings`."""
+        return {each.name: getattr(self, each.name) for each in fields(RecordingSettings)}
+
+    @property
+    def lerobot(self) -> dict[str, Any]:
+        """Those of a LeRobot data set alone."""
+        return {name: getattr(self, name) for name in ("camera", "wrist_cameras", "tasks")}
+
+
+class Demonstrations:
+    """The demonstrations that a policy clones before reinforcement learning, or in ``recipes/sft.py``.
+
+    Args:
+        config: the settings of the run.
+        spec: of its environment.
+
+    Attributes:
+        wanted: whether there is something to clone: a policy of a checkpoint begins as it is.
+        facts: for the run's record, of a LeRobot data set.
+
+    Raises:
+        ValueError: settings that do not fit each other or the environment, or the evaluation would repeat episodes.
+    """
+
+    def __init__(self, config: SimpleNamespace, spec: SimulatorSpec):
+        settings, cloning = config.demonstrations, config.cloning
+        if settings["episodes"] and "steps" not in cloning:
+            raise ValueError(
+                "cloning.steps is missing: how many steps? type cloning.steps=400, or demonstrations.episodes=0"
+            )
+        self.settings, self.spec, self.facts = DemonstrationSettings(**settings), spec, dict[str, Any]()
+        self._lerobot: LeRobotDemonstrations | None = None
+        self._auxiliary = cloning.get("auxiliary", 0.0)
+        self._seed, self._evaluation_seed = config.seed + _SEED_OFFSET, config.eval["seed"]
+        if self._evaluation_seed in (config.seed, self._seed):
+            raise ValueError(
+                f"eval.seed={self._evaluation_seed} is the family of initial states that this run trains on; "
+                "take another one, such as eval.seed=9000000"
+            )
+        if "noise" in settings:
+            noise_of_dimensions(self.settings.noise, spec)
+        if "state_noise" in cloning:
+            check_state_noise(cloning["state_noise"], spec.state_dim)
+        begins = not config.policy.get("checkpoint") or config.recipe == "sft"
+        self.wanted = bool(self.settings.episodes) and begins
+        if self.wanted:
+            self._check()
+
+    def _check(self) -> None:
+        found, spec = self._find(), self.spec
+        if found is None:
+            check_heldout(self.settings.heldout, self.settings.episodes // len(spec.tasks))
+            with contextlib.suppress(ImportError):  # what starts it says what to install
+                check_expert(spec.simulator_class(), spec)
+        elif isinstance(found, LeRobotDemonstrations):
+            self._lerobot, self.facts["demonstrations"] = found, found.facts()
+
+    def check_policy(self, policy: VLAPolicy) -> None:
+        """Refuse a policy that cannot clone as asked: ``cloning.auxiliary`` of one without ``vision_features``."""
+        if self.wanted:
+            check_vision_features(policy, self._auxiliary)
+
+    def record(self, env: VLAEnv, policy: VLAPolicy, by: int = 0) -> tuple[Samples, Samples]:
+        """Record them one task after the other, or read them from their folder; of several processes one records.
+
+        Args:
+            env: its workers record.
+            policy: whose instructions and chunks they are for.
+            by: rank of the process that records.
+
+        Returns:
+            What ``policy`` learns from, and what is held out; the same in all processes.
+
+        Raises:
+            ValueError: the folder has something else in it; nothing is held out although it should be.
+            FolderInUse: another process records into the folder.
+        """
+        records = parallel.rank() == by
+        if self.settings.folder is None:
+            recorded: Any = self._record(env, policy) if records else None
+            return parallel.broadcast_object(recorded, by)
+        found = self._find_or_write(env, policy) if records else None
+        parallel.barrier()  # now they are there
+        return read(self.settings, self.spec, policy, found or self._find())
+
+    def _find(self) -> Found | None:
+        return self._lerobot or find_demonstrations(self.settings, self.spec, self._evaluation_seed)
+
+    def _episodes(self) -> list[Episode]:
+        count = len(self.spec.tasks)
+        episodes = (Episode(n % count, n // count, self._seed) for n in range(self.settings.episodes))
+        return sorted(episodes, key=lambda episode: episode.task_id)
+
+    def _record(self, env: VLAEnv, policy: VLAPolicy) -> tuple[Samples, Samples]:
+        episodes = self._episodes()
+        with _progress(self.spec, len(episodes)) as note:
+            data = record_demonstrations(env, policy, episodes, **self.settings.recording, on_episode=note)
+        return Samples(data).split(self.settings.heldout)
+
+    def _find_or_write(self, env: VLAEnv, policy: VLAPolicy) -> Found | None:
+        """Return what the folder has, and say what that is; record into it if it is not there."""
+        found, episodes, settings = self._find(), self._episodes(), self.settings.recording
+
+        def write(folder: Path) -> None:
+            with _progress(self.spec, len(episodes)) as note:
+                write_demonstrations(folder, env, episodes, chunk_size=policy.chunk_size, **settings, on_episode=note)
+
+        if isinstance(found, LeRobotDemonstrations):
+            tqdm.write("\n".join(filter(None, [found.describe(), found.outside()])))
+        elif found is not None:
+            tqdm.write(_describe(found, self.spec, {"episodes": self.settings.episodes, **settings}))
+        else:
+            _record_into(Path(str(self.settings.folder)), write)
+        return found
+
+
+def find_demonstrations(settings: DemonstrationSettings, spec: SimulatorSpec, evaluation_seed: int) -> Found | None:
+    """Open the demonstrations of a folder, recorded ones or a LeRobot data set; ``None`` if it is not there yet.
+
+    Raises:
+        ValueError: they do not fit the environment, the evaluation would repeat them, something else is there, or
+            settings that mean nothing for them.
+        ModuleNotFoundError: what reads them is not installed.
+    """
+    folder = settings.folder
+    if folder is not None and is_lerobot(folder):
+        return LeRobotDemonstrations.open(folder, spec, stride=settings.stride, **settings.lerobot)
+    for name, value in settings.lerobot.items():
+        if value != getattr(DemonstrationSettings, name):
+            raise ValueError(
+                f"demonstrations.{name}={value} is for a data set of LeRobot, and demonstrations.folder="
+                f"{folder} is none (no meta/info.json); leave it out"
+            )
+    if folder is None and settings.statistics == "demonstrations":
+        raise ValueError(
+            "demonstrations.statistics=demonstrations needs demonstrations that are kept; type "
+            "demonstrations.folder=FOLDER"
+        )
+    if folder is None or not Path(folder).exists():
+        return None
+    found = load_demonstrations(folder)
+    found.check(spec)
+    if evaluation_seed in found.facts["recording"]["seeds"]:
+        raise ValueError(
+            f"eval.seed={evaluation_seed} is the family of initial states of the demonstrations in {folder}; take "
+            "another one, such as eval.seed=9000000"
+        )
+    return found
+
+
+def read(
+    settings: DemonstrationSettings, spec: SimulatorSpec, policy: VLAPolicy, found: Found | None
+) -> tuple[Samples, Samples]:
+    """Read demonstrations that were found: what ``policy`` learns from, and what is held out.
+
+    Raises:
+        ValueError: they are not there or do not fit.
+    """
+    if found is None:
+        raise ValueError(
+            f"demonstrations.folder={settings.folder}: this process does not see it; take a folder that all "
+            "machines share"
+        )
+
+    def samples() -> tuple[Samples, Samples]:
+        if isinstance(found, DemonstrationSet):
+            return for_policy(found, policy, spec).split(settings.heldout)
+        return found.for_policy(policy).split(settings.heldout)
+
+    if settings.statistics == "demonstrations":
+        _take_statistics(policy, samples()[0], str(settings.folder))  # before prompts with normalised states in them
+    return samples()
+
+
+def _take_statistics(policy: VLAPolicy, samples: Samples, folder: str) -> None:
+    """Have ``policy`` normalise by what is in ``samples``; the name of their folder is that of the statistics."""
+    rows = torch.linspace(0, len(samples) - 1, min(len(samples), _STATISTICS_ROWS)).long()
+    some = samples.select(keys.ACTION, keys.STATES, keys.STEP_MASK)[rows]
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(folder).resolve().name)
+    policy.take_statistics(name, some[keys.ACTION], some[keys.STATES], some[keys.STEP_MASK])
+
+
+def _describe(found: DemonstrationSet, spec: SimulatorSpec, settings: Mapping[str, Any]) -> str:
+    """Say what is read, and what of it is not as this run would have recorded it."""
+    recording = found.facts["recording"]
+    lines = [f"{found.folder}: {found.describe()}"]
+    other = [f"{name} {recording[name]}, not {ours}" for name, ours in settings.items() if recording.get(name) != ours]
+    if other:
+        lines.append(f"  recorded with other settings than demonstrations. has now: {'; '.join(other)}")
+    theirs, here = found.facts["env"]["protocol_deviations"], list(spec.protocol_deviations)
+    if theirs != here:
+        lines.append(f"  recorded with {'; '.join(theirs) or 'the benchmark as it is'}")
+        lines.append(f"  this run has  {'; '.join(here) or 'the benchmark as it is'}")
+    lines.append(describe_experts(found.facts["tasks"], found.facts["env"]["max_episode_steps"]))
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _progress(spec: SimulatorSpec, episodes: int) -> Iterator[Finished]:
+    """Show a progress bar of what is called after each episode, and say at the end what the expert has solved."""
+    outcomes: list[tuple[Episode, int | None]] = []
+    solved = 0
+    with tqdm(total=episodes, desc="demonstrations", unit="episode", disable=not parallel.is_main()) as bar:
+
+        def note(episode: Episode, steps: int | None) -> None:
+            nonlocal solved
+            outcomes.append((episode, steps))
+            solved += steps is not None
+            bar.set_postfix(solved=solved, refresh=False)
+            bar.update()
+
+        yield note
+    tqdm.write(describe_experts(count_by_task(spec, outcomes), spec.max_episode_steps))
+
+
+def _record_into(folder: Path, write: Callable[[Path], object]) -> None:
+    """Fill a folder that is whole or not there at all, by one process at a time."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    locked = folder.with_name(f".recording_{folder.name}")
+    locked.mkdir(exist_ok=True)
+    try:
+        lock = lock_folder(locked)
+    except FolderInUse as error:
+        raise FolderInUse(
+            f"demonstrations.folder={folder}: another process records into it; type the same again when that has "
+            f"ended ({str(error).partition(';')[0]})"
+        ) from None
+    try:
+        if not folder.exists():  # not done meanwhile
+            write_folder_atomically(folder, write)
+    finally:
+        lock.release()
+        shutil.rmtree(locked, ignore_errors=True)

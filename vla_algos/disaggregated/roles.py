@@ -1,0 +1,130 @@
+"""What this process does in a run: collect, learn, or both, as the section ``placement`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from vla_algos import parallel
+from vla_algos.disaggregated.placement import Placement
+from vla_algos.run.environments import own_share
+from vla_algos.run.sharding import Sharding, check_shards
+from vla_envs import SimulatorSpec
+
+
+def members(config: DictConfig) -> tuple[int, ...] | None:
+    """Return the numbers of the processes that work, by rank; ``None`` for all in their order.
+
+    Raises:
+        ValueError: ``placement`` does not fit the processes that were started.
+    """
+    placement = _read(cast("dict[str, Any]", OmegaConf.to_container(config.placement, resolve=True)))
+    return None if placement.members == tuple(range(placement.processes)) else placement.members
+
+
+def _read(settings: Mapping[str, Any]) -> Placement:
+    return Placement.read(settings, parallel.processes_started(), parallel.processes_per_node())
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which ranks learn (``actors``) and which collect (``rollouts``), and what this process does.
+
+    Attributes:
+        placement: of all processes.
+        rank: of this process.
+    """
+
+    placement: Placement
+    rank: int = field(default_factory=parallel.rank)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Roles:
+        """Read the section ``placement``.
+
+        Raises:
+            ValueError: it cannot be; says what would be right.
+        """
+        return cls(_read(settings))
+
+    @property
+    def actors(self) -> tuple[int, ...]:
+        """Ranks that learn."""
+        return self.placement.actors
+
+    @property
+    def rollouts(self) -> tuple[int, ...]:
+        """Ranks that collect: all actors, some of them, or none."""
+        return self.placement.rollouts
+
+    @property
+    def learns(self) -> bool:
+        """Whether this process is an actor."""
+        return self.rank in self.actors
+
+    @property
+    def collects(self) -> bool:
+        """Whether this process is a rollout."""
+        return self.rank in self.rollouts
+
+    @property
+    def apart(self) -> bool:
+        """Whether no process does both."""
+        return self.placement.mode == "disaggregated"
+
+    def shard(self, settings: Mapping[str, Any]) -> Sharding:
+        """Read the section ``sharding``, which is of the actors, and make the groups of the roles; all processes do.
+
+        Raises:
+            ValueError: shards that the actors cannot be arranged in.
+        """
+        shards = settings.get("shards", "all")
+        check_shards(shards, len(self.actors))
+        if self.actors != self.rollouts:
+            parallel.make_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
+        with self.own():
+            # A process that only collects has no gradients and no Adam, and all weights.
+            return Sharding(**{**settings, **({} if self.learns else {"shards": "all", "cpu_offload": False})})
+
+    def share(self, env: Mapping[str, Any], spec: SimulatorSpec, pipeline: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of an environment as this process starts it: its part of the simulators, on its GPUs.
+
+        Raises:
+            ValueError: they cannot be shared evenly, or both ``env.gpus`` and ``placement.env`` name GPUs.
+        """
+        named, apart = env.get("gpus"), self.placement.env != self.placement.rollout
+        if named is not None and apart:
+            raise ValueError(f"env.gpus={list(named)}: placement.env says it already; leave one of them out")
+        settings = own_share(env, spec, pipeline, processes=len(self.rollouts))
+        several = parallel.processes_started() > 1 and torch.cuda.device_count() > 1
+        if named is None and self.collects and (apart or several):
+            settings["gpus"] = self.placement.env_gpus(self.rank)
+        return settings
+
+    def on_rollouts(self, make: Callable[[], Any]) -> Any:
+        """Call ``make`` in the processes that collect, which are all that there are within; ``None`` in the others."""
+        return self._within(self.rollouts, make)
+
+    def on_actors(self, make: Callable[[], Any]) -> Any:
+        """Call ``make`` in the processes that learn, which are all that there are within; ``None`` in the others."""
+        return self._within(self.actors, make)
+
+    def _within(self, ranks: tuple[int, ...], make: Callable[[], Any]) -> Any:
+        if self.rank not in ranks:
+            return None
+        with parallel.among(ranks):
+            return make()
+
+    def own(self) -> AbstractContextManager[None]:
+        """Work with the processes that share a policy with this one: all actors, or a rollout alone."""
+        return parallel.among(self.actors if self.learns else (self.rank,))
+
+    def describe(self) -> str:
+        """Say which processes do what, for printing; nothing where all do everything."""
+        plain = self.placement.mode == "collocated" and self.placement.env == self.placement.rollout
+        return "" if plain else self.placement.describe()

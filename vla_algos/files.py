@@ -1,0 +1,147 @@
+"""Files that are whole or not there at all, and folders that one process writes into at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+_OF_TRACKERS = ("wandb", "swanlog")  # in folders of their own in a run's; wandb links there to its cache
+
+
+class FolderInUse(RuntimeError):
+    """Another process writes into the folder."""
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Lock ``<folder>/.lock`` until :meth:`release` of the result, or the end of the process, however it ends.
+
+    Raises:
+        FolderInUse: another process has it.
+        OSError: it cannot be written, or is a link, which is not followed.
+    """
+    lock = FileLock(folder / ".lock", is_singleton=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise FolderInUse(
+            f"{folder} is in use by another process; wait until that has ended, or take another folder: "
+            "hydra.run.dir=..."
+        ) from error
+    return lock
+
+
+def finite_or_none(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace NaN and infinities, which JSON does not have, by ``None``."""
+    return {
+        name: None if isinstance(number, float) and not math.isfinite(number) else number
+        for name, number in numbers.items()
+    }
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file under another name beside it, flush and rename it; nothing where it is equal already.
+
+    Raises:
+        OSError: no room, no permission; the file is what it was.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    unfinished = _unfinished(path)
+    unfinished.unlink(missing_ok=True)  # of a process that was killed
+    if path.is_file() and path.read_bytes() == data:
+        return
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    flush(path.parent)
+
+
+def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write(folder)`` fill a folder under another name and rename it; one that was there before is replaced.
+
+    Raises:
+        OSError: no room, no permission; the folder is what it was.
+    """
+    unfinished, old = _unfinished(path), path.with_name(f".old_{path.name}")
+    for rest in (unfinished, old):  # of a process that was killed
+        remove(rest)
+    try:
+        write(unfinished)
+        for part in [*unfinished.rglob("*"), unfinished]:
+            flush(part)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if path.exists():
+        path.rename(old)
+    unfinished.rename(path)
+    flush(path.parent)
+    remove(old)
+
+
+def link_atomically(link: Path, target: str) -> None:
+    """Let ``link`` point to ``target``, in one step where it pointed elsewhere.
+
+    Raises:
+        OSError: a file or folder that is no link has its name; or no permission.
+    """
+    if link.exists() and not link.is_symlink():
+        raise FileExistsError(f"{link} is there and is not a link")
+    if link.is_symlink() and os.readlink(link) == target:
+        return
+    unfinished = _unfinished(link)
+    unfinished.unlink(missing_ok=True)  # of a process that was killed
+    unfinished.symlink_to(target)
+    unfinished.replace(link)
+    flush(link.parent)
+
+
+def check_links(folder: Path) -> None:
+    """Refuse a folder of a run in which what is written, rotated or removed would be somewhere else.
+
+    Raises:
+        ValueError: a link in it leads out of it.
+    """
+    home = folder.resolve()
+    for place, folders, files in os.walk(home):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home):
+                raise ValueError(
+                    f"{path} is a link out of the run's folder, to {path.readlink()}: what a run writes stays in it; "
+                    "remove the link, or take another folder: hydra.run.dir=..."
+                )
+        folders[:] = [name for name in folders if name not in _OF_TRACKERS]
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Force a file or the entries of a folder to disk, so that a rename cannot overtake them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".unfinished_{path.name}")

@@ -1,0 +1,339 @@
+"""What a data set of LeRobot is: its version, cameras, states, actions, tasks and episodes.
+
+The format is that of https://github.com/huggingface/lerobot, ``codebase_version`` of ``meta/info.json``:
+
+* v2.1 has a file for each episode, ``data/chunk-000/episode_000000.parquet`` and
+  ``videos/chunk-000/CAMERA/episode_000000.mp4``, and ``meta/episodes.jsonl`` and ``tasks.jsonl``.
+* v3 puts several episodes into a file, ``data/chunk-000/file-000.parquet`` and
+  ``videos/CAMERA/chunk-000/file-000.mp4``, and ``meta/episodes/**/*.parquet`` and ``tasks.parquet`` say which.
+
+A camera is a column of PNG bytes (``image``) or a video (``video``). Nothing is downloaded, and nothing that is read
+can be code: JSON, parquet, PNG, JPEG and video. No path comes from the data set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_common.plain import parse_json, read_json
+
+INFO = Path("meta", "info.json")
+ACTIONS, STATES = ("action", "actions"), ("observation.state", "state")  # the names that there are for them
+_COLUMNS = _EPISODE, _FRAME, _TASK = "episode_index", "frame_index", "task_index"
+_CONVERTERS = {  # by major and minor version; the modules are in LeRobot 0.3.3
+    1: "python -m lerobot.datasets.v2.convert_dataset_v1_to_v2, then python -m lerobot.datasets.v21."
+    "convert_dataset_v20_to_v21",
+    2: "python -m lerobot.datasets.v21.convert_dataset_v20_to_v21",
+}
+
+
+@dataclass(frozen=True)
+class Camera:
+    """A camera of a data set.
+
+    Attributes:
+        name: of its feature, such as ``"observation.images.top"``.
+        height, width: of its images, pixels.
+        video: whether they are frames of a video.
+    """
+
+    name: str
+    height: int
+    width: int
+    video: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """All frames of a data set but for the images, by episode and in order.
+
+    Attributes:
+        actions, states: float32 ``[F, A]`` and ``[F, S]``.
+        episode, step, task: int64 ``[F]``: ``episode_index``, ``frame_index`` and ``task_index``.
+        file, group, row: int64 ``[F]``: which of ``files``, which of its row groups, and which row of that.
+        files: the parquet files.
+    """
+
+    actions: np.ndarray
+    states: np.ndarray
+    episode: np.ndarray
+    step: np.ndarray
+    task: np.ndarray
+    file: np.ndarray
+    group: np.ndarray
+    row: np.ndarray
+    files: Sequence[Path]
+
+
+@dataclass(frozen=True)
+class LeRobotFolder:
+    """A data set in a local folder.
+
+    Attributes:
+        path: the folder.
+        version: major and minor number of the format.
+        fps: frames, and so actions, per second.
+        episodes, frames: how many there are.
+        cameras: the colour cameras by name.
+        action, state: names of the features.
+        action_dim, state_dim: their sizes.
+        chunks_size: how many episodes of v2.1 are in a folder.
+    """
+
+    path: Path
+    version: tuple[int, int]
+    fps: float
+    episodes: int
+    frames: int
+    cameras: Mapping[str, Camera]
+    action: str
+    state: str
+    action_dim: int
+    state_dim: int
+    chunks_size: int
+
+    @classmethod
+    def read(cls, path: str | Path) -> LeRobotFolder:
+        """Read ``meta/info.json``.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: another version, no actions, states or cameras, or a damaged file; says what to do.
+        """
+        path = Path(path)
+        if not is_lerobot(path):
+            what = f"{INFO} is missing" if path.is_dir() else "there is no such folder"
+            raise FileNotFoundError(f"{path}: no data set of LeRobot is here, {what}; give the folder that has {INFO}")
+        try:
+            info = read_json(path / INFO)
+            features = {str(name): {**feature} for name, feature in info["features"].items()}
+            version = _version(path, str(info.get("codebase_version")))
+            fps, episodes, frames = float(info["fps"]), int(info["total_episodes"]), int(info["total_frames"])
+            cameras = {name: _camera(name, feature) for name, feature in features.items() if _is_camera(feature)}
+            action = _vector(path, features, ACTIONS, "actions")
+            state = _vector(path, features, STATES, "states")
+            chunks = int(info.get("chunks_size", 1000))
+            action_dim, state_dim = (int(np.prod(features[name]["shape"])) for name in (action, state))
+        except (OSError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+            raise damaged(
+                path, f"{INFO} lacks {error}" if isinstance(error, KeyError) else f"{INFO}: {error}"
+            ) from None
+        if min(fps, episodes, frames, chunks, action_dim, state_dim) <= 0:
+            raise damaged(path, f"{INFO} has no frames")
+        if not cameras:
+            raise ValueError(f"{path}: no camera is among its features, {', '.join(features)}; take another data set")
+        return cls(path, version, fps, episodes, frames, cameras, action, state, action_dim, state_dim, chunks)
+
+    @cached_property
+    def tasks(self) -> dict[int, str]:
+        """Instructions by ``task_index``."""
+        if self.version[0] == 2:
+            rows = _json_lines(self.path, "tasks.jsonl")
+        else:
+            rows = _rows(self.path, self.path / "meta" / "tasks.parquet")
+        try:  # pandas writes the index of a table, which v3 has the instruction for, under one of these names
+            return {int(row[_TASK]): str(row.get("task", row.get("__index_level_0__"))) for row in rows}
+        except (KeyError, TypeError) as error:
+            raise damaged(self.path, f"its tasks lack {error}") from None
+
+    @cached_property
+    def episode_rows(self) -> dict[int, dict[str, Any]]:
+        """What v3 says of each episode, by ``episode_index``: in which videos it is, from when."""
+        files = sorted((self.path / "meta" / "episodes").rglob("*.parquet"))
+        rows = [row for file in files for row in _rows(self.path, file, without="stats/")]
+        return {int(row[_EPISODE]): row for row in rows}
+
+    @cached_property
+    def frames_of_tasks(self) -> dict[int, int]:
+        """How many frames there are of each ``task_index`` that has some; nothing else of them is read.
+
+        Raises:
+            ValueError: see :attr:`table`.
+        """
+        counted: Counter[int] = Counter()
+        for file in sorted((self.path / "data").rglob("*.parquet")):
+            with reading(self.path, file) as opened:
+                column = opened.read(columns=[_TASK])[_TASK]
+            counted.update(_numbers(self.path, f"{file.relative_to(self.path)}: {_TASK}", column, 1)[:, 0].tolist())
+        return dict(counted)
+
+    @cached_property
+    def table(self) -> Table:
+        """All frames but for the images: some 130 bytes for each are in memory.
+
+        Raises:
+            ValueError: files are missing, cannot be read or are not what ``meta/info.json`` says.
+        """
+        return _read_table(self)
+
+    def video(self, camera: str, episode: int) -> tuple[Path, float]:
+        """Find the video of an episode, and the second at which it begins.
+
+        Raises:
+            ValueError: it is missing.
+        """
+        begin = 0.0
+        if self.version[0] == 2:
+            chunk = f"chunk-{episode // self.chunks_size:03d}"
+            file = self.path / "videos" / chunk / camera / f"episode_{episode:06d}.mp4"
+        else:
+            try:
+                row = self.episode_rows[episode]
+                numbers = [int(row[f"videos/{camera}/{name}_index"]) for name in ("chunk", "file")]
+                begin = float(row[f"videos/{camera}/from_timestamp"])
+            except (KeyError, TypeError) as error:
+                raise damaged(self.path, f"meta/episodes does not say where episode {episode} is: {error}") from None
+            file = self.path / "videos" / camera / f"chunk-{numbers[0]:03d}" / f"file-{numbers[1]:03d}.mp4"
+        if not file.is_file():
+            raise damaged(self.path, f"{file.relative_to(self.path)} is missing")
+        return file, begin
+
+
+def is_lerobot(folder: str | Path) -> bool:
+    """Tell whether a folder is a data set of LeRobot, of whatever version."""
+    return (Path(folder) / INFO).is_file()
+
+
+def damaged(path: Path, what: str) -> ValueError:
+    """Say of what a data set lacks something, and what to do."""
+    return ValueError(f"{path}: damaged, {what}; copy the data set again")
+
+
+def parquet(path: Path) -> Any:
+    """Import what reads parquet; a ModuleNotFoundError says what to type."""
+    try:
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"{path} is a data set of LeRobot, and pyarrow, which reads it, is not installed; type pip install "
+            "'vla-torchrl[lerobot]'"
+        ) from None
+    return pyarrow.parquet
+
+
+@contextlib.contextmanager
+def reading(path: Path, file: Path) -> Iterator[Any]:
+    """Open a parquet file of the data set in ``path``; a ValueError says which file cannot be read."""
+    reader = parquet(path)
+    try:
+        yield reader.ParquetFile(file)
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's are among them
+        said = (str(error).splitlines() or ["unreadable"])[0]
+        raise damaged(path, f"{file.relative_to(path)}: {said}") from None
+
+
+def _version(path: Path, stored: str) -> tuple[int, int]:
+    found = re.fullmatch(r"v?(\d+)\.(\d+)", stored)
+    if found is None:
+        raise damaged(path, f"{INFO} has codebase_version {stored!r}")
+    major, minor = int(found[1]), int(found[2])
+    if major < 2 or (major, minor) == (2, 0):
+        raise ValueError(
+            f"{path}: is in LeRobot's format {stored}, and v2.1 and v3.0 are read; convert it with LeRobot 0.3.3: "
+            f"{_CONVERTERS[max(major, 1)]} --repo-id=NAME"
+        )
+    if (major, minor) != (2, 1) and major != 3:
+        raise ValueError(
+            f"{path}: is in LeRobot's format {stored}, and this version of the library reads v2.1 and v3.0; type pip "
+            "install --upgrade vla-torchrl, or take a data set in one of those"
+        )
+    return major, minor
+
+
+def _is_camera(feature: Mapping[str, Any]) -> bool:
+    if feature.get("dtype") not in ("image", "video"):
+        return False
+    info = {**(feature.get("video_info") or {}), **(feature.get("info") or {})}
+    return not (info.get("is_depth_map") or info.get("video.is_depth_map"))
+
+
+def _camera(name: str, feature: Mapping[str, Any]) -> Camera:
+    if "/" in name or name.startswith("."):  # a part of paths
+        raise ValueError(f"{name!r} is no name of a camera; LeRobot's have no slash; rename it in {INFO}")
+    shape = [int(number) for number in feature["shape"]]
+    if len(shape) != 3 or 3 not in (shape[0], shape[2]):
+        raise ValueError(f"the camera {name} has images of shape {shape}, must be height, width and 3 colours")
+    height, width = shape[:2] if shape[2] == 3 else shape[1:]
+    return Camera(name, height, width, feature["dtype"] == "video")
+
+
+def _vector(path: Path, features: Mapping[str, Any], names: Sequence[str], what: str) -> str:
+    found = [name for name in names if name in features]
+    if not found:
+        raise ValueError(
+            f"{path}: has no {what}: none of its features is {' or '.join(names)}, there are {', '.join(features)}; "
+            f"take a data set with {what}"
+        )
+    return found[0]
+
+
+def _json_lines(path: Path, name: str) -> list[dict[str, Any]]:
+    try:
+        return [parse_json(line) for line in (path / "meta" / name).read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"meta/{name}: {error}") from None
+
+
+def _rows(path: Path, file: Path, without: str | None = None) -> list[dict[str, Any]]:
+    with reading(path, file) as opened:
+        names = [name for name in opened.schema_arrow.names if without is None or not name.startswith(without)]
+        found: list[dict[str, Any]] = opened.read(columns=names).to_pylist()
+    return found
+
+
+def _read_table(folder: LeRobotFolder) -> Table:
+    path, files = folder.path, sorted((folder.path / "data").rglob("*.parquet"))
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, "file", "group", "row")}
+    actions, states = list[np.ndarray](), list[np.ndarray]()
+    for number, file in enumerate(files):
+        names = [*_COLUMNS, folder.action, folder.state]
+        with reading(path, file) as opened:
+            sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+            missing = sorted(set(names) - set(opened.schema_arrow.names))
+            columns = opened.read(columns=[name for name in names if name not in missing])
+        if missing:
+            raise damaged(path, f"{file.relative_to(path)} has no {', '.join(missing)}")
+        of = f"{file.relative_to(path)}: "
+        for name in _COLUMNS:
+            parts[name].append(_numbers(path, of + name, columns[name], 1)[:, 0].astype(np.int64))
+        actions.append(_numbers(path, of + folder.action, columns[folder.action], folder.action_dim).astype(np.float32))
+        states.append(_numbers(path, of + folder.state, columns[folder.state], folder.state_dim).astype(np.float32))
+        parts["file"].append(np.full(sum(sizes), number))
+        parts["group"].append(np.repeat(np.arange(len(sizes)), sizes))
+        parts["row"].append(np.concatenate([np.arange(0), *(np.arange(size) for size in sizes)]))
+    if (found := sum(map(len, parts["row"]))) != folder.frames:
+        raise damaged(path, f"{len(files)} files of data/ have {found:,} frames, {INFO} says {folder.frames:,}")
+    joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    episode, step = joined[_EPISODE], joined[_FRAME]
+    order = np.lexsort((step, episode))
+    episode, step = episode[order], step[order]
+    begins = np.flatnonzero(np.diff(episode, prepend=-1))
+    lengths = np.diff(np.append(begins, len(episode)))
+    if len(begins) != folder.episodes:
+        raise damaged(path, f"it has {len(begins):,} episodes, {INFO} says {folder.episodes:,}")
+    if (step != np.concatenate([np.arange(length) for length in lengths])).any():
+        raise damaged(path, "the frames of an episode are not numbered from 0 on")
+    where = {name: joined[name][order] for name in ("file", "group", "row")}
+    numbers = (np.concatenate(actions)[order], np.concatenate(states)[order])
+    return Table(*numbers, episode=episode, step=step, task=joined[_TASK][order], files=files, **where)
+
+
+def _numbers(path: Path, name: str, column: Any, size: int) -> np.ndarray:
+    """Return a column of numbers, or of lists of them, as ``[n, size]``."""
+    count = len(column)
+    values = column.combine_chunks()
+    while hasattr(values, "flatten") and str(values.type).startswith(("list", "large_list", "fixed_size_list")):
+        values = values.flatten()
+    numbers = np.asarray(values.to_numpy(zero_copy_only=False))
+    if numbers.dtype.kind not in "iufb" or numbers.size != count * size or not np.isfinite(numbers).all():
+        raise damaged(path, f"{name} is not {size} finite numbers in each row")
+    return numbers.reshape(count, size)

@@ -1,0 +1,75 @@
+"""The frozen policy that a loss with ``reference_kl_coeff`` keeps close to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from vla_algos.losses import add_reference_log_prob
+from vla_common.tensor_files import make_room
+from vla_policies import VLAPolicy
+from vla_policies.sharding import gathered
+
+
+class FrozenPolicy:
+    """The policy as it was at the first update: a copy of its trained weights.
+
+    Args:
+        policy: is copied when :meth:`add_log_prob` is called for the first time.
+    """
+
+    replicated = True  # the same in all processes, but for what is sharded
+    optional = True  # a run may begin to need it when it is resumed
+
+    def __init__(self, policy: VLAPolicy):
+        self.policy = policy
+        self._weights: dict[str, torch.Tensor] | None = None
+
+    def add_log_prob(self, samples: TensorDictBase | None, size: int, device: torch.device) -> None:
+        """Add what the frozen policy says of each decision; all processes that share the policy call it.
+
+        Args:
+            samples: ``[D]``, gets ``reference_log_prob``; ``None`` of a process without rows.
+            size: decisions of a forward pass.
+            device: on which it is computed.
+        """
+        if self._weights is None:
+            self._weights = self.policy.trained_weights()
+        with self.policy.reference_weights(self._weights), gathered(self.policy):
+            if samples is not None and len(samples):
+                add_reference_log_prob(samples, self.policy, size, device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights by their names; nothing before the first update."""
+        return dict(self._weights or {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: it is of another policy.
+        """
+        if not state:
+            return
+        weights = self.policy.trained_weights()
+        names = weights.keys() | state.keys()
+        wrong = sorted(name for name in names if _shape(weights, name) != _shape(state, name))
+        if wrong:
+            raise ValueError(
+                f"the frozen policy of this state is another one: {len(wrong)} tensors differ, such as {wrong[0]}; "
+                "resume with the policy settings of that run"
+            )
+        for name, tensor in weights.items():
+            tensor.copy_(state[name])
+        self._weights = weights
+
+    def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""
+        own = dict(self.policy.named_parameters())
+        return {name: make_room(each, own.get(name)) for name, each in saved.items()}
+
+
+def _shape(tensors: dict[str, torch.Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None

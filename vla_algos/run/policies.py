@@ -1,0 +1,113 @@
+"""The policy of a recipe: made as its settings say, divided among the processes, and written with what it learnt on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from vla_algos import parallel
+from vla_algos.run.environments import check_share
+from vla_algos.run.folder import settle_auto
+from vla_algos.run.run import Run
+from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
+from vla_algos.run.summary import describe_policy
+from vla_algos.run.training_env import differences, is_chosen, load_training_env, save_training_env
+from vla_envs import SimulatorSpec
+from vla_policies import VLAPolicy, make_policy
+from vla_policies.checkpoint.hub import resolve
+from vla_policies.memory import MemoryPlan
+
+
+def make_run_policy(
+    run: Run,
+    spec: SimulatorSpec,
+    env: Mapping[str, Any],
+    sharding: Sharding | None = None,
+    offload: bool = False,
+) -> VLAPolicy:
+    """Make the policy of ``config.policy``, divided among the processes.
+
+    It is complete and known to fit the environment, which is not started. What a machine chose for a setting ``auto``
+    is printed, and noted in ``config``; a resumed run keeps it.
+
+    Args:
+        run: has the settings.
+        spec: of the environment.
+        env: the settings with which this process starts it.
+        sharding: how the policy is divided; ``None`` for not at all.
+        offload: the optimizer's moments will be in host memory.
+
+    Raises:
+        ValueError: its chunks do not fit the environment, or there is no memory for it.
+        RuntimeError: the processes have drawn different weights.
+    """
+    config = run.config
+    settle_auto(config, run.folder)
+    settings = dict(config.policy)
+    divide = None if sharding is None else sharding.divider(settings.get("device"))
+    plan = MemoryPlan() if sharding is None else sharding.way(offload)
+
+    def complete(policy: VLAPolicy) -> None:
+        say_host_memory(policy, plan)
+        if divide is not None:
+            divide(policy)
+
+    policy = make_policy(spec, shard=None if divide is None else complete, **settings)
+    if divide is None:
+        complete(policy)
+    check_same_draws()
+    for name in [name for name, value in settings.items() if value == "auto"]:
+        config.policy[name] = became = getattr(policy.config, name)
+        print(f"policy.{name}=auto: {became} on this machine")
+    check_share(env, policy)
+    said = [describe_policy(policy), "" if sharding is None else sharding.describe(offload)]
+    print("; ".join(filter(None, said)))
+    run.differs = _training_differences(config, policy, spec)
+    return policy
+
+
+def _training_differences(
+    config: SimpleNamespace, policy: VLAPolicy, spec: SimulatorSpec
+) -> dict[str, tuple[Any, Any]]:
+    """List what a policy of a checkpoint sees otherwise than in its training: ``{setting: (then, now)}``.
+
+    One line says so, or that its folder does not tell.
+    """
+    checkpoint = config.policy.get("checkpoint")
+    if not checkpoint:
+        return {}
+    trained, differs = load_training_env(resolve(checkpoint)), {}
+    if trained is not None:
+        differs = {f"env.{name}": each for name, each in differences(trained["env"], config.env).items()}
+        if trained.get("chunk_size", policy.chunk_size) != policy.chunk_size:
+            differs["actions per decision"] = (trained["chunk_size"], policy.chunk_size)
+    known = HydraConfig.initialized()  # a job does not know what was typed
+    if not parallel.is_main():
+        return differs
+    if trained is None and config.recipe == "evaluate" and known and not is_chosen(HydraConfig.get().overrides.task):
+        print(
+            f"warning: {checkpoint} does not say what it was trained on, {spec.id} is taken; type env=NAME or "
+            "experiment=NAME"
+        )
+    if differs:
+        shown = "; ".join(f"{name}={now}, not {then}" for name, (then, now) in differs.items())
+        print(f"warning: {checkpoint} was trained otherwise: {shown}")
+    return differs
+
+
+def policy_writer(
+    config: SimpleNamespace, policy: VLAPolicy, spec: SimulatorSpec, evaluated_on: SimulatorSpec
+) -> Callable[[Path], None]:
+    """Return what writes a policy's own files into a folder, and what it was trained on; all processes together."""
+    evaluation: Mapping[str, Any] = config.eval
+
+    def write(folder: Path) -> None:
+        policy.save_pretrained(folder)
+        if parallel.is_main():
+            save_training_env(folder, config.recipe, config.env, spec, policy.chunk_size, evaluation, evaluated_on.id)
+
+    return write

@@ -1,0 +1,295 @@
+"""Saving and restoring the state of a run: its parts, the weights of its policy, and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+from vla_algos import parallel
+from vla_algos.files import remove
+from vla_algos.optim import empty_state
+from vla_algos.run.checkpoints import (
+    BrokenCheckpoint,
+    CheckpointError,
+    Gather,
+    SavedState,
+    Snapshot,
+    begin_checkpoint,
+    by_preference,
+    open_checkpoint,
+    random_state,
+    remove_unfinished,
+    save_checkpoint,
+    set_random_state,
+    single_process,
+    unfinished,
+    verify_checkpoint,
+)
+from vla_common.tensor_files import make_room, not_finite
+from vla_policies.sharding import trained_tensors
+
+T = TypeVar("T")
+_PATIENCE = timedelta(hours=2)  # until all have written their part
+
+
+class Stateful(Protocol):
+    """A part of a run, whose state a checkpoint has.
+
+    One that is the same in all processes, but for what is sharded, says ``replicated = True``, and offers
+    ``empty_state(saved)``: a state like ``saved`` with memory for its tensors. The others are each process's own. One
+    that says ``optional = True`` begins as it is where the saved run had none.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """Restore what :meth:`state_dict` returned."""
+
+
+class Saver:
+    """Writes checkpoints of a run, and restores the last one that is whole.
+
+    A state is copied into host memory at once; a thread writes it, and the next save waits for it. Several processes
+    write together: each its part of what is sharded, with its own parts and random numbers.
+
+    Args:
+        root: folder of the checkpoints.
+        elastic: continue from a checkpoint of another number of processes: weights and optimizer are exact, the parts
+            of each process begin afresh.
+    """
+
+    def __init__(self, root: Path, elastic: bool = False):
+        self.root, self._elastic = root, elastic
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future | None = None
+        self._group: dist.ProcessGroup | None = None  # of the threads that write
+
+    def restore(self, parts: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Restore the last checkpoint that all processes can read, and say which are broken.
+
+        Args:
+            parts: by name; ``policy`` is the one whose trained weights are saved.
+
+        Returns:
+            The ``state`` of :meth:`save`; ``None`` if there never was a checkpoint.
+
+        Raises:
+            CheckpointError: all are broken, or it is of another policy.
+        """
+        broken: list[str] = []
+        process = (parallel.rank(), parallel.world_size())
+        for checkpoint in parallel.broadcast_object(by_preference(self.root)):
+            found, problem = None, _all_ranks_ok(verify_checkpoint, checkpoint, process)[1]
+            if problem is None:  # nothing is read that another process has found to be damaged
+                found, problem = _all_ranks_ok(self._load, checkpoint, parts)
+            if problem is None and found is not None:
+                if broken and parallel.is_main():
+                    tqdm.write(f"warning: {'; '.join(broken)}. Continuing from the checkpoint before it, {checkpoint}")
+                if parallel.is_main():
+                    remove_unfinished(self.root)
+                return found
+            broken.append(str(problem))
+        if broken:
+            raise CheckpointError(
+                f"no checkpoint in {self.root} can be used: {'; '.join(broken)}. To begin again take another "
+                "folder: hydra.run.dir=..."
+            )
+        return None
+
+    def _load(self, checkpoint: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
+        saved = open_checkpoint(checkpoint, verified=True)
+        processes = parallel.world_size()
+        if saved.processes != processes and not self._elastic:
+            raise CheckpointError(
+                f"{saved.folder} is of {saved.processes} processes, this run has {processes}: resume with as many, or "
+                "with resume=elastic (weights and optimizer continue, with fresh episodes), or start in a new folder "
+                f"from one of the policies {self.root}/*/policy"
+            )
+        weights = trained_tensors(parts["policy"])
+        check_trained(weights, saved)
+        common = {name: part for name, part in parts.items() if name != "policy" and _is_common(part)}
+        states = {name: _room(part, saved, name) for name, part in common.items()}
+        states = {name: state for name, state in states.items() if state is not None}
+        saved.fill({"weights": weights, "parts": states})
+        for name, state in states.items():
+            common[name].load_state_dict(state)
+        if saved.processes == processes:
+            self._load_own(saved, {name: part for name, part in parts.items() if not _is_common(part)})
+        elif parallel.is_main():
+            tqdm.write(
+                f"{saved.folder} is of {saved.processes} processes, this run has {processes}: weights and optimizer "
+                "continue, with fresh episodes and random numbers"
+            )
+        return saved.state["state"]
+
+    def _load_own(self, saved: SavedState, parts: Mapping[str, Any]) -> None:
+        """Restore what this process had of its own."""
+        own = saved.of_process(parallel.rank())
+        missing = [name for name in parts if name not in own["parts"] and not getattr(parts[name], "optional", False)]
+        if any(parallel.all_gather_object(missing)):
+            raise CheckpointError(
+                f"{saved.folder} is of a run with other parts, without {', '.join(missing) or 'those of others'}: "
+                "resume with the recipe and the placement of that run, or take another folder: hydra.run.dir=..."
+            )
+        for name, part in parts.items():
+            if name in own["parts"]:
+                part.load_state_dict(own["parts"][name])
+        set_random_state(own["random"])
+
+    def save(
+        self,
+        iteration: int,
+        parts: Mapping[str, Any],
+        state: Mapping[str, Any],
+        publish: Callable[[Path], object] | None,
+    ) -> None:
+        """Copy the state after an iteration, and begin to write it.
+
+        ``publish`` writes the policy's own files into a folder of the checkpoint, all processes together.
+
+        Raises:
+            OSError: this checkpoint, or the one before it, could not be written.
+            CheckpointError: the weights are not finite; the last checkpoint is what it was.
+        """
+        self.wait()
+        common = {name: part.state_dict() for name, part in parts.items() if name != "policy" and _is_common(part)}
+        own = {name: part.state_dict() for name, part in parts.items() if not _is_common(part)}
+        weights = trained_tensors(parts["policy"]) if common else {}  # the processes that learn write them
+        shared = {"state": dict(state), "weights": weights, "parts": common}
+        process = (parallel.rank(), parallel.world_size())
+        snapshot = Snapshot.take(
+            shared,
+            {"parts": own, "random": random_state()},
+            process,
+            lambda parts: self._check_finite(parts, iteration),
+        )
+        self._begin(iteration, publish)
+        gather = self._gather_of_threads()
+        self._writing = self._writer.submit(save_checkpoint, self.root, iteration, snapshot, gather=gather)
+
+    def wait(self) -> None:
+        """Wait until the state that was saved last is on disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except OSError as error:
+            raise OSError(
+                f"{error}; make room, then type the same command: it resumes from the last checkpoint"
+            ) from error
+
+    def _begin(self, iteration: int, publish: Callable[[Path], object] | None) -> None:
+        """Make the folder of a checkpoint, and write the policy's own files into it, all processes together."""
+        begin = parallel.is_main()
+        self._together(iteration, lambda: begin_checkpoint(self.root, iteration) if begin else None)
+        if publish is None:
+            return
+        folder = unfinished(self.root, iteration)
+        try:
+            self._together(iteration, lambda: publish(folder / "policy"))
+        except OSError:
+            if begin:
+                remove(folder)
+            raise
+
+    def _together(self, iteration: int, work: Callable[[], object]) -> None:
+        problem, error = None, None
+        try:
+            work()
+        except (OSError, RuntimeError, SafetensorError) as raised:  # of a full disk
+            problem, error = str(raised), raised
+        if (problem := next(filter(None, parallel.all_gather_object(problem)), None)) is not None:
+            raise OSError(f"{self.root / f'step_{iteration:08d}'} could not be written: {problem}") from error
+
+    def _gather_of_threads(self) -> Gather:
+        """Return what gathers objects of the threads that write: collectives of their own, beside those of training."""
+        if parallel.world_size() == 1:
+            return single_process
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        group = self._group
+
+        def gather(mine: Any) -> list[Any]:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, mine, group=group)
+            return found
+
+        return gather
+
+    def _check_finite(self, parts: dict[str, Tensor], iteration: int) -> None:
+        """Refuse to save a run that has diverged over one that has not."""
+        everywhere = parallel.all_gather_object(not_finite(parts))
+        if found := list(dict.fromkeys(name for names in everywhere for name in names)):
+            good = next(iter(by_preference(self.root)), None)
+            raise CheckpointError(
+                f"the weights after iteration {iteration} are not finite ({len(found)} tensors, such as "
+                f"{found[0]}): the policy has diverged and is not saved; the last good checkpoint is {good or 'none'}; "
+                "continue from it with a lower learning rate: type the same command, with resume=force optim.lr=..."
+            )
+
+
+def _is_common(part: Any) -> bool:
+    """Tell whether a part is the same in all processes, but for what is sharded."""
+    return isinstance(part, (nn.Module, Optimizer, LRScheduler)) or getattr(part, "replicated", False)
+
+
+def _room(part: Any, saved: SavedState, name: str) -> dict[str, Any] | None:
+    """Return a state of a part to read into, like the saved one; ``None`` where the saved run had none.
+
+    Raises:
+        CheckpointError: it needs one.
+    """
+    state = saved.state["parts"].get(name)
+    if state is None:
+        if getattr(part, "optional", False):
+            return None
+        raise CheckpointError(f"{saved.folder} has no {name}: it is of another recipe; take another folder")
+    if isinstance(part, Optimizer):
+        return empty_state(state, part)
+    return getattr(part, "empty_state", make_room)(state)
+
+
+def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
+    """Return what reading a checkpoint gave, and what is broken of it in any process."""
+    result, problem = None, None
+    try:
+        result = read(*arguments)
+    except BrokenCheckpoint as error:
+        problem = str(error)
+    return result, next(filter(None, parallel.all_gather_object(problem)), None)
+
+
+def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:
+    """Compare names and shapes of :func:`~vla_policies.sharding.trained_tensors` with those of a checkpoint.
+
+    Raises:
+        CheckpointError: they are those of another policy.
+    """
+    there = saved.state["weights"]
+    wrong = [name for name in weights.keys() | there.keys() if _shape(weights, name) != _shape(there, name)]
+    if wrong:
+        raise CheckpointError(
+            f"{saved.folder} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run with "
+            "the policy settings of that run, or in a new folder"
+        )
+
+
+def _shape(weights: Mapping[str, Tensor], name: str) -> torch.Size | None:
+    return weights[name].shape if name in weights else None

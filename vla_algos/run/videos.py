@@ -1,0 +1,85 @@
+"""Videos (mp4) as people want to see them: large enough, with a text below, and playing everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import imageio
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+_WATCHABLE = 256  # pixels of the longer side
+_SMALLEST, _SHARE = 9, 0.05  # height of the letters: pixels, and of the frame's width
+_WHITE = 255
+
+
+def caption(frames: np.ndarray, texts: Sequence[str]) -> np.ndarray:
+    """Enlarge small frames by repeating their pixels, and write a text below each, white on black.
+
+    Args:
+        frames: uint8 ``[T, H, W, 3]``.
+        texts: one for each, of one line or several.
+
+    Returns:
+        uint8 ``[T, H + lines, W, 3]``, the longer side of the frames 256 pixels or more.
+    """
+    factor = -(-_WATCHABLE // max(frames.shape[1:3]))
+    frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
+    width = frames.shape[2]
+    size = max(_SMALLEST, int(_SHARE * width))
+    height, margin = round(1.4 * size), size // 2
+    lines = {text: _wrap(text, size, width - 2 * margin) for text in set(texts)}
+    strips = {}
+    for text, wrapped in lines.items():
+        strip = Image.new("RGB", (width, margin + height * max(map(len, lines.values()))))
+        for number, line in enumerate(wrapped):
+            ImageDraw.Draw(strip).text((margin, margin // 2 + number * height), line, (_WHITE,) * 3, _font(size))
+        strips[text] = np.asarray(strip)
+    return np.concatenate([frames, np.stack([strips[text] for text in texts])], axis=1)
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def _wrap(text: str, size: int, width: int) -> list[str]:
+    """Break a text into lines of at most ``width`` pixels; a longer word has a line of its own."""
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        begun = len(lines)
+        for word in paragraph.split():
+            if len(lines) > begun and _font(size).getlength(f"{lines[-1]} {word}") <= width:
+                lines[-1] += f" {word}"
+            else:
+                lines.append(word)
+    return lines
+
+
+def write_video(path: Path, frames: np.ndarray, fps: float) -> Path:
+    """Write an mp4 that plays everywhere (H.264, yuv420p).
+
+    Args:
+        path: ending in ``.mp4``; missing folders are made.
+        frames: uint8 ``[T, H, W, 3]``; the last row or column of odd sides is repeated.
+        fps: frames per second. With one frame per decision, control frequency / chunk length is real time.
+
+    Raises:
+        OSError: it could not be written whole; nothing is left of it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    unfinished = path.with_name(f".unfinished_{path.name}")
+    how: dict[str, Any] = {"codec": "libx264", "macro_block_size": 1, "quality": 8, "ffmpeg_log_level": "fatal"}
+    try:
+        imageio.mimwrite(unfinished, list(frames), fps=fps, **how)
+        if b"moov" not in unfinished.read_bytes():  # the index, which comes last; ffmpeg's failure goes unnoticed
+            raise OSError("ffmpeg broke off; is there room?")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(f"{path}: {str(error).partition(chr(10))[0]}") from error
+    return path

@@ -1,0 +1,109 @@
+"""Experiments by name: the files of ``experiment/``, and the rows of their tables ``suites``.
+
+A row is an experiment too: ``libero_10_ppo_openpi`` is the file ``libero_ppo_openpi.yaml`` with ``env.id=libero/10``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from vla_common.registry import config_packages
+
+GROUP = "experiment"
+_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*|[0-9]+-[0-9]+")  # a text that Hydra reads as one without quotes
+_WORDS = ("true", "false", "null", "inf", "nan")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment that can be typed."""
+
+    file: Traversable
+    suite: str  # env.id of the row that it is; empty for a whole file
+    recipe: str
+    groups: dict[str, str]  # files that it chooses, by group: {"env": "libero", "policy": "pi0"}
+
+
+@functools.cache
+def find_experiments(conf: Traversable) -> dict[str, Experiment]:
+    """List the experiments in ``experiment/`` of a folder by name; ``ValueError`` for a file that is no YAML."""
+    folder = conf / GROUP
+    there = sorted(folder.iterdir(), key=lambda file: file.name) if folder.is_dir() else []
+    contents = {file.name.removesuffix(".yaml"): (file, _read(file)) for file in there if file.name.endswith(".yaml")}
+    found = {}
+    for name, (file, content) in contents.items():
+        parts = [*_bases(content, contents), content]
+        recipe = next((part["recipe"] for part in reversed(parts) if "recipe" in part), "")
+        groups = {group: chosen for part in parts for group, chosen in _choices(part)}
+        found[name] = Experiment(file, "", recipe, groups)
+        for suite in content.get("suites") or {}:
+            benchmark, _, rest = suite.partition("/")
+            row = f"{benchmark}_{rest}_{name.removeprefix(f'{benchmark}_')}"
+            found[row] = Experiment(file, suite, recipe, groups)
+    return found
+
+
+def all_experiments(conf: Path) -> dict[str, Experiment]:
+    """List our experiments and those of installed packages (``vla_torchrl.configs``); of a name twice, ours."""
+    found: dict[str, Experiment] = {}
+    for package in config_packages():
+        with contextlib.suppress(ImportError):  # Hydra says so
+            found = {**find_experiments(cast(Hashable, files(package))), **found}
+    return {**found, **find_experiments(conf)}
+
+
+def offer_rows(conf: Path) -> None:
+    """Let Hydra know the rows of a folder's tables by name."""
+    for name, experiment in find_experiments(conf).items():
+        if experiment.suite:
+            defaults = [experiment.file.name.removesuffix(".yaml"), "_self_"]
+            node = {"defaults": defaults, "env": {"id": experiment.suite}}
+            ConfigStore.instance().store(group=GROUP, name=name, node=node, package="_global_")
+
+
+def _read(file: Traversable) -> dict[str, Any]:
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file}: is no YAML: {' '.join(str(error).split())}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _bases(content: dict[str, Any], contents: dict[str, tuple[Traversable, dict[str, Any]]]) -> list[dict[str, Any]]:
+    for entry in content.get("defaults") or []:
+        if isinstance(entry, str) and entry in contents:
+            base = contents[entry][1]
+            return [*_bases(base, contents), base]
+    return []
+
+
+def _choices(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for entry in content.get("defaults") or []:
+        for group, chosen in entry.items() if isinstance(entry, dict) else ():
+            yield group.removeprefix("override /"), chosen
+
+
+def as_typed(value: Any) -> str:
+    """Return how a value is typed on Hydra's command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{as_typed(each)}' for name, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _WORDS):
+        return QuotedString(text=value, quote=Quote.single).with_quotes()
+    return str(value)

@@ -1,0 +1,98 @@
+"""``python -m vla_policies inspect | memory | tiny``: what a checkpoint is and lacks, how large a GPU a policy needs.
+
+``tiny`` writes a checkpoint with random weights, to try commands with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vla_common.program import OneLineParser, report
+
+_SETTING = "policy."  # what settings of a policy begin with, wherever they stand between the options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0; 1 if an inspected checkpoint cannot be loaded, because something is missing; 2 if it is none."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    settings = [word for word in words if word.startswith(_SETTING)]
+    chosen = _parser().parse_args([word for word in words if not word.startswith(_SETTING)])
+    try:
+        if settings and chosen.command != "memory":
+            raise ValueError(f"{settings[0]}: {chosen.command} takes a folder and no settings")
+        if chosen.command == "memory":
+            return _print_memory(chosen, settings)
+        return _write_tiny(chosen) if chosen.command == "tiny" else _inspect(chosen.folder)
+    except (OSError, ValueError, ImportError) as error:
+        return report(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="python -m vla_policies", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="family, head, layout, statistics, chunk, size, what is missing")
+    inspect.add_argument("folder", help="checkpoint folder, or hf:NAME of the hub")
+    memory = commands.add_parser("memory", help="GB per GPU in update and rollout, calculated, by how it is trained")
+    memory.add_argument("policy", help="folder or hf:NAME (headers are read), or a family (published sizes)")
+    memory.add_argument(
+        "settings", nargs="?", metavar="policy.NAME=VALUE ...", help="as recipes take them, such as policy.lora_rank=32"
+    )
+    memory.add_argument("--gpus", type=int, default=1, help="of the run; a process each")
+    memory.add_argument("--shards", type=int, help="that the model is cut into; --gpus unless given")
+    memory.add_argument("--gpu-memory", type=float, default=80.0, metavar="GB", help="of a GPU: what fits")
+    memory.add_argument("--micro-batch-size", type=int, default=1, help="decisions of a backward pass")
+    memory.add_argument("--num-envs", type=int, default=1, help="of a process, that decide together")
+    tiny = commands.add_parser("tiny", help="write a tiny checkpoint with random weights, to try commands with")
+    tiny.add_argument("kind", help="openvla, openvla_oft_official, openvla_oft_rlinf, pi0 or pi05")
+    tiny.add_argument("--to", required=True, metavar="NEW", help="a folder that is not there yet")
+    tiny.add_argument("--statistics", default="tiny", metavar="NAME", help="of their data set, such as bridge_orig")
+    return parser
+
+
+def _inspect(folder: str) -> int:
+    from vla_policies.registry import inspect_policy
+
+    found = inspect_policy(folder)
+    print(found)
+    return 1 if found.missing else 0
+
+
+def _write_tiny(chosen: argparse.Namespace) -> int:
+    from vla_policies.tiny import make_tiny
+
+    folder = make_tiny(chosen.kind, chosen.to, chosen.statistics)
+    print(f"{folder}: a tiny {chosen.kind} with random weights, to try commands with; it solves nothing")
+    return 0
+
+
+def _print_memory(chosen: argparse.Namespace, settings: Sequence[str]) -> int:
+    shards = chosen.gpus if chosen.shards is None else chosen.shards
+    for option in ("gpus", "shards", "micro_batch_size", "num_envs"):
+        if (number := shards if option == "shards" else getattr(chosen, option)) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {number}: must be at least 1")
+    if chosen.gpus % shards:
+        raise ValueError(f"--shards {shards}: must divide --gpus {chosen.gpus}")
+    if not 0 < chosen.gpu_memory < float("inf"):
+        raise ValueError(f"--gpu-memory {chosen.gpu_memory}: must be the GB of a GPU, such as 80")
+    typed = dict(_read_setting(word) for word in ([chosen.settings] if chosen.settings else []) + [*settings])
+    from vla_policies.memory import describe_memory
+    from vla_policies.registry import meta_policy
+
+    numbers = {"decisions": chosen.micro_batch_size, "num_envs": chosen.num_envs, "gpu_memory": chosen.gpu_memory}
+    print(describe_memory(meta_policy(chosen.policy, **typed), shards=shards, **numbers))
+    return 0
+
+
+def _read_setting(text: str) -> tuple[str, Any]:
+    """Read ``policy.NAME=VALUE`` as recipes take them."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.startswith(_SETTING) or not value:
+        raise ValueError(f"{text!r} is no setting of a policy; type it as recipes take it: policy.lora_rank=32")
+    try:
+        return name.removeprefix(_SETTING), json.loads(value)
+    except ValueError:
+        return name.removeprefix(_SETTING), value

@@ -1,0 +1,212 @@
+"""What is in an OpenVLA or OpenVLA-OFT checkpoint folder, read once; and the same folder written again.
+
+Layout: ``config.json``, ``preprocessor_config.json``, ``dataset_statistics.json`` (overrides ``norm_stats`` of
+``config.json``), tokenizer files, safetensors; OpenVLA-OFT adds ``action_head--*``, ``proprio_projector--*`` and
+``vision_backbone--*`` (FiLM); RLinf adds ``value_head.*`` to the weights. Our own ``vla_torchrl.json`` keeps what the
+published layout has no place for: family, head, sequence layout, chunk and the like.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vla_common.plain import read_json
+from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.weights import (
+    Entry,
+    check_weights,
+    list_weights,
+    load_head,
+    load_weights,
+    save_weights,
+)
+from vla_policies.checkpoint.writing import write_pickled
+from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
+from vla_policies.nn.llama import LlamaConfig
+from vla_policies.openvla.film import read_film, remove
+from vla_policies.openvla.model import VALUE_HEAD, Prismatic, PrismaticConfig
+
+FAMILIES = ("openvla", "openvla_oft")
+OPTIONS = "vla_torchrl.json"
+_STATISTICS = "dataset_statistics.json"
+_PARTS = {"action_head": "action_head--*", "proprio_projector": "proprio_projector--*", "film": "vision_backbone--*"}
+_CARRIED = (
+    "preprocessor_config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+@dataclass(frozen=True)
+class OpenVLACheckpoint:
+    """A checkpoint folder without its weights.
+
+    Attributes:
+        path: the folder; of ``hf:NAME``, its local copy.
+        config: ``config.json``; ``text_config`` has the sizes of the language model.
+        preprocessor: ``preprocessor_config.json``.
+        statistics: per data set, see :meth:`vla_policies.processing.normalization.ActionStatistics.from_json`.
+        options: ``vla_torchrl.json``: what the policy that was saved here was set to; empty for a published checkpoint.
+        files: the small files that are written again as they were, by name.
+        action_head, proprio_projector, film, value_head: files of these parts, ``None`` where there is none.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    preprocessor: Mapping[str, Any]
+    statistics: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    action_head: Path | None = None
+    proprio_projector: Path | None = None
+    film: Path | None = None
+    value_head: Path | None = None
+
+    @classmethod
+    def read(cls, folder: str | Path, family: str | None = None) -> OpenVLACheckpoint:
+        """Read a folder, or download ``hf:NAME`` first; ``family`` if it has to be this one.
+
+        FileNotFoundError: no such folder, or files are missing. ValueError: files of another kind of model or family.
+        """
+        path = resolve(folder)
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path} is not a checkpoint: it has no config.json; pass the folder that has it")
+        config = read_json(path / "config.json")
+        kind = config.get("model_type")
+        if kind not in FAMILIES:
+            kind = kind or config.get("policy")
+            raise ValueError(f"{path} is a checkpoint of {kind!r}, not of {' or '.join(FAMILIES)}")
+        if not (path / "preprocessor_config.json").is_file():
+            raise FileNotFoundError(f"{path} has no preprocessor_config.json; copy that of the original checkpoint")
+        statistics = read_json(path / _STATISTICS) if (path / _STATISTICS).is_file() else config.get("norm_stats") or {}
+        read = cls(
+            path=path,
+            config=config,
+            preprocessor=read_json(path / "preprocessor_config.json"),
+            statistics=statistics,
+            options=read_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
+            files={name: (path / name).read_bytes() for name in _CARRIED if (path / name).is_file()},
+            **{name: _part(path, pattern) for name, pattern in _PARTS.items()},
+            value_head=_part(path, "*value_head.*"),
+        )
+        if family is not None and family != read.family and read.family_is_known:
+            raise ValueError(f"{path} is a checkpoint of {read.family}, not of {family}; load it with that class")
+        return read
+
+    @property
+    def family(self) -> str:
+        """``openvla`` or ``openvla_oft``; published files without OFT's parts do not tell, and count as ``openvla``."""
+        if "family" in self.options:
+            return self.options["family"]
+        parts = (self.action_head, self.proprio_projector, self.film)
+        return "openvla_oft" if any(parts) else self.config["model_type"]
+
+    @property
+    def family_is_known(self) -> bool:
+        """Whether the folder says which family it is, rather than it being the default."""
+        return self.family == "openvla_oft" or "family" in self.options
+
+    @cached_property
+    def weights(self) -> dict[str, Entry]:
+        return list_weights(self.path)
+
+    @property
+    def value_head_in_weights(self) -> bool:
+        return any(key.startswith(VALUE_HEAD) for key in self.weights)
+
+    def empty_model(self) -> tuple[Prismatic, dict[str, Entry]]:
+        entries = dict(self.weights)
+        if self.film is not None:
+            entries |= read_film(self.film)
+        shapes = {key: entry.shape for key, entry in entries.items()}
+        vision = VisionConfig.from_shapes(shapes, heads_of(self.config))
+        language = LlamaConfig.from_dict(self.config.get("text_config", {}))
+        padding = self.config.get("pad_to_multiple_of", PrismaticConfig.vocabulary_padding)
+        with torch.device("meta"):
+            return Prismatic(PrismaticConfig(vision, language, vocabulary_padding=padding)), entries
+
+    def load_heads(self, heads: Mapping[str, nn.Module], *, check: bool = False) -> None:
+        """Fill the float32 heads that a policy has, by name; a value head keeps its numbers where there is none.
+
+        ``check`` compares names and shapes instead, which reads headers only. FileNotFoundError: the checkpoint lacks
+        another head; ValueError: a file that does not fit.
+        """
+        of_weights: Callable[..., object] = check_weights if check else load_weights
+        for name, head in heads.items():
+            file: Path | None = getattr(self, name)
+            if name == "value_head" and self.value_head_in_weights:
+                of_weights(head, self.weights, prefix=VALUE_HEAD)
+            elif file is not None:
+                load_head(head, file, prefix=VALUE_HEAD if name == "value_head" else "", check=check)
+            elif name != "value_head":
+                raise FileNotFoundError(
+                    f"{self.path} has no {name}--*.pt, which the policy needs; copy it from the original checkpoint, "
+                    "or set head='tokens' (action_head) or use_proprio=False (proprio_projector)"
+                )
+
+    def write(self, folder: Path, *, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
+        """Write configuration, statistics, tokenizer, ``options`` and all ``weights``; returns names of the files.
+
+        Of sharded weights all processes must call it. The policy writes heads that have files of their own.
+        """
+        (dtype, _), *_ = Counter(tensor.dtype for tensor in weights.values()).most_common()
+        config = {**self.config, "torch_dtype": str(dtype).removeprefix("torch.")}
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in self.files.items():
+                (folder / name).write_bytes(content)
+            for name, entries in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
+                (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
+
+        in_first(weights.values(), write)
+        return [*self.files, "config.json", _STATISTICS, OPTIONS, *save_weights(weights, folder)]
+
+
+def save_heads(folder: Path, heads: Mapping[str, nn.Module]) -> list[str]:
+    """Write the heads that have files of their own, instead of those that are there; returns names of the files."""
+    written = []
+    for name, head in heads.items():
+        if name == "value_head":
+            continue
+        tensors = dict(head.state_dict())
+        in_first(tensors.values(), partial(remove, folder, _PARTS[name]))
+        written.append(f"{name}--latest_checkpoint.pt")
+        write_pickled(folder / written[-1], tensors)
+    return written
+
+
+def family_of(folder: Path) -> str | None:
+    """Find the :attr:`~OpenVLACheckpoint.family` of a local folder; ``None`` if it is no OpenVLA checkpoint."""
+    try:
+        kind = read_json(folder / "config.json").get("model_type")
+        options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+    except (OSError, ValueError):
+        return None
+    if kind not in FAMILIES:
+        return None
+    has_parts = any(any(folder.glob(pattern)) for pattern in _PARTS.values())
+    family: str = options.get("family", "openvla_oft" if has_parts else kind)
+    return family
+
+
+def _part(folder: Path, pattern: str) -> Path | None:
+    files = sorted(file for file in folder.glob(pattern) if file.suffix in (".pt", ".safetensors"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{folder} has {len(files)} files for the same part: {names}; keep the one that you mean")
+    return files[0] if files else None

@@ -1,0 +1,230 @@
+"""What is in a checkpoint folder of pi0 or pi0.5, in openpi's PyTorch layout, and the same folder written again.
+
+Layout: ``model.safetensors`` (the token embeddings are stored once, as ``paligemma.lm_head``),
+``assets/<id>/norm_stats.json`` (``<id>/norm_stats.json`` in RLinf's checkpoints), ``config.json`` (optional),
+PaliGemma's tokenizer as a sentencepiece file. Ours are ``vla_torchrl.json``, the settings, and
+``vla_torchrl_heads.safetensors``, value head and noise network, which the official loader must not see; RLinf has them
+among the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla_common.plain import read_json
+from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
+from vla_policies.pi0.heads import StoredHeads, is_head
+from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
+from vla_policies.processing.normalization import check_order, numbers
+
+OPTIONS = "vla_torchrl.json"
+TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
+_TOKENIZER_URL = "https://storage.googleapis.com/big_vision/paligemma_tokenizer.model"  # where openpi has it from
+EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
+UNUSED = f"{EXPERT}lm_head."
+_STATISTICS = "norm_stats.json"
+_RLINF_RUNS = ("model_state_dict/full_weights.pt", "actor/model_state_dict/full_weights.pt")
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Pi0Statistics:
+    """How states and actions of a data set are normalised, dimension by dimension.
+
+    Attributes:
+        key: name of the data set (openpi's asset id).
+        raw: the content of ``norm_stats``: ``mean``, ``std``, ``q01`` and ``q99`` of ``state`` and ``actions``.
+        quantiles: pi0.5: percentiles 1 and 99 become -1 and 1; pi0: mean 0 and deviation 1.
+    """
+
+    key: str
+    raw: Mapping[str, Mapping[str, Any]]
+    quantiles: bool
+
+    def normalize(self, what: str, values: Tensor) -> Tensor:
+        """Normalise ``state`` or ``actions`` ``[..., D]`` in physical units."""
+        low, span = self._affine(what, values)
+        return (values - low) / span * 2 - 1 if self.quantiles else (values - low) / span
+
+    def unnormalize(self, what: str, values: Tensor) -> Tensor:
+        low, span = self._affine(what, values)
+        return (values + 1) / 2 * span + low if self.quantiles else values * span + low
+
+    def _affine(self, what: str, values: Tensor) -> tuple[Tensor, Tensor]:
+        size, names = values.shape[-1], ("q01", "q99") if self.quantiles else ("mean", "std")
+        first, second = (torch.tensor(self.raw[what][name], device=values.device)[:size].float() for name in names)
+        return first, (second - first if self.quantiles else second) + _EPSILON
+
+    def check(self, state_dim: int, action_dim: int) -> None:
+        """Refuse statistics of another robot: ValueError if they are fewer numbers than the benchmark's."""
+        names = ("q01", "q99") if self.quantiles else ("mean", "std")
+        for what, size in (("state", state_dim), ("actions", action_dim)):
+            entry = self.raw.get(what) if isinstance(self.raw, Mapping) else None
+            if not isinstance(entry, Mapping) or any(name not in entry for name in names):
+                raise ValueError(f"norm_stats of {self.key!r} have no {' and '.join(names)} of {what}")
+            of = f"norm_stats of {self.key!r}, {what}"
+            first, second = (numbers(entry[name], f"{of}: {name}") for name in names)
+            if self.quantiles:
+                check_order(first[:size], second[:size], of, names)
+            elif min(second[:size], default=1.0) < 0 or not any(second[:size]):
+                raise ValueError(
+                    f"{of}: std is {list(second[:size])}, must be greater than 0; copy the statistics again"
+                )
+            shortest = min(len(first), len(second))
+            if shortest < size:
+                raise ValueError(
+                    f"norm_stats of {self.key!r} have {shortest} numbers of {what}, the benchmark has "
+                    f"{size}; they may have more (padding), not fewer: take a checkpoint of this benchmark"
+                )
+
+
+@dataclass(frozen=True)
+class Pi0Checkpoint:
+    """A checkpoint folder without its weights.
+
+    Attributes:
+        path: the folder; of ``hf:NAME``, its local copy.
+        config: ``config.json``, empty if there is none.
+        options: what the policy that was saved here was set to.
+        statistics: ``norm_stats`` per data set.
+        tokenizer: content of the sentencepiece file.
+        weights: every tensor by name; headers only.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    options: Mapping[str, Any]
+    statistics: Mapping[str, Mapping[str, Any]]
+    tokenizer: bytes = field(repr=False)
+    weights: Mapping[str, Entry] = field(repr=False)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Pi0Checkpoint:
+        """Read a folder, or download ``hf:NAME`` first.
+
+        FileNotFoundError: weights, statistics or tokenizer are missing. ValueError: a JAX checkpoint, or unusable
+            files.
+        """
+        path = resolve(folder)
+        unconverted = next((name for name in _RLINF_RUNS if (path / name).is_file()), None)
+        if unconverted is not None and not has_weights(path):
+            raise ValueError(
+                f"{path} is of an RLinf run, {unconverted} is a pickle; convert it with RLinf's "
+                "rlinf.utils.ckpt_convertor.fsdp_convertor.convert_pt_to_hf and pass the folder that this writes"
+            )
+        if not is_pi0(path):
+            raise ValueError(f"{path} is not a checkpoint of pi0: it has no tensors {PREFIX}...")
+        if not has_weights(path):
+            raise ValueError(
+                f"{path} has no model.safetensors: it is a JAX checkpoint, or half of one; convert it first with "
+                "openpi's examples/convert_jax_model_to_pytorch.py and pass the folder that this writes"
+            )
+        statistics = _statistics(path)
+        if not statistics:
+            raise FileNotFoundError(f"{path} has no assets/<id>/{_STATISTICS}; copy it from the original checkpoint")
+        tokenizer = next((path / name for name in TOKENIZERS if (path / name).is_file()), None)
+        if tokenizer is None:
+            raise FileNotFoundError(
+                f"{path} has no tokenizer: PaliGemma's sentencepiece file has to be there; type: curl --location "
+                f"--output {path / TOKENIZERS[0]} {_TOKENIZER_URL} (or see docs/checkpoints/pi05.md)"
+            )
+        return cls(
+            path=path,
+            config=read_json(path / "config.json") if (path / "config.json").is_file() else {},
+            options=read_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
+            statistics={key: entry.get("norm_stats", entry) for key, entry in statistics.items()},
+            tokenizer=tokenizer.read_bytes(),
+            weights=list_weights(path),
+        )
+
+    @cached_property
+    def heads(self) -> StoredHeads:
+        """Value head and noise network, ours or RLinf's; headers only."""
+        return StoredHeads.read(self.path, self.weights)
+
+    def empty_model(self) -> tuple[Pi0Model, dict[str, Entry]]:
+        entries = model_weights(self.weights)
+        shapes = {key: entry.shape for key, entry in entries.items()}
+        with torch.device("meta"):
+            return Pi0Model(Pi0ModelConfig.from_shapes(shapes, self.config.get("vision_heads"))), entries
+
+    def select_statistics(self, norm_stats_id: str | None, quantiles: bool) -> Pi0Statistics:
+        names = sorted(self.statistics)
+        if norm_stats_id is None and len(names) == 1:
+            norm_stats_id = names[0]
+        if norm_stats_id is None or norm_stats_id not in self.statistics:
+            raise ValueError(f"norm_stats_id is {norm_stats_id!r}; set it to one of {names}, those of {self.path}")
+        return Pi0Statistics(norm_stats_id, self.statistics[norm_stats_id], quantiles)
+
+    def write(
+        self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> list[str]:
+        """Write a folder in this layout; returns names of the files. Of sharded weights all processes must call it.
+
+        ``weights`` are named as the module's, the unused ones included; ``config`` are entries of ``config.json`` to
+        set.
+        """
+        folder = Path(folder)
+        files = [TOKENIZERS[0], "config.json", OPTIONS, *(f"assets/{key}/{_STATISTICS}" for key in self.statistics)]
+
+        def write() -> None:
+            for key, entry in self.statistics.items():
+                place = folder / "assets" / key
+                place.mkdir(parents=True, exist_ok=True)
+                (place / _STATISTICS).write_text(json.dumps({"norm_stats": entry}, indent=2) + "\n")
+            (folder / TOKENIZERS[0]).write_bytes(self.tokenizer)
+            (folder / "config.json").write_text(json.dumps({**self.config, **config}, indent=2) + "\n")
+            (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
+
+        in_first(weights.values(), write)
+        stored = {LM_HEAD if key == EMBEDDINGS else key: tensor for key, tensor in weights.items()}
+        return [*files, *save_weights(stored, folder, max_shard_size=sys.maxsize)]  # the official loader wants one
+
+
+def _statistics(folder: Path) -> dict[str, Any]:
+    """Read every ``norm_stats.json``: openpi has it in ``assets/<id>``, RLinf's checkpoints in ``<id>``."""
+    assets = folder / "assets"
+    found = {file.parent.relative_to(assets).as_posix(): read_json(file) for file in sorted(assets.rglob(_STATISTICS))}
+    if (folder / _STATISTICS).is_file():
+        found["norm_stats"] = read_json(folder / _STATISTICS)
+    if not found:
+        files = sorted([*folder.glob(f"*/{_STATISTICS}"), *folder.glob(f"*/*/{_STATISTICS}")])
+        found = {file.parent.relative_to(folder).as_posix(): read_json(file) for file in files}
+    return found
+
+
+def is_pi0(folder: Path) -> bool:
+    """Tell whether a local folder is a checkpoint of pi0, published or ours, PyTorch or JAX; reads headers only."""
+    if has_weights(folder):
+        try:
+            return any(key.startswith(PREFIX) for key in list_weights(folder))
+        except (FileNotFoundError, ValueError):  # missing or truncated: loading says which
+            pass
+    return (folder / "params").is_dir() or any((folder / "assets").rglob(_STATISTICS))
+
+
+def is_unused(key: str) -> bool:
+    """Tell whether the model reads no tensor of that name: the expert's ``lm_head``, RLinf's heads."""
+    return key.startswith(UNUSED) or is_head(key)
+
+
+def model_weights(weights: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return weights by the names of the module: ``lm_head`` is its token embeddings. ValueError without."""
+    weights = dict(weights)
+    head = weights.pop(LM_HEAD, None)
+    if EMBEDDINGS not in weights:
+        if head is None:
+            raise ValueError(f"the checkpoint has neither {EMBEDDINGS} nor {LM_HEAD}: it is not one of pi0 or pi0.5")
+        weights[EMBEDDINGS] = head
+    return weights
