@@ -134,6 +134,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_if_empty(folder: Path) -> None:
+    """Remove an empty folder and, inside of the working folder, those around it that are empty then."""
+    with contextlib.suppress(OSError):
+        if folder.is_relative_to(Path.cwd()):
+            os.removedirs(folder.relative_to(Path.cwd()))
+        else:
+            folder.rmdir()
+
+
 def flush(path: Path) -> None:
     """Force a file or the entries of a folder to disk, so that a rename cannot overtake them."""
     handle = os.open(path, os.O_RDONLY)

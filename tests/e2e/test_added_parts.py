@@ -20,7 +20,7 @@ TOY += ["optim.lr=1e-3", "seed=1"]
 
 def changed_as_the_page_says(page, recipe, example, folder):
     """A copy of a recipe beside an example, with each block of the page, in their order, applied to a file."""
-    vla_recipe.copy_recipe(recipe, folder, force=False)
+    assert vla_recipe.main(["copy", recipe, "--to", str(folder)]) == 0
     shutil.copy(ROOT / "examples" / example, folder)
     blocks = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "how-to" / page).read_text(), re.DOTALL)
     for name, block in zip((f"{recipe}.py", f"conf/{recipe}.yaml", "conf/training.yaml"), blocks, strict=False):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -103,9 +104,9 @@ def test_what_is_printed_can_be_pasted(tmp_path):
     first.send_signal(signal.SIGTERM)
     advice = line_of(first, "to resume ")
     assert first.wait() == 128 + signal.SIGTERM
-    assert advice == f"to resume    type the same command with hydra.run.dir={folder}\n"
+    [pasted] = shlex.split(advice.removeprefix("to resume    type the same command with "))
 
-    second = subprocess.Popen([*command[:-1], "iterations=1", "resume=force"], **shell)
+    second = subprocess.Popen([*command[:-2], pasted, "iterations=1", "resume=force"], **shell)
     said = line_of(second, "evaluate ")
     assert second.wait() == 0
     evaluate = said.removeprefix("evaluate").strip()

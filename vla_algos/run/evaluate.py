@@ -142,7 +142,7 @@ class HeldOut:
     def _places(self, curves: Sequence[str], speed: str) -> str:
         """Tell where everything of the run is."""
         run, folder = self.run, self.run.folder
-        command = ["vla-recipe", "run", "evaluate", f"policy.checkpoint={folder / 'policy'}", *self._typed()]
+        command = ["vla-recipe", "run", "evaluate", *self._typed()]
         rows = {
             "run": folder,
             "time": f"{run.elapsed / 60:.1f} minutes{speed}",
@@ -155,14 +155,14 @@ class HeldOut:
         return "\n".join(f"{name:<12} {value}" for name, value in rows.items())
 
     def _typed(self) -> list[str]:
-        """List the settings with which evaluate.py repeats evaluations of another suite than training's."""
-        if self._other is None:
-            return []
-        settings = {f"env.{name}": now for name, (_, now) in self._otherwise().items()}
-        settings["eval.trials"] = self.evaluator.trials
-        for name in ("repeats", "seed", "mean_of"):
-            if (value := getattr(self.evaluator, name)) not in (getattr(Evaluator, name), []):
-                settings[f"eval.{name}"] = value
+        """List the settings with which evaluate.py repeats the evaluations of this run."""
+        settings: dict[str, Any] = {"policy.checkpoint": str(self.run.folder / "policy")}
+        if self._other is not None:
+            settings |= {f"env.{name}": now for name, (_, now) in self._otherwise().items()}
+            settings["eval.trials"] = self.evaluator.trials
+            for name in ("repeats", "seed", "mean_of"):
+                if (value := getattr(self.evaluator, name)) not in (getattr(Evaluator, name), []):
+                    settings[f"eval.{name}"] = value
         return [f"{name}={as_typed(value)}" for name, value in settings.items()]
 
     def _draw(self, unit: str) -> list[str]:

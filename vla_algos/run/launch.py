@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from submitit.core.utils import FailedJobError
 
 from vla_algos import parallel
+from vla_algos.files import remove_if_empty
 from vla_algos.parallel import process_group
 from vla_algos.run.config import Types, read_config
 from vla_algos.run.folder import check_folder, what_finished
@@ -29,6 +30,7 @@ from vla_algos.run.launcher_settings import SUBMITIT_NAMES, count_processes, lau
 from vla_algos.run.program import report, reports_errors
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.run import SIGNALS, Run
+from vla_common.experiments import as_typed
 
 Train = Callable[[SimpleNamespace, Run], None]
 Recipe = Callable[[DictConfig, Path], None]
@@ -62,7 +64,8 @@ def says_how_to_resume(folder: Path) -> Iterator[None]:
             error.add_note(f"in the run {folder}")
             if parallel.is_main():
                 print(f"\nrun          {folder}", flush=True)
-                print(f"to resume    type the same command with hydra.run.dir={folder}", flush=True)
+                typed = shlex.quote(f"hydra.run.dir={as_typed(str(folder))}")
+                print(f"to resume    type the same command with {typed}", flush=True)
         raise
 
 
@@ -139,9 +142,7 @@ def _common_folder(folder: Path) -> Path:
     """Take the folder of rank 0: its name has the time in it, and others may have come a second later."""
     common = parallel.broadcast_object(folder)
     if folder != common:
-        with contextlib.suppress(FileNotFoundError):  # several may have the same one
-            if {path.name for path in folder.iterdir()} <= {f"{HydraConfig.get().job.name}.log"}:
-                shutil.rmtree(folder, ignore_errors=True)
+        remove_if_empty(folder)
     return common
 
 

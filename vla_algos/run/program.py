@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
+from vla_algos.files import remove_if_empty
 from vla_algos.run.arguments import check_experiment, for_hydra
 from vla_algos.run.training_env import evaluation_defaults
 from vla_common import program
@@ -64,6 +65,8 @@ def reports_errors(launch: Callable[P, None]) -> Callable[P, None]:
         except Exception as error:
             if _statuses is None:
                 raise
+            if not program.has_begun(error):
+                remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 typed = " ".join(each.lstrip("+") for each in HydraConfig.get().overrides.task)
                 error.args = (f"{typed}: {error}",)
