@@ -267,17 +267,6 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def latest_checkpoint(root: Path) -> Path:
-    """Find the newest checkpoint of a run: where ``latest`` points to.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if found := by_preference(root):
-        return found[0]
-    raise CheckpointError(f"no checkpoint in {root}: expected folders named step_00000001 and so on")
-
-
 def by_preference(root: Path) -> list[Path]:
     """List the checkpoints from which a run may continue: that of ``latest``, those before it, those after it."""
     found = checkpoints(root)[::-1]
