@@ -33,12 +33,11 @@ from vla_algos.run.checkpoints import (
     by_preference,
     checkpoints,
     open_checkpoint,
-    random_state,
     save_checkpoint,
-    set_random_state,
 )
 from vla_algos.run.plain_state import from_json, to_json
 from vla_algos.run.saving import Saver
+from vla_algos.run.seeds import random_state, set_random_state
 from vla_common.checksums import write_checksums
 from vla_common.tensor_files import make_room
 
