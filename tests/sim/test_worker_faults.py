@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from storm import faulty, workers
+from tests.storm import faulty, workers
 from vla_common import keys
 from vla_envs import Episode, EpisodeQueue, Observation, Outcome, SimulatorCrash, WorkerPool, make_env
 from vla_envs.gym import SimulatorEnv
@@ -293,7 +293,7 @@ def test_a_forked_child_leaves_the_workers_to_its_parent():
 
 PARENT = """
 import sys, threading, time
-from storm import faulty
+from tests.storm import faulty
 from vla_envs import Episode, WorkerPool
 pools = []
 def begin():  # in a thread that ends: workers live on
@@ -341,7 +341,7 @@ def test_the_doctor_does_not_call_usable_what_cannot_be_imported():
     schema = BenchmarkSchema((8, 8), states=("x", "y", "z"), actions=("dx", "dy"), instruction="go")
     good = Benchmark("storm", "Storm", schema, make_spec=lambda suite: faulty.describe({}), suites=lambda: ["faulty"])
     assert check_entry_point(good) == []
-    wrong = replace(faulty.describe({}), entry_point="storm.faulty:NoSuchSimulator")
+    wrong = replace(faulty.describe({}), entry_point="tests.storm.faulty:NoSuchSimulator")
     (finding,) = check_entry_point(replace(good, make_spec=lambda suite: wrong))
     assert finding.required
     assert finding.status == "broken"
