@@ -255,7 +255,7 @@ def test_large_messages_to_and_from_a_stopped_worker_end():
     pool.reset({0: Episode(0, 0)})
     os.kill(pool._processes[0].pid, signal.SIGSTOP)
     arguments = {"timeout": 3.0, "size": 10_000_000}
-    answers = pool.map("test_worker_faults:echo", [b"x" * 5_000_000], **arguments)
+    answers = pool.map(f"{__name__}:echo", [b"x" * 5_000_000], **arguments)
     assert [len(answer) for answer in answers] == [15_000_000]
     assert pool.restarts == 1
 
@@ -264,7 +264,7 @@ def test_large_messages_to_and_from_a_stopped_worker_end():
         os.kill(pool._processes[0].pid, signal.SIGSTOP)
 
     threading.Thread(target=stop).start()
-    answers = pool.map("test_worker_faults:echo", [b"x"] * 8, **{**arguments, "size": 20_000_000})
+    answers = pool.map(f"{__name__}:echo", [b"x"] * 8, **{**arguments, "size": 20_000_000})
     assert {len(answer) for answer in answers} == {20_000_001}
     pool.close()
 
