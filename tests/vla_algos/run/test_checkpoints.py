@@ -24,7 +24,7 @@ from toy import ToyEnv, ToyPolicy
 import vla_algos.run.checkpoints as checkpoint_module
 import vla_algos.run.saving as saving_module
 import vla_policies.checkpoint.writing as writing
-from storm import corruption
+from tests.storm import corruption
 from vla_algos.collectors import StepCollector
 from vla_algos.run.checkpoints import (
     CheckpointError,
