@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from vla_algos import parallel
-from vla_algos.files import write_folder_atomically
+from vla_algos.files import remove_if_empty, write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
 from vla_algos.run.launcher_settings import requeue
 from vla_algos.run.logging import RunLogger, open_loggers, progress_bar
@@ -90,7 +90,10 @@ class Run:
                 signal.signal(number, handler)
             self._logger.close(failed=kind is not None)
             if self._lock is not None:
+                if not (self.folder / "run.json").exists():  # it has not begun
+                    Path(self._lock.lock_file).unlink(missing_ok=True)
                 self._lock.release()
+                remove_if_empty(self.folder)
 
     # ---- the state
 
@@ -107,8 +110,15 @@ class Run:
 
         Raises:
             CheckpointError: no checkpoint can be read, or they are of another policy.
+            TypeError: a part has no state that could be saved.
         """
         self._parts = {name: part for name, part in parts.items() if part is not None}
+        for name, part in self._parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise TypeError(
+                    f"{name} is a {type(part).__name__}, which has no state_dict() and load_state_dict(): write both, so "
+                    "that the run can be resumed, or do not give it to restore()"
+                )
         seed_rank(self.config.seed)  # of a new run; a checkpoint has the random numbers of each process
         saved = self._saver.restore(self._parts)
         done = None if saved is None else saved["iteration"]

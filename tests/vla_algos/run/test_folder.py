@@ -21,6 +21,7 @@ from vla_algos.run.checkpoints import (
 )
 from vla_algos.run.folder import finish_folder, new_folder, note_start, open_folder, say_what_differs
 from vla_algos.run.logging import RunLogger
+from vla_algos.run.run import Run
 
 
 def settings(**changed):
@@ -206,6 +207,13 @@ def test_latest_that_is_a_folder_is_left_alone(tmp_path, capsys):
     assert "is not a link" in capsys.readouterr().out
     with pytest.raises(FileExistsError):
         link_atomically(tmp_path / "latest", "run")
+
+
+def test_a_run_that_does_not_begin_leaves_nothing(tmp_path):
+    says = r"collector is a object, which has no state_dict\(\) and load_state_dict\(\)"
+    with pytest.raises(TypeError, match=says), Run(settings(), tmp_path / "run") as run:
+        run.restore(collector=object())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["folder", "dangling", "file"])
