@@ -116,8 +116,8 @@ class Run:
         for name, part in self._parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise TypeError(
-                    f"{name} is a {type(part).__name__}, which has no state_dict() and load_state_dict(): write both, so "
-                    "that the run can be resumed, or do not give it to restore()"
+                    f"{name} is a {type(part).__name__}, which has no state_dict() and load_state_dict(): write both, "
+                    "so that the run can be resumed, or do not give it to restore()"
                 )
         seed_rank(self.config.seed)  # of a new run; a checkpoint has the random numbers of each process
         saved = self._saver.restore(self._parts)
