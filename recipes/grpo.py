@@ -67,7 +67,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     frozen = FrozenPolicy(policy) if loss_module.reference_kl_coeff else None
     episodes = training_episodes(config, spec, config.group_size)
     env = make_env(**here, chunk_size=policy.chunk_size, episodes=episodes)
-    collector = EpisodeCollector(env, policy, **config.pipeline, on_decision=films.hook)
+    collector = EpisodeCollector(env, policy, **config.pipeline, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert

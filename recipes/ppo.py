@@ -64,7 +64,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     episodes = training_episodes(config, spec, config.env.get("group_size", 1))
     env = make_env(**here, chunk_size=policy.chunk_size, episodes=episodes)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
-    collector = StepCollector(env, policy, **config.collector, **config.pipeline, **reads, on_decision=films.hook)
+    collector = StepCollector(env, policy, **config.collector, **config.pipeline, **reads, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert

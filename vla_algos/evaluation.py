@@ -369,7 +369,7 @@ def evaluate(
         stages=stages,
         overlap_resets=overlap_resets,
         on_episode=note,
-        on_decision=record_decision if record else None,
+        step_hook=record_decision if record else None,
     )
     training = [module for module in actor.modules() if module.training]
     actor.eval()

@@ -83,14 +83,14 @@ class ChunkCollector(BaseCollector):
         values: bool,
         stages: int,
         halves: bool = False,
-        on_decision: Hook | None,
+        step_hook: Hook | None,
         pre_collect_hook: Callable[[], None] | None,
         post_collect_hook: Hook | None,
     ):
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
-        self.on_decision = on_decision
+        self.step_hook = step_hook
         self.stages = stages
         self._stages = _divide(env, stages) if stages != 1 or halves else []
         self.has_value = values and STATE_VALUE in self.policy.out_keys
@@ -109,8 +109,8 @@ class ChunkCollector(BaseCollector):
         decision = self._act(observation)
         outcome, following = self._timed("env", self.env.step_and_maybe_reset, decision)
         self._remember()
-        if self.on_decision is not None:
-            self.on_decision(outcome)
+        if self.step_hook is not None:
+            self.step_hook(outcome)
         # Only what the environment wrote is passed on: nothing of this decision may reach the next one.
         return outcome, following.select(*self._observation_keys)
 
@@ -132,8 +132,8 @@ class ChunkCollector(BaseCollector):
 
     def _receive(self, slots: Sequence[int]) -> TensorDictBase:
         outcome = self._timed("wait", self._call_env, self.base_env.async_step_recv, slots)
-        if self.on_decision is not None:
-            self.on_decision(outcome)
+        if self.step_hook is not None:
+            self.step_hook(outcome)
         return outcome
 
     def _begin_episodes(self, slots: Sequence[int]) -> None:

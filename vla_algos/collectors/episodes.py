@@ -51,7 +51,7 @@ class EpisodeCollector(ChunkCollector):
         overlap_resets: a slot whose episode ended sits out one decision while its simulator begins the next one;
             without it all slots of the stage wait. Of a stage those slots decide that have an episode.
         on_episode: called with the index in the queue and each finished episode, in the order of finishing.
-        on_decision: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1; with
+        step_hook: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1; with
             ``stages`` or ``overlap_resets`` of those that decided, with ``env_index``).
         pre_collect_hook: TorchRL's hook, called before each iteration over the queue.
         post_collect_hook: TorchRL's hook, called with each episode that is yielded.
@@ -80,7 +80,7 @@ class EpisodeCollector(ChunkCollector):
         stages: Count = 1,
         overlap_resets: bool = False,
         on_episode: Callable[[int, TensorDictBase], None] | None = None,
-        on_decision: Hook | None = None,
+        step_hook: Hook | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
         post_collect_hook: Hook | None = None,
     ):
@@ -91,7 +91,7 @@ class EpisodeCollector(ChunkCollector):
             values=False,  # whole episodes are compared by their returns
             stages=stages,
             halves=overlap_resets,
-            on_decision=on_decision,
+            step_hook=step_hook,
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,
         )

@@ -41,7 +41,7 @@ class StepCollector(ChunkCollector):
         stages: groups of slots that take turns: while the policy decides for one, simulators of the others work, in a
             fixed order. Rows stay slots. With more than 1, ``env`` is a :class:`~vla_envs.env.VLAEnv` without
             transforms.
-        on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars; of every stage's,
+        step_hook: called with the outcome of every decision (batch ``[N]``), for progress bars; of every stage's,
             with ``env_index``, where there are several.
         pre_collect_hook: TorchRL's hook, called before a batch.
         post_collect_hook: TorchRL's hook, called with each batch.
@@ -58,7 +58,7 @@ class StepCollector(ChunkCollector):
         values: bool = True,
         bootstrap: Bootstrap = "truncation",
         stages: Count = 1,
-        on_decision: Hook | None = None,
+        step_hook: Hook | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
         post_collect_hook: Hook | None = None,
     ):
@@ -68,7 +68,7 @@ class StepCollector(ChunkCollector):
             ExplorationType.RANDOM,
             values=values,
             stages=stages,
-            on_decision=on_decision,
+            step_hook=step_hook,
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,
         )

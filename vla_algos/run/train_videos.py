@@ -25,7 +25,7 @@ _Shots = dict[int, list[tuple[np.ndarray, str]]]  # frames and captions by envir
 class TrainVideos:
     """Films the first environments of rank 0 in every so many iterations: a video each, from first to last decision.
 
-    It is a collector's ``on_decision`` and copies frames that are there: nothing is rendered or drawn at random.
+    It is a collector's ``step_hook`` and copies frames that are there: nothing is rendered or drawn at random.
 
     Args:
         run: whose videos they are, in a folder for each iteration.
