@@ -55,7 +55,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     held_out, demonstrations = HeldOut(run, spec, len(roles.rollouts)), Demonstrations(config, spec)
     run.say(held_out.describe())
     offload = config.offload["optimizer"] and roles.learns
-    with roles.own():
+    with roles.on_own_ranks():
         policy = make_run_policy(run, spec, here, sharding, offload)
     demonstrations.check_policy(policy)
     run.say(roles.describe())

@@ -14,7 +14,7 @@ from vla_algos import parallel
 from vla_common.keys import NEXT, STEP_MASK
 
 
-def deal(owners: Tensor, processes: int) -> Tensor:
+def assign_rows(owners: Tensor, processes: int) -> Tensor:
     """Return which process works off each row of a minibatch: its owner, but for the surplus of those that have most.
 
     Shares differ by one row at most; the larger ones are those of the processes that own most, so that as few rows move
@@ -92,7 +92,7 @@ class BalancedMinibatches:
             size: largest number of rows of a part; ``None`` for any.
         """
         owners = self._owners[rows]
-        workers = deal(owners, self._processes)
+        workers = assign_rows(owners, self._processes)
         busiest = int(torch.bincount(workers, minlength=self._processes).max())
         self._decisions += len(rows)
         self._moved += int((owners != workers).sum())

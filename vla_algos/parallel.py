@@ -1,4 +1,4 @@
-"""Several processes that train one policy, on one machine or on many: who is there, and what they tell each other.
+"""Several processes that train one policy, on one machine or on many: launch, groups and collectives.
 
 Each runs the whole recipe with its share of the environments. What is computed from all of their data (advantages,
 gradients, metrics, results of an evaluation) goes through the functions below; a process that is alone
@@ -7,10 +7,10 @@ gets its own data back. Only rank 0 writes.
 All processes must make the same calls in the same order, from the same functions. When one dies, torchrun or
 ``srun --kill-on-bad-exit`` ends the others; when one is stopped, the time-outs below do.
 
-Where processes have roles (:mod:`vla_algos.disaggregated.placement`), :func:`among` has these functions concern those
-of one role.
+Where processes have roles (:mod:`vla_algos.disaggregated.placement`), these functions concern those of one role within
+a :func:`subgroup`.
 
-There are two kinds of groups. What is told here goes over the *control group* (gloo, on the CPU), in which a process
+There are two kinds of groups. These functions use the *control group* (gloo, on the CPU), in which a process
 waits for hours for another that has work to do alone. Weights and gradients of sharded policies go over the groups of
 :func:`device_mesh` (NCCL on GPUs), which all reach at about the same time: ten minutes.
 """
@@ -40,7 +40,7 @@ _CONTROL_TIMEOUT = timedelta(hours=2)  # to wait for a process that has work to 
 _DATA_TIMEOUT = timedelta(minutes=10)  # for an exchange of weights
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _control: dist.ProcessGroup | None = None
-_some: tuple[int, ...] | None = None  # of all processes, whom the functions below concern; None for all
+_some: tuple[int, ...] | None = None  # of all processes, those that the functions below concern; None for all
 _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # of some, by what for
 _ENDED = "vla_ended"
 _STOPPING = (signal.SIGUSR2, signal.SIGINT)  # with SIGTERM, see vla_algos.run.run
@@ -208,7 +208,7 @@ def _choose_gpu(local_rank: int, gpus: int) -> None:
 
 
 @contextlib.contextmanager
-def among(ranks: Sequence[int]) -> Iterator[None]:
+def subgroup(ranks: Sequence[int]) -> Iterator[None]:
     """Have all functions of this module concern some of the processes: inside, these are all that there are.
 
     All of them must enter, and no other may. They are numbered from 0 within, in their order.
@@ -218,23 +218,23 @@ def among(ranks: Sequence[int]) -> Iterator[None]:
     """
     global _some
     before, some = _some, tuple(ranks)
-    everybody = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
-    _some = None if some == everybody else some
+    whole = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+    _some = None if some == whole else some
     try:
         yield
     finally:
         _some = before
 
 
-def make_groups(actors: Sequence[int], rollouts: Sequence[int], shards: int) -> None:
+def make_role_groups(actors: Sequence[int], rollouts: Sequence[int], shards: int) -> None:
     """Make the groups that processes of different roles need among themselves; all processes call it alike.
 
-    Afterwards each role may work :func:`among` themselves, :func:`device_mesh` arranges the actors, or one process that
-    is none, and :func:`weight_group` has the sender of weights and those who get them.
+    Afterwards each role may be a :func:`subgroup`, :func:`device_mesh` arranges the actors, or one process that is none,
+    and :func:`weight_group` has the sender of weights and the receivers.
 
     Args:
-        actors: who learns; ``shards`` of them share one copy.
-        rollouts: who collects.
+        actors: ranks that learn; ``shards`` of them share one copy.
+        rollouts: ranks that collect.
         shards: see :func:`device_mesh`.
     """
     alone = [rank for rank in rollouts if rank not in actors]
@@ -344,9 +344,9 @@ def all_gather_object(mine: T) -> list[T]:
     """Return what each process has, in the order of their numbers; on the CPU, and small."""
     if world_size() == 1:
         return [mine]
-    everybodys: list[Any] = [None] * world_size()
-    dist.all_gather_object(everybodys, mine, group=_group())
-    return everybodys
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, mine, group=_group())
+    return gathered
 
 
 def all_gather(mine: TensorDictBase | None) -> TensorDictBase | None:
@@ -374,10 +374,10 @@ def all_to_all(mine: Sequence[T]) -> list[T]:
     return [pickle.loads(each.numpy().tobytes()) for each in received.split(counts[0])]
 
 
-def local_rows(everybodys: TensorDictBase, count: int) -> TensorDictBase:
+def local_rows(whole: TensorDictBase, count: int) -> TensorDictBase:
     """Return the ``count`` rows that this process had given to :func:`all_gather`."""
     start = sum(all_gather_object(count)[: rank()])
-    return everybodys[start : start + count]
+    return whole[start : start + count]
 
 
 def broadcast_object(value: T, source: int = 0) -> T:

@@ -23,7 +23,7 @@ from toy import ToyActorCritic, ToyEnv
 
 from vla_algos import parallel
 from vla_algos.advantages import gae
-from vla_algos.balance import deal
+from vla_algos.balance import assign_rows
 from vla_algos.collectors import StepCollector
 from vla_algos.evaluation import EpisodeResult, EvaluationResult
 from vla_algos.learner import Learner
@@ -253,7 +253,7 @@ def test_minibatches_are_dealt_evenly_and_only_the_surplus_moves(processes):
     generator = torch.Generator().manual_seed(processes)
     for rows in (1, 2, 7, 32, 128):
         owners = torch.randint(processes, (rows,), generator=generator)
-        workers = deal(owners, processes)
+        workers = assign_rows(owners, processes)
         had, have = (torch.bincount(each, minlength=processes) for each in (owners, workers))
         assert have.sum() == rows
         assert have.max() - have.min() <= 1

@@ -73,7 +73,7 @@ class Roles:
         return self.rank in self.rollouts
 
     @property
-    def apart(self) -> bool:
+    def disaggregated(self) -> bool:
         """Whether no process does both."""
         return self.placement.mode == "disaggregated"
 
@@ -86,8 +86,8 @@ class Roles:
         shards = settings.get("shards", "all")
         check_shards(shards, len(self.actors))
         if self.actors != self.rollouts:
-            parallel.make_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
-        with self.own():
+            parallel.make_role_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
+        with self.on_own_ranks():
             # A process that only collects has no gradients and no Adam, and all weights.
             return Sharding(**{**settings, **({} if self.learns else {"shards": "all", "cpu_offload": False})})
 
@@ -117,12 +117,12 @@ class Roles:
     def _within(self, ranks: tuple[int, ...], make: Callable[[], Any]) -> Any:
         if self.rank not in ranks:
             return None
-        with parallel.among(ranks):
+        with parallel.subgroup(ranks):
             return make()
 
-    def own(self) -> AbstractContextManager[None]:
+    def on_own_ranks(self) -> AbstractContextManager[None]:
         """Work with the processes that share a policy with this one: all actors, or a rollout alone."""
-        return parallel.among(self.actors if self.learns else (self.rank,))
+        return parallel.subgroup(self.actors if self.learns else (self.rank,))
 
     def describe(self) -> str:
         """Say which processes do what, for printing; nothing where all do everything."""

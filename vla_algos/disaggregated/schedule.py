@@ -84,13 +84,13 @@ class Schedule:
                 return None
             if self.lag:
                 self.policy.start_iteration(iteration)
-            with parallel.among(self.roles.actors):
+            with parallel.subgroup(self.roles.actors):
                 return learn(self._waiting.popleft())
 
         while self._ahead < min(self.lag, last + 1 - iteration):
             self._deliver_batch(collected())
         more = iteration + self._ahead <= last
-        if self.roles.apart and self.lag:  # at the same time
+        if self.roles.disaggregated and self.lag:  # at the same time
             collects = more and not self.roles.learns
             done: Any = collected() if collects else learnt()
             if more:
@@ -100,7 +100,7 @@ class Schedule:
                 self._deliver_batch(collected())
             done = learnt()
         self._ahead -= 1
-        if self.roles.apart:
+        if self.roles.disaggregated:
             done = parallel.broadcast_object(done if self.roles.learns else None, self.roles.actors[0])
         self._bring_weights()
         return done
@@ -117,7 +117,7 @@ class Schedule:
 
         A process that learns while others act gathers nothing: there may be no room.
         """
-        only_learns = self.roles.apart and self.roles.learns
+        only_learns = self.roles.disaggregated and self.roles.learns
         with contextlib.nullcontext() if only_learns else gathered(self.policy), self._collecting():
             yield
 
@@ -190,7 +190,7 @@ class Schedule:
 
     def _bring_weights(self) -> None:
         """Bring the weights from the processes that learn to those that collect."""
-        if not self.roles.apart:
+        if not self.roles.disaggregated:
             return
         parallel.barrier()  # which may wait for longer than the group of the weights
         if self._sync is None:
@@ -203,7 +203,7 @@ class Schedule:
         """Exchange shares; with ``lag`` 0 the random numbers of each of ``source`` continue in its partner."""
         given: list[tuple[Any, dict[str, Any] | None]] = [(share, None) for share in shares]
         partner = dict(zip(source, target, strict=False)).get(self.roles.rank)
-        if not self.lag and self.roles.apart and partner is not None:
+        if not self.lag and self.roles.disaggregated and partner is not None:
             given[partner] = (shares[partner], _of_device(random_state()))
         come = parallel.all_to_all(given)
         for _, numbers in come:
