@@ -229,8 +229,8 @@ def subgroup(ranks: Sequence[int]) -> Iterator[None]:
 def make_role_groups(actors: Sequence[int], rollouts: Sequence[int], shards: int) -> None:
     """Make the groups that processes of different roles need among themselves; all processes call it alike.
 
-    Afterwards each role may be a :func:`subgroup`, :func:`device_mesh` arranges the actors, or one process that is none,
-    and :func:`weight_group` has the sender of weights and the receivers.
+    Afterwards each role may be a :func:`subgroup`, :func:`device_mesh` arranges the actors, or one process that is
+    none, and :func:`weight_group` has the sender of weights and the receivers.
 
     Args:
         actors: ranks that learn; ``shards`` of them share one copy.

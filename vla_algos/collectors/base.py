@@ -16,47 +16,26 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_algos.policies import Policy, as_module, load_weights, loss_keys
-from vla_common.keys import (
-    ACTION,
-    ACTION_LOG_PROB,
-    ACTIONS_CLIPPED,
-    CRASHED,
-    DONE,
-    EPISODE_LEN,
-    EPISODE_RETURN,
-    GROUP_ID,
-    NEXT,
-    REWARD,
-    STATE_VALUE,
-    STEP_MASK,
-    STEP_REWARDS,
-    SUBTASKS,
-    SUCCESS,
-    SUCCESS_AT_END,
-    TASK_ID,
-    TERMINATED,
-    TRIAL_ID,
-    TRUNCATED,
-)
+from vla_common import keys
 from vla_envs.env import VLAEnv, base_env
 from vla_envs.stages import check_stages
 
 NEXT_KEYS = (
-    REWARD,
-    STEP_REWARDS,
-    STEP_MASK,
-    TERMINATED,
-    TRUNCATED,
-    DONE,
-    SUCCESS,
-    SUCCESS_AT_END,
-    CRASHED,
-    EPISODE_RETURN,
-    EPISODE_LEN,
-    ACTIONS_CLIPPED,
-    SUBTASKS,  # where episodes are chains of tasks
+    keys.REWARD,
+    keys.STEP_REWARDS,
+    keys.STEP_MASK,
+    keys.TERMINATED,
+    keys.TRUNCATED,
+    keys.DONE,
+    keys.SUCCESS,
+    keys.SUCCESS_AT_END,
+    keys.CRASHED,
+    keys.EPISODE_RETURN,
+    keys.EPISODE_LEN,
+    keys.ACTIONS_CLIPPED,
+    keys.SUBTASKS,  # where episodes are chains of tasks
 )
-OUTCOME_KEYS = (ACTION, TASK_ID, TRIAL_ID, GROUP_ID, *((NEXT, key) for key in NEXT_KEYS))
+OUTCOME_KEYS = (keys.ACTION, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID, *((keys.NEXT, key) for key in NEXT_KEYS))
 """What is kept of a decision that nothing is learnt from."""
 
 T = TypeVar("T")
@@ -93,12 +72,12 @@ class ChunkCollector(BaseCollector):
         self.step_hook = step_hook
         self.stages = stages
         self._stages = _divide(env, stages) if stages != 1 or halves else []
-        self.has_value = values and STATE_VALUE in self.policy.out_keys
-        written = [ACTION, ACTION_LOG_PROB] if ACTION_LOG_PROB in self.policy.out_keys else [ACTION]
-        root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
-        root_keys += [STATE_VALUE] if self.has_value else []
+        self.has_value = values and keys.STATE_VALUE in self.policy.out_keys
+        written = [keys.ACTION, keys.ACTION_LOG_PROB] if keys.ACTION_LOG_PROB in self.policy.out_keys else [keys.ACTION]
+        root_keys = [*loss_keys(self.policy), *written, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID]
+        root_keys += [keys.STATE_VALUE] if self.has_value else []
         declared = set(env.full_reward_spec.keys())
-        outcome_keys = [(NEXT, key) for key in NEXT_KEYS if key != SUBTASKS or key in declared]
+        outcome_keys = [(keys.NEXT, key) for key in NEXT_KEYS if key != keys.SUBTASKS or key in declared]
         self.stored_keys = [*dict.fromkeys(root_keys), *outcome_keys]
         self._remember()
         self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
