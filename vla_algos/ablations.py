@@ -164,11 +164,7 @@ class SeenImages:
             )
 
     def keep(self, td: TensorDictBase) -> TensorDictBase:
-        """Keep what the policy sees in every decision: an ``observe`` that changes nothing.
-
-        Raises:
-            ValueError: the policy sees no images.
-        """
+        """Keep what the policy sees in every decision: an ``observe``; ``ValueError`` if it sees no images."""
         rows = (td[EPISODE_INDEX] >= 0).nonzero().flatten()
         images = {key: td[key][rows].cpu().numpy() for key in (IMAGES, WRIST_IMAGES) if key in td}
         if not images:

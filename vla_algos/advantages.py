@@ -27,11 +27,7 @@ def valid_decisions(batch: TensorDictBase) -> Tensor:
 
 
 def check_levels(loss_module: nn.Module, policy: VLAPolicy, reward_level: RewardLevel) -> None:
-    """Refuse a ``reward_level`` of :func:`gae` that does not fit a policy and a loss, before any work.
-
-    Raises:
-        ValueError: says what would be right.
-    """
+    """Refuse (``ValueError``) a ``reward_level`` of :func:`gae` that does not fit policy and loss, before any work."""
     if getattr(loss_module, "has_critic", True):
         _check_values(reward_level, policy.num_values, policy.chunk_size)
     if reward_level == "action" and getattr(loss_module, "log_prob_level", None) == "chunk":

@@ -1,4 +1,4 @@
-"""Minibatches dealt evenly: each process works off as many decisions as any other, whoever has collected them."""
+"""Even minibatches: each process works off as many decisions as any other, wherever they were collected."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ class BalancedMinibatches:
         if len(counts) > 1:
             self._samples = _alike(self._samples, computed)
             self._filling = self._any_row(counts)
-        self._decisions = self._moved = self._busiest = (
-            0  # rows of minibatches; of each, those of the process with most
-        )
+        self._decisions = self._moved = self._busiest = 0  # rows of minibatches; of each, of the process with most
 
     def metrics(self) -> dict[str, float]:
         """Return ``train/imbalance`` and ``train/moved`` of the minibatches so far; nothing of one process."""
@@ -132,14 +130,12 @@ class BalancedMinibatches:
     def _any_row(self, counts: Sequence[int]) -> TensorDictBase:
         """Return a row, for passes that count nothing: an own one, or where there is none the first of all."""
         own = None if self._samples is None else self._samples[torch.tensor([0])]
-        if all(counts):
-            assert own is not None
-            return own
-        giver = next(rank for rank, count in enumerate(counts) if count)
-        given = parallel.all_gather_object(own.cpu() if own is not None and self._rank == giver else None)[giver]
-        filling = given if own is None else own
-        assert filling is not None
-        return filling
+        if not all(counts):
+            giver = next(rank for rank, count in enumerate(counts) if count)
+            given = parallel.broadcast_object(own if own is None else own.cpu(), giver)
+            own = given if own is None else own
+        assert own is not None  # some process has rows
+        return own
 
 
 def masked(part: TensorDictBase) -> TensorDictBase:

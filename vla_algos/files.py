@@ -93,11 +93,7 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
 
 
 def link_atomically(link: Path, target: str) -> None:
-    """Let ``link`` point to ``target``, in one step where it pointed elsewhere.
-
-    Raises:
-        OSError: a file or folder that is no link has its name; or no permission.
-    """
+    """Let ``link`` point to ``target`` in one step; ``OSError`` where something that is no link has its name."""
     if link.exists() and not link.is_symlink():
         raise FileExistsError(f"{link} is there and is not a link")
     if link.is_symlink() and os.readlink(link) == target:
@@ -110,11 +106,7 @@ def link_atomically(link: Path, target: str) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a folder of a run in which what is written, rotated or removed would be somewhere else.
-
-    Raises:
-        ValueError: a link in it leads out of it.
-    """
+    """Refuse (``ValueError``) a run's folder with a link out of it, where other files would be written or removed."""
     home = folder.resolve()
     for place, folders, files in os.walk(home):
         for path in (Path(place, name) for name in (*folders, *files)):

@@ -183,9 +183,8 @@ def grpo(
     kept = [group for group in groups if group.has_signal and group.within(success_bounds)]
     if not kept:
         return None
-    episodes = [episode for group in kept for episode in group.episodes]
-    labels = torch.cat([torch.full((len(group.episodes),), index) for index, group in enumerate(kept)])
-    scores = torch.cat([group.scores for group in kept])
+    episodes, scores = [each for group in kept for each in group.episodes], torch.cat([each.scores for each in kept])
+    labels = torch.arange(len(kept)).repeat_interleave(torch.tensor([len(group.episodes) for group in kept]))
     advantages = group_advantages(scores, labels.to(scores.device))
     lengths = torch.tensor([len(episode) for episode in episodes], device=scores.device)
     batch: TensorDictBase = torch.empty_like(episodes[0][:1].expand(int(lengths.sum())))

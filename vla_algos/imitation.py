@@ -30,11 +30,7 @@ from vla_policies.sharding import compute_device, reshard
 
 
 def check_state_noise(state_noise: Any, state_dim: int) -> None:
-    """Refuse what is neither a number nor one for each state.
-
-    Raises:
-        ValueError: says how many there are.
-    """
+    """Refuse (``ValueError``) what is neither a number nor one for each of ``state_dim`` states."""
     if not are_numbers([state_noise], 1) and not are_numbers(state_noise, state_dim):
         raise ValueError(f"state_noise is one number or one for each of the {state_dim} states, got {state_noise}")
 
@@ -126,13 +122,11 @@ class BehaviourCloning:
         policy.set_statistics(states.mean(0), spread + 1e-2)  # a constant entry must not be blown up
         self.policy, self.demonstrations = policy, demonstrations
         self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, torch.tensor(state_noise)
+        trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
         self.state_prediction = None
         if auxiliary:
             self.state_prediction = StatePrediction(policy, demonstrations, auxiliary, auxiliary_steps, label_sigma)
-        trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
-        if (
-            self.state_prediction
-        ):  # apart: on a GPU AdamW takes a group's tensors together, which must not be shards and whole
+            # A group of its own: on a GPU AdamW takes a group's tensors together, which must not be shards and whole.
             trained.append({"params": list(self.state_prediction.parameters())})
         self.optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
 

@@ -43,10 +43,8 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
 def finished(batch: TensorDictBase) -> Tensor:
     """Tell with which decisions an episode ended that has a result, bool, of the shape of ``batch``."""
     after = batch[keys.NEXT]
-    ended = (
-        after[keys.DONE] & ~after[keys.CRASHED] & (after[keys.EPISODE_LEN] > 0)
-    )  # an idle slot is "done" after 0 actions
-    return ended.squeeze(-1)
+    acted = after[keys.EPISODE_LEN] > 0  # an idle slot is "done" after 0 actions
+    return (after[keys.DONE] & ~after[keys.CRASHED] & acted).squeeze(-1)
 
 
 def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, float]:
@@ -59,13 +57,9 @@ def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, 
         batch: any shape.
         crashed_elsewhere: crashed episodes that were left out of ``batch``, as groups of runs do.
     """
-    after = batch[keys.NEXT]
-    crashed = after[keys.CRASHED]
-    ended = finished(batch).unsqueeze(-1)
-    metrics = {
-        "env/num_episodes": float(ended.sum()),
-        "env/crashed_episodes": float(crashed.sum() + crashed_elsewhere),
-    }
+    after, ended = batch[keys.NEXT], finished(batch).unsqueeze(-1)
+    crashed = after[keys.CRASHED].sum() + crashed_elsewhere
+    metrics = {"env/num_episodes": float(ended.sum()), "env/crashed_episodes": float(crashed)}
     clipped, executed = after.get(keys.ACTIONS_CLIPPED, None), after[keys.STEP_MASK].sum(-1, keepdim=True)
     if clipped is not None and executed.any():
         metrics["env/actions_clipped"] = float((clipped.double() * executed).sum() / executed.sum())

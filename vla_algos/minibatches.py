@@ -336,11 +336,7 @@ def check_loss(
     critic_warmup_steps: int = 0,
     **_: Any,
 ) -> None:
-    """Refuse settings of :class:`Minibatches` that a loss cannot serve, before any work.
-
-    Raises:
-        ValueError: says what would be right.
-    """
+    """Refuse (``ValueError``) settings of :class:`Minibatches` that a loss cannot serve, before any work."""
     name = type(loss_module).__name__
     if critic_warmup_steps and not getattr(loss_module, "has_critic", True):
         raise ValueError("critic_warmup_steps needs a critic: set critic_warmup_steps=0, or critic_coeff above 0")

@@ -46,11 +46,7 @@ class FrozenPolicy:
         return dict(self._weights or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: it is of another policy.
-        """
+        """Restore what :meth:`state_dict` returned; ``ValueError`` if it is of another policy."""
         if not state:
             return
         weights = self.policy.trained_weights()

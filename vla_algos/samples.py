@@ -77,11 +77,7 @@ class Samples:
 
 
 def check_heldout(heldout: float, trials: int) -> None:
-    """Refuse to hold out nothing, or all, of so many trials of each task.
-
-    Raises:
-        ValueError: says what to type.
-    """
+    """Refuse (``ValueError``) to hold out nothing, or all, of so many trials of each task."""
     if heldout:
         _check_split(heldout, is_held_out(torch.arange(trials), heldout))
 

@@ -99,11 +99,7 @@ class StatePrediction(nn.Module):
 
 
 def check_vision_features(policy: VLAPolicy, weight: float) -> None:
-    """Refuse a :class:`StatePrediction` of such weight, if it has any, of a policy that has nothing to be read from.
-
-    Raises:
-        ValueError: says what to type.
-    """
+    """Refuse (``ValueError``) a :class:`StatePrediction` with a weight where a policy has no ``vision_features``."""
     if weight and policy.vision_features is None:
         raise ValueError(
             f"cloning.auxiliary={weight}: {type(policy).__name__} does not say what it has made of image and "

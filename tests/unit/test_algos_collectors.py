@@ -179,8 +179,7 @@ def test_total_frames_and_stats(policy):
     assert stats["batches"] == 3
     assert stats["time/env"] > 0
     assert stats["time/policy"] > 0
-    calls = sum(seconds for _, seconds in collector.calls)
-    assert stats["time/env"] + stats["time/policy"] <= stats["time/env"] + calls <= stats["time/rollout"]
+    assert stats["time/env"] + stats["time/policy"] <= stats["time/rollout"]
     assert stats["env/worker_restarts"] == 1
     assert len(decisions) == 3 * T
     assert next(StepCollector(ToyEnv(N), policy, T, 0).iterator(), None) is None

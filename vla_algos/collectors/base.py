@@ -33,7 +33,7 @@ NEXT_KEYS = (
     keys.EPISODE_RETURN,
     keys.EPISODE_LEN,
     keys.ACTIONS_CLIPPED,
-    keys.SUBTASKS,  # where episodes are chains of tasks
+    keys.SUBTASKS,
 )
 OUTCOME_KEYS = (keys.ACTION, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID, *((keys.NEXT, key) for key in NEXT_KEYS))
 """What is kept of a decision that nothing is learnt from."""
@@ -50,8 +50,6 @@ class ChunkCollector(BaseCollector):
     """
 
     init_random_frames = 0  # TorchRL's Trainer reads it
-    calls: list[tuple[int, float]]
-    """Environments and seconds of each call of the policy in the last batch."""
 
     def __init__(
         self,
@@ -69,16 +67,14 @@ class ChunkCollector(BaseCollector):
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
-        self.step_hook = step_hook
-        self.stages = stages
+        self.step_hook, self.stages = step_hook, stages
         self._stages = _divide(env, stages) if stages != 1 or halves else []
         self.has_value = values and keys.STATE_VALUE in self.policy.out_keys
         written = [keys.ACTION, keys.ACTION_LOG_PROB] if keys.ACTION_LOG_PROB in self.policy.out_keys else [keys.ACTION]
         root_keys = [*loss_keys(self.policy), *written, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID]
         root_keys += [keys.STATE_VALUE] if self.has_value else []
-        declared = set(env.full_reward_spec.keys())
-        outcome_keys = [(keys.NEXT, key) for key in NEXT_KEYS if key != keys.SUBTASKS or key in declared]
-        self.stored_keys = [*dict.fromkeys(root_keys), *outcome_keys]
+        left_out = {keys.SUBTASKS} - set(env.full_reward_spec.keys())  # episodes are no chains of tasks
+        self.stored_keys = [*dict.fromkeys(root_keys), *((keys.NEXT, key) for key in NEXT_KEYS if key not in left_out)]
         self._remember()
         self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
         self._begin_times()
@@ -96,13 +92,7 @@ class ChunkCollector(BaseCollector):
     def _act(self, observation: TensorDictBase) -> TensorDictBase:
         self._check_call_env()
         with torch.no_grad(), set_exploration_type(self.exploration):
-            return self._call_policy(observation)
-
-    def _call_policy(self, observation: TensorDictBase) -> TensorDictBase:
-        started, rows = perf_counter(), len(observation)
-        decision = self._timed("policy", self.policy, observation)
-        self.calls.append((rows, perf_counter() - started))
-        return decision
+            return self._timed("policy", self.policy, observation)
 
     # ---- the halves of a decision in some slots, while others are under way
 
@@ -139,7 +129,6 @@ class ChunkCollector(BaseCollector):
 
     def _begin_times(self) -> None:
         self._seconds = {"env": 0.0, "policy": 0.0, "rollout": 0.0}
-        self.calls = []
         if self._stages:
             self._seconds["wait"] = 0.0
             self._worked = self.base_env.simulator_seconds
@@ -170,11 +159,7 @@ class ChunkCollector(BaseCollector):
         return result
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far.
-
-        ``time/rollout`` is the whole of it, ``time/policy`` in calls of the policy, ``time/env`` in the simulators.
-        With stages it is that of the busiest worker, and ``time/wait`` was waited for them.
-        """
+        """Return TorchRL's counters, the seconds of the last batch by part (``docs/metrics.md``), and the restarts."""
         return {
             **super().stats(),
             **{f"time/{part}": seconds for part, seconds in self._seconds.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from tensordict import TensorDictBase
@@ -105,7 +106,7 @@ class StepCollector(ChunkCollector):
         if self._observation is None:
             self._observation = self._reset()
         batch: TensorDictBase | None = None
-        finals = _FinalValues(self._call_policy, self.env.batch_size[0])
+        finals = _FinalValues(partial(self._timed, "policy", self.policy), self.env.batch_size[0])
         for t, slots, outcome in self._staged_outcomes() if self._stages else self._outcomes(self._observation):
             stored = outcome.select(*self.stored_keys)
             if batch is None:  # a fresh one every time: the caller may keep the last batch

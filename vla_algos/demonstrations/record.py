@@ -102,10 +102,7 @@ class Demonstrations:
         self._auxiliary = cloning.get("auxiliary", 0.0)
         self._seed, self._evaluation_seed = config.seed + _SEED_OFFSET, config.eval["seed"]
         if self._evaluation_seed in (config.seed, self._seed):
-            raise ValueError(
-                f"eval.seed={self._evaluation_seed} is the family of initial states that this run trains on; "
-                "take another one, such as eval.seed=9000000"
-            )
+            raise _repeats(self._evaluation_seed, "that this run trains on")
         if "noise" in settings:
             noise_of_dimensions(self.settings.noise, spec)
         if "state_noise" in cloning:
@@ -113,9 +110,9 @@ class Demonstrations:
         begins = not config.policy.get("checkpoint") or config.recipe == "sft"
         self.wanted = bool(self.settings.episodes) and begins
         if self.wanted:
-            self._check()
+            self._check_folder()
 
-    def _check(self) -> None:
+    def _check_folder(self) -> None:
         found, spec = self._find(), self.spec
         if found is None:
             check_heldout(self.settings.heldout, self.settings.episodes // len(spec.tasks))
@@ -146,8 +143,7 @@ class Demonstrations:
         """
         records = parallel.rank() == by
         if self.settings.folder is None:
-            recorded: Any = self._record(env, policy) if records else None
-            return parallel.broadcast_object(recorded, by)
+            return parallel.broadcast_object(self._record(env, policy) if records else (), by)
         found = self._find_or_write(env, policy) if records else None
         parallel.barrier()  # now they are there
         return read(self.settings, self.spec, policy, found or self._find())
@@ -210,21 +206,20 @@ def find_demonstrations(settings: DemonstrationSettings, spec: SimulatorSpec, ev
     found = load_demonstrations(folder)
     found.check(spec)
     if evaluation_seed in found.facts["recording"]["seeds"]:
-        raise ValueError(
-            f"eval.seed={evaluation_seed} is the family of initial states of the demonstrations in {folder}; take "
-            "another one, such as eval.seed=9000000"
-        )
+        raise _repeats(evaluation_seed, f"of the demonstrations in {folder}")
     return found
+
+
+def _repeats(seed: int, what: str) -> ValueError:
+    return ValueError(
+        f"eval.seed={seed} is the family of initial states {what}; take another one, such as eval.seed=9000000"
+    )
 
 
 def read(
     settings: DemonstrationSettings, spec: SimulatorSpec, policy: VLAPolicy, found: Found | None
 ) -> tuple[Samples, Samples]:
-    """Read demonstrations that were found: what ``policy`` learns from, and what is held out.
-
-    Raises:
-        ValueError: they are not there or do not fit.
-    """
+    """Read what was found: what ``policy`` learns from, and what is held out; ``ValueError`` if it does not fit."""
     if found is None:
         raise ValueError(
             f"demonstrations.folder={settings.folder}: this process does not see it; take a folder that all "
@@ -232,9 +227,8 @@ def read(
         )
 
     def samples() -> tuple[Samples, Samples]:
-        if isinstance(found, DemonstrationSet):
-            return for_policy(found, policy, spec).split(settings.heldout)
-        return found.for_policy(policy).split(settings.heldout)
+        recorded = isinstance(found, DemonstrationSet)
+        return (for_policy(found, policy, spec) if recorded else found.for_policy(policy)).split(settings.heldout)
 
     if settings.statistics == "demonstrations":
         _take_statistics(policy, samples()[0], str(settings.folder))  # before prompts with normalised states in them

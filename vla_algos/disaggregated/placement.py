@@ -163,11 +163,7 @@ def _blocks(items: Sequence[T], count: int) -> list[Sequence[T]]:
 
 
 def _numbers(role: str, value: Any, processes: int, there: str) -> tuple[int, ...]:
-    """Read which numbers a setting means.
-
-    Raises:
-        ValueError: it means none, or one that there is not.
-    """
+    """Read which numbers a setting means; ``ValueError`` for none, or one that there is not."""
     if value == "all":
         return tuple(range(processes))
     text = str(value) if isinstance(value, str) or not isinstance(value, Sequence) else ",".join(map(str, value))

@@ -45,11 +45,7 @@ class Roles:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Roles:
-        """Read the section ``placement``.
-
-        Raises:
-            ValueError: it cannot be; says what would be right.
-        """
+        """Read the section ``placement``; a ``ValueError`` says what would be right."""
         return cls(_read(settings))
 
     @property

@@ -151,11 +151,7 @@ class Schedule:
         return [list(self.roles.actors), list(self.roles.rollouts)]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
-
-        Raises:
-            CheckpointError: of a run whose processes had other roles.
-        """
+        """Restore :meth:`state_dict`; ``CheckpointError`` for a run whose processes had other roles."""
         if state["roles"] != self._role_ranks:
             raise CheckpointError(
                 f"that run had actors {state['roles'][0]} and rollouts {state['roles'][1]}, and batches that wait for "

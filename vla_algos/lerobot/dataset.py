@@ -154,11 +154,7 @@ class LeRobotFolder:
 
     @cached_property
     def frames_of_tasks(self) -> dict[int, int]:
-        """How many frames there are of each ``task_index`` that has some; nothing else of them is read.
-
-        Raises:
-            ValueError: see :attr:`table`.
-        """
+        """How many frames there are of each ``task_index`` that has some; nothing else of them is read."""
         counted: Counter[int] = Counter()
         for file in sorted((self.path / "data").rglob("*.parquet")):
             with reading(self.path, file) as opened:
@@ -176,11 +172,7 @@ class LeRobotFolder:
         return _read_table(self)
 
     def video(self, camera: str, episode: int) -> tuple[Path, float]:
-        """Find the video of an episode, and the second at which it begins.
-
-        Raises:
-            ValueError: it is missing.
-        """
+        """Find the video of an episode, and the second at which it begins; ``ValueError`` if it is missing."""
         begin = 0.0
         if self.version[0] == 2:
             chunk = f"chunk-{episode // self.chunks_size:03d}"
