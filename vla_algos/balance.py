@@ -15,17 +15,9 @@ from vla_common.keys import NEXT, STEP_MASK
 
 
 def assign_rows(owners: Tensor, processes: int) -> Tensor:
-    """Return which process works off each row of a minibatch: its owner, but for the surplus of those that have most.
+    """Return which process works off each row ``[R]``: its owner ``[R]``, but for the surplus of those that have most.
 
-    Shares differ by one row at most; the larger ones are those of the processes that own most, so that as few rows move
-    as can be.
-
-    Args:
-        owners: int64 ``[R]``, which process has each row.
-        processes: how many there are.
-
-    Returns:
-        int64 ``[R]``.
+    Shares differ by one row at most; the larger ones are those of the processes that own most: as few rows move as can.
     """
     counts = torch.bincount(owners, minlength=processes)
     shares = torch.full_like(counts, len(owners) // processes)
@@ -40,9 +32,7 @@ class BalancedMinibatches:
     """Rows of a batch that lies in several processes, in passes: as many in each, for every minibatch.
 
     Only the surplus of a minibatch moves, with all its entries, over the CPU. A process that has rows for fewer passes
-    than others fills up with passes that are to count nothing. One process alone reads its own rows, and moves none.
-
-    All processes must make one, and ask for the same minibatches.
+    than others fills up with passes that are to count nothing. All processes ask for the same minibatches.
 
     Args:
         samples: this process's rows ``[D]``, or ``None``; rows are read when their pass comes.
@@ -83,11 +73,7 @@ class BalancedMinibatches:
     def passes(self, rows: Tensor, size: int | None) -> Iterator[tuple[TensorDictBase, bool, bool]]:
         """Yield this process's parts of a minibatch, each with whether it counts, and whether it is the last.
 
-        To be asked for by all processes at once.
-
-        Args:
-            rows: int64 ``[R]``, the minibatch: rows of the batches of all processes, joined.
-            size: largest number of rows of a part; ``None`` for any.
+        ``rows``, int64 ``[R]``, are of the batches of all processes, joined; parts have at most ``size``, if given.
         """
         owners = self._owners[rows]
         workers = assign_rows(owners, self._processes)
@@ -98,21 +84,14 @@ class BalancedMinibatches:
         own = rows[(owners == self._rank) & (workers == self._rank)] - self._first
         arrived = self._exchange(rows, owners, workers)
         size = size or busiest
-        here = len(own) + (0 if arrived is None else len(arrived))
-        number = -(-busiest // size)
-        for place in range(number):
-            start, end, last = place * size, (place + 1) * size, place == number - 1
-            if start < here:
-                come = slice(max(0, start - len(own)), max(0, end - len(own)))
-                yield self._joined(own[start:end], None if arrived is None else arrived[come]), True, last
-            else:
-                yield self._filling.to(self._device), False, last
-
-    def _joined(self, own: Tensor, arrived: TensorDictBase | None) -> TensorDictBase:
-        parts = [] if self._samples is None or not len(own) else [self._samples[own]]
-        parts += [] if arrived is None or not len(arrived) else [arrived]
-        parts = [part.to(self._device) for part in parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        for start in range(0, busiest, size):
+            parts = [] if self._samples is None else [self._samples[own[start : start + size]]]
+            if arrived is not None:
+                come = slice(max(0, start - len(own)), max(0, start + size - len(own)))
+                parts.append(arrived[come])
+            parts = [part.to(self._device) for part in parts if len(part)]
+            part = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else self._filling.to(self._device)
+            yield part, bool(parts), start + size >= busiest
 
     def _exchange(self, rows: Tensor, owners: Tensor, workers: Tensor) -> TensorDictBase | None:
         """Send the surplus, and return what has come, in the order of the processes."""
@@ -147,30 +126,25 @@ def masked(part: TensorDictBase) -> TensorDictBase:
 
 def _alike(samples: TensorDictBase | None, computed: Collection[Any]) -> TensorDictBase | None:
     """Give the rows of all processes the same entries of the same shapes; all must call it."""
-    shapes: dict[Any, tuple[torch.dtype, tuple[int, ...], bool]] = {}
-    if samples is not None:  # one row says it: others may lie on a disk
-        entries = samples[torch.tensor([0])].items(True, True)
-        shapes = {key: (entry.dtype, tuple(entry.shape[1:]), key in computed) for key, entry in entries}
-    everybodys = [each for each in parallel.all_gather_object(shapes) if each]
+    # One row says it: others may lie on a disk.
+    entries = () if samples is None else samples[torch.tensor([0])].items(True, True)
+    own = {key: (entry.dtype, tuple(entry.shape[1:])) for key, entry in entries}
+    shapes = [each for each in parallel.all_gather_object(own) if each]
     if samples is None:
         return None
-    changed = samples
-    for key in sorted({key for each in everybodys for key in each}, key=str):
-        seen = [each[key] for each in everybodys if key in each]
-        if len(seen) < len(everybodys):
-            changed = changed.exclude(key)
-            continue
-        kinds = set(seen)
+    shared = set(own).intersection(*shapes)
+    changed = samples.exclude(*(set(own) - shared))
+    for key in sorted(shared, key=str):
+        kinds = list(dict.fromkeys(each[key] for each in shapes))
         if len(kinds) == 1:
             continue
-        if len({(dtype, len(shape)) for dtype, shape, _ in kinds}) > 1 or not all(added for *_, added in kinds):
-            first, other, *_ = dict.fromkeys(f"{dtype} {list(shape)}" for dtype, shape, _ in seen)
+        if len({(dtype, len(shape)) for dtype, shape in kinds}) > 1 or key not in computed:
+            first, other, *_ = (f"{dtype} {list(shape)}" for dtype, shape in kinds)
             raise ValueError(
                 f"{key!r} of a decision is {first} in one process and {other} in another: environment and policy must "
                 "have the same settings in all of them"
             )
-        longest = [max(sizes) for sizes in zip(*(shape for _, shape, _ in kinds), strict=True)]
-        changed = changed.copy() if changed is samples else changed
+        longest = [max(sizes) for sizes in zip(*(shape for _, shape in kinds), strict=True)]
         changed[key] = _filled_up(changed[key], longest)
     return changed
 

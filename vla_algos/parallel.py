@@ -1,18 +1,13 @@
 """Several processes that train one policy, on one machine or on many: launch, groups and collectives.
 
-Each runs the whole recipe with its share of the environments. What is computed from all of their data (advantages,
-gradients, metrics, results of an evaluation) goes through the functions below; a process that is alone
-gets its own data back. Only rank 0 writes.
+Each runs the whole recipe with its share of the environments. What is computed from all of their data goes through the
+collectives below; a process that is alone gets its own data back. Only rank 0 writes. All processes must make the same
+calls in the same order. When one dies, torchrun or ``srun --kill-on-bad-exit`` ends the others; when one is stopped,
+the time-outs below do.
 
-All processes must make the same calls in the same order, from the same functions. When one dies, torchrun or
-``srun --kill-on-bad-exit`` ends the others; when one is stopped, the time-outs below do.
-
-Where processes have roles (:mod:`vla_algos.disaggregated.placement`), these functions concern those of one role within
-a :func:`subgroup`.
-
-There are two kinds of groups. These functions use the *control group* (gloo, on the CPU), in which a process
-waits for hours for another that has work to do alone. Weights and gradients of sharded policies go over the groups of
-:func:`device_mesh` (NCCL on GPUs), which all reach at about the same time: ten minutes.
+Collectives use the *control group* (gloo, on the CPU), in which a process waits for hours for another that has work to
+do alone; within a :func:`subgroup`, such as the processes of one role, that of these. Weights and gradients of sharded
+policies go over the groups of :func:`device_mesh` (NCCL on GPUs), which all reach within ten minutes.
 """
 
 from __future__ import annotations
@@ -51,8 +46,7 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
     """Join the processes that torchrun or a SLURM job has started together; nothing happens where there is one.
 
     They find each other by torchrun's variables, otherwise by those of the SLURM step. Each process uses the GPU of its
-    ``LOCAL_RANK``, if there are several. Numbers on the CPU are exchanged by gloo, those on GPUs by NCCL. Only rank 0
-    prints. A process whose torchrun dies dies with it.
+    ``LOCAL_RANK``, if there are several. Only rank 0 prints. A process whose torchrun dies dies with it.
 
     Args:
         members: which of them work together, by the numbers that their launcher gives them: the first of ``members``
@@ -65,9 +59,14 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
         ValueError: there are fewer GPUs than processes.
     """
     if processes_started() == 1:
-        yield from _one_process()
+        before = dist.is_initialized()
+        try:
+            yield True
+        finally:
+            if dist.is_initialized() and not before:  # by device_mesh
+                dist.destroy_process_group()
         return
-    store, own_rank, processes = _meet_by_torchrun() if _by_torchrun() else _meet_by_slurm()
+    store, own_rank, processes = _meet()
     if torch.cuda.is_available():
         _choose_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
     # After a restart torchrun's store still has what the processes before it have written.
@@ -82,20 +81,11 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
     yield from _several_processes(store, own_rank, processes)
 
 
-def _one_process() -> Iterator[bool]:
-    before = dist.is_initialized()
-    try:
-        yield True
-    finally:
-        if dist.is_initialized() and not before:  # by device_mesh
-            dist.destroy_process_group()
-
-
 def _several_processes(store: dist.Store, own_rank: int, processes: int) -> Iterator[bool]:
     global _control
     try:
         _join(store, own_rank, processes)
-        _control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT, group_desc="control")
+        _control = _new_group(None, "control")
         with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
             yield True
         if is_main():
@@ -128,44 +118,35 @@ def _stand_by(store: dist.Store) -> None:
         store.wait([_ENDED], timedelta(days=365))
 
 
-def _meet_by_torchrun() -> tuple[dist.Store, int, int]:
-    """Return a store, the number of this process and how many there are."""
-    _die_with_parent()
-    one_node = _stay_on_machine()
+def _meet() -> tuple[dist.Store, int, int]:
+    """Return a store, the number of this process and how many there are; in a step of SLURM as with torchrun."""
+    if _by_torchrun():
+        _die_with_parent()
+    else:
+        step = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+        per_node = str(processes_per_node())
+        os.environ |= {name: os.environ[of_slurm] for name, of_slurm in step.items()} | {"LOCAL_WORLD_SIZE": per_node}
+    one_node = processes_started() == processes_per_node()
+    for library in ("GLOO", "NCCL") if one_node else ():  # which would listen on the address of the machine's name
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(iter(dist.rendezvous("env://", timeout=_START)))
-    return _own_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), one_node)
+    if not _by_torchrun():
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1" if one_node else SlurmJobEnvironment().hostnames[0])
+        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 40000))
+    host, port, number = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    return _own_store(host, port, number, one_node), number, processes_started()
 
 
-def _meet_by_slurm() -> tuple[dist.Store, int, int]:
-    """Return the same in a step of SLURM, having set torchrun's variables."""
-    step = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    os.environ |= {name: os.environ[of_slurm] for name, of_slurm in step.items()}
-    one_node = _stay_on_machine()
-    os.environ["LOCAL_WORLD_SIZE"] = str(processes_per_node())
-    host = os.environ.setdefault("MASTER_ADDR", "127.0.0.1" if one_node else SlurmJobEnvironment().hostnames[0])
-    port = int(os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 40000)))
-    return _own_store(host, port, one_node)
-
-
-def _own_store(host: str, port: int, one_node: bool) -> tuple[dist.Store, int, int]:
+def _own_store(host: str, port: int, number: int, one_node: bool) -> dist.Store:
     """Join the store of process 0, which listens on the address that the others have, and on no other."""
-    number, processes, listening = int(os.environ["RANK"]), processes_started(), None
+    processes, listening = processes_started(), None
     if number == 0:
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # Other machines cannot reach Debian's 127.0.1.1 for a machine's name: then on any address.
         address = str(address) if one_node or not str(address).startswith("127.") else ""
         listening = socket.create_server((address, port), family=family, backlog=processes).detach()
-    store = dist.TCPStore(host, port, processes, number == 0, _START, multi_tenant=True, master_listen_fd=listening)
-    return store, number, processes
-
-
-def _stay_on_machine() -> bool:
-    """Keep gloo and NCCL from listening on the address of the machine's name where all processes are on it."""
-    one_node = processes_started() == processes_per_node()
-    for library in ("GLOO", "NCCL") if one_node else ():
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    return one_node
+    return dist.TCPStore(host, port, processes, number == 0, _START, multi_tenant=True, master_listen_fd=listening)
 
 
 def processes_started() -> int:
@@ -187,8 +168,7 @@ def _by_torchrun() -> bool:
 def _die_with_parent() -> None:
     """Have the kernel kill this process when torchrun dies, which could no longer end it.
 
-    By SIGKILL, because a second run may begin at once: it also ends a process that is stopped or waits in a collective,
-    and nothing is written after it. Checkpoints are whole at any time.
+    By SIGKILL, because a second run may begin at once: it also ends a process that is stopped or waits in a collective.
     """
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -249,10 +229,9 @@ def make_role_groups(actors: Sequence[int], rollouts: Sequence[int], shards: int
             _groups[what, tuple(each)] = _new_group(each, what)
 
 
-def _new_group(ranks: Sequence[int], what: str) -> dist.ProcessGroup:
-    if what == "control":
-        return dist.new_group(list(ranks), timeout=_CONTROL_TIMEOUT, backend="gloo", group_desc=what)
-    return dist.new_group(list(ranks), timeout=_DATA_TIMEOUT, group_desc=what)
+def _new_group(ranks: Sequence[int] | None, what: str) -> dist.ProcessGroup:
+    timeout, backend = (_CONTROL_TIMEOUT, "gloo") if what == "control" else (_DATA_TIMEOUT, None)
+    return dist.new_group(ranks and list(ranks), timeout=timeout, backend=backend, group_desc=what)
 
 
 def weight_group() -> dist.ProcessGroup:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from vla_algos import parallel
 from vla_algos.disaggregated.placement import Placement
@@ -23,12 +23,8 @@ def members(config: DictConfig) -> tuple[int, ...] | None:
     Raises:
         ValueError: ``placement`` does not fit the processes that were started.
     """
-    placement = _read(cast("dict[str, Any]", OmegaConf.to_container(config.placement, resolve=True)))
+    placement = Roles.of(config.placement).placement
     return None if placement.members == tuple(range(placement.processes)) else placement.members
-
-
-def _read(settings: Mapping[str, Any]) -> Placement:
-    return Placement.read(settings, parallel.processes_started(), parallel.processes_per_node())
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Roles:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Roles:
         """Read the section ``placement``; a ``ValueError`` says what would be right."""
-        return cls(_read(settings))
+        return cls(Placement.read(settings, parallel.processes_started(), parallel.processes_per_node()))
 
     @property
     def actors(self) -> tuple[int, ...]:

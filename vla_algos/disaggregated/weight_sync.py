@@ -43,8 +43,7 @@ class WeightSync:
     """Sends the trained weights of rank 0 to the processes that only collect, at each :meth:`transfer`.
 
     A receiver has the same policy, whole. It is written in place, in its own dtype: weights that are float32 in rank 0
-    and bfloat16 there are rounded before they are gathered. All processes make the same calls, and reach them within
-    the time-out of the group: a barrier comes before.
+    and bfloat16 there are rounded before they are gathered. All processes make the same calls, after a barrier.
 
     Args:
         policy: of this process.
