@@ -51,10 +51,9 @@ class FrameReader:
         for place in places:  # in the order of the files
             image = read(camera, int(frames[place]))
             if image.shape != images.shape[1:]:
+                has, said = f"{image.shape[0]} x {image.shape[1]}", f"{camera.height} x {camera.width}"
                 raise damaged(
-                    self.folder.path,
-                    f"an image of {camera.name} has {' x '.join(map(str, image.shape[:2]))} pixels, meta/info.json "
-                    f"says {camera.height} x {camera.width}",
+                    self.folder.path, f"an image of {camera.name} has {has} pixels, meta/info.json says {said}"
                 )
             images[place] = image
         return images
