@@ -75,44 +75,49 @@ def swapped_instructions(tasks: Sequence[Task]) -> Observe:
     """
     if reworded := [task.name for task in tasks if task.worded_anew]:
         raise ValueError(
-            f"swapping instructions needs tasks with given ones; each episode of {reworded[0]} is worded anew; type "
+            f"swapping instructions needs tasks with given ones; each episode of {reworded[0]} has its own; type "
             "ablation=other_trial, or null"
         )
-    instructions = list(dict.fromkeys(task.instruction for task in tasks))
-    said: dict[str, tuple[str, ...]] = {}
+    said: dict[str, list[str]] = {}
     for task in tasks:
-        words = task.instructions or (task.instruction,)
-        said[task.instruction] = tuple(dict.fromkeys([*said.get(task.instruction, ()), *words]))
-    own: dict[str, set[str]] = {}  # what it may be told for the same thing
-    for words in said.values():
-        for text in words:
-            own.setdefault(text, set()).update(words)
-    swapped: dict[str, str] = {}
-    for place, instruction in enumerate(instructions):
-        following = [*instructions[place + 1 :], *instructions[:place]]
-        for number, text in enumerate(said[instruction]):
-            others = (said[other][number % len(said[other])] for other in following)
-            if (told := next((other for other in others if other not in own[text]), None)) is None:
-                raise ValueError(
-                    f"swapping instructions needs tasks with at least 2 different ones, got {instructions}; "
-                    "evaluate an environment with several tasks, each of which is an episode"
-                )
-            swapped.setdefault(text, told)
-    known = {*swapped, *instructions, ""}  # an idle slot may have a pattern, or nothing, and keeps it
+        words = [*said.get(task.instruction, ()), *(task.instructions or (task.instruction,))]
+        said[task.instruction] = list(dict.fromkeys(words))
+    swapped = _next_words(said)
+    known = {*swapped, *said, ""}  # an idle slot may have a pattern, or nothing, and keeps it
 
     def observe(td: TensorDictBase) -> TensorDictBase:
-        told, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
-        if unknown := [text for text in told if text not in known]:
+        shown, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
+        if unknown := [text for text in shown if text not in known]:
             raise ValueError(
-                "swapping instructions needs those of the tasks, and the policy is told others, such as "
+                "swapping instructions needs those of the tasks, and the policy gets others, such as "
                 f"{unknown[0]!r}; take another ablation"
             )
-        texts = [swapped.get(text, text) for text in told]
+        texts = [swapped.get(text, text) for text in shown]
         as_bytes = isinstance(given, torch.Tensor)
         td[TASK_DESCRIPTIONS] = encode(texts, given.shape[-1]).to(given.device) if as_bytes else NonTensorStack(*texts)
         return td
 
     return observe
+
+
+def _next_words(said: dict[str, list[str]]) -> dict[str, str]:
+    """Return another task's words for each text, of ``said`` by instruction: the next one's with another meaning."""
+    own: dict[str, set[str]] = {}  # all texts with the same meaning
+    for words in said.values():
+        for text in words:
+            own.setdefault(text, set()).update(words)
+    swapped: dict[str, str] = {}
+    for place, words in enumerate(said.values()):
+        following = [*said.values()][place + 1 :] + [*said.values()][:place]
+        for number, text in enumerate(words):
+            others = (other[number % len(other)] for other in following)
+            if (chosen := next((other for other in others if other not in own[text]), None)) is None:
+                raise ValueError(
+                    f"swapping instructions needs tasks with at least 2 different ones, got {[*said]}; "
+                    "evaluate an environment with several tasks, each of which is an episode"
+                )
+            swapped.setdefault(text, chosen)
+    return swapped
 
 
 class SeenImages:
@@ -249,20 +254,20 @@ def other_trials(
     for index, episode in enumerate(episodes):
         runs.setdefault(episode.task_id, {}).setdefault((episode.trial_id, episode.seed), []).append(index)
     donors = [-1] * len(episodes)
+    needed, usable = (range(len(episodes)) if some is None else some for some in (needed, usable))
     for task_id, trials in runs.items():
         in_order = list(trials.values())
         for place, own in enumerate(in_order):
             following = [*in_order[place + 1 :], *in_order[:place]]
             for run, index in enumerate(own):
-                if needed is not None and index not in needed:
+                if index not in needed:
                     continue
                 candidates = (other[run % len(other)] for other in following)
-                donor = next((each for each in candidates if usable is None or each in usable), None)
-                if donor is None:
+                donors[index] = next((each for each in candidates if each in usable), -1)
+                if donors[index] < 0:
                     what = "one trial only" if not following else "no other trial with a result"
                     raise ValueError(
                         f"other_trial shows the images of another trial of the same task, and {tasks[task_id].name} "
                         f"has {what}; type eval.trials=2 or more"
                     )
-                donors[index] = donor
     return donors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -91,12 +90,11 @@ class Minibatches:
         self.loss_module = loss_module
         self.policy: Any = policy_of(loss_module)  # a VLAPolicy, or the network of a loss of TorchRL's
         self.epochs, self.minibatch_size, self.minibatches = epochs, minibatch_size, minibatches
-        self.micro_batch_size, self.target_kl = micro_batch_size, math.inf if target_kl is None else target_kl
+        self.micro_batch_size, self.target_kl, self.max_log_ratio = micro_batch_size, target_kl, max_log_ratio
         self.critic_warmup_steps, self.steps = critic_warmup_steps, steps
-        self.max_log_ratio = math.inf if max_log_ratio is None else max_log_ratio
-        self.takes_whole = takes_whole(loss_module)
         self._before, self._skipped, self._mean = steps, 0, WeightedMean()
         self._at_start: dict[str, float] = {}  # measured before the first step
+        self._takes_whole, self._names = takes_whole(loss_module), getattr(loss_module, "metric_names", {})
         trained = [parameter for some in trained_parameters(loss_module) for parameter in some]
         self._device = compute_device(next(iter(trained)))
         self._sharded = sharded_modules(self.policy)
@@ -106,12 +104,11 @@ class Minibatches:
         if aggregation == "trajectory_mean":
             _weigh(batch, loss_module.log_prob_level)
         samples = None if batch is None else _executed(batch)
-        own_mask = None if samples is None else samples[NEXT, STEP_MASK].cpu()
-        masks = parallel.all_gather_object(own_mask)
-        self.decisions = sum(len(mask) for mask in masks if mask is not None)
+        masks = parallel.all_gather_object(None if samples is None else samples[NEXT, STEP_MASK].cpu())
+        rows = [0 if mask is None else len(mask) for mask in masks]
+        self.decisions = sum(rows)
         if self.decisions:
             samples, computed = self._prepare(samples, frozen)
-            rows = [0 if mask is None else len(mask) for mask in masks]
             self._balanced = BalancedMinibatches(samples, rows, self._device, computed)
             joined = torch.cat([mask for mask in masks if mask is not None])
             self._masks = TensorDict({NEXT: TensorDict({STEP_MASK: joined}, joined.shape[:1])}, joined.shape[:1])
@@ -121,8 +118,7 @@ class Minibatches:
     ) -> tuple[TensorDictBase | None, set[Any]]:
         """Add what is computed once of each decision, in processes without rows too, whose shards are gathered.
 
-        Returns:
-            The samples, and the names of what the policy has precomputed.
+        Returns the samples, and the names of what the policy has precomputed.
         """
         if samples is not None and not len(samples):
             samples = None
@@ -183,8 +179,7 @@ class Minibatches:
     def _split(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.minibatch_size is not None:
             return order.split(self.minibatch_size)
-        assert self.minibatches is not None  # one of the two is given
-        return order.tensor_split(min(self.minibatches, len(order)))
+        return order.tensor_split(min(self.minibatches or 1, len(order)))
 
     def _size(self, samples: TensorDictBase | None) -> int:
         """Return how many decisions a forward pass has."""
@@ -192,39 +187,22 @@ class Minibatches:
             return self.micro_batch_size or 1
         return len(self._split(torch.arange(len(samples)))[0])
 
-    # ---- called by a minibatch
-
-    def passes(self, rows: torch.Tensor) -> Iterator[tuple[TensorDictBase, bool]]:
+    def _passes(self, rows: torch.Tensor) -> Iterator[tuple[TensorDictBase, bool]]:
         """Yield this process's parts of a minibatch, and whether they count; gradients are summed in the last pass."""
         for part, counts, last in self._balanced.passes(rows, self.micro_batch_size):
             if self._sums_late:
                 self._sharded[0].set_requires_gradient_sync(last)
-            yield part if counts or not self.takes_whole else masked(part), counts
+            yield part if counts or not self._takes_whole else masked(part), counts
 
-    def merge(self, seen: WeightedMean) -> None:
-        """Count what was seen in a minibatch; that of the first one tells whether the stored numbers are ours."""
-        if "train/loss" not in self._mean:
-            self._check_log_ratio(seen)
-        self._mean.merge(seen)
-
-    def stepped(self, norm: torch.Tensor | None) -> None:
-        """Count a step of the optimizer, or that it was skipped."""
-        if norm is None:
-            self._skipped += 1
-        else:
-            self.steps += 1
-            self._mean.add({"train/actor/grad_norm": norm})
-
-    def logged(self, diagnostic: str) -> str:
-        """Name what the loss returns as ``diagnostic`` as the log does."""
-        return f"train/{getattr(self.loss_module, 'metric_names', {}).get(diagnostic, diagnostic)}"
+    def _logged(self, diagnostic: str) -> str:
+        return f"train/{self._names.get(diagnostic, diagnostic)}"
 
     def _check_log_ratio(self, first: WeightedMean) -> None:
-        name = self.logged("log_ratio_per_token")
-        if name not in first:
+        """Refuse stored log-probabilities that the first minibatch has shown not to be this policy's."""
+        if (name := self._logged("log_ratio_per_token")) not in first:
             return
         mismatch = first.mean_of(name)
-        if mismatch > self.max_log_ratio:
+        if self.max_log_ratio is not None and mismatch > self.max_log_ratio:
             stored, why = (
                 ACTION_LOG_PROB,
                 "they are stale, or of other actions; collect with the policy that is trained",
@@ -259,7 +237,7 @@ class Minibatch:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield parts of ``micro_batch_size`` decisions; one that is to count nothing has nothing executed in it."""
-        for part, counts in self._update.passes(self._rows):
+        for part, counts in self._update._passes(self._rows):
             self._counts, self._part_rows = counts, len(part)
             yield part
 
@@ -269,7 +247,7 @@ class Minibatch:
         A part counts by its share of the decisions, where the loss does not give shares of a whole by itself.
         """
         loss_module = self._update.loss_module
-        if self._update.takes_whole:
+        if self._update._takes_whole:
             return loss_module(part, whole=self.whole)
         losses, share = loss_module(part), len(part) / len(self.whole) if self._counts else 0.0
         return losses.update({name: share * loss for name, loss in losses.items() if name.startswith("loss_")})
@@ -280,20 +258,24 @@ class Minibatch:
         loss = terms["loss_critic"] if self._critic_only else sum(terms.values())
         if self._counts:
             self._loss = self._loss + loss.detach()
-            names = getattr(self._update.loss_module, "metric_names", {})
-            add_loss_metrics(self._seen, losses, names, self._part_rows)
+            add_loss_metrics(self._seen, losses, self._update._names, self._part_rows)
         return loss
 
     @property
     def too_far(self) -> bool:
         """Whether the policy is further from the one that acted than ``target_kl``: the update ends here."""
-        seen, name = self._of_all_processes(), self._update.logged("kl_k3")
-        return name in seen and seen.mean_of(name) > self._update.target_kl
+        seen, name, most = self._of_all_processes(), self._update._logged("kl_k3"), self._update.target_kl
+        return most is not None and name in seen and seen.mean_of(name) > most
 
     def step(self, optimizer: Optimizer) -> None:
         """Take a step of the optimizer with the gradient of the minibatch; one that is not finite is skipped."""
         self._of_all_processes()
-        self._update.stepped(step(optimizer, self._critic_only))
+        norm = step(optimizer, self._critic_only)
+        if norm is None:
+            self._update._skipped += 1
+        else:
+            self._update.steps += 1
+            self._update._mean.add({"train/actor/grad_norm": norm})
 
     def _of_all_processes(self) -> WeightedMean:
         """Count what all processes have seen in this minibatch, once."""
@@ -301,7 +283,9 @@ class Minibatch:
             processes = parallel.world_size()
             self._seen.add({"train/loss": self._loss * processes}, 1 / processes)  # the sum of the shares
             self._gathered = self._seen.of_all_processes()
-            self._update.merge(self._gathered)
+            if "train/loss" not in self._update._mean:
+                self._update._check_log_ratio(self._gathered)
+            self._update._mean.merge(self._gathered)
         return self._gathered
 
 
