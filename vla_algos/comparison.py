@@ -125,9 +125,8 @@ def compare(first: Sequence[EpisodeResult], second: Sequence[EpisodeResult], mea
             f"result in both ({examples}); take two of the same environment and seed (recipes: env.id, eval.seed)"
         )
     groups = list(dict.fromkeys(result.group for result in [*first, *second]))
-    for name in mean_of:
-        if name not in groups:
-            raise unknown_name("group in mean_of", name, groups)
+    if unknown := [name for name in mean_of if name not in groups]:
+        raise unknown_name("group in mean_of", unknown[0], groups)
     alone = len(one) - len(shared), len(other) - len(shared)
     return Comparison(pairs, *alone, len(shared) - len(pairs), tuple(mean_of))
 

@@ -86,15 +86,11 @@ def _check_split(heldout: float, out: Tensor) -> None:
     if out.any() and not out.all():
         return
     what = "no demonstration is left to learn from" if out.any() else "no demonstration is held out"
+    first = ", ".join(str(math.ceil(number / heldout - 1e-9) - 1) for number in (1, 2, 3))
     raise ValueError(
-        f"heldout={heldout:g}: {what}, of each task trials {_some(heldout)}, ... are; take more demonstrations, or "
+        f"heldout={heldout:g}: {what}, of each task trials {first}, ... are; take more demonstrations, or "
         "heldout=0 to learn from all (recipes: demonstrations.episodes, demonstrations.heldout)"
     )
-
-
-def _some(heldout: float) -> str:
-    """Name the first trials that are held out."""
-    return ", ".join(map(str, [math.ceil(number / heldout - 1e-9) - 1 for number in (1, 2, 3)]))
 
 
 def is_held_out(trials: Tensor, share: float) -> Tensor:

@@ -58,13 +58,7 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1), only: str | 
     """
     if not (folder / SUMS).exists():
         return
-    expected = read_checksums(folder)
-    extra = [name for name in _unlisted(folder, expected) if only in (None, name)]
-    expected = {name: each for name, each in expected.items() if only in (None, name)}
-    gone = [name for name in expected if not (folder / name).is_file()]
-    there = [name for name in expected if name not in gone][share[0] :: share[1]]
-    found = dict(zip(there, _digests([folder / name for name in there]), strict=True))
-    changed = [name for name in there if found[name] != expected[name]]
+    gone, changed, extra = _differences(folder, share, only)
     problems = [f"has no {', '.join(gone)}"] * bool(gone)
     problems += [f"has another {', '.join(changed)} than was written"] * bool(changed)
     problems += [f"has {', '.join(extra)}, not written with the others"] * bool(extra)
@@ -79,10 +73,18 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1), only: str | 
     )
 
 
-def _unlisted(folder: Path, listed: Iterable[str]) -> list[str]:
+def _differences(folder: Path, share: tuple[int, int], only: str | None) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of files that are gone, have changed, or are not listed."""
+    listed = read_checksums(folder)
+    expected = {name: each for name, each in listed.items() if only in (None, name)}
+    there = [name for name in expected if (folder / name).is_file()]
+    own = there[share[0] :: share[1]]
+    found = zip(own, _digests([folder / name for name in own]), strict=True)
+    changed = [name for name, digest in found if digest != expected[name]]
     places = {PurePosixPath(name).parent for name in listed}
     files = {(place / path.name).as_posix() for place in places for path in (folder / place).glob("*")}
-    return sorted(name for name in files.difference(listed) if name.endswith(_READ))
+    extra = sorted(name for name in files.difference(listed) if name.endswith(_READ) and only in (None, name))
+    return [name for name in expected if name not in there], changed, extra
 
 
 def read_checksums(folder: Path) -> dict[str, str]:

@@ -42,10 +42,9 @@ class StepCollector(ChunkCollector):
         stages: groups of slots that take turns: while the policy decides for one, simulators of the others work, in a
             fixed order. Rows stay slots. With more than 1, ``env`` is a :class:`~vla_envs.env.VLAEnv` without
             transforms.
-        step_hook: called with the outcome of every decision (batch ``[N]``), for progress bars; of every stage's,
-            with ``env_index``, where there are several.
-        pre_collect_hook: TorchRL's hook, called before a batch.
-        post_collect_hook: TorchRL's hook, called with each batch.
+        step_hook: called with the outcome of every decision (batch ``[N]``); of every stage's, with ``env_index``,
+            where there are several.
+        pre_collect_hook, post_collect_hook: TorchRL's hooks, called before and with each batch.
     """
 
     @checked
@@ -73,8 +72,7 @@ class StepCollector(ChunkCollector):
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,
         )
-        self.decisions, self.bootstrap = decisions, bootstrap
-        self.total_frames = total_frames
+        self.decisions, self.bootstrap, self.total_frames = decisions, bootstrap, total_frames
         self.frames_per_batch = self.requested_frames_per_batch = env.batch_size.numel() * decisions
         self._observation: TensorDictBase | None = None
 
@@ -90,10 +88,7 @@ class StepCollector(ChunkCollector):
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
-        """Collect one batch ``[N, T]``, continuing where the last one stopped.
-
-        If the environment was used otherwise since, such as by an evaluation, it begins with fresh episodes.
-        """
+        """Collect ``[N, T]`` from where the last one stopped, or of fresh episodes if ``env`` was used since."""
         self._begin_times()
         with self._rollout_timed():
             batch = self._collect()
