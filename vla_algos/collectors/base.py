@@ -181,8 +181,8 @@ class ChunkCollector(BaseCollector):
     ) -> None:
         """Copy weights into the policy; without arguments there is nothing to do, it acts with its own.
 
-        They are a module of the same kind, its weights as a TensorDict, or its ``state_dict``; under
-        ``"policy"`` in ``weights_dict``. A ``ValueError`` if they do not fit, or workers or other models are named: there are none.
+        They are a module of the same kind, its weights as a TensorDict, or its ``state_dict``, in ``weights_dict`` under
+        ``"policy"``. A ``ValueError`` if they do not fit, or workers or other models are named.
         """
         if worker_ids is not None:
             raise ValueError(f"worker_ids is {worker_ids}, but the policy of {type(self).__name__} is in this process")
