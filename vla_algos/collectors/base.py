@@ -181,7 +181,7 @@ class ChunkCollector(BaseCollector):
     ) -> None:
         """Copy weights into the policy; without arguments there is nothing to do, it acts with its own.
 
-        They are a module of the same kind, its weights as a TensorDict, or its ``state_dict``, in ``weights_dict`` under
+        They are a module of the same kind, its weights as a TensorDict, or a ``state_dict``, in ``weights_dict`` under
         ``"policy"``. A ``ValueError`` if they do not fit, or workers or other models are named.
         """
         if worker_ids is not None:
