@@ -241,7 +241,7 @@ def other_trials(
     Args:
         episodes: of an evaluation.
         tasks: of these.
-        usable: indices of the episodes to choose from, such as those that have not crashed; ``None`` for all.
+        usable: indices to choose from, such as those of episodes that have not crashed; ``None`` for all.
         needed: indices of the episodes that need another one; ``None`` for all.
 
     Returns:

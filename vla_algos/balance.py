@@ -32,17 +32,15 @@ class BalancedMinibatches:
     """Rows of a batch that lies in several processes, in passes: as many in each, for every minibatch.
 
     Only the surplus of a minibatch moves, with all its entries, over the CPU. A process that has rows for fewer passes
-    than others fills up with passes that are to count nothing. All processes ask for the same minibatches.
+    than others fills up with passes that are to count nothing. All processes ask for the same minibatches; a
+    ``ValueError`` if their rows do not fit together.
 
     Args:
         samples: this process's rows ``[D]``, or ``None``; rows are read when their pass comes.
         counts: rows of each process.
         device: where passes are wanted.
-        computed: entries that the policy has added for this update. One that some process lacks is left out, and one
-            that is longer in some process, such as that of the longest prompt, is filled up with zeros elsewhere.
-
-    Raises:
-        ValueError: rows of different processes do not fit together.
+        computed: entries that the policy has added. One that some process lacks is left out, and one that is longer in
+            some process, such as that of the longest prompt, is filled up with zeros elsewhere.
     """
 
     def __init__(

@@ -102,14 +102,10 @@ class EvaluationResult:
         return cls(episodes, chain_length=chain_length, mean_of=tuple(mean_of))
 
     def save(self, path: str | Path) -> Path:
-        """Write the episodes that were tried, one to a line; ``vla-recipe compare`` reads them. Returns the file.
+        """Write the episodes that were tried, one to a line, which ``vla-recipe compare`` reads. Returns the file.
 
-        Args:
-            path: a folder, which gets ``episodes.jsonl``, or a ``.jsonl`` file; what is there is replaced.
-
-        Raises:
-            FileExistsError: an evaluation by a recipe is there.
-            OSError: it cannot be written; what was there before is still there.
+        ``path`` is a folder, which gets ``episodes.jsonl``, or a ``.jsonl`` file; what is there is replaced, but for
+        the evaluation of a recipe (``FileExistsError``).
         """
         path = Path(path)
         file = path if path.suffix == ".jsonl" else path / NAME
@@ -277,11 +273,8 @@ def film(
 ) -> None:
     """Add copies of the frame after a decision, and of that before it where an episode begins, with captions.
 
-    Args:
-        shots: get them, by episode or environment.
-        outcome: of the decision, ``[N]``.
-        rows: episode or environment by row of ``outcome``.
-        restart: an episode that begins replaces what was filmed before.
+    ``shots`` get them by episode or environment, which ``rows`` has by row of ``outcome`` ``[N]``; with ``restart`` an
+    episode that begins replaces what was filmed before.
     """
     after = outcome[keys.NEXT]
     told = (to_strings(outcome), to_strings(outcome, (keys.NEXT, keys.TASK_DESCRIPTIONS))) if rows else ()

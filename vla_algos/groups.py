@@ -225,17 +225,14 @@ def concatenate(groups: Sequence[Group]) -> TensorDictBase:
 
 
 def check_signal(state: dict[str, Any], iteration: int, groups: Sequence[Group], learnt: bool, patience: int) -> str:
-    """Say that no group of an iteration had something to learn from; end a run that finds none for long.
+    """Return a line that no group of an iteration had something to learn from; end a run that finds none for long.
 
     Args:
-        state: of the run, which counts such iterations; its entry ``ended`` ends it.
+        state: of the run, which counts such iterations in a row; its entry ``ended`` ends it, at ``patience`` of them.
         iteration: the present one.
         groups: of all processes.
-        learnt: whether some group was learnt from.
-        patience: such iterations in a row that end the run.
-
-    Returns:
-        A line to print; empty for none.
+        learnt: whether some group was learnt from: then the line is empty.
+        patience: see ``state``.
     """
     in_a_row = state["iterations_without_signal"] = 0 if learnt else state.get("iterations_without_signal", 0) + 1
     if learnt:

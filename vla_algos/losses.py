@@ -395,16 +395,13 @@ def add_reference_log_prob(
     minibatch_size: Count,
     device: torch.device | str | None = None,
 ) -> TensorDictBase:
-    """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy.
+    """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy. Returns ``batch``.
 
     Args:
         batch: ``[B]`` decisions with the policy's ``loss_keys``.
         reference: the frozen policy.
         minibatch_size: decisions per pass.
         device: of the frozen policy, ``None`` for that of the batch.
-
-    Returns:
-        ``batch`` itself.
     """
     return batch.set(keys.REFERENCE_LOG_PROB, _log_prob(batch, reference, minibatch_size, device))
 

@@ -150,13 +150,9 @@ class WeightedMean:
 
 
 def add_loss_metrics(mean: WeightedMean, losses: TensorDictBase, names: Mapping[str, str], rows: int) -> None:
-    """Count the scalars of a loss that are none of its terms ``loss_...``, as ``train/NAME``.
+    """Count the scalars of a loss that are none of its terms ``loss_...``, as ``train/NAME`` or as ``names`` has it.
 
-    Args:
-        mean: counts them.
-        losses: scalars; under ``"weights"``, by the same names, how many elements each is a mean over.
-        names: logged names, where they are not the loss's own.
-        rows: weight of a scalar without one.
+    Under ``"weights"`` a loss has, by the same names, how many elements each is a mean over; ``rows`` if it has not.
     """
     weights = losses.get("weights", {})
     for name, value in losses.items():

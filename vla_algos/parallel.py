@@ -191,10 +191,7 @@ def _choose_gpu(local_rank: int, gpus: int) -> None:
 def subgroup(ranks: Sequence[int]) -> Iterator[None]:
     """Have all functions of this module concern some of the processes: inside, these are all that there are.
 
-    All of them must enter, and no other may. They are numbered from 0 within, in their order.
-
-    Args:
-        ranks: their numbers, ascending, counted over all processes.
+    All of ``ranks``, ascending and counted over all processes, must enter, and no other may. Inside they count from 0.
     """
     global _some
     before, some = _some, tuple(ranks)
@@ -207,15 +204,10 @@ def subgroup(ranks: Sequence[int]) -> Iterator[None]:
 
 
 def make_role_groups(actors: Sequence[int], rollouts: Sequence[int], shards: int) -> None:
-    """Make the groups that processes of different roles need among themselves; all processes call it alike.
+    """Make the groups that roles need: ranks that learn, ``shards`` of which share a copy, and ranks that collect.
 
-    Afterwards each role may be a :func:`subgroup`, :func:`device_mesh` arranges the actors, or one process that is
-    none, and :func:`weight_group` has the sender of weights and the receivers.
-
-    Args:
-        actors: ranks that learn; ``shards`` of them share one copy.
-        rollouts: ranks that collect.
-        shards: see :func:`device_mesh`.
+    All processes call it alike. Afterwards each role may be a :func:`subgroup`, :func:`device_mesh` arranges the
+    actors, or one process that is none, and :func:`weight_group` has the sender of weights and the receivers.
     """
     alone = [rank for rank in rollouts if rank not in actors]
     wanted: list[tuple[str, Sequence[int]]] = [("control", actors), ("control", rollouts)]
@@ -271,14 +263,8 @@ def is_main() -> bool:
 def device_mesh(shards: int, device: str | None = None) -> DeviceMesh:
     """Arrange the processes as ``[replicas, shards]``: ``shards`` of them, one after the other, have a copy together.
 
-    A process that is alone joins a group of one for it, which :func:`process_group` ends.
-
-    Args:
-        shards: how many.
-        device: type of what they compute on; ``None`` for GPUs where there are some.
-
-    Raises:
-        ValueError: they cannot be arranged so.
+    ``device`` is the type of what they compute on, ``None`` for GPUs where there are some. A process that is alone
+    joins a group of one, which :func:`process_group` ends. A ``ValueError`` if they cannot be arranged so.
     """
     processes = world_size()
     if shards < 1 or processes % shards:
@@ -302,15 +288,9 @@ def _own_group(what: str, lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def per_rank(total: int, what: str, processes: int | None = None) -> int:
-    """Return this process's part of a number that the configuration gives for the whole run.
+    """Return this process's part of a number of the configuration, which is typed as ``what`` and is for the whole run.
 
-    Args:
-        total: the number.
-        what: its name, as it is typed.
-        processes: how many share it; all if ``None``.
-
-    Raises:
-        ValueError: it cannot be divided evenly.
+    So many ``processes`` share it, all if ``None``; a ``ValueError`` if it cannot be divided evenly.
     """
     processes = world_size() if processes is None else processes
     if total % processes:

@@ -48,13 +48,9 @@ def identity(folder: Path) -> str | None:
 def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1), only: str | None = None) -> None:
     """Compare the files of a folder with its ``SHA256SUMS``. A folder without one, which is not ours, passes.
 
-    Args:
-        folder: of the files.
-        share: number of this process and of all that read the folder together: each compares a part of the files.
-        only: name of the one file that is read; ``None`` for all.
-
-    Raises:
-        ChecksumError: files are others than were written, are gone, or are too many; says what to type.
+    Of the processes that read a folder together (``share``: number of this one, and of all) each compares a part of the
+    files; ``only`` is the name of the one file that is read. A ``ChecksumError`` if files are others than were written,
+    are gone, or are too many; it says what to type.
     """
     if not (folder / SUMS).exists():
         return

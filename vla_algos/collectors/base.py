@@ -45,8 +45,8 @@ Hook = Callable[[TensorDictBase], None]
 class ChunkCollector(BaseCollector):
     """What both collectors share: one decision of the policy in every environment, what is kept of it, and counters.
 
-    The policy is the very module that was passed: there is nothing to synchronise. It acts under ``torch.no_grad()``,
-    and reads and writes TensorDicts on the environment's device; one that computes elsewhere moves its inputs itself.
+    The policy is the very module that was passed, and acts under ``torch.no_grad()``. It reads and writes TensorDicts
+    on the environment's device; one that computes elsewhere moves its inputs itself.
     """
 
     init_random_frames = 0  # TorchRL's Trainer reads it

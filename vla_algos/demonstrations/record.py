@@ -182,10 +182,8 @@ class Demonstrations:
 def find_demonstrations(settings: DemonstrationSettings, spec: SimulatorSpec, evaluation_seed: int) -> Found | None:
     """Open the demonstrations of a folder, recorded ones or a LeRobot data set; ``None`` if it is not there yet.
 
-    Raises:
-        ValueError: they do not fit the environment, the evaluation would repeat them, something else is there, or
-            settings that mean nothing for them.
-        ModuleNotFoundError: what reads them is not installed.
+    A ``ValueError`` if they do not fit the environment or the settings, the evaluation would repeat them, or something
+    else is there; a ``ModuleNotFoundError`` if what reads them is not installed.
     """
     folder = settings.folder
     if folder is not None and is_lerobot(folder):

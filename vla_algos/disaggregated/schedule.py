@@ -61,16 +61,11 @@ class Schedule:
         collect: Callable[[], TensorDictBase],
         learn: Callable[[TensorDictBase | None], R],
     ) -> R:
-        """Do an iteration: collect a batch, and learn from one.
+        """Do an iteration, numbered from 1 to ``last``: collect a batch, and learn from one.
 
-        Args:
-            iteration: its number, from 1.
-            last: number of the last one.
-            collect: returns a batch; called where this process collects.
-            learn: learns from this process's part of a batch, ``None`` where it has no rows; called where it learns.
-
-        Returns:
-            What ``learn`` has returned, in every process.
+        ``collect`` returns a batch, and is called where this process collects; ``learn`` learns from this process's
+        part of a batch, ``None`` where it has no rows, and is called where it learns. Returns in every process what it
+        has returned.
         """
 
         def collected() -> TensorDictBase | None:

@@ -43,7 +43,8 @@ class WeightSync:
     """Sends the trained weights of rank 0 to the processes that only collect, at each :meth:`transfer`.
 
     A receiver has the same policy, whole. It is written in place, in its own dtype: weights that are float32 in rank 0
-    and bfloat16 there are rounded before they are gathered. All processes make the same calls, after a barrier.
+    and bfloat16 there are rounded before they are gathered. All processes make the same calls, after a barrier. A
+    ``ValueError`` in all of them if a receiver has no place for something.
 
     Args:
         policy: of this process.
@@ -53,9 +54,6 @@ class WeightSync:
     Attributes:
         seconds: of the last transfer until all was there, waiting for others included.
         bytes: that each receiver gets by a transfer.
-
-    Raises:
-        ValueError: in all processes, if a receiver has no place for something.
     """
 
     def __init__(self, policy: nn.Module, group: dist.ProcessGroup, *, receives: bool):
