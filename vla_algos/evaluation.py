@@ -326,12 +326,12 @@ def evaluate(
         ValueError: the policy cannot act there; or it should record, but a transform has changed the images.
         SimulatorCrash: simulators fail whatever they are to run; ``on_episode`` has got the results so far.
     """
+    spec = base_env(env).simulator_spec
     if record and getattr(env.observation_spec.get(keys.IMAGES, None), "dtype", None) != torch.uint8:
         raise ValueError(
             f"record={record}, but a transform of the environment has changed {keys.IMAGES!r}, which are filmed: give "
             'it out_keys=["pixels"], or record=0'
         )
-    spec = base_env(env).simulator_spec
     if hasattr(policy, "check_environment") and not isinstance(env, TransformedEnv):  # which may show it what it reads
         policy.check_environment(spec)
     wanted = list(episodes)
@@ -363,10 +363,10 @@ def evaluate(
     with _evaluating(actor):
         for _ in collector.iterator():  # not iter(): a failure must not close the caller's environment
             pass
-    filmed = {index: each for index, each in sorted(shots.items()) if not results[index].crashed}
-    videos = {index: np.stack([frame for frame, _ in each]) for index, each in filmed.items()}
-    captions = {index: [caption for _, caption in each] for index, each in filmed.items()}
     ordered = [results[index] for index in range(len(wanted))]
+    filmed = {index: tuple(zip(*shots[index], strict=True)) for index in sorted(shots) if not ordered[index].crashed}
+    videos = {index: np.stack(frames) for index, (frames, _) in filmed.items()}
+    captions = {index: [*said] for index, (_, said) in filmed.items()}
     return EvaluationResult(ordered, videos, "", captions, spec.chain_length)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -173,9 +174,9 @@ def _numbers(role: str, value: Any, processes: int, there: str) -> tuple[int, ..
             f"{name}: there is no {beyond[-1]}, but {there}, 0 to {processes - 1}; type placement.{role}={typed}, or "
             "start more processes"
         )
-    found = [number for each in ranges for number in each]
+    found = [*itertools.chain(*ranges)]
     if (ascending := sorted(set(found))) != found:
-        twice = {number for number in found if found.count(number) > 1}
+        twice = Counter(found) - Counter(ascending)
         what = f"{_spelled(twice)} is there twice" if twice else "numbers ascend"
         raise ValueError(f"{name}: {what}; type {_typed(role, ascending)}")
     return tuple(found)

@@ -112,16 +112,19 @@ class LeRobotDemonstrations:
         here = set(self.task_ids.values())
         if missing := [task.name for number, task in enumerate(self.spec.tasks) if number not in here]:
             said.append(f"it has nothing of {len(missing)} of {len(self.spec.tasks)} tasks: {_some(missing)}")
-        foreign = [index for index, task_id in self.task_ids.items() if task_id < 0]
-        if self.tasks == "environment" and foreign:
-            counts = self.folder.frames_of_tasks
-            if foreign := [index for index in foreign if counts.get(index)]:
-                said.append(
-                    f"{sum(counts[index] for index in foreign):,} of {self.folder.frames:,} frames have instructions "
-                    f"that are none of {self.spec.id}: {_some(self.folder.tasks[index] for index in foreign)}; type "
-                    "tasks='all' (recipes: demonstrations.tasks=all) to learn from them too"
-                )
+        if foreign := self._foreign():
+            said.append(
+                f"{sum(foreign.values()):,} of {self.folder.frames:,} frames have instructions that are none of "
+                f"{self.spec.id}: {_some(self.folder.tasks[index] for index in foreign)}; type tasks='all' "
+                "(recipes: demonstrations.tasks=all) to learn from them too"
+            )
         return tuple(said)
+
+    def _foreign(self) -> dict[int, int]:
+        """Count the frames of each ``task_index`` that is left out, as its instruction is none of the environment's."""
+        foreign = [index for index, task_id in self.task_ids.items() if task_id < 0 and self.tasks == "environment"]
+        counts = self.folder.frames_of_tasks if foreign else {}
+        return {index: counts[index] for index in foreign if index in counts}
 
     def facts(self) -> dict[str, Any]:
         """Return what ``run.json`` keeps of it."""
