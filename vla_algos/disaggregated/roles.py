@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,47 +26,27 @@ def members(config: DictConfig) -> tuple[int, ...] | None:
     return None if placement.members == tuple(range(placement.processes)) else placement.members
 
 
-@dataclass(frozen=True)
 class Roles:
-    """Which ranks learn (``actors``) and which collect (``rollouts``), and what this process does.
+    """Which processes learn and which collect, and what this one does.
 
     Attributes:
         placement: of all processes.
         rank: of this process.
+        actors, rollouts: ranks that learn, and that collect: all actors, some of them, or none.
+        learns, collects: whether this process is an actor, and a rollout.
+        disaggregated: whether no process does both.
     """
 
-    placement: Placement
-    rank: int = field(default_factory=parallel.rank)
+    def __init__(self, placement: Placement, rank: int | None = None):
+        self.placement, self.rank = placement, parallel.rank() if rank is None else rank
+        self.actors, self.rollouts = placement.actors, placement.rollouts
+        self.learns, self.collects = self.rank in self.actors, self.rank in self.rollouts
+        self.disaggregated = placement.mode == "disaggregated"
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Roles:
         """Read the section ``placement``; a ``ValueError`` says what would be right."""
         return cls(Placement.read(settings, parallel.processes_started(), parallel.processes_per_node()))
-
-    @property
-    def actors(self) -> tuple[int, ...]:
-        """Ranks that learn."""
-        return self.placement.actors
-
-    @property
-    def rollouts(self) -> tuple[int, ...]:
-        """Ranks that collect: all actors, some of them, or none."""
-        return self.placement.rollouts
-
-    @property
-    def learns(self) -> bool:
-        """Whether this process is an actor."""
-        return self.rank in self.actors
-
-    @property
-    def collects(self) -> bool:
-        """Whether this process is a rollout."""
-        return self.rank in self.rollouts
-
-    @property
-    def disaggregated(self) -> bool:
-        """Whether no process does both."""
-        return self.placement.mode == "disaggregated"
 
     def shard(self, settings: Mapping[str, Any]) -> Sharding:
         """Read the section ``sharding``, which is of the actors, and make the groups of the roles; all processes do.
