@@ -277,9 +277,9 @@ def film(
     episode that begins replaces what was filmed before.
     """
     after = outcome[keys.NEXT]
-    told = (to_strings(outcome), to_strings(outcome, (keys.NEXT, keys.TASK_DESCRIPTIONS))) if rows else ()
+    instructions = (to_strings(outcome), to_strings(outcome, (keys.NEXT, keys.TASK_DESCRIPTIONS))) if rows else ()
     for row, whose in rows.items():
-        filmed, (before, now) = shots.setdefault(whose, []), (texts[row] for texts in told)
+        filmed, (before, now) = shots.setdefault(whose, []), (texts[row] for texts in instructions)
         if after[keys.EPISODE_LEN][row] == after[keys.STEP_MASK][row].sum():  # it begins, perhaps after a crash
             if restart:
                 filmed.clear()

@@ -46,7 +46,7 @@ def finite_or_none(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file under another name beside it, flush and rename it; nothing where it is equal already.
+    """Write a file under another name, flush and rename it; nothing where it is equal already.
 
     Raises:
         OSError: no room, no permission; the file is what it was.

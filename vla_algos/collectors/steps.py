@@ -138,9 +138,9 @@ class StepCollector(ChunkCollector):
         for place, (_, number) in enumerate(turns):
             slots = self._stages[number]
             decision = self._act(self.base_env.observe(slots))
-            heard = [self._receive_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
+            received = [self._receive_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
             self._send(decision, slots)
-            for turn in heard:
+            for turn in received:
                 yield self._finish_turn(*turn)
         for t, number in turns[len(turns) - self.stages + 1 :]:
             yield self._finish_turn(*self._receive_turn(t, number))
@@ -148,7 +148,7 @@ class StepCollector(ChunkCollector):
         self._remember()
 
     def _receive_turn(self, t: int, number: int) -> tuple[int, int, TensorDictBase, list[int]]:
-        """Hear what a stage's simulators did, and have those that ended an episode begin the next."""
+        """Receive a stage's outcome, and have the simulators that ended an episode begin the next."""
         outcome = self._receive(self._stages[number])
         done = outcome[ENV_INDEX][outcome[NEXT, DONE].squeeze(-1)].tolist()
         self._begin_episodes(done)

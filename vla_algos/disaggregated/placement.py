@@ -123,7 +123,7 @@ class Placement:
         """
         if self.mode == "disaggregated":
             return dict(zip(self.rollouts, map(tuple, dealt(self.actors, len(self.rollouts))), strict=True))
-        helpers = _blocks([rank for rank in self.actors if rank not in self.rollouts], len(self.rollouts))
+        helpers = blocks([rank for rank in self.actors if rank not in self.rollouts], len(self.rollouts))
         return {rank: (rank, *some) for rank, some in zip(self.rollouts, helpers, strict=True)}
 
     # ---- checks
@@ -149,11 +149,12 @@ class Placement:
 def dealt(items: Sequence[T], count: int) -> list[Sequence[T]]:
     """Deal items to so many, evenly and in order: blocks of neighbours, or where there are fewer, one to neighbours."""
     if len(items) >= count:
-        return _blocks(items, count)
+        return blocks(items, count)
     return [[items[place * len(items) // count]] for place in range(count)]
 
 
-def _blocks(items: Sequence[T], count: int) -> list[Sequence[T]]:
+def blocks(items: Any, count: int) -> list[Any]:
+    """Divide items, or the rows of a batch, into so many blocks of neighbours, as even as can be."""
     bounds = [place * len(items) // count for place in range(count + 1)]
     return [items[start:end] for start, end in itertools.pairwise(bounds)]
 

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from vla_algos import parallel
+from vla_algos.disaggregated.placement import blocks
 from vla_algos.disaggregated.roles import Roles
 from vla_algos.disaggregated.weight_sync import WeightSync
 from vla_algos.run.checkpoints import CheckpointError, random_state, set_random_state
@@ -170,11 +171,10 @@ class Schedule:
             return
         shares: list[Any] = [None] * parallel.world_size()
         if self.roles.collects:
-            targets, rows = transfers[self.roles.rank], len(batch)
-            for place, target in enumerate(targets):
-                start, stop = (rows * each // len(targets) for each in (place, place + 1))
+            targets = transfers[self.roles.rank]
+            for target, rows in zip(targets, blocks(batch, len(targets)), strict=True):
                 # Another process has other GPUs: rows go in host memory, copied out of the batch.
-                shares[target] = batch[start:stop].cpu().clone() if start < stop else None
+                shares[target] = rows.cpu().clone() if len(rows) else None
         come = [share for share in self._exchange(shares, self.roles.rollouts, self.roles.actors) if share is not None]
         if self.roles.learns:
             self._waiting.append(torch.cat(come) if come else None)

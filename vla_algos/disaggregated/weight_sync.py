@@ -29,16 +29,6 @@ class _Kind:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class _Process:
-    """What the others have to know of a process."""
-
-    rank: int
-    receives: bool
-    device: str
-    tensors: Mapping[str, _Kind]
-
-
 class WeightSync:
     """Sends the trained weights of rank 0 to the processes that only collect, at each :meth:`transfer`.
 
@@ -75,17 +65,14 @@ class WeightSync:
         """Tell each other what there is; returns what is sent."""
         own = _places(self._policy) if self.receives else trained_tensors(self._policy)
         kinds = {name: _Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
-        own_part = _Process(dist.get_rank(), self.receives, self._device.type, kinds)
-        processes = parallel.all_gather_object(own_part)
-        source, receivers = processes[_SENDER], [each for each in processes if each.receives]
-        for receiver in receivers:
-            _check_places(source, receiver)
-        if any(each.device != source.device for each in receivers):
-            self._device = torch.device("cpu")
-        return {
-            name: _Kind(kind.shape, _smaller(kind.dtype, {each.tensors[name].dtype for each in receivers}))
-            for name, kind in source.tensors.items()
-        }
+        processes = parallel.all_gather_object((dist.get_rank(), self.receives, self._device.type, kinds))
+        (_, _, device, sent), receivers = processes[_SENDER], [each for each in processes if each[1]]
+        for rank, _, device_there, places in receivers:
+            _check_places(sent, places, rank)
+            if device_there != device:
+                self._device = torch.device("cpu")
+        dtypes = {name: {places[name].dtype for *_, places in receivers} for name in sent}
+        return {name: _Kind(kind.shape, _smaller(kind.dtype, dtypes[name])) for name, kind in sent.items()}
 
     def _send(self) -> None:
         weights, under_way = trained_tensors(self._policy), deque[tuple[dist.Work, Tensor]]()
@@ -152,14 +139,14 @@ def _smaller(dtype: torch.dtype, of_receivers: set[torch.dtype]) -> torch.dtype:
     return one if smaller else dtype
 
 
-def _check_places(source: _Process, receiver: _Process) -> None:
+def _check_places(sent: Mapping[str, _Kind], places: Mapping[str, _Kind], rank: int) -> None:
     wrong = [
-        f"{name} is {list(kind.shape)} and there {list(there.shape) if there is not None else 'missing'}"
-        for name, kind in source.tensors.items()
-        if (there := receiver.tensors.get(name)) is None or there.shape != kind.shape
+        f"{name} is {list(kind.shape)} and there {list(places[name].shape) if name in places else 'missing'}"
+        for name, kind in sent.items()
+        if name not in places or places[name].shape != kind.shape
     ]
     if wrong:
         raise ValueError(
-            f"process {receiver.rank} rolls out another policy than process {source.rank} trains: {len(wrong)} of "
-            f"{len(source.tensors)} tensors differ, such as: {wrong[0]}; make both with the same policy settings"
+            f"process {rank} rolls out another policy than process {_SENDER} trains: {len(wrong)} of {len(sent)} "
+            f"tensors differ, such as: {wrong[0]}; make both with the same policy settings"
         )
