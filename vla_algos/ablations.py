@@ -20,7 +20,7 @@ import torch
 from tensordict import NonTensorStack, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_common.keys import ACTION, DECISION_INDEX, EPISODE_INDEX, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.texts import encode, to_strings
 from vla_envs.simulator import Episode, SimulatorSpec, Task
@@ -134,7 +134,7 @@ class SeenImages:
     """
 
     def __init__(self, folder: Path):
-        self._folder, self._path = folder, folder / f"{_FILE}{parallel.rank()}"
+        self._folder, self._path = folder, folder / f"{_FILE}{distributed.rank()}"
         self._file = open(self._path, "wb")  # noqa: SIM115 as long as this is
         self._decisions: dict[int, list[int]] = {}  # by episode, the place in the file of each
         self._kept = 0
@@ -149,7 +149,7 @@ class SeenImages:
         self._file.close()
         self._images.clear()
         self._path.unlink(missing_ok=True)
-        if parallel.is_main() and failed is None:  # what others read is read, and what killed ones left can go
+        if distributed.is_main() and failed is None:  # what others read is read, and what killed ones left can go
             for path in self._folder.glob(f"{_FILE}*"):
                 path.unlink(missing_ok=True)
 
@@ -189,7 +189,7 @@ class SeenImages:
         self._file.close()
         self._images.clear()
         self._all.clear()
-        everything = parallel.all_gather_object((self._path, self._kept, self._shapes, self._decisions))
+        everything = distributed.all_gather_object((self._path, self._kept, self._shapes, self._decisions))
         for rank, (path, kept, shapes, decisions) in enumerate(everything):
             self._shapes = self._shapes or shapes
             self._images.append(np.memmap(path, np.uint8, "r").reshape(kept, -1) if kept else None)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import OUTCOME_KEYS, EpisodeCollector
 from vla_common.keys import ADVANTAGE, CRASHED, DONE, EPISODE_LEN, NEXT, REWARD, STEP_MASK, SUCCESS, TASK_ID
@@ -207,7 +207,7 @@ def gather_outcomes(groups: Sequence[Group]) -> list[Group]:
         Group(tuple(each.select(NEXT, TASK_ID, strict=False).cpu() for each in group.episodes), group.crashed)
         for group in groups
     ]
-    return [group for part in parallel.all_gather_object(own) for group in part]
+    return [group for part in distributed.all_gather_object(own) for group in part]
 
 
 def concatenate(groups: Sequence[Group]) -> TensorDictBase:

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import finite_or_none
 from vla_algos.optim import clip_gradient, empty_state
 from vla_algos.samples import Samples
@@ -48,7 +48,7 @@ def clone(
         steps: of the optimizer.
         **settings: of :class:`BehaviourCloning`.
     """
-    cloning, main = BehaviourCloning(policy, demonstrations, steps=steps, **settings), parallel.is_main()
+    cloning, main = BehaviourCloning(policy, demonstrations, steps=steps, **settings), distributed.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
     with (
@@ -144,15 +144,15 @@ class BehaviourCloning:
         """
         self.policy.train()
         if not self._order:
-            order = parallel.broadcast_object(torch.randperm(len(self.demonstrations)))
+            order = distributed.broadcast_object(torch.randperm(len(self.demonstrations)))
             self._order = list(order.split(self.batch_size))
         rows = self._order.pop()
         batch = self.demonstrations[rows]
-        noise = parallel.broadcast_object(torch.randn_like(batch[keys.STATES]))
+        noise = distributed.broadcast_object(torch.randn_like(batch[keys.STATES]))
         batch[keys.STATES] = batch[keys.STATES] + self.state_noise * noise
         with self.state_prediction.watching() if self.state_prediction else contextlib.nullcontext():
             loss = self._share_of_loss(batch)
-        whole = sum(parallel.all_gather_object(loss.item()))
+        whole = sum(distributed.all_gather_object(loss.item()))
         if not math.isfinite(whole):
             raise FloatingPointError(
                 f"the loss of cloning is {whole}: the policy has diverged; lower lr (recipes: cloning.lr), or look "
@@ -218,7 +218,7 @@ class BehaviourCloning:
     def _share_of_loss(self, batch: TensorDict) -> torch.Tensor:
         """Return what this process's rows add to the mean over what is valid of a batch; 0 where it has none."""
         valid = batch[keys.STEP_MASK]
-        own = batch[parallel.rank() :: parallel.world_size()]
+        own = batch[distributed.rank() :: distributed.world_size()]
         counted = bool(own[keys.STEP_MASK].any())  # no process may leave out a pass of a sharded policy
         rows = (own if counted else batch[:1]).to(compute_device(next(self.policy.parameters())))
         loss = self.policy.imitation_loss(rows, sigma=self.label_sigma)

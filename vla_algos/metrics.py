@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import valid_decisions
 from vla_common import keys
 
@@ -87,7 +87,7 @@ def throughput(batch: TensorDictBase, seconds: float) -> dict[str, float]:
 def collector_stats(collector: Any) -> dict[str, float]:
     """Join a collector's ``stats()`` of all processes: frames and restarts add up, of the rest the largest counts."""
     own: dict[str, float] = getattr(collector, "stats", dict)()
-    found = [each for each in parallel.all_gather_object(own) if each]
+    found = [each for each in distributed.all_gather_object(own) if each]
     added = ("frames", "requested_frames_per_batch", "env/worker_restarts")
     names = found[0] if found else ()
     return {name: (sum if name in added else max)(each[name] for each in found) for name in names}
@@ -127,12 +127,12 @@ class WeightedMean:
 
     def of_all_processes(self) -> WeightedMean:
         """Add up what all processes have counted."""
-        if parallel.world_size() == 1:
+        if distributed.world_size() == 1:
             return self
         own, together = WeightedMean(), WeightedMean()
         own._sums = {name: float(value) for name, value in self._sums.items()}
         own._weights = {name: float(value) for name, value in self._weights.items()}
-        for part in parallel.all_gather_object(own):
+        for part in distributed.all_gather_object(own):
             together.merge(part)
         return together
 

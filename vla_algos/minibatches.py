@@ -11,9 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch.optim import Optimizer
 from torchrl.objectives import LossModule
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import trajectory_weights, valid_decisions
-from vla_algos.balance import BalancedMinibatches, masked
+from vla_algos.distributed import BalancedMinibatches, masked
 from vla_algos.losses import add_proximal_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_algos.optim import policy_of, step, trained_parameters
@@ -41,8 +41,8 @@ class Minibatches:
             minibatch.step(optimizer)
 
     Each epoch shuffles again, from torch's global generator. Of several processes each passes its part of the batch and
-    computes as many decisions as the others (:class:`~vla_algos.balance.BalancedMinibatches`); the update is the one
-    that a single process would do with all of it, up to rounding. All of them must ask for the same minibatches.
+    computes as many decisions as the others (:class:`~vla_algos.distributed.BalancedMinibatches`); the update is that
+    of a single process with all of it, up to rounding. All of them must ask for the same minibatches.
 
     Args:
         loss_module: the loss, with the policy in it.
@@ -104,7 +104,7 @@ class Minibatches:
         if aggregation == "trajectory_mean":
             _weigh(batch, loss_module.log_prob_level)
         samples = None if batch is None else _executed(batch)
-        masks = parallel.all_gather_object(None if samples is None else samples[NEXT, STEP_MASK].cpu())
+        masks = distributed.all_gather_object(None if samples is None else samples[NEXT, STEP_MASK].cpu())
         rows = [0 if mask is None else len(mask) for mask in masks]
         self.decisions = sum(rows)
         if self.decisions:
@@ -140,13 +140,13 @@ class Minibatches:
                     add_proximal_log_prob(samples, self.policy, size, self._device)
                     weight, valid = self.loss_module.behaviour_weight(samples)
                     largest = float(weight[valid].max())
-            self._at_start["train/actor/behaviour_weight_max"] = max(parallel.all_gather_object(largest))
+            self._at_start["train/actor/behaviour_weight_max"] = max(distributed.all_gather_object(largest))
         return samples, computed
 
     def __iter__(self) -> Iterator[Minibatch]:
         """Yield the minibatches of all epochs."""
         for _ in range(self.epochs if self.decisions else 0):
-            for rows in self._split(parallel.broadcast_object(torch.randperm(self.decisions))):
+            for rows in self._split(distributed.broadcast_object(torch.randperm(self.decisions))):
                 yield Minibatch(self, rows, self._masks[rows])
 
     def metrics(self, optimizer: Optimizer) -> dict[str, float]:
@@ -280,7 +280,7 @@ class Minibatch:
     def _of_all_processes(self) -> WeightedMean:
         """Count what all processes have seen in this minibatch, once."""
         if self._gathered is None:
-            processes = parallel.world_size()
+            processes = distributed.world_size()
             self._seen.add({"train/loss": self._loss * processes}, 1 / processes)  # the sum of the shares
             self._gathered = self._seen.of_all_processes()
             if "train/loss" not in self._update._mean:
@@ -353,10 +353,10 @@ def takes_whole(loss_module: LossModule) -> bool:
 
 def _weigh(batch: TensorDictBase | None, log_prob_level: Any) -> None:
     """Write the weight of each decision of a trajectory, of the trajectories of all processes."""
-    whole = parallel.all_gather(None if batch is None else batch.select((NEXT, STEP_MASK), (NEXT, DONE)))
+    whole = distributed.all_gather(None if batch is None else batch.select((NEXT, STEP_MASK), (NEXT, DONE)))
     if whole is not None:
         trajectory_weights(whole, log_prob_level)
-        own = parallel.local_rows(whole, 0 if batch is None else len(batch))
+        own = distributed.local_rows(whole, 0 if batch is None else len(batch))
         if batch is not None:
             batch[WEIGHT] = own[WEIGHT]
 

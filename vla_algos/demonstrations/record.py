@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.demonstrations.dataset import DemonstrationSet, for_policy, load_demonstrations
 from vla_algos.demonstrations.experts import (
     Finished,
@@ -141,11 +141,11 @@ class Demonstrations:
             ValueError: the folder has something else in it; nothing is held out although it should be.
             FolderInUse: another process records into the folder.
         """
-        records = parallel.rank() == by
+        records = distributed.rank() == by
         if self.settings.folder is None:
-            return parallel.broadcast_object(self._record(env, policy) if records else (), by)
+            return distributed.broadcast_object(self._record(env, policy) if records else (), by)
         found = self._find_or_write(env, policy) if records else None
-        parallel.barrier()  # now they are there
+        distributed.barrier()  # now they are there
         return read(self.settings, self.spec, policy, found or self._find())
 
     def _find(self) -> Found | None:
@@ -261,7 +261,7 @@ def _progress(spec: SimulatorSpec, episodes: int) -> Iterator[Finished]:
     """Show a progress bar of what is called after each episode, and say at the end what the expert has solved."""
     outcomes: list[tuple[Episode, int | None]] = []
     solved = 0
-    with tqdm(total=episodes, desc="demonstrations", unit="episode", disable=not parallel.is_main()) as bar:
+    with tqdm(total=episodes, desc="demonstrations", unit="episode", disable=not distributed.is_main()) as bar:
 
         def note(episode: Episode, steps: int | None) -> None:
             nonlocal solved

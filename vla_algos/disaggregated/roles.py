@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.disaggregated.placement import Placement
 from vla_algos.run.environments import own_share
 from vla_algos.run.sharding import Sharding, check_shards
@@ -38,7 +38,7 @@ class Roles:
     """
 
     def __init__(self, placement: Placement, rank: int | None = None):
-        self.placement, self.rank = placement, parallel.rank() if rank is None else rank
+        self.placement, self.rank = placement, distributed.rank() if rank is None else rank
         self.actors, self.rollouts = placement.actors, placement.rollouts
         self.learns, self.collects = self.rank in self.actors, self.rank in self.rollouts
         self.disaggregated = placement.mode == "disaggregated"
@@ -46,7 +46,7 @@ class Roles:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Roles:
         """Read the section ``placement``; a ``ValueError`` says what would be right."""
-        return cls(Placement.read(settings, parallel.processes_started(), parallel.processes_per_node()))
+        return cls(Placement.read(settings, distributed.processes_started(), distributed.processes_per_node()))
 
     def shard(self, settings: Mapping[str, Any]) -> Sharding:
         """Read the section ``sharding``, which is of the actors, and make the groups of the roles; all processes do.
@@ -57,7 +57,7 @@ class Roles:
         shards = settings.get("shards", "all")
         check_shards(shards, len(self.actors))
         if self.actors != self.rollouts:
-            parallel.make_role_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
+            distributed.make_role_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
         with self.on_own_ranks():
             # A process that only collects has no gradients and no Adam, and all weights.
             return Sharding(**{**settings, **({} if self.learns else {"shards": "all", "cpu_offload": False})})
@@ -72,7 +72,7 @@ class Roles:
         if named is not None and apart:
             raise ValueError(f"env.gpus={list(named)}: placement.env says it already; leave one of them out")
         settings = own_share(env, spec, pipeline, processes=len(self.rollouts))
-        several = parallel.processes_started() > 1 and torch.cuda.device_count() > 1
+        several = distributed.processes_started() > 1 and torch.cuda.device_count() > 1
         if named is None and self.collects and (apart or several):
             settings["gpus"] = self.placement.env_gpus(self.rank)
         return settings
@@ -88,12 +88,12 @@ class Roles:
     def _within(self, ranks: tuple[int, ...], make: Callable[[], Any]) -> Any:
         if self.rank not in ranks:
             return None
-        with parallel.subgroup(ranks):
+        with distributed.subgroup(ranks):
             return make()
 
     def on_own_ranks(self) -> AbstractContextManager[None]:
         """Work with the processes that share a policy with this one: all actors, or a rollout alone."""
-        return parallel.subgroup(self.actors if self.learns else (self.rank,))
+        return distributed.subgroup(self.actors if self.learns else (self.rank,))
 
     def describe(self) -> str:
         """Say which processes do what, for printing; nothing where all do everything."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.disaggregated.placement import blocks
 from vla_algos.disaggregated.roles import Roles
 from vla_algos.disaggregated.weight_sync import WeightSync
@@ -80,7 +80,7 @@ class Schedule:
                 return None
             if self.lag:
                 self.policy.start_iteration(iteration)
-            with parallel.subgroup(self.roles.actors):
+            with distributed.subgroup(self.roles.actors):
                 return learn(self._waiting.popleft())
 
         while self._ahead < min(self.lag, last + 1 - iteration):
@@ -97,7 +97,7 @@ class Schedule:
             done = learnt()
         self._ahead -= 1
         if self.roles.disaggregated:
-            done = parallel.broadcast_object(done if self.roles.learns else None, self.roles.actors[0])
+            done = distributed.broadcast_object(done if self.roles.learns else None, self.roles.actors[0])
         self._bring_weights()
         return done
 
@@ -169,7 +169,7 @@ class Schedule:
         if all(targets == (rank,) for rank, targets in transfers.items()):  # each keeps its own
             self._waiting.append(batch)
             return
-        shares: list[Any] = [None] * parallel.world_size()
+        shares: list[Any] = [None] * distributed.world_size()
         if self.roles.collects:
             targets = transfers[self.roles.rank]
             for target, rows in zip(targets, blocks(batch, len(targets)), strict=True):
@@ -183,12 +183,12 @@ class Schedule:
         """Bring the weights from the processes that learn to those that collect."""
         if not self.roles.disaggregated:
             return
-        parallel.barrier()  # which may wait for longer than the group of the weights
+        distributed.barrier()  # which may wait for longer than the group of the weights
         if self._sync is None:
-            self._sync = WeightSync(self.policy, parallel.weight_group(), receives=not self.roles.learns)
+            self._sync = WeightSync(self.policy, distributed.weight_group(), receives=not self.roles.learns)
         self._sync.transfer()
         if not self.lag:  # with the random numbers
-            self._exchange([None] * parallel.world_size(), self.roles.actors, self.roles.rollouts)
+            self._exchange([None] * distributed.world_size(), self.roles.actors, self.roles.rollouts)
 
     def _exchange(self, shares: list[Any], source: Sequence[int], target: Sequence[int]) -> list[Any]:
         """Exchange shares; with ``lag`` 0 the random numbers of each of ``source`` continue in its partner."""
@@ -196,7 +196,7 @@ class Schedule:
         partner = dict(zip(source, target, strict=False)).get(self.roles.rank)
         if not self.lag and self.roles.disaggregated and partner is not None:
             given[partner] = (shares[partner], _of_device(random_state()))
-        come = parallel.all_to_all(given)
+        come = distributed.all_to_all(given)
         for _, numbers in come:
             if numbers is not None:
                 set_random_state(numbers)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.ablations import DoNothing, SeenImages, blank_images, other_trials, swapped_instructions
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.results import NAME, finished_episodes
@@ -124,7 +124,7 @@ class HeldOut:
         run, state = self.run, self.run.state
         evaluations, speeds = state["evaluations"], sorted(state.get("speeds", []))
         where = run.finish(evaluations[-1][1], facts_of(self.spec)) if not self._failure else []
-        if parallel.is_main():
+        if distributed.is_main():
             texts = [f"stopped: {state['ended']}"] if "ended" in state else []
             texts += [*never_trained(run.folder), self.describe()]
             shown = [("before", evaluations[0])] * (len(evaluations) > 1) + [("after", evaluations[-1])]
@@ -261,7 +261,7 @@ class AblatedEvaluation:
 def save_videos(folder: Path, result: EvaluationResult, fps: float) -> list[Path]:
     """Let rank 0 write the recorded episodes as mp4, named after task, trial and outcome; ``fps`` is of decisions."""
     paths = []
-    for index, frames in result.videos.items() if parallel.is_main() else ():
+    for index, frames in result.videos.items() if distributed.is_main() else ():
         episode = result.episodes[index]
         outcome = "success" if episode.success_once else "failure"
         name = f"{index:03d}_{episode.task}_trial{episode.episode.trial_id}_{outcome}.mp4"

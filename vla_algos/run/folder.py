@@ -15,7 +15,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import (
     FolderInUse,
     check_links,
@@ -52,16 +52,16 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FileLock | None:
     """
     seed_everything(config.seed)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(parallel.cores())
+        torch.set_num_threads(distributed.cores())
     lock, refusal = None, None
-    if parallel.is_main():
+    if distributed.is_main():
         try:
             check_links(folder)  # before the lock is written
             lock = lock_folder(folder)
             check_folder(config, folder)
         except (FolderInUse, ValueError) as error:
             refusal = error
-    refusal = parallel.broadcast_object(refusal)
+    refusal = distributed.broadcast_object(refusal)
     if refusal is None:
         return lock
     if lock is not None:
@@ -99,7 +99,7 @@ def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] |
 
     What a process left behind that was killed while writing is removed. ``facts`` are entries of ``run.json``.
     """
-    if not parallel.is_main():
+    if not distributed.is_main():
         return
     for pattern in _LEFTOVERS:
         for path in folder.glob(pattern):
@@ -110,7 +110,7 @@ def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] |
 
 def say_what_differs(folder: Path) -> None:
     """Say in one line that a run is resumed by other code or versions than it had."""
-    if not parallel.is_main():
+    if not distributed.is_main():
         return
     with contextlib.suppress(OSError):
         if found := differences(folder):
@@ -119,7 +119,7 @@ def say_what_differs(folder: Path) -> None:
 
 def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float, facts: Mapping[str, Any]) -> None:
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
-    if not parallel.is_main():
+    if not distributed.is_main():
         return
     record_result(folder, {"seconds": seconds, **facts, "metrics": finite_or_none(metrics)})
     latest = folder.parent / "latest"

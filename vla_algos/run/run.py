@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
 from vla_algos.run.launcher_settings import requeue
@@ -79,7 +79,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None or parallel.world_size() == 1 or issubclass(kind, SystemExit):
+            if kind is None or distributed.world_size() == 1 or issubclass(kind, SystemExit):
                 self._saver.wait()
         finally:
             for number, handler in self._handlers.items():
@@ -155,7 +155,7 @@ class Run:
             unit: what they are called where they are counted.
             title: of the progress bar; the name of the recipe if ``None``.
         """
-        if self._first and parallel.is_main():
+        if self._first and distributed.is_main():
             print(f"resumed after {self._first} {unit}s")
         with progress_bar(title or self.config.recipe.upper(), last, unit, self._first) as self._bar:
             for iteration in range(self._first + 1, last + 1):
@@ -200,7 +200,7 @@ class Run:
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar, in the first process; nothing where it is empty."""
-        if text and parallel.is_main():
+        if text and distributed.is_main():
             tqdm.write(text)
 
     # ---- the end
@@ -211,7 +211,7 @@ class Run:
         Raises:
             OSError: it could not be written.
         """
-        if parallel.is_main():
+        if distributed.is_main():
             write_folder_atomically(self.folder / "policy", write)
         else:
             write(self.folder / "policy")
@@ -245,7 +245,7 @@ class Run:
             self._stop(number)
 
     def _stop(self, number: int) -> None:
-        if parallel.is_main():
+        if distributed.is_main():
             print(f"\nstopped by {signal.Signals(number).name}; the same command resumes after the last checkpoint")
             if number == signal.SIGUSR2 and "SLURM_JOB_ID" in os.environ:  # SIGTERM also comes from scancel
                 with contextlib.suppress(Exception):

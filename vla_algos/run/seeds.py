@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from vla_algos import parallel
+from vla_algos import distributed
 
 _PROCESSES = 1_000_003  # added to the run's seed for the random numbers of each further process
 
@@ -21,5 +21,5 @@ def seed_everything(seed: int) -> None:
 
 def seed_rank(seed: int) -> None:
     """Give each process random numbers of its own from here on; the first keeps those that it has."""
-    if not parallel.is_main():
-        seed_everything(seed + _PROCESSES * parallel.rank())
+    if not distributed.is_main():
+        seed_everything(seed + _PROCESSES * distributed.rank())
