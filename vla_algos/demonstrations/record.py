@@ -143,7 +143,8 @@ class Demonstrations:
         """
         records = distributed.rank() == by
         if self.settings.folder is None:
-            return distributed.broadcast_object(self._record(env, policy) if records else (), by)
+            recorded: Any = self._record(env, policy) if records else None
+            return distributed.broadcast_object(recorded, by)
         found = self._find_or_write(env, policy) if records else None
         distributed.barrier()  # now they are there
         return read(self.settings, self.spec, policy, found or self._find())
@@ -225,8 +226,9 @@ def read(
         )
 
     def samples() -> tuple[Samples, Samples]:
-        recorded = isinstance(found, DemonstrationSet)
-        return (for_policy(found, policy, spec) if recorded else found.for_policy(policy)).split(settings.heldout)
+        if isinstance(found, DemonstrationSet):
+            return for_policy(found, policy, spec).split(settings.heldout)
+        return found.for_policy(policy).split(settings.heldout)
 
     if settings.statistics == "demonstrations":
         _take_statistics(policy, samples()[0], str(settings.folder))  # before prompts with normalised states in them
