@@ -286,7 +286,7 @@ def _read_table(folder: LeRobotFolder) -> Table:
     if (found := sum(len(part["row"]) for part in parts)) != folder.frames:
         raise damaged(path, f"{len(files)} files of data/ have {found:,} frames, {INFO} says {folder.frames:,}")
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    order = np.lexsort((joined["step"], joined["episode"]))
+    order = np.lexsort([joined[name] for name in ("step", "episode")])
     table = Table(files=files, **{name: array[order] for name, array in joined.items()})
     begins = np.flatnonzero(np.diff(table.episode, prepend=-1))
     lengths = np.diff(np.append(begins, len(table.episode)))
