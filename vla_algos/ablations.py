@@ -40,10 +40,8 @@ def blank_images(td: TensorDictBase) -> TensorDictBase:
 class DoNothing(TensorDictModuleBase):
     """Baseline: a policy that does nothing (``SimulatorSpec.neutral_action``), in chunks of so many actions.
 
-    Some episodes are solved as they begin, or by what falls.
-
-    Raises:
-        ValueError: the benchmark does not say what doing nothing is.
+    Some episodes are solved as they begin, or by what falls. A ``ValueError`` where a benchmark does not say what doing
+    nothing is.
     """
 
     loss_keys = ()
@@ -70,8 +68,7 @@ class DoNothing(TensorDictModuleBase):
 def swapped_instructions(tasks: Sequence[Task]) -> Observe:
     """Ablation: each instruction is replaced by that of the next of ``tasks``, in a cycle, that has other words.
 
-    Raises:
-        ValueError: the tasks share one instruction, so there is nothing to swap; or each episode has one of its own.
+    A ``ValueError`` if there is nothing to swap: tasks share one instruction, or each episode has one of its own.
     """
     if reworded := [task.name for task in tasks if task.worded_anew]:
         raise ValueError(
@@ -154,11 +151,7 @@ class SeenImages:
                 path.unlink(missing_ok=True)
 
     def check_room(self, spec: SimulatorSpec, episodes: int, chunk_size: int) -> None:
-        """Refuse before any work so many episodes of all processes that the disk has no room for their images.
-
-        Raises:
-            ValueError: says how much room there is and how much all episodes may take.
-        """
+        """Refuse (``ValueError``), before any work, so many episodes that the disk has no room for their images."""
         pixels = math.prod(spec.image_shape) + math.prod(spec.wrist_image_shape or (0,))
         decisions = episodes * -(-spec.max_episode_steps // chunk_size)
         needed, free = 3 * pixels * decisions, shutil.disk_usage(self._folder).free

@@ -110,10 +110,8 @@ class Comparison:
 def compare(first: Sequence[EpisodeResult], second: Sequence[EpisodeResult], mean_of: Sequence[str] = ()) -> Comparison:
     """Pair the episodes of two evaluations by task, trial and seed; of repeated ones the first run with the first, ....
 
-    ``mean_of`` are groups of which the mean is taken too, each counting the same.
-
-    Raises:
-        ValueError: they share no episode with a result, or no group of that name.
+    ``mean_of`` are groups of which the mean is taken too, each counting the same. A ``ValueError`` if they share no
+    episode with a result, or there is no such group.
     """
     one, other = _by_identity(first), _by_identity(second)
     shared = [(result, other[identity]) for identity, result in one.items() if identity in other]

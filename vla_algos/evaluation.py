@@ -81,9 +81,8 @@ class EvaluationResult:
     def load(cls, path: str | Path, *, chain_length: int = 1, mean_of: Sequence[str] = ()) -> EvaluationResult:
         """Read what :meth:`save`, or a recipe, has written: a folder with ``episodes.jsonl``, or a file of such lines.
 
-        Raises:
-            FileNotFoundError: nothing is there.
-            ValueError: it has no results, or of chains of tasks and ``chain_length``, which lines do not say, is wrong.
+        A ``FileNotFoundError`` if nothing is there; a ``ValueError`` if it has no results, or of chains of tasks and
+        ``chain_length``, which lines do not say, is wrong.
         """
         path = Path(path)
         file = path / NAME if path.is_dir() else path

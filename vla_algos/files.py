@@ -22,9 +22,7 @@ class FolderInUse(RuntimeError):
 def lock_folder(folder: Path) -> FileLock:
     """Lock ``<folder>/.lock`` until :meth:`release` of the result, or the end of the process, however it ends.
 
-    Raises:
-        FolderInUse: another process has it.
-        OSError: it cannot be written, or is a link, which is not followed.
+    A :class:`FolderInUse` if another process has it; an ``OSError`` if it cannot be written, or is a link.
     """
     lock = FileLock(folder / ".lock", is_singleton=False)
     try:
@@ -48,8 +46,7 @@ def finite_or_none(numbers: Mapping[str, Any]) -> dict[str, Any]:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under another name, flush and rename it; nothing where it is equal already.
 
-    Raises:
-        OSError: no room, no permission; the file is what it was.
+    An ``OSError`` for no room or no permission; the file is then what it was.
     """
     data = content.encode() if isinstance(content, str) else content
     unfinished = _unfinished(path)
@@ -72,8 +69,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write(folder)`` fill a folder under another name and rename it; one that was there before is replaced.
 
-    Raises:
-        OSError: no room, no permission; the folder is what it was.
+    An ``OSError`` for no room or no permission; the folder is then what it was.
     """
     unfinished, old = _unfinished(path), path.with_name(f".old_{path.name}")
     for rest in (unfinished, old):  # of a process that was killed

@@ -71,9 +71,9 @@ class Group:
         """Whether the scores differ, so that some run was better than another."""
         return len(self.episodes) > 1 and bool(self.scores.min() < self.scores.max())
 
-    def within(self, bounds: tuple[float, float] | None) -> bool:
-        """Tell whether :attr:`success` lies within ``bounds``, both included."""
-        return bounds is None or bounds[0] <= self.success <= bounds[1]
+    def learnable(self, bounds: tuple[float, float] | None) -> bool:
+        """Tell whether it has a signal, and :attr:`success` lies within ``bounds``, both included."""
+        return self.has_signal and (bounds is None or bounds[0] <= self.success <= bounds[1])
 
 
 def check_groups(
@@ -146,8 +146,7 @@ def collect_groups(
         members.append(episode)
         if len(members) == size:
             complete += 1
-            group = Group.of(members)
-            if group.has_signal and group.within(success_bounds):
+            if Group.of(members).learnable(success_bounds):
                 useful += 1
             else:
                 _forget_observations(members)
@@ -180,7 +179,7 @@ def grpo(
         The decisions ``[D]`` of the remaining episodes one after the other, with ``advantage`` ``[D, 1]``; ``None`` if
         no group is left.
     """
-    kept = [group for group in groups if group.has_signal and group.within(success_bounds)]
+    kept = [group for group in groups if group.learnable(success_bounds)]
     if not kept:
         return None
     episodes, scores = [each for group in kept for each in group.episodes], torch.cat([each.scores for each in kept])
@@ -239,23 +238,22 @@ def check_signal(state: dict[str, Any], iteration: int, groups: Sequence[Group],
         return ""
     if in_a_row == patience:
         state["ended"] = f"{in_a_row} iterations in a row without a group to learn from (patience={in_a_row})"
-    kinds = {
-        "failed": sum(group.failed for group in groups),
-        "succeeded": sum(group.solved for group in groups),
-        "crashed": sum(not group.episodes for group in groups),
-    }
-    found = ", ".join(f"{count} {kind} every time" for kind, count in kinds.items() if count or kind != "crashed")
+    failed, solved = sum(group.failed for group in groups), sum(group.solved for group in groups)
+    found = f"{failed} failed every time, {solved} succeeded every time"
+    if crashed := sum(not group.episodes for group in groups):
+        found += f", {crashed} crashed every time"
     return f"iteration {iteration}: none of {len(groups)} groups carries signal ({found}); nothing was learnt"
 
 
 def group_metrics(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> dict[str, float]:
     """Count what became of the groups of an iteration, under ``rollout/groups...``."""
     without_signal = [group for group in groups if not group.has_signal]
+    trained = sum(group.learnable(success_bounds) for group in groups)
     return {
         "rollout/groups": float(len(groups)),
         "rollout/groups_all_failed": float(sum(group.failed for group in without_signal)),
         "rollout/groups_all_solved": float(sum(group.solved for group in without_signal)),
         "rollout/groups_all_crashed": float(sum(not group.episodes for group in without_signal)),
-        "rollout/groups_out_of_bounds": float(sum(g.has_signal and not g.within(success_bounds) for g in groups)),
-        "rollout/groups_trained": float(sum(g.has_signal and g.within(success_bounds) for g in groups)),
+        "rollout/groups_out_of_bounds": float(len(groups) - len(without_signal) - trained),
+        "rollout/groups_trained": float(trained),
     }

@@ -137,11 +137,7 @@ class BehaviourCloning:
         self._order: list[torch.Tensor] = []  # batches that are left of this epoch, the next one last
 
     def step(self) -> float:
-        """Take one step of the optimizer on one batch; returns its loss.
-
-        Raises:
-            FloatingPointError: the loss is not finite.
-        """
+        """Take one step of the optimizer; returns the loss of its batch, ``FloatingPointError`` if not finite."""
         self.policy.train()
         if not self._order:
             order = distributed.broadcast_object(torch.randperm(len(self.demonstrations)))

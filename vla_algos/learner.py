@@ -73,10 +73,7 @@ class Learner:
         self._frozen = FrozenPolicy(self.policy) if keeps_close else None
 
     def update(self, batch: TensorDictBase | None) -> dict[str, float]:
-        """Learn from a batch with advantages.
-
-        Args:
-            batch: see :class:`~vla_algos.minibatches.Minibatches`.
+        """Learn from a batch with advantages, see :class:`~vla_algos.minibatches.Minibatches`.
 
         Returns:
             Metrics under ``train/``, see ``docs/metrics.md``; those of all processes.

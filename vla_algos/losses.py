@@ -178,11 +178,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
     def make_value_estimator(self, value_type: ValueEstimatorBase | None = None, **hyperparams: Any) -> Self:
         """Keep an estimator that was made elsewhere, for code that calls ``loss.value_estimator``.
 
-        The loss makes none of its own: actor and critic share one pass, and what follows each decision has its value
-        from the collector.
-
-        Raises:
-            ValueError: anything but an estimator is passed.
+        The loss makes none of its own (``ValueError``): actor and critic share one pass, and what follows each decision
+        has its value from the collector.
         """
         if not isinstance(value_type, ValueEstimatorBase) or hyperparams:
             raise ValueError(

@@ -51,11 +51,8 @@ def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, 
     """Average over the episodes that ended in ``batch``, of any shape; crashed ones are only counted.
 
     ``env/return`` is the mean sum of an episode's rewards, ``env/reward`` that per primitive action,
-    ``env/actions_clipped`` the share of all executed action elements that the simulator clipped.
-
-    Args:
-        batch: any shape.
-        crashed_elsewhere: crashed episodes that were left out of ``batch``, as groups of runs do.
+    ``env/actions_clipped`` the share of all executed action elements that the simulator clipped. ``crashed_elsewhere``
+    counts crashed episodes that were left out of ``batch``, as groups of runs do.
     """
     after, ended = batch[keys.NEXT], finished(batch).unsqueeze(-1)
     crashed = after[keys.CRASHED].sum() + crashed_elsewhere

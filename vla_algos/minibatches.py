@@ -152,11 +152,8 @@ class Minibatches:
     def metrics(self, optimizer: Optimizer) -> dict[str, float]:
         """Return what was measured, under ``train/``, see ``docs/metrics.md``; of all processes.
 
-        Args:
-            optimizer: whose learning rates they were; before its schedule has gone to the next.
-
-        Raises:
-            FloatingPointError: no gradient of the update was finite.
+        Before the schedule of ``optimizer``, whose learning rates they were, has gone to the next. A
+        ``FloatingPointError`` if no gradient of the update was finite.
         """
         if self._skipped and self.steps == self._before:
             raise FloatingPointError(
@@ -296,11 +293,7 @@ def check_minibatches(
     micro_batch_size: int | None = None,
     **_: Any,
 ) -> None:
-    """Refuse settings of :class:`Minibatches` that do not fit each other; recipes ask before they load a policy.
-
-    Raises:
-        ValueError: says what would be right.
-    """
+    """Refuse (``ValueError``) settings of :class:`Minibatches` that do not fit each other, before any work."""
     if (minibatch_size is None) == (minibatches is None):
         raise ValueError(
             f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"

@@ -58,10 +58,7 @@ class Samples:
         """Keep whole demonstrations out of learning, for a loss on what was not learnt.
 
         Which ones, a demonstration's trial decides alone: of each task the same share, and the same trials whatever
-        else was recorded or solved. With 1/16 those are trials 15, 31, 47 and so on.
-
-        Args:
-            heldout: share of the trials, 0 to below 1.
+        else was recorded or solved. With ``heldout=1/16`` those are trials 15, 31, 47 and so on.
 
         Returns:
             What is learnt from, and what is held out; with 0 all of it, and nothing.

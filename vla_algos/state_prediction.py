@@ -26,15 +26,14 @@ from vla_policies.sharding import compute_device, reshard
 class StatePrediction(nn.Module):
     """Predicts from what a policy has made of image and instruction where the states will go: an auxiliary task.
 
+    A ``ValueError`` if the policy has no ``vision_features``, or the demonstrations do not say what came later.
+
     Args:
         policy: whose ``vision_features`` is read.
         demonstrations: with ``episode``, ``step`` and ``final_states``.
         weight: of its loss.
         steps: how far ahead, in primitive actions.
         sigma: of the policy's ``imitation_loss``.
-
-    Raises:
-        ValueError: the policy has no ``vision_features``, or the demonstrations do not say what came later.
     """
 
     targets: Tensor

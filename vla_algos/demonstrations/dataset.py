@@ -150,8 +150,7 @@ class DemonstrationSet:
 def load_demonstrations(folder: str | Path) -> DemonstrationSet:
     """Map a folder of :func:`~vla_algos.demonstrations.write_demonstrations`; nothing is read before it is needed.
 
-    Raises:
-        ValueError: it is no such folder, of another format, damaged, or has files that could hold code.
+    A ``ValueError`` if it is no such folder, of another format, damaged, or has files that could hold code.
     """
     folder = Path(folder)
     facts, entries = _read_facts(folder)
@@ -231,10 +230,8 @@ def for_policy(demonstrations: DemonstrationSet, policy: VLAPolicy, spec: Simula
     """Make what ``policy`` learns from, of the tasks of ``spec``: the entries of ``record_demonstrations``.
 
     The cameras that the policy looks at stay mapped, as they were recorded: a policy that resizes does so for each
-    batch. Chunks are cut to the policy's. The rest is in memory.
-
-    Raises:
-        ValueError: the demonstrations do not fit, see :meth:`DemonstrationSet.check`.
+    batch. Chunks are cut to the policy's. The rest is in memory. A ``ValueError`` if they do not fit, see
+    :meth:`DemonstrationSet.check`.
     """
     demonstrations.check(spec, policy.chunk_size)
     frames, length = demonstrations.frames, policy.chunk_size

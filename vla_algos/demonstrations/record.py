@@ -129,10 +129,7 @@ class Demonstrations:
     def record(self, env: VLAEnv, policy: VLAPolicy, by: int = 0) -> tuple[Samples, Samples]:
         """Record them one task after the other, or read them from their folder; of several processes one records.
 
-        Args:
-            env: its workers record.
-            policy: whose instructions and chunks they are for.
-            by: rank of the process that records.
+        It is the process of rank ``by``, in the workers of ``env``; instructions and chunks are those of ``policy``.
 
         Returns:
             What ``policy`` learns from, and what is held out; the same in all processes.

@@ -19,8 +19,7 @@ from vla_envs import SimulatorSpec
 def members(config: DictConfig) -> tuple[int, ...] | None:
     """Return the numbers of the processes that work, by rank; ``None`` for all in their order.
 
-    Raises:
-        ValueError: ``placement`` does not fit the processes that were started.
+    A ``ValueError`` if ``placement`` does not fit the processes that were started.
     """
     placement = Roles.of(config.placement).placement
     return None if placement.members == tuple(range(placement.processes)) else placement.members
@@ -51,8 +50,7 @@ class Roles:
     def shard(self, settings: Mapping[str, Any]) -> Sharding:
         """Read the section ``sharding``, which is of the actors, and make the groups of the roles; all processes do.
 
-        Raises:
-            ValueError: shards that the actors cannot be arranged in.
+        A ``ValueError`` for shards that the actors cannot be arranged in.
         """
         shards = settings.get("shards", "all")
         check_shards(shards, len(self.actors))
@@ -65,8 +63,7 @@ class Roles:
     def share(self, env: Mapping[str, Any], spec: SimulatorSpec, pipeline: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of an environment as this process starts it: its part of the simulators, on its GPUs.
 
-        Raises:
-            ValueError: they cannot be shared evenly, or both ``env.gpus`` and ``placement.env`` name GPUs.
+        A ``ValueError`` if they cannot be shared evenly, or both ``env.gpus`` and ``placement.env`` name GPUs.
         """
         named, apart = env.get("gpus"), self.placement.env != self.placement.rollout
         if named is not None and apart:

@@ -162,11 +162,7 @@ class LeRobotFolder:
 
     @cached_property
     def table(self) -> Table:
-        """All frames but for the images: some 130 bytes for each are in memory.
-
-        Raises:
-            ValueError: files are missing, cannot be read or are not what ``meta/info.json`` says.
-        """
+        """All frames but for the images, some 130 bytes each; ``ValueError`` if ``meta/info.json`` says otherwise."""
         return _read_table(self)
 
     def video(self, camera: str, episode: int) -> tuple[Path, float]:

@@ -158,11 +158,8 @@ class LeRobotDemonstrations:
     def for_policy(self, policy: VLAPolicy) -> Samples:
         """Make what ``policy`` learns from: the entries that recorded demonstrations have, made batch by batch.
 
-        Actions, states and the like, some 130 bytes a frame, are in memory. Chunks, tokens and images are made of
-        them when a batch asks.
-
-        Raises:
-            ValueError: the policy looks at wrist cameras that there are not; frames are missing or damaged.
+        Actions, states and the like, some 130 bytes a frame, are in memory. A ``ValueError`` if the policy looks at
+        wrist cameras that there are not, or frames are missing or damaged.
         """
         cameras: dict[str, tuple[Camera, ...]] = {keys.IMAGES: (self.camera,)} if keys.IMAGES in policy.in_keys else {}
         if keys.WRIST_IMAGES in policy.in_keys:
@@ -199,13 +196,8 @@ class LeRobotDemonstrations:
     def columns(self, cameras: Collection[str] = ()) -> dict[str, Any]:
         """Return the data set as columns, as ``torchrl.data.datasets.LeRobotExperienceReplay.from_columns`` takes them.
 
-        All of it is in memory.
-
-        Args:
-            cameras: names of the cameras whose images go with it, uint8 ``[F, 3, H, W]``.
-
-        Raises:
-            ValueError: there is no such camera, or frames are missing or damaged.
+        All of it is in memory, with the images uint8 ``[F, 3, H, W]`` of the ``cameras`` that are named. A
+        ``ValueError`` if there is no such camera, or frames are missing or damaged.
         """
         table, reader = self.folder.table, FrameReader(self.folder)
         frames, folder = np.arange(len(table.step)), self.folder

@@ -21,16 +21,10 @@ V = TypeVar("V")
 
 
 class FrameReader:
-    """Reads the images of some cameras.
+    """Reads the images of some cameras; a ``ModuleNotFoundError`` if what decodes videos is not installed.
 
     Of parquet files the encoded images of a row group (LeRobot writes one per episode) are read together, and kept
     while they take less than :data:`MEMORY` in all. Of videos single frames are decoded, from the key frame before.
-
-    Args:
-        folder: the data set.
-
-    Raises:
-        ModuleNotFoundError: what decodes videos is not installed; says what to type.
     """
 
     def __init__(self, folder: LeRobotFolder):
