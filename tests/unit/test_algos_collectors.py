@@ -136,7 +136,7 @@ def test_passes_of_the_policy(policy):
 
 
 @pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
-def test_what_on_decision_saw_is_what_is_stored(policy, bootstrap):
+def test_what_step_hook_saw_is_what_is_stored(policy, bootstrap):
     seen = []
     collector = StepCollector(ToyEnv(N), policy, 5, bootstrap=bootstrap, step_hook=seen.append)
     for _ in range(2):
