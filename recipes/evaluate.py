@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 from vla_algos import EpisodeCollector, compare, distributed
 from vla_algos.files import finite_or_none, write_atomically
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
+from vla_algos.run.ablated import AblatedEvaluation, AblationName
 from vla_algos.run.environments import make_env_spec, own_share
-from vla_algos.run.evaluate import AblatedEvaluation, AblationName
 from vla_algos.run.policies import make_run_policy
 from vla_algos.run.summary import as_evaluated, describe_spec, facts_of
 from vla_common.checksums import identity

@@ -3,8 +3,8 @@
 import os
 import time
 
-from storm.faulty import FaultySimulator
-from storm.toy import ToySimulator
+from tests.storm.faulty import FaultySimulator
+from tests.storm.toy import ToySimulator
 
 
 class HangsInSetup(FaultySimulator):

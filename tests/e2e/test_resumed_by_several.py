@@ -20,7 +20,7 @@ import vla_algos.run.checkpoints as checkpoint_module
 from vla_algos import distributed
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
-from vla_algos.run.checkpoints import CheckpointError, checkpoints, latest_checkpoint, open_checkpoint
+from vla_algos.run.checkpoints import CheckpointError, by_preference, checkpoints, open_checkpoint
 from vla_algos.run.run import Run
 from vla_algos.run.saving import Saver
 from vla_policies import load_policy
@@ -215,7 +215,7 @@ def test_processes_of_an_elastic_resume_draw_numbers_of_their_own(tmp_path):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_two_write(shards, root, results):
     """Each its part of what is sharded, once, and no file twice; the policy's folder is one that loads."""
-    checkpoint = latest_checkpoint(root / f"{SMALL} {shards}" / "copied" / "checkpoints")
+    checkpoint = by_preference(root / f"{SMALL} {shards}" / "copied" / "checkpoints")[0]
     assert [path.name for path in checkpoints(checkpoint.parent)] == ["step_00000001", "step_00000002"]
     files = sorted((checkpoint / "tensors").iterdir())
     assert [path.name for path in files] == ["process_00000.safetensors", "process_00001.safetensors"]
@@ -266,7 +266,7 @@ def killed_while_saving(kind, folder, root, shards):
 def test_a_run_that_was_killed_goes_on(kill, ends, shards, folder, tmp_path, results):
     together(kill, tmp_path, SMALL, folder, tmp_path / "run", shards, ends=ends, patience=60)
     root = tmp_path / "run" / "checkpoints"
-    last = open_checkpoint(latest_checkpoint(root)).step
+    last = open_checkpoint(by_preference(root)[0]).step
     assert last in ((1, 2) if kill is killed_while_learning else (2,))  # it may have been under way
     on = together(live, tmp_path, SMALL, folder, tmp_path / "run", 4, shards)
     for each, found in zip(on, results, strict=True):
@@ -308,4 +308,4 @@ def fails_to_write(kind, folder, root, shards):
 
 def test_what_one_process_cannot_write_all_hear(folder, tmp_path):
     assert together(fails_to_write, tmp_path, SMALL, folder, tmp_path / "run", 2) == ["heard"] * 2
-    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 1
+    assert open_checkpoint(by_preference(tmp_path / "run" / "checkpoints")[0]).step == 1

@@ -73,7 +73,7 @@ def test_an_episode_is_the_same_in_any_order_and_process(simulator):
     assert same(alone, trajectory(simulator, Episode(3, 5)))
     with_others = make_env("calvin/ABCD", num_envs=2, num_workers=2, seed=0)
     try:
-        others = with_others.pool.map("test_calvin:trajectory_after", [(), (1, 2, 3), (7,)])
+        others = with_others.pool.map(f"{__name__}:trajectory_after", [(), (1, 2, 3), (7,)])
     finally:
         with_others.close()
     assert all(same(alone, each) for each in others)
@@ -165,7 +165,7 @@ def test_the_oracle_compares_with_where_the_last_task_ended():
 
 def test_a_finished_chain_goes_on_where_that_is_asked_for():
     spec = make_spec("calvin/lh-mtlc", image_size=32, wrist_camera=False)
-    made = replace(spec, entry_point="test_calvin:Willing").make()
+    made = replace(spec, entry_point=f"{__name__}:Willing").make()
     made.reset(Episode(0, 0))
     made.done = len(made.chain) - 1
     outcomes = [made.step(OPEN) for _ in range(3 + 361)]
@@ -231,7 +231,7 @@ def test_published_chains_can_be_cut_off():
 )
 def test_both_protocols_count_the_tasks_that_are_solved(suite, solved, length):
     spec = make_spec(f"calvin/{suite}", image_size=32, wrist_camera=False)
-    env = make_env(replace(spec, entry_point="test_calvin:Willing"), num_envs=1, chunk_size=50)
+    env = make_env(replace(spec, entry_point=f"{__name__}:Willing"), num_envs=1, chunk_size=50)
     still = torch.zeros(1, 50, 7)
     decided = []
 

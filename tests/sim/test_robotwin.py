@@ -172,7 +172,7 @@ def test_the_same_episode_is_the_same_in_any_order_and_process(worlds, other_pro
     alone = digest(trajectory(simulator, episode("put_bottles_dustbin", 10000))).hexdigest()
     others = ("stack_bowls_two", "place_a2b_right")
     assert digest_after(simulator, others) == alone
-    found = other_process.map("test_robotwin:digest_after", [(), ("dump_bin_bigbin", "click_bell")])
+    found = other_process.map(f"{__name__}:digest_after", [(), ("dump_bin_bigbin", "click_bell")])
     assert found == [alone, alone]
 
 
@@ -203,7 +203,7 @@ def test_maniskill_in_the_same_process_changes_nothing(worlds, other_process):
         render.set_picture_format("Color", "r32g32b32a32sfloat")
         render.set_msaa(1)
         physx.set_default_material(0.3, 0.3, 0.1)
-    assert other_process.map("test_robotwin:digest_of", [("click_bell", 10001)]) == [digest(found).hexdigest()]
+    assert other_process.map(f"{__name__}:digest_of", [("click_bell", 10001)]) == [digest(found).hexdigest()]
 
 
 def test_worlds_in_one_process_do_not_disturb_each_other_nor_anybodys_random_numbers(worlds):

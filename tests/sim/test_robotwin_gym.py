@@ -109,7 +109,7 @@ def test_specs_under_transforms():
 
 def rollout():
     """Two episodes in one worker, three decisions: what was seen and paid; who was lost, and the number of restarts."""
-    spec = replace(make_spec("robotwin/place_empty_cup", **SHORT), entry_point="test_robotwin_gym:Dies")
+    spec = replace(make_spec("robotwin/place_empty_cup", **SHORT), entry_point=f"{__name__}:Dies")
     queue = EpisodeQueue([Episode(0, trial) for trial in range(8)])
     env = make_env(spec, 2, 3, num_workers=1, episodes=queue)
     td, found, lost = env.reset(), [], []

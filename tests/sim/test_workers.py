@@ -77,7 +77,7 @@ def test_only_the_guilty_one_of_a_workers_episodes_is_lost_and_the_others_are_th
     episodes = [Episode(0, trial) for trial in (1, 2, 3, 5)]
     env, undisturbed = (
         make_env(spec, 4, 5, episodes=EpisodeQueue(episodes), num_workers=1)
-        for spec in (replace(plain, entry_point="test_workers:KillsItself"), plain)
+        for spec in (replace(plain, entry_point=f"{__name__}:KillsItself"), plain)
     )
     td, expected = env.reset(), undisturbed.reset()
     for decision in range(3):
@@ -104,7 +104,7 @@ def test_a_worker_that_hangs_in_reset_is_started_again(env):
 
 
 def test_a_worker_with_many_slots_may_take_longer_than_the_time_out_as_long_as_it_gets_on():
-    spec = replace(make_spec("metaworld/reach-v3", **OPTIONS), entry_point="test_workers:SlowToReset")
+    spec = replace(make_spec("metaworld/reach-v3", **OPTIONS), entry_point=f"{__name__}:SlowToReset")
     pool = WorkerPool(spec, 4, 1, 5, step_timeout=2.5)
     episodes = {slot: Episode(0, slot) for slot in range(4)}
     pool.reset(episodes)  # a first answer may take longer in any case
@@ -189,11 +189,11 @@ def where_and_what(simulator, item, fail=False):
 def test_map_gives_results_in_order_and_survives_a_worker_that_dies(env):
     td = env.reset()
     os.kill(process_id(env, 0), signal.SIGKILL)
-    results = env.pool.map("test_workers:where_and_what", list(range(6)))
+    results = env.pool.map(f"{__name__}:where_and_what", list(range(6)))
     assert [item for _, item in results] == list(range(6))
     assert env.worker_restarts == 1
     with pytest.raises(RuntimeError, match="this item cannot be done"):
-        env.pool.map("test_workers:where_and_what", list(range(6)), fail=True)
+        env.pool.map(f"{__name__}:where_and_what", list(range(6)), fail=True)
     outcome, td = act(env, td)  # whatever was lost on the way, the environment continues
     outcome, _ = act(env, td)
     assert outcome[keys.NEXT, keys.STEP_MASK].all()

@@ -15,8 +15,8 @@ from vla_algos import distributed
 from vla_algos.disaggregated.placement import blocks
 from vla_algos.disaggregated.roles import Roles
 from vla_algos.disaggregated.weight_sync import WeightSync
-from vla_algos.run.checkpoints import CheckpointError, random_state, set_random_state
-from vla_algos.run.seeds import seed_everything
+from vla_algos.run.checkpoints import CheckpointError
+from vla_algos.run.seeds import random_state, seed_everything, set_random_state
 from vla_envs.instructions import Instructions
 from vla_policies import VLAPolicy
 from vla_policies.sharding import gathered

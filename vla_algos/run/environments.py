@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vla_algos import distributed
-from vla_algos.run.checkpoints import random_state, set_random_state
+from vla_algos.run.seeds import random_state, set_random_state
 from vla_common.settings import check_settings, setting_types
 from vla_envs import EpisodeQueue, EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.make import check_env, check_machine, env_types

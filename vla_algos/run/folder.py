@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from filelock import FileLock
 from omegaconf import OmegaConf
 from tqdm import tqdm
@@ -26,7 +24,6 @@ from vla_algos.files import (
     write_atomically,
 )
 from vla_algos.run.provenance import differences, read_record, record_result, record_start
-from vla_algos.run.seeds import seed_everything
 from vla_common.plain import read_yaml
 from vla_common.settings import check_settings
 
@@ -37,7 +34,7 @@ _LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # Saver has
 
 
 def open_folder(config: SimpleNamespace, folder: Path) -> FileLock | None:
-    """Seed everything and lock the run's folder; nothing of a run that it has already is changed yet.
+    """Lock the run's folder; nothing of a run that it has already is changed yet.
 
     Args:
         config: the settings; ``resume`` says what to do with a folder that has a run in it.
@@ -50,9 +47,6 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FileLock | None:
         ValueError: the folder has a run of other settings, or something else in it.
         FolderInUse: another process writes into the folder.
     """
-    seed_everything(config.seed)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(distributed.cores())
     lock, refusal = None, None
     if distributed.is_main():
         try:

@@ -31,6 +31,7 @@ from vla_algos.run.program import report, reports_errors
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.run import SIGNALS, Run
 from vla_common.experiments import as_typed
+from vla_policies.checkpoint.hub import is_hub_id, resolve
 
 Train = Callable[[SimpleNamespace, Run], None]
 Recipe = Callable[[DictConfig, Path], None]
@@ -110,9 +111,11 @@ def launch(
     Raises:
         ValueError: an unknown setting or a wrong value, also of a job before it is submitted; or more processes than
             the recipe can use.
-        OSError: there is no SLURM, or it refuses the job; says why.
+        OSError: no folder of the policy's checkpoint; or there is no SLURM, or it refuses the job; says why.
     """
-    read_config(config, types)
+    checkpoint = read_config(config, types).policy.get("checkpoint")
+    if checkpoint and not is_hub_id(checkpoint):
+        resolve(checkpoint)  # it is there, before a job waits for its turn
     recipe = functools.partial(run_recipe, train, types)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     settings: Any = OmegaConf.to_container(config.launcher, resolve=True)

@@ -49,7 +49,7 @@ def make_run_policy(
     settle_auto(config, run.folder)
     settings = dict(config.policy)
     divide = None if sharding is None else sharding.divider(settings.get("device"))
-    plan = MemoryPlan() if sharding is None else sharding.way(offload)
+    plan = MemoryPlan() if sharding is None else sharding.memory_plan(offload)
 
     def complete(policy: VLAPolicy) -> None:
         say_host_memory(policy, plan)

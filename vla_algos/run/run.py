@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from vla_algos import distributed
@@ -20,7 +21,7 @@ from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, 
 from vla_algos.run.launcher_settings import requeue
 from vla_algos.run.logging import RunLogger, open_loggers, progress_bar
 from vla_algos.run.saving import Saver, Stateful
-from vla_algos.run.seeds import seed_rank
+from vla_algos.run.seeds import seed_everything, seed_rank
 from vla_algos.run.summary import show_iteration
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM's at a preemption and before the time limit; Ctrl-C
@@ -64,6 +65,9 @@ class Run:
         self.state: dict[str, Any] = {}
         self.differs: dict[str, tuple[Any, Any]] = {}
         self._started = self._clock = time.perf_counter()
+        seed_everything(config.seed)  # alike in all processes, until restore
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(distributed.cores())
         self._lock = open_folder(config, folder)
         self._saver = Saver(folder / "checkpoints", elastic=getattr(config, "resume", "") == "elastic")
         self._logger = RunLogger(folder)
@@ -105,11 +109,11 @@ class Run:
             CheckpointError: no checkpoint can be read, or they are of another policy.
         """
         self._parts = {name: part for name, part in parts.items() if part is not None}
-        seed_rank(self.config.seed)  # unless a checkpoint has what this process drew
+        seed_rank(self.config.seed)  # of a new run; a checkpoint has the random numbers of each process
         saved = self._saver.restore(self._parts)
         done = None if saved is None else saved["iteration"]
         if saved is not None:
-            self.state, self._first = saved["run"], saved["iteration"]
+            self.state, self._first = saved["state"], saved["iteration"]
             if self.config.resume == "force":  # other settings may not end where the last ones did
                 self.state.pop("ended", None)
             self._started -= saved["seconds"]
@@ -138,8 +142,8 @@ class Run:
         self._saving = True
         try:
             self._logger.sync()
-            state = {"iteration": iteration, "seconds": time.perf_counter() - self._started, "run": self.state}
-            self._saver.save(iteration, self._parts, state, publish)
+            progress = {"iteration": iteration, "seconds": self.elapsed, "state": self.state}
+            self._saver.save(iteration, self._parts, progress, publish)
         finally:
             self._saving = False
         if self._signal:
@@ -185,7 +189,7 @@ class Run:
             notes: texts that stand beside them.
         """
         logged = {name: value for numbers in metrics for name, value in numbers.items()}
-        logged["time/elapsed"] = time.perf_counter() - self._started
+        logged["time/elapsed"] = self.elapsed
         self._logger.log(logged, iteration, notes)
         if "env_steps_per_s" in logged:
             self.state.setdefault("speeds", []).append(logged["env_steps_per_s"])
@@ -223,7 +227,7 @@ class Run:
             How one looks at what each logger has.
         """
         self._saver.wait()
-        finish_folder(self.folder, metrics, time.perf_counter() - self._started, notes or {})
+        finish_folder(self.folder, metrics, self.elapsed, notes or {})
         self._logger.close()
         return self._logger.where()
 

@@ -1,11 +1,13 @@
-"""Seeds of a run: of all random generators at the start, and of each process from where they part."""
+"""Random numbers of a run: their seeds, at the start and of each process from where they part, and their states."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
+from torchrl.checkpoint import GlobalRNGState
 
 from vla_algos import distributed
 
@@ -23,3 +25,15 @@ def seed_rank(seed: int) -> None:
     """Give each process random numbers of its own from here on; the first keeps those that it has."""
     if not distributed.is_main():
         seed_everything(seed + _PROCESSES * distributed.rank())
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of all random number generators, as tensors and numbers."""
+    return GlobalRNGState().state_dict()
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore :func:`random_state`; states of GPUs that are not here are left out."""
+    cuda = state.get("torch_cuda", [])[: torch.cuda.device_count()]
+    others = {name: each for name, each in state.items() if name != "torch_cuda"}
+    GlobalRNGState().load_state_dict({**others, "torch_cuda": cuda} if cuda else others)

@@ -52,17 +52,17 @@ class Sharding:
         """How many processes share one copy."""
         return distributed.world_size() if self.shards == "all" else self.shards
 
-    def way(self, offload_optimizer: bool) -> MemoryPlan:
+    def memory_plan(self, offload_optimizer: bool) -> MemoryPlan:
         """Say what of it concerns memory."""
         return MemoryPlan(self.number, self.compute is not None, offload_optimizer, self.cpu_offload)
 
     def describe(self, offload_optimizer: bool) -> str:
         """Say how a policy is divided, for printing; nothing where one process has it all and computes as it is."""
-        way, processes = self.way(offload_optimizer), distributed.world_size()
-        if processes == 1 and way == MemoryPlan():
+        plan, processes = self.memory_plan(offload_optimizer), distributed.world_size()
+        if processes == 1 and plan == MemoryPlan():
             return ""
         counted = [f"{processes} process{'es' * (processes > 1)}", f"{self.number} shard{'s' * (self.number > 1)}"]
-        _, *others = str(way).split(", ")
+        _, *others = str(plan).split(", ")
         return ", ".join([*counted, *others])
 
     def divider(self, device: str | None) -> Callable[[VLAPolicy], None] | None:
@@ -109,20 +109,20 @@ def check_same_draws() -> None:
         )
 
 
-def say_host_memory(policy: VLAPolicy, way: MemoryPlan) -> None:
+def say_host_memory(policy: VLAPolicy, plan: MemoryPlan) -> None:
     """Say how much host memory the processes of this machine will take for weights and Adam, if they do.
 
     Raises:
         ValueError: it is not there.
     """
-    memory: Memory = calculate(group_parameters(policy, blocks=False), way)
+    memory: Memory = calculate(group_parameters(policy, blocks=False), plan)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = processes * memory.host / 1e9
     if not memory.host:
         return
     free = _free()
     distributed.barrier()  # or a process might find taken what it has counted among the needed
-    kept = "weights, gradients and Adam" if way.cpu_offload else "Adam"
+    kept = "weights, gradients and Adam" if plan.cpu_offload else "Adam"
     text = f"host memory for {kept} of {processes} process{'es' if processes > 1 else ''}: {needed:.3g} GB"
     if free is not None and needed > free:
         raise ValueError(

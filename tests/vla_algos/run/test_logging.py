@@ -3,6 +3,7 @@
 import csv
 import importlib.machinery
 import importlib.util
+import io
 import json
 import signal
 import struct
@@ -14,6 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from paths import CONF
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
@@ -98,7 +100,7 @@ def test_loggers_are_chosen_one_or_several_with_settings_of_their_own():
         with initialize_config_dir(str(CONF), version_base=None):
             return OmegaConf.to_container(compose("ppo", overrides=list(arguments)).logger, resolve=True)
 
-    assert chosen() == {"tensorboard": {}}
+    assert chosen() == {"tensorboard": {"videos": False}}
     assert chosen("logger=[]") == {}
     assert list(chosen("logger=[csv,wandb]", "logger.wandb.mode=offline")) == ["csv", "wandb"]
     everything = chosen("logger=[tensorboard,csv,wandb,swanlab]")
@@ -200,7 +202,7 @@ def test_the_run_elsewhere_is_the_same_one_and_a_new_run_is_another(tmp_path, gi
 
 
 def test_settings_and_videos_go_to_those_that_have_a_place_for_them(tmp_path, given, video):
-    logger = begin(tmp_path, {"tensorboard": {}, "csv": {}, "wandb": {}})
+    logger = begin(tmp_path, {"tensorboard": {"videos": True}, "csv": {}, "wandb": {}})
     logger.log_settings(SETTINGS)
     logger.log_videos("eval", [video], 3)
     logger.close()
@@ -212,6 +214,9 @@ def test_settings_and_videos_go_to_those_that_have_a_place_for_them(tmp_path, gi
     shown = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     assert shown["optim.lr"].number_value == 1e-3
     assert shown["recipe"].string_value == "ppo"
+    [image] = events.Images("eval/video_0")
+    with Image.open(io.BytesIO(image.encoded_image_string)) as gif:
+        assert (gif.format, gif.is_animated, gif.size) == ("GIF", True, (image.width, image.height))
 
 
 def test_a_gif_is_small_and_moves(video):

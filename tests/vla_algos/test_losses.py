@@ -1,4 +1,4 @@
-"""The clipped PPO loss over chunks, against TorchRL's own and by hand; test_algos_golden.py has recorded numbers."""
+"""The clipped PPO loss over chunks, against TorchRL's own and by hand; test_golden.py has recorded numbers."""
 
 import copy
 import math

@@ -2,11 +2,10 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from paths import GOLDEN
+from paths import GOLDEN, ROOT
 
 from vla_common import keys
 from vla_policies.pi0.model import Pi0ModelConfig
@@ -17,7 +16,7 @@ ARGUMENTS = ["--size", "tiny", "--batch", "1", "--repetitions", "1", "--threads"
 @pytest.fixture
 def benchmark(monkeypatch):
     """The module; what it sets for the process is undone."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import policies
 
     threads = torch.get_num_threads()

@@ -1,6 +1,6 @@
 """Generalized advantage estimation, per decision and per primitive action, and weights of trajectories by hand.
 
-Recorded numbers of the reference system are in test_algos_golden.py.
+Recorded numbers of the reference system are in test_golden.py.
 """
 
 from types import SimpleNamespace

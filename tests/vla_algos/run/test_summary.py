@@ -4,8 +4,7 @@ import io
 import re
 
 import pytest
-from test_evaluated import toy_suite
-from toy import ToyPolicy
+from toy import ToyPolicy, toy_suite
 from tqdm import tqdm
 
 from vla_algos.run.evaluator import Evaluator

@@ -1,10 +1,10 @@
 """The parts of TorchRL with ours, as a user would write the script; docs/reference/torchrl.md is the table of them."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
@@ -44,7 +44,7 @@ from vla_policies import SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig
 
 BOUNDS = {"action_low": (-1.0,) * DIM, "action_high": (1.0,) * DIM, "state_dim": 3, "chunk_size": CHUNK}
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "keypoints": 4, "channels": (4, 4, 4), "text_buckets": 64}
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 def small_vla():
@@ -550,7 +550,7 @@ def test_every_row_of_the_table_names_a_test_that_exists():
     rows = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line][1:]
     tests = {
         name
-        for file in Path(__file__).parents[1].rglob("test_*.py")
+        for file in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
     }
     assert len(rows) > 15

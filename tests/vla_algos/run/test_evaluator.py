@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from openvla_checkpoint import make_checkpoint
-from toy import ToyEnv, ToyPolicy
+from toy import ToyPolicy, toy_suite
 
 from vla_algos.run.environments import at_temperature, check_evaluated, check_temperature, evaluated_env
 from vla_algos.run.evaluator import Evaluator
@@ -28,14 +28,6 @@ class Noting(ToyPolicy):
     def forward(self, td):
         self.asked.append(self.config.temperature)
         return super().forward(td)
-
-
-def toy_suite():
-    env = ToyEnv(2)
-    tasks = env.simulator_spec.tasks
-    known = {"trials": 2, "initial_states": None, "evaluation_trials": None, "chain_length": 1}
-    env.simulator_spec = SimpleNamespace(id="toy", tasks=tasks, **known)
-    return env
 
 
 def test_only_sampled_evaluations_are_at_another_temperature_and_training_keeps_its_own(tmp_path):

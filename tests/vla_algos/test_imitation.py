@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
+from decisions import demonstrations
 
 from vla_algos.imitation import BehaviourCloning
 from vla_common import keys
@@ -15,17 +15,6 @@ STATES = torch.arange(24.0).reshape(8, 3)
 def policy():
     torch.manual_seed(0)
     return SmallVLA(SmallVLAConfig((-1.0,) * 2, (1.0,) * 2, 3, chunk_size=2, num_bins=5))
-
-
-def demonstrations(policy):
-    data = {
-        keys.IMAGES: torch.zeros(8, 16, 16, 3, dtype=torch.uint8),
-        keys.STATES: STATES.clone(),
-        keys.PROMPT_TOKENS: policy.prompt_tokens(["push"] * 8),
-        keys.ACTION: torch.zeros(8, 2, 2),
-        keys.STEP_MASK: torch.ones(8, 2, dtype=torch.bool),
-    }
-    return TensorDict(data, [8])
 
 
 def shown(policy, monkeypatch, **settings):

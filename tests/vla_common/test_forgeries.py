@@ -89,7 +89,7 @@ def pristine(tmp_path_factory):
     (place / "base" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
     state = {"weights": {"w": torch.ones(2)}, "learner": {"lr": [1.0]}, "run_state": {"speeds": []}, "iteration": 1}
     begin_checkpoint(place / "checkpoints", 1)
-    own = {"parts": {"collector": {"seen": (1, torch.ones(3))}}}
+    own = {"collector": {"seen": (1, torch.ones(3))}}
     save_checkpoint(place / "checkpoints", 1, Snapshot.take(state, own))
     image = torch.zeros(2, 8, 8, 3, dtype=torch.uint8).numpy()
     episode = {"task": "go", "states": image[:, :4, 0, 0] * 1.0, "actions": image[:, :4, 0, 0] * 1.0}

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from decisions import collected, demonstrations
 from forked import together
-from test_imitation import demonstrations
-from test_parallel import collected
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

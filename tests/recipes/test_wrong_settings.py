@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from storm import configurations
+from tests.storm import configurations
 from vla_algos import BehaviourCloning, ChunkClipPPOLoss, Learner, gae
 from vla_common.settings import Count, Fraction, Positive, check_settings, checked
 from vla_envs import EpisodeSampler, evaluation_episodes, make_env, make_spec

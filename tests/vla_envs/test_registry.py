@@ -214,7 +214,7 @@ PACKAGE = """
 import vla_envs  # which imports us, if it was not imported before
 from vla_common.schema import BenchmarkSchema
 from vla_envs import Benchmark
-from test_registry import SCHEMA, make_toy_spec
+from toy_parts import SCHEMA, make_toy_spec
 
 BENCHMARK = Benchmark("toy", "Toy", SCHEMA, make_toy_spec, lambda: ["hard"])
 """
@@ -233,7 +233,7 @@ def run_beside(package, program, folder, *options):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent), *sys.path])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -247,7 +247,7 @@ def test_an_installed_benchmark_is_there_whoever_is_imported_first(first, tmp_pa
         "env.reset()\n"
         "print(vla_envs.make_spec('toy/hard').id, 'toy/hard' in vla_envs.list_envs())"
     )
-    done = run_beside(PACKAGE.replace("test_registry", "toy_parts"), program, make_parts(tmp_path))
+    done = run_beside(PACKAGE, program, make_parts(tmp_path))
     assert done.stdout == "toy/hard True\n"
     assert not done.stderr
 
@@ -269,9 +269,9 @@ BROKEN = {
     "an import that fails": ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
     "nothing there": ("", "has no attribute 'BENCHMARK'"),
     "something else": ("BENCHMARK = 3", "must be a Benchmark of that name, not 3"),
-    "another name": (PACKAGE.replace('"toy"', '"tot"').replace("test_registry", "toy_parts"), "one of the name 'tot'"),
+    "another name": (PACKAGE.replace('"toy"', '"tot"'), "one of the name 'tot'"),
     "suites that fail": (
-        PACKAGE.replace('["hard"]', "1 / 0").replace("test_registry", "toy_parts"),
+        PACKAGE.replace('["hard"]', "1 / 0"),
         "ZeroDivisionError: division by zero",
     ),
 }

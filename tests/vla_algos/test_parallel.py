@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from decisions import decisions
+from decisions import collected, decisions
 from forked import together
 from tensordict.nn import TensorDictModuleBase
 from tiny_policies import clipped, small
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
-from toy import ToyActorCritic, ToyEnv
+from toy import ToyActorCritic
 
 from vla_algos import distributed
 from vla_algos.advantages import gae
-from vla_algos.collectors import StepCollector
 from vla_algos.distributed import assign_rows
 from vla_algos.evaluation import EpisodeResult, EvaluationResult
 from vla_algos.learner import Learner
@@ -115,13 +114,6 @@ def torchrl_loss(policy):
     entries = {"advantage": ADVANTAGE, "value": STATE_VALUE, "value_target": VALUE_TARGET}
     loss.set_keys(action=ACTION_TOKENS, sample_log_prob=ACTION_LOG_PROB, **entries)
     return loss
-
-
-def collected(policy=ToyActorCritic):
-    """A policy, and 42 decisions of 6 environments, of which one was never executed."""
-    torch.manual_seed(0)
-    policy = policy()
-    return policy, StepCollector(ToyEnv(6, crashes={1: 1}), policy, 7).rollout()
 
 
 def learn(settings, rows, shards=None):

@@ -15,8 +15,8 @@ from vla_algos.files import FolderInUse, link_atomically, lock_folder, write_ato
 from vla_algos.run.checkpoints import (
     Snapshot,
     begin_checkpoint,
+    by_preference,
     checkpoints,
-    latest_checkpoint,
     save_checkpoint,
 )
 from vla_algos.run.folder import finish_folder, new_folder, note_start, open_folder, say_what_differs
@@ -219,7 +219,7 @@ def test_latest_of_checkpoints_may_be_anything(kind, tmp_path):
         (tmp_path / "latest").symlink_to("step_00000009")
     else:
         (tmp_path / "latest").write_text("step_00000001")
-    assert latest_checkpoint(tmp_path).name == "step_00000001"
+    assert by_preference(tmp_path)[0].name == "step_00000001"
     save(tmp_path, 2)
     assert os.readlink(tmp_path / "latest") == "step_00000002"
     assert len(checkpoints(tmp_path)) == 2

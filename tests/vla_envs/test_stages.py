@@ -12,7 +12,7 @@ from torchrl.envs import StepCounter, TransformedEnv
 from toy import CHUNK, DIM, ToyActorCritic, ToyEnv
 from walker import walker_spec
 
-from storm.toy import make_toy_env, tiny_policy, toy_spec
+from tests.storm.toy import make_toy_env, tiny_policy, toy_spec
 from vla_algos import EpisodeCollector, StepCollector, collect_groups, evaluate
 from vla_common import keys
 from vla_common.keys import ACTION, DONE, EPISODE_LEN, NEXT, STATES, TRIAL_ID
