@@ -14,7 +14,7 @@ import hydra
 from annotated_types import MinLen
 from omegaconf import DictConfig
 
-from vla_algos import EpisodeCollector, compare, parallel
+from vla_algos import EpisodeCollector, compare, distributed
 from vla_algos.files import finite_or_none, write_atomically
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
 from vla_algos.run.ablated import AblatedEvaluation, AblationName
@@ -77,7 +77,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     checkpoint = Path(config.policy["checkpoint"]).expanduser()
     setting = {"greedy": config.greedy, "ablation": config.ablation, "policy_identity": identity(checkpoint)}
     setting |= {**facts_of(spec), "differs_from_training": run.differs}
-    if parallel.is_main():
+    if distributed.is_main():
         write_atomically(run.folder / "metrics.json", json.dumps(finite_or_none(metrics | setting), indent=2) + "\n")
     run.finish({name: value for name, value in metrics.items() if isinstance(value, float)}, facts_of(spec))
     print(f"\nresults      {run.folder}")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import ChunkClipPPOLoss, Demonstrations, EpisodeCollector, clone, collect_groups, grpo, parallel
+from vla_algos import ChunkClipPPOLoss, Demonstrations, EpisodeCollector, clone, collect_groups, distributed, grpo
 from vla_algos.collectors.crashes import check_crashes
 from vla_algos.groups import check_groups, check_signal, concatenate, gather_outcomes, group_metrics
 from vla_algos.metrics import collector_stats, env_metrics, outcomes_by_task, rollout_metrics, throughput
@@ -49,7 +49,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     check_schedule(**config.optim, updates=config.iterations)
     check_minibatches(**config.update)
     check_groups(config.group_size, **config.collector)
-    wanted = {name: parallel.per_rank(config.collector[name], f"collector.{name}") for name in ("groups", "max_groups")}
+    wanted = {key: distributed.per_rank(config.collector[key], f"collector.{key}") for key in ("groups", "max_groups")}
     bounds = config.collector["success_bounds"]
     spec = make_env_spec(config.env)
     here = own_share(config.env, spec, config.pipeline)  # of several processes each has some of the environments
@@ -67,7 +67,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     frozen = FrozenPolicy(policy) if loss_module.reference_kl_coeff else None
     episodes = training_episodes(config, spec, config.group_size)
     env = make_env(**here, chunk_size=policy.chunk_size, episodes=episodes)
-    collector = EpisodeCollector(env, policy, **config.pipeline, on_decision=films.hook)
+    collector = EpisodeCollector(env, policy, **config.pipeline, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert

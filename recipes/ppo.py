@@ -10,7 +10,7 @@ from typing import Literal
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import ChunkClipPPOLoss, Demonstrations, StepCollector, check_levels, clone, gae, parallel
+from vla_algos import ChunkClipPPOLoss, Demonstrations, StepCollector, check_levels, clone, distributed, gae
 from vla_algos.collectors.crashes import check_crashes
 from vla_algos.metrics import collector_stats, env_metrics, outcomes_by_task, rollout_metrics, throughput
 from vla_algos.minibatches import UPDATE, Minibatches, check_loss, check_minibatches
@@ -64,7 +64,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     episodes = training_episodes(config, spec, config.env.get("group_size", 1))
     env = make_env(**here, chunk_size=policy.chunk_size, episodes=episodes)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
-    collector = StepCollector(env, policy, **config.collector, **config.pipeline, **reads, on_decision=films.hook)
+    collector = StepCollector(env, policy, **config.collector, **config.pipeline, **reads, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
@@ -86,9 +86,9 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
         # ---- advantages, over the batches of all processes
         acted = run.seconds
-        whole = parallel.all_gather(batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False))
+        whole = distributed.all_gather(batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False))
         gae(whole, **config.gae)
-        batch.update(parallel.local_rows(whole, len(batch)).select(ADVANTAGE, VALUE_TARGET))
+        batch.update(distributed.local_rows(whole, len(batch)).select(ADVANTAGE, VALUE_TARGET))
 
         # ---- learn: epochs of minibatches
         policy.train()

@@ -11,7 +11,7 @@ import hydra
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 
-from vla_algos import ChunkClipPPOLoss, Demonstrations, Learner, StepCollector, check_levels, clone, gae, parallel
+from vla_algos import ChunkClipPPOLoss, Demonstrations, Learner, StepCollector, check_levels, clone, distributed, gae
 from vla_algos.advantages import valid_decisions
 from vla_algos.collectors.crashes import check_crashes
 from vla_algos.disaggregated.placement import DEFAULTS
@@ -55,7 +55,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     held_out, demonstrations = HeldOut(run, spec, len(roles.rollouts)), Demonstrations(config, spec)
     run.say(held_out.describe())
     offload = config.offload["optimizer"] and roles.learns
-    with roles.own():
+    with roles.on_own_ranks():
         policy = make_run_policy(run, spec, here, sharding, offload)
     demonstrations.check_policy(policy)
     run.say(roles.describe())
@@ -80,13 +80,13 @@ def train(config: SimpleNamespace, run: Run) -> None:
     def measure(iteration: int) -> None:
         with schedule.acting():
             results = roles.on_rollouts(lambda: held_out.measure(collector.env, policy, iteration, collector))
-        held_out.note(parallel.broadcast_object(results, roles.rollouts[0]), policy, iteration)
+        held_out.note(distributed.broadcast_object(results, roles.rollouts[0]), policy, iteration)
 
     def learn(batch: TensorDictBase | None) -> tuple[TensorDictBase, dict[str, float]]:
         acted, own = run.seconds, None if batch is None else batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False)
-        whole = parallel.all_gather(own)  # of all processes that learn
+        whole = distributed.all_gather(own)  # of all processes that learn
         gae(whole, **config.gae)
-        rows = parallel.local_rows(whole, 0 if batch is None else len(batch)).select(ADVANTAGE, VALUE_TARGET)
+        rows = distributed.local_rows(whole, 0 if batch is None else len(batch)).select(ADVANTAGE, VALUE_TARGET)
         if batch is not None:
             batch.update(rows)
         policy.train()

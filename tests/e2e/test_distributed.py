@@ -165,13 +165,13 @@ def test_one_of_three_collects_another_learns_and_the_first_has_no_part(tmp_path
 
 LATE = """
 import os, runpy, time
-from vla_algos import parallel
+from vla_algos import distributed
 
 def late(*given):
     time.sleep(2 * int(os.environ["RANK"]))
     return original(*given)
 
-original, parallel.per_rank = parallel.per_rank, late
+original, distributed.per_rank = distributed.per_rank, late
 runpy.run_path({recipe!r}, run_name="__main__")
 """
 

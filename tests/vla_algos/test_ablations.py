@@ -12,7 +12,7 @@ from tensordict import NonTensorStack, TensorDict
 from toy import CHUNK, DIM, ToyEnv, ToyPolicy
 from walker import walker_spec
 
-from vla_algos import ablations, parallel
+from vla_algos import ablations, distributed
 from vla_algos.ablations import DoNothing, SeenImages, other_trials, swapped_instructions
 from vla_algos.evaluation import evaluate
 from vla_algos.run.evaluator import Evaluator
@@ -197,7 +197,7 @@ def ablate(folder):
 def test_several_processes_show_what_one_shows(tmp_path):
     (tmp_path / "alone").mkdir()
     alone = ablate(tmp_path / "alone")
-    assert parallel.world_size() == 1
+    assert distributed.world_size() == 1
     shares = together(ablate, tmp_path, tmp_path, processes=3, ends=(0, 0, 0))
     assert {place for share in shares for place in share} == set(alone)
     assert {place: image for share in shares for place, image in share.items()} == alone

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tiny_policies import pi0, small, small_flow
 from toy import CHUNK, DIM, Given, ToyActorCritic, ToyEnv
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import gae, trajectory_weights
 from vla_algos.collectors import StepCollector
 from vla_algos.learner import Learner
@@ -323,12 +323,12 @@ def learn(settings, rows, shards=None):
     """Two updates of this process's rows: weights and metrics."""
     settings = {"epochs": 2, "minibatch_size": None if "minibatches" in settings else 16, **settings}
     policy, whole = stale()
-    reference, batch = settings.pop("reference", 0.0), whole[rows[parallel.rank()]]
+    reference, batch = settings.pop("reference", 0.0), whole[rows[distributed.rank()]]
     if shards is not None:
-        shard(policy, parallel.device_mesh(shards))
+        shard(policy, distributed.device_mesh(shards))
     loss = ChunkClipPPOLoss(policy, decoupled=True, max_behaviour_weight=2.0, reference_kl_coeff=reference)
     learner = Learner(loss, lr=3e-3, **settings)
-    torch.manual_seed(1 + parallel.rank())
+    torch.manual_seed(1 + distributed.rank())
     seen = [learner.update(batch.clone() if len(batch) else None) for _ in range(2)]
     weights = policy.state_dict()
     return {name: weight.full_tensor() if shards else weight for name, weight in weights.items()}, seen

@@ -165,7 +165,7 @@ def test_after_a_failure_the_next_groups_are_whole(policy):
         if len(decided) == 5:
             raise RuntimeError("the simulator is broken")
 
-    collector.on_decision = fail
+    collector.step_hook = fail
     with pytest.raises(RuntimeError, match="broken"):
         collect_groups(collector, source, groups=6, max_groups=6)
     groups = collect_groups(collector, source, groups=3, max_groups=3)
@@ -197,7 +197,7 @@ def test_dynamic_sampling_goes_on_until_enough_groups_carry_signal(policy):
     assert useful >= 6
     assert 6 < len(groups) < 60
     queued = []
-    roomy = EpisodeCollector(ToyEnv(40), policy, on_decision=lambda _: queued.append(len(roomy.queue)))
+    roomy = EpisodeCollector(ToyEnv(40), policy, step_hook=lambda _: queued.append(len(roomy.queue)))
     collect_groups(roomy, Groups(2), groups=6, max_groups=60)
     assert queued[0] == 12  # as many as are wanted, until some have turned out to have none
     fixed = collect_groups(collector, source, groups=6, max_groups=6)

@@ -21,9 +21,9 @@ from torch import nn
 from torchrl.objectives import ClipPPOLoss
 from toy import ToyActorCritic
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import gae
-from vla_algos.balance import deal
+from vla_algos.distributed import assign_rows
 from vla_algos.evaluation import EpisodeResult, EvaluationResult
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
@@ -120,19 +120,19 @@ def learn(settings, rows, shards=None):
     """Three updates of this process's rows: weights, metrics and advantages."""
     settings = {"epochs": 2, "minibatch_size": 16, "max_log_ratio": 10.0, **settings}
     policy, batch = collected(globals()[settings.pop("policy", "ToyActorCritic")])
-    batch = batch[rows[parallel.rank()]]
-    outcomes = parallel.all_gather(batch.select(NEXT, STATE_VALUE))
+    batch = batch[rows[distributed.rank()]]
+    outcomes = distributed.all_gather(batch.select(NEXT, STATE_VALUE))
     gae(outcomes)
     outcomes[ADVANTAGE][2, 3] = settings.pop("advantage", outcomes[ADVANTAGE][2, 3])
-    batch.update(parallel.local_rows(outcomes, len(batch)).select(ADVANTAGE, VALUE_TARGET))
+    batch.update(distributed.local_rows(outcomes, len(batch)).select(ADVANTAGE, VALUE_TARGET))
     if shards is not None:
-        shard(policy, parallel.device_mesh(shards))
+        shard(policy, distributed.device_mesh(shards))
     if settings.pop("loss", None):
         loss = torchrl_loss(policy)
     else:
         loss = ChunkClipPPOLoss(policy, entropy_coeff=0.01, reference_kl_coeff=0.1)
     learner = Learner(loss, lr=3e-3, **settings)
-    torch.manual_seed(1 + parallel.rank())  # the order of decisions is the first process's
+    torch.manual_seed(1 + distributed.rank())  # the order of decisions is the first process's
     seen = [learner.update(batch.clone() if len(batch) else None) for _ in range(settings.get("updates", 3))]
     weights = {
         name: weight.full_tensor() if shards is not None else weight for name, weight in policy.state_dict().items()
@@ -150,20 +150,20 @@ def act_while_gathered(shards):
     """Log-probabilities of a policy that acts as often as each process likes, before and after an update."""
     policy, batch = collected(Adapted)
     gae(batch)
-    shard(policy, parallel.device_mesh(shards))
+    shard(policy, distributed.device_mesh(shards))
     learner = Learner(ChunkClipPPOLoss(policy), lr=3e-3, max_log_ratio=10.0)
     samples, seen = batch.reshape(-1), []
     for _ in range(2):
         with gathered(policy):
-            for _ in range(3 * parallel.rank()):
+            for _ in range(3 * distributed.rank()):
                 policy(samples.clone())
             seen.append(policy.evaluate_actions(samples)[0])
         with torch.no_grad():
             seen.append(policy.evaluate_actions(samples)[0])  # all together
         reshard(policy)  # the root is kept for a backward pass
-        kept = sum(parallel.all_gather_object(sum(weight.to_local().numel() for weight in policy.parameters())))
+        kept = sum(distributed.all_gather_object(sum(weight.to_local().numel() for weight in policy.parameters())))
         assert kept == sum(weight.numel() for weight in policy.parameters()) * 2 // shards
-        learner.update(batch.clone() if parallel.rank() == 0 else None)
+        learner.update(batch.clone() if distributed.rank() == 0 else None)
     return seen
 
 
@@ -179,7 +179,7 @@ def test_a_sharded_policy_acts_while_it_is_gathered(shards, tmp_path):
 
 def test_shards_divide_the_processes():
     with pytest.raises(ValueError, match=r"shards=2 does not divide the 1 processes; possible are \[1\]"):
-        parallel.device_mesh(2)
+        distributed.device_mesh(2)
 
 
 def listening():
@@ -191,11 +191,11 @@ def listening():
 
 def exchange():
     return {
-        "objects": parallel.all_gather_object(f"of {parallel.rank()}"),
-        "largest": max(parallel.all_gather_object(parallel.rank() * 7)),
-        "main": parallel.broadcast_object(parallel.rank()),
-        "share": parallel.per_rank(6, "env.num_envs"),
-        "for each": parallel.all_to_all([(parallel.rank(), other) for other in range(parallel.world_size())]),
+        "objects": distributed.all_gather_object(f"of {distributed.rank()}"),
+        "largest": max(distributed.all_gather_object(distributed.rank() * 7)),
+        "main": distributed.broadcast_object(distributed.rank()),
+        "share": distributed.per_rank(6, "env.num_envs"),
+        "for each": distributed.all_to_all([(distributed.rank(), other) for other in range(distributed.world_size())]),
     }
 
 
@@ -245,7 +245,7 @@ def test_minibatches_are_dealt_evenly_and_only_the_surplus_moves(processes):
     generator = torch.Generator().manual_seed(processes)
     for rows in (1, 2, 7, 32, 128):
         owners = torch.randint(processes, (rows,), generator=generator)
-        workers = deal(owners, processes)
+        workers = assign_rows(owners, processes)
         had, have = (torch.bincount(each, minlength=processes) for each in (owners, workers))
         assert have.sum() == rows
         assert have.max() - have.min() <= 1
@@ -266,7 +266,7 @@ def test_who_stands_by_outlives_the_signals_of_a_job(monkeypatch):
     if (child := os.fork()) == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(writing, str(store.port).encode())
-        parallel._stand_by(store)
+        distributed._stand_by(store)
         os._exit(0)
     port = int(os.read(reading, 10))
     time.sleep(0.5)  # until it waits
@@ -274,7 +274,7 @@ def test_who_stands_by_outlives_the_signals_of_a_job(monkeypatch):
         os.kill(child, number)
     time.sleep(0.5)
     assert os.waitpid(child, os.WNOHANG) == (0, 0)
-    dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set(parallel._ENDED, "")
+    dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set(distributed._ENDED, "")
     assert os.waitpid(child, 0) == (child, 0)
 
 
@@ -283,7 +283,7 @@ def test_a_process_dies_with_its_parent():
     parent = os.fork()
     if parent == 0:
         if os.fork() == 0:
-            parallel._die_with_parent()
+            distributed._die_with_parent()
             os.write(writing, f"{os.getpid()}\n".encode())
         time.sleep(60)
         os._exit(0)
@@ -299,12 +299,12 @@ def test_a_process_dies_with_its_parent():
 def test_a_process_that_is_alone_shards_too():
     """It has a group of one while it works, and none before and afterwards."""
     for _ in range(2):
-        with parallel.process_group():
+        with distributed.process_group():
             assert not dist.is_initialized()
-            mesh = parallel.device_mesh(1)
+            mesh = distributed.device_mesh(1)
             assert mesh.shape == (1, 1)
-            assert (parallel.rank(), parallel.world_size(), parallel.is_main()) == (0, 1, True)
-            assert parallel.all_gather_object("mine") == ["mine"]
+            assert (distributed.rank(), distributed.world_size(), distributed.is_main()) == (0, 1, True)
+            assert distributed.all_gather_object("mine") == ["mine"]
             torch.manual_seed(0)
             policy = small(None)
             batch = decisions(policy, 4)
@@ -312,18 +312,18 @@ def test_a_process_that_is_alone_shards_too():
             shard(policy, mesh)
             assert torch.equal(clipped(policy, batch, batch), wanted)
         assert not dist.is_initialized()
-    with pytest.raises(ValueError, match="shards=2 does not divide"), parallel.process_group():
-        parallel.device_mesh(parallel.device_mesh(1).size() + 1)
+    with pytest.raises(ValueError, match="shards=2 does not divide"), distributed.process_group():
+        distributed.device_mesh(distributed.device_mesh(1).size() + 1)
     assert not dist.is_initialized()
 
 
 def timeouts():
     data = {group._get_backend(torch.device("cpu")).options._timeout for group in (dist.group.WORLD, *groups())}
-    return data, parallel._control._get_backend(torch.device("cpu")).options._timeout
+    return data, distributed._control._get_backend(torch.device("cpu")).options._timeout
 
 
 def groups():
-    return parallel.device_mesh(1).get_all_groups()
+    return distributed.device_mesh(1).get_all_groups()
 
 
 def test_a_stopped_process_is_waited_for_so_long(tmp_path):
@@ -333,13 +333,13 @@ def test_a_stopped_process_is_waited_for_so_long(tmp_path):
 FAILING = """
 import os, sys, time
 from pathlib import Path
-from vla_algos import parallel
+from vla_algos import distributed
 
-with parallel.process_group():
-    parallel.barrier()
-    if parallel.rank() == 1:
+with distributed.process_group():
+    distributed.barrier()
+    if distributed.rank() == 1:
         os.kill(os.getpid(), 9)
-    parallel.barrier()
+    distributed.barrier()
 """
 
 
@@ -356,10 +356,10 @@ def test_a_killed_process_ends_the_others_in_seconds(tmp_path):
 def test_each_process_has_a_gpu(gpus, chosen, monkeypatch):
     seen = []
     monkeypatch.setattr(torch.cuda, "set_device", seen.append)
-    parallel._choose_gpu(1, gpus)
+    distributed._choose_gpu(1, gpus)
     assert seen == chosen
     with pytest.raises(ValueError, match="process 9 of this machine has no GPU, there are 8: start as many processes"):
-        parallel._choose_gpu(9, 8)
+        distributed._choose_gpu(9, 8)
 
 
 def test_results_of_an_evaluation_are_put_together():

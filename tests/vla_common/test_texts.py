@@ -405,7 +405,7 @@ def test_each_sentence_of_a_task_is_swapped():
 
 
 def test_instructions_that_each_episode_words_anew_are_not_swapped():
-    with pytest.raises(ValueError, match="each episode of lift_pot is worded anew; type ablation=other_trial"):
+    with pytest.raises(ValueError, match="each episode of lift_pot has its own; type ablation=other_trial"):
         swapped_instructions(make_spec("robotwin/lift_pot+click_bell").tasks)
 
 

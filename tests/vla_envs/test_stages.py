@@ -297,7 +297,7 @@ def test_a_slot_sits_out_one_decision_while_its_next_episode_begins():
         decisions.append(dict(zip(outcome["env_index"].tolist(), of_slots, strict=True)))
 
     with closing(walkers(goal=0.4)) as env:  # some begin behind it, so that lengths differ
-        collector = EpisodeCollector(env, actor_critic(), episodes(60), overlap_resets=True, on_decision=note)
+        collector = EpisodeCollector(env, actor_critic(), episodes(60), overlap_resets=True, step_hook=note)
         list(collector.iterator())
     tail = next(place for place, row in enumerate(decisions) if any(trial >= 50 for trial, _ in row.values()))
     ended = 0
@@ -335,7 +335,7 @@ def test_the_queue_may_grow_and_be_stopped():
         assert trials == list(range(13))
         assert env.episodes is own
         collector.extend(episodes(30, first=50))
-        collector.on_decision = lambda _: env.set_episodes(EpisodeQueue())
+        collector.step_hook = lambda _: env.set_episodes(EpisodeQueue())
         with pytest.raises(RuntimeError, match="no slot of the environment takes one"):
             list(collector.iterator())
 

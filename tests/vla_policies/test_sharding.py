@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.losses import add_reference_log_prob
 from vla_common import keys
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, VLAPolicy
@@ -117,7 +117,7 @@ def gradients(make, loss, split, micro, settings, folder):
 
     settings = dict(settings)
     shard(policy, mesh_of(settings.pop("mesh", (2,))), **settings)
-    own = parts[parallel.rank()]
+    own = parts[distributed.rank()]
     masked = batch[:1].clone()
     masked[keys.NEXT, keys.STEP_MASK] = torch.zeros_like(masked[keys.NEXT, keys.STEP_MASK])
     for part in own + [masked] * (max(map(len, parts)) - len(own)):  # all take part in each pass
@@ -242,8 +242,8 @@ def test_a_part_may_be_called_before_the_whole_while_gathered():
     policy.shard_groups = lambda: [ShardGroup(policy.body)]
     seen = TensorDict({keys.STATES: torch.ones(2, 5)}, [2])
     expected = policy.body(seen[keys.STATES]).detach()
-    with parallel.process_group():
-        shard(policy, parallel.device_mesh(1, "cpu"))
+    with distributed.process_group():
+        shard(policy, distributed.device_mesh(1, "cpu"))
         with gathered(policy):  # as what is computed before an update
             torch.testing.assert_close(policy.body(seen[keys.STATES]), expected, rtol=0, atol=0)
         policy.get_dist(seen).base_dist.mean.sum().backward()

@@ -13,7 +13,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import (
     FolderInUse,
     check_links,
@@ -48,14 +48,14 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FileLock | None:
         FolderInUse: another process writes into the folder.
     """
     lock, refusal = None, None
-    if parallel.is_main():
+    if distributed.is_main():
         try:
             check_links(folder)  # before the lock is written
             lock = lock_folder(folder)
             check_folder(config, folder)
         except (FolderInUse, ValueError) as error:
             refusal = error
-    refusal = parallel.broadcast_object(refusal)
+    refusal = distributed.broadcast_object(refusal)
     if refusal is None:
         return lock
     if lock is not None:
@@ -93,7 +93,7 @@ def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] |
 
     What a process left behind that was killed while writing is removed. ``facts`` are entries of ``run.json``.
     """
-    if not parallel.is_main():
+    if not distributed.is_main():
         return
     for pattern in _LEFTOVERS:
         for path in folder.glob(pattern):
@@ -104,7 +104,7 @@ def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] |
 
 def say_what_differs(folder: Path) -> None:
     """Say in one line that a run is resumed by other code or versions than it had."""
-    if not parallel.is_main():
+    if not distributed.is_main():
         return
     with contextlib.suppress(OSError):
         if found := differences(folder):
@@ -113,7 +113,7 @@ def say_what_differs(folder: Path) -> None:
 
 def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float, facts: Mapping[str, Any]) -> None:
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
-    if not parallel.is_main():
+    if not distributed.is_main():
         return
     record_result(folder, {"seconds": seconds, **facts, "metrics": finite_or_none(metrics)})
     latest = folder.parent / "latest"

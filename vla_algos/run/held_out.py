@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.run import curves
 from vla_algos.run.comparing import before_and_after
@@ -118,7 +118,7 @@ class HeldOut:
         run, state = self.run, self.run.state
         evaluations, speeds = state["evaluations"], sorted(state.get("speeds", []))
         where = run.finish(evaluations[-1][1], facts_of(self.spec)) if not self._failure else []
-        if parallel.is_main():
+        if distributed.is_main():
             texts = [f"stopped: {state['ended']}"] if "ended" in state else []
             texts += [*never_trained(run.folder), self.describe()]
             shown = [("before", evaluations[0])] * (len(evaluations) > 1) + [("after", evaluations[-1])]

@@ -23,7 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import finite_or_none, flush, write_atomically
 from vla_algos.run.folder import flat
 from vla_algos.run.provenance import run_id
@@ -38,7 +38,7 @@ _GIF_SIDE = 320  # pixels at most: a GIF of an episode is to be some hundred kil
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
     """Make a progress bar, shown by rank 0."""
-    return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not parallel.is_main())
+    return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not distributed.is_main())
 
 
 class RunLogger:
@@ -50,7 +50,7 @@ class RunLogger:
 
     def __init__(self, folder: Path, after: int | None = None, loggers: Sequence[Logger] = ()):
         self._path, self._loggers, self._failed = folder / "metrics.jsonl", loggers, set[str]()
-        self._open = parallel.is_main()
+        self._open = distributed.is_main()
         if self._open and after is not None:
             _forget(self._path, after)
 
@@ -313,7 +313,7 @@ def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: i
         ValueError: a service of a new run cannot be reached.
     """
     found: list[Logger] = []
-    for name in chosen if parallel.is_main() else ():
+    for name in chosen if distributed.is_main() else ():
         try:
             found.append(_CLASSES[name](folder, after, **chosen[name]))
         except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import remove_if_empty, write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
 from vla_algos.run.launcher_settings import requeue
@@ -67,7 +67,7 @@ class Run:
         self._started = self._clock = time.perf_counter()
         seed_everything(config.seed)  # alike in all processes, until restore
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(parallel.cores())
+            torch.set_num_threads(distributed.cores())
         self._lock = open_folder(config, folder)
         self._saver = Saver(folder / "checkpoints", elastic=getattr(config, "resume", "") == "elastic")
         self._logger = RunLogger(folder)
@@ -83,7 +83,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None or parallel.world_size() == 1 or issubclass(kind, SystemExit):
+            if kind is None or distributed.world_size() == 1 or issubclass(kind, SystemExit):
                 self._saver.wait()
         finally:
             for number, handler in self._handlers.items():
@@ -169,7 +169,7 @@ class Run:
             unit: what they are called where they are counted.
             title: of the progress bar; the name of the recipe if ``None``.
         """
-        if self._first and parallel.is_main():
+        if self._first and distributed.is_main():
             print(f"resumed after {self._first} {unit}s")
         with progress_bar(title or self.config.recipe.upper(), last, unit, self._first) as self._bar:
             for iteration in range(self._first + 1, last + 1):
@@ -214,7 +214,7 @@ class Run:
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar, in the first process; nothing where it is empty."""
-        if text and parallel.is_main():
+        if text and distributed.is_main():
             tqdm.write(text)
 
     # ---- the end
@@ -225,7 +225,7 @@ class Run:
         Raises:
             OSError: it could not be written.
         """
-        if parallel.is_main():
+        if distributed.is_main():
             write_folder_atomically(self.folder / "policy", write)
         else:
             write(self.folder / "policy")
@@ -259,7 +259,7 @@ class Run:
             self._stop(number)
 
     def _stop(self, number: int) -> None:
-        if parallel.is_main():
+        if distributed.is_main():
             print(f"\nstopped by {signal.Signals(number).name}; the same command resumes after the last checkpoint")
             if number == signal.SIGUSR2 and "SLURM_JOB_ID" in os.environ:  # SIGTERM also comes from scancel
                 with contextlib.suppress(Exception):

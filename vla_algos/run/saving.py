@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import remove
 from vla_algos.optim import empty_state
 from vla_algos.run.checkpoints import (
@@ -95,15 +95,15 @@ class Saver:
             CheckpointError: all are broken, or it is of another policy.
         """
         broken: list[str] = []
-        process = (parallel.rank(), parallel.world_size())
-        for checkpoint in parallel.broadcast_object(by_preference(self.root)):
+        process = (distributed.rank(), distributed.world_size())
+        for checkpoint in distributed.broadcast_object(by_preference(self.root)):
             found, problem = None, _all_ranks_ok(verify_checkpoint, checkpoint, process)[1]
             if problem is None:  # nothing is read that another process has found to be damaged
                 found, problem = _all_ranks_ok(self._load, checkpoint, parts)
             if problem is None and found is not None:
-                if broken and parallel.is_main():
+                if broken and distributed.is_main():
                     tqdm.write(f"warning: {'; '.join(broken)}. Continuing from the checkpoint before it, {checkpoint}")
-                if parallel.is_main():
+                if distributed.is_main():
                     remove_unfinished(self.root)
                 return found
             broken.append(str(problem))
@@ -116,7 +116,7 @@ class Saver:
 
     def _load(self, checkpoint: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
         saved = open_checkpoint(checkpoint, verified=True)
-        processes = parallel.world_size()
+        processes = distributed.world_size()
         if saved.processes != processes and not self._elastic:
             raise CheckpointError(
                 f"{saved.folder} is of {saved.processes} processes, this run has {processes}: resume with as many, or "
@@ -133,7 +133,7 @@ class Saver:
             replicated[name].load_state_dict(state)
         if saved.processes == processes:
             self._load_own(saved, _own(parts))
-        elif parallel.is_main():
+        elif distributed.is_main():
             tqdm.write(
                 f"{saved.folder} is of {saved.processes} processes, this run has {processes}: weights and optimizer "
                 "continue, with fresh episodes and random numbers"
@@ -142,9 +142,9 @@ class Saver:
 
     def _load_own(self, saved: SavedState, parts: Mapping[str, Any]) -> None:
         """Restore what this process had of its own, its random numbers among it."""
-        own = saved.of_process(parallel.rank())
+        own = saved.of_process(distributed.rank())
         missing = [name for name in parts if name not in own and not getattr(parts[name], "optional", False)]
-        if any(parallel.all_gather_object(missing)):
+        if any(distributed.all_gather_object(missing)):
             raise CheckpointError(
                 f"{saved.folder} is of a run with other parts, without {', '.join(missing) or 'those of others'}: "
                 "resume with the recipe and the placement of that run, or take another folder: hydra.run.dir=..."
@@ -173,7 +173,7 @@ class Saver:
         own = {name: part.state_dict() for name, part in _own(parts).items()}
         weights = trained_tensors(parts["policy"]) if states else {}  # the processes that learn write them
         replicated = {"progress": dict(progress), "weights": weights, "parts": states}
-        process = (parallel.rank(), parallel.world_size())
+        process = (distributed.rank(), distributed.world_size())
         snapshot = Snapshot.take(replicated, own, process, lambda parts: self._check_finite(parts, iteration))
         self._begin(iteration, publish)
         gather = self._gather_of_threads()
@@ -197,7 +197,7 @@ class Saver:
 
     def _begin(self, iteration: int, publish: Callable[[Path], object] | None) -> None:
         """Make the folder of a checkpoint, and write the policy's own files into it, all processes together."""
-        begin = parallel.is_main()
+        begin = distributed.is_main()
         self._together(iteration, lambda: begin_checkpoint(self.root, iteration) if begin else None)
         if publish is None:
             return
@@ -215,12 +215,12 @@ class Saver:
             work()
         except (OSError, RuntimeError, SafetensorError) as raised:  # of a full disk
             problem, error = str(raised), raised
-        if (problem := next(filter(None, parallel.all_gather_object(problem)), None)) is not None:
+        if (problem := next(filter(None, distributed.all_gather_object(problem)), None)) is not None:
             raise OSError(f"{self.root / f'step_{iteration:08d}'} could not be written: {problem}") from error
 
     def _gather_of_threads(self) -> Gather:
         """Return what gathers objects of the threads that write: collectives of their own, beside those of training."""
-        if parallel.world_size() == 1:
+        if distributed.world_size() == 1:
             return single_process
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -235,7 +235,7 @@ class Saver:
 
     def _check_finite(self, parts: dict[str, Tensor], iteration: int) -> None:
         """Refuse to save a run that has diverged over one that has not."""
-        everywhere = parallel.all_gather_object(not_finite(parts))
+        everywhere = distributed.all_gather_object(not_finite(parts))
         if found := list(dict.fromkeys(name for names in everywhere for name in names)):
             good = next(iter(by_preference(self.root)), None)
             raise CheckpointError(
@@ -282,7 +282,7 @@ def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, st
         result = read(*arguments)
     except BrokenCheckpoint as error:
         problem = str(error)
-    return result, next(filter(None, parallel.all_gather_object(problem)), None)
+    return result, next(filter(None, distributed.all_gather_object(problem)), None)
 
 
 def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torchrl.checkpoint import GlobalRNGState
 
-from vla_algos import parallel
+from vla_algos import distributed
 
 _PROCESSES = 1_000_003  # added to the run's seed for the random numbers of each further process
 
@@ -23,8 +23,8 @@ def seed_everything(seed: int) -> None:
 
 def seed_rank(seed: int) -> None:
     """Give each process random numbers of its own from here on; the first keeps those that it has."""
-    if not parallel.is_main():
-        seed_everything(seed + _PROCESSES * parallel.rank())
+    if not distributed.is_main():
+        seed_everything(seed + _PROCESSES * distributed.rank())
 
 
 def random_state() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import imageio
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.evaluation import EvaluationResult
 
 _WATCHABLE = 256  # pixels of the longer side
@@ -91,7 +91,7 @@ def write_video(path: Path, frames: np.ndarray, fps: float) -> Path:
 def save_videos(folder: Path, result: EvaluationResult, fps: float) -> list[Path]:
     """Let rank 0 write the recorded episodes as mp4, named after task, trial and outcome; ``fps`` is of decisions."""
     paths = []
-    for index, frames in result.videos.items() if parallel.is_main() else ():
+    for index, frames in result.videos.items() if distributed.is_main() else ():
         episode = result.episodes[index]
         outcome = "success" if episode.success_once else "failure"
         name = f"{index:03d}_{episode.task}_trial{episode.episode.trial_id}_{outcome}.mp4"

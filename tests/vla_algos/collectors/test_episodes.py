@@ -97,7 +97,7 @@ def test_concatenated_episodes_are_a_batch_that_ends_where_done_is(policy):
 def test_slots_are_only_idle_when_the_queue_is_empty():
     collector = EpisodeCollector(ToyEnv(4), LastWord(), queue(41))
     deciding = []
-    collector.on_decision = lambda _: deciding.append([episode is not None for episode in collector.deciding])
+    collector.step_hook = lambda _: deciding.append([episode is not None for episode in collector.deciding])
     assert len(list(collector)) == 41
     first_idle = next(index for index, busy in enumerate(deciding) if not all(busy))
     assert not any(all(busy) for busy in deciding[first_idle:])  # the tail, and nothing but the tail
@@ -249,12 +249,12 @@ def test_a_hook_that_fails_loses_nothing(policy):
 
 def test_slots_that_stay_idle_while_episodes_wait_are_an_error_and_not_an_endless_loop(policy):
     collector = EpisodeCollector(env := ToyEnv(2), policy, queue(6))
-    collector.on_decision = lambda _: env.set_episodes(EpisodeQueue())  # somebody takes the environment away
+    collector.step_hook = lambda _: env.set_episodes(EpisodeQueue())  # somebody takes the environment away
     trials = []
     collector.post_collect_hook = lambda episode: trials.append(int(episode[TRIAL_ID][0]))
     with pytest.raises(RuntimeError, match="no slot of the environment takes one"):
         list(collector.iterator())
-    collector.on_decision = None
+    collector.step_hook = None
     list(collector.iterator())
     assert trials == list(range(100, 106))
 

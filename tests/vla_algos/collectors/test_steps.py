@@ -136,9 +136,9 @@ def test_passes_of_the_policy(policy):
 
 
 @pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
-def test_what_on_decision_saw_is_what_is_stored(policy, bootstrap):
+def test_what_step_hook_saw_is_what_is_stored(policy, bootstrap):
     seen = []
-    collector = StepCollector(ToyEnv(N), policy, 5, bootstrap=bootstrap, on_decision=seen.append)
+    collector = StepCollector(ToyEnv(N), policy, 5, bootstrap=bootstrap, step_hook=seen.append)
     for _ in range(2):
         seen.clear()
         batch = collector.rollout()
@@ -171,7 +171,7 @@ def test_without_values_none_are_stored_nor_computed(has_head):
 
 def test_total_frames_and_stats(policy):
     decisions = []
-    collector = StepCollector(ToyEnv(N, crashes={2: 1}), policy, T, 3 * N * T, on_decision=decisions.append)
+    collector = StepCollector(ToyEnv(N, crashes={2: 1}), policy, T, 3 * N * T, step_hook=decisions.append)
     assert len(collector) == 3 == len(list(collector))
     stats = collector.stats()
     assert stats["frames"] == 3 * N * T
@@ -179,8 +179,7 @@ def test_total_frames_and_stats(policy):
     assert stats["batches"] == 3
     assert stats["time/env"] > 0
     assert stats["time/policy"] > 0
-    calls = sum(seconds for _, seconds in collector.calls)
-    assert stats["time/env"] + stats["time/policy"] <= stats["time/env"] + calls <= stats["time/rollout"]
+    assert stats["time/env"] + stats["time/policy"] <= stats["time/rollout"]
     assert stats["env/worker_restarts"] == 1
     assert len(decisions) == 3 * T
     assert next(StepCollector(ToyEnv(N), policy, T, 0).iterator(), None) is None
@@ -267,6 +266,6 @@ def test_nobody_else_uses_the_environment_while_episodes_run(policy):
         disturb()
     trials += [episode[TRIAL_ID][0].item() for episode in collector.iterator()]
     assert trials == list(range(9))  # nothing was lost
-    hook = StepCollector(env, policy, 2, on_decision=lambda outcome: env.reset())
+    hook = StepCollector(env, policy, 2, step_hook=lambda outcome: env.reset())
     with pytest.raises(RuntimeError, match="two decisions of StepCollector"):
         hook.rollout()

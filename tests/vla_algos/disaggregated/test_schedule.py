@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from tensordict import TensorDict
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.disaggregated.placement import Placement
 from vla_algos.disaggregated.roles import Roles
 from vla_algos.disaggregated.schedule import Schedule, _plain, _unplain
@@ -44,7 +44,7 @@ def test_a_state_of_other_roles_is_refused():
 def test_a_process_that_only_collects_writes_no_weights(tmp_path):
     """Not even where its policy is one of FSDP's, in a group of its own, whose parts each process writes."""
     policy = torch.nn.Linear(2, 2)
-    shard(policy, parallel.device_mesh(1))
+    shard(policy, distributed.device_mesh(1))
     saver = Saver(tmp_path)
     saver.save(1, {"policy": policy}, {"iteration": 1}, None)
     saver.wait()

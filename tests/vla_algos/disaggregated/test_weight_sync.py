@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from toy import ToyActorCritic, ToyEnv
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import gae
 from vla_algos.collectors import StepCollector
 from vla_algos.disaggregated.weight_sync import WeightSync, trained_tensors
@@ -176,7 +176,7 @@ def with_collectors(iterations):
         return None
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch:  # the one that learns
-            patch.setattr(parallel, "world_size", lambda: 1)
+            patch.setattr(distributed, "world_size", lambda: 1)
             learner = Learner(ChunkClipPPOLoss(policy), lr=3e-3, epochs=2, minibatch_size=16)
             random = torch.Generator().manual_seed(9).get_state()
             for _ in range(iterations):

@@ -260,7 +260,7 @@ def test_a_service_that_cannot_begin_refuses_a_new_run_and_not_one_that_is_resum
 
 
 def test_of_several_processes_the_first_logs(tmp_path, given, monkeypatch):
-    monkeypatch.setattr("vla_algos.parallel.is_main", lambda: False)
+    monkeypatch.setattr("vla_algos.distributed.is_main", lambda: False)
     logger = begin(tmp_path, {"tensorboard": {}, "csv": {}, "wandb": {}})
     log(logger, 1)
     logger.sync()

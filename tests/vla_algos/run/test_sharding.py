@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import vla_algos.run.sharding as sharding_module
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import gae
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.learner import Learner
@@ -30,7 +30,7 @@ MESHES = pytest.mark.parametrize("shards", [1, 2])
 def test_how_a_policy_is_divided_is_said(monkeypatch):
     assert not Sharding(reshard_after_forward=False).describe(False)
     assert Sharding(compute="bf16").describe(True) == "1 process, 1 shard, bf16 compute, Adam to the host"
-    monkeypatch.setattr(parallel, "world_size", lambda: 8)
+    monkeypatch.setattr(distributed, "world_size", lambda: 8)
     assert Sharding().describe(False) == "8 processes, 8 shards"
     assert Sharding(shards=1, cpu_offload=True).describe(False) == "8 processes, 1 shard, CPU offload"
 
@@ -51,10 +51,10 @@ def test_one_process_divides_it_where_it_computes_otherwise(settings):
     torch.manual_seed(0)
     policy = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     policy.shard_groups = lambda: [ShardGroup(policy[0])]
-    with parallel.process_group():
+    with distributed.process_group():
         Sharding(**settings).divider("cpu")(policy)
         assert sharded_modules(policy) == [policy, policy[0]]
-        assert (parallel.rank(), parallel.world_size()) == (0, 1)
+        assert (distributed.rank(), distributed.world_size()) == (0, 1)
     assert not torch.distributed.is_initialized()
 
 
@@ -62,8 +62,8 @@ def test_parameters_in_host_memory_stay_there():
     policy = nn.Linear(4, 4)
     policy.register_buffer("mean", torch.zeros(4))
     assert storage_device(policy, "meta") == "meta"
-    with parallel.process_group():
-        shard(policy, parallel.device_mesh(1), cpu_offload=True)
+    with distributed.process_group():
+        shard(policy, distributed.device_mesh(1), cpu_offload=True)
         assert storage_device(policy, "meta") == "cpu"
         place(policy, "meta")
         assert policy.mean.is_meta
@@ -74,8 +74,8 @@ def test_parameters_in_host_memory_stay_there():
 
 def test_settings_of_a_sharded_policy_are_read_where_torch_2_11_keeps_them(monkeypatch):
     policy = nn.Sequential(nn.Linear(4, 4))
-    with parallel.process_group():
-        shard(policy, parallel.device_mesh(1), cpu_offload=True)
+    with distributed.process_group():
+        shard(policy, distributed.device_mesh(1), cpu_offload=True)
         state = SimpleNamespace(_fsdp_param_group=policy._get_fsdp_state()._fsdp_param_group)
         monkeypatch.setattr(FSDPModule, "_get_fsdp_state", lambda self: state)
         assert storage_device(policy, "meta") == "cpu"
@@ -94,7 +94,7 @@ def test_host_memory_is_said_and_refused_before_it_is_taken(capsys):
 
 def take(room):
     """The first process takes its half as soon as it may, the second looks later."""
-    if parallel.rank():
+    if distributed.rank():
         time.sleep(1)
     taken = room / "taken"
     sharding_module._free = lambda: 0.005 if taken.exists() else 0.009
@@ -111,7 +111,7 @@ def test_host_memory_is_counted_before_any_process_takes_some(tmp_path):
 
 def draw(more):
     torch.manual_seed(0)
-    torch.randn(1 + more * parallel.rank())
+    torch.randn(1 + more * distributed.rank())
     try:
         check_same_draws()
     except RuntimeError as error:
@@ -148,8 +148,8 @@ def clone(shards=None, auxiliary=0.0):
     data[keys.EPISODE], data[keys.STEP] = torch.arange(8) // 4, 4 * torch.arange(8) % 16
     data[keys.FINAL_STATES] = torch.ones(8, 3)
     if shards is not None:
-        shard(policy, parallel.device_mesh(shards))
-    torch.manual_seed(1 + parallel.rank())  # as recipes do, that a flow draws other noise for each part
+        shard(policy, distributed.device_mesh(shards))
+    torch.manual_seed(1 + distributed.rank())  # as recipes do, that a flow draws other noise for each part
     learner = BehaviourCloning(policy, data, steps=4, batch_size=3, auxiliary=auxiliary, auxiliary_steps=(4,))
     losses = [learner.step()]
     state = learner.optimizer.state
@@ -192,10 +192,10 @@ def learn_with_moments(offload, shards=None):
     policy, batch = collected()
     gae(batch)
     if shards is not None:
-        shard(policy, parallel.device_mesh(shards))
+        shard(policy, distributed.device_mesh(shards))
     learner = Learner(ChunkClipPPOLoss(policy), lr=3e-3, max_log_ratio=10.0, offload_optimizer=offload)
     torch.manual_seed(1)
-    seen = [learner.update(batch.clone() if parallel.rank() == 0 else None) for _ in range(2)]
+    seen = [learner.update(batch.clone() if distributed.rank() == 0 else None) for _ in range(2)]
     moments = [state["exp_avg"] for state in learner.optimizer.state.values()]
     assert all(isinstance(moment, DTensor) == (shards is not None) for moment in moments)
     return repr(seen), [moment.full_tensor() if shards is not None else moment for moment in moments]

@@ -33,7 +33,7 @@ class Films(TrainVideos):
 def collected(films, iterations=2, crashes=None):
     """Batches of a StepCollector that is filmed."""
     torch.manual_seed(0)
-    collector = StepCollector(ToyEnv(3, crashes=crashes), ToyActorCritic(), decisions=4, on_decision=films.hook)
+    collector = StepCollector(ToyEnv(3, crashes=crashes), ToyActorCritic(), decisions=4, step_hook=films.hook)
     batches = []
     for iteration in range(1, iterations + 1):
         with films.of(iteration, chunk_size=3):
@@ -82,7 +82,7 @@ def test_filming_moves_no_bit(tmp_path):
 
 def test_episodes_of_a_queue_follow_each_other(tmp_path):
     films = Films(tmp_path, environments=1)
-    collector = EpisodeCollector(ToyEnv(1), ToyPolicy(), [Episode(i % 2, i) for i in range(3)], on_decision=films.hook)
+    collector = EpisodeCollector(ToyEnv(1), ToyPolicy(), [Episode(i % 2, i) for i in range(3)], step_hook=films.hook)
     with films.of(1, chunk_size=3):
         decisions = sum(len(episode) for episode in collector)
         shots = films._shots[0]
