@@ -73,7 +73,7 @@ def swapped_instructions(tasks: Sequence[Task]) -> Observe:
     Raises:
         ValueError: the tasks share one instruction, so there is nothing to swap; or each episode has one of its own.
     """
-    if reworded := [task.name for task in tasks if task.worded_anew]:
+    if reworded := [task.name for task in tasks if task.sentence_per_episode]:
         raise ValueError(
             f"swapping instructions needs tasks with given ones; each episode of {reworded[0]} is worded anew; type "
             "ablation=other_trial, or null"

@@ -93,19 +93,10 @@ class VLAEnv(EnvBase):
         self._texts: Instructions | None = None
         self._under_way: dict[tuple[int, ...], tuple[str, Pending, TensorDictBase | None]] = {}  # by slots, as sent
         self._make_specs()
-        n = num_envs
-        self._statistics = {  # of the running episodes, by key
-            keys.STEP_REWARDS: np.zeros((n, chunk_size), np.float32),
-            keys.STEP_MASK: np.zeros((n, chunk_size), bool),
-            keys.SUCCESS: np.zeros((n, 1), bool),
-            keys.SUCCESS_AT_END: np.zeros((n, 1), bool),
-            keys.EPISODE_RETURN: np.zeros((n, 1), np.float32),
-            keys.EPISODE_LEN: np.zeros((n, 1), np.int64),
-            keys.CRASHED: np.zeros((n, 1), bool),
-            keys.ACTIONS_CLIPPED: np.zeros((n, 1), np.float32),
-        }
-        if spec.chain_length > 1:
-            self._statistics[keys.SUBTASKS] = np.zeros((n, 1), np.int64)
+        outcomes = self.full_reward_spec.items()
+        self._statistics = {
+            key: each.zero().cpu().numpy() for key, each in outcomes if key != keys.REWARD
+        }  # of episodes
         self.is_closed = False
 
     def set_episodes(self, source: EpisodeSource) -> None:

@@ -215,7 +215,7 @@ def _described(names: Sequence[str], path: str | None, split: str) -> tuple[Task
             name,
             name.replace("_", " "),
             instructions=longest_sentences(checkout, name, split) if checkout else (),
-            worded_anew=True,
+            sentence_per_episode=True,
         )
         for name in names
     )
