@@ -93,10 +93,8 @@ class VLAEnv(EnvBase):
         self._texts: Instructions | None = None
         self._under_way: dict[tuple[int, ...], tuple[str, Pending, TensorDictBase | None]] = {}  # by slots, as sent
         self._make_specs()
-        outcomes = self.full_reward_spec.items()
-        self._statistics = {
-            key: each.zero().cpu().numpy() for key, each in outcomes if key != keys.REWARD
-        }  # of episodes
+        kept = self.full_reward_spec.exclude(keys.REWARD).items()
+        self._statistics = {key: each.zero().cpu().numpy() for key, each in kept}  # of the running episodes
         self.is_closed = False
 
     def set_episodes(self, source: EpisodeSource) -> None:

@@ -82,7 +82,7 @@ def make_policy(
     try:
         if checkpoint and not policy_class.needs_checkpoint:
             path = resolve(checkpoint)
-            found = _class_of(path, policy_class)
+            found = policy_class if policy_class.recognises(path) else find_policy_class(path)
             policy = found.from_pretrained(path, device=found.default_device(), **chosen)
         else:
             policy = policy_class.make(shape, checkpoint or None, **chosen)
@@ -98,10 +98,6 @@ def make_policy(
             ) from error
         raise
     return policy
-
-
-def _class_of(path: Path, policy_class: type[VLAPolicy]) -> type[VLAPolicy]:
-    return policy_class if policy_class.recognises(path) else find_policy_class(path)
 
 
 def _other_family(policy_class: type[VLAPolicy], checkpoint: str | Path | None) -> str | None:

@@ -46,7 +46,8 @@ TEMPLATES = (  # of Instruct; 0 is that of all other variants
 )
 _CENTRE, _HALF_EDGE = np.array([-0.16, 0.0]), 0.075  # m, of the square that things are placed in
 _MINIMUM_DISTANCE, _FAR = 0.070, 0.150  # m, between object and plate, and of the third place
-_TURN = math.pi / 8
+# 0, 45, 90 and 135 degrees; then the unseen -22.5, -67.5, -112.5 and -157.5.
+_TURNS = tuple(math.pi / 8 * number for number in (0, 2, 4, 6, -1, -3, -5, -7))  # rad
 
 
 def _split(seen: int, number: int) -> dict[str, range]:
@@ -226,7 +227,7 @@ class VariantSplit:
             plate=chosen["plate"],
             table=chosen["table"],
             places=np.column_stack([places(self.variant.layout)[chosen["position"]], heights]),
-            yaw=_yaw(chosen["yaw"]),
+            yaw=_TURNS[chosen["yaw"]],
             joints=joints + joint_offsets()[extra] if kind == "robot pose" else joints,
             other_object=_another_object(self.values["object"], chosen["object"], extra) if kind == "object" else None,
             other_plate=_another_plate(self.plates, chosen["plate"], extra) if kind == "plate" else None,
@@ -294,11 +295,6 @@ def _points(cells: list[tuple[int, int]]) -> np.ndarray:
 
 def _apart(first: np.ndarray, second: np.ndarray, distance: float) -> bool:
     return bool(np.linalg.norm(first - second) > distance)
-
-
-def _yaw(number: int) -> float:
-    """Return 0, 45, 90 and 135 degrees; then the unseen -22.5, -67.5, -112.5 and -157.5."""
-    return 2 * _TURN * number if number < 4 else -_TURN * (2 * (number - 4) + 1)
 
 
 def _another_object(numbers: range, taken: int, offset: int) -> int:

@@ -225,17 +225,16 @@ def _reduced(image_size: Any, shapes: Collection[tuple[int, int]]) -> tuple[int,
     wanted = image_shape(image_size)
     for shape in shapes:
         if any(have % want for have, want in zip(shape, wanted, strict=True)):
-            height, width = (_quarter(sides) for sides in zip(*shapes, strict=True))
+            # The largest numbers up to a quarter of each side that divide all of them.
+            height, width = (
+                max(number for number in range(1, min(sides) // 4 + 1) if not math.gcd(*sides) % number)
+                for sides in zip(*shapes, strict=True)
+            )
             raise ValueError(
                 f"image_size={list(wanted)} does not divide frames of {shape[0]} x {shape[1]} pixels; type "
                 f"image_size=[{height},{width}], or null for all of them"
             )
     return wanted
-
-
-def _quarter(sides: Sequence[int]) -> int:
-    """Return the largest number up to a quarter of each side that divides all of them."""
-    return max(number for number in range(1, min(sides) // 4 + 1) if not math.gcd(*sides) % number)
 
 
 def _checked_arms(embodiment: Sequence[str | float]) -> tuple[str | float, ...]:

@@ -82,18 +82,16 @@ class StoredHeads:
             SettingError: says what to set.
         """
         sizes = self.sizes("value_head")
-        if sizes is None or sizes[0] == (language if value_after_vlm else expert):
-            return
-        problem = f"value_after_vlm={value_after_vlm or 'null'}: the value head of {self.path} reads {sizes[0]} numbers"
-        if sizes[0] == language:
+        if sizes is not None and sizes[0] != (language if value_after_vlm else expert):
+            advice = {
+                expert: "the action expert's; set value_after_vlm=null",
+                language: "PaliGemma's; set value_after_vlm=mean (or last or first, as it was trained)",
+            }
+            other = f"PaliGemma has {language} and the action expert {expert}: it is of another model; take its own"
             raise SettingError(
-                f"{problem}, PaliGemma's; set value_after_vlm=mean (or last or first, as it was trained)"
+                f"value_after_vlm={value_after_vlm or 'null'}: the value head of {self.path} reads {sizes[0]} numbers, "
+                f"{advice.get(sizes[0], other)}"
             )
-        if sizes[0] == expert:
-            raise SettingError(f"{problem}, the action expert's; set value_after_vlm=null")
-        raise SettingError(
-            f"{problem}, PaliGemma has {language} and the action expert {expert}: it is of another model; take its own"
-        )
 
     def check_noise_range(self, noise_std_range: tuple[float, float]) -> None:
         """Refuse bounds of the noise that RLinf's noise head was not trained with (SettingError), or that it lacks."""
