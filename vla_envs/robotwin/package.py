@@ -38,6 +38,9 @@ _MODULES = {
 _ASSETS = "TianxingChen/RoboTwin2.0"  # a data set on the Hugging Face hub
 _COMMIT = "0008ae6800df9f75fc8de7098bacb01735fd8fd2"  # of the branch RLinf_support
 _STANDIN = "STANDIN.json"  # in a folder that does not have the benchmark's own objects and arms
+_PLACE = re.compile(r"\{([A-Za-z])\}")  # in a pattern of sentences
+_GIVEN = re.compile(r"""["']\{([A-Z])\}["']: *(?:f?["']([^"'{}/]+)[/"'])?""")  # what a task's code puts in a place
+_ARM = "the right arm"
 
 
 def _inside(place: Path) -> str:
@@ -114,6 +117,41 @@ def objects_of(checkout: Path, task: str) -> tuple[str, ...]:
     """List the objects that the code of a task names."""
     file = checkout / "envs" / f"{task}.py"
     return tuple(re.findall(r"[\"'](\d{3}_[\w-]+)[\"']", file.read_text())) if file.is_file() else ()
+
+
+@cache
+def longest_sentences(checkout: Path, task: str, split: str, number: int = 3) -> tuple[str, ...]:
+    """Return the longest sentences of a task, in characters: what a prompt has to have room for.
+
+    They are RoboTwin's patterns (``"seen"`` or ``"unseen"``) with the longest name of any object that may be in a
+    place: which one an episode has, objects and seed decide when it is set up.
+    """
+    file = checkout / "description" / "task_instruction" / f"{task}.json"
+    if not file.is_file():
+        return ()
+    given: dict[str, set[str]] = {}
+    for letter, what in _GIVEN.findall((checkout / "envs" / f"{task}.py").read_text()):
+        given.setdefault(letter, set()).add(what)
+    mentioned = objects_of(checkout, task)
+    longest = {
+        letter: max((_longest_name(checkout, text, split) for text in (given[letter] - {""}) or mentioned), key=len)
+        for letter in given
+    }
+
+    def fill(place: re.Match[str]) -> str:
+        return longest.get(place[1], _ARM)
+
+    sentences = {_PLACE.sub(fill, pattern) for pattern in read_json(file)[split]}
+    return tuple(sorted(sentences, key=lambda text: (-len(text), text))[:number])
+
+
+@cache
+def _longest_name(checkout: Path, what: str, split: str) -> str:
+    names = [what]
+    for file in sorted((checkout / "description" / "objects_description" / what).glob("*.json")):
+        described = read_json(file)
+        names += (f"the {name}" for name in described.get(split) or described.get("seen", []))
+    return max(names[1:] or names, key=len)
 
 
 def describe_package(path: str | None = None, assets_path: str | None = None) -> tuple[str, ...]:

@@ -14,9 +14,8 @@ from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels, checked
 from vla_envs.protocol import are_numbers, check_once, image_shape, list_deviations
 from vla_envs.robotwin.expert import expert_tasks
-from vla_envs.robotwin.package import CHECKOUT, describe_package
+from vla_envs.robotwin.package import CHECKOUT, describe_package, longest_sentences
 from vla_envs.robotwin.seeds import EVALUATION, RANGE, seeds_of, solved_seeds
-from vla_envs.robotwin.sentences import longest_sentences
 from vla_envs.simulator import SimulatorSpec, Task
 
 ALL = "all"

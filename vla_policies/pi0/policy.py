@@ -25,7 +25,6 @@ from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.heads import save_heads
 from vla_policies.pi0.inspection import decision_memory, describe_checkpoint, make_meta_model
 from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache, stays_float32
-from vla_policies.pi0.prefix import from_entries, pool, to_entries
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.pretrained import PretrainedPolicy
@@ -206,7 +205,9 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
     def observe(self, tensordict: TensorDictBase) -> _Observed:
         states = self.statistics.normalize("state", self.adapter.states(tensordict))
         state = F.pad(states, (0, self.model_action_dim - self.state_dim))
-        prefix, pooled = from_entries(tensordict) or self._prefix(tensordict)
+        if (stored := PrefixCache.from_entries(tensordict)) is not None:
+            return _Observed(stored, state, tensordict.get(keys.PREFIX_POOLED, None))
+        prefix, pooled = self._prefix(tensordict)
         return _Observed(prefix, state, pooled)
 
     def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
@@ -218,7 +219,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         read = self.config.value_after_vlm if self.value_head is not None else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
             prefix = self.model.prefix(images, None, tokens, valid, output=read is not None)
-        return prefix, None if read is None else pool(prefix, read)
+        return prefix, None if read is None else prefix.pool(read)
 
     @property
     def model_image_size(self) -> tuple[int, int]:
@@ -255,7 +256,8 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         kept: dict[Any, Tensor] = {}
         for start, part in zip(range(0, len(read), _ROWS), read.split(_ROWS), strict=True):
             with torch.no_grad():
-                entries = to_entries(*self._prefix(part.to(self.device)), length)
+                prefix, pooled = self._prefix(part.to(self.device))
+            entries = prefix.to_entries(length) | ({} if pooled is None else {keys.PREFIX_POOLED: pooled})
             for key, entry in entries.items():
                 if key not in kept:  # room for all, so that they are never held twice
                     kept[key] = entry.new_empty(len(read), *entry.shape[1:])
