@@ -257,27 +257,20 @@ def places(layout: str) -> np.ndarray:
     ring around it. ``"far object"`` and ``"far plate"`` have a third place 15 cm from the object's, or the plate's.
     """
     inner = _points(list(product(range(6), range(6))))
-    if layout in ("pair", "pair and outer pair"):
-        rings = [inner]
-        if layout == "pair and outer pair":
-            wide = range(-1, 7)
-            ring = [(row, column) for row, column in product(wide, wide) if row in (-1, 6) or column in (-1, 6)]
-            rings.append(_points(ring))
-        return np.array(
-            [
-                (first, second, np.zeros(2))
-                for points in rings
-                for first, second in product(points, points)
-                if _apart(first, second, _MINIMUM_DISTANCE)
-            ]
-        )
+    pairs = _pairs(inner)
+    if layout == "pair and outer pair":
+        wide = range(-1, 7)
+        pairs += _pairs(_points([cell for cell in product(wide, wide) if not {-1, 6}.isdisjoint(cell)]))
+    if not layout.startswith("far"):
+        return np.array([(first, second, np.zeros(2)) for first, second in pairs])
     between, plates_between = (_FAR, _MINIMUM_DISTANCE) if layout == "far object" else (_MINIMUM_DISTANCE, _FAR)
-    chosen = []
-    for first, second, third in product(inner, inner, inner):
-        near = _apart(first, second, _MINIMUM_DISTANCE) and _apart(third, second, plates_between)
-        if near and _apart(first, third, between):
-            chosen.append((first, second, third))
-    return np.array(chosen)
+    return np.array(
+        [
+            (first, second, third)
+            for (first, second), third in product(pairs, inner)
+            if _apart(third, second, plates_between) and _apart(first, third, between)
+        ]
+    )
 
 
 @cache
@@ -291,6 +284,11 @@ def joint_offsets() -> np.ndarray:
 def _points(cells: list[tuple[int, int]]) -> np.ndarray:
     """Return the corners of a grid of 5 x 5 cells over the square, and beyond."""
     return (np.array(cells) / 5 * 2 - 1) * _HALF_EDGE + _CENTRE
+
+
+def _pairs(points: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """List the points for an object and for a plate that are far enough from each other."""
+    return [pair for pair in product(points, points) if _apart(*pair, _MINIMUM_DISTANCE)]
 
 
 def _apart(first: np.ndarray, second: np.ndarray, distance: float) -> bool:

@@ -62,27 +62,30 @@ class Pi0Statistics:
         return (values + 1) / 2 * span + low if self.quantiles else values * span + low
 
     def _affine(self, what: str, values: Tensor) -> tuple[Tensor, Tensor]:
-        size, names = values.shape[-1], ("q01", "q99") if self.quantiles else ("mean", "std")
-        first, second = (torch.tensor(self.raw[what][name], device=values.device)[:size].float() for name in names)
+        size = values.shape[-1]
+        first, second = (torch.tensor(self.raw[what][name], device=values.device)[:size].float() for name in self.names)
         return first, (second - first if self.quantiles else second) + _EPSILON
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Which two of the statistics are used."""
+        return ("q01", "q99") if self.quantiles else ("mean", "std")
 
     def check(self, state_dim: int, action_dim: int) -> None:
         """Refuse statistics of another robot: ValueError if they are fewer numbers than the benchmark's."""
-        names = ("q01", "q99") if self.quantiles else ("mean", "std")
         for what, size in (("state", state_dim), ("actions", action_dim)):
             entry = self.raw.get(what) if isinstance(self.raw, Mapping) else None
-            if not isinstance(entry, Mapping) or any(name not in entry for name in names):
-                raise ValueError(f"norm_stats of {self.key!r} have no {' and '.join(names)} of {what}")
+            if not isinstance(entry, Mapping) or not set(self.names) <= entry.keys():
+                raise ValueError(f"norm_stats of {self.key!r} have no {' and '.join(self.names)} of {what}")
             of = f"norm_stats of {self.key!r}, {what}"
-            first, second = (numbers(entry[name], f"{of}: {name}") for name in names)
+            first, second = (numbers(entry[name], f"{of}: {name}") for name in self.names)
             if self.quantiles:
-                check_order(first[:size], second[:size], of, names)
-            elif min(second[:size], default=1.0) < 0 or not any(second[:size]):
+                check_order(first[:size], second[:size], of, self.names)
+            elif min(second[:size]) < 0 or not any(second[:size]):
                 raise ValueError(
                     f"{of}: std is {list(second[:size])}, must be greater than 0; copy the statistics again"
                 )
-            shortest = min(len(first), len(second))
-            if shortest < size:
+            if (shortest := min(len(first), len(second))) < size:
                 raise ValueError(
                     f"norm_stats of {self.key!r} have {shortest} numbers of {what}, the benchmark has "
                     f"{size}; they may have more (padding), not fewer: take a checkpoint of this benchmark"
