@@ -294,12 +294,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
 
     @classmethod
     def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        device: torch.device | str = "cpu",
-        shard: Sharding | None = None,
-        **settings: Any,
+        cls, folder: str | Path, *, device: torch.device | str = "cpu", shard: Sharding | None = None, **settings: Any
     ) -> Self:
         """Load what :meth:`save_pretrained` wrote.
 

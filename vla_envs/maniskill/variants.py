@@ -140,12 +140,7 @@ VARIANTS = {
         ),
         _variant("EEPose-v1", "Execution", {"extra": _split(1, 14376)}, extra_factor="robot pose"),
         _variant(
-            "PositionChangeTo-v1",
-            "Execution",
-            {"position": _TRIPLES},
-            layout="far object",
-            heights=_THIRD,
-            moves=True,
+            "PositionChangeTo-v1", "Execution", {"position": _TRIPLES}, layout="far object", heights=_THIRD, moves=True
         ),
     )
 }

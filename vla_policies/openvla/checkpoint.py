@@ -22,14 +22,7 @@ from torch import Tensor, nn
 from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.parts import in_first
-from vla_policies.checkpoint.weights import (
-    Entry,
-    check_weights,
-    list_weights,
-    load_head,
-    load_weights,
-    save_weights,
-)
+from vla_policies.checkpoint.weights import Entry, check_weights, list_weights, load_head, load_weights, save_weights
 from vla_policies.checkpoint.writing import write_pickled
 from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig

@@ -218,13 +218,7 @@ class Pi0Model(nn.Module):
         return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), torch.cat([patches, token_valid], dim=1)
 
     def prefix(
-        self,
-        pixels: Tensor,
-        image_valid: Tensor | None,
-        tokens: Tensor,
-        token_valid: Tensor,
-        *,
-        output: bool = False,
+        self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor, *, output: bool = False
     ) -> PrefixCache:
         """Compute keys and values of :meth:`embed_prefix`, with ``output`` the last hidden states too."""
         embeddings, valid = self.embed_prefix(pixels, image_valid, tokens, token_valid)
