@@ -225,8 +225,8 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         """Return the modules whose weights a sharded policy gathers one after the other, in the order that they run.
 
         What is in none is gathered during the whole pass: heads, and what is read without a module's ``forward``.
-            Trained parameters of a group have the same dtype. By default each member of an ``nn.ModuleList`` is one
-            group; without any, the policy is one, which saves the memory of optimizer and gradients only.
+        Trained parameters of a group have the same dtype. By default each member of an ``nn.ModuleList`` is one group;
+        without any, the policy is one, which saves the memory of optimizer and gradients only.
         """
         return [ShardGroup(block, returns_float32=True) for _, block in blocks_of(self)]
 

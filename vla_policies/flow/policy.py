@@ -24,9 +24,8 @@ class FlowPolicy(VLAPolicy):
     A subclass says what the observation is (:meth:`observe`) and how fast noisy actions flow (:meth:`velocity`), in
     normalised actions ``[N, H, A_model]``, of which the first ``C`` and ``A`` reach the environment and have a
     probability. Rollout and update evaluate the same step at the same noise, so that ratios are 1 before the first
-    update
-    and values are those of the same step: to the last bit in train mode and batches of the rollout's size, up to
-        rounding in others, such as all ``K`` steps in one pass.
+    update and values are those of the same step: to the last bit in train mode and batches of the rollout's size, up to
+    rounding in others, such as all ``K`` steps in one pass.
 
     Args:
         config: settings.

@@ -116,8 +116,7 @@ class Pi0Checkpoint:
     def read(cls, folder: str | Path) -> Pi0Checkpoint:
         """Read a folder, or download ``hf:NAME`` first.
 
-        FileNotFoundError: weights, statistics or tokenizer are missing. ValueError: a JAX checkpoint, or unusable
-            files.
+        FileNotFoundError: weights, statistics or tokenizer are missing. ValueError: a JAX checkpoint, unusable files.
         """
         path = resolve(folder)
         unconverted = next((name for name in _RLINF_RUNS if (path / name).is_file()), None)

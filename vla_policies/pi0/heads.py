@@ -76,11 +76,7 @@ class StoredHeads:
         return names | ({entry.key for entry in self.log_variances} if "noise_network" in heads else set())
 
     def check_value_input(self, value_after_vlm: str | None, language: int, expert: int) -> None:
-        """Refuse a value head of another input width than ``value_after_vlm`` gives: PaliGemma's or the expert's.
-
-        Raises:
-            SettingError: says what to set.
-        """
+        """Refuse (SettingError) a value head of another input width than ``value_after_vlm`` gives."""
         sizes = self.sizes("value_head")
         if sizes is not None and sizes[0] != (language if value_after_vlm else expert):
             advice = {

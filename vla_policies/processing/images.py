@@ -49,8 +49,7 @@ class ImagePreprocessor:
     ) -> ImagePreprocessor:
         """Read a checkpoint's ``preprocessor_config.json``; it does not know of the other settings.
 
-        Raises:
-            ValueError: an entry is missing, or the images are not to be resized as published OpenVLA models do.
+        ValueError: an entry is missing, or the images are not to be resized as published OpenVLA models do.
         """
         missing = [name for name in ("means", "stds", "input_sizes") if name not in config]
         if missing:

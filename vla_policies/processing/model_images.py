@@ -23,8 +23,7 @@ class ModelImages:
 
     ``model_images`` is uint8 ``[N, n, h, w, 3]``: what :meth:`resize_cameras` returned, or, where that has more pixels
     than they do, the ``n`` cameras as they are; height and width tell which. Cameras of several sizes are always
-    resized.
-    Where cameras are at hand, they are what is read: nothing stale.
+    resized. Where cameras are at hand, they are what is read: nothing stale.
     """
 
     @property
