@@ -228,8 +228,10 @@ class EpisodeStream:
         for name in options:
             if name not in RESET_OPTIONS:
                 raise unknown_name("reset option", name, RESET_OPTIONS)
-        if seed is not None or self._seed is None:
-            self._seed = int(random.integers(_MAX_SEED)) if seed is None else seed
+        if seed is not None:
+            self._seed = seed
+        elif self._seed is None:
+            self._seed = int(random.integers(_MAX_SEED))
         # Both are always drawn, so that fixing one does not change the other.
         tasks, trials = len(spec.tasks), spec.initial_states or _MAX_SEED
         drawn = int(random.integers(tasks)), int(random.integers(trials))

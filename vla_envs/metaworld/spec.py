@@ -73,12 +73,13 @@ def _check_camera(camera: Any) -> None:
         )
 
 
-def _checked_ranges(ranges: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, tuple[tuple[float, ...], ...]]:
+def _checked_ranges(
+    ranges: Mapping[str, Sequence[Sequence[float]]], tasks: Sequence[str]
+) -> dict[str, tuple[tuple[float, ...], ...]]:
     for task, bounds in ranges.items():
         if task not in tasks:
             raise unknown_name("task in reset_ranges", task, tasks)
-        low, high = bounds if isinstance(bounds, Sequence) and len(bounds) == 2 else ((), ())
-        if not low or not are_numbers(low, len(low)) or not are_numbers(high, len(low)) or np.greater(low, high).any():
+        if len(bounds) != 2 or not 0 < len(bounds[0]) == len(bounds[1]) or np.greater(*bounds).any():
             raise ValueError(
                 f"reset_ranges.{task} takes [low, high] of the task's random vector, in metres and as many numbers "
                 f"each, such as [[-0.1, 0.8, 0.0], [0.1, 0.9, 0.0]], got {bounds!r}"

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from vla_common.plain import read_json
+
+OPTIONS = "vla_torchrl.json"  # what a policy that was saved in a published layout was set to
+
 
 class SettingError(ValueError):
     """A setting that does not fit; the message begins with its name, so that a caller can add its section."""
@@ -53,6 +57,11 @@ def check_unchanged(
 def as_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Replace lists, as configurations have them, by tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def read_options(folder: Path, file: str = OPTIONS) -> dict[str, Any]:
+    """Read a JSON object of a folder; empty where there is no such file."""
+    return read_json(folder / file) if (folder / file).is_file() else {}
 
 
 def saved_dtype(options: Mapping[str, Any]) -> torch.dtype:

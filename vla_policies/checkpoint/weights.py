@@ -82,6 +82,10 @@ def list_weights(source: str | Path) -> dict[str, Entry]:
         return {entry.key: entry for entry in _entries(source if source.is_file() else source / WEIGHTS)}
     if not (source / INDEX).is_file():
         raise FileNotFoundError(f"{source} has no weights: neither {WEIGHTS} nor {INDEX}; copy the whole checkpoint")
+    return _list_shards(source)
+
+
+def _list_shards(source: Path) -> dict[str, Entry]:
     shard_of = read_index(source / INDEX)
     shards = sorted(set(shard_of.values()))
     missing = [shard for shard in shards if not (source / shard).is_file()]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.settings import OPTIONS, read_options
 from vla_policies.checkpoint.weights import Entry, check_weights, list_weights, load_head, load_weights, save_weights
 from vla_policies.checkpoint.writing import write_pickled
 from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
@@ -30,7 +31,6 @@ from vla_policies.openvla.film import read_film, remove
 from vla_policies.openvla.model import VALUE_HEAD, Prismatic, PrismaticConfig
 
 FAMILIES = ("openvla", "openvla_oft")
-OPTIONS = "vla_torchrl.json"
 _STATISTICS = "dataset_statistics.json"
 _PARTS = {"action_head": "action_head--*", "proprio_projector": "proprio_projector--*", "film": "vision_backbone--*"}
 _CARRIED = (
@@ -91,7 +91,7 @@ class OpenVLACheckpoint:
             config=config,
             preprocessor=read_json(path / "preprocessor_config.json"),
             statistics=statistics,
-            options=read_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
+            options=read_options(path),
             files={name: (path / name).read_bytes() for name in _CARRIED if (path / name).is_file()},
             **{name: _part(path, pattern) for name, pattern in _PARTS.items()},
             value_head=_part(path, "*value_head.*"),
@@ -187,7 +187,7 @@ def family_of(folder: Path) -> str | None:
     """Find the :attr:`~OpenVLACheckpoint.family` of a local folder; ``None`` if it is no OpenVLA checkpoint."""
     try:
         kind = read_json(folder / "config.json").get("model_type")
-        options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+        options = read_options(folder)
     except (OSError, ValueError):
         return None
     if kind not in FAMILIES:

@@ -23,12 +23,12 @@ from torch import Tensor
 from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.settings import OPTIONS, read_options
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
 from vla_policies.pi0.heads import StoredHeads, is_head
 from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
 from vla_policies.processing.normalization import check_order, numbers
 
-OPTIONS = "vla_torchrl.json"
 TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
 _TOKENIZER_URL = "https://storage.googleapis.com/big_vision/paligemma_tokenizer.model"  # where openpi has it from
 EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
@@ -143,8 +143,8 @@ class Pi0Checkpoint:
             )
         return cls(
             path=path,
-            config=read_json(path / "config.json") if (path / "config.json").is_file() else {},
-            options=read_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
+            config=read_options(path, "config.json"),
+            options=read_options(path),
             statistics={key: entry.get("norm_stats", entry) for key, entry in statistics.items()},
             tokenizer=tokenizer.read_bytes(),
             weights=list_weights(path),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
-from vla_common.texts import to_strings
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import NOISE_WIDTHS, NoiseNetwork
@@ -79,11 +78,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         if preset.benchmark != config.benchmark:
             raise ValueError(f"{config.config_name} is for {preset.benchmark}, not for {config.benchmark!r}")
         adapter, size = get_adapter(config.config_name, config.adapt_to_pi), model.config.action_dim
-        if config.num_images_in_input > adapter.max_images:
-            raise ValueError(
-                f"num_images_in_input is {config.num_images_in_input} and {config.benchmark} has "
-                f"{adapter.max_images} cameras; set it as the checkpoint was trained"
-            )
+        cameras = adapter.camera_keys(config.num_images_in_input)
         if max(adapter.action_dim, adapter.state_dim) > size:
             raise ValueError(f"the checkpoint has room for {size} numbers, {config.benchmark} needs more")
         horizon = config.action_horizon
@@ -109,7 +104,6 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         self.statistics.check(self.state_dim, self.action_dim)
         longest = (200 if preset.pi05 else 48) if config.max_prompt_length is None else config.max_prompt_length
         self.prompts = Pi0Prompts(folder.tokenizer, longest)
-        cameras = (keys.IMAGES, keys.WRIST_IMAGES)[: min(config.num_images_in_input, 2)]
         self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
         self.out_keys = [keys.MODEL_IMAGES, *self.out_keys]
         self.loss_keys = (keys.MODEL_IMAGES, keys.STATES, keys.PROMPT_TOKENS, *self.drawn_keys)
@@ -194,13 +188,6 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
             raise ValueError(f"prompts of {self.config.config_name} list the state; pass states")
         states = self.adapter.joints.states(states)
         return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
-
-    def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
-        inputs = self.shrink_images(tensordict.select(*self.in_keys[:-1], strict=False).to(self.device))
-        inputs.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict), tensordict.get(keys.STATES)))
-        for key in (keys.MODEL_IMAGES, keys.PROMPT_TOKENS):
-            tensordict.set(key, inputs.get(key))
-        return inputs
 
     def observe(self, tensordict: TensorDictBase) -> _Observed:
         states = self.statistics.normalize("state", self.adapter.states(tensordict))
