@@ -86,7 +86,7 @@ def _find_benchmarks() -> tuple[list[tuple[Benchmark, list[str]]], list[Finding]
         try:
             benchmark = get_benchmark(name)
             found.append((benchmark, [f"{name}/{suite}" for suite in benchmark.suites()]))
-        except Exception as error:  # whatever the package of a stranger raises
+        except Exception as error:  # whatever a package from outside raises
             detail, _, remedy = describe_error(error).partition("; repair it, or type: ")
             broken.append(Finding("broken", f"benchmark {name}", detail, remedy))
     return found, broken

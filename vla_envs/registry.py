@@ -98,7 +98,7 @@ def register_installed() -> None:
     for name in benchmarks.names():
         try:
             _register_ids(get_benchmark(name))
-        except Exception as error:  # whatever the package of a stranger raises
+        except Exception as error:  # whatever a package from outside raises
             if _is_being_imported(name):
                 _unfinished.add(name)
             else:

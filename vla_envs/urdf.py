@@ -1,4 +1,4 @@
-"""Robots' descriptions for SAPIEN, taken apart once: it does so again for every scene that is built."""
+"""Robots' descriptions for SAPIEN, parsed once: it parses them again for every scene that is built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def remembered_descriptions() -> Iterator[None]:
-    """Have scenes that are built meanwhile know the URDF files that this process has read before, by their text."""
+    """Let scenes that are built within reuse the URDF files that this process has parsed before, by their text."""
     from sapien.wrapper import urdf_loader
 
     before = urdf_loader.URDF
@@ -28,11 +28,11 @@ class _Remembered:
         from lxml import etree
 
         # A copy for each: who builds with it normalises axes and scales places in it.
-        return pickle.loads(_take_apart(etree.tostring(node), path, lazy_load_meshes))
+        return pickle.loads(_parse(etree.tostring(node), path, lazy_load_meshes))
 
 
 @lru_cache(maxsize=16)
-def _take_apart(text: bytes, path: str, lazy_load_meshes: bool) -> bytes:
+def _parse(text: bytes, path: str, lazy_load_meshes: bool) -> bytes:
     from lxml import etree
     from sapien.wrapper.urchin import URDF
 

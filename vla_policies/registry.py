@@ -165,7 +165,7 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
             policy_class = get_policy_class(family)
             if policy_class.recognises(folder):
                 found.append(policy_class)
-        except ImportError as error:  # of a stranger's package: it must not be in the way of the others
+        except ImportError as error:  # of a package from outside, which must not stop the others
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     if len(found) > 1:
         names = " and ".join(each.family for each in found)

@@ -130,7 +130,7 @@ class World:
             try:
                 self._env.reset()
                 return
-            except RandomizationError:  # a draw that does not fit; LIBERO's own reset would try for ever
+            except RandomizationError:  # a draw that does not fit; LIBERO's own reset would try forever
                 continue
         raise RuntimeError(f"LIBERO found no place for the objects of {self.task.name}")
 

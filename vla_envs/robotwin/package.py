@@ -1,6 +1,6 @@
 """RoboTwin's code and assets, neither of which is on PyPI: where they may lie, and an import without side effects.
 
-Nothing of the checkout is changed. Its ``VectorEnv`` is not used: that describes one episode for ever, ends episodes
+Nothing of the checkout is changed. Its ``VectorEnv`` is not used: that describes one episode forever, ends episodes
 late and retries whatever fails without an end.
 """
 
@@ -240,7 +240,7 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
                 "new process"
             )
     base.torch = types.SimpleNamespace(manual_seed=lambda seed: None)  # type: ignore[attr-defined]  # its one use
-    _mend_transforms3d()
+    _patch_transforms3d()
     # Asked 200 times for each object that comes to rest.
     base.cal_quat_dis = _remembered(base.cal_quat_dis, 1024)  # type: ignore[attr-defined]
     for module in (base, camera):
@@ -262,7 +262,7 @@ def import_all() -> None:
         import_robotwin(folder, assets)
 
 
-def _mend_transforms3d() -> None:
+def _patch_transforms3d() -> None:
     """Have ``mat2euler`` take any matrix, and ``mat2quat`` remember, which is a third of the checks for success.
 
     transforms3d 0.4.2, the newest, asks numpy 2 for what it refuses unless a matrix is float64.
