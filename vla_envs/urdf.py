@@ -28,11 +28,11 @@ class _Remembered:
         from lxml import etree
 
         # A copy for each: who builds with it normalises axes and scales places in it.
-        return pickle.loads(_parse(etree.tostring(node), path, lazy_load_meshes))
+        return pickle.loads(_take_apart(etree.tostring(node), path, lazy_load_meshes))
 
 
 @lru_cache(maxsize=16)
-def _parse(text: bytes, path: str, lazy_load_meshes: bool) -> bytes:
+def _take_apart(text: bytes, path: str, lazy_load_meshes: bool) -> bytes:
     from lxml import etree
     from sapien.wrapper.urchin import URDF
 

@@ -64,7 +64,7 @@ def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets
     ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.
     """
     if rank is None:
-        if alpha is not None or targets is not None:
+        if (alpha, targets) != (None, None):
             raise ValueError("policy.lora_alpha and policy.lora_targets need policy.lora_rank; 32 is usual")
         return
     if not has_lora(policy):
