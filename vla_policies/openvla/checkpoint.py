@@ -46,25 +46,15 @@ _CARRIED = (
 
 @dataclass(frozen=True)
 class OpenVLACheckpoint:
-    """A checkpoint folder without its weights.
+    """A checkpoint folder without its weights."""
 
-    Attributes:
-        path: the folder; of ``hf:NAME``, its local copy.
-        config: ``config.json``; ``text_config`` has the sizes of the language model.
-        preprocessor: ``preprocessor_config.json``.
-        statistics: per data set, see :meth:`vla_policies.processing.normalization.ActionStatistics.from_json`.
-        options: ``vla_torchrl.json``: what the policy that was saved here was set to; empty for a published checkpoint.
-        files: the small files that are written again as they were, by name.
-        action_head, proprio_projector, film, value_head: files of these parts, ``None`` where there is none.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    preprocessor: Mapping[str, Any]
-    statistics: Mapping[str, Mapping[str, Any]]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    action_head: Path | None = None
+    path: Path  # of hf:NAME, its local copy
+    config: Mapping[str, Any]  # config.json; text_config has the sizes of the language model
+    preprocessor: Mapping[str, Any]  # preprocessor_config.json
+    statistics: Mapping[str, Mapping[str, Any]]  # per data set, see ActionStatistics.from_json
+    options: Mapping[str, Any] = field(default_factory=dict)  # empty for a published checkpoint
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # small ones that are written again unchanged
+    action_head: Path | None = None  # files of the parts, None where there is none
     proprio_projector: Path | None = None
     film: Path | None = None
     value_head: Path | None = None

@@ -40,17 +40,11 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Pi0Statistics:
-    """How states and actions of a data set are normalised, dimension by dimension.
+    """How states and actions of a data set are normalised, dimension by dimension."""
 
-    Attributes:
-        key: name of the data set (openpi's asset id).
-        raw: the content of ``norm_stats``: ``mean``, ``std``, ``q01`` and ``q99`` of ``state`` and ``actions``.
-        quantiles: pi0.5: percentiles 1 and 99 become -1 and 1; pi0: mean 0 and deviation 1.
-    """
-
-    key: str
-    raw: Mapping[str, Mapping[str, Any]]
-    quantiles: bool
+    key: str  # name of the data set (openpi's asset id)
+    raw: Mapping[str, Mapping[str, Any]]  # norm_stats: mean, std, q01 and q99 of state and actions
+    quantiles: bool  # pi0.5: percentiles 1 and 99 become -1 and 1; pi0: mean 0 and deviation 1
 
     def normalize(self, what: str, values: Tensor) -> Tensor:
         """Normalise ``state`` or ``actions`` ``[..., D]`` in physical units."""
@@ -94,23 +88,14 @@ class Pi0Statistics:
 
 @dataclass(frozen=True)
 class Pi0Checkpoint:
-    """A checkpoint folder without its weights.
+    """A checkpoint folder without its weights."""
 
-    Attributes:
-        path: the folder; of ``hf:NAME``, its local copy.
-        config: ``config.json``, empty if there is none.
-        options: what the policy that was saved here was set to.
-        statistics: ``norm_stats`` per data set.
-        tokenizer: content of the sentencepiece file.
-        weights: every tensor by name; headers only.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    options: Mapping[str, Any]
-    statistics: Mapping[str, Mapping[str, Any]]
-    tokenizer: bytes = field(repr=False)
-    weights: Mapping[str, Entry] = field(repr=False)
+    path: Path  # of hf:NAME, its local copy
+    config: Mapping[str, Any]  # config.json, empty if there is none
+    options: Mapping[str, Any]  # what the policy that was saved here was set to
+    statistics: Mapping[str, Mapping[str, Any]]  # norm_stats per data set
+    tokenizer: bytes = field(repr=False)  # content of the sentencepiece file
+    weights: Mapping[str, Entry] = field(repr=False)  # every tensor by name; headers only
 
     @classmethod
     def read(cls, folder: str | Path) -> Pi0Checkpoint:

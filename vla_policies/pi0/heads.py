@@ -28,19 +28,12 @@ _BFLOAT16 = 0.02  # relative; what bfloat16 logarithms leave of a standard devia
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """The heads of a folder, by the names of our modules; of its tensors only the headers.
-
-    Attributes:
-        path: the folder.
-        layers: tensors of ``"value_head"`` and ``"noise_network"``, as far as there are any.
-        log_variances: RLinf's bounds of the noise, the smaller one first; empty where the noise network is ours.
-        noise_level: ``None`` without our file.
-    """
+    """The heads of a folder, by the names of our modules; of its tensors only the headers."""
 
     path: Path
-    layers: Mapping[str, Mapping[str, Entry]] = field(repr=False)
-    log_variances: tuple[Entry, ...] = field(default=(), repr=False)
-    noise_level: Entry | None = field(default=None, repr=False)
+    layers: Mapping[str, Mapping[str, Entry]] = field(repr=False)  # of "value_head" and "noise_network", if any
+    log_variances: tuple[Entry, ...] = field(default=(), repr=False)  # RLinf's bounds of the noise, smaller one first
+    noise_level: Entry | None = field(default=None, repr=False)  # None without our file
 
     @classmethod
     def read(cls, path: Path, weights: Mapping[str, Entry]) -> StoredHeads:

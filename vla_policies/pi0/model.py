@@ -84,17 +84,11 @@ class Pi0ModelConfig:
 
 @dataclass(frozen=True)
 class PrefixCache:
-    """What the action expert needs of images and prompt.
+    """What the action expert needs of images and prompt."""
 
-    Attributes:
-        layers: per layer, keys and values ``[N, kv_heads, P, head_dim]``.
-        valid: bool ``[N, P]``, which of them are no padding.
-        output: hidden states ``[N, P, width]``, if they were asked for.
-    """
-
-    layers: list[KeysValues]
-    valid: Tensor
-    output: Tensor | None = None
+    layers: list[KeysValues]  # keys and values [N, kv_heads, P, head_dim] of each
+    valid: Tensor  # bool [N, P], which of them are no padding
+    output: Tensor | None = None  # hidden states [N, P, width], if they were asked for
 
     def repeat(self, count: int) -> PrefixCache:
         """Return each row ``count`` times in a row, without ``output``."""

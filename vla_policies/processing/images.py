@@ -27,21 +27,14 @@ RESIZES = ("bicubic", "lanczos3")
 
 @dataclass(frozen=True)
 class ImagePreprocessor:
-    """What a checkpoint expects of its images, see :meth:`resize` and :meth:`normalize`.
+    """What a checkpoint expects of its images, see :meth:`resize` and :meth:`normalize`."""
 
-    Attributes:
-        means, stds: one RGB triple per vision backbone (DINOv2, SigLIP), for pixels from 0 to 1.
-        size: height and width of the model's input.
-        resize_method: ``"bicubic"``, see :func:`resize_exact`, or ``"lanczos3"``, a JPEG round trip before
-            :func:`resize_lanczos3`.
-        crop: keep the central 0.9 of the area, as policies are evaluated that were trained on random crops of it.
-    """
-
+    # An RGB triple per vision backbone (DINOv2, SigLIP), for pixels from 0 to 1.
     means: tuple[tuple[float, ...], ...] = ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5))
     stds: tuple[tuple[float, ...], ...] = ((0.229, 0.224, 0.225), (0.5, 0.5, 0.5))
-    size: tuple[int, int] = (224, 224)
-    resize_method: str = "bicubic"
-    crop: bool = False
+    size: tuple[int, int] = (224, 224)  # height and width of the model's input
+    resize_method: str = "bicubic"  # resize_exact; or "lanczos3", a JPEG round trip before resize_lanczos3
+    crop: bool = False  # keep the central 0.9 of the area, as for policies that were trained on random crops of it
 
     @classmethod
     def from_config(
