@@ -16,15 +16,24 @@ PROBE_TIMEOUT = 120.0  # seconds; a first import compiles byte code on what may 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report."""
+    """One line of the doctor's report.
 
-    status: str  # "ok", "missing" (nothing there) or "broken" (there, but it does not work)
-    name: str  # what was looked at
-    detail: str  # what was found
-    remedy: str = ""  # what to type; empty where nothing is wrong
-    part: str = SIMULATOR  # of the report: SIMULATOR, RENDERING or ASSETS
-    required: bool = False  # whether the benchmark is of no use unless this is ok
-    without: str = ""  # what works where it is not ok, for example "its own tasks"
+    Attributes:
+        status: ``"ok"``, ``"missing"`` (nothing there) or ``"broken"`` (there, but it does not work).
+        name, detail: what was looked at, and what was found.
+        remedy: what to type; empty where nothing is wrong.
+        part: of the report: :data:`SIMULATOR`, :data:`RENDERING` or :data:`ASSETS`.
+        required: whether the benchmark is of no use unless this is ok.
+        without: what works where it is not ok, for example ``"its own tasks"``.
+    """
+
+    status: str
+    name: str
+    detail: str
+    remedy: str = ""
+    part: str = SIMULATOR
+    required: bool = False
+    without: str = ""
 
 
 def import_path() -> str:

@@ -117,23 +117,16 @@ def load_weights(
     module: nn.Module,
     entries: Mapping[str, Entry],
     *,
-    prefix: str = "",
-    device: torch.device | str | None = None,
-    unused: Callable[[str], bool] = lambda key: False,
-    what: str | None = None,
+    prefix: str = "",  # only tensors whose name begins with it are considered, and it is removed
+    device: torch.device | str | None = None,  # None for where tensors are, the CPU for those on the meta device
+    unused: Callable[[str], bool] = lambda key: False,  # names (without prefix) that the module does not need
+    what: str | None = None,  # the source's name in errors
 ) -> dict[str, Tensor]:
-    """Fill a module, which may be on the meta device and sharded, tensor by tensor.
+    """Fill a module, which may be on the meta device and sharded, tensor by tensor, from :func:`list_weights`.
 
-    Args:
-        module: all its parameters (but those of adapters) and persistent buffers are replaced, with their dtypes.
-        entries: of :func:`list_weights`.
-        prefix: only tensors whose name begins with it are considered, and it is removed.
-        device: of the module afterwards; ``None`` for where its tensors are, the CPU for those on the meta device.
-        unused: names (without the prefix) that the checkpoint may have and the module does not need.
-        what: the source's name in errors: a ValueError for tensors that do not fit or are not finite.
-
-    Returns:
-        The unused tensors, on the CPU (sharded like the module's), for :func:`save_weights`.
+    All its parameters (but those of adapters) and persistent buffers are replaced, with their dtypes. Returns the
+    unused tensors, on the CPU (sharded like the module's), for :func:`save_weights`. ValueError for tensors that do not
+    fit or are not finite.
     """
     entries = check_weights(module, entries, prefix=prefix, unused=unused, what=what)
     state = module.state_dict()
