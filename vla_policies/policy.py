@@ -17,8 +17,8 @@ Recipes find either by its ``family`` after :func:`vla_policies.register_policy`
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_type_hints
@@ -37,7 +37,7 @@ from vla_policies.batch import any_batch, by_name
 from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.report import Report, describe_weights
-from vla_policies.checkpoint.settings import as_tuples, check_unchanged
+from vla_policies.checkpoint.settings import as_tuples, check_unchanged, defaults_of
 from vla_policies.checkpoint.weights import list_weights
 from vla_policies.memory import DecisionMemory
 from vla_policies.nn.blocks import blocks_of
@@ -311,7 +311,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         family, stored = layout.read(path)
         if family != cls.family:
             raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")
-        cls._check_unchanged(settings, stored, path)
+        check_unchanged(cls, path, {**defaults_of(cls), **stored}, settings)
         try:
             policy = cls(cls.config_class(**as_tuples(stored)))
         except TypeError as error:
@@ -346,7 +346,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
                 f"{cls.family} has no published size, it is made for an environment; pass a folder that a run wrote"
             )
         _, stored = layout.read(folder)
-        cls._check_unchanged(settings, stored, folder)
+        check_unchanged(cls, folder, {**defaults_of(cls), **stored}, settings)
         with torch.device("meta"):
             return cls(cls.config_class(**as_tuples(stored)))
 
@@ -357,13 +357,6 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
     def stays_float32(self, name: str) -> bool:
         """Tell of a parameter's name whether it is computed with in float32, whatever the others are in."""
         return False
-
-    @classmethod
-    def _check_unchanged(cls, settings: Mapping[str, Any], stored: Mapping[str, Any], path: Path) -> None:
-        """Refuse settings that a checkpoint has otherwise; one of before there was a setting has its default."""
-        known = fields(cls.config_class)
-        defaults = {field.name: field.default for field in known if field.default is not MISSING}
-        check_unchanged(settings, {**defaults, **stored}, [field.name for field in known], cls.__name__, path)
 
 
 def given_shard(shard: Sharding | None) -> dict[str, Any]:

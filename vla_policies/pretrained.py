@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, cast
@@ -29,7 +29,7 @@ from vla_policies.checkpoint.lora import (
     save_adapter,
 )
 from vla_policies.checkpoint.parts import check_finite, in_first
-from vla_policies.checkpoint.settings import merge_settings, saved_dtype
+from vla_policies.checkpoint.settings import defaults_of, merge_settings, saved_dtype
 from vla_policies.checkpoint.weights import Entry, check_weights, load_weights
 from vla_policies.checkpoint.weights import cast as cast_parameters
 from vla_policies.policy import Sharding, VLAPolicy, given_shard
@@ -207,9 +207,8 @@ class PretrainedPolicy(VLAPolicy):
     def meta_policy(cls, folder: Path | None = None, **settings: Any) -> Self:
         """See :meth:`VLAPolicy.meta_policy`; the networks are frozen and adapted as in training."""
         model, checkpoint, said = cls.meta_model(folder, settings)
-        defaults = {field.name: field.default for field in fields(cls.config_class) if field.default is not MISSING}
         rank = {} if folder is None or not said.get(ADAPTER) else read_rank(folder / ADAPTER)
-        settings = {**defaults, **said, **rank, **settings}
+        settings = {**defaults_of(cls), **said, **rank, **settings}
         policy = cls.__new__(cls)
         TensorDictModuleBase.__init__(policy)
         policy.config, policy.model, policy.folder = SimpleNamespace(**settings), model, checkpoint
