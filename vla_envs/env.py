@@ -95,8 +95,8 @@ class VLAEnv(EnvBase):
         self._texts: Instructions | None = None
         self._under_way: dict[tuple[int, ...], tuple[str, Pending, TensorDictBase | None]] = {}  # by slots, as sent
         self._make_specs()
-        kept = self.full_reward_spec.exclude(keys.REWARD).items()
-        self._statistics = {key: each.zero().cpu().numpy() for key, each in kept}  # of the running episodes
+        specs = [(key, each) for key, each in self.full_reward_spec.items() if key != keys.REWARD]
+        self._statistics = {key: each.zero().cpu().numpy() for key, each in specs}  # of the running episodes
         self.is_closed = False
 
     def set_episodes(self, source: EpisodeSource) -> None:

@@ -46,7 +46,10 @@ class Prompts:
 
     def _tokens(self, instruction: str) -> list[int]:
         if instruction not in self._cache:
-            ids = self._tokenizer.encode(_TEMPLATE.format(instruction=instruction.lower())).ids
-            before, after = [BOS] if ids[0] != BOS else [], [SPACE] if ids[-1] != SPACE else []
-            self._cache[instruction] = [*before, *ids, *after]
+            self._cache[instruction] = self._tokenize(instruction)
         return self._cache[instruction]
+
+    def _tokenize(self, instruction: str) -> list[int]:
+        ids = self._tokenizer.encode(_TEMPLATE.format(instruction=instruction.lower())).ids
+        before, after = [BOS] if ids[0] != BOS else [], [SPACE] if ids[-1] != SPACE else []
+        return [*before, *ids, *after]
