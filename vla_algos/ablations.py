@@ -70,7 +70,7 @@ def swapped_instructions(tasks: Sequence[Task]) -> Observe:
 
     A ``ValueError`` if there is nothing to swap: tasks share one instruction, or each episode has one of its own.
     """
-    if reworded := [task.name for task in tasks if task.worded_anew]:
+    if reworded := [task.name for task in tasks if task.sentence_per_episode]:
         raise ValueError(
             f"swapping instructions needs tasks with given ones; each episode of {reworded[0]} has its own; type "
             "ablation=other_trial, or null"

@@ -70,11 +70,7 @@ def diagnose(all_names: bool = False) -> int:
             ASSETS: [check_assets_variable(), *_part(everything, ASSETS)],
         }
     )
-    usable = []
-    for name, findings in checked.items():
-        if _works(findings):
-            left = "; ".join(finding.without for finding in findings if finding.without and finding.status != "ok")
-            usable.append(f"{name} ({left})" if left else name)
+    usable = [f"{name}{_limits(findings)}" for name, findings in checked.items() if _works(findings)]
     print("\nUsable now:", ", ".join(usable) or "nothing yet, see the lines that begin with ->")
     installed = [findings for findings in checked.values() if _works(_part(findings, SIMULATOR))]
     return 0 if usable and all(_works(_part(findings, RENDERING)) for findings in installed) else 1
@@ -86,7 +82,7 @@ def _find_benchmarks() -> tuple[list[tuple[Benchmark, list[str]]], list[Finding]
         try:
             benchmark = get_benchmark(name)
             found.append((benchmark, [f"{name}/{suite}" for suite in benchmark.suites()]))
-        except Exception as error:  # whatever the package of a stranger raises
+        except Exception as error:  # whatever a package from outside raises
             detail, _, remedy = describe_error(error).partition("; repair it, or type: ")
             broken.append(Finding("broken", f"benchmark {name}", detail, remedy))
     return found, broken
@@ -124,6 +120,11 @@ def _part(findings: Iterable[Finding], part: str) -> list[Finding]:
 
 def _works(findings: Iterable[Finding]) -> bool:
     return all(finding.status == "ok" for finding in findings if finding.required)
+
+
+def _limits(findings: Iterable[Finding]) -> str:
+    left = "; ".join(finding.without for finding in findings if finding.without and finding.status != "ok")
+    return f" ({left})" if left else ""
 
 
 def _print_sections(sections: Mapping[str, Sequence[Finding]]) -> None:

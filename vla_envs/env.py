@@ -43,6 +43,8 @@ class VLAEnv(EnvBase):
 
     Attributes:
         simulator_spec: the benchmark suite.
+        num_envs: ``N``.
+        pool: the simulators, for work that is not a rollout, such as recording demonstrations.
         episodes: source of episodes; replaced by :meth:`set_episodes`.
         current_episodes: the episode of each slot, ``None`` where idle.
         errors: why episodes crashed in the last step, by slot.
@@ -80,7 +82,7 @@ class VLAEnv(EnvBase):
                 gpus=gpus,
             )
         super().__init__(device=torch.device(pool.device), batch_size=torch.Size([num_envs]))
-        self.simulator_spec, self.chunk_size = spec, chunk_size
+        self.simulator_spec, self.num_envs, self.chunk_size = spec, num_envs, chunk_size
         self.set_episodes(episodes)
         self.ignore_terminations = ignore_terminations
         self.reward_coef, self.relative_reward, self.step_penalty = reward_coef, relative_reward, step_penalty
@@ -89,23 +91,12 @@ class VLAEnv(EnvBase):
         self.interactions = 0
         self.errors: dict[int, str] = {}
         self.step_remarks: dict[int, str] = {}
-        self._pool = pool
+        self.pool: WorkerPool = pool
         self._texts: Instructions | None = None
         self._under_way: dict[tuple[int, ...], tuple[str, Pending, TensorDictBase | None]] = {}  # by slots, as sent
         self._make_specs()
-        n = num_envs
-        self._statistics = {  # of the running episodes, by key
-            keys.STEP_REWARDS: np.zeros((n, chunk_size), np.float32),
-            keys.STEP_MASK: np.zeros((n, chunk_size), bool),
-            keys.SUCCESS: np.zeros((n, 1), bool),
-            keys.SUCCESS_AT_END: np.zeros((n, 1), bool),
-            keys.EPISODE_RETURN: np.zeros((n, 1), np.float32),
-            keys.EPISODE_LEN: np.zeros((n, 1), np.int64),
-            keys.CRASHED: np.zeros((n, 1), bool),
-            keys.ACTIONS_CLIPPED: np.zeros((n, 1), np.float32),
-        }
-        if spec.chain_length > 1:
-            self._statistics[keys.SUBTASKS] = np.zeros((n, 1), np.int64)
+        specs = [(key, each) for key, each in self.full_reward_spec.items() if key != keys.REWARD]
+        self._statistics = {key: each.zero().cpu().numpy() for key, each in specs}  # of the running episodes
         self.is_closed = False
 
     def set_episodes(self, source: EpisodeSource) -> None:
@@ -118,29 +109,19 @@ class VLAEnv(EnvBase):
         self.episodes = source
 
     @property
-    def num_envs(self) -> int:
-        """Number ``N`` of environments."""
-        return self.batch_size[0]
-
-    @property
     def worker_restarts(self) -> int:
         """How often a worker or simulator had to be started again."""
-        return self._pool.restarts
+        return self.pool.restarts
 
     @property
     def remarks(self) -> dict[int, str]:
         """What simulators have said of the running episodes, by slot."""
-        return dict(getattr(self._pool, "remarks", {}))  # none where all worlds are simulated together
+        return dict(getattr(self.pool, "remarks", {}))  # none where all worlds are simulated together
 
     @property
     def unstarted(self) -> np.ndarray:
         """Which running episodes could not be started, three times, bool ``[N]``."""
-        return np.isin(np.arange(self.num_envs), list(self._pool.unstarted)) & self._active()
-
-    @property
-    def pool(self) -> WorkerPool:
-        """The simulators, for work that is not a rollout, such as recording demonstrations."""
-        return self._pool
+        return np.isin(np.arange(self.num_envs), list(self.pool.unstarted)) & self._active()
 
     def _make_specs(self) -> None:
         n, c, spec = self.num_envs, self.chunk_size, self.simulator_spec
@@ -192,9 +173,9 @@ class VLAEnv(EnvBase):
             self._drop_under_way()
         else:
             self._check_idle(slots)
-        self._pool.reset(self._take_episodes(slots))
+        self.pool.reset(self._take_episodes(slots))
         if mask is None:
-            self._pool.check()  # otherwise the next step does: what ended before this reset is not to be lost
+            self.pool.check()  # otherwise the next step does: what ended before this reset is not to be lost
         return self.observe()
 
     def _take_episodes(self, slots: Sequence[int]) -> dict[int, Episode]:
@@ -221,7 +202,7 @@ class VLAEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         slots = self._slots(None)
-        lost = self._pool.step(self._take_actions(tensordict, slots))
+        lost = self.pool.step(self._take_actions(tensordict, slots))
         return self._outcome(slots, lost)
 
     def _take_actions(self, tensordict: TensorDictBase, slots: np.ndarray) -> list[int]:
@@ -230,12 +211,12 @@ class VLAEnv(EnvBase):
         self._check_idle(slots.tolist())
         self.interactions += 1
         active = self._active()[slots]
-        self._pool.arrays.actions[slots] = self._checked(tensordict.get(keys.ACTION, None), slots, active)
+        self.pool.arrays.actions[slots] = self._checked(tensordict.get(keys.ACTION, None), slots, active)
         return slots[active].tolist()
 
     def _outcome(self, slots: np.ndarray, lost: Sequence[int]) -> TensorDictBase:
-        arrays, active, crashed = self._pool.arrays, self._active()[slots], np.isin(slots, lost)
-        self.errors = {slot: self._pool.errors[slot] for slot in lost}
+        arrays, active, crashed = self.pool.arrays, self._active()[slots], np.isin(slots, lost)
+        self.errors = {slot: self.pool.errors[slot] for slot in lost}
         self.step_remarks = self.remarks  # the episode's last word: a reset forgets it
 
         now = {key: array[slots] for key, array in self._statistics.items()}
@@ -287,7 +268,7 @@ class VLAEnv(EnvBase):
         slots = self._slots(tensordict.get(ENV_INDEX) if env_index is None else env_index)
         active = self._take_actions(tensordict, slots)
         idle = [slot for slot in slots.tolist() if slot not in active]
-        self._under_way[tuple(slots.tolist())] = ("step", self._pool.step_send(active, idle), tensordict)
+        self._under_way[tuple(slots.tolist())] = ("step", self.pool.step_send(active, idle), tensordict)
 
     def async_step_recv(self, env_index: Sequence[int] | None = None) -> TensorDictBase:
         """Wait for the slots that were sent together (first, if ``None``), and return what ``step`` does, ``[k]``.
@@ -298,7 +279,7 @@ class VLAEnv(EnvBase):
         """
         sent, pending, tensordict = self._sent("step", env_index)
         assert tensordict is not None  # of a step there is one
-        lost = self._pool.step_recv(pending)
+        lost = self.pool.step_recv(pending)
         del self._under_way[sent]
         slots = np.array(sent)
         return tensordict.copy().update({"next": self._outcome(slots, lost), ENV_INDEX: torch.from_numpy(slots)})
@@ -313,13 +294,13 @@ class VLAEnv(EnvBase):
         self._check_halves()
         slots = self._slots(tensordict.get(ENV_INDEX) if env_index is None and tensordict is not None else env_index)
         self._check_idle(slots.tolist())
-        pending = self._pool.reset_send(self._take_episodes(slots.tolist()))
+        pending = self.pool.reset_send(self._take_episodes(slots.tolist()))
         self._under_way[tuple(slots.tolist())] = ("reset", pending, None)
 
     def async_reset_recv(self, env_index: Sequence[int] | None = None) -> TensorDictBase:
         """Wait for the slots that were sent together (first, if ``None``), and return their observations ``[k]``."""
         sent, pending, _ = self._sent("reset", env_index)
-        self._pool.reset_recv(pending)
+        self.pool.reset_recv(pending)
         del self._under_way[sent]
         return self.observe(sent).set(ENV_INDEX, torch.tensor(sent))
 
@@ -327,14 +308,14 @@ class VLAEnv(EnvBase):
         """Divide the slots into stages of which every worker has some; ``ValueError`` as :func:`check_stages`."""
         if self.simulator_spec.batched:
             raise ValueError(TOGETHER.format(id=self.simulator_spec.id))
-        workers = self._pool.num_workers
+        workers = self.pool.num_workers
         check_stages(stages, self.num_envs, workers)
         return divide(self.num_envs, workers, stages)
 
     @property
     def simulator_seconds(self) -> float:
         """For how long the busiest of the workers has worked so far."""
-        return float(self._pool.arrays.seconds.max())
+        return float(self.pool.arrays.seconds.max())
 
     def _slots(self, env_index: Sequence[int] | torch.Tensor | None) -> np.ndarray:
         if env_index is None:
@@ -367,7 +348,7 @@ class VLAEnv(EnvBase):
     def _drop_under_way(self) -> None:
         under_way, self._under_way = self._under_way, {}
         for _, pending, _ in under_way.values():
-            self._pool.drop(pending)
+            self.pool.drop(pending)
 
     def state_dict(self, *_: Any, **__: Any) -> OrderedDict[str, Any]:
         """Return plain values and tensors to continue in the middle of the running episodes.
@@ -377,7 +358,7 @@ class VLAEnv(EnvBase):
         self._check_idle(range(self.num_envs))
         state: OrderedDict[str, Any] = OrderedDict(sampler=self.episodes.state_dict())
         if any(episode is not None for episode in self.current_episodes):
-            running = list(zip(self.current_episodes, self._pool.executed, strict=True))
+            running = list(zip(self.current_episodes, self.pool.executed, strict=True))
             state["episodes"] = [None if episode is None else pack(episode) for episode, _ in running]
             state["actions"] = [
                 torch.from_numpy(np.stack(chunks)) if episode is not None and chunks else None
@@ -414,9 +395,9 @@ class VLAEnv(EnvBase):
         running = {slot: episode for slot, episode in enumerate(self.current_episodes) if episode is not None}
         unstarted = state_dict.get("unstarted", torch.zeros(self.num_envs, dtype=torch.bool))
         chunks = [[] if saved is None else list(saved.numpy()) for saved in state_dict["actions"]]
-        self._pool.give_up({slot: episode for slot, episode in running.items() if unstarted[slot]})
-        self._pool.restore({slot: (episode, chunks[slot]) for slot, episode in running.items() if not unstarted[slot]})
-        self._pool.check()
+        self.pool.give_up({slot: episode for slot, episode in running.items() if unstarted[slot]})
+        self.pool.restore({slot: (episode, chunks[slot]) for slot, episode in running.items() if not unstarted[slot]})
+        self.pool.check()
         for key, array in self._statistics.items():
             array[:] = state_dict["statistics"][key].numpy()
         self._last_reward[:] = state_dict["last_reward"].numpy()
@@ -437,8 +418,8 @@ class VLAEnv(EnvBase):
 
     def _observe(self, slots: np.ndarray) -> dict[str, Any]:
         """Copy rows of the shared arrays, which the next step overwrites."""
-        arrays, on_device = self._pool.arrays, bool(self.simulator_spec.batched)  # where each frame is a new one
-        episodes, texts = self.current_episodes, self._pool.texts
+        arrays, on_device = self.pool.arrays, bool(self.simulator_spec.batched)  # where each frame is a new one
+        episodes, texts = self.current_episodes, self.pool.texts
         identities = [
             (e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in map(episodes.__getitem__, slots)
         ]
@@ -468,7 +449,7 @@ class VLAEnv(EnvBase):
                 f"[envs, chunk, action], got {action.dtype} {list(action.shape)}"
             )
         array = action.detach().cpu().numpy()
-        actions, acting = self._pool.arrays.actions.copy(), np.zeros(self.num_envs, bool)
+        actions, acting = self.pool.arrays.actions.copy(), np.zeros(self.num_envs, bool)
         actions[slots], acting[slots] = array, active
         refuse_actions(self.simulator_spec, actions, acting)  # which names the slots
         return array
@@ -484,7 +465,7 @@ class VLAEnv(EnvBase):
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Stop the worker processes."""
-        self._pool.close()
+        self.pool.close()
         super().close(raise_if_closed=raise_if_closed)
 
 

@@ -47,27 +47,20 @@ def demonstrate(
     simulator: Any,
     episode: Episode,
     *,
-    chunk_size: int,
-    stride: int,
-    noise: float | Sequence[float],
-    noise_correlation: float,
-    max_steps: int,
+    chunk_size: int,  # C, actions per label
+    stride: int,  # record every so many actions, or decisions where chunks are executed as a whole
+    noise: float | Sequence[float],  # deviation as a fraction of half the action's range, for all or each dimension
+    noise_correlation: float,  # of the disturbance between successive actions, 0 to below 1
+    max_steps: int,  # give up after that many actions
 ) -> dict[str, Any] | None:
     """Let the scripted expert solve an episode while its actions are disturbed.
 
     The labels are what the expert wanted to do, not what was done: the recording shows how to come back from states
     that a perfect execution never visits (DART, Laskey et al. 2017).
 
-    Args:
-        simulator: one with ``expert_action()``, float ``[A]``; with ``expert_chunk(C)``, float ``[C, A]``, where chunks
-            are executed as a whole: it is asked once for each, and all of it is disturbed. ``None`` gives up.
-        episode: what to solve; it also seeds the disturbance.
-        chunk_size: actions per label, ``C``.
-        stride: record every so many primitive actions, or decisions where chunks are executed as a whole.
-        noise: standard deviation of the disturbance, as a fraction of half the action's range; one number, or one for
-            each dimension.
-        noise_correlation: of the disturbance between successive actions, 0 to below 1.
-        max_steps: give up after that many actions.
+    The simulator has ``expert_action()``, float ``[A]``, or, where chunks are executed as a whole, ``expert_chunk(C)``,
+    float ``[C, A]``, which is asked once for each and disturbed as a whole; ``None`` gives up. The episode also seeds
+    the disturbance.
 
     Returns:
         ``images`` uint8 ``[K, H, W, 3]``, ``wrist_images`` where there are any, ``states`` float32 ``[K, S]``,

@@ -98,7 +98,7 @@ def register_installed() -> None:
     for name in benchmarks.names():
         try:
             _register_ids(get_benchmark(name))
-        except Exception as error:  # whatever the package of a stranger raises
+        except Exception as error:  # whatever a package from outside raises
             if _is_being_imported(name):
                 _unfinished.add(name)
             else:
@@ -106,11 +106,9 @@ def register_installed() -> None:
 
 
 def get_benchmark(name: str) -> Benchmark:
-    """Return a benchmark by name.
+    """Return a benchmark by name; a ``ValueError`` offers the nearest names.
 
-    Raises:
-        ValueError: there is none; offers the nearest names.
-        ImportError: its package cannot be imported, or declares something else.
+    ImportError: its package cannot be imported, or declares something else.
     """
     benchmark = benchmarks.get(name)
     if not isinstance(benchmark, Benchmark) or benchmark.name != name:

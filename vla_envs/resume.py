@@ -17,13 +17,8 @@ from vla_envs.env import base_env
 def save_state(env: EnvBase, observation: TensorDictBase | None) -> dict[str, Any]:
     """Return what :func:`load_state` needs: tensors, numbers and texts.
 
-    Args:
-        env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms.
-        observation: what the policy would see next; ``None`` if no episode is running.
-
-    Returns:
-        ``"env"``, the state of the :class:`~vla_envs.env.VLAEnv`; ``"transforms"``, of each; ``"observation"``, as far
-        as the environment alone could not give it again.
+    ``env`` is a :class:`~vla_envs.env.VLAEnv`, with or without transforms; ``observation`` what the policy would see
+    next, ``None`` if no episode is running. It is kept as far as the environment alone could not give it again.
     """
     inner = base_env(env)
     state: dict[str, Any] = {"env": inner.state_dict(), "transforms": transforms_state(env)}
@@ -36,13 +31,9 @@ def save_state(env: EnvBase, observation: TensorDictBase | None) -> dict[str, An
 
 
 def load_state(env: EnvBase, state: dict[str, Any]) -> TensorDictBase | None:
-    """Continue where :func:`save_state` was called, with an environment that is made alike.
+    """Continue where :func:`save_state` was called, with an environment that is made alike; else a ``ValueError``.
 
-    Returns:
-        The observation that was given to :func:`save_state`, to the bit.
-
-    Raises:
-        ValueError: the environment has other episodes, slots or transforms.
+    Returns the observation that was given to :func:`save_state`, to the bit.
     """
     inner = base_env(env)
     inner.load_state_dict(state["env"])

@@ -115,14 +115,14 @@ class Task:
         group: the benchmark's difficulty or suite group, for tables by group; may be empty.
         instructions: where ``instruction`` is a pattern, every sentence that an episode may have, or the longest ones,
             as far as they are known before a simulator starts: a policy refuses what it cannot take before any work.
-        worded_anew: whether each episode has a sentence of its own, so that ``instructions`` are the longest ones only.
+        sentence_per_episode: whether each episode has its own, so that ``instructions`` are the longest ones only.
     """
 
     name: str
     instruction: str
     group: str = ""
     instructions: tuple[str, ...] = field(default=(), repr=False)
-    worded_anew: bool = False
+    sentence_per_episode: bool = False
 
 
 @dataclass(frozen=True)

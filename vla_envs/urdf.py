@@ -1,4 +1,4 @@
-"""Robots' descriptions for SAPIEN, taken apart once: it does so again for every scene that is built."""
+"""Robots' descriptions for SAPIEN, parsed once: it parses them again for every scene that is built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def remembered_descriptions() -> Iterator[None]:
-    """Have scenes that are built meanwhile know the URDF files that this process has read before, by their text."""
+    """Let scenes that are built within reuse the URDF files that this process has parsed before, by their text."""
     from sapien.wrapper import urdf_loader
 
     before = urdf_loader.URDF

@@ -1,4 +1,4 @@
-"""Built worlds, kept by a process from one episode of a task to its next, in whichever simulator."""
+"""Built worlds, kept by a process from one episode of a task to its next, in any of its simulators."""
 
 from __future__ import annotations
 

@@ -24,9 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if settings and chosen.command != "memory":
             raise ValueError(f"{settings[0]}: {chosen.command} takes a folder and no settings")
-        if chosen.command == "memory":
-            return _print_memory(chosen, settings)
-        return _write_tiny(chosen) if chosen.command == "tiny" else _inspect(chosen.folder)
+        return {"inspect": _inspect, "tiny": _write_tiny, "memory": _print_memory}[chosen.command](chosen, settings)
     except (OSError, ValueError, ImportError) as error:
         return report(error)
 
@@ -53,15 +51,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _inspect(folder: str) -> int:
+def _inspect(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     from vla_policies.registry import inspect_policy
 
-    found = inspect_policy(folder)
+    found = inspect_policy(chosen.folder)
     print(found)
     return 1 if found.missing else 0
 
 
-def _write_tiny(chosen: argparse.Namespace) -> int:
+def _write_tiny(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     from vla_policies.tiny import make_tiny
 
     folder = make_tiny(chosen.kind, chosen.to, chosen.statistics)

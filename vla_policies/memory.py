@@ -179,19 +179,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class DecisionMemory:
-    """What a decision takes of a GPU besides the parameters, in bytes.
+    """What a decision takes of a GPU besides the parameters, in bytes."""
 
-    Attributes:
-        stacks: that a gradient goes through in an update.
-        held: what an update keeps too, such as keys and values of a frozen part.
-        kept_for_update: at most, of all decisions of an update.
-        cache: while the policy acts.
-    """
-
-    stacks: Sequence[Stack]
-    held: int = 0
-    kept_for_update: int = 0
-    cache: int = 0
+    stacks: Sequence[Stack]  # that a gradient goes through in an update
+    held: int = 0  # what an update keeps too, such as keys and values of a frozen part
+    kept_for_update: int = 0  # at most, of all decisions of an update
+    cache: int = 0  # while the policy acts
 
     def activations(self, lowered: bool = False) -> tuple[int, int, int]:
         """Estimate bytes in an update, in one with gradient checkpointing, and in a rollout."""

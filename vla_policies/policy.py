@@ -17,8 +17,8 @@ Recipes find either by its ``family`` after :func:`vla_policies.register_policy`
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_type_hints
@@ -37,7 +37,7 @@ from vla_policies.batch import any_batch, by_name
 from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.report import Report, describe_weights
-from vla_policies.checkpoint.settings import as_tuples, check_unchanged
+from vla_policies.checkpoint.settings import as_tuples, check_unchanged, defaults_of
 from vla_policies.checkpoint.weights import list_weights
 from vla_policies.memory import DecisionMemory
 from vla_policies.nn.blocks import blocks_of
@@ -225,8 +225,8 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         """Return the modules whose weights a sharded policy gathers one after the other, in the order that they run.
 
         What is in none is gathered during the whole pass: heads, and what is read without a module's ``forward``.
-            Trained parameters of a group have the same dtype. By default each member of an ``nn.ModuleList`` is one
-            group; without any, the policy is one, which saves the memory of optimizer and gradients only.
+        Trained parameters of a group have the same dtype. By default each member of an ``nn.ModuleList`` is one group;
+        without any, the policy is one, which saves the memory of optimizer and gradients only.
         """
         return [ShardGroup(block, returns_float32=True) for _, block in blocks_of(self)]
 
@@ -294,12 +294,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
 
     @classmethod
     def from_pretrained(
-        cls,
-        folder: str | Path,
-        *,
-        device: torch.device | str = "cpu",
-        shard: Sharding | None = None,
-        **settings: Any,
+        cls, folder: str | Path, *, device: torch.device | str = "cpu", shard: Sharding | None = None, **settings: Any
     ) -> Self:
         """Load what :meth:`save_pretrained` wrote.
 
@@ -316,7 +311,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         family, stored = layout.read(path)
         if family != cls.family:
             raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")
-        cls._check_unchanged(settings, stored, path)
+        check_unchanged(cls, path, {**defaults_of(cls), **stored}, settings)
         try:
             policy = cls(cls.config_class(**as_tuples(stored)))
         except TypeError as error:
@@ -351,7 +346,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
                 f"{cls.family} has no published size, it is made for an environment; pass a folder that a run wrote"
             )
         _, stored = layout.read(folder)
-        cls._check_unchanged(settings, stored, folder)
+        check_unchanged(cls, folder, {**defaults_of(cls), **stored}, settings)
         with torch.device("meta"):
             return cls(cls.config_class(**as_tuples(stored)))
 
@@ -362,13 +357,6 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
     def stays_float32(self, name: str) -> bool:
         """Tell of a parameter's name whether it is computed with in float32, whatever the others are in."""
         return False
-
-    @classmethod
-    def _check_unchanged(cls, settings: Mapping[str, Any], stored: Mapping[str, Any], path: Path) -> None:
-        """Refuse settings that a checkpoint has otherwise; one of before there was a setting has its default."""
-        known = fields(cls.config_class)
-        defaults = {field.name: field.default for field in known if field.default is not MISSING}
-        check_unchanged(settings, {**defaults, **stored}, [field.name for field in known], cls.__name__, path)
 
 
 def given_shard(shard: Sharding | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, cast
@@ -29,8 +29,7 @@ from vla_policies.checkpoint.lora import (
     save_adapter,
 )
 from vla_policies.checkpoint.parts import check_finite, in_first
-from vla_policies.checkpoint.report import Report
-from vla_policies.checkpoint.settings import merge_settings, saved_dtype
+from vla_policies.checkpoint.settings import defaults_of, merge_settings, saved_dtype
 from vla_policies.checkpoint.weights import Entry, check_weights, load_weights
 from vla_policies.checkpoint.weights import cast as cast_parameters
 from vla_policies.policy import Sharding, VLAPolicy, given_shard
@@ -53,9 +52,9 @@ class Checkpoint(Protocol):
 class PretrainedPolicy(VLAPolicy):
     """A policy that starts from a published checkpoint, whose layout it reads and writes.
 
-    A class adds the abstract methods below; its constructor takes ``(model, checkpoint, config)``. Its ``config_class``
-    has a field ``benchmark`` (:func:`vla_common.schema.get_schema`), whose cameras, states and actions it takes.
-    Further:
+    A class adds the abstract methods below, :meth:`recognises` and :meth:`describe`; its constructor takes ``(model,
+    checkpoint, config)``. Its ``config_class`` has a field ``benchmark`` (:func:`vla_common.schema.get_schema`), whose
+    cameras, states and actions it takes. Further:
 
     * ``checkpoint_settings``: settings that a checkpoint was trained with: another value is refused.
     * ``needed_settings``: settings without a default, each with an example.
@@ -99,16 +98,6 @@ class PretrainedPolicy(VLAPolicy):
     @abstractmethod
     def load_heads(self, entries: Mapping[str, Entry], settings: Mapping[str, Any]) -> None:
         """Fill the heads, as far as the checkpoint has them; ``settings`` are the user's."""
-
-    @classmethod
-    @abstractmethod
-    def recognises(cls, folder: Path) -> bool:
-        """Tell whether :func:`vla_policies.load_policy` loads a local folder with this class. Raises nothing."""
-
-    @classmethod
-    @abstractmethod
-    def describe(cls, folder: Path) -> Report:
-        """Describe a folder that the class recognises, and list what it lacks, without reading a tensor."""
 
     @classmethod
     def infer_settings(cls, checkpoint: Any, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
@@ -218,9 +207,8 @@ class PretrainedPolicy(VLAPolicy):
     def meta_policy(cls, folder: Path | None = None, **settings: Any) -> Self:
         """See :meth:`VLAPolicy.meta_policy`; the networks are frozen and adapted as in training."""
         model, checkpoint, said = cls.meta_model(folder, settings)
-        defaults = {field.name: field.default for field in fields(cls.config_class) if field.default is not MISSING}
         rank = {} if folder is None or not said.get(ADAPTER) else read_rank(folder / ADAPTER)
-        settings = {**defaults, **said, **rank, **settings}
+        settings = {**defaults_of(cls), **said, **rank, **settings}
         policy = cls.__new__(cls)
         TensorDictModuleBase.__init__(policy)
         policy.config, policy.model, policy.folder = SimpleNamespace(**settings), model, checkpoint

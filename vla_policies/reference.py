@@ -22,7 +22,7 @@ class ReferenceWeights(nn.Module):
 
     @contextlib.contextmanager
     def reference_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Be the policy with earlier :meth:`trained_weights`, which hold its own meanwhile; nothing is learnt there.
+        """Be the policy with earlier :meth:`trained_weights`, which hold its own within; nothing is learnt there.
 
         The rest, frozen weights and what is scheduled, is the policy's own: with adapters a reference takes no more
         memory than these. A sharded policy is gathered within, not around it.

@@ -82,7 +82,7 @@ def make_policy(
     try:
         if checkpoint and not policy_class.needs_checkpoint:
             path = resolve(checkpoint)
-            found = _class_of(path, policy_class)
+            found = policy_class if policy_class.recognises(path) else find_policy_class(path)
             policy = found.from_pretrained(path, device=found.default_device(), **chosen)
         else:
             policy = policy_class.make(shape, checkpoint or None, **chosen)
@@ -98,10 +98,6 @@ def make_policy(
             ) from error
         raise
     return policy
-
-
-def _class_of(path: Path, policy_class: type[VLAPolicy]) -> type[VLAPolicy]:
-    return policy_class if policy_class.recognises(path) else find_policy_class(path)
 
 
 def _other_family(policy_class: type[VLAPolicy], checkpoint: str | Path | None) -> str | None:
@@ -169,7 +165,7 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
             policy_class = get_policy_class(family)
             if policy_class.recognises(folder):
                 found.append(policy_class)
-        except ImportError as error:  # of a stranger's package: it must not be in the way of the others
+        except ImportError as error:  # of a package from outside, which must not stop the others
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
     if len(found) > 1:
         names = " and ".join(each.family for each in found)

@@ -137,7 +137,8 @@ def gathered(policy: nn.Module) -> Iterator[None]:
 
     All processes must enter it, which gathers. Nothing can be learnt inside, and weights must not be changed.
     """
-    groups = [(module, _frees(module)) for module in sharded_modules(policy)]
+    found = [(module, _settings(module)) for module in sharded_modules(policy)]
+    groups = [(module, group is not None and group.post_forward_mesh_info is not None) for module, group in found]
     if not groups:
         yield
         return
@@ -152,11 +153,6 @@ def gathered(policy: nn.Module) -> Iterator[None]:
         for module, frees in groups:
             module.reshard()
             module.set_reshard_after_forward(frees, recurse=False)
-
-
-def _frees(module: FSDPModule) -> bool:
-    group = _settings(module)
-    return group is not None and group.post_forward_mesh_info is not None
 
 
 def _settings(module: FSDPModule) -> Any:

@@ -28,11 +28,7 @@ class ValueOperator(TensorDictModuleBase):
         self.in_keys, self.out_keys = list(policy.in_keys), [STATE_VALUE]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write ``state_value``.
-
-        Raises:
-            ValueError: a gradient is wanted and the batch has no stored decisions, or :func:`torch.vmap` calls.
-        """
+        """Write ``state_value``; ValueError: a gradient is wanted without stored decisions, or torch.vmap calls."""
         refuse_vmap(tensordict)
         missing = [key for key in self.policy.loss_keys if key not in tensordict.keys(True)]
         if not missing:

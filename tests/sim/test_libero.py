@@ -511,8 +511,8 @@ def test_an_asset_that_is_missing_costs_the_episode_and_is_named(tmp_path, caplo
     shutil.copytree(ASSETS, broken)
     shutil.rmtree(broken / "stable_scanned_objects" / "plate")
     env = make_env("libero/spatial", 1, assets=str(broken), step_timeout=START, **FAST)
-    env._pool.reset({0: Episode(0, 0)})
-    assert env._pool.unstarted == {0}
+    env.pool.reset({0: Episode(0, 0)})
+    assert env.pool.unstarted == {0}
     assert re.search(r"plate.*libero/spatial task pick_up_the_black_bowl", caplog.text)
     env.close()
 

@@ -82,7 +82,7 @@ def test_an_instruction_that_no_task_declares_is_said_once(caplog):
     ("task", "chain_length"),
     [
         (Task("far", "go {where}", instructions=("go near", "go far")), 1),
-        (Task("far", "go somewhere", instructions=("the longest",), worded_anew=True), 1),
+        (Task("far", "go somewhere", instructions=("the longest",), sentence_per_episode=True), 1),
         (Task("far", "go {where}"), 1),
         (Task("far", "one after the other"), 2),
     ],

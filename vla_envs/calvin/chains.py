@@ -96,9 +96,7 @@ def _rules() -> Mapping[str, list[_Rule]]:
         lifted = {block: "grasped", "grasped": 1}
         rules[f"lift_{block}_table"].append(({block: ["table"]}, lifted))
         rules[f"lift_{block}_drawer"].append(({block: ["drawer"], "drawer": ["open"]}, lifted))
-        rules["place_in_drawer"].append(
-            ({block: ["grasped"], "drawer": ["open"]}, {block: "drawer", "grasped": 0}),
-        )
+        rules["place_in_drawer"].append(({block: ["grasped"], "drawer": ["open"]}, {block: "drawer", "grasped": 0}))
         for side, other in (("left", "right"), ("right", "left")):  # a block is reached where the door is not
             rules[f"lift_{block}_slider"].append(({block: [f"slider_{other}"], "slider": [side]}, lifted))
             placed = {block: f"slider_{side}", "grasped": 0}

@@ -157,7 +157,7 @@ def silence() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Write what Python and the C library hold back, which would go to wherever the outputs lead by then."""
+    """Write what Python and the C library have buffered, before the outputs lead to another place."""
     for output in (sys.stdout, sys.stderr):
         if output is not None:
             output.flush()

@@ -1,4 +1,4 @@
-"""The four scenes as calvin_env describes them, and what is mended in them.
+"""The four scenes as calvin_env describes them, and what is fixed in them.
 
 Conditions and task oracle take the blocks for red, blue and pink, in this order; upstream has another order in scenes A
 and C, so that a chain about the red block begins with another one in its place. The places in the sliding cabinet are
@@ -20,7 +20,7 @@ TABLE_SHIFT = {"A": 0.0, "B": -0.03, "C": 0.0, "D": 0.0}
 DRAWER_PLACE = {  # of a block that lies in the open drawer, m
     scene: (x, -0.23, 0.362) for scene, x in {"A": 0.10, "B": 0.18, "C": 0.10, "D": 0.18}.items()
 }
-FIXES = {  # what is mended, for protocol_deviations
+FIXES = {  # what is fixed, for protocol_deviations
     "A": "blocks in the order red, blue, pink (upstream: pink, blue, red)",
     "B": "places in the cabinet 18 cm further to the right, where its floor is, and one on the table 3 cm further to "
     "the left, off the button",
@@ -30,7 +30,7 @@ FIXES = {  # what is mended, for protocol_deviations
 
 
 def describe_fixes(scenes: str) -> tuple[str, ...]:
-    """Say what is mended in some scenes."""
+    """Say what is fixed in some scenes."""
     return tuple(f"scene {scene} mended: {FIXES[scene]}" for scene in scenes if scene in FIXES)
 
 

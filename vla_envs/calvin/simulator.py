@@ -29,8 +29,8 @@ class CalvinSimulator:
         check_packages(options["path"])
         self.spec = spec
         on_gpu = options["renderer"] == "egl"
-        if on_gpu:
-            _take_turns_on_gpus()
+        if on_gpu and (device := egl.own_device(egl.egl_devices())) is not None:  # workers take turns
+            os.environ.setdefault("EGL_VISIBLE_DEVICES", str(device))
         self.world = World(CHECKOUT.find(options["path"]), fixes=options["scene_fixes"], egl=on_gpu)
         self.chain: tuple[str, ...] = ()
         self.done = 0  # tasks of the chain
@@ -87,8 +87,7 @@ class CalvinSimulator:
         self._steps += 1
         solved = self.done < len(self.chain) and self.world.solved(self.chain[self.done], self._before)
         if solved:
-            self.done += 1
-            self._steps = 0
+            self.done, self._steps = self.done + 1, 0
             if self.done < len(self.chain):
                 self._before = self.world.info()
         published, complete = self.spec.options["kind"] == EVALUATION, self.done == len(self.chain)
@@ -127,9 +126,3 @@ class ExpertSimulator(CalvinSimulator):
         if self._expert is None:
             self._expert = Expert(self.world, self.chain[0])
         return self._expert.action()
-
-
-def _take_turns_on_gpus() -> None:
-    device = egl.own_device(egl.egl_devices())
-    if device is not None:
-        os.environ.setdefault("EGL_VISIBLE_DEVICES", str(device))

@@ -91,7 +91,7 @@ def make_spec(
             evaluation, where fewer cut chains off.
         image_size: pixels of a side of the static camera.
         wrist_camera: draw what the camera in the hand sees.
-        scene_fixes: mend the scenes, see :mod:`vla_envs.calvin.scenes`; false for upstream's.
+        scene_fixes: fix the scenes, see :mod:`vla_envs.calvin.scenes`; false for upstream's.
         renderer: PyBullet's own on the CPU (``"tiny"``) or on a GPU (``"egl"``), which ``"auto"`` takes where there is
             one. The pixels differ.
         path: a checkout of calvin_env; ``None`` looks for it, see :data:`vla_envs.calvin.package.CHECKOUT`.

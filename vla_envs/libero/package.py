@@ -163,7 +163,7 @@ class _ArrayUnpickler(pickle.Unpickler):
             ("numpy._core.multiarray", "_reconstruct"): _empty_array,
             ("numpy", "ndarray"): "ndarray",  # an argument of _reconstruct, never called
             ("numpy", "dtype"): np.dtype,
-            ("_codecs", "encode"): _latin1,
+            ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
         }
         if (module, name) not in allowed:
             raise pickle.UnpicklingError(f"{module}.{name} in it, only a numpy array is allowed")
@@ -172,10 +172,6 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 def _empty_array(*_: Any) -> np.ndarray:
     return np.empty(0)  # shape, dtype and numbers are set afterwards, and compared with each other by numpy
-
-
-def _latin1(text: str, *_: Any) -> bytes:
-    return text.encode("latin1")
 
 
 # ---- import

@@ -81,7 +81,8 @@ class World:
             self._remember()
             return 0.0
 
-        _release_unused_memory()  # of parsing and compiling: half of what a world would take
+        with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # of parsing and compiling: half of what a world would take
         self._moment = Observable("moment", moment, sampling_rate=CONTROL_FREQUENCY)
         self._env._observables = {"moment": self._moment}
         self._arm = Arm(self._env)
@@ -129,7 +130,7 @@ class World:
             try:
                 self._env.reset()
                 return
-            except RandomizationError:  # a draw that does not fit; LIBERO's own reset would try for ever
+            except RandomizationError:  # a draw that does not fit; LIBERO's own reset would try forever
                 continue
         raise RuntimeError(f"LIBERO found no place for the objects of {self.task.name}")
 
@@ -215,11 +216,6 @@ def _prepared(domain: type) -> type:
 
     # LIBERO compares the name.
     return type(domain.__name__, (domain,), {"_initialize_sim": initialize, "_reset_internal": reset})
-
-
-def _release_unused_memory() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _axis_angle(x: float, y: float, z: float, w: float) -> np.ndarray:

@@ -22,7 +22,7 @@ _Quaternion = tuple[Any, ...]  # 4 numbers of numpy's float32, real part first
 _Point = tuple[Any, ...]  # 3
 
 
-def hasten(agent: Any) -> None:
+def replace_methods(agent: Any) -> None:
     """Put our methods in the place of those of an agent that was just loaded: one world's, on the CPU's physics."""
     Grasp(agent)
     for controller in agent.controller.controllers.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import product
@@ -53,23 +53,25 @@ def missing_assets(folder: Path) -> list[str]:
     """List what a folder lacks, also after an interrupted download."""
     wanted = [f"{ROBOT}/{name}" for name in _robot_files(folder)] + [f"{SCENE}/{name}" for name in _SCENE_FILES]
     missing = [name for name in wanted if not _is_file(folder / name)]
-    for kind, name in _MODELS.items():
-        models = folder / OBJECTS / name
-        try:
-            table = read_json(models / "model_db.json")
-        except (OSError, ValueError):
-            missing.append(f"{OBJECTS}/{name}/model_db.json")
-            continue
-        if len(table) != _NUMBERS[kind]:
-            missing.append(f"{_NUMBERS[kind] - len(table)} entries of {OBJECTS}/{name}/model_db.json")
-        for model, entry in table.items():
-            if kind == "table":
-                files = [models / "imgs" / model, models / "textures" / entry["texture"]]
-            else:
-                files = [models / model / "collision.obj", visual_file(models / model)]
-            missing.extend(str(file.relative_to(folder)) for file in files if not _is_file(file))
+    models = [name for kind in _MODELS for name in _missing_models(folder, kind)]
     unfinished = [path for part in (OBJECTS, ".cache/huggingface") for path in folder.glob(f"{part}/**/*.incomplete")]
-    return [*missing, *(f"all of {path.name}" for path in unfinished)]
+    return [*missing, *models, *(f"all of {path.name}" for path in unfinished)]
+
+
+def _missing_models(folder: Path, kind: str) -> Iterator[str]:
+    models = folder / OBJECTS / _MODELS[kind]
+    try:
+        table = read_json(models / "model_db.json")
+    except (OSError, ValueError):
+        yield f"{OBJECTS}/{models.name}/model_db.json"
+        return
+    if len(table) != _NUMBERS[kind]:
+        yield f"{_NUMBERS[kind] - len(table)} entries of {OBJECTS}/{models.name}/model_db.json"
+    for model, entry in table.items():
+        files = [models / model / "collision.obj", visual_file(models / model)]
+        if kind == "table":
+            files = [models / "imgs" / model, models / "textures" / entry["texture"]]
+        yield from (str(file.relative_to(folder)) for file in files if not _is_file(file))
 
 
 def _robot_files(folder: Path) -> list[str]:

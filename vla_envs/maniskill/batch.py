@@ -127,7 +127,7 @@ class BatchedWorlds:
         return crashed
 
     def map(self, *_: Any, **__: Any) -> list[Any]:
-        """Refuse: the worlds have no simulator apart."""
+        """Refuse: no world can be simulated alone."""
         raise ValueError(
             "demonstrations are recorded by simulators in worker processes: type env.backend=processes, or start from "
             "a policy with policy.checkpoint=FOLDER and demonstrations.episodes=0"

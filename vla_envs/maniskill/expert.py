@@ -65,7 +65,7 @@ class Expert:
         self._waited += 1
         if np.linalg.norm(tips - self._grasp) < _NEAR or self._waited > _DESCENDING_STEPS:  # as low as it gets
             self._phase, self._waited = "close", 0
-        elif np.linalg.norm(self._position()[:2] - self._grasp[:2]) > 0.08:  # it was pushed away, or moved
+        elif np.linalg.norm(self._world.object_positions()[0].numpy()[:2] - self._grasp[:2]) > 0.08:  # it has moved
             self._phase = "approach"
         return self._grasp, _OPEN
 
@@ -76,7 +76,7 @@ class Expert:
         return self._grasp, _CLOSED
 
     def _carry(self) -> tuple[np.ndarray, float]:
-        if not self._holds():
+        if not bool(self._world.agent.is_grasping(self._object, min_force=0.05)[0]):
             self._phase = "approach"
             return self._approach()
         tips, _ = self._tips()
@@ -113,12 +113,6 @@ class Expert:
         matrix = pose.to_transformation_matrix()
         axis = matrix[:2, 1] / np.linalg.norm(matrix[:2, 1])
         return pose.p + _TIP * matrix[:3, 0], axis
-
-    def _holds(self) -> bool:
-        return bool(self._world.agent.is_grasping(self._object, min_force=0.05)[0])
-
-    def _position(self) -> np.ndarray:
-        return self._world.object_positions()[0].numpy()
 
     def _points(self) -> np.ndarray:
         matrix = self._object.pose.sp.to_transformation_matrix()

@@ -100,7 +100,7 @@ def _rectangle(mask: Tensor) -> tuple[int, int, int, int]:
 
 
 def _pixels(values: Tensor) -> Tensor:
-    """Return the whole parts as uint8, rounding errors apart."""
+    """Return the whole parts as uint8, except for rounding errors."""
     return (values + _ROUNDING).clamp(0, 255).to(torch.uint8)
 
 

@@ -215,13 +215,12 @@ class PutOnPlate(BaseEnv):
         rows = [int(row) for row in env_idx]
         self._choose(rows, options)
         chosen = [self.configurations[row] for row in rows]
-        self._object_number[env_idx] = self._numbers([configuration.object for configuration in chosen])
-        self._plate_number[env_idx] = self._numbers([configuration.plate for configuration in chosen])
-        self._moves[env_idx] = torch.tensor([configuration.moves for configuration in chosen], device=self.device)
-        for number, actor in self._objects.items():
-            actor.set_pose(self._poses("object", number, chosen))
-        for number, actor in self._plates.items():
-            actor.set_pose(self._poses("plate", number, chosen))
+        self._object_number[env_idx] = torch.tensor([now.object for now in chosen], device=self.device)
+        self._plate_number[env_idx] = torch.tensor([now.plate for now in chosen], device=self.device)
+        self._moves[env_idx] = torch.tensor([now.moves for now in chosen], device=self.device)
+        for kind, actors in (("object", self._objects), ("plate", self._plates)):
+            for number, actor in actors.items():
+                actor.set_pose(self._poses(kind, number, chosen))
         if chosen[0].settles:
             self.agent.robot.set_pose(_LIFTED_POSE)
             self._settle()
@@ -233,7 +232,9 @@ class PutOnPlate(BaseEnv):
             rotations = torch.tensor([_rotation(kind, configuration) for configuration in chosen], device=self.device)
             if chosen[0].settles:
                 rotations = (self._objects if kind == "object" else self._plates)[int(numbers[0])].pose.q
-            self._half_size[kind][env_idx] = _box_around(sizes, rotations) / 2
+            # Of the upright box around a turned one: |R| s.
+            boxes = (quaternion_to_matrix(rotations.float()).abs() @ sizes[..., None])[..., 0]
+            self._half_size[kind][env_idx] = boxes / 2
         self._evaluated_at[env_idx] = -1
         self._held_for[env_idx] = 0
         self._was_held[env_idx] = False
@@ -273,9 +274,6 @@ class PutOnPlate(BaseEnv):
             else:
                 rows.append((*_parking(kind, number), 0, 0, 0, 1))
         return Pose.create(torch.tensor(rows, dtype=torch.float32, device=self.device))
-
-    def _numbers(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.device)
 
     # ---- what has been achieved
 
@@ -413,11 +411,6 @@ def _rotation(kind: str, configuration: Configuration) -> tuple[float, float, fl
     if kind == "plate":
         return _PLATE_ROTATION
     return float(np.cos(configuration.yaw / 2)), 0.0, 0.0, float(np.sin(configuration.yaw / 2))
-
-
-def _box_around(sizes: Tensor, rotations: Tensor) -> Tensor:
-    """Return the edges ``[N, 3]`` of the upright box around a turned one: ``|R| s``."""
-    return (quaternion_to_matrix(rotations.float()).abs() @ sizes[..., None])[..., 0]
 
 
 def _numpy(value: Any) -> np.ndarray:

@@ -58,11 +58,11 @@ class ManiSkillSimulator:
         check_gpus(gpus)
 
     def _begin(self, **how: Any) -> None:
-        from vla_envs.maniskill.arm import hasten
+        from vla_envs.maniskill.arm import replace_methods
 
         with remembered_descriptions():
             self._world.reset(**how)
-        hasten(self._world.agent)
+        replace_methods(self._world.agent)
 
     def step(self, action: np.ndarray) -> Outcome:
         _, reward, _, _, info = self._world.step(np.asarray(action, np.float32)[None])

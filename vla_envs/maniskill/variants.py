@@ -46,7 +46,8 @@ TEMPLATES = (  # of Instruct; 0 is that of all other variants
 )
 _CENTRE, _HALF_EDGE = np.array([-0.16, 0.0]), 0.075  # m, of the square that things are placed in
 _MINIMUM_DISTANCE, _FAR = 0.070, 0.150  # m, between object and plate, and of the third place
-_TURN = math.pi / 8
+# 0, 45, 90 and 135 degrees; then the unseen -22.5, -67.5, -112.5 and -157.5.
+_TURNS = tuple(math.pi / 8 * number for number in (0, 2, 4, 6, -1, -3, -5, -7))  # rad
 
 
 def _split(seen: int, number: int) -> dict[str, range]:
@@ -139,12 +140,7 @@ VARIANTS = {
         ),
         _variant("EEPose-v1", "Execution", {"extra": _split(1, 14376)}, extra_factor="robot pose"),
         _variant(
-            "PositionChangeTo-v1",
-            "Execution",
-            {"position": _TRIPLES},
-            layout="far object",
-            heights=_THIRD,
-            moves=True,
+            "PositionChangeTo-v1", "Execution", {"position": _TRIPLES}, layout="far object", heights=_THIRD, moves=True
         ),
     )
 }
@@ -226,7 +222,7 @@ class VariantSplit:
             plate=chosen["plate"],
             table=chosen["table"],
             places=np.column_stack([places(self.variant.layout)[chosen["position"]], heights]),
-            yaw=_yaw(chosen["yaw"]),
+            yaw=_TURNS[chosen["yaw"]],
             joints=joints + joint_offsets()[extra] if kind == "robot pose" else joints,
             other_object=_another_object(self.values["object"], chosen["object"], extra) if kind == "object" else None,
             other_plate=_another_plate(self.plates, chosen["plate"], extra) if kind == "plate" else None,
@@ -256,27 +252,20 @@ def places(layout: str) -> np.ndarray:
     ring around it. ``"far object"`` and ``"far plate"`` have a third place 15 cm from the object's, or the plate's.
     """
     inner = _points(list(product(range(6), range(6))))
-    if layout in ("pair", "pair and outer pair"):
-        rings = [inner]
-        if layout == "pair and outer pair":
-            wide = range(-1, 7)
-            ring = [(row, column) for row, column in product(wide, wide) if row in (-1, 6) or column in (-1, 6)]
-            rings.append(_points(ring))
-        return np.array(
-            [
-                (first, second, np.zeros(2))
-                for points in rings
-                for first, second in product(points, points)
-                if _apart(first, second, _MINIMUM_DISTANCE)
-            ]
-        )
+    pairs = _pairs(inner)
+    if layout == "pair and outer pair":
+        wide = range(-1, 7)
+        pairs += _pairs(_points([cell for cell in product(wide, wide) if not {-1, 6}.isdisjoint(cell)]))
+    if not layout.startswith("far"):
+        return np.array([(first, second, np.zeros(2)) for first, second in pairs])
     between, plates_between = (_FAR, _MINIMUM_DISTANCE) if layout == "far object" else (_MINIMUM_DISTANCE, _FAR)
-    chosen = []
-    for first, second, third in product(inner, inner, inner):
-        near = _apart(first, second, _MINIMUM_DISTANCE) and _apart(third, second, plates_between)
-        if near and _apart(first, third, between):
-            chosen.append((first, second, third))
-    return np.array(chosen)
+    return np.array(
+        [
+            (first, second, third)
+            for (first, second), third in product(pairs, inner)
+            if _apart(third, second, plates_between) and _apart(first, third, between)
+        ]
+    )
 
 
 @cache
@@ -292,13 +281,13 @@ def _points(cells: list[tuple[int, int]]) -> np.ndarray:
     return (np.array(cells) / 5 * 2 - 1) * _HALF_EDGE + _CENTRE
 
 
+def _pairs(points: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """List the points for an object and for a plate that are far enough from each other."""
+    return [pair for pair in product(points, points) if _apart(*pair, _MINIMUM_DISTANCE)]
+
+
 def _apart(first: np.ndarray, second: np.ndarray, distance: float) -> bool:
     return bool(np.linalg.norm(first - second) > distance)
-
-
-def _yaw(number: int) -> float:
-    """Return 0, 45, 90 and 135 degrees; then the unseen -22.5, -67.5, -112.5 and -157.5."""
-    return 2 * _TURN * number if number < 4 else -_TURN * (2 * (number - 4) + 1)
 
 
 def _another_object(numbers: range, taken: int, offset: int) -> int:

@@ -73,13 +73,18 @@ def _check_camera(camera: Any) -> None:
         )
 
 
-def _check_range(task: str, bounds: Any) -> None:
-    low, high = bounds if isinstance(bounds, Sequence) and len(bounds) == 2 else ((), ())
-    if not low or not are_numbers(low, len(low)) or not are_numbers(high, len(low)) or np.greater(low, high).any():
-        raise ValueError(
-            f"reset_ranges.{task} takes [low, high] of the task's random vector, in metres and as many numbers each, "
-            f"such as [[-0.1, 0.8, 0.0], [0.1, 0.9, 0.0]], got {bounds!r}"
-        )
+def _checked_ranges(
+    ranges: Mapping[str, Sequence[Sequence[float]]], tasks: Sequence[str]
+) -> dict[str, tuple[tuple[float, ...], ...]]:
+    for task, bounds in ranges.items():
+        if task not in tasks:
+            raise unknown_name("task in reset_ranges", task, tasks)
+        if len(bounds) != 2 or not 0 < len(bounds[0]) == len(bounds[1]) or np.greater(*bounds).any():
+            raise ValueError(
+                f"reset_ranges.{task} takes [low, high] of the task's random vector, in metres and as many numbers "
+                f"each, such as [[-0.1, 0.8, 0.0], [0.1, 0.9, 0.0]], got {bounds!r}"
+            )
+    return {task: tuple(tuple(map(float, bound)) for bound in bounds) for task, bounds in ranges.items()}
 
 
 def _tasks_of(suite: str) -> tuple[str, ...]:
@@ -137,12 +142,7 @@ def make_spec(
     shape, names = image_shape(image_size), _tasks_of(suite)
     if camera is not None:
         _check_camera(camera)
-    ranges = {}
-    for name, bounds in (reset_ranges or {}).items():
-        if name not in names:
-            raise unknown_name("task in reset_ranges", name, names)
-        _check_range(name, bounds)
-        ranges[name] = tuple(tuple(float(x) for x in bound) for bound in bounds)
+    ranges = _checked_ranges(reset_ranges or {}, names)
     described = ", ".join(f"{key} {value}" for key, value in (camera or {}).items())
     by_name = {task["name"]: task for task in _table()["tasks"]}
     return SimulatorSpec(

@@ -41,7 +41,7 @@ def _simplify(model: mujoco.MjModel, mesh: int) -> None:
     corners = of_vertex[model.mesh_face[faces]]  # [faces, 3], numbers of clusters
     a, b, c = corners.T
     remaining = np.flatnonzero((a != b) & (b != c) & (a != c))
-    # The same corners in the same direction are the same face, whichever corner is named first.
+    # The same corners in the same direction are the same face, no matter which corner is first.
     turns = np.argmin(corners[remaining], axis=1)[:, None] + np.arange(3)
     _, different = np.unique(np.take_along_axis(corners[remaining], turns % 3, axis=1), axis=0, return_index=True)
     kept = remaining[np.sort(different)]

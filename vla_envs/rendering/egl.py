@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vla_envs.probe import run_probe
-from vla_envs.rendering.gpus import WORKER, chosen_gpus, show
+from vla_envs.rendering.gpus import WORKER, chosen_gpus, show, visible_names
 
 _PLATFORM_DEVICE, _CUDA_DEVICE = 0x313F, 0x323A  # EGL_PLATFORM_DEVICE_EXT, EGL_CUDA_DEVICE_NV
 _MAX_DEVICES = 64
@@ -91,25 +91,23 @@ def device_of_worker(
     that are no numbers count as all). ``devices``: of :func:`egl_devices`.
     """
     by_cuda = {cuda: egl for egl, cuda in devices.items() if cuda is not None}
-    wanted = sorted(by_cuda)
-    names = [name.strip() for name in (visible or "").split(",") if name.strip()]
-    numbered = all(name.isdigit() for name in names)
+    names = visible_names(visible)
+    numbers = [int(name) for name in names] if all(map(str.isdigit, names)) else None
     if gpus:
-        if not numbered:
+        if numbers is None:
             raise ValueError(
                 f"gpus={show(gpus)}: EGL does not know the names of CUDA_VISIBLE_DEVICES={visible}; type their numbers "
                 f"there, or {_LEAVE_OUT}"
             )
         gpu = gpus[worker % len(gpus)]
-        cuda = int(names[gpu]) if names else gpu
+        cuda = numbers[gpu] if numbers else gpu
         if cuda not in by_cuda:
             raise ValueError(
                 f"gpus={show(gpus)}: EGL, which draws, does not have GPU {gpu}; run `python -m vla_envs` to see what "
                 f"is missing, or {_LEAVE_OUT}"
             )
         return by_cuda[cuda]
-    if names and numbered:
-        wanted = [int(name) for name in names if int(name) in by_cuda]
+    wanted = [cuda for cuda in numbers or sorted(by_cuda) if cuda in by_cuda]
     return by_cuda[wanted[worker % len(wanted)]] if wanted else None
 
 

@@ -32,6 +32,11 @@ def check_gpus(gpus: Sequence[int], shown: int) -> None:
         raise ValueError(f"{named}: name each GPU once; type env.gpus={show(dict.fromkeys(gpus or [0]))}")
 
 
+def visible_names(visible: str | None) -> list[str]:
+    """List the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` names, by number or otherwise."""
+    return [name.strip() for name in (visible or "").split(",") if name.strip()]
+
+
 def worker_environment(worker: int, gpus: Sequence[int] | None) -> dict[str, str]:
     """Return the variables that tell a worker process its number, and the GPUs that were chosen, if any."""
     return {WORKER: str(worker), GPUS: ",".join(map(str, gpus or ()))}

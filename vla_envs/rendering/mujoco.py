@@ -39,32 +39,24 @@ def shared_renderer(model_file: str, model: mujoco.MjModel, **options: Any) -> R
 
 
 class Renderer:
-    """Renders worlds of one MuJoCo model.
+    """Renders worlds of one MuJoCo model, whose meshes and textures are uploaded.
 
-    Args:
-        model: the model whose meshes and textures are uploaded.
-        size: ``(height, width)`` in pixels.
-        quality: ``"benchmark"`` keeps what the model says, ``"fast"`` switches shadows and multisampling off,
-            ``"minimal"`` reflections and the sky box as well; ``"coarse"`` also draws coarser shapes and textures.
-        cameras: names of cameras of the model, or ``lookat``, ``distance``, ``azimuth`` and ``elevation`` of free ones.
-        upside_down, mirrored: turn the images by 180 degrees; exchange left and right.
-        hide_sites: leave out the sites, such as goal markers.
-        hidden_groups: numbers of the geom groups to leave out, such as collision shapes.
-        skip_unseen: do not draw what the camera cannot see (0.1 ms per frame to find it), unless there are shadows.
+    ``quality``: ``"benchmark"`` keeps what the model says, ``"fast"`` switches shadows and multisampling off,
+    ``"minimal"`` reflections and the sky box as well; ``"coarse"`` also draws coarser shapes and textures.
     """
 
     def __init__(
         self,
         model: mujoco.MjModel,
         *,
-        size: tuple[int, int],
+        size: tuple[int, int],  # height and width, pixels
         quality: str,
-        cameras: Sequence[str | Mapping[str, Any]],
-        upside_down: bool = False,
-        mirrored: bool = False,
-        hide_sites: bool = False,
-        hidden_groups: Sequence[int] = (),
-        skip_unseen: bool = False,
+        cameras: Sequence[str | Mapping[str, Any]],  # the model's, or lookat, distance, azimuth, elevation of free ones
+        upside_down: bool = False,  # turn the images by 180 degrees
+        mirrored: bool = False,  # exchange left and right
+        hide_sites: bool = False,  # leave out the sites, such as goal markers
+        hidden_groups: Sequence[int] = (),  # numbers of geom groups to leave out, such as collision shapes
+        skip_unseen: bool = False,  # leave out what a camera cannot see (0.1 ms per frame), unless there are shadows
     ):
         _make_gl_context_current()
         height, width = size

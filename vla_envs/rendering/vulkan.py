@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from vla_envs.probe import run_probe
-from vla_envs.rendering.gpus import WORKER, gpu_of_worker, show
+from vla_envs.rendering.gpus import WORKER, gpu_of_worker, show, visible_names
 
 FOLDER = Path.home() / ".cache" / "vla-torchrl" / "vulkan"
 MANIFEST = FOLDER / "lavapipe.json"  # names the driver in our folder
@@ -75,8 +75,7 @@ def show_own_gpu(shown: int) -> None:
         return
     if not shown:
         raise RuntimeError(NO_CUDA)
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    gpu = gpu_of_worker(shown)
+    names, gpu = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES")), gpu_of_worker(shown)
     _own.append(names[gpu] if names else str(gpu))
     os.environ["CUDA_VISIBLE_DEVICES"] = _own[0]
 

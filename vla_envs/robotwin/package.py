@@ -1,6 +1,6 @@
 """RoboTwin's code and assets, neither of which is on PyPI: where they may lie, and an import without side effects.
 
-Nothing of the checkout is changed. Its ``VectorEnv`` is not used: that describes one episode for ever, ends episodes
+Nothing of the checkout is changed. Its ``VectorEnv`` is not used: that describes one episode forever, ends episodes
 late and retries whatever fails without an end.
 """
 
@@ -38,6 +38,9 @@ _MODULES = {
 _ASSETS = "TianxingChen/RoboTwin2.0"  # a data set on the Hugging Face hub
 _COMMIT = "0008ae6800df9f75fc8de7098bacb01735fd8fd2"  # of the branch RLinf_support
 _STANDIN = "STANDIN.json"  # in a folder that does not have the benchmark's own objects and arms
+_PLACE = re.compile(r"\{([A-Za-z])\}")  # in a pattern of sentences
+_GIVEN = re.compile(r"""["']\{([A-Z])\}["']: *(?:f?["']([^"'{}/]+)[/"'])?""")  # what a task's code puts in a place
+_ARM = "the right arm"
 
 
 def _inside(place: Path) -> str:
@@ -116,6 +119,41 @@ def objects_of(checkout: Path, task: str) -> tuple[str, ...]:
     return tuple(re.findall(r"[\"'](\d{3}_[\w-]+)[\"']", file.read_text())) if file.is_file() else ()
 
 
+@cache
+def longest_sentences(checkout: Path, task: str, split: str, number: int = 3) -> tuple[str, ...]:
+    """Return the longest sentences of a task, in characters: what a prompt has to have room for.
+
+    They are RoboTwin's patterns (``"seen"`` or ``"unseen"``) with the longest name of any object that may be in a
+    place: which one an episode has, objects and seed decide when it is set up.
+    """
+    file = checkout / "description" / "task_instruction" / f"{task}.json"
+    if not file.is_file():
+        return ()
+    given: dict[str, set[str]] = {}
+    for letter, what in _GIVEN.findall((checkout / "envs" / f"{task}.py").read_text()):
+        given.setdefault(letter, set()).add(what)
+    mentioned = objects_of(checkout, task)
+    longest = {
+        letter: max((_longest_name(checkout, text, split) for text in (given[letter] - {""}) or mentioned), key=len)
+        for letter in given
+    }
+
+    def fill(place: re.Match[str]) -> str:
+        return longest.get(place[1], _ARM)
+
+    sentences = {_PLACE.sub(fill, pattern) for pattern in read_json(file)[split]}
+    return tuple(sorted(sentences, key=lambda text: (-len(text), text))[:number])
+
+
+@cache
+def _longest_name(checkout: Path, what: str, split: str) -> str:
+    names = [what]
+    for file in sorted((checkout / "description" / "objects_description" / what).glob("*.json")):
+        described = read_json(file)
+        names += (f"the {name}" for name in described.get(split) or described.get("seen", []))
+    return max(names[1:] or names, key=len)
+
+
 def describe_package(path: str | None = None, assets_path: str | None = None) -> tuple[str, ...]:
     """Say what differs from the benchmark in assets and checkout that would be used; stand-ins come first."""
     return (*describe_assets(assets_path, path), *CHECKOUT.describe(path))
@@ -167,7 +205,7 @@ class RoboTwin:
             module = importlib.import_module(f"envs.{name}")
         if getattr(module, "glob", None) is glob:
             # The order of a folder is the file system's. The same seed has to mean the same object everywhere.
-            module.glob = types.SimpleNamespace(glob=_sorted_files)  # type: ignore[attr-defined]
+            module.glob = types.SimpleNamespace(glob=lambda pattern: sorted(glob.glob(pattern)))  # type: ignore[attr-defined]
         return getattr(module, name)
 
 
@@ -202,7 +240,7 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
                 "new process"
             )
     base.torch = types.SimpleNamespace(manual_seed=lambda seed: None)  # type: ignore[attr-defined]  # its one use
-    _mend_transforms3d()
+    _patch_transforms3d()
     # Asked 200 times for each object that comes to rest.
     base.cal_quat_dis = _remembered(base.cal_quat_dis, 1024)  # type: ignore[attr-defined]
     for module in (base, camera):
@@ -224,11 +262,7 @@ def import_all() -> None:
         import_robotwin(folder, assets)
 
 
-def _sorted_files(pattern: str) -> list[str]:
-    return sorted(glob.glob(pattern))
-
-
-def _mend_transforms3d() -> None:
+def _patch_transforms3d() -> None:
     """Have ``mat2euler`` take any matrix, and ``mat2quat`` remember, which is a third of the checks for success.
 
     transforms3d 0.4.2, the newest, asks numpy 2 for what it refuses unless a matrix is float64.

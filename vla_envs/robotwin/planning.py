@@ -122,7 +122,7 @@ class _Anything:
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Have modules that are imported meanwhile find these stand-ins; afterwards others find what is installed."""
+    """Let modules that are imported within find these stand-ins; later ones find what is installed."""
     names = ("mplib", "mplib.planner", "mplib.sapien_utils", "mplib.pymp")
     modules = {name: types.ModuleType(name) for name in names}
     top, planner, utilities, pymp = modules.values()

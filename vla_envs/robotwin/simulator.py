@@ -26,10 +26,8 @@ class RoboTwinSimulator:
         self.spec = spec
         assets = find_assets(options["assets_path"], options["path"])
         self.world = World(CHECKOUT.find(options["path"]), assets, options, wrist=spec.wrist_image_shape is not None)
-        self.seed, self.remark = (
-            -1,
-            "",
-        )  # RoboTwin's, of the running episode: a later one than named if that is unstable
+        self.seed = -1  # RoboTwin's, of the running episode: a later one than named if that is unstable
+        self.remark = ""
         self._left = 0  # actions until the task's limit
         self._solved = False
 

@@ -14,9 +14,8 @@ from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels, checked
 from vla_envs.protocol import are_numbers, check_once, image_shape, list_deviations
 from vla_envs.robotwin.expert import expert_tasks
-from vla_envs.robotwin.package import CHECKOUT, describe_package
+from vla_envs.robotwin.package import CHECKOUT, describe_package, longest_sentences
 from vla_envs.robotwin.seeds import EVALUATION, RANGE, seeds_of, solved_seeds
-from vla_envs.robotwin.sentences import longest_sentences
 from vla_envs.simulator import SimulatorSpec, Task
 
 ALL = "all"
@@ -215,7 +214,7 @@ def _described(names: Sequence[str], path: str | None, split: str) -> tuple[Task
             name,
             name.replace("_", " "),
             instructions=longest_sentences(checkout, name, split) if checkout else (),
-            worded_anew=True,
+            sentence_per_episode=True,
         )
         for name in names
     )
@@ -225,17 +224,16 @@ def _reduced(image_size: Any, shapes: Collection[tuple[int, int]]) -> tuple[int,
     wanted = image_shape(image_size)
     for shape in shapes:
         if any(have % want for have, want in zip(shape, wanted, strict=True)):
-            height, width = (_quarter(sides) for sides in zip(*shapes, strict=True))
+            # The largest numbers up to a quarter of each side that divide all of them.
+            height, width = (
+                max(number for number in range(1, min(sides) // 4 + 1) if not math.gcd(*sides) % number)
+                for sides in zip(*shapes, strict=True)
+            )
             raise ValueError(
                 f"image_size={list(wanted)} does not divide frames of {shape[0]} x {shape[1]} pixels; type "
                 f"image_size=[{height},{width}], or null for all of them"
             )
     return wanted
-
-
-def _quarter(sides: Sequence[int]) -> int:
-    """Return the largest number up to a quarter of each side that divides all of them."""
-    return max(number for number in range(1, min(sides) // 4 + 1) if not math.gcd(*sides) % number)
 
 
 def _checked_arms(embodiment: Sequence[str | float]) -> tuple[str | float, ...]:

@@ -58,7 +58,10 @@ class World:
         self.untouchable, self.stood = [], False
         self.close(clear_cache=self._resets % _RESETS_PER_CLEANING == 0)
         self._resets += 1
-        _hold_render_system()
+        import sapien
+
+        if not _system:
+            _system.append(sapien.render.RenderSystem(*([] if has_gpu() else [sapien.Device("cpu")])))
         said = io.StringIO()
         try:
             # A new one each time: without curobo RoboTwin cannot set one up twice, and nothing of it stays behind.
@@ -252,13 +255,6 @@ def _hide_shadow(entity: Any) -> None:
         if isinstance(component, sapien.render.RenderBodyComponent):
             for shape in component._internal_node.children:
                 shape.cast_shadow = False
-
-
-def _hold_render_system() -> None:
-    import sapien
-
-    if not _system:
-        _system.append(sapien.render.RenderSystem(*([] if has_gpu() else [sapien.Device("cpu")])))
 
 
 def _read_settings(folder: Path, assets: Path, options: Mapping[str, Any], wrist: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -25,27 +26,26 @@ def check_outcome(spec: SimulatorSpec, outcome: Outcome, source: str = "step ret
         ends, subtasks = (bool(outcome.ends_chunk), bool(outcome.ends_episode)), outcome.subtasks
     except AttributeError:
         raise WrongAnswer(f"{source} {_kind(outcome)}, must be an Outcome") from None
-    try:
-        number = float("nan") if isinstance(reward, (str, bytes)) else float(reward)
-    except (TypeError, ValueError, OverflowError):
-        raise WrongAnswer(f"reward is {_kind(reward)}, must be a finite number") from None
-    if not -_LARGEST <= number <= _LARGEST:  # nan is neither
-        raise WrongAnswer(f"reward is {reward!r}, must be a finite number")
-    if not isinstance(success, (bool, np.bool_)):
-        try:
-            plain = success.item()  # of an array or a tensor
-        except (AttributeError, ValueError, RuntimeError):
-            plain = success
-        if not isinstance(plain, (bool, int, float)) or plain not in (0, 1):
-            raise WrongAnswer(f"success is {_kind(success)}, must be True or False")
-        success = bool(plain)
+    reward, success = _plain(reward), _plain(success)
+    if not isinstance(reward, Real) or not -_LARGEST <= reward <= _LARGEST:  # nan is neither
+        raise WrongAnswer(f"reward is {_kind(reward)}, must be a finite number")
+    if not isinstance(success, Real) or success not in (0, 1):
+        raise WrongAnswer(f"success is {_kind(success)}, must be True or False")
     if not is_whole_number(subtasks) or not 0 <= subtasks <= spec.chain_length:
         raise WrongAnswer(f"subtasks is {_kind(subtasks)}, must be a whole number from 0 to {spec.chain_length}")
     if success and 1 < spec.chain_length != subtasks:
         raise WrongAnswer(
             f"success after {subtasks} of {spec.chain_length} tasks of a chain, must come with the last one"
         )
-    return Outcome(number, bool(success), *ends, int(subtasks))
+    return Outcome(float(reward), bool(success), *ends, int(subtasks))
+
+
+def _plain(value: Any) -> Any:
+    """Return the number in an array or tensor of one; anything else as it is."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        return value
 
 
 def check_observation(spec: SimulatorSpec, seen: Observation) -> np.ndarray:
@@ -67,11 +67,11 @@ def check_observation(spec: SimulatorSpec, seen: Observation) -> np.ndarray:
 def undeclared_instruction(spec: SimulatorSpec, episode: Episode, text: str) -> str | None:
     """Say in a line that an observation has another instruction than the task of its episode; ``None`` if it has not.
 
-    It is no error: a policy gets what was observed, but what goes by the description misses it. Tasks that are worded
-    anew cannot be checked, nor patterns and chains whose sentences are not listed.
+    It is no error: a policy gets what was observed, but what goes by the description misses it. Tasks with a
+    sentence per episode cannot be checked, nor patterns and chains whose sentences are not listed.
     """
     task = spec.tasks[episode.task_id]
-    if text == task.instruction or text in task.instructions or task.worded_anew:
+    if text == task.instruction or text in task.instructions or task.sentence_per_episode:
         return None
     if not task.instructions and (spec.chain_length > 1 or _PATTERN.search(task.instruction)):
         return None
@@ -79,7 +79,7 @@ def undeclared_instruction(spec: SimulatorSpec, episode: Episode, text: str) -> 
     declared += f" and the {len(task.instructions)} of Task.instructions" if task.instructions else ""
     return (
         f"observe() returned the instruction {_kind(text)}, its task has {declared}; return that of the running "
-        "episode, list it in Task.instructions, or set worded_anew=True"
+        "episode, list it in Task.instructions, or set sentence_per_episode=True"
     )
 
 

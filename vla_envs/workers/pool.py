@@ -240,7 +240,7 @@ class WorkerPool:
         """Run ``function(simulator, item, **arguments)`` for each item in the next free worker.
 
         Args:
-            function: ``"module:name"``. It gets a simulator of its own, apart from the slots.
+            function: ``"module:name"``. It gets a simulator of its own, which has no slot.
             items: picklable values; results come back in their order.
             timeout: seconds per item.
             on_result: called with each result, in the order of finishing.

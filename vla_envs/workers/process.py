@@ -16,7 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from functools import cache
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 from vla_envs.probe import import_path
@@ -186,11 +188,7 @@ class WorkerProcess:
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # other code has waited for it
-            return _Gone()
-
-
-class _Gone:
-    si_code, si_status = os.CLD_EXITED, 0
+            return SimpleNamespace(si_code=os.CLD_EXITED, si_status=0)
 
 
 def wait(processes: Collection[WorkerProcess], timeout: float) -> None:
@@ -222,21 +220,21 @@ def close_all(processes: Collection[WorkerProcess], timeout: float = 5.0) -> Non
         process.kill()
 
 
-_jobs: SimpleQueue[tuple[Future, Callable[[], Any]]] | None = None
-
-
 def _in_lasting_thread(function: Callable[[], subprocess.Popen]) -> subprocess.Popen:
     """Call a function in a thread that lasts as long as this process.
 
     A worker asks the kernel to be killed when its parent ends, and the kernel means the thread that started it.
     """
-    global _jobs
-    if _jobs is None:
-        _jobs = SimpleQueue()
-        threading.Thread(target=_work, args=(_jobs,), name="starts simulator workers", daemon=True).start()
     result: Future = Future()
-    _jobs.put((result, function))
+    _jobs().put((result, function))
     return result.result()
+
+
+@cache
+def _jobs() -> SimpleQueue[tuple[Future, Callable[[], Any]]]:
+    jobs: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
+    threading.Thread(target=_work, args=(jobs,), name="starts simulator workers", daemon=True).start()
+    return jobs
 
 
 def _work(jobs: SimpleQueue[tuple[Future, Callable[[], Any]]]) -> None:
@@ -249,9 +247,4 @@ def _work(jobs: SimpleQueue[tuple[Future, Callable[[], Any]]]) -> None:
         del result, function
 
 
-def _forget_thread() -> None:
-    global _jobs
-    _jobs = None
-
-
-os.register_at_fork(after_in_child=_forget_thread)  # threads stay with the parent
+os.register_at_fork(after_in_child=_jobs.cache_clear)  # threads stay with the parent

@@ -34,11 +34,7 @@ def find_cached(hub_id: str) -> Path | None:
 
 
 def resolve(folder_or_id: str | Path) -> Path:
-    """Return a local folder as it is, or the local copy of ``hf:NAME``, downloaded if need be.
-
-    Raises:
-        FileNotFoundError: no such folder, or no hub that has such a repository can be reached.
-    """
+    """Return a local folder as it is, or the local copy of ``hf:NAME``, downloaded if need be, or FileNotFoundError."""
     if not is_hub_id(folder_or_id):
         folder = Path(folder_or_id).expanduser()
         if folder.is_dir():

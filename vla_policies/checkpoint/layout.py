@@ -23,8 +23,7 @@ _FAMILY = "policy"  # entry of config.json
 def save(folder: str | Path, family: str, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Write settings (plain values by name), weights and the digests of both; sharded: all processes call it.
 
-    Raises:
-        ValueError: weights that are not finite.
+    ValueError: weights that are not finite.
     """
     folder = Path(folder)
     check_finite(weights, f"the policy {family!r}")
@@ -41,8 +40,7 @@ def save(folder: str | Path, family: str, config: Mapping[str, Any], weights: Ma
 def read(folder: Path) -> tuple[str | None, dict[str, Any]]:
     """Read family and settings of a folder; in another layout ``None`` and the content of ``config.json``.
 
-    Raises:
-        FileNotFoundError: there is no ``config.json``, or one of ours without weights.
+    FileNotFoundError: there is no ``config.json``, or one of ours without weights.
     """
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(_not_a_policy(folder, CONFIG))

@@ -61,11 +61,10 @@ class Adaptable(Protocol):
 def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
     """Train an adapter of this rank instead of the whole model, or continue with the checkpoint's; ``None`` adds none.
 
-    Raises:
-        ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.
+    ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.
     """
     if rank is None:
-        if alpha is not None or targets is not None:
+        if (alpha, targets) != (None, None):
             raise ValueError("policy.lora_alpha and policy.lora_targets need policy.lora_rank; 32 is usual")
         return
     if not has_lora(policy):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from vla_common.plain import read_json
+
+OPTIONS = "vla_torchrl.json"  # what a policy that was saved in a published layout was set to
 
 
 class SettingError(ValueError):
@@ -24,23 +28,21 @@ def merge_settings(
     """
     names = [entry.name for entry in fields(policy_class.config_class)]
     stored = {name: value for name, value in options.items() if name in names}
-    check_unchanged(settings, stored, names, policy_class.__name__, path, policy_class.checkpoint_settings)
+    check_unchanged(policy_class, path, stored, settings, policy_class.checkpoint_settings)
     return as_tuples({**stored, **settings}), bool(stored)
 
 
 def check_unchanged(
-    settings: Mapping[str, Any],
-    stored: Mapping[str, Any],
-    known: Iterable[str],
-    whose: str,
+    policy_class: type[Any],
     path: Path,
+    stored: Mapping[str, Any],
+    settings: Mapping[str, Any],
     fixed: Iterable[str] | None = None,
 ) -> None:
-    """Refuse ``settings`` that are not ``known``, or other ones than a checkpoint has ``fixed`` (``None``: all)."""
-    known = list(known)
-    unknown = sorted(settings.keys() - set(known))
-    if unknown:
-        raise SettingError(f"{unknown[0]}: {whose} has no settings {unknown}; there are {known}")
+    """Refuse ``settings`` that a policy lacks, or other ones than a checkpoint has ``fixed`` (``None``: all)."""
+    known = [entry.name for entry in fields(policy_class.config_class)]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise SettingError(f"{unknown[0]}: {policy_class.__name__} has no settings {unknown}; there are {known}")
     asked, there = as_tuples(settings), as_tuples(stored)
     for name in asked.keys() & there.keys() if fixed is None else asked.keys() & set(fixed):
         open_yet = fixed is not None and there.get(name) is None  # the checkpoint leaves it to the user
@@ -50,9 +52,20 @@ def check_unchanged(
             )
 
 
+def defaults_of(policy_class: type[Any]) -> dict[str, Any]:
+    """Return the settings of a policy that have a default."""
+    known = fields(policy_class.config_class)
+    return {entry.name: entry.default for entry in known if entry.default is not MISSING}
+
+
 def as_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Replace lists, as configurations have them, by tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def read_options(folder: Path, file: str = OPTIONS) -> dict[str, Any]:
+    """Read a JSON object of a folder; empty where there is no such file."""
+    return read_json(folder / file) if (folder / file).is_file() else {}
 
 
 def saved_dtype(options: Mapping[str, Any]) -> torch.dtype:

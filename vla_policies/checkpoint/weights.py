@@ -82,6 +82,10 @@ def list_weights(source: str | Path) -> dict[str, Entry]:
         return {entry.key: entry for entry in _entries(source if source.is_file() else source / WEIGHTS)}
     if not (source / INDEX).is_file():
         raise FileNotFoundError(f"{source} has no weights: neither {WEIGHTS} nor {INDEX}; copy the whole checkpoint")
+    return _list_shards(source)
+
+
+def _list_shards(source: Path) -> dict[str, Entry]:
     shard_of = read_index(source / INDEX)
     shards = sorted(set(shard_of.values()))
     missing = [shard for shard in shards if not (source / shard).is_file()]
@@ -113,23 +117,16 @@ def load_weights(
     module: nn.Module,
     entries: Mapping[str, Entry],
     *,
-    prefix: str = "",
-    device: torch.device | str | None = None,
-    unused: Callable[[str], bool] = lambda key: False,
-    what: str | None = None,
+    prefix: str = "",  # only tensors whose name begins with it are considered, and it is removed
+    device: torch.device | str | None = None,  # None for where tensors are, the CPU for those on the meta device
+    unused: Callable[[str], bool] = lambda key: False,  # names (without prefix) that the module does not need
+    what: str | None = None,  # the source's name in errors
 ) -> dict[str, Tensor]:
-    """Fill a module, which may be on the meta device and sharded, tensor by tensor.
+    """Fill a module, which may be on the meta device and sharded, tensor by tensor, from :func:`list_weights`.
 
-    Args:
-        module: all its parameters (but those of adapters) and persistent buffers are replaced, with their dtypes.
-        entries: of :func:`list_weights`.
-        prefix: only tensors whose name begins with it are considered, and it is removed.
-        device: of the module afterwards; ``None`` for where its tensors are, the CPU for those on the meta device.
-        unused: names (without the prefix) that the checkpoint may have and the module does not need.
-        what: the source's name in errors: a ValueError for tensors that do not fit or are not finite.
-
-    Returns:
-        The unused tensors, on the CPU (sharded like the module's), for :func:`save_weights`.
+    All its parameters (but those of adapters) and persistent buffers are replaced, with their dtypes. Returns the
+    unused tensors, on the CPU (sharded like the module's), for :func:`save_weights`. ValueError for tensors that do not
+    fit or are not finite.
     """
     entries = check_weights(module, entries, prefix=prefix, unused=unused, what=what)
     state = module.state_dict()

@@ -73,7 +73,7 @@ def write_safetensors(
 
 
 def write_pickled(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write what ``torch.save`` does of a dict of tensors; the first process has the whole of it meanwhile."""
+    """Write what ``torch.save`` does of a dict of tensors; the first process holds all of it."""
     stream = (piece for tensor in tensors.values() for piece in pieces(tensor))
 
     def write() -> None:

@@ -51,18 +51,17 @@ class FlowConfig:
         if self.noise_std_range[0] > self.noise_std_range[1]:
             smallest, largest = self.noise_std_range
             raise SettingError(f"noise_std_range={[smallest, largest]}: smallest first; write {[largest, smallest]}")
-        levels = [self.noise_level] if self.noise_anneal is None else list(self.noise_anneal[:2])
-        if self.method == "flow_cps" and max(levels) > 1:
-            raise SettingError(f"noise_level={max(levels)}: flow_cps renews a share of the noise, at most 1")
-        if self.method in ("flow_sde", "flow_cps") and min(levels) <= 0:
+        first, last, *iterations = self.noise_anneal or (self.noise_level, self.noise_level)
+        if self.method == "flow_cps" and max(first, last) > 1:
+            raise SettingError(f"noise_level={max(first, last)}: flow_cps renews a share of the noise, at most 1")
+        if self.method in ("flow_sde", "flow_cps") and min(first, last) <= 0:
             raise SettingError(
-                f"noise_level={min(levels)}: {self.method} then has no log-probability; set it above 0 (0.5 is "
+                f"noise_level={min(first, last)}: {self.method} then has no log-probability; set it above 0 (0.5 is "
                 "usual), or method='flow_ode' for evaluation alone"
             )
-        if self.noise_anneal is not None and self.noise_anneal[0] < self.noise_anneal[1]:
-            first, last, iterations = self.noise_anneal
+        if first < last:
             raise SettingError(
-                f"noise_anneal={[first, last, iterations]}: the noise level falls; write {[last, first, iterations]}"
+                f"noise_anneal={[first, last, *iterations]}: the noise level falls; write {[last, first, *iterations]}"
             )
 
     @property

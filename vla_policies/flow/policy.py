@@ -24,18 +24,8 @@ class FlowPolicy(VLAPolicy):
     A subclass says what the observation is (:meth:`observe`) and how fast noisy actions flow (:meth:`velocity`), in
     normalised actions ``[N, H, A_model]``, of which the first ``C`` and ``A`` reach the environment and have a
     probability. Rollout and update evaluate the same step at the same noise, so that ratios are 1 before the first
-    update
-    and values are those of the same step: to the last bit in train mode and batches of the rollout's size, up to
-        rounding in others, such as all ``K`` steps in one pass.
-
-    Args:
-        config: settings.
-        chunk_size: ``C``.
-        horizon: ``H``, actions that are denoised together.
-        model_action_dim: numbers of an action in the network.
-        trained_dims: how many of them mean something.
-        hidden_size: width of the hidden states that :meth:`velocity` returns.
-        noise_widths: of the layers of ``flow_noise``'s network.
+    update and values are those of the same step: to the last bit in train mode and batches of the rollout's size, up to
+    rounding in others, such as all ``K`` steps in one pass.
     """
 
     sample_key = keys.DENOISED
@@ -47,12 +37,12 @@ class FlowPolicy(VLAPolicy):
         self,
         config: FlowConfig,
         *,
-        chunk_size: int,
-        horizon: int,
-        model_action_dim: int,
-        trained_dims: int,
-        hidden_size: int,
-        noise_widths: tuple[int, ...] = flow.NOISE_WIDTHS,
+        chunk_size: int,  # C
+        horizon: int,  # H, actions that are denoised together
+        model_action_dim: int,  # numbers of an action in the network
+        trained_dims: int,  # how many of them mean something
+        hidden_size: int,  # width of the hidden states that velocity() returns
+        noise_widths: tuple[int, ...] = flow.NOISE_WIDTHS,  # of the layers of flow_noise's network
     ):
         super().__init__()
         if not 1 <= chunk_size <= horizon:

@@ -1,4 +1,4 @@
-"""The repeated blocks of a network: finding and running them."""
+"""The repeated blocks of a network: finding and running them, and a part of many."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+
+class Mlp(nn.Module):
+    """Two layers with GELU between them; ``approximate`` as of :func:`torch.nn.functional.gelu`."""
+
+    def __init__(self, dim: int, hidden_dim: int, approximate: str = "none"):
+        super().__init__()
+        self.approximate = approximate
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(hidden), approximate=self.approximate))
 
 
 def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.nn.blocks import run_block
+from vla_policies.nn.blocks import Mlp, run_block
 from vla_policies.nn.dino_siglip_config import TransformerConfig, VisionConfig
 
 
@@ -134,15 +134,3 @@ class LayerScale(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden * self.scale_factor
-
-
-class Mlp(nn.Module):
-    """Two layers with the exact (erf) GELU between them."""
-
-    def __init__(self, dim: int, hidden_dim: int):
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, dim)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(hidden)))

@@ -38,29 +38,17 @@ def heads_of(config: Mapping[str, Any]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes of one :class:`VisionTransformer`.
+    """Sizes of one :class:`VisionTransformer`."""
 
-    Attributes:
-        dim: width of a token.
-        depth: blocks in the checkpoint; one fewer is built.
-        heads: attention heads.
-        mlp_dim: hidden width of a block's MLP.
-        registers: besides the class token; ``None`` for a model without prefix tokens (SigLIP).
-        layer_scale: blocks scale their two branches (DINOv2).
-        patch_size: pixels on a side.
-        num_patches: of one image.
-        film_dim: width of the language embedding that modulates the blocks (FiLM), ``None`` without.
-    """
-
-    dim: int
-    depth: int
+    dim: int  # width of a token
+    depth: int  # blocks in the checkpoint; one fewer is built
     heads: int
-    mlp_dim: int
-    registers: int | None = None
-    layer_scale: bool = False
-    patch_size: int = 14
-    num_patches: int = 256
-    film_dim: int | None = None
+    mlp_dim: int  # hidden width of a block's MLP
+    registers: int | None = None  # besides the class token; None for a model without prefix tokens (SigLIP)
+    layer_scale: bool = False  # blocks scale their two branches (DINOv2)
+    patch_size: int = 14  # pixels on a side
+    num_patches: int = 256  # of one image
+    film_dim: int | None = None  # width of the language embedding that modulates the blocks (FiLM)
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:

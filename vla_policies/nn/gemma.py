@@ -50,28 +50,17 @@ class Gemma(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
-        positions: Tensor,
-        mask: Tensor | None,
+        hidden: Tensor,  # [N, S, width]
+        positions: Tensor,  # int64 [N, S]
+        mask: Tensor | None,  # bool [N, 1, S or 1, T]: to which of the P tokens before and these S; None for all
         *,
-        before: Sequence[KeysValues] | None = None,
-        condition: Tensor | None = None,
+        before: Sequence[KeysValues] | None = None,  # of the P tokens before, [N, kv_heads, P, head_dim], per layer
+        condition: Tensor | None = None,  # [N, width], for conditioned norms
         output: bool = True,
     ) -> tuple[Tensor | None, list[KeysValues]]:
-        """Run all layers.
+        """Return hidden states ``[N, S, width]`` after the final norm, and keys and values of these tokens per layer.
 
-        Args:
-            hidden: ``[N, S, width]``.
-            positions: int64 ``[N, S]``.
-            mask: bool ``[N, 1, S or 1, T]``, what may be attended to of the ``P`` tokens before and the ``S`` of
-                these; ``None`` for all.
-            before: per layer, keys and values ``[N, kv_heads, P, head_dim]`` of the tokens before.
-            condition: ``[N, width]``, for conditioned norms.
-            output: compute the last hidden states; without, the work of the last layer is saved.
-
-        Returns:
-            Hidden states ``[N, S, width]`` after the final norm (``None`` without ``output``), and per layer the keys
-            and values of these tokens.
+        Without ``output`` there are no hidden states (``None``), which saves the work of the last layer.
         """
         rotation = rotary.rotation(positions, self.config.head_dim, _THETA, hidden.dtype)
         found: list[KeysValues] = []

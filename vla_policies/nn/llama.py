@@ -62,13 +62,7 @@ class Llama(nn.Module):
         return self.model.embed_tokens(tokens)
 
     def hidden_states(
-        self,
-        embeddings: Tensor,
-        valid: Tensor,
-        positions: Tensor,
-        *,
-        causal: bool,
-        cache: DynamicCache | None = None,
+        self, embeddings: Tensor, valid: Tensor, positions: Tensor, *, causal: bool, cache: DynamicCache | None = None
     ) -> Tensor:
         """Return the hidden states ``[N, S, hidden]`` after the final norm.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.nn.blocks import run_block
+from vla_policies.nn.blocks import Mlp, run_block
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,6 @@ class SiglipEncoder(nn.Module):
         self.layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.depth))
 
 
-class SiglipMLP(nn.Module):
-    """Two layers with the tanh approximation of GELU between them."""
-
-    def __init__(self, config: SiglipConfig):
-        super().__init__()
-        self.fc1 = nn.Linear(config.width, config.mlp_dim)
-        self.fc2 = nn.Linear(config.mlp_dim, config.width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(hidden), approximate="tanh"))
-
-
 class SiglipLayer(nn.Module):
     """Attention and MLP, each behind a norm and on a residual path."""
 
@@ -89,7 +77,7 @@ class SiglipLayer(nn.Module):
         self.layer_norm1 = nn.LayerNorm(config.width, eps=1e-6)
         self.self_attn = SiglipAttention(config)
         self.layer_norm2 = nn.LayerNorm(config.width, eps=1e-6)
-        self.mlp = SiglipMLP(config)
+        self.mlp = Mlp(config.width, config.mlp_dim, approximate="tanh")
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.self_attn(self.layer_norm1(hidden))

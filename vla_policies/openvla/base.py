@@ -16,7 +16,6 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
 from vla_common.schema import EnvironmentShape
-from vla_common.texts import to_strings
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.memory import DecisionMemory
@@ -34,7 +33,7 @@ from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
 from vla_policies.processing.normalization import ACTION, PROPRIO, ActionStatistics, summarise
-from vla_policies.processing.sampling import TokenDistribution, action_distribution
+from vla_policies.processing.sampling import TokenDistribution, action_distribution, soft_cross_entropy
 from vla_policies.sharding import ShardGroup, compute_device
 
 _VISION = ("proj", "qkv", "fc1", "fc2")
@@ -77,17 +76,10 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
                 f"{self.token_dim} dimensions; leave action_dim out or choose another unnorm_key"
             )
         self.adapter.check_statistics(self.statistics)
-        num_images, reads_states = config.num_images_in_input, config.use_proprio
-        if num_images > self.adapter.max_images:
-            raise ValueError(
-                f"num_images_in_input is {num_images} and {config.benchmark} has {self.adapter.max_images} cameras; "
-                "set it as the checkpoint was trained, and choose a benchmark that has them"
-            )
-        cameras = (keys.IMAGES, keys.WRIST_IMAGES)[: min(num_images, 2)]
-        self.in_keys = [*cameras, *([keys.STATES] if reads_states else []), keys.TASK_DESCRIPTIONS]
+        num_images, states = config.num_images_in_input, (keys.STATES,) if config.use_proprio else ()
+        self.in_keys = [*self.adapter.camera_keys(num_images), *states, keys.TASK_DESCRIPTIONS]
         self.out_keys = [keys.MODEL_IMAGES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB]
         self.out_keys += [keys.STATE_VALUE] if config.value_head else []
-        states = (keys.STATES,) if reads_states else ()
         self.loss_keys = (keys.MODEL_IMAGES, *states, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
         self.chunk_size, self.num_images = config.num_action_chunks, num_images
         self.action_dim, self.state_dim = self.adapter.action_dim, self.adapter.state_dim
@@ -180,21 +172,13 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        inputs = self.prepare_inputs(tensordict)
+        inputs = self.write_prompt(tensordict)
         greedy = exploration_type() not in (None, ExplorationType.RANDOM)
         tokens, log_prob, state = self.sample_actions(inputs, greedy)
         tensordict.set(keys.ACTION_TOKENS, tokens)
         tensordict.set(keys.ACTION_LOG_PROB, log_prob)
         tensordict.set(keys.ACTION, self.to_simulator(self.tokens.decode(tokens)))
         return self.write_value(tensordict, state)
-
-    def prepare_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write ``model_images`` and ``prompt_tokens``; returns what the model reads, on its device."""
-        inputs = self.shrink_images(tensordict.select(*self.in_keys[:-1], strict=False).to(self.device))
-        inputs.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict)))
-        for key in (keys.MODEL_IMAGES, keys.PROMPT_TOKENS):
-            tensordict.set(key, inputs.get(key))
-        return inputs
 
     @property
     def model_image_size(self) -> tuple[int, int]:
@@ -223,9 +207,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         log_prob = self._logits(states).log_softmax(-1)
         if not sigma:
             return -log_prob.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).mean(-1)
-        distance = torch.arange(self.tokens.num_tokens, device=tokens.device) - tokens.unsqueeze(-1)
-        label = (-0.5 * (distance / (sigma * (self.tokens.num_tokens - 1) / 2)) ** 2).softmax(-1)
-        return -(label * log_prob).sum(-1).mean(-1)
+        return soft_cross_entropy(log_prob, tokens, sigma).mean(-1)
 
     def unused(self, key: str) -> bool:
         return self.model.unused(key)

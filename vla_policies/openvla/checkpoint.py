@@ -22,14 +22,8 @@ from torch import Tensor, nn
 from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.parts import in_first
-from vla_policies.checkpoint.weights import (
-    Entry,
-    check_weights,
-    list_weights,
-    load_head,
-    load_weights,
-    save_weights,
-)
+from vla_policies.checkpoint.settings import OPTIONS, read_options
+from vla_policies.checkpoint.weights import Entry, check_weights, list_weights, load_head, load_weights, save_weights
 from vla_policies.checkpoint.writing import write_pickled
 from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
@@ -37,7 +31,6 @@ from vla_policies.openvla.film import read_film, remove
 from vla_policies.openvla.model import VALUE_HEAD, Prismatic, PrismaticConfig
 
 FAMILIES = ("openvla", "openvla_oft")
-OPTIONS = "vla_torchrl.json"
 _STATISTICS = "dataset_statistics.json"
 _PARTS = {"action_head": "action_head--*", "proprio_projector": "proprio_projector--*", "film": "vision_backbone--*"}
 _CARRIED = (
@@ -53,25 +46,15 @@ _CARRIED = (
 
 @dataclass(frozen=True)
 class OpenVLACheckpoint:
-    """A checkpoint folder without its weights.
+    """A checkpoint folder without its weights."""
 
-    Attributes:
-        path: the folder; of ``hf:NAME``, its local copy.
-        config: ``config.json``; ``text_config`` has the sizes of the language model.
-        preprocessor: ``preprocessor_config.json``.
-        statistics: per data set, see :meth:`vla_policies.processing.normalization.ActionStatistics.from_json`.
-        options: ``vla_torchrl.json``: what the policy that was saved here was set to; empty for a published checkpoint.
-        files: the small files that are written again as they were, by name.
-        action_head, proprio_projector, film, value_head: files of these parts, ``None`` where there is none.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    preprocessor: Mapping[str, Any]
-    statistics: Mapping[str, Mapping[str, Any]]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    action_head: Path | None = None
+    path: Path  # of hf:NAME, its local copy
+    config: Mapping[str, Any]  # config.json; text_config has the sizes of the language model
+    preprocessor: Mapping[str, Any]  # preprocessor_config.json
+    statistics: Mapping[str, Mapping[str, Any]]  # per data set, see ActionStatistics.from_json
+    options: Mapping[str, Any] = field(default_factory=dict)  # empty for a published checkpoint
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # small ones that are written again unchanged
+    action_head: Path | None = None  # files of the parts, None where there is none
     proprio_projector: Path | None = None
     film: Path | None = None
     value_head: Path | None = None
@@ -98,7 +81,7 @@ class OpenVLACheckpoint:
             config=config,
             preprocessor=read_json(path / "preprocessor_config.json"),
             statistics=statistics,
-            options=read_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
+            options=read_options(path),
             files={name: (path / name).read_bytes() for name in _CARRIED if (path / name).is_file()},
             **{name: _part(path, pattern) for name, pattern in _PARTS.items()},
             value_head=_part(path, "*value_head.*"),
@@ -194,7 +177,7 @@ def family_of(folder: Path) -> str | None:
     """Find the :attr:`~OpenVLACheckpoint.family` of a local folder; ``None`` if it is no OpenVLA checkpoint."""
     try:
         kind = read_json(folder / "config.json").get("model_type")
-        options = read_json(folder / OPTIONS) if (folder / OPTIONS).is_file() else {}
+        options = read_options(folder)
     except (OSError, ValueError):
         return None
     if kind not in FAMILIES:

@@ -21,20 +21,13 @@ VALUE_HEAD = "value_head."  # prefix of its names among the weights
 
 @dataclass(frozen=True)
 class PrismaticConfig:
-    """Shape of a :class:`Prismatic`.
-
-    Attributes:
-        vision, language: of its parts.
-        num_action_tokens: ids that mean actions, the last ones of the text vocabulary.
-        vocabulary_padding: rows of ``lm_head`` after the text vocabulary.
-        pad_token: id that fills up prompts.
-    """
+    """Shape of a :class:`Prismatic` and its parts."""
 
     vision: VisionConfig
     language: LlamaConfig = field(default_factory=LlamaConfig)
-    num_action_tokens: int = 256
-    vocabulary_padding: int = 64
-    pad_token: int = 32000
+    num_action_tokens: int = 256  # ids that mean actions, the last ones of the text vocabulary
+    vocabulary_padding: int = 64  # rows of lm_head after the text vocabulary
+    pad_token: int = 32000  # id that fills up prompts
 
     @property
     def action_window(self) -> slice:

@@ -105,7 +105,7 @@ class OpenVLAOFT(PrismaticPolicy):
         if self.action_head is None:
             return super().forward(tensordict)
         with torch.no_grad():
-            states = self.action_states(self.prepare_inputs(tensordict))
+            states = self.action_states(self.write_prompt(tensordict))
             tensordict.set(keys.ACTION, self.to_simulator(self.action_head(states)))
             return self.write_value(tensordict, states[:, 0])
 

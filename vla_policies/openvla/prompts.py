@@ -50,11 +50,6 @@ class Prompts:
         return self._cache[instruction]
 
     def _tokenize(self, instruction: str) -> list[int]:
-        if not instruction.strip():
-            raise ValueError("the instruction is empty; fill task_descriptions, for example 'push the puck'")
         ids = self._tokenizer.encode(_TEMPLATE.format(instruction=instruction.lower())).ids
-        if ids[0] != BOS:
-            ids = [BOS, *ids]
-        if ids[-1] != SPACE:
-            ids = [*ids, SPACE]
-        return ids
+        before, after = [BOS] if ids[0] != BOS else [], [SPACE] if ids[-1] != SPACE else []
+        return [*before, *ids, *after]

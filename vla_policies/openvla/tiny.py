@@ -12,7 +12,7 @@ from torch import nn
 
 from vla_policies.checkpoint.weights import WEIGHTS
 from vla_policies.checkpoint.writing import write_pickled, write_safetensors
-from vla_policies.nn.dino_siglip import Mlp
+from vla_policies.nn.blocks import Mlp
 from vla_policies.nn.dino_siglip_config import TransformerConfig, VisionConfig
 from vla_policies.nn.llama import LlamaConfig
 from vla_policies.openvla.heads import L1Head, ProprioProjector

@@ -23,12 +23,12 @@ from torch import Tensor
 from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.settings import OPTIONS, read_options
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
 from vla_policies.pi0.heads import StoredHeads, is_head
 from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
 from vla_policies.processing.normalization import check_order, numbers
 
-OPTIONS = "vla_torchrl.json"
 TOKENIZERS = ("paligemma_tokenizer.model", "tokenizer.model")
 _TOKENIZER_URL = "https://storage.googleapis.com/big_vision/paligemma_tokenizer.model"  # where openpi has it from
 EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
@@ -40,17 +40,11 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Pi0Statistics:
-    """How states and actions of a data set are normalised, dimension by dimension.
+    """How states and actions of a data set are normalised, dimension by dimension."""
 
-    Attributes:
-        key: name of the data set (openpi's asset id).
-        raw: the content of ``norm_stats``: ``mean``, ``std``, ``q01`` and ``q99`` of ``state`` and ``actions``.
-        quantiles: pi0.5: percentiles 1 and 99 become -1 and 1; pi0: mean 0 and deviation 1.
-    """
-
-    key: str
-    raw: Mapping[str, Mapping[str, Any]]
-    quantiles: bool
+    key: str  # name of the data set (openpi's asset id)
+    raw: Mapping[str, Mapping[str, Any]]  # norm_stats: mean, std, q01 and q99 of state and actions
+    quantiles: bool  # pi0.5: percentiles 1 and 99 become -1 and 1; pi0: mean 0 and deviation 1
 
     def normalize(self, what: str, values: Tensor) -> Tensor:
         """Normalise ``state`` or ``actions`` ``[..., D]`` in physical units."""
@@ -62,27 +56,30 @@ class Pi0Statistics:
         return (values + 1) / 2 * span + low if self.quantiles else values * span + low
 
     def _affine(self, what: str, values: Tensor) -> tuple[Tensor, Tensor]:
-        size, names = values.shape[-1], ("q01", "q99") if self.quantiles else ("mean", "std")
-        first, second = (torch.tensor(self.raw[what][name], device=values.device)[:size].float() for name in names)
+        size = values.shape[-1]
+        first, second = (torch.tensor(self.raw[what][name], device=values.device)[:size].float() for name in self.names)
         return first, (second - first if self.quantiles else second) + _EPSILON
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Which two of the statistics are used."""
+        return ("q01", "q99") if self.quantiles else ("mean", "std")
 
     def check(self, state_dim: int, action_dim: int) -> None:
         """Refuse statistics of another robot: ValueError if they are fewer numbers than the benchmark's."""
-        names = ("q01", "q99") if self.quantiles else ("mean", "std")
         for what, size in (("state", state_dim), ("actions", action_dim)):
             entry = self.raw.get(what) if isinstance(self.raw, Mapping) else None
-            if not isinstance(entry, Mapping) or any(name not in entry for name in names):
-                raise ValueError(f"norm_stats of {self.key!r} have no {' and '.join(names)} of {what}")
+            if not isinstance(entry, Mapping) or not set(self.names) <= entry.keys():
+                raise ValueError(f"norm_stats of {self.key!r} have no {' and '.join(self.names)} of {what}")
             of = f"norm_stats of {self.key!r}, {what}"
-            first, second = (numbers(entry[name], f"{of}: {name}") for name in names)
+            first, second = (numbers(entry[name], f"{of}: {name}") for name in self.names)
             if self.quantiles:
-                check_order(first[:size], second[:size], of, names)
-            elif min(second[:size], default=1.0) < 0 or not any(second[:size]):
+                check_order(first[:size], second[:size], of, self.names)
+            elif min(second[:size]) < 0 or not any(second[:size]):
                 raise ValueError(
                     f"{of}: std is {list(second[:size])}, must be greater than 0; copy the statistics again"
                 )
-            shortest = min(len(first), len(second))
-            if shortest < size:
+            if (shortest := min(len(first), len(second))) < size:
                 raise ValueError(
                     f"norm_stats of {self.key!r} have {shortest} numbers of {what}, the benchmark has "
                     f"{size}; they may have more (padding), not fewer: take a checkpoint of this benchmark"
@@ -91,30 +88,20 @@ class Pi0Statistics:
 
 @dataclass(frozen=True)
 class Pi0Checkpoint:
-    """A checkpoint folder without its weights.
+    """A checkpoint folder without its weights."""
 
-    Attributes:
-        path: the folder; of ``hf:NAME``, its local copy.
-        config: ``config.json``, empty if there is none.
-        options: what the policy that was saved here was set to.
-        statistics: ``norm_stats`` per data set.
-        tokenizer: content of the sentencepiece file.
-        weights: every tensor by name; headers only.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    options: Mapping[str, Any]
-    statistics: Mapping[str, Mapping[str, Any]]
-    tokenizer: bytes = field(repr=False)
-    weights: Mapping[str, Entry] = field(repr=False)
+    path: Path  # of hf:NAME, its local copy
+    config: Mapping[str, Any]  # config.json, empty if there is none
+    options: Mapping[str, Any]  # what the policy that was saved here was set to
+    statistics: Mapping[str, Mapping[str, Any]]  # norm_stats per data set
+    tokenizer: bytes = field(repr=False)  # content of the sentencepiece file
+    weights: Mapping[str, Entry] = field(repr=False)  # every tensor by name; headers only
 
     @classmethod
     def read(cls, folder: str | Path) -> Pi0Checkpoint:
         """Read a folder, or download ``hf:NAME`` first.
 
-        FileNotFoundError: weights, statistics or tokenizer are missing. ValueError: a JAX checkpoint, or unusable
-            files.
+        FileNotFoundError: weights, statistics or tokenizer are missing. ValueError: a JAX checkpoint, unusable files.
         """
         path = resolve(folder)
         unconverted = next((name for name in _RLINF_RUNS if (path / name).is_file()), None)
@@ -141,8 +128,8 @@ class Pi0Checkpoint:
             )
         return cls(
             path=path,
-            config=read_json(path / "config.json") if (path / "config.json").is_file() else {},
-            options=read_json(path / OPTIONS) if (path / OPTIONS).is_file() else {},
+            config=read_options(path, "config.json"),
+            options=read_options(path),
             statistics={key: entry.get("norm_stats", entry) for key, entry in statistics.items()},
             tokenizer=tokenizer.read_bytes(),
             weights=list_weights(path),

@@ -28,19 +28,12 @@ _BFLOAT16 = 0.02  # relative; what bfloat16 logarithms leave of a standard devia
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """The heads of a folder, by the names of our modules; of its tensors only the headers.
-
-    Attributes:
-        path: the folder.
-        layers: tensors of ``"value_head"`` and ``"noise_network"``, as far as there are any.
-        log_variances: RLinf's bounds of the noise, the smaller one first; empty where the noise network is ours.
-        noise_level: ``None`` without our file.
-    """
+    """The heads of a folder, by the names of our modules; of its tensors only the headers."""
 
     path: Path
-    layers: Mapping[str, Mapping[str, Entry]] = field(repr=False)
-    log_variances: tuple[Entry, ...] = field(default=(), repr=False)
-    noise_level: Entry | None = field(default=None, repr=False)
+    layers: Mapping[str, Mapping[str, Entry]] = field(repr=False)  # of "value_head" and "noise_network", if any
+    log_variances: tuple[Entry, ...] = field(default=(), repr=False)  # RLinf's bounds of the noise, smaller one first
+    noise_level: Entry | None = field(default=None, repr=False)  # None without our file
 
     @classmethod
     def read(cls, path: Path, weights: Mapping[str, Entry]) -> StoredHeads:
@@ -76,24 +69,18 @@ class StoredHeads:
         return names | ({entry.key for entry in self.log_variances} if "noise_network" in heads else set())
 
     def check_value_input(self, value_after_vlm: str | None, language: int, expert: int) -> None:
-        """Refuse a value head of another input width than ``value_after_vlm`` gives: PaliGemma's or the expert's.
-
-        Raises:
-            SettingError: says what to set.
-        """
+        """Refuse (SettingError) a value head of another input width than ``value_after_vlm`` gives."""
         sizes = self.sizes("value_head")
-        if sizes is None or sizes[0] == (language if value_after_vlm else expert):
-            return
-        problem = f"value_after_vlm={value_after_vlm or 'null'}: the value head of {self.path} reads {sizes[0]} numbers"
-        if sizes[0] == language:
+        if sizes is not None and sizes[0] != (language if value_after_vlm else expert):
+            advice = {
+                expert: "the action expert's; set value_after_vlm=null",
+                language: "PaliGemma's; set value_after_vlm=mean (or last or first, as it was trained)",
+            }
+            other = f"PaliGemma has {language} and the action expert {expert}: it is of another model; take its own"
             raise SettingError(
-                f"{problem}, PaliGemma's; set value_after_vlm=mean (or last or first, as it was trained)"
+                f"value_after_vlm={value_after_vlm or 'null'}: the value head of {self.path} reads {sizes[0]} numbers, "
+                f"{advice.get(sizes[0], other)}"
             )
-        if sizes[0] == expert:
-            raise SettingError(f"{problem}, the action expert's; set value_after_vlm=null")
-        raise SettingError(
-            f"{problem}, PaliGemma has {language} and the action expert {expert}: it is of another model; take its own"
-        )
 
     def check_noise_range(self, noise_std_range: tuple[float, float]) -> None:
         """Refuse bounds of the noise that RLinf's noise head was not trained with (SettingError), or that it lacks."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vla_common.keys import PREFIX_KEYS, PREFIX_VALID, PREFIX_VALUES
 from vla_policies.flow.steps import embed_time
 from vla_policies.nn.gemma import Gemma, GemmaConfig, KeysValues
 from vla_policies.nn.siglip import Siglip, SiglipConfig
@@ -82,22 +84,46 @@ class Pi0ModelConfig:
 
 @dataclass(frozen=True)
 class PrefixCache:
-    """What the action expert needs of images and prompt.
+    """What the action expert needs of images and prompt."""
 
-    Attributes:
-        layers: per layer, keys and values ``[N, kv_heads, P, head_dim]``.
-        valid: bool ``[N, P]``, which of them are no padding.
-        output: hidden states ``[N, P, width]``, if they were asked for.
-    """
-
-    layers: list[KeysValues]
-    valid: Tensor
-    output: Tensor | None = None
+    layers: list[KeysValues]  # keys and values [N, kv_heads, P, head_dim] of each
+    valid: Tensor  # bool [N, P], which of them are no padding
+    output: Tensor | None = None  # hidden states [N, P, width], if they were asked for
 
     def repeat(self, count: int) -> PrefixCache:
         """Return each row ``count`` times in a row, without ``output``."""
         layers = [(k.repeat_interleave(count, dim=0), v.repeat_interleave(count, dim=0)) for k, v in self.layers]
         return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
+
+    def pool(self, how: str) -> Tensor:
+        """Pool ``output`` for a value head: float32 ``[N, width]``.
+
+        ``how``: ``"first"``, ``"last"`` or ``"mean"`` of its tokens that are no padding.
+        """
+        assert self.output is not None  # asked for when it is pooled
+        hidden, valid = self.output.float(), self.valid
+        if how == "first":
+            return hidden[:, 0]
+        if how == "last":
+            return hidden[torch.arange(len(hidden), device=hidden.device), valid.sum(1) - 1]
+        return (hidden * valid.unsqueeze(-1)).sum(1) / valid.sum(1, keepdim=True)
+
+    def to_entries(self, length: int) -> dict[tuple[str, str], Tensor]:
+        """Return it as entries of a TensorDict, filled up to ``length`` tokens: kept while PaliGemma is frozen."""
+        missing = length - self.valid.shape[1]
+        first, second = (
+            F.pad(torch.stack(parts, dim=1), (0, 0, 0, missing)) for parts in zip(*self.layers, strict=True)
+        )
+        return {PREFIX_KEYS: first, PREFIX_VALUES: second, PREFIX_VALID: F.pad(self.valid, (0, missing))}
+
+    @classmethod
+    def from_entries(cls, tensordict: TensorDictBase) -> PrefixCache | None:
+        """Invert :meth:`to_entries`; ``None`` if the batch has no such entries."""
+        valid = tensordict.get(PREFIX_VALID, None)
+        if valid is None:
+            return None
+        stored = (tensordict.get(key).unbind(1) for key in (PREFIX_KEYS, PREFIX_VALUES))
+        return cls(list(zip(*stored, strict=True)), valid)
 
 
 def stays_float32(name: str) -> bool:
@@ -186,13 +212,7 @@ class Pi0Model(nn.Module):
         return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), torch.cat([patches, token_valid], dim=1)
 
     def prefix(
-        self,
-        pixels: Tensor,
-        image_valid: Tensor | None,
-        tokens: Tensor,
-        token_valid: Tensor,
-        *,
-        output: bool = False,
+        self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor, *, output: bool = False
     ) -> PrefixCache:
         """Compute keys and values of :meth:`embed_prefix`, with ``output`` the last hidden states too."""
         embeddings, valid = self.embed_prefix(pixels, image_valid, tokens, token_valid)

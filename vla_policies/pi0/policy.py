@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
-from vla_common.texts import to_strings
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import NOISE_WIDTHS, NoiseNetwork
@@ -25,7 +24,6 @@ from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.heads import save_heads
 from vla_policies.pi0.inspection import decision_memory, describe_checkpoint, make_meta_model
 from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache, stays_float32
-from vla_policies.pi0.prefix import from_entries, pool, to_entries
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.pretrained import PretrainedPolicy
@@ -80,11 +78,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         if preset.benchmark != config.benchmark:
             raise ValueError(f"{config.config_name} is for {preset.benchmark}, not for {config.benchmark!r}")
         adapter, size = get_adapter(config.config_name, config.adapt_to_pi), model.config.action_dim
-        if config.num_images_in_input > adapter.max_images:
-            raise ValueError(
-                f"num_images_in_input is {config.num_images_in_input} and {config.benchmark} has "
-                f"{adapter.max_images} cameras; set it as the checkpoint was trained"
-            )
+        cameras = adapter.camera_keys(config.num_images_in_input)
         if max(adapter.action_dim, adapter.state_dim) > size:
             raise ValueError(f"the checkpoint has room for {size} numbers, {config.benchmark} needs more")
         horizon = config.action_horizon
@@ -110,7 +104,6 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         self.statistics.check(self.state_dim, self.action_dim)
         longest = (200 if preset.pi05 else 48) if config.max_prompt_length is None else config.max_prompt_length
         self.prompts = Pi0Prompts(folder.tokenizer, longest)
-        cameras = (keys.IMAGES, keys.WRIST_IMAGES)[: min(config.num_images_in_input, 2)]
         self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
         self.out_keys = [keys.MODEL_IMAGES, *self.out_keys]
         self.loss_keys = (keys.MODEL_IMAGES, keys.STATES, keys.PROMPT_TOKENS, *self.drawn_keys)
@@ -196,17 +189,12 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         states = self.adapter.joints.states(states)
         return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
 
-    def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
-        inputs = self.shrink_images(tensordict.select(*self.in_keys[:-1], strict=False).to(self.device))
-        inputs.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict), tensordict.get(keys.STATES)))
-        for key in (keys.MODEL_IMAGES, keys.PROMPT_TOKENS):
-            tensordict.set(key, inputs.get(key))
-        return inputs
-
     def observe(self, tensordict: TensorDictBase) -> _Observed:
         states = self.statistics.normalize("state", self.adapter.states(tensordict))
         state = F.pad(states, (0, self.model_action_dim - self.state_dim))
-        prefix, pooled = from_entries(tensordict) or self._prefix(tensordict)
+        if (stored := PrefixCache.from_entries(tensordict)) is not None:
+            return _Observed(stored, state, tensordict.get(keys.PREFIX_POOLED, None))
+        prefix, pooled = self._prefix(tensordict)
         return _Observed(prefix, state, pooled)
 
     def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
@@ -218,7 +206,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         read = self.config.value_after_vlm if self.value_head is not None else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
             prefix = self.model.prefix(images, None, tokens, valid, output=read is not None)
-        return prefix, None if read is None else pool(prefix, read)
+        return prefix, None if read is None else prefix.pool(read)
 
     @property
     def model_image_size(self) -> tuple[int, int]:
@@ -255,7 +243,8 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         kept: dict[Any, Tensor] = {}
         for start, part in zip(range(0, len(read), _ROWS), read.split(_ROWS), strict=True):
             with torch.no_grad():
-                entries = to_entries(*self._prefix(part.to(self.device)), length)
+                prefix, pooled = self._prefix(part.to(self.device))
+            entries = prefix.to_entries(length) | ({} if pooled is None else {keys.PREFIX_POOLED: pooled})
             for key, entry in entries.items():
                 if key not in kept:  # room for all, so that they are never held twice
                     kept[key] = entry.new_empty(len(read), *entry.shape[1:])

@@ -20,27 +20,16 @@ FAMILY = "pi0"
 
 @dataclass(frozen=True)
 class Pi0Preset:
-    """What a variant was trained with.
+    """What a variant was trained with."""
 
-    Attributes:
-        benchmark: where it acts.
-        pi05: pi0.5 rather than pi0.
-        horizon: actions that are denoised together.
-        relative: dimensions whose actions are relative to the state, in the model's joints.
-        joints: the joints of pi's own robots by the name of a transform, see :mod:`vla_policies.processing.joints`.
-        adapt_to_pi: the variant was trained on ``joints``, and not on the benchmark's own numbers.
-        state_in_prompt: pi0.5 only: the prompt lists the state; otherwise pi0.5 does not see it at all.
-        value_head: hidden widths of the value head that its published checkpoints have, if they have one.
-    """
-
-    benchmark: str
-    pi05: bool
-    horizon: int
-    relative: tuple[int, ...] = ()
-    joints: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    adapt_to_pi: bool = False
-    state_in_prompt: bool = False
-    value_head: tuple[int, ...] | None = None
+    benchmark: str  # where it acts
+    pi05: bool  # pi0.5 rather than pi0
+    horizon: int  # actions that are denoised together
+    relative: tuple[int, ...] = ()  # dimensions whose actions are relative to the state, in the model's joints
+    joints: Mapping[str, Sequence[int]] = field(default_factory=dict)  # pi's own, by transforms of processing.joints
+    adapt_to_pi: bool = False  # it was trained on these joints, and not on the benchmark's own numbers
+    state_in_prompt: bool = False  # pi0.5 only: the prompt lists the state; otherwise pi0.5 does not see it at all
+    value_head: tuple[int, ...] | None = None  # hidden widths of the published checkpoints' value head, if any
 
 
 def list_presets() -> dict[str, Pi0Preset]:

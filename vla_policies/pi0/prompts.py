@@ -42,7 +42,7 @@ class Pi0Prompts:
             edges = torch.linspace(-1, 1, _BINS + 1, dtype=torch.float64)[:-1]
             bins = torch.bucketize(states.detach().cpu().double(), edges, right=True) - 1
             rows = [
-                self._tokens(text, [f"Task: {_clean(text)}, State: {' '.join(map(str, row.tolist()))};\nAction: "])
+                self._tokens([f"Task: {_clean(text)}, State: {' '.join(map(str, row.tolist()))};\nAction: "])
                 for text, row in zip(instructions, bins, strict=True)
             ]
         return pad_prompts(rows, instructions, self.max_length, PAD)
@@ -50,12 +50,10 @@ class Pi0Prompts:
     def _cached(self, text: str) -> list[int]:
         if text not in self._cache:
             # The line break is tokenised by itself, as the "start of answer".
-            self._cache[text] = self._tokens(text, [_clean(text), "\n"])
+            self._cache[text] = self._tokens([_clean(text), "\n"])
         return self._cache[text]
 
-    def _tokens(self, text: str, parts: list[str]) -> list[int]:
-        if not text.strip():
-            raise ValueError("the instruction is empty; fill task_descriptions, for example 'push the puck'")
+    def _tokens(self, parts: list[str]) -> list[int]:
         return [BOS, *(token for part in parts for token in self._tokenizer.encode(part))]
 
 

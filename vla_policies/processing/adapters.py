@@ -18,6 +18,7 @@ from torch import Tensor
 from vla_common import keys
 from vla_common.schema import get_schema
 from vla_policies.processing.joints import JointSpace
+from vla_policies.processing.model_images import CAMERAS
 from vla_policies.processing.normalization import ActionStatistics
 
 PUBLISHED = "published"  # of a family's entry: settings, see published_settings
@@ -104,6 +105,15 @@ class Adapter:
                 f"the statistics {statistics.key!r} are of actions with {len(statistics.action)} dimensions and "
                 f"{self.benchmark} needs {self.model_action_dim}; set unnorm_key to a data set of {self.benchmark}"
             )
+
+    def camera_keys(self, num_images: int) -> tuple[str, ...]:
+        """Return the entries that so many cameras are in, the third-person one first; ValueError if there are fewer."""
+        if num_images > self.max_images:
+            raise ValueError(
+                f"num_images_in_input is {num_images} and {self.benchmark} has {self.max_images} cameras; set it as "
+                "the checkpoint was trained, and choose a benchmark that has them"
+            )
+        return CAMERAS[: min(num_images, 2)]
 
     def cameras(self, tensordict: TensorDictBase, num_images: int) -> list[Tensor]:
         """Return ``num_images`` cameras as observed, uint8 ``[N, H, W, 3]`` each: third-person, then the wrists.

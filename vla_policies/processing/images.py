@@ -27,21 +27,14 @@ RESIZES = ("bicubic", "lanczos3")
 
 @dataclass(frozen=True)
 class ImagePreprocessor:
-    """What a checkpoint expects of its images, see :meth:`resize` and :meth:`normalize`.
+    """What a checkpoint expects of its images, see :meth:`resize` and :meth:`normalize`."""
 
-    Attributes:
-        means, stds: one RGB triple per vision backbone (DINOv2, SigLIP), for pixels from 0 to 1.
-        size: height and width of the model's input.
-        resize_method: ``"bicubic"``, see :func:`resize_exact`, or ``"lanczos3"``, a JPEG round trip before
-            :func:`resize_lanczos3`.
-        crop: keep the central 0.9 of the area, as policies are evaluated that were trained on random crops of it.
-    """
-
+    # An RGB triple per vision backbone (DINOv2, SigLIP), for pixels from 0 to 1.
     means: tuple[tuple[float, ...], ...] = ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5))
     stds: tuple[tuple[float, ...], ...] = ((0.229, 0.224, 0.225), (0.5, 0.5, 0.5))
-    size: tuple[int, int] = (224, 224)
-    resize_method: str = "bicubic"
-    crop: bool = False
+    size: tuple[int, int] = (224, 224)  # height and width of the model's input
+    resize_method: str = "bicubic"  # resize_exact; or "lanczos3", a JPEG round trip before resize_lanczos3
+    crop: bool = False  # keep the central 0.9 of the area, as for policies that were trained on random crops of it
 
     @classmethod
     def from_config(
@@ -49,8 +42,7 @@ class ImagePreprocessor:
     ) -> ImagePreprocessor:
         """Read a checkpoint's ``preprocessor_config.json``; it does not know of the other settings.
 
-        Raises:
-            ValueError: an entry is missing, or the images are not to be resized as published OpenVLA models do.
+        ValueError: an entry is missing, or the images are not to be resized as published OpenVLA models do.
         """
         missing = [name for name in ("means", "stds", "input_sizes") if name not in config]
         if missing:

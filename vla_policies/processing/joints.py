@@ -74,8 +74,7 @@ class JointSpace:
     def from_names(cls, names: Mapping[str, Sequence[int]], size: int) -> JointSpace:
         """Find the transforms of a schema, dimensions by name; states and actions both have ``size`` of them.
 
-        Raises:
-            ValueError: no transform of that name, or no such dimension.
+        ValueError: no transform of that name, or no such dimension.
         """
         for name, dimensions in names.items():
             if not all(0 <= dimension < size for dimension in dimensions):

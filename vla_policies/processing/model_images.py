@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_common import keys
+from vla_common.texts import to_strings
 
 CAMERAS = (keys.IMAGES, keys.WRIST_IMAGES)
 
@@ -23,8 +25,7 @@ class ModelImages:
 
     ``model_images`` is uint8 ``[N, n, h, w, 3]``: what :meth:`resize_cameras` returned, or, where that has more pixels
     than they do, the ``n`` cameras as they are; height and width tell which. Cameras of several sizes are always
-    resized.
-    Where cameras are at hand, they are what is read: nothing stale.
+    resized. Where cameras are at hand, they are what is read: nothing stale.
     """
 
     @property
@@ -39,6 +40,16 @@ class ModelImages:
     @abstractmethod
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
         """Return all that the model sees of its cameras: uint8 ``[N, n, h, w, 3]``, of :attr:`model_image_size`."""
+
+    def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``model_images`` and ``prompt_tokens``; returns what the model reads, on its device."""
+        policy: Any = self
+        inputs = self.shrink_images(tensordict.select(*policy.in_keys[:-1], strict=False).to(policy.device))
+        tokens = policy.prompt_tokens(to_strings(tensordict), tensordict.get(keys.STATES, None))
+        inputs.set(keys.PROMPT_TOKENS, tokens)
+        for key in (keys.MODEL_IMAGES, keys.PROMPT_TOKENS):
+            tensordict.set(key, inputs.get(key))
+        return inputs
 
     def shrink_images(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Replace the cameras of observations by ``model_images``; in place."""

@@ -52,19 +52,12 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ActionStatistics:
-    """How actions and proprioception of one training data set are normalised.
+    """How actions and proprioception of one training data set are normalised."""
 
-    Attributes:
-        key: name of the data set, the ``unnorm_key`` of the checkpoint.
-        kind: ``q99`` or ``min_max``.
-        action: bounds of the ``A`` dimensions that the model predicts.
-        proprio: bounds of the proprioception, or ``None`` where the data set has none.
-    """
-
-    key: str
-    kind: str
-    action: Bounds
-    proprio: Bounds | None
+    key: str  # name of the data set, the unnorm_key of the checkpoint
+    kind: str  # q99 or min_max
+    action: Bounds  # of the A dimensions that the model predicts
+    proprio: Bounds | None  # None where the data set has none
 
     @classmethod
     def from_json(

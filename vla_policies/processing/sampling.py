@@ -49,6 +49,17 @@ def action_distribution(
     return TokenDistribution(logits=logits, validate_args=False)
 
 
+def soft_cross_entropy(log_prob: Tensor, target: Tensor, sigma: float) -> Tensor:
+    """Return the cross-entropy ``[...]`` of log-probabilities ``[..., bins]`` with labels around ``target`` ``[...]``.
+
+    Labels are Gaussians over the bins; ``sigma`` is their width as a fraction of half the range.
+    """
+    bins = log_prob.shape[-1]
+    distance = torch.arange(bins, device=target.device) - target.unsqueeze(-1)
+    label = (-0.5 * (distance / (sigma * (bins - 1) / 2)) ** 2).softmax(-1)
+    return -(label * log_prob).sum(-1)
+
+
 def check_shape(value: Tensor, shape: torch.Size) -> None:
     """Refuse samples of another shape than a distribution's, but for dimensions in front: ValueError."""
     if value.shape[value.ndim - len(shape) :] != shape:

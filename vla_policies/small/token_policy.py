@@ -21,7 +21,7 @@ from vla_common.schema import EnvironmentShape
 from vla_common.settings import check_fields
 from vla_common.texts import to_strings
 from vla_policies.processing.action_tokens import ActionBins
-from vla_policies.processing.sampling import TokenDistribution
+from vla_policies.processing.sampling import TokenDistribution, soft_cross_entropy
 from vla_policies.small.encoder import (
     EncoderConfig,
     SmallEncoder,
@@ -137,10 +137,8 @@ class SmallVLA(SmallPolicy):
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
         """Return the cross-entropy ``[N, C]``, mean over dimensions; neighbouring bins are nearly as good."""
         logits, _ = self._stored(tensordict)
-        target = self.bins.encode(tensordict.get(keys.ACTION)).unsqueeze(-1)
-        distance = torch.arange(self.config.num_bins, device=target.device) - target
-        label = (-0.5 * (distance / (sigma * (self.config.num_bins - 1) / 2)) ** 2).softmax(-1)
-        return -(label * logits.log_softmax(-1)).sum(-1).mean(-1)
+        target = self.bins.encode(tensordict.get(keys.ACTION))
+        return soft_cross_entropy(logits.log_softmax(-1), target, sigma).mean(-1)
 
     def _stored(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         return self.logits_and_value(*(tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS)))
