@@ -1,4 +1,4 @@
-"""Simulators that hang: while they are built, once (who makes the folder ``options["once"]``), and in steps."""
+"""Simulators that hang: while they are built, once (who makes the folder ``options["once"]``), in steps; an echo."""
 
 import os
 import time
@@ -25,3 +25,7 @@ class HangsInStep(ToySimulator):
             super()._fail_if_told()
         except RuntimeError:
             time.sleep(600)
+
+
+def echo(simulator, item, size):
+    return item + bytes(size)

@@ -10,6 +10,7 @@ from vla_common import keys
 
 PACKAGES = ("vla_envs", "vla_policies", "vla_algos")
 SIMULATORS = ["metaworld", "mujoco", "libero", "robosuite", "mani_skill", "sapien", "pybullet", "robotwin"]
+MODELS = ["transformers", "peft", "timm", "torchvision"]
 KEYS = {value for name, value in vars(keys).items() if name.isupper()}
 KEYS -= {keys.STEP}  # which is a column of metrics.jsonl and a field of checkpoints, too
 MODULES = [str(path.relative_to(ROOT)) for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
@@ -30,18 +31,21 @@ def test_import_costs_less_than_a_third_of_a_second_over_torchrl():
     assert extra < 0.3, f"{extra:.2f} s of CPU time over importing torch and EnvBase"
 
 
-def test_import_loads_neither_torch_nor_a_simulator():
+def test_imports_load_neither_torch_nor_a_simulator_nor_a_library_of_models():
     program = f"""
 import sys
 import vla_envs
-print("after vla_envs:", *({{'torch', *{SIMULATORS}}} & set(sys.modules)))
+import vla_policies
+print("at first:", *({{'torch', *{MODELS}, *{SIMULATORS}}} & set(sys.modules)))
 from torchrl.envs import EnvBase  # TorchRL loads mujoco where it is installed
 theirs = set(sys.modules)
 from vla_envs import list_envs, make_env, make_spec
 make_spec(list_envs()[0])
 print("after make_env:", *(set({SIMULATORS}) & (set(sys.modules) - theirs)))
+vla_policies.OpenVLA, vla_policies.OpenVLAOFT, vla_policies.load_policy
+print("after the policies:", *(set({MODELS}) & set(sys.modules)))
 """
-    assert run(program).split("\n")[:2] == ["after vla_envs:", "after make_env:"]
+    assert run(program).split("\n")[:3] == ["at first:", "after make_env:", "after the policies:"]
 
 
 def key_literals(tree: ast.AST) -> list[str]:

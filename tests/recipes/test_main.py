@@ -1,11 +1,11 @@
 """The command ``vla-recipe``: what it lists, copies, refuses and becomes. The installed one is in e2e/test_wheel.py."""
 
 import os
-import subprocess
 import sys
 
+import forked
 import pytest
-from paths import CONF, RECIPES, ROOT
+from paths import CONF, RECIPES
 
 from recipes.__main__ import main
 
@@ -68,13 +68,7 @@ def test_run_becomes_the_recipe_with_its_settings(monkeypatch):
 
 
 def test_help_of_a_recipe_is_hydras_from_any_folder(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes", "run", "ppo", "--help"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = forked.run("ppo", "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "experiment: " in done.stdout
     assert "metaworld_button" in done.stdout

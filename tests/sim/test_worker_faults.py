@@ -255,7 +255,7 @@ def test_large_messages_to_and_from_a_stopped_worker_end():
     pool.reset({0: Episode(0, 0)})
     os.kill(pool._processes[0].pid, signal.SIGSTOP)
     arguments = {"timeout": 3.0, "size": 10_000_000}
-    answers = pool.map(f"{__name__}:echo", [b"x" * 5_000_000], **arguments)
+    answers = pool.map("hanging:echo", [b"x" * 5_000_000], **arguments)
     assert [len(answer) for answer in answers] == [15_000_000]
     assert pool.restarts == 1
 
@@ -264,13 +264,9 @@ def test_large_messages_to_and_from_a_stopped_worker_end():
         os.kill(pool._processes[0].pid, signal.SIGSTOP)
 
     threading.Thread(target=stop).start()
-    answers = pool.map(f"{__name__}:echo", [b"x"] * 8, **{**arguments, "size": 20_000_000})
+    answers = pool.map("hanging:echo", [b"x"] * 8, **{**arguments, "size": 20_000_000})
     assert {len(answer) for answer in answers} == {20_000_001}
     pool.close()
-
-
-def echo(simulator, item, size):
-    return item + bytes(size)
 
 
 def test_a_forked_child_leaves_the_workers_to_its_parent():

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from hardware import compose_experiment, row
+from hardware import row
 from openvla_checkpoint import make_checkpoint as make_openvla
 from paths import CONF, GOLDEN, ROOT
 from pi0_checkpoint import make_checkpoint as make_pi0
@@ -285,9 +285,3 @@ def test_the_table_of_hardware_has_what_an_experiments_settings_need(experiment)
     assert [int(each) for each in re.findall(r" (\d+) ", line)] == pytest.approx(
         [int(each) for each in re.findall(r" (\d+) ", needed)], abs=1
     ), f"put this row there: {needed}"
-
-
-def test_every_large_policy_is_calculated():
-    assert len(LARGE) > 20
-    families = {compose_experiment(experiment)["policy"]["family"] for experiment in LARGE}
-    assert families <= {"openvla", "openvla_oft", "pi0"}

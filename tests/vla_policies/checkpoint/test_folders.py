@@ -506,14 +506,7 @@ def test_a_folder_that_an_earlier_version_saved_acts_as_it_did(family):
                 assert torch.equal(td[key], tensor), key
 
 
-def test_importing_vla_policies_imports_no_model_library():
-    program = (
-        "import sys, vla_policies; print({'torch', 'transformers', 'peft'} & set(sys.modules))\n"
-        "vla_policies.OpenVLA, vla_policies.OpenVLAOFT, vla_policies.load_policy\n"
-        "print({'transformers', 'peft', 'timm', 'torchvision'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170, cwd=ROOT)
-    assert done.stdout.split("\n")[:2] == ["set()", "set()"], done.stderr
+def test_a_name_that_vla_policies_does_not_have():
     assert set(vla_policies.__all__) == set(dir(vla_policies))
     with pytest.raises(AttributeError, match="No vla_policies attribute OpenVLB"):
         vla_policies.OpenVLB  # noqa: B018
