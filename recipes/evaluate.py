@@ -46,11 +46,11 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     if not config.policy.get("checkpoint"):
         raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
     spec = make_env_spec(config.env)
-    here = own_share(config.env, spec, config.pipeline)
+    own_env = own_share(config.env, spec, config.pipeline)
     evaluation = AblatedEvaluation(run, spec)
     print(describe_spec(spec))
-    policy = make_run_policy(run, spec, here)
-    env = make_env(**here, chunk_size=policy.chunk_size, episodes=EpisodeQueue())
+    policy = make_run_policy(run, spec, own_env)
+    env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=EpisodeQueue())
 
     # ---- evaluate: as it is, then with each ablation
     run.begin()

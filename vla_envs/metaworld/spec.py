@@ -79,7 +79,7 @@ def _checked_ranges(
     for task, bounds in ranges.items():
         if task not in tasks:
             raise unknown_name("task in reset_ranges", task, tasks)
-        if len(bounds) != 2 or not 0 < len(bounds[0]) == len(bounds[1]) or np.greater(*bounds).any():
+        if len(bounds) != 2 or not 0 < len(bounds[0]) == len(bounds[1]) or np.greater(bounds[0], bounds[1]).any():
             raise ValueError(
                 f"reset_ranges.{task} takes [low, high] of the task's random vector, in metres and as many numbers "
                 f"each, such as [[-0.1, 0.8, 0.0], [0.1, 0.9, 0.0]], got {bounds!r}"
