@@ -71,8 +71,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
-    trained: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "schedule": schedule, "frozen": frozen}
-    start = run.restore(demonstrations.facts, **trained, collector=collector, episodes=episodes)
+    parts: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "schedule": schedule, "frozen": frozen}
+    start = run.restore(demonstrations.facts, **parts, collector=collector, episodes=episodes)
     if start is None:
         if demonstrations.wanted:
             clone(policy, *demonstrations.record(env, policy), run.folder / "warm_start", **config.cloning)
@@ -89,7 +89,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
         # ---- advantages: of each run among its group
         batch = grpo(groups, bounds, move=True)  # None: no group carries signal
         all_groups = gather_outcomes(groups)  # of all processes
-        learnable, trained, collected = grpo(all_groups, bounds), {}, run.seconds
+        learnable, update, began = grpo(all_groups, bounds), {}, run.seconds
 
         # ---- learn: epochs of minibatches
         if learnable is not None:
@@ -105,18 +105,17 @@ def train(config: SimpleNamespace, run: Run) -> None:
                     break
                 minibatch.step(optimizer)
             run.state["steps"] = minibatches.steps
-            trained = rollout_metrics(learnable) | minibatches.metrics(optimizer)
-            trained["time/train"] = run.seconds - collected
+            update = {**rollout_metrics(learnable), **minibatches.metrics(optimizer), "time/train": run.seconds - began}
             schedule.step()
 
         # ---- tell
         all_rows = concatenate(all_groups)
         outcomes = env_metrics(all_rows, sum(group.crashed for group in all_groups))
         counted = group_metrics(all_groups, bounds)
-        run.log(iteration, outcomes, counted, trained, collector_stats(collector), throughput(all_rows, run.seconds))
+        run.log(iteration, outcomes, counted, update, collector_stats(collector), throughput(all_rows, run.seconds))
         run.say(check_crashes(run.state, iteration, outcomes))
         episodes.tell(*outcomes_by_task(all_rows))  # episode_order=learnable draws accordingly
-        run.say(check_signal(run.state, iteration, all_groups, bool(trained), config.patience))
+        run.say(check_signal(run.state, iteration, all_groups, bool(update), config.patience))
         evaluates = run.is_due(iteration, config.evaluate_every, config.iterations)
         if evaluates:
             held_out(env, policy, iteration, collector)

@@ -85,7 +85,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
             batch = collector.rollout()
 
         # ---- advantages, over the batches of all processes
-        collected = run.seconds
+        began = run.seconds
         all_rows = distributed.all_gather(batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False))
         gae(all_rows, **config.gae)
         batch.update(distributed.local_rows(all_rows, len(batch)).select(ADVANTAGE, VALUE_TARGET))
@@ -102,15 +102,15 @@ def train(config: SimpleNamespace, run: Run) -> None:
                 break
             minibatch.step(optimizer)
         run.state["steps"] = minibatches.steps
-        trained = minibatches.metrics(optimizer)
-        if trained:  # otherwise every episode crashed as it began
+        update = minibatches.metrics(optimizer)
+        if update:  # otherwise every episode crashed as it began
             schedule.step()
-        trained["time/train"] = run.seconds - collected
+        update["time/train"] = run.seconds - began
 
         # ---- tell
         outcomes = env_metrics(all_rows)
         speed = throughput(all_rows, run.seconds)
-        run.log(iteration, outcomes, rollout_metrics(all_rows), trained, collector_stats(collector), speed)
+        run.log(iteration, outcomes, rollout_metrics(all_rows), update, collector_stats(collector), speed)
         run.say(check_crashes(run.state, iteration, outcomes))
         episodes.tell(*outcomes_by_task(all_rows))  # episode_order=learnable draws accordingly
         evaluates = run.is_due(iteration, config.evaluate_every, config.iterations)

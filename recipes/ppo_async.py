@@ -83,16 +83,15 @@ def train(config: SimpleNamespace, run: Run) -> None:
         held_out.note(distributed.broadcast_object(results, roles.rollouts[0]), policy, iteration)
 
     def learn(batch: TensorDictBase | None) -> tuple[TensorDictBase, dict[str, float]]:
-        collected, own = run.seconds, None if batch is None else batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False)
+        began, own = run.seconds, None if batch is None else batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False)
         all_rows = distributed.all_gather(own)  # of all processes that learn
         gae(all_rows, **config.gae)
         rows = distributed.local_rows(all_rows, 0 if batch is None else len(batch)).select(ADVANTAGE, VALUE_TARGET)
         if batch is not None:
             batch.update(rows)
         policy.train()
-        executed = bool(valid_decisions(all_rows).any())  # otherwise every episode crashed as it began
-        trained = learner.update(batch) if executed else {}
-        return all_rows, {**trained, "time/train": run.seconds - collected}
+        update = learner.update(batch) if valid_decisions(all_rows).any() else {}  # else all crashed as they began
+        return all_rows, update | {"time/train": run.seconds - began}
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
     start = run.restore(demonstrations.facts, policy=policy, learner=learner, collector=collector, schedule=schedule)
@@ -107,12 +106,12 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
     for iteration in run.iterations(config.iterations):
         # ---- collect by the weights of `sync.lag` updates before, and learn
-        all_rows, trained = schedule.turn(iteration, config.iterations, lambda: collector.rollout(), learn)
+        all_rows, update = schedule.turn(iteration, config.iterations, lambda: collector.rollout(), learn)
 
         # ---- tell
         outcomes, speed = env_metrics(all_rows), throughput(all_rows, run.seconds)
-        trained = rollout_metrics(all_rows) | trained | schedule.metrics()
-        run.log(iteration, outcomes, trained, collector_stats(collector), speed)
+        update |= {**rollout_metrics(all_rows), **schedule.metrics()}
+        run.log(iteration, outcomes, update, collector_stats(collector), speed)
         run.say(check_crashes(run.state, iteration, outcomes))
         if collector is not None:
             collector.base_env.episodes.tell(*outcomes_by_task(all_rows))
