@@ -13,8 +13,8 @@ from vla_envs.resume import load_state, save_state
 class FreshEpisodes:
     """So many decisions from the beginning of fresh episodes, in every environment."""
 
-    def __init__(self, env, policy, decisions):
-        self.env, self.policy, self.decisions = env, policy, decisions
+    def __init__(self, env, policy, decisions, step_hook=None):
+        self.env, self.policy, self.decisions, self.step_hook = env, policy, decisions, step_hook
 
     @torch.no_grad()
     def rollout(self):
@@ -25,6 +25,8 @@ class FreshEpisodes:
             after = self.policy(batch["next"].select(*self.policy.in_keys).flatten())
         values = after["state_value"].view_as(batch["state_value"])
         batch["next", "state_value"] = values.masked_fill(batch["next", "crashed"], 0.0)  # a crash has no future
+        for step in range(self.decisions) if self.step_hook else ():  # films training episodes
+            self.step_hook(batch[:, step])
         return batch
 
     def reset(self):
