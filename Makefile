@@ -52,7 +52,7 @@ test-e2e: $(STAMP)  ## whole runs: recipes, resuming, several processes, package
 	$(PYTEST) tests/e2e tests/plugin extras/from_rlinf/tests $(ARGS)
 
 test-all: $(STAMP)  ## test and test-e2e
-	$(PYTEST) tests/unit tests/sim tests/e2e tests/plugin extras/from_rlinf/tests $(ARGS)
+	$(PYTEST) tests extras/from_rlinf/tests --ignore=tests/cluster --ignore=tests/storm $(ARGS)
 
 test-storm: $(STAMP)  ## faults by the hundred: kills, damaged files, failing simulators, wrong settings; an hour
 	$(RUN) -m pytest -s tests/storm $(ARGS)

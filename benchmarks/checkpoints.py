@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.run.saving import Saver
 from vla_policies import VLAPolicy
 from vla_policies.sharding import shard
@@ -46,8 +46,8 @@ class Matrices(VLAPolicy):
 
 def measure(policy: VLAPolicy, saves: int, folder: Path) -> None:
     """Save again and again; prints medians of the seconds, and bytes."""
-    if parallel.world_size() > 1:
-        shard(policy, parallel.device_mesh(parallel.world_size()))
+    if distributed.world_size() > 1:
+        shard(policy, distributed.device_mesh(distributed.world_size()))
     optimizer, waited, whole = torch.optim.AdamW(policy.parameters(), lr=1e-3), [], []
     for parameter in policy.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -64,7 +64,7 @@ def measure(policy: VLAPolicy, saves: int, folder: Path) -> None:
     started = time.perf_counter()
     Saver(folder).restore(parts)
     print(
-        f"{type(policy).__name__}, {size / 1e6:.1f} MB, processes: {parallel.world_size()}; training waits "
+        f"{type(policy).__name__}, {size / 1e6:.1f} MB, processes: {distributed.world_size()}; training waits "
         f"{wait:.3f} s of {total:.3f} s ({wait / total:.0%}), resuming takes {time.perf_counter() - started:.3f} s"
     )
 
@@ -78,7 +78,7 @@ def _one(rank: int, processes: int, port: int, saves: int, folder: Path) -> None
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_RUN_ID"] = "benchmark"
-    with parallel.process_group():
+    with distributed.process_group():
         both(saves, folder)
 
 

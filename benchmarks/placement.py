@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from storm import lives
+from tests.storm import lives
 from vla_algos import Learner, StepCollector
 
 APART = ("placement.actor=0", "placement.rollout=1")

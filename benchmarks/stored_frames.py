@@ -146,7 +146,7 @@ def bytes_per_decision(case: Case) -> tuple[int, int]:
     observed: list[int] = []
     cameras = [key for key in policy.in_keys if key in (keys.IMAGES, keys.WRIST_IMAGES)]
     collector = StepCollector(
-        env, policy, 2, on_decision=lambda outcome: observed.append(frame_bytes(outcome.select(*cameras)))
+        env, policy, 2, step_hook=lambda outcome: observed.append(frame_bytes(outcome.select(*cameras)))
     )
     stored = frame_bytes(collector.rollout())
     collector.shutdown()

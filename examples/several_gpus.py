@@ -9,7 +9,7 @@ import argparse
 
 import torch
 
-from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, gae, parallel
+from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, distributed, gae
 from vla_common.keys import ADVANTAGE, NEXT, VALUE_TARGET
 from vla_envs import EpisodeSampler, make_env, make_spec
 from vla_policies import make_policy
@@ -18,7 +18,7 @@ from vla_policies.sharding import gathered, shard
 
 def divide(policy):
     """One copy of the weights, a part in each process; ``compute=torch.bfloat16`` would compute in it."""
-    shard(policy, parallel.device_mesh(parallel.world_size()))
+    shard(policy, distributed.device_mesh(distributed.world_size()))
 
 
 def main():
@@ -29,7 +29,7 @@ def main():
     parser.add_argument("--decisions", type=int, default=8, help="per environment and iteration")
     parser.add_argument("--save", default="runs/several_gpus/policy", help="folder for the policy")
     args = parser.parse_args()
-    with parallel.process_group():  # joins what torchrun has started; only the first process prints
+    with distributed.process_group():  # joins what torchrun has started; only the first process prints
         train(args)
 
 
@@ -38,9 +38,9 @@ def train(args):
     torch.manual_seed(0)  # new weights are the same in all processes
     spec = make_spec("metaworld/button-press-topdown-v3", reward_type="progress", max_episode_steps=20, image_size=32)
     policy = make_policy(spec, family="small", shard=divide)
-    torch.manual_seed(parallel.rank())  # they sample different actions
-    episodes = EpisodeSampler(spec, seed=0, rank=parallel.rank(), world_size=parallel.world_size())
-    num_envs = parallel.per_rank(args.num_envs, "--num-envs")
+    torch.manual_seed(distributed.rank())  # they sample different actions
+    episodes = EpisodeSampler(spec, seed=0, rank=distributed.rank(), world_size=distributed.world_size())
+    num_envs = distributed.per_rank(args.num_envs, "--num-envs")
     env = make_env(spec, num_envs=num_envs, chunk_size=policy.chunk_size, episodes=episodes)
     learner = Learner(ChunkClipPPOLoss(policy), lr=1e-4, minibatch_size=16)
     collector = StepCollector(env, policy, decisions=args.decisions)
@@ -48,9 +48,9 @@ def train(args):
         policy.eval()
         with gathered(policy):  # all weights, for as many calls of the policy as this process needs
             batch = collector.rollout()
-        everything = parallel.all_gather(batch.select(NEXT, "state_value"))  # advantages are normalised over all
+        everything = distributed.all_gather(batch.select(NEXT, "state_value"))  # advantages are normalised over all
         gae(everything)
-        batch.update(parallel.local_rows(everything, len(batch)).select(ADVANTAGE, VALUE_TARGET))
+        batch.update(distributed.local_rows(everything, len(batch)).select(ADVANTAGE, VALUE_TARGET))
         policy.train()
         metrics = learner.update(batch)
         print(f"iteration {iteration}: loss {metrics['train/loss']:.4f}, moved {metrics.get('train/moved', 0):.0%}")

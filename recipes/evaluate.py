@@ -14,11 +14,11 @@ import hydra
 from annotated_types import MinLen
 from omegaconf import DictConfig
 
-from vla_algos import EpisodeCollector, compare, parallel
+from vla_algos import EpisodeCollector, compare, distributed
 from vla_algos.files import finite_or_none, write_atomically
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
+from vla_algos.run.ablated import AblatedEvaluation, AblationName
 from vla_algos.run.environments import make_env_spec, own_share
-from vla_algos.run.evaluate import AblatedEvaluation, AblationName
 from vla_algos.run.policies import make_run_policy
 from vla_algos.run.summary import as_evaluated, describe_spec, facts_of
 from vla_common.checksums import identity
@@ -46,11 +46,11 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     if not config.policy.get("checkpoint"):
         raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
     spec = make_env_spec(config.env)
-    here = own_share(config.env, spec, config.pipeline)
+    own_env = own_share(config.env, spec, config.pipeline)
     evaluation = AblatedEvaluation(run, spec)
     print(describe_spec(spec))
-    policy = make_run_policy(run, spec, here)
-    env = make_env(**here, chunk_size=policy.chunk_size, episodes=EpisodeQueue())
+    policy = make_run_policy(run, spec, own_env)
+    env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=EpisodeQueue())
 
     # ---- evaluate: as it is, then with each ablation
     run.begin()
@@ -77,7 +77,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     checkpoint = Path(config.policy["checkpoint"]).expanduser()
     setting = {"greedy": config.greedy, "ablation": config.ablation, "policy_identity": identity(checkpoint)}
     setting |= {**facts_of(spec), "differs_from_training": run.differs}
-    if parallel.is_main():
+    if distributed.is_main():
         write_atomically(run.folder / "metrics.json", json.dumps(finite_or_none(metrics | setting), indent=2) + "\n")
     run.finish({name: value for name, value in metrics.items() if isinstance(value, float)}, facts_of(spec))
     print(f"\nresults      {run.folder}")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import ChunkClipPPOLoss, Demonstrations, EpisodeCollector, clone, collect_groups, grpo, parallel
+from vla_algos import ChunkClipPPOLoss, Demonstrations, EpisodeCollector, clone, collect_groups, distributed, grpo
 from vla_algos.collectors.crashes import check_crashes
 from vla_algos.groups import check_groups, check_signal, concatenate, gather_outcomes, group_metrics
 from vla_algos.metrics import collector_stats, env_metrics, outcomes_by_task, rollout_metrics, throughput
@@ -49,14 +49,14 @@ def train(config: SimpleNamespace, run: Run) -> None:
     check_schedule(**config.optim, updates=config.iterations)
     check_minibatches(**config.update)
     check_groups(config.group_size, **config.collector)
-    wanted = {name: parallel.per_rank(config.collector[name], f"collector.{name}") for name in ("groups", "max_groups")}
+    wanted = {key: distributed.per_rank(config.collector[key], f"collector.{key}") for key in ("groups", "max_groups")}
     bounds = config.collector["success_bounds"]
     spec = make_env_spec(config.env)
-    here = own_share(config.env, spec, config.pipeline)  # of several processes each has some of the environments
+    own_env = own_share(config.env, spec, config.pipeline)  # of several processes each has some of the environments
     held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec)
     films = TrainVideos(run, spec, **config.train_videos)
     run.say(held_out.describe())
-    policy = make_run_policy(run, spec, here, Sharding(**config.sharding), config.offload["optimizer"])
+    policy = make_run_policy(run, spec, own_env, Sharding(**config.sharding), config.offload["optimizer"])
     held_out.check_policy(policy)
     demonstrations.check_policy(policy)
     loss_module = ChunkClipPPOLoss(policy, **config.loss, critic_coeff=None)
@@ -66,13 +66,13 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     frozen = FrozenPolicy(policy) if loss_module.reference_kl_coeff else None
     episodes = training_episodes(config, spec, config.group_size)
-    env = make_env(**here, chunk_size=policy.chunk_size, episodes=episodes)
-    collector = EpisodeCollector(env, policy, **config.pipeline, on_decision=films.hook)
+    env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
+    collector = EpisodeCollector(env, policy, **config.pipeline, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
-    trained: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "schedule": schedule, "frozen": frozen}
-    start = run.restore(demonstrations.facts, **trained, collector=collector, episodes=episodes)
+    parts: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "schedule": schedule, "frozen": frozen}
+    start = run.restore(demonstrations.facts, **parts, collector=collector, episodes=episodes)
     if start is None:
         if demonstrations.wanted:
             clone(policy, *demonstrations.record(env, policy), run.folder / "warm_start", **config.cloning)
@@ -88,8 +88,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
         # ---- advantages: of each run among its group
         batch = grpo(groups, bounds, move=True)  # None: no group carries signal
-        everywhere = gather_outcomes(groups)  # of all processes
-        learnable, learnt, acted = grpo(everywhere, bounds), {}, run.seconds
+        all_groups = gather_outcomes(groups)  # of all processes
+        learnable, update, began = grpo(all_groups, bounds), {}, run.seconds
 
         # ---- learn: epochs of minibatches
         if learnable is not None:
@@ -105,17 +105,17 @@ def train(config: SimpleNamespace, run: Run) -> None:
                     break
                 minibatch.step(optimizer)
             run.state["steps"] = minibatches.steps
-            learnt = {**rollout_metrics(learnable), **minibatches.metrics(optimizer), "time/train": run.seconds - acted}
+            update = {**rollout_metrics(learnable), **minibatches.metrics(optimizer), "time/train": run.seconds - began}
             schedule.step()
 
         # ---- tell
-        whole = concatenate(everywhere)
-        told = env_metrics(whole, sum(group.crashed for group in everywhere))
-        counted = group_metrics(everywhere, bounds)
-        run.log(iteration, told, counted, learnt, collector_stats(collector), throughput(whole, run.seconds))
-        run.say(check_crashes(run.state, iteration, told))
-        episodes.tell(*outcomes_by_task(whole))  # episode_order=learnable draws accordingly
-        run.say(check_signal(run.state, iteration, everywhere, bool(learnt), config.patience))
+        all_rows = concatenate(all_groups)
+        outcomes = env_metrics(all_rows, sum(group.crashed for group in all_groups))
+        counted = group_metrics(all_groups, bounds)
+        run.log(iteration, outcomes, counted, update, collector_stats(collector), throughput(all_rows, run.seconds))
+        run.say(check_crashes(run.state, iteration, outcomes))
+        episodes.tell(*outcomes_by_task(all_rows))  # episode_order=learnable draws accordingly
+        run.say(check_signal(run.state, iteration, all_groups, bool(update), config.patience))
         evaluates = run.is_due(iteration, config.evaluate_every, config.iterations)
         if evaluates:
             held_out(env, policy, iteration, collector)

@@ -10,7 +10,7 @@ from typing import Literal
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import ChunkClipPPOLoss, Demonstrations, StepCollector, check_levels, clone, gae, parallel
+from vla_algos import ChunkClipPPOLoss, Demonstrations, StepCollector, check_levels, clone, distributed, gae
 from vla_algos.collectors.crashes import check_crashes
 from vla_algos.metrics import collector_stats, env_metrics, outcomes_by_task, rollout_metrics, throughput
 from vla_algos.minibatches import UPDATE, Minibatches, check_loss, check_minibatches
@@ -47,11 +47,11 @@ def train(config: SimpleNamespace, run: Run) -> None:
     check_schedule(**config.optim, updates=config.iterations)
     check_minibatches(**config.update)
     spec = make_env_spec(config.env)
-    here = own_share(config.env, spec, config.pipeline)  # of several processes each has some of the environments
+    own_env = own_share(config.env, spec, config.pipeline)  # of several processes each has some of the environments
     held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec)
     films = TrainVideos(run, spec, **config.train_videos)
     run.say(held_out.describe())
-    policy = make_run_policy(run, spec, here, Sharding(**config.sharding), config.offload["optimizer"])
+    policy = make_run_policy(run, spec, own_env, Sharding(**config.sharding), config.offload["optimizer"])
     held_out.check_policy(policy)
     demonstrations.check_policy(policy)
     loss_module = ChunkClipPPOLoss(policy, **config.loss)
@@ -62,9 +62,9 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     frozen = FrozenPolicy(policy) if loss_module.reference_kl_coeff else None
     episodes = training_episodes(config, spec, config.env.get("group_size", 1))
-    env = make_env(**here, chunk_size=policy.chunk_size, episodes=episodes)
+    env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
-    collector = StepCollector(env, policy, **config.collector, **config.pipeline, **reads, on_decision=films.hook)
+    collector = StepCollector(env, policy, **config.collector, **config.pipeline, **reads, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
@@ -85,10 +85,10 @@ def train(config: SimpleNamespace, run: Run) -> None:
             batch = collector.rollout()
 
         # ---- advantages, over the batches of all processes
-        acted = run.seconds
-        whole = parallel.all_gather(batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False))
-        gae(whole, **config.gae)
-        batch.update(parallel.local_rows(whole, len(batch)).select(ADVANTAGE, VALUE_TARGET))
+        began = run.seconds
+        all_rows = distributed.all_gather(batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False))
+        gae(all_rows, **config.gae)
+        batch.update(distributed.local_rows(all_rows, len(batch)).select(ADVANTAGE, VALUE_TARGET))
 
         # ---- learn: epochs of minibatches
         policy.train()
@@ -102,18 +102,17 @@ def train(config: SimpleNamespace, run: Run) -> None:
                 break
             minibatch.step(optimizer)
         run.state["steps"] = minibatches.steps
-        learnt = minibatches.metrics(optimizer)
-        if learnt:  # otherwise every episode crashed as it began
+        update = minibatches.metrics(optimizer)
+        if update:  # otherwise every episode crashed as it began
             schedule.step()
-        learnt["time/train"] = run.seconds - acted
+        update["time/train"] = run.seconds - began
 
         # ---- tell
-        told = env_metrics(whole)
-        run.log(
-            iteration, told, rollout_metrics(whole), learnt, collector_stats(collector), throughput(whole, run.seconds)
-        )
-        run.say(check_crashes(run.state, iteration, told))
-        episodes.tell(*outcomes_by_task(whole))  # episode_order=learnable draws accordingly
+        outcomes = env_metrics(all_rows)
+        speed = throughput(all_rows, run.seconds)
+        run.log(iteration, outcomes, rollout_metrics(all_rows), update, collector_stats(collector), speed)
+        run.say(check_crashes(run.state, iteration, outcomes))
+        episodes.tell(*outcomes_by_task(all_rows))  # episode_order=learnable draws accordingly
         evaluates = run.is_due(iteration, config.evaluate_every, config.iterations)
         if evaluates:
             held_out(env, policy, iteration, collector)

@@ -11,7 +11,7 @@ import hydra
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 
-from vla_algos import ChunkClipPPOLoss, Demonstrations, Learner, StepCollector, check_levels, clone, gae, parallel
+from vla_algos import ChunkClipPPOLoss, Demonstrations, Learner, StepCollector, check_levels, clone, distributed, gae
 from vla_algos.advantages import valid_decisions
 from vla_algos.collectors.crashes import check_crashes
 from vla_algos.disaggregated.placement import DEFAULTS
@@ -51,12 +51,12 @@ def train(config: SimpleNamespace, run: Run) -> None:
     check_schedule(**config.optim, updates=config.iterations)
     check_minibatches(**config.update)
     spec, roles = make_env_spec(config.env), Roles.of(config.placement)
-    sharding, here = roles.shard(config.sharding), roles.share(config.env, spec, config.pipeline)
+    sharding, own_env = roles.shard(config.sharding), roles.share(config.env, spec, config.pipeline)
     held_out, demonstrations = HeldOut(run, spec, len(roles.rollouts)), Demonstrations(config, spec)
     run.say(held_out.describe())
     offload = config.offload["optimizer"] and roles.learns
-    with roles.own():
-        policy = make_run_policy(run, spec, here, sharding, offload)
+    with roles.on_own_ranks():
+        policy = make_run_policy(run, spec, own_env, sharding, offload)
     demonstrations.check_policy(policy)
     run.say(roles.describe())
     loss_module = ChunkClipPPOLoss(policy, **config.loss, decoupled=config.sync["lag"] > 0)
@@ -69,7 +69,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     def make_collector() -> StepCollector:
         held_out.check_policy(policy)
         episodes = training_episodes(config, spec, config.env.get("group_size", 1))
-        env = make_env(**here, chunk_size=policy.chunk_size, episodes=episodes)
+        env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
         reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
         return StepCollector(env, policy, **config.collector, **config.pipeline, **reads)
 
@@ -80,19 +80,18 @@ def train(config: SimpleNamespace, run: Run) -> None:
     def measure(iteration: int) -> None:
         with schedule.acting():
             results = roles.on_rollouts(lambda: held_out.measure(collector.env, policy, iteration, collector))
-        held_out.note(parallel.broadcast_object(results, roles.rollouts[0]), policy, iteration)
+        held_out.note(distributed.broadcast_object(results, roles.rollouts[0]), policy, iteration)
 
     def learn(batch: TensorDictBase | None) -> tuple[TensorDictBase, dict[str, float]]:
-        acted, own = run.seconds, None if batch is None else batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False)
-        whole = parallel.all_gather(own)  # of all processes that learn
-        gae(whole, **config.gae)
-        rows = parallel.local_rows(whole, 0 if batch is None else len(batch)).select(ADVANTAGE, VALUE_TARGET)
+        began, own = run.seconds, None if batch is None else batch.select(NEXT, STATE_VALUE, TASK_ID, strict=False)
+        all_rows = distributed.all_gather(own)  # of all processes that learn
+        gae(all_rows, **config.gae)
+        rows = distributed.local_rows(all_rows, 0 if batch is None else len(batch)).select(ADVANTAGE, VALUE_TARGET)
         if batch is not None:
             batch.update(rows)
         policy.train()
-        executed = bool(valid_decisions(whole).any())  # otherwise every episode crashed as it began
-        learnt = learner.update(batch) if executed else {}
-        return whole, {**learnt, "time/train": run.seconds - acted}
+        update = learner.update(batch) if valid_decisions(all_rows).any() else {}  # else all crashed as they began
+        return all_rows, update | {"time/train": run.seconds - began}
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
     start = run.restore(demonstrations.facts, policy=policy, learner=learner, collector=collector, schedule=schedule)
@@ -107,14 +106,15 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
     for iteration in run.iterations(config.iterations):
         # ---- collect by the weights of `sync.lag` updates before, and learn
-        whole, learnt = schedule.turn(iteration, config.iterations, lambda: collector.rollout(), learn)
+        all_rows, update = schedule.turn(iteration, config.iterations, lambda: collector.rollout(), learn)
 
         # ---- tell
-        told, speed = env_metrics(whole), throughput(whole, run.seconds)
-        run.log(iteration, told, rollout_metrics(whole), learnt, collector_stats(collector), schedule.metrics(), speed)
-        run.say(check_crashes(run.state, iteration, told))
+        outcomes, speed = env_metrics(all_rows), throughput(all_rows, run.seconds)
+        update |= {**rollout_metrics(all_rows), **schedule.metrics()}
+        run.log(iteration, outcomes, update, collector_stats(collector), speed)
+        run.say(check_crashes(run.state, iteration, outcomes))
         if collector is not None:
-            collector.base_env.episodes.tell(*outcomes_by_task(whole))
+            collector.base_env.episodes.tell(*outcomes_by_task(all_rows))
         evaluates = run.is_due(iteration, config.evaluate_every, config.iterations)
         if evaluates:
             measure(iteration)

@@ -33,13 +33,13 @@ def main(config: DictConfig) -> None:
 def train(config: SimpleNamespace, run: Run) -> None:
     # ---- parts
     spec = make_env_spec(config.env)
-    here = own_share(config.env, spec)
+    own_env = own_share(config.env, spec)
     held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec)
     run.say(held_out.describe())
-    policy = make_run_policy(run, spec, here)
+    policy = make_run_policy(run, spec, own_env)
     held_out.check_policy(policy)
     demonstrations.check_policy(policy)
-    env = make_env(**here, chunk_size=policy.chunk_size, episodes=EpisodeSampler(spec, config.seed))
+    env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=EpisodeSampler(spec, config.seed))
     shown, heldout = demonstrations.record(env, policy)  # the same again, if this is resumed
     cloning, steps = BehaviourCloning(policy, shown, **config.cloning), config.cloning["steps"]
     publish = policy_writer(config, policy, spec, held_out.spec)

@@ -1,4 +1,4 @@
-from . import parallel as parallel
+from . import distributed as distributed
 from .advantages import (
     check_levels as check_levels,
 )

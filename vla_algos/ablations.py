@@ -20,7 +20,7 @@ import torch
 from tensordict import NonTensorStack, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_common.keys import ACTION, DECISION_INDEX, EPISODE_INDEX, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.texts import encode, to_strings
 from vla_envs.simulator import Episode, SimulatorSpec, Task
@@ -40,10 +40,8 @@ def blank_images(td: TensorDictBase) -> TensorDictBase:
 class DoNothing(TensorDictModuleBase):
     """Baseline: a policy that does nothing (``SimulatorSpec.neutral_action``), in chunks of so many actions.
 
-    Some episodes are solved as they begin, or by what falls.
-
-    Raises:
-        ValueError: the benchmark does not say what doing nothing is.
+    Some episodes are solved as they begin, or by what falls. A ``ValueError`` where a benchmark does not say what doing
+    nothing is.
     """
 
     loss_keys = ()
@@ -70,49 +68,53 @@ class DoNothing(TensorDictModuleBase):
 def swapped_instructions(tasks: Sequence[Task]) -> Observe:
     """Ablation: each instruction is replaced by that of the next of ``tasks``, in a cycle, that has other words.
 
-    Raises:
-        ValueError: the tasks share one instruction, so there is nothing to swap; or each episode has one of its own.
+    A ``ValueError`` if there is nothing to swap: tasks share one instruction, or each episode has one of its own.
     """
     if reworded := [task.name for task in tasks if task.sentence_per_episode]:
         raise ValueError(
-            f"swapping instructions needs tasks with given ones; each episode of {reworded[0]} is worded anew; type "
+            f"swapping instructions needs tasks with given ones; each episode of {reworded[0]} has its own; type "
             "ablation=other_trial, or null"
         )
-    instructions = list(dict.fromkeys(task.instruction for task in tasks))
-    said: dict[str, tuple[str, ...]] = {}
+    said: dict[str, list[str]] = {}
     for task in tasks:
-        words = task.instructions or (task.instruction,)
-        said[task.instruction] = tuple(dict.fromkeys([*said.get(task.instruction, ()), *words]))
-    own: dict[str, set[str]] = {}  # what it may be told for the same thing
-    for words in said.values():
-        for text in words:
-            own.setdefault(text, set()).update(words)
-    swapped: dict[str, str] = {}
-    for place, instruction in enumerate(instructions):
-        following = [*instructions[place + 1 :], *instructions[:place]]
-        for number, text in enumerate(said[instruction]):
-            others = (said[other][number % len(said[other])] for other in following)
-            if (told := next((other for other in others if other not in own[text]), None)) is None:
-                raise ValueError(
-                    f"swapping instructions needs tasks with at least 2 different ones, got {instructions}; "
-                    "evaluate an environment with several tasks, each of which is an episode"
-                )
-            swapped.setdefault(text, told)
-    known = {*swapped, *instructions, ""}  # an idle slot may have a pattern, or nothing, and keeps it
+        words = [*said.get(task.instruction, ()), *(task.instructions or (task.instruction,))]
+        said[task.instruction] = list(dict.fromkeys(words))
+    swapped = _next_words(said)
+    known = {*swapped, *said, ""}  # an idle slot may have a pattern, or nothing, and keeps it
 
     def observe(td: TensorDictBase) -> TensorDictBase:
-        told, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
-        if unknown := [text for text in told if text not in known]:
+        shown, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
+        if unknown := [text for text in shown if text not in known]:
             raise ValueError(
-                "swapping instructions needs those of the tasks, and the policy is told others, such as "
+                "swapping instructions needs those of the tasks, and the policy gets others, such as "
                 f"{unknown[0]!r}; take another ablation"
             )
-        texts = [swapped.get(text, text) for text in told]
+        texts = [swapped.get(text, text) for text in shown]
         as_bytes = isinstance(given, torch.Tensor)
         td[TASK_DESCRIPTIONS] = encode(texts, given.shape[-1]).to(given.device) if as_bytes else NonTensorStack(*texts)
         return td
 
     return observe
+
+
+def _next_words(said: dict[str, list[str]]) -> dict[str, str]:
+    """Return another task's words for each text, of ``said`` by instruction: the next one's with another meaning."""
+    own: dict[str, set[str]] = {}  # all texts with the same meaning
+    for words in said.values():
+        for text in words:
+            own.setdefault(text, set()).update(words)
+    swapped: dict[str, str] = {}
+    for place, words in enumerate(said.values()):
+        following = [*said.values()][place + 1 :] + [*said.values()][:place]
+        for number, text in enumerate(words):
+            others = (other[number % len(other)] for other in following)
+            if (chosen := next((other for other in others if other not in own[text]), None)) is None:
+                raise ValueError(
+                    f"swapping instructions needs tasks with at least 2 different ones, got {[*said]}; "
+                    "evaluate an environment with several tasks, each of which is an episode"
+                )
+            swapped.setdefault(text, chosen)
+    return swapped
 
 
 class SeenImages:
@@ -129,7 +131,7 @@ class SeenImages:
     """
 
     def __init__(self, folder: Path):
-        self._folder, self._path = folder, folder / f"{_FILE}{parallel.rank()}"
+        self._folder, self._path = folder, folder / f"{_FILE}{distributed.rank()}"
         self._file = open(self._path, "wb")  # noqa: SIM115 as long as this is
         self._decisions: dict[int, list[int]] = {}  # by episode, the place in the file of each
         self._kept = 0
@@ -144,16 +146,12 @@ class SeenImages:
         self._file.close()
         self._images.clear()
         self._path.unlink(missing_ok=True)
-        if parallel.is_main() and failed is None:  # what others read is read, and what killed ones left can go
+        if distributed.is_main() and failed is None:  # what others read is read, and what killed ones left can go
             for path in self._folder.glob(f"{_FILE}*"):
                 path.unlink(missing_ok=True)
 
     def check_room(self, spec: SimulatorSpec, episodes: int, chunk_size: int) -> None:
-        """Refuse before any work so many episodes of all processes that the disk has no room for their images.
-
-        Raises:
-            ValueError: says how much room there is and how much all episodes may take.
-        """
+        """Refuse (``ValueError``), before any work, so many episodes that the disk has no room for their images."""
         pixels = math.prod(spec.image_shape) + math.prod(spec.wrist_image_shape or (0,))
         decisions = episodes * -(-spec.max_episode_steps // chunk_size)
         needed, free = 3 * pixels * decisions, shutil.disk_usage(self._folder).free
@@ -164,11 +162,7 @@ class SeenImages:
             )
 
     def keep(self, td: TensorDictBase) -> TensorDictBase:
-        """Keep what the policy sees in every decision: an ``observe`` that changes nothing.
-
-        Raises:
-            ValueError: the policy sees no images.
-        """
+        """Keep what the policy sees in every decision: an ``observe``; ``ValueError`` if it sees no images."""
         rows = (td[EPISODE_INDEX] >= 0).nonzero().flatten()
         images = {key: td[key][rows].cpu().numpy() for key in (IMAGES, WRIST_IMAGES) if key in td}
         if not images:
@@ -188,7 +182,7 @@ class SeenImages:
         self._file.close()
         self._images.clear()
         self._all.clear()
-        everything = parallel.all_gather_object((self._path, self._kept, self._shapes, self._decisions))
+        everything = distributed.all_gather_object((self._path, self._kept, self._shapes, self._decisions))
         for rank, (path, kept, shapes, decisions) in enumerate(everything):
             self._shapes = self._shapes or shapes
             self._images.append(np.memmap(path, np.uint8, "r").reshape(kept, -1) if kept else None)
@@ -240,7 +234,7 @@ def other_trials(
     Args:
         episodes: of an evaluation.
         tasks: of these.
-        usable: indices of the episodes to choose from, such as those that have not crashed; ``None`` for all.
+        usable: indices to choose from, such as those of episodes that have not crashed; ``None`` for all.
         needed: indices of the episodes that need another one; ``None`` for all.
 
     Returns:
@@ -253,20 +247,20 @@ def other_trials(
     for index, episode in enumerate(episodes):
         runs.setdefault(episode.task_id, {}).setdefault((episode.trial_id, episode.seed), []).append(index)
     donors = [-1] * len(episodes)
+    needed, usable = (range(len(episodes)) if some is None else some for some in (needed, usable))
     for task_id, trials in runs.items():
         in_order = list(trials.values())
         for place, own in enumerate(in_order):
             following = [*in_order[place + 1 :], *in_order[:place]]
             for run, index in enumerate(own):
-                if needed is not None and index not in needed:
+                if index not in needed:
                     continue
                 candidates = (other[run % len(other)] for other in following)
-                donor = next((each for each in candidates if usable is None or each in usable), None)
-                if donor is None:
+                donors[index] = next((each for each in candidates if each in usable), -1)
+                if donors[index] < 0:
                     what = "one trial only" if not following else "no other trial with a result"
                     raise ValueError(
                         f"other_trial shows the images of another trial of the same task, and {tasks[task_id].name} "
                         f"has {what}; type eval.trials=2 or more"
                     )
-                donors[index] = donor
     return donors

@@ -10,18 +10,7 @@ from torch import Tensor, nn
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from vla_algos.losses import Level
-from vla_common.keys import (
-    ADVANTAGE,
-    DONE,
-    NEXT,
-    REWARD,
-    STATE_VALUE,
-    STEP_MASK,
-    STEP_REWARDS,
-    TERMINATED,
-    VALUE_TARGET,
-    WEIGHT,
-)
+from vla_common import keys
 from vla_common.settings import Fraction, NonNegative, checked
 from vla_policies.policy import VLAPolicy
 
@@ -34,15 +23,11 @@ def valid_decisions(batch: TensorDictBase) -> Tensor:
 
     The others (the simulator died, or the slot was idle) carry no information and enter no statistic.
     """
-    return batch[NEXT, STEP_MASK].any(-1, keepdim=True)
+    return batch[keys.NEXT, keys.STEP_MASK].any(-1, keepdim=True)
 
 
 def check_levels(loss_module: nn.Module, policy: VLAPolicy, reward_level: RewardLevel) -> None:
-    """Refuse a ``reward_level`` of :func:`gae` that does not fit a policy and a loss, before any work.
-
-    Raises:
-        ValueError: says what would be right.
-    """
+    """Refuse (``ValueError``) a ``reward_level`` of :func:`gae` that does not fit policy and loss, before any work."""
     if getattr(loss_module, "has_critic", True):
         _check_values(reward_level, policy.num_values, policy.chunk_size)
     if reward_level == "action" and getattr(loss_module, "log_prob_level", None) == "chunk":
@@ -102,29 +87,33 @@ def gae(
     Raises:
         ValueError: an unknown choice, values that do not fit it, or ``step_rewards`` that are not those of ``reward``.
     """
-    values = batch.get(STATE_VALUE, None)
-    next_values = batch.get((NEXT, STATE_VALUE), None)
+    values = batch.get(keys.STATE_VALUE, None)
+    next_values = batch.get((keys.NEXT, keys.STATE_VALUE), None)
     if values is not None and next_values is None:
         raise ValueError(
-            f"the batch lacks {(NEXT, STATE_VALUE)}, the values of what follows each decision: collect with "
+            f"the batch lacks {(keys.NEXT, keys.STATE_VALUE)}, the values of what follows each decision: collect with "
             "StepCollector, which stores them, or, where 'next' has the observations, let the critic write them: "
             "critic(batch['next'])"
         )
     if values is None:
-        rewards = batch[NEXT, STEP_REWARDS if reward_level == "action" else REWARD]
+        rewards = batch[keys.NEXT, keys.STEP_REWARDS if reward_level == "action" else keys.REWARD]
         values, next_values, lmbda = torch.zeros_like(rewards), torch.zeros_like(rewards), 1.0
-    _check_values(reward_level, values.shape[-1], batch[NEXT, STEP_MASK].shape[-1])
+    _check_values(reward_level, values.shape[-1], batch[keys.NEXT, keys.STEP_MASK].shape[-1])
     valid = valid_decisions(batch)
     # A decision that was never executed says nothing about the one before it, which therefore ends in a
     # bootstrap from the value of the observation they share.
-    done = batch[NEXT, DONE].clone()
+    done = batch[keys.NEXT, keys.DONE].clone()
     done[:, :-1] |= ~valid[:, 1:]
-    ends = {"truncation": batch[NEXT, TERMINATED], "none": batch[NEXT, DONE], "any_done": torch.zeros_like(done)}
+    ends = {
+        "truncation": batch[keys.NEXT, keys.TERMINATED],
+        "none": batch[keys.NEXT, keys.DONE],
+        "any_done": torch.zeros_like(done),
+    }
     final = ends[bootstrap]
-    reward = batch[NEXT, REWARD]
+    reward = batch[keys.NEXT, keys.REWARD]
     if reward_level == "action":
         _check_step_rewards(batch)
-        valid = batch[NEXT, STEP_MASK]
+        valid = batch[keys.NEXT, keys.STEP_MASK]
         reward, next_values, done, final = _per_action(batch, values, next_values, done, final)
     # What was never executed may hold anything, even a NaN: it enters nothing.
     values, reward = torch.where(valid, values, 0.0), torch.where(valid, reward, 0.0)
@@ -149,16 +138,16 @@ def gae(
     advantage, value_target = (
         torch.empty_like(x).squeeze(-1).scatter(1, order, x.squeeze(-1)).reshape(values.shape) for x in results
     )
-    batch[ADVANTAGE] = normalize_advantages(advantage, valid) if normalize else advantage
-    batch[VALUE_TARGET] = value_target
+    batch[keys.ADVANTAGE] = normalize_advantages(advantage, valid) if normalize else advantage
+    batch[keys.VALUE_TARGET] = value_target
     return batch
 
 
 def _check_step_rewards(batch: TensorDictBase) -> None:
     """Refuse a ``reward`` that something has changed without the ``step_rewards``, which alone would be read."""
-    mask = batch[NEXT, STEP_MASK]
-    steps = torch.where(mask, batch[NEXT, STEP_REWARDS], 0.0)
-    rewards = torch.where(valid_decisions(batch), batch[NEXT, REWARD], 0.0)
+    mask = batch[keys.NEXT, keys.STEP_MASK]
+    steps = torch.where(mask, batch[keys.NEXT, keys.STEP_REWARDS], 0.0)
+    rewards = torch.where(valid_decisions(batch), batch[keys.NEXT, keys.REWARD], 0.0)
     differ = (steps.sum(-1, keepdim=True) - rewards).abs() > 1e-6 + 1e-4 * steps.abs().sum(-1, keepdim=True)
     if differ.any():
         raise ValueError(
@@ -176,13 +165,13 @@ def _per_action(
     The last executed action of a decision leads to the next decision; those after it were never executed
     and are cut off from everything.
     """
-    mask = batch[NEXT, STEP_MASK]
+    mask = batch[keys.NEXT, keys.STEP_MASK]
     executed = mask.sum(-1, keepdim=True)
     position = torch.arange(mask.shape[-1], device=mask.device)
     last, unused = position == executed - 1, position >= executed
     next_values = torch.where(last, next_values[..., :1], values.roll(-1, dims=-1))
     next_values = torch.where(unused, 0.0, next_values)
-    reward = torch.where(unused, 0.0, batch[NEXT, STEP_REWARDS])
+    reward = torch.where(unused, 0.0, batch[keys.NEXT, keys.STEP_REWARDS])
     return reward, next_values, (last & done) | unused, (last & final) | unused
 
 
@@ -242,13 +231,13 @@ def trajectory_weights(batch: TensorDictBase, log_prob_level: Level) -> TensorDi
     Returns:
         ``batch`` itself, with ``weight`` ``[..., 1]`` written; 0 for decisions without valid elements.
     """
-    elements = valid_decisions(batch) if log_prob_level == "chunk" else batch[NEXT, STEP_MASK]
+    elements = valid_decisions(batch) if log_prob_level == "chunk" else batch[keys.NEXT, keys.STEP_MASK]
     elements = elements.sum(-1).float()
-    done = batch[NEXT, DONE].squeeze(-1).long()
+    done = batch[keys.NEXT, keys.DONE].squeeze(-1).long()
     rows = torch.arange(done[..., 0].numel(), device=done.device).reshape(*done.shape[:-1], 1)
     label = done.cumsum(-1) - done + rows * (done.shape[-1] + 1)
     _, index = label.unique(return_inverse=True)
     length = torch.zeros(int(index.max()) + 1, device=done.device).index_add(0, index.flatten(), elements.flatten())
     trajectories = (length > 0).sum()
     weight = elements.sum() / (trajectories * length[index]).clamp(min=1)
-    return batch.set(WEIGHT, torch.where(elements > 0, weight, 0.0).unsqueeze(-1))
+    return batch.set(keys.WEIGHT, torch.where(elements > 0, weight, 0.0).unsqueeze(-1))

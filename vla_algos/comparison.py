@@ -110,10 +110,8 @@ class Comparison:
 def compare(first: Sequence[EpisodeResult], second: Sequence[EpisodeResult], mean_of: Sequence[str] = ()) -> Comparison:
     """Pair the episodes of two evaluations by task, trial and seed; of repeated ones the first run with the first, ....
 
-    ``mean_of`` are groups of which the mean is taken too, each counting the same.
-
-    Raises:
-        ValueError: they share no episode with a result, or no group of that name.
+    ``mean_of`` are groups of which the mean is taken too, each counting the same. A ``ValueError`` if they share no
+    episode with a result, or there is no such group.
     """
     one, other = _by_identity(first), _by_identity(second)
     shared = [(result, other[identity]) for identity, result in one.items() if identity in other]
@@ -125,9 +123,8 @@ def compare(first: Sequence[EpisodeResult], second: Sequence[EpisodeResult], mea
             f"result in both ({examples}); take two of the same environment and seed (recipes: env.id, eval.seed)"
         )
     groups = list(dict.fromkeys(result.group for result in [*first, *second]))
-    for name in mean_of:
-        if name not in groups:
-            raise unknown_name("group in mean_of", name, groups)
+    if unknown := [name for name in mean_of if name not in groups]:
+        raise unknown_name("group in mean_of", unknown[0], groups)
     alone = len(one) - len(shared), len(other) - len(shared)
     return Comparison(pairs, *alone, len(shared) - len(pairs), tuple(mean_of))
 

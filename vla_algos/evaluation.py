@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torchrl.envs.utils import ExplorationType
 
 from vla_algos.ablations import Observe
 from vla_algos.collectors import EpisodeCollector
+from vla_algos.files import write_atomically
 from vla_algos.intervals import Estimate, mean_interval, mean_of_estimates, wilson_interval
 from vla_algos.policies import Policy, as_module
 from vla_algos.results import IDENTITY, NAME, EpisodeResult, as_lines, files_of, parts_of, read_episodes
@@ -67,11 +69,11 @@ class EvaluationResult:
         length = sum(len(part.episodes) for part in parts)
         episodes = [parts[index % len(parts)].episodes[index // len(parts)] for index in range(length)]
 
-        def joined(of_parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
-            found = {index * len(parts) + n: value for n, part in enumerate(of_parts) for index, value in part.items()}
-            return dict(sorted(found.items()))
+        def joined(name: str) -> dict[int, Any]:
+            each = ((n, index, value) for n, part in enumerate(parts) for index, value in getattr(part, name).items())
+            return dict(sorted((index * len(parts) + n, value) for n, index, value in each))
 
-        videos, captions = joined([part.videos for part in parts]), joined([part.captions for part in parts])
+        videos, captions = joined("videos"), joined("captions")
         broken = next((part.broken for part in parts if part.broken), "")
         return cls(episodes, videos, broken, captions, parts[0].chain_length, parts[0].mean_of)
 
@@ -79,9 +81,8 @@ class EvaluationResult:
     def load(cls, path: str | Path, *, chain_length: int = 1, mean_of: Sequence[str] = ()) -> EvaluationResult:
         """Read what :meth:`save`, or a recipe, has written: a folder with ``episodes.jsonl``, or a file of such lines.
 
-        Raises:
-            FileNotFoundError: nothing is there.
-            ValueError: it has no results, or of chains of tasks and ``chain_length``, which lines do not say, is wrong.
+        A ``FileNotFoundError`` if nothing is there; a ``ValueError`` if it has no results, or of chains of tasks and
+        ``chain_length``, which lines do not say, is wrong.
         """
         path = Path(path)
         file = path / NAME if path.is_dir() else path
@@ -100,23 +101,17 @@ class EvaluationResult:
         return cls(episodes, chain_length=chain_length, mean_of=tuple(mean_of))
 
     def save(self, path: str | Path) -> Path:
-        """Write the episodes that were tried, one to a line; ``vla-recipe compare`` reads them. Returns the file.
+        """Write the episodes that were tried, one to a line, which ``vla-recipe compare`` reads. Returns the file.
 
-        Args:
-            path: a folder, which gets ``episodes.jsonl``, or a ``.jsonl`` file; what is there is replaced.
-
-        Raises:
-            FileExistsError: an evaluation by a recipe is there.
-            OSError: it cannot be written; what was there before is still there.
+        ``path`` is a folder, which gets ``episodes.jsonl``, or a ``.jsonl`` file; what is there is replaced, but for
+        the evaluation of a recipe (``FileExistsError``).
         """
         path = Path(path)
         file = path if path.suffix == ".jsonl" else path / NAME
         if (file.parent / IDENTITY).exists():
             raise FileExistsError(f"{file.parent} has an evaluation by a recipe, which resumes there; save elsewhere")
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f".unfinished_{file.name}")
-        unfinished.write_text(as_lines(self.episodes), encoding="utf-8")
-        unfinished.replace(file)
+        write_atomically(file, as_lines(self.episodes))
         for part in parts_of(file):
             part.unlink()
         return file
@@ -220,12 +215,10 @@ class EvaluationResult:
                 lines.append(f"{name:<{width}}  {0:8}  {'-':>7}  {'-':^13}  {'-':>6}  {'-':>6}")
                 continue
             low, high = _interval(results)
-            once, at_end = (
-                100 * _mean(getattr(r, kind) for r in results) for kind in ("success_once", keys.SUCCESS_AT_END)
-            )
+            once, at_end = _mean(r.success_once for r in results), _mean(r.success_at_end for r in results)
             lines.append(
-                f"{name:<{width}}  {len(results):8}  {once:6.1f}%  {100 * low:5.1f} - {100 * high:5.1f}"
-                f"  {at_end:5.1f}%  {_mean(r.episode_len for r in results):6.1f}"
+                f"{name:<{width}}  {len(results):8}  {100 * once:6.1f}%  {100 * low:5.1f} - {100 * high:5.1f}"
+                f"  {100 * at_end:5.1f}%  {_mean(r.episode_len for r in results):6.1f}"
             )
         return "\n".join([*lines, *self._mean_lines(), *self._chain_lines(rows), *self._lines_without_result()])
 
@@ -279,16 +272,13 @@ def film(
 ) -> None:
     """Add copies of the frame after a decision, and of that before it where an episode begins, with captions.
 
-    Args:
-        shots: get them, by episode or environment.
-        outcome: of the decision, ``[N]``.
-        rows: episode or environment by row of ``outcome``.
-        restart: an episode that begins replaces what was filmed before.
+    ``shots`` get them by episode or environment, which ``rows`` has by row of ``outcome`` ``[N]``; with ``restart`` an
+    episode that begins replaces what was filmed before.
     """
     after = outcome[keys.NEXT]
-    told = (to_strings(outcome), to_strings(outcome, (keys.NEXT, keys.TASK_DESCRIPTIONS))) if rows else ()
+    instructions = (to_strings(outcome), to_strings(outcome, (keys.NEXT, keys.TASK_DESCRIPTIONS))) if rows else ()
     for row, whose in rows.items():
-        filmed, (before, now) = shots.setdefault(whose, []), (texts[row] for texts in told)
+        filmed, (before, now) = shots.setdefault(whose, []), (texts[row] for texts in instructions)
         if after[keys.EPISODE_LEN][row] == after[keys.STEP_MASK][row].sum():  # it begins, perhaps after a crash
             if restart:
                 filmed.clear()
@@ -335,14 +325,12 @@ def evaluate(
         ValueError: the policy cannot act there; or it should record, but a transform has changed the images.
         SimulatorCrash: simulators fail whatever they are to run; ``on_episode`` has got the results so far.
     """
-    if record and (
-        env.observation_spec.get(keys.IMAGES, None) is None or env.observation_spec[keys.IMAGES].dtype != torch.uint8
-    ):
+    spec = base_env(env).simulator_spec
+    if record and getattr(env.observation_spec.get(keys.IMAGES, None), "dtype", None) != torch.uint8:
         raise ValueError(
             f"record={record}, but a transform of the environment has changed {keys.IMAGES!r}, which are filmed: give "
             'it out_keys=["pixels"], or record=0'
         )
-    spec = base_env(env).simulator_spec
     if hasattr(policy, "check_environment") and not isinstance(env, TransformedEnv):  # which may show it what it reads
         policy.check_environment(spec)
     wanted = list(episodes)
@@ -369,21 +357,28 @@ def evaluate(
         stages=stages,
         overlap_resets=overlap_resets,
         on_episode=note,
-        on_decision=record_decision if record else None,
+        step_hook=record_decision if record else None,
     )
+    with _evaluating(actor):
+        for _ in collector.iterator():  # not iter(): a failure must not close the caller's environment
+            pass
+    ordered = [results[index] for index in range(len(wanted))]
+    filmed = {index: tuple(zip(*shots[index], strict=True)) for index in sorted(shots) if not ordered[index].crashed}
+    videos = {index: np.stack(frames) for index, (frames, _) in filmed.items()}
+    captions = {index: [*said] for index, (_, said) in filmed.items()}
+    return EvaluationResult(ordered, videos, "", captions, spec.chain_length)
+
+
+@contextlib.contextmanager
+def _evaluating(actor: TensorDictModuleBase) -> Iterator[None]:
+    """Have a policy in ``eval()`` within; a module of it that was in it by itself stays so."""
     training = [module for module in actor.modules() if module.training]
     actor.eval()
     try:
-        for _ in collector.iterator():  # not iter(): a failure must not close the caller's environment
-            pass
+        yield
     finally:
-        for module in training:  # a module that was set to eval() by itself stays so
+        for module in training:
             module.training = True
-    filmed = {index: each for index, each in sorted(shots.items()) if not results[index].crashed}
-    videos = {index: np.stack([frame for frame, _ in each]) for index, each in filmed.items()}
-    captions = {index: [caption for _, caption in each] for index, each in filmed.items()}
-    ordered = [results[index] for index in range(len(wanted))]
-    return EvaluationResult(ordered, videos, "", captions, spec.chain_length)
 
 
 def _result(
@@ -418,10 +413,8 @@ class _Observing(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         collector, inputs = self.collector(), tensordict.select(*self.in_keys)
         deciding = [-1 if episode is None else episode.queue_index for episode in collector.deciding]
-        inputs[keys.EPISODE_INDEX], inputs[keys.DECISION_INDEX] = (
-            torch.tensor(deciding),
-            torch.tensor(collector.decided),
-        )
+        inputs[keys.EPISODE_INDEX] = torch.tensor(deciding)
+        inputs[keys.DECISION_INDEX] = torch.tensor(collector.decided)
         decision = self.policy(self.observe(inputs).exclude(keys.EPISODE_INDEX, keys.DECISION_INDEX))
         return tensordict.set(keys.ACTION, decision[keys.ACTION])
 

@@ -22,9 +22,7 @@ class FolderInUse(RuntimeError):
 def lock_folder(folder: Path) -> FileLock:
     """Lock ``<folder>/.lock`` until :meth:`release` of the result, or the end of the process, however it ends.
 
-    Raises:
-        FolderInUse: another process has it.
-        OSError: it cannot be written, or is a link, which is not followed.
+    A :class:`FolderInUse` if another process has it; an ``OSError`` if it cannot be written, or is a link.
     """
     lock = FileLock(folder / ".lock", is_singleton=False)
     try:
@@ -46,10 +44,9 @@ def finite_or_none(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file under another name beside it, flush and rename it; nothing where it is equal already.
+    """Write a file under another name, flush and rename it; nothing where it is equal already.
 
-    Raises:
-        OSError: no room, no permission; the file is what it was.
+    An ``OSError`` for no room or no permission; the file is then what it was.
     """
     data = content.encode() if isinstance(content, str) else content
     unfinished = _unfinished(path)
@@ -72,8 +69,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write(folder)`` fill a folder under another name and rename it; one that was there before is replaced.
 
-    Raises:
-        OSError: no room, no permission; the folder is what it was.
+    An ``OSError`` for no room or no permission; the folder is then what it was.
     """
     unfinished, old = _unfinished(path), path.with_name(f".old_{path.name}")
     for rest in (unfinished, old):  # of a process that was killed
@@ -93,11 +89,7 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
 
 
 def link_atomically(link: Path, target: str) -> None:
-    """Let ``link`` point to ``target``, in one step where it pointed elsewhere.
-
-    Raises:
-        OSError: a file or folder that is no link has its name; or no permission.
-    """
+    """Let ``link`` point to ``target`` in one step; ``OSError`` where something that is no link has its name."""
     if link.exists() and not link.is_symlink():
         raise FileExistsError(f"{link} is there and is not a link")
     if link.is_symlink() and os.readlink(link) == target:
@@ -110,11 +102,7 @@ def link_atomically(link: Path, target: str) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a folder of a run in which what is written, rotated or removed would be somewhere else.
-
-    Raises:
-        ValueError: a link in it leads out of it.
-    """
+    """Refuse (``ValueError``) a run's folder with a link out of it, where other files would be written or removed."""
     home = folder.resolve()
     for place, folders, files in os.walk(home):
         for path in (Path(place, name) for name in (*folders, *files)):

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import OUTCOME_KEYS, EpisodeCollector
 from vla_common.keys import ADVANTAGE, CRASHED, DONE, EPISODE_LEN, NEXT, REWARD, STEP_MASK, SUCCESS, TASK_ID
@@ -71,9 +71,9 @@ class Group:
         """Whether the scores differ, so that some run was better than another."""
         return len(self.episodes) > 1 and bool(self.scores.min() < self.scores.max())
 
-    def within(self, bounds: tuple[float, float] | None) -> bool:
-        """Tell whether :attr:`success` lies within ``bounds``, both included."""
-        return bounds is None or bounds[0] <= self.success <= bounds[1]
+    def learnable(self, bounds: tuple[float, float] | None) -> bool:
+        """Tell whether it has a signal, and :attr:`success` lies within ``bounds``, both included."""
+        return self.has_signal and (bounds is None or bounds[0] <= self.success <= bounds[1])
 
 
 def check_groups(
@@ -146,8 +146,7 @@ def collect_groups(
         members.append(episode)
         if len(members) == size:
             complete += 1
-            group = Group.of(members)
-            if group.has_signal and group.within(success_bounds):
+            if Group.of(members).learnable(success_bounds):
                 useful += 1
             else:
                 _forget_observations(members)
@@ -180,12 +179,11 @@ def grpo(
         The decisions ``[D]`` of the remaining episodes one after the other, with ``advantage`` ``[D, 1]``; ``None`` if
         no group is left.
     """
-    kept = [group for group in groups if group.has_signal and group.within(success_bounds)]
+    kept = [group for group in groups if group.learnable(success_bounds)]
     if not kept:
         return None
-    episodes = [episode for group in kept for episode in group.episodes]
-    labels = torch.cat([torch.full((len(group.episodes),), index) for index, group in enumerate(kept)])
-    scores = torch.cat([group.scores for group in kept])
+    episodes, scores = [each for group in kept for each in group.episodes], torch.cat([each.scores for each in kept])
+    labels = torch.arange(len(kept)).repeat_interleave(torch.tensor([len(group.episodes) for group in kept]))
     advantages = group_advantages(scores, labels.to(scores.device))
     lengths = torch.tensor([len(episode) for episode in episodes], device=scores.device)
     batch: TensorDictBase = torch.empty_like(episodes[0][:1].expand(int(lengths.sum())))
@@ -208,7 +206,7 @@ def gather_outcomes(groups: Sequence[Group]) -> list[Group]:
         Group(tuple(each.select(NEXT, TASK_ID, strict=False).cpu() for each in group.episodes), group.crashed)
         for group in groups
     ]
-    return [group for part in parallel.all_gather_object(own) for group in part]
+    return [group for part in distributed.all_gather_object(own) for group in part]
 
 
 def concatenate(groups: Sequence[Group]) -> TensorDictBase:
@@ -226,40 +224,36 @@ def concatenate(groups: Sequence[Group]) -> TensorDictBase:
 
 
 def check_signal(state: dict[str, Any], iteration: int, groups: Sequence[Group], learnt: bool, patience: int) -> str:
-    """Say that no group of an iteration had something to learn from; end a run that finds none for long.
+    """Return a line that no group of an iteration had something to learn from; end a run that finds none for long.
 
     Args:
-        state: of the run, which counts such iterations; its entry ``ended`` ends it.
+        state: of the run, which counts such iterations in a row; its entry ``ended`` ends it, at ``patience`` of them.
         iteration: the present one.
         groups: of all processes.
-        learnt: whether some group was learnt from.
-        patience: such iterations in a row that end the run.
-
-    Returns:
-        A line to print; empty for none.
+        learnt: whether some group was learnt from: then the line is empty.
+        patience: see ``state``.
     """
     in_a_row = state["iterations_without_signal"] = 0 if learnt else state.get("iterations_without_signal", 0) + 1
     if learnt:
         return ""
     if in_a_row == patience:
         state["ended"] = f"{in_a_row} iterations in a row without a group to learn from (patience={in_a_row})"
-    kinds = {
-        "failed": sum(group.failed for group in groups),
-        "succeeded": sum(group.solved for group in groups),
-        "crashed": sum(not group.episodes for group in groups),
-    }
-    found = ", ".join(f"{count} {kind} every time" for kind, count in kinds.items() if count or kind != "crashed")
+    failed, solved = sum(group.failed for group in groups), sum(group.solved for group in groups)
+    found = f"{failed} failed every time, {solved} succeeded every time"
+    if crashed := sum(not group.episodes for group in groups):
+        found += f", {crashed} crashed every time"
     return f"iteration {iteration}: none of {len(groups)} groups carries signal ({found}); nothing was learnt"
 
 
 def group_metrics(groups: Sequence[Group], success_bounds: tuple[float, float] | None = None) -> dict[str, float]:
     """Count what became of the groups of an iteration, under ``rollout/groups...``."""
     without_signal = [group for group in groups if not group.has_signal]
+    trained = sum(group.learnable(success_bounds) for group in groups)
     return {
         "rollout/groups": float(len(groups)),
         "rollout/groups_all_failed": float(sum(group.failed for group in without_signal)),
         "rollout/groups_all_solved": float(sum(group.solved for group in without_signal)),
         "rollout/groups_all_crashed": float(sum(not group.episodes for group in without_signal)),
-        "rollout/groups_out_of_bounds": float(sum(g.has_signal and not g.within(success_bounds) for g in groups)),
-        "rollout/groups_trained": float(sum(g.has_signal and g.within(success_bounds) for g in groups)),
+        "rollout/groups_out_of_bounds": float(len(groups) - len(without_signal) - trained),
+        "rollout/groups_trained": float(trained),
     }

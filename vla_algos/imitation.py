@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import finite_or_none
 from vla_algos.optim import clip_gradient, empty_state
 from vla_algos.samples import Samples
@@ -30,11 +30,7 @@ from vla_policies.sharding import compute_device, reshard
 
 
 def check_state_noise(state_noise: Any, state_dim: int) -> None:
-    """Refuse what is neither a number nor one for each state.
-
-    Raises:
-        ValueError: says how many there are.
-    """
+    """Refuse (``ValueError``) what is neither a number nor one for each of ``state_dim`` states."""
     if not are_numbers([state_noise], 1) and not are_numbers(state_noise, state_dim):
         raise ValueError(f"state_noise is one number or one for each of the {state_dim} states, got {state_noise}")
 
@@ -52,7 +48,7 @@ def clone(
         steps: of the optimizer.
         **settings: of :class:`BehaviourCloning`.
     """
-    cloning, main = BehaviourCloning(policy, demonstrations, steps=steps, **settings), parallel.is_main()
+    cloning, main = BehaviourCloning(policy, demonstrations, steps=steps, **settings), distributed.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
     with (
@@ -126,13 +122,11 @@ class BehaviourCloning:
         policy.set_statistics(states.mean(0), spread + 1e-2)  # a constant entry must not be blown up
         self.policy, self.demonstrations = policy, demonstrations
         self.batch_size, self.label_sigma, self.state_noise = batch_size, label_sigma, torch.tensor(state_noise)
+        trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
         self.state_prediction = None
         if auxiliary:
             self.state_prediction = StatePrediction(policy, demonstrations, auxiliary, auxiliary_steps, label_sigma)
-        trained: list[dict[str, Any]] = [{"params": list(policy.parameters())}]
-        if (
-            self.state_prediction
-        ):  # apart: on a GPU AdamW takes a group's tensors together, which must not be shards and whole
+            # A group of its own: on a GPU AdamW takes a group's tensors together, which must not be shards and whole.
             trained.append({"params": list(self.state_prediction.parameters())})
         self.optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
 
@@ -143,22 +137,18 @@ class BehaviourCloning:
         self._order: list[torch.Tensor] = []  # batches that are left of this epoch, the next one last
 
     def step(self) -> float:
-        """Take one step of the optimizer on one batch; returns its loss.
-
-        Raises:
-            FloatingPointError: the loss is not finite.
-        """
+        """Take one step of the optimizer; returns the loss of its batch, ``FloatingPointError`` if not finite."""
         self.policy.train()
         if not self._order:
-            order = parallel.broadcast_object(torch.randperm(len(self.demonstrations)))
+            order = distributed.broadcast_object(torch.randperm(len(self.demonstrations)))
             self._order = list(order.split(self.batch_size))
         rows = self._order.pop()
         batch = self.demonstrations[rows]
-        noise = parallel.broadcast_object(torch.randn_like(batch[keys.STATES]))
+        noise = distributed.broadcast_object(torch.randn_like(batch[keys.STATES]))
         batch[keys.STATES] = batch[keys.STATES] + self.state_noise * noise
         with self.state_prediction.watching() if self.state_prediction else contextlib.nullcontext():
             loss = self._share_of_loss(batch)
-        whole = sum(parallel.all_gather_object(loss.item()))
+        whole = sum(distributed.all_gather_object(loss.item()))
         if not math.isfinite(whole):
             raise FloatingPointError(
                 f"the loss of cloning is {whole}: the policy has diverged; lower lr (recipes: cloning.lr), or look "
@@ -224,7 +214,7 @@ class BehaviourCloning:
     def _share_of_loss(self, batch: TensorDict) -> torch.Tensor:
         """Return what this process's rows add to the mean over what is valid of a batch; 0 where it has none."""
         valid = batch[keys.STEP_MASK]
-        own = batch[parallel.rank() :: parallel.world_size()]
+        own = batch[distributed.rank() :: distributed.world_size()]
         counted = bool(own[keys.STEP_MASK].any())  # no process may leave out a pass of a sharded policy
         rows = (own if counted else batch[:1]).to(compute_device(next(self.policy.parameters())))
         loss = self.policy.imitation_loss(rows, sigma=self.label_sigma)

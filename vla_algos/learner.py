@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 from torchrl.objectives import LossModule
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.minibatches import UPDATE, Minibatches, check_loss, check_minibatches
 from vla_algos.optim import OPTIM, OptimizerFactory, empty_state, make_optimizer, policy_of, trained_parameters
 from vla_algos.reference import FrozenPolicy
@@ -60,10 +60,10 @@ class Learner:
         check_minibatches(**settings)
         check_loss(loss_module, **settings)
         trained = [parameter for some in trained_parameters(loss_module) for parameter in some]
-        if parallel.world_size() > 1 and not all(isinstance(each, DTensor) for each in trained):
+        if distributed.world_size() > 1 and not all(isinstance(each, DTensor) for each in trained):
             raise ValueError(
-                f"{parallel.world_size()} processes train a policy together that is sharded: call shard(policy, "
-                "parallel.device_mesh(shards=1)) of vla_policies.sharding first, and likewise for a critic of its own"
+                f"{distributed.world_size()} processes train a policy together that is sharded: call shard(policy, "
+                "distributed.device_mesh(shards=1)) of vla_policies.sharding first, and so for a critic of its own"
             )
         self.loss_module, self.policy, self._settings, self.steps = loss_module, policy_of(loss_module), settings, 0
         self.optimizer, self.scheduler = make_optimizer(
@@ -73,10 +73,7 @@ class Learner:
         self._frozen = FrozenPolicy(self.policy) if keeps_close else None
 
     def update(self, batch: TensorDictBase | None) -> dict[str, float]:
-        """Learn from a batch with advantages.
-
-        Args:
-            batch: see :class:`~vla_algos.minibatches.Minibatches`.
+        """Learn from a batch with advantages, see :class:`~vla_algos.minibatches.Minibatches`.
 
         Returns:
             Metrics under ``train/``, see ``docs/metrics.md``; those of all processes.

@@ -15,17 +15,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import ValueEstimatorBase
 
 from vla_algos.policies import loss_keys
-from vla_common.keys import (
-    ACTION_LOG_PROB,
-    ADVANTAGE,
-    NEXT,
-    PROXIMAL_LOG_PROB,
-    REFERENCE_LOG_PROB,
-    STATE_VALUE,
-    STEP_MASK,
-    VALUE_TARGET,
-    WEIGHT,
-)
+from vla_common import keys
 from vla_common.settings import Count, Factor, Positive, checked
 
 Level = Literal["token", "action", "chunk"]
@@ -136,7 +126,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
                 f"{type(policy).__name__} has no {' and no '.join(lacking)}, which ChunkClipPPOLoss reads; derive it "
                 "from VLAPolicy, or take TorchRL's loss: Learner(ClipPPOLoss(actor, critic), ...)"
             )
-        if policy.out_keys and ACTION_LOG_PROB not in policy.out_keys:
+        if policy.out_keys and keys.ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
                 "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "
                 "log-probability; clone demonstrations with BehaviourCloning (recipes/sft.py), or set head='tokens' or "
@@ -163,10 +153,10 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         self.reference_kl_coeff = reference_kl_coeff
         self.decoupled, self.max_behaviour_weight = decoupled, max_behaviour_weight
         self.set_keys(
-            sample_log_prob=ACTION_LOG_PROB,
-            advantage=ADVANTAGE,
-            value_target=VALUE_TARGET,
-            value=STATE_VALUE,
+            sample_log_prob=keys.ACTION_LOG_PROB,
+            advantage=keys.ADVANTAGE,
+            value_target=keys.VALUE_TARGET,
+            value=keys.STATE_VALUE,
         )
 
     @property
@@ -180,19 +170,16 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         return self._has_critic
 
     def _set_in_keys(self) -> None:
-        keys = [*loss_keys(self.actor_network), self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
+        read = [*loss_keys(self.actor_network), self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
         if self._has_critic:
-            keys += [self.tensor_keys.value, self.tensor_keys.value_target]
-        self._in_keys = [*keys, (NEXT, STEP_MASK)]
+            read += [self.tensor_keys.value, self.tensor_keys.value_target]
+        self._in_keys = [*read, (keys.NEXT, keys.STEP_MASK)]
 
     def make_value_estimator(self, value_type: ValueEstimatorBase | None = None, **hyperparams: Any) -> Self:
         """Keep an estimator that was made elsewhere, for code that calls ``loss.value_estimator``.
 
-        The loss makes none of its own: actor and critic share one pass, and what follows each decision has its value
-        from the collector.
-
-        Raises:
-            ValueError: anything but an estimator is passed.
+        The loss makes none of its own (``ValueError``): actor and critic share one pass, and what follows each decision
+        has its value from the collector.
         """
         if not isinstance(value_type, ValueEstimatorBase) or hyperparams:
             raise ValueError(
@@ -205,16 +192,16 @@ class ChunkClipPPOLoss(ClipPPOLoss):
     @property
     def out_keys(self) -> list[str | tuple[str, str]]:
         """Name what :meth:`forward` returns with these settings."""
-        keys = ["loss_objective", "loss_entropy", "policy_loss", "kl_approx", "kl_k3", "clip_fraction"]
-        keys += ["ratio", "clipped_ratio", "log_ratio_per_token", "entropy"]
-        keys += ["dual_clip_fraction"] if self.dual_clip is not None else []
-        keys += ["loss_reference_kl", "reference_kl"] if self.reference_kl_coeff else []
-        keys += ["behaviour_weight", "behaviour_log_ratio"] if self.decoupled else []
-        keys += ["behaviour_weight_bounded"] if self.max_behaviour_weight is not None else []
+        names = ["loss_objective", "loss_entropy", "policy_loss", "kl_approx", "kl_k3", "clip_fraction"]
+        names += ["ratio", "clipped_ratio", "log_ratio_per_token", "entropy"]
+        names += ["dual_clip_fraction"] if self.dual_clip is not None else []
+        names += ["loss_reference_kl", "reference_kl"] if self.reference_kl_coeff else []
+        names += ["behaviour_weight", "behaviour_log_ratio"] if self.decoupled else []
+        names += ["behaviour_weight_bounded"] if self.max_behaviour_weight is not None else []
         if self._has_critic:
-            keys += ["loss_critic", "value_loss"]
-            keys += ["value_clip_fraction"] if self.clip_value is not None else []
-        return [*keys, *(("weights", key) for key in keys if not key.startswith("loss_"))]
+            names += ["loss_critic", "value_loss"]
+            names += ["value_clip_fraction"] if self.clip_value is not None else []
+        return [*names, *(("weights", key) for key in names if not key.startswith("loss_"))]
 
     def forward(self, tensordict: TensorDictBase, whole: TensorDictBase | None = None) -> TensorDict:
         """Compute the loss terms of a minibatch or of a part of one.
@@ -254,64 +241,68 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             value: ``[B, 1]`` or ``[B, C]``; ``None`` without a critic.
             whole: ``[W]``, see :meth:`forward`.
         """
-        mask = tensordict[NEXT, STEP_MASK]  # [B, C]
-        all_of_it = mask if whole is None else whole[NEXT, STEP_MASK]
-        weight = tensordict.get(WEIGHT, None)
-        width = log_prob.shape[-1]
-
+        mask = tensordict[keys.NEXT, keys.STEP_MASK]  # [B, C]
+        all_of_it = mask if whole is None else whole[keys.NEXT, keys.STEP_MASK]
+        weight, width = tensordict.get(keys.WEIGHT, None), log_prob.shape[-1]
         # Masked first: nothing at positions that were never executed, even a NaN, reaches loss or gradient.
-        old = PROXIMAL_LOG_PROB if self.decoupled else self.tensor_keys.sample_log_prob
-        log_ratio = log_prob - tensordict[old]
-        log_ratio = torch.where(mask.unsqueeze(-1), log_ratio, 0.0)
+        old = keys.PROXIMAL_LOG_PROB if self.decoupled else self.tensor_keys.sample_log_prob
+        log_ratio = torch.where(mask.unsqueeze(-1), log_prob - tensordict[old], 0.0)
+        objective, valid, measured = self._objective(tensordict, log_ratio, mask)
+        entropy, entropy_valid = _to_level(torch.where(mask.unsqueeze(-1), entropy, 0.0), mask, self.entropy_level)
+
+        loss_entropy = _mean(entropy, entropy_valid, weight, _count(all_of_it, self.entropy_level, width))
+        loss_objective = _mean(-objective, valid, weight, _count(all_of_it, self.log_prob_level, width))
+        out = TensorDict({"loss_objective": loss_objective, "loss_entropy": -self.entropy_coeff * loss_entropy})
+        tokens = mask.sum() * width
+        weights = dict.fromkeys(("log_ratio_per_token", "reference_kl", "behaviour_log_ratio"), tokens)
+        weights["entropy"] = entropy_valid.sum()
+        if self.reference_kl_coeff:
+            kl, kl_valid = _reference_kl(tensordict[keys.REFERENCE_LOG_PROB] - log_prob, mask)
+            kl_share = _mean(kl, kl_valid, weight, _count(all_of_it, "token", width))
+            out["loss_reference_kl"] = self.reference_kl_coeff * kl_share
+            out["reference_kl"] = _mean(kl.detach(), kl_valid)
+        out["policy_loss"] = _mean(-objective.detach(), valid, weight)
+        out["entropy"] = _mean(entropy.detach(), entropy_valid)
+        out.update(measured)
+        if self._has_critic:
+            terms, num_values = self._value_terms(tensordict, value, mask, all_of_it, weight)
+            out.update(terms)
+            weights |= dict.fromkeys(("value_loss", "value_clip_fraction"), num_values)
+        names, elements = [name for name, _ in out.items() if not name.startswith("loss_")], valid.sum()
+        out["weights"] = TensorDict({name: weights.get(name, elements) for name in names})
+        return out
+
+    def _objective(
+        self, tensordict: TensorDictBase, log_ratio: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return what is maximised of each element of :attr:`log_prob_level`, which are valid, and diagnostics."""
         log_weight, valid = _to_level(log_ratio, mask, self.log_prob_level)
         advantage = _expand(tensordict[self.tensor_keys.advantage], log_weight, mask)
         clipped = log_weight.clamp(*self._clip_bounds)
         gain, clipped_gain = log_weight.exp() * advantage, clipped.exp() * advantage
         objective = torch.minimum(gain, clipped_gain)
-        bounded = None
+        with torch.no_grad():
+            measured = {
+                "kl_approx": _mean(-log_weight, valid),
+                "kl_k3": _mean(log_weight.exp() - 1 - log_weight, valid),
+                "clip_fraction": _mean((gain > clipped_gain).float(), valid),
+                "ratio": _mean(log_weight.exp(), valid),
+                "clipped_ratio": _mean(clipped.exp(), valid),
+                "log_ratio_per_token": _mean(*_to_level(log_ratio.abs(), mask, "token")),
+            }
         if self.dual_clip is not None:
             bound = torch.where(advantage < 0, self.dual_clip * advantage, -torch.inf)
-            bounded = objective < bound
+            measured["dual_clip_fraction"] = _mean((objective < bound).float(), valid)
             objective = torch.maximum(objective, bound)
-        behaviour = self.behaviour_weight(tensordict)[0] if self.decoupled else None
-        if behaviour is not None:
-            most = self.max_behaviour_weight
-            objective = objective * (behaviour if most is None else behaviour.clamp(max=most))
-        entropy, entropy_valid = _to_level(torch.where(mask.unsqueeze(-1), entropy, 0.0), mask, self.entropy_level)
-
-        elements = _count(all_of_it, self.log_prob_level, width)
-        loss_entropy = _mean(entropy, entropy_valid, weight, _count(all_of_it, self.entropy_level, width))
-        loss_objective = _mean(-objective, valid, weight, elements)
-        out = TensorDict({"loss_objective": loss_objective, "loss_entropy": -self.entropy_coeff * loss_entropy})
-        num_elements, num_tokens = valid.sum(), mask.sum() * width
-        weights = {"log_ratio_per_token": num_tokens, "entropy": entropy_valid.sum()}
-        if self.reference_kl_coeff:
-            kl, kl_valid = _reference_kl(tensordict[REFERENCE_LOG_PROB] - log_prob, mask)
-            kl_share = _mean(kl, kl_valid, weight, _count(all_of_it, "token", width))
-            out["loss_reference_kl"] = self.reference_kl_coeff * kl_share
-            out["reference_kl"] = _mean(kl.detach(), kl_valid)
-            weights["reference_kl"] = num_tokens
-        with torch.no_grad():
-            out["policy_loss"] = _mean(-objective, valid, weight)
-            out["entropy"] = _mean(entropy, entropy_valid)
-            out["kl_approx"] = _mean(-log_weight, valid)
-            out["kl_k3"] = _mean(log_weight.exp() - 1 - log_weight, valid)
-            out["clip_fraction"] = _mean((gain > clipped_gain).float(), valid)
-            out["ratio"] = _mean(log_weight.exp(), valid)
-            out["clipped_ratio"] = _mean(clipped.exp(), valid)
-            out["log_ratio_per_token"] = _mean(*_to_level(log_ratio.abs(), mask, "token"))
-            if bounded is not None:
-                out["dual_clip_fraction"] = _mean(bounded.float(), valid)
-            if behaviour is not None:
-                out.update(self._behaviour_diagnostics(tensordict, behaviour, valid))
-                weights["behaviour_log_ratio"] = num_tokens
-        if self._has_critic:
-            terms, num_values = self._value_terms(tensordict, value, mask, all_of_it, weight)
-            out.update(terms)
-            weights |= dict.fromkeys(("value_loss", "value_clip_fraction"), num_values)
-        measured = [name for name, _ in out.items() if not name.startswith("loss_")]
-        out["weights"] = TensorDict({name: weights.get(name, num_elements) for name in measured})
-        return out
+        if self.decoupled:
+            behaviour, age = self.behaviour_weight(tensordict)[0], self._behaviour_log_ratio(tensordict).abs()
+            measured["behaviour_weight"] = _mean(behaviour, valid)
+            measured["behaviour_log_ratio"] = _mean(*_to_level(age, mask, "token"))
+            if (most := self.max_behaviour_weight) is not None:
+                measured["behaviour_weight_bounded"] = _mean((behaviour > most).float(), valid)
+                behaviour = behaviour.clamp(max=most)
+            objective = objective * behaviour
+        return objective, valid, measured
 
     @torch.no_grad()
     def behaviour_weight(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
@@ -321,41 +312,26 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             At ``log_prob_level``: ``[B, C, A]``, ``[B, C]`` or ``[B]``; 1 where nothing was executed.
         """
         log_ratio = self._behaviour_log_ratio(tensordict)
-        log_weight, valid = _to_level(log_ratio, tensordict[NEXT, STEP_MASK], self.log_prob_level)
+        log_weight, valid = _to_level(log_ratio, tensordict[keys.NEXT, keys.STEP_MASK], self.log_prob_level)
         return log_weight.exp(), valid
 
     def _behaviour_log_ratio(self, tensordict: TensorDictBase) -> Tensor:
-        difference = tensordict[PROXIMAL_LOG_PROB] - tensordict[self.tensor_keys.sample_log_prob]
-        return torch.where(tensordict[NEXT, STEP_MASK].unsqueeze(-1), difference, 0.0)
-
-    def _behaviour_diagnostics(self, tensordict: TensorDictBase, behaviour: Tensor, valid: Tensor) -> dict[str, Tensor]:
-        age = self._behaviour_log_ratio(tensordict).abs()
-        found = {
-            "behaviour_weight": _mean(behaviour, valid),
-            "behaviour_log_ratio": _mean(*_to_level(age, tensordict[NEXT, STEP_MASK], "token")),
-        }
-        if self.max_behaviour_weight is not None:
-            found["behaviour_weight_bounded"] = _mean((behaviour > self.max_behaviour_weight).float(), valid)
-        return found
+        difference = tensordict[keys.PROXIMAL_LOG_PROB] - tensordict[self.tensor_keys.sample_log_prob]
+        return torch.where(tensordict[keys.NEXT, keys.STEP_MASK].unsqueeze(-1), difference, 0.0)
 
     def _check_entries(self, tensordict: TensorDictBase) -> None:
-        needed = [*self.in_keys, *([REFERENCE_LOG_PROB] if self.reference_kl_coeff else [])]
-        needed += [PROXIMAL_LOG_PROB] if self.decoupled else []
+        needed = [*self.in_keys, *([keys.REFERENCE_LOG_PROB] if self.reference_kl_coeff else [])]
+        needed += [keys.PROXIMAL_LOG_PROB] if self.decoupled else []
         missing = [key for key in needed if tensordict.get(key, None) is None]
         if missing:
             raise ValueError(
                 f"the batch lacks {missing}. Log-probabilities and values come from the rollout (see the policy's "
-                f"out_keys), {ADVANTAGE!r} and {VALUE_TARGET!r} from gae() or grpo(), {REFERENCE_LOG_PROB!r} from "
-                f"add_reference_log_prob(), {PROXIMAL_LOG_PROB!r} from add_proximal_log_prob()"
+                "out_keys), 'advantage' and 'value_target' from gae() or grpo(), 'reference_log_prob' from "
+                "add_reference_log_prob(), 'proximal_log_prob' from add_proximal_log_prob()"
             )
 
     def _value_terms(
-        self,
-        tensordict: TensorDictBase,
-        value: Tensor | None,
-        mask: Tensor,
-        all_of_it: Tensor,
-        weight: Tensor | None,
+        self, tensordict: TensorDictBase, value: Tensor | None, mask: Tensor, all_of_it: Tensor, weight: Tensor | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Clipped Huber loss of the value (Schulman et al.'s PPO2 form: the worse of the two errors), and how many."""
         if value is None:
@@ -366,7 +342,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         target = tensordict[self.tensor_keys.value_target]
         if value.shape != target.shape:
             raise ValueError(
-                f"the policy's value is {list(value.shape)} and {VALUE_TARGET!r} {list(target.shape)}: a value per "
+                f"the policy's value is {list(value.shape)} and 'value_target' {list(target.shape)}: a value per "
                 "primitive action goes with reward_level='action', one per decision with reward_level='chunk'"
             )
         per_action = value.shape == mask.shape
@@ -390,7 +366,7 @@ def _expand(advantage: Tensor, log_weight: Tensor, mask: Tensor) -> Tensor:
     """Give ``[B, 1]`` or ``[B, C]`` as many dimensions as ``log_weight`` has."""
     if advantage.shape not in (mask.shape, (len(mask), 1)):
         raise ValueError(
-            f"{ADVANTAGE!r} is {list(advantage.shape)}, must be [B, 1] per decision or [B, C] per primitive "
+            f"{keys.ADVANTAGE!r} is {list(advantage.shape)}, must be [B, 1] per decision or [B, C] per primitive "
             f"action, here {[len(mask), 1]} or {list(mask.shape)}"
         )
     if log_weight.ndim == 1:
@@ -416,18 +392,15 @@ def add_reference_log_prob(
     minibatch_size: Count,
     device: torch.device | str | None = None,
 ) -> TensorDictBase:
-    """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy.
+    """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy. Returns ``batch``.
 
     Args:
         batch: ``[B]`` decisions with the policy's ``loss_keys``.
         reference: the frozen policy.
         minibatch_size: decisions per pass.
         device: of the frozen policy, ``None`` for that of the batch.
-
-    Returns:
-        ``batch`` itself.
     """
-    return batch.set(REFERENCE_LOG_PROB, _log_prob(batch, reference, minibatch_size, device))
+    return batch.set(keys.REFERENCE_LOG_PROB, _log_prob(batch, reference, minibatch_size, device))
 
 
 @checked
@@ -437,18 +410,8 @@ def add_proximal_log_prob(
     minibatch_size: Count,
     device: torch.device | str | None = None,
 ) -> TensorDictBase:
-    """Write ``proximal_log_prob``: the stored actions' log-probabilities under the policy as it is now.
-
-    Args:
-        batch: ``[B]`` decisions with the policy's ``loss_keys``.
-        policy: that is trained, before the first step of the update.
-        minibatch_size: decisions per pass.
-        device: of the policy, ``None`` for that of the batch.
-
-    Returns:
-        ``batch`` itself.
-    """
-    return batch.set(PROXIMAL_LOG_PROB, _log_prob(batch, policy, minibatch_size, device))
+    """Write ``proximal_log_prob`` likewise, under ``policy`` as it is before the first step of the update."""
+    return batch.set(keys.PROXIMAL_LOG_PROB, _log_prob(batch, policy, minibatch_size, device))
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import valid_decisions
 from vla_common import keys
 
@@ -43,29 +43,20 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
 def finished(batch: TensorDictBase) -> Tensor:
     """Tell with which decisions an episode ended that has a result, bool, of the shape of ``batch``."""
     after = batch[keys.NEXT]
-    ended = (
-        after[keys.DONE] & ~after[keys.CRASHED] & (after[keys.EPISODE_LEN] > 0)
-    )  # an idle slot is "done" after 0 actions
-    return ended.squeeze(-1)
+    acted = after[keys.EPISODE_LEN] > 0  # an idle slot is "done" after 0 actions
+    return (after[keys.DONE] & ~after[keys.CRASHED] & acted).squeeze(-1)
 
 
 def env_metrics(batch: TensorDictBase, crashed_elsewhere: int = 0) -> dict[str, float]:
     """Average over the episodes that ended in ``batch``, of any shape; crashed ones are only counted.
 
     ``env/return`` is the mean sum of an episode's rewards, ``env/reward`` that per primitive action,
-    ``env/actions_clipped`` the share of all executed action elements that the simulator clipped.
-
-    Args:
-        batch: any shape.
-        crashed_elsewhere: crashed episodes that were left out of ``batch``, as groups of runs do.
+    ``env/actions_clipped`` the share of all executed action elements that the simulator clipped. ``crashed_elsewhere``
+    counts crashed episodes that were left out of ``batch``, as groups of runs do.
     """
-    after = batch[keys.NEXT]
-    crashed = after[keys.CRASHED]
-    ended = finished(batch).unsqueeze(-1)
-    metrics = {
-        "env/num_episodes": float(ended.sum()),
-        "env/crashed_episodes": float(crashed.sum() + crashed_elsewhere),
-    }
+    after, ended = batch[keys.NEXT], finished(batch).unsqueeze(-1)
+    crashed = after[keys.CRASHED].sum() + crashed_elsewhere
+    metrics = {"env/num_episodes": float(ended.sum()), "env/crashed_episodes": float(crashed)}
     clipped, executed = after.get(keys.ACTIONS_CLIPPED, None), after[keys.STEP_MASK].sum(-1, keepdim=True)
     if clipped is not None and executed.any():
         metrics["env/actions_clipped"] = float((clipped.double() * executed).sum() / executed.sum())
@@ -93,7 +84,7 @@ def throughput(batch: TensorDictBase, seconds: float) -> dict[str, float]:
 def collector_stats(collector: Any) -> dict[str, float]:
     """Join a collector's ``stats()`` of all processes: frames and restarts add up, of the rest the largest counts."""
     own: dict[str, float] = getattr(collector, "stats", dict)()
-    found = [each for each in parallel.all_gather_object(own) if each]
+    found = [each for each in distributed.all_gather_object(own) if each]
     added = ("frames", "requested_frames_per_batch", "env/worker_restarts")
     names = found[0] if found else ()
     return {name: (sum if name in added else max)(each[name] for each in found) for name in names}
@@ -133,12 +124,12 @@ class WeightedMean:
 
     def of_all_processes(self) -> WeightedMean:
         """Add up what all processes have counted."""
-        if parallel.world_size() == 1:
+        if distributed.world_size() == 1:
             return self
         own, together = WeightedMean(), WeightedMean()
         own._sums = {name: float(value) for name, value in self._sums.items()}
         own._weights = {name: float(value) for name, value in self._weights.items()}
-        for part in parallel.all_gather_object(own):
+        for part in distributed.all_gather_object(own):
             together.merge(part)
         return together
 
@@ -156,13 +147,9 @@ class WeightedMean:
 
 
 def add_loss_metrics(mean: WeightedMean, losses: TensorDictBase, names: Mapping[str, str], rows: int) -> None:
-    """Count the scalars of a loss that are none of its terms ``loss_...``, as ``train/NAME``.
+    """Count the scalars of a loss that are none of its terms ``loss_...``, as ``train/NAME`` or as ``names`` has it.
 
-    Args:
-        mean: counts them.
-        losses: scalars; under ``"weights"``, by the same names, how many elements each is a mean over.
-        names: logged names, where they are not the loss's own.
-        rows: weight of a scalar without one.
+    Under ``"weights"`` a loss has, by the same names, how many elements each is a mean over; ``rows`` if it has not.
     """
     weights = losses.get("weights", {})
     for name, value in losses.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -12,9 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch.optim import Optimizer
 from torchrl.objectives import LossModule
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.advantages import trajectory_weights, valid_decisions
-from vla_algos.balance import BalancedMinibatches, masked
+from vla_algos.distributed import BalancedMinibatches, masked
 from vla_algos.losses import add_proximal_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_algos.optim import policy_of, step, trained_parameters
@@ -42,8 +41,8 @@ class Minibatches:
             minibatch.step(optimizer)
 
     Each epoch shuffles again, from torch's global generator. Of several processes each passes its part of the batch and
-    computes as many decisions as the others (:class:`~vla_algos.balance.BalancedMinibatches`); the update is the one
-    that a single process would do with all of it, up to rounding. All of them must ask for the same minibatches.
+    computes as many decisions as the others (:class:`~vla_algos.distributed.BalancedMinibatches`); the update is that
+    of a single process with all of it, up to rounding. All of them must ask for the same minibatches.
 
     Args:
         loss_module: the loss, with the policy in it.
@@ -91,12 +90,11 @@ class Minibatches:
         self.loss_module = loss_module
         self.policy: Any = policy_of(loss_module)  # a VLAPolicy, or the network of a loss of TorchRL's
         self.epochs, self.minibatch_size, self.minibatches = epochs, minibatch_size, minibatches
-        self.micro_batch_size, self.target_kl = micro_batch_size, math.inf if target_kl is None else target_kl
+        self.micro_batch_size, self.target_kl, self.max_log_ratio = micro_batch_size, target_kl, max_log_ratio
         self.critic_warmup_steps, self.steps = critic_warmup_steps, steps
-        self.max_log_ratio = math.inf if max_log_ratio is None else max_log_ratio
-        self.takes_whole = takes_whole(loss_module)
         self._before, self._skipped, self._mean = steps, 0, WeightedMean()
         self._at_start: dict[str, float] = {}  # measured before the first step
+        self._takes_whole, self._names = takes_whole(loss_module), getattr(loss_module, "metric_names", {})
         trained = [parameter for some in trained_parameters(loss_module) for parameter in some]
         self._device = compute_device(next(iter(trained)))
         self._sharded = sharded_modules(self.policy)
@@ -106,12 +104,11 @@ class Minibatches:
         if aggregation == "trajectory_mean":
             _weigh(batch, loss_module.log_prob_level)
         samples = None if batch is None else _executed(batch)
-        own_mask = None if samples is None else samples[NEXT, STEP_MASK].cpu()
-        masks = parallel.all_gather_object(own_mask)
-        self.decisions = sum(len(mask) for mask in masks if mask is not None)
+        masks = distributed.all_gather_object(None if samples is None else samples[NEXT, STEP_MASK].cpu())
+        rows = [0 if mask is None else len(mask) for mask in masks]
+        self.decisions = sum(rows)
         if self.decisions:
             samples, computed = self._prepare(samples, frozen)
-            rows = [0 if mask is None else len(mask) for mask in masks]
             self._balanced = BalancedMinibatches(samples, rows, self._device, computed)
             joined = torch.cat([mask for mask in masks if mask is not None])
             self._masks = TensorDict({NEXT: TensorDict({STEP_MASK: joined}, joined.shape[:1])}, joined.shape[:1])
@@ -121,8 +118,7 @@ class Minibatches:
     ) -> tuple[TensorDictBase | None, set[Any]]:
         """Add what is computed once of each decision, in processes without rows too, whose shards are gathered.
 
-        Returns:
-            The samples, and the names of what the policy has precomputed.
+        Returns the samples, and the names of what the policy has precomputed.
         """
         if samples is not None and not len(samples):
             samples = None
@@ -144,23 +140,20 @@ class Minibatches:
                     add_proximal_log_prob(samples, self.policy, size, self._device)
                     weight, valid = self.loss_module.behaviour_weight(samples)
                     largest = float(weight[valid].max())
-            self._at_start["train/actor/behaviour_weight_max"] = max(parallel.all_gather_object(largest))
+            self._at_start["train/actor/behaviour_weight_max"] = max(distributed.all_gather_object(largest))
         return samples, computed
 
     def __iter__(self) -> Iterator[Minibatch]:
         """Yield the minibatches of all epochs."""
         for _ in range(self.epochs if self.decisions else 0):
-            for rows in self._split(parallel.broadcast_object(torch.randperm(self.decisions))):
+            for rows in self._split(distributed.broadcast_object(torch.randperm(self.decisions))):
                 yield Minibatch(self, rows, self._masks[rows])
 
     def metrics(self, optimizer: Optimizer) -> dict[str, float]:
         """Return what was measured, under ``train/``, see ``docs/metrics.md``; of all processes.
 
-        Args:
-            optimizer: whose learning rates they were; before its schedule has gone to the next.
-
-        Raises:
-            FloatingPointError: no gradient of the update was finite.
+        Before the schedule of ``optimizer``, whose learning rates they were, has gone to the next. A
+        ``FloatingPointError`` if no gradient of the update was finite.
         """
         if self._skipped and self.steps == self._before:
             raise FloatingPointError(
@@ -183,8 +176,7 @@ class Minibatches:
     def _split(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.minibatch_size is not None:
             return order.split(self.minibatch_size)
-        assert self.minibatches is not None  # one of the two is given
-        return order.tensor_split(min(self.minibatches, len(order)))
+        return order.tensor_split(min(self.minibatches or 1, len(order)))
 
     def _size(self, samples: TensorDictBase | None) -> int:
         """Return how many decisions a forward pass has."""
@@ -192,39 +184,22 @@ class Minibatches:
             return self.micro_batch_size or 1
         return len(self._split(torch.arange(len(samples)))[0])
 
-    # ---- called by a minibatch
-
-    def passes(self, rows: torch.Tensor) -> Iterator[tuple[TensorDictBase, bool]]:
+    def _passes(self, rows: torch.Tensor) -> Iterator[tuple[TensorDictBase, bool]]:
         """Yield this process's parts of a minibatch, and whether they count; gradients are summed in the last pass."""
         for part, counts, last in self._balanced.passes(rows, self.micro_batch_size):
             if self._sums_late:
                 self._sharded[0].set_requires_gradient_sync(last)
-            yield part if counts or not self.takes_whole else masked(part), counts
+            yield part if counts or not self._takes_whole else masked(part), counts
 
-    def merge(self, seen: WeightedMean) -> None:
-        """Count what was seen in a minibatch; that of the first one tells whether the stored numbers are ours."""
-        if "train/loss" not in self._mean:
-            self._check_log_ratio(seen)
-        self._mean.merge(seen)
-
-    def stepped(self, norm: torch.Tensor | None) -> None:
-        """Count a step of the optimizer, or that it was skipped."""
-        if norm is None:
-            self._skipped += 1
-        else:
-            self.steps += 1
-            self._mean.add({"train/actor/grad_norm": norm})
-
-    def logged(self, diagnostic: str) -> str:
-        """Name what the loss returns as ``diagnostic`` as the log does."""
-        return f"train/{getattr(self.loss_module, 'metric_names', {}).get(diagnostic, diagnostic)}"
+    def _logged(self, diagnostic: str) -> str:
+        return f"train/{self._names.get(diagnostic, diagnostic)}"
 
     def _check_log_ratio(self, first: WeightedMean) -> None:
-        name = self.logged("log_ratio_per_token")
-        if name not in first:
+        """Refuse stored log-probabilities that the first minibatch has shown not to be this policy's."""
+        if (name := self._logged("log_ratio_per_token")) not in first:
             return
         mismatch = first.mean_of(name)
-        if mismatch > self.max_log_ratio:
+        if self.max_log_ratio is not None and mismatch > self.max_log_ratio:
             stored, why = (
                 ACTION_LOG_PROB,
                 "they are stale, or of other actions; collect with the policy that is trained",
@@ -259,7 +234,7 @@ class Minibatch:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield parts of ``micro_batch_size`` decisions; one that is to count nothing has nothing executed in it."""
-        for part, counts in self._update.passes(self._rows):
+        for part, counts in self._update._passes(self._rows):
             self._counts, self._part_rows = counts, len(part)
             yield part
 
@@ -269,7 +244,7 @@ class Minibatch:
         A part counts by its share of the decisions, where the loss does not give shares of a whole by itself.
         """
         loss_module = self._update.loss_module
-        if self._update.takes_whole:
+        if self._update._takes_whole:
             return loss_module(part, whole=self.whole)
         losses, share = loss_module(part), len(part) / len(self.whole) if self._counts else 0.0
         return losses.update({name: share * loss for name, loss in losses.items() if name.startswith("loss_")})
@@ -280,28 +255,34 @@ class Minibatch:
         loss = terms["loss_critic"] if self._critic_only else sum(terms.values())
         if self._counts:
             self._loss = self._loss + loss.detach()
-            names = getattr(self._update.loss_module, "metric_names", {})
-            add_loss_metrics(self._seen, losses, names, self._part_rows)
+            add_loss_metrics(self._seen, losses, self._update._names, self._part_rows)
         return loss
 
     @property
     def too_far(self) -> bool:
         """Whether the policy is further from the one that acted than ``target_kl``: the update ends here."""
-        seen, name = self._of_all_processes(), self._update.logged("kl_k3")
-        return name in seen and seen.mean_of(name) > self._update.target_kl
+        seen, name, most = self._of_all_processes(), self._update._logged("kl_k3"), self._update.target_kl
+        return most is not None and name in seen and seen.mean_of(name) > most
 
     def step(self, optimizer: Optimizer) -> None:
         """Take a step of the optimizer with the gradient of the minibatch; one that is not finite is skipped."""
         self._of_all_processes()
-        self._update.stepped(step(optimizer, self._critic_only))
+        norm = step(optimizer, self._critic_only)
+        if norm is None:
+            self._update._skipped += 1
+        else:
+            self._update.steps += 1
+            self._update._mean.add({"train/actor/grad_norm": norm})
 
     def _of_all_processes(self) -> WeightedMean:
         """Count what all processes have seen in this minibatch, once."""
         if self._gathered is None:
-            processes = parallel.world_size()
+            processes = distributed.world_size()
             self._seen.add({"train/loss": self._loss * processes}, 1 / processes)  # the sum of the shares
             self._gathered = self._seen.of_all_processes()
-            self._update.merge(self._gathered)
+            if "train/loss" not in self._update._mean:
+                self._update._check_log_ratio(self._gathered)
+            self._update._mean.merge(self._gathered)
         return self._gathered
 
 
@@ -312,11 +293,7 @@ def check_minibatches(
     micro_batch_size: int | None = None,
     **_: Any,
 ) -> None:
-    """Refuse settings of :class:`Minibatches` that do not fit each other; recipes ask before they load a policy.
-
-    Raises:
-        ValueError: says what would be right.
-    """
+    """Refuse (``ValueError``) settings of :class:`Minibatches` that do not fit each other, before any work."""
     if (minibatch_size is None) == (minibatches is None):
         raise ValueError(
             f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"
@@ -336,11 +313,7 @@ def check_loss(
     critic_warmup_steps: int = 0,
     **_: Any,
 ) -> None:
-    """Refuse settings of :class:`Minibatches` that a loss cannot serve, before any work.
-
-    Raises:
-        ValueError: says what would be right.
-    """
+    """Refuse (``ValueError``) settings of :class:`Minibatches` that a loss cannot serve, before any work."""
     name = type(loss_module).__name__
     if critic_warmup_steps and not getattr(loss_module, "has_critic", True):
         raise ValueError("critic_warmup_steps needs a critic: set critic_warmup_steps=0, or critic_coeff above 0")
@@ -373,10 +346,10 @@ def takes_whole(loss_module: LossModule) -> bool:
 
 def _weigh(batch: TensorDictBase | None, log_prob_level: Any) -> None:
     """Write the weight of each decision of a trajectory, of the trajectories of all processes."""
-    whole = parallel.all_gather(None if batch is None else batch.select((NEXT, STEP_MASK), (NEXT, DONE)))
+    whole = distributed.all_gather(None if batch is None else batch.select((NEXT, STEP_MASK), (NEXT, DONE)))
     if whole is not None:
         trajectory_weights(whole, log_prob_level)
-        own = parallel.local_rows(whole, 0 if batch is None else len(batch))
+        own = distributed.local_rows(whole, 0 if batch is None else len(batch))
         if batch is not None:
             batch[WEIGHT] = own[WEIGHT]
 

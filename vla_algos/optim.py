@@ -177,11 +177,7 @@ def check_schedule(
     schedule: str = "constant",
     **_: Any,
 ) -> None:
-    """Refuse settings of :func:`make_optimizer` that do not fit each other; recipes ask before they load a policy.
-
-    Raises:
-        ValueError: says what would be right.
-    """
+    """Refuse (``ValueError``) settings that do not fit each other; recipes ask before they load a policy."""
     if betas[0] > betas[1]:
         raise ValueError(f"betas={list(betas)}: the first is larger than the second; write {sorted(betas)}")
     if schedule == "cosine" and not updates:

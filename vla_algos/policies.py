@@ -18,9 +18,7 @@ Policy: TypeAlias = TensorDictModuleBase | Callable[[TensorDictBase], TensorDict
 def as_module(policy: Policy, env: EnvBase) -> TensorDictModuleBase:
     """Return a policy with ``in_keys`` and ``out_keys``; a callable, such as ``RandomPolicy``, gets all of ``env``'s.
 
-    Raises:
-        TypeError: it is not callable.
-        ValueError: it writes no ``action``.
+    A ``TypeError`` if it is not callable, a ``ValueError`` if it writes no ``action``.
     """
     if not (hasattr(policy, "in_keys") and hasattr(policy, "out_keys")):
         return _Callable(policy, env)
@@ -43,8 +41,7 @@ def loss_keys(policy: TensorDictModuleBase) -> list[Any]:
 def load_weights(policy: nn.Module, source: nn.Module | TensorDictBase | Mapping[str, Any]) -> None:
     """Copy weights into a policy, in place: of a module, of ``TensorDict.from_module(module)`` or a ``state_dict``.
 
-    Raises:
-        ValueError: names of the weights differ.
+    A ``ValueError`` if names of the weights differ.
     """
     if source is policy:
         return

@@ -46,17 +46,12 @@ class FrozenPolicy:
         return dict(self._weights or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: it is of another policy.
-        """
+        """Restore what :meth:`state_dict` returned; ``ValueError`` if it is of another policy."""
         if not state:
             return
         weights = self.policy.trained_weights()
-        names = weights.keys() | state.keys()
-        wrong = sorted(name for name in names if _shape(weights, name) != _shape(state, name))
-        if wrong:
+        own, saved = ({name: tensor.shape for name, tensor in some.items()} for some in (weights, state))
+        if wrong := sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)):
             raise ValueError(
                 f"the frozen policy of this state is another one: {len(wrong)} tensors differ, such as {wrong[0]}; "
                 "resume with the policy settings of that run"
@@ -69,7 +64,3 @@ class FrozenPolicy:
         """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""
         own = dict(self.policy.named_parameters())
         return {name: make_room(each, own.get(name)) for name, each in saved.items()}
-
-
-def _shape(tensors: dict[str, torch.Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None

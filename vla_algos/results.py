@@ -118,11 +118,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_episodes(path: Path) -> list[EpisodeResult]:
-    """Read all results that an evaluation, perhaps an interrupted one, has written, in the order of the episodes.
-
-    Raises:
-        ValueError: it has none, or lines that are something else.
-    """
+    """Read all results in the order of the episodes; ``ValueError`` if there are none, or lines of something else."""
     found: dict[int, EpisodeResult] = {}
     for place, entry in _entries(path):
         try:

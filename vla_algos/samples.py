@@ -58,10 +58,7 @@ class Samples:
         """Keep whole demonstrations out of learning, for a loss on what was not learnt.
 
         Which ones, a demonstration's trial decides alone: of each task the same share, and the same trials whatever
-        else was recorded or solved. With 1/16 those are trials 15, 31, 47 and so on.
-
-        Args:
-            heldout: share of the trials, 0 to below 1.
+        else was recorded or solved. With ``heldout=1/16`` those are trials 15, 31, 47 and so on.
 
         Returns:
             What is learnt from, and what is held out; with 0 all of it, and nothing.
@@ -77,11 +74,7 @@ class Samples:
 
 
 def check_heldout(heldout: float, trials: int) -> None:
-    """Refuse to hold out nothing, or all, of so many trials of each task.
-
-    Raises:
-        ValueError: says what to type.
-    """
+    """Refuse (``ValueError``) to hold out nothing, or all, of so many trials of each task."""
     if heldout:
         _check_split(heldout, is_held_out(torch.arange(trials), heldout))
 
@@ -90,15 +83,11 @@ def _check_split(heldout: float, out: Tensor) -> None:
     if out.any() and not out.all():
         return
     what = "no demonstration is left to learn from" if out.any() else "no demonstration is held out"
+    first = ", ".join(str(math.ceil(number / heldout - 1e-9) - 1) for number in (1, 2, 3))
     raise ValueError(
-        f"heldout={heldout:g}: {what}, of each task trials {_some(heldout)}, ... are; take more demonstrations, or "
+        f"heldout={heldout:g}: {what}, of each task trials {first}, ... are; take more demonstrations, or "
         "heldout=0 to learn from all (recipes: demonstrations.episodes, demonstrations.heldout)"
     )
-
-
-def _some(heldout: float) -> str:
-    """Name the first trials that are held out."""
-    return ", ".join(map(str, [math.ceil(number / heldout - 1e-9) - 1 for number in (1, 2, 3)]))
 
 
 def is_held_out(trials: Tensor, share: float) -> Tensor:

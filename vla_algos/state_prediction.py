@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.samples import Samples
 from vla_common import keys
 from vla_policies import VLAPolicy
@@ -26,15 +26,14 @@ from vla_policies.sharding import compute_device, reshard
 class StatePrediction(nn.Module):
     """Predicts from what a policy has made of image and instruction where the states will go: an auxiliary task.
 
+    A ``ValueError`` if the policy has no ``vision_features``, or the demonstrations do not say what came later.
+
     Args:
         policy: whose ``vision_features`` is read.
         demonstrations: with ``episode``, ``step`` and ``final_states``.
         weight: of its loss.
         steps: how far ahead, in primitive actions.
         sigma: of the policy's ``imitation_loss``.
-
-    Raises:
-        ValueError: the policy has no ``vision_features``, or the demonstrations do not say what came later.
     """
 
     targets: Tensor
@@ -58,7 +57,7 @@ class StatePrediction(nn.Module):
         width = self._seen.shape[-1]
         hidden, last = nn.Linear(width, max(width // 2, 1)), nn.Linear(max(width // 2, 1), self.targets.shape[1])
         self.predict = nn.Sequential(hidden, nn.GELU(), last)
-        self.predict.load_state_dict(parallel.broadcast_object(self.predict.state_dict()))  # each draws its own
+        self.predict.load_state_dict(distributed.broadcast_object(self.predict.state_dict()))  # each draws its own
         self.to(device)
 
     @contextlib.contextmanager
@@ -80,7 +79,7 @@ class StatePrediction(nn.Module):
         Args:
             rows: of the demonstrations, int64 ``[B]``, of which this process has just passed every ``world_size``-th.
         """
-        own = rows[parallel.rank() :: parallel.world_size()]
+        own = rows[distributed.rank() :: distributed.world_size()]
         seen, self._seen = self._seen, torch.empty(0)
         if not len(own):
             return 0.0 * self.predict(seen).sum()
@@ -89,21 +88,17 @@ class StatePrediction(nn.Module):
 
     def sum_gradients(self) -> None:
         """Add up the gradients of all processes, each of which has a copy of the network."""
-        if parallel.world_size() == 1:
+        if distributed.world_size() == 1:
             return
         gradients = [parameter.grad for parameter in self.predict.parameters() if parameter.grad is not None]
         own = torch.cat([gradient.flatten().cpu() for gradient in gradients])
-        whole = torch.stack(parallel.all_gather_object(own)).sum(0)
+        whole = torch.stack(distributed.all_gather_object(own)).sum(0)
         for gradient, part in zip(gradients, whole.split([each.numel() for each in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
 
 def check_vision_features(policy: VLAPolicy, weight: float) -> None:
-    """Refuse a :class:`StatePrediction` of such weight, if it has any, of a policy that has nothing to be read from.
-
-    Raises:
-        ValueError: says what to type.
-    """
+    """Refuse (``ValueError``) a :class:`StatePrediction` with a weight where a policy has no ``vision_features``."""
     if weight and policy.vision_features is None:
         raise ValueError(
             f"cloning.auxiliary={weight}: {type(policy).__name__} does not say what it has made of image and "

@@ -48,23 +48,13 @@ def identity(folder: Path) -> str | None:
 def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1), only: str | None = None) -> None:
     """Compare the files of a folder with its ``SHA256SUMS``. A folder without one, which is not ours, passes.
 
-    Args:
-        folder: of the files.
-        share: number of this process and of all that read the folder together: each compares a part of the files.
-        only: name of the one file that is read; ``None`` for all.
-
-    Raises:
-        ChecksumError: files are others than were written, are gone, or are too many; says what to type.
+    Of the processes that read a folder together (``share``: number of this one, and of all) each compares a part of the
+    files; ``only`` is the name of the one file that is read. A ``ChecksumError`` if files are others than were written,
+    are gone, or are too many; it says what to type.
     """
     if not (folder / SUMS).exists():
         return
-    expected = read_checksums(folder)
-    extra = [name for name in _unlisted(folder, expected) if only in (None, name)]
-    expected = {name: each for name, each in expected.items() if only in (None, name)}
-    gone = [name for name in expected if not (folder / name).is_file()]
-    there = [name for name in expected if name not in gone][share[0] :: share[1]]
-    found = dict(zip(there, _digests([folder / name for name in there]), strict=True))
-    changed = [name for name in there if found[name] != expected[name]]
+    gone, changed, extra = _differences(folder, share, only)
     problems = [f"has no {', '.join(gone)}"] * bool(gone)
     problems += [f"has another {', '.join(changed)} than was written"] * bool(changed)
     problems += [f"has {', '.join(extra)}, not written with the others"] * bool(extra)
@@ -77,6 +67,18 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1), only: str | 
         f"{folder} {' and '.join(problems)} (by {SUMS}): damaged or exchanged; copy the folder again, or if you "
         f"changed it on purpose type: {' && '.join(typed)}"
     )
+
+
+def _differences(folder: Path, share: tuple[int, int], only: str | None) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of files that are gone, have changed, or are not listed."""
+    listed = read_checksums(folder)
+    expected = {name: each for name, each in listed.items() if only in (None, name)}
+    there = [name for name in expected if (folder / name).is_file()]
+    own = there[share[0] :: share[1]]
+    found = zip(own, _digests([folder / name for name in own]), strict=True)
+    changed = [name for name, digest in found if digest != expected[name]]
+    extra = [name for name in _unlisted(folder, listed) if only in (None, name)]
+    return [name for name in expected if name not in there], changed, extra
 
 
 def _unlisted(folder: Path, listed: Iterable[str]) -> list[str]:

@@ -61,9 +61,7 @@ def report(error: BaseException) -> int:
     have their traceback.
 
     Returns:
-        The exit status: 2 for what was wrong before work began, 1 for a failure, 130 for Ctrl-C, 141 when the output is
-            no
-        longer read.
+        The exit status: 2 for what was wrong before work began, 1 for a failure, 130 for Ctrl-C, 141 for a closed pipe.
     """
     if isinstance(error, BrokenPipeError) and error.filename is None:  # ppo.py --cfg job | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more

@@ -1,4 +1,7 @@
-"""CALVIN whose tasks are solved, and whose simulator fails, on command: the flow of chains without a policy."""
+"""CALVIN whose tasks are solved, and whose simulator fails, on command: the flow of chains without a policy.
+
+Worker processes have it, so that it imports neither torch nor a module of tests.
+"""
 
 import os
 import signal
@@ -7,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from vla_envs import make_spec
+from vla_envs import Episode, make_spec
 from vla_envs.calvin.simulator import CalvinSimulator
 
 SMALL = {"image_size": 32, "wrist_camera": False}
+WILLING = (3, 20, 22, 400)
 
 
 def commanded(name, **options):
@@ -56,3 +60,46 @@ def chunk(length, *solving, envs=1):
     actions[..., 6] = 1
     actions[:, list(solving), 0] = 1
     return actions
+
+
+class Willing(CalvinSimulator):
+    """The real desk, with an oracle that is content at these actions of an episode, counted from 1."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.world.solved = lambda task, before: self.taken in WILLING
+
+    def reset(self, episode):
+        super().reset(episode)
+        self.taken = 0
+
+    def step(self, action):
+        self.taken += 1
+        return super().step(action)
+
+
+def actions(number, steps):
+    """A walk down to the table."""
+    random = np.random.default_rng(number)
+    for _ in range(steps):
+        action = np.clip(random.normal([0.3, 0.2, -0.6, 0, 0, 0, 0], 1), -1, 1)
+        yield action.astype(np.float32)
+
+
+def trajectory(simulator, episode, steps=40):
+    simulator.reset(episode)
+    seen = [simulator.observe()]
+    found = [np.concatenate(simulator.world.states())]
+    for action in actions(episode.trial_id, steps):
+        simulator.step(action)
+        found.append(np.concatenate(simulator.world.states()))
+    seen.append(simulator.observe())
+    said = [each.task_description for each in seen]
+    return [np.stack(found), *(image for each in seen for image in (each.images, each.wrist_images)), *said]
+
+
+def trajectory_after(simulator, others):
+    """What a worker process runs: an episode after others."""
+    for trial in others:
+        trajectory(simulator, Episode(trial % 4, trial), steps=15)
+    return trajectory(simulator, Episode(3, 5))

@@ -1,9 +1,11 @@
-"""Decisions as a rollout stores them, of any policy, made up from a seed: what a loss reads."""
+"""Decisions as a rollout or a data set has them, of any policy, made up from a seed: what a loss reads."""
 
 import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+from toy import ToyActorCritic, ToyEnv
 
+from vla_algos.collectors import StepCollector
 from vla_common import keys
 
 
@@ -29,3 +31,22 @@ def decisions(policy, count, size=32, seed=0):
     if policy.num_values:
         batch[keys.VALUE_TARGET] = torch.randn(count, policy.num_values, generator=generator)
     return batch
+
+
+def collected(policy=ToyActorCritic):
+    """A policy, and 42 decisions of 6 environments, of which one was never executed."""
+    torch.manual_seed(0)
+    policy = policy()
+    return policy, StepCollector(ToyEnv(6, crashes={1: 1}), policy, 7).rollout()
+
+
+def demonstrations(policy):
+    """Eight steps of three states that count up, with black images and actions of zero."""
+    data = {
+        keys.IMAGES: torch.zeros(8, 16, 16, 3, dtype=torch.uint8),
+        keys.STATES: torch.arange(24.0).reshape(8, 3),
+        keys.PROMPT_TOKENS: policy.prompt_tokens(["push"] * 8),
+        keys.ACTION: torch.zeros(8, 2, 2),
+        keys.STEP_MASK: torch.ones(8, 2, dtype=torch.bool),
+    }
+    return TensorDict(data, [8])

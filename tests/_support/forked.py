@@ -17,7 +17,7 @@ import pytest
 import torch
 from paths import RECIPES
 
-from vla_algos import parallel
+from vla_algos import distributed
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def together(work, folder, *arguments, processes=2, ends=(0, 0), patience=240):
 
 def _work(rank, environment, folder, work, arguments):
     os.environ |= environment
-    with parallel.process_group():
+    with distributed.process_group():
         torch.save(work(*arguments), folder / f"{rank}.pt")
 
 

@@ -1,10 +1,10 @@
-"""Simulators that hang: while they are built, once (who makes the folder ``options["once"]``), and in steps."""
+"""Simulators that hang: while they are built, once (who makes the folder ``options["once"]``), in steps; an echo."""
 
 import os
 import time
 
-from storm.faulty import FaultySimulator
-from storm.toy import ToySimulator
+from tests.storm.faulty import FaultySimulator
+from tests.storm.toy import ToySimulator
 
 
 class HangsInSetup(FaultySimulator):
@@ -25,3 +25,7 @@ class HangsInStep(ToySimulator):
             super()._fail_if_told()
         except RuntimeError:
             time.sleep(600)
+
+
+def echo(simulator, item, size):
+    return item + bytes(size)

@@ -180,6 +180,15 @@ class ToyEnv(EnvBase):
         return self._observe(**outcome)
 
 
+def toy_suite():
+    """Two of them, as those of a benchmark that a recipe evaluates on."""
+    env = ToyEnv(2)
+    tasks = env.simulator_spec.tasks
+    known = {"trials": 2, "initial_states": None, "evaluation_trials": None, "chain_length": 1}
+    env.simulator_spec = SimpleNamespace(id="toy", tasks=tasks, **known)
+    return env
+
+
 class ToyPolicy(VLAPolicy):
     """Two bins per action dimension, -1 and 1, from the mean pixel and the progress; counts its passes."""
 

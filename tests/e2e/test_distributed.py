@@ -145,6 +145,27 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
     assert time.time() - last < 60
 
 
+KILLED = """
+import os
+from vla_algos import distributed
+
+with distributed.process_group():
+    distributed.barrier()
+    if distributed.rank() == 1:
+        os.kill(os.getpid(), 9)
+    distributed.barrier()
+"""
+
+
+def test_a_killed_process_ends_the_others_in_seconds(tmp_path):
+    (tmp_path / "work.py").write_text(KILLED)
+    begun = time.monotonic()
+    process = torchrun(tmp_path / "work.py")
+    process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert time.monotonic() - begun < 60
+
+
 def test_what_several_processes_do_not_do(tmp_path):
     process = several("sft", f"hydra.run.dir={tmp_path}")
     assert "recipes/sft.py runs in one process, not in 2: leave out torchrun" in process.communicate(timeout=200)[1]
@@ -165,13 +186,13 @@ def test_one_of_three_collects_another_learns_and_the_first_has_no_part(tmp_path
 
 LATE = """
 import os, runpy, time
-from vla_algos import parallel
+from vla_algos import distributed
 
 def late(*given):
     time.sleep(2 * int(os.environ["RANK"]))
     return original(*given)
 
-original, parallel.per_rank = parallel.per_rank, late
+original, distributed.per_rank = distributed.per_rank, late
 runpy.run_path({recipe!r}, run_name="__main__")
 """
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from storm import lives
+from tests.storm import lives
 from vla_algos.disaggregated.schedule import Schedule
 
 pytestmark = pytest.mark.timeout(600)

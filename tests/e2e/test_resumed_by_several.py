@@ -17,10 +17,10 @@ from tiny_policies import adapted, openvla, small, small_flow
 from torch.distributed.tensor import DTensor
 
 import vla_algos.run.checkpoints as checkpoint_module
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
-from vla_algos.run.checkpoints import CheckpointError, checkpoints, latest_checkpoint, open_checkpoint
+from vla_algos.run.checkpoints import CheckpointError, by_preference, checkpoints, open_checkpoint
 from vla_algos.run.run import Run
 from vla_algos.run.saving import Saver
 from vla_policies import load_policy
@@ -46,10 +46,10 @@ class Episodes:
         self.drawn, self.last = self.drawn + 1, torch.rand(2)
 
     def state_dict(self):
-        return {"drawn": self.drawn, "last": self.last, "by": parallel.rank(), "kept": ("a", {3: None})}
+        return {"drawn": self.drawn, "last": self.last, "by": distributed.rank(), "kept": ("a", {3: None})}
 
     def load_state_dict(self, state):
-        assert state["by"] == parallel.rank()
+        assert state["by"] == distributed.rank()
         assert state["kept"] == ("a", {3: None})
         self.drawn, self.last = state["drawn"], state["last"]
 
@@ -61,10 +61,10 @@ def live(kind, folder, root, last, shards=None, elastic=False, during=lambda ite
     policy = make(folder)
     batch = decisions(policy, 8, seed=3)
     if shards is not None:
-        shard(policy, parallel.device_mesh(shards))
+        shard(policy, distributed.device_mesh(shards))
     learner = Learner(ChunkClipPPOLoss(policy, **settings), lr=3e-3, minibatch_size=4, max_log_ratio=None)
     episodes = Episodes()
-    torch.manual_seed(1 + parallel.rank())
+    torch.manual_seed(1 + distributed.rank())
     parts = {"policy": policy, "learner": learner, "collector": episodes}
     saver = Saver(root / "checkpoints", elastic)
     saved = saver.restore(parts) or {"iteration": None, "draws": []}
@@ -73,7 +73,7 @@ def live(kind, folder, root, last, shards=None, elastic=False, during=lambda ite
     for iteration in range((first or 0) + 1, last + 1):
         episodes.draw()
         during(iteration)
-        learner.update(batch[parallel.rank() :: parallel.world_size()].clone())
+        learner.update(batch[distributed.rank() :: distributed.world_size()].clone())
         draws = [*draws, iteration]
         publish = policy.save_pretrained if kind == SMALL and iteration == 2 else None
         saver.save(iteration, parts, {"iteration": iteration, "draws": draws}, publish)
@@ -118,9 +118,9 @@ def several(folder, root):
         case = root / f"{kind} {shards}"
         run = partial(live, kind, folder, shards=shards)
         found[kind, shards] = {"whole": run(case / "whole", 4), "stopped": run(case / "stopped", 2)}
-        if parallel.is_main():
+        if distributed.is_main():
             shutil.copytree(case / "stopped", case / "copied", symlinks=True)
-        parallel.barrier()
+        distributed.barrier()
         found[kind, shards] |= {"on": run(case / "stopped", 4), "from one": run(case / "from one", 3, elastic=True)}
     return found
 
@@ -215,7 +215,7 @@ def test_processes_of_an_elastic_resume_draw_numbers_of_their_own(tmp_path):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_two_write(shards, root, results):
     """Each its part of what is sharded, once, and no file twice; the policy's folder is one that loads."""
-    checkpoint = latest_checkpoint(root / f"{SMALL} {shards}" / "copied" / "checkpoints")
+    checkpoint = by_preference(root / f"{SMALL} {shards}" / "copied" / "checkpoints")[0]
     assert [path.name for path in checkpoints(checkpoint.parent)] == ["step_00000001", "step_00000002"]
     files = sorted((checkpoint / "tensors").iterdir())
     assert [path.name for path in files] == ["process_00000.safetensors", "process_00001.safetensors"]
@@ -249,10 +249,10 @@ def killed_while_saving(kind, folder, root, shards):
 
     def dies(temporary, snapshot):
         third = temporary.name.endswith("3")
-        while third and parallel.rank() and not (temporary / "tensors" / "process_00000.safetensors").exists():
+        while third and distributed.rank() and not (temporary / "tensors" / "process_00000.safetensors").exists():
             time.sleep(0.01)
         written = write(temporary, snapshot)
-        if third and parallel.rank():
+        if third and distributed.rank():
             os.kill(os.getpid(), signal.SIGKILL)
         return written
 
@@ -266,7 +266,7 @@ def killed_while_saving(kind, folder, root, shards):
 def test_a_run_that_was_killed_goes_on(kill, ends, shards, folder, tmp_path, results):
     together(kill, tmp_path, SMALL, folder, tmp_path / "run", shards, ends=ends, patience=60)
     root = tmp_path / "run" / "checkpoints"
-    last = open_checkpoint(latest_checkpoint(root)).step
+    last = open_checkpoint(by_preference(root)[0]).step
     assert last in ((1, 2) if kill is killed_while_learning else (2,))  # it may have been under way
     on = together(live, tmp_path, SMALL, folder, tmp_path / "run", 4, shards)
     for each, found in zip(on, results, strict=True):
@@ -278,10 +278,10 @@ def test_a_run_that_was_killed_goes_on(kill, ends, shards, folder, tmp_path, res
 def damaged_in_between(kind, folder, root, shards):
     """What tells of the second checkpoint has another shape in it: only one of two compares it with its digest."""
     live(kind, folder, root, 2, shards)
-    if parallel.is_main():
+    if distributed.is_main():
         file = root / "checkpoints" / "step_00000002" / "training.json"
         file.write_text(file.read_text().replace('"shape": [1', '"shape": [2', 1))
-    parallel.barrier()
+    distributed.barrier()
     return live(kind, folder, root, 3, shards)
 
 
@@ -296,7 +296,7 @@ def fails_to_write(kind, folder, root, shards):
 
     def full(*given):
         calls.append(1)
-        if parallel.rank() and len(calls) == 2:
+        if distributed.rank() and len(calls) == 2:
             raise OSError(28, "No space left on device")
         write(*given)
 
@@ -308,4 +308,4 @@ def fails_to_write(kind, folder, root, shards):
 
 def test_what_one_process_cannot_write_all_hear(folder, tmp_path):
     assert together(fails_to_write, tmp_path, SMALL, folder, tmp_path / "run", 2) == ["heard"] * 2
-    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 1
+    assert open_checkpoint(by_preference(tmp_path / "run" / "checkpoints")[0]).step == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from storm import corruption, kills
+from tests.storm import corruption, kills
 
 pytestmark = pytest.mark.timeout(600)
 

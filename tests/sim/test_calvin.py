@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from calvin_commands import actions, trajectory
 
 import vla_envs.calvin.package as package
 import vla_envs.calvin.spec as spec_of_calvin
@@ -18,7 +19,6 @@ from vla_envs import Episode, make_env, make_spec
 from vla_envs.calvin import chains
 from vla_envs.calvin.expert import Expert, expert_tasks
 from vla_envs.calvin.scenes import BLOCKS
-from vla_envs.calvin.simulator import CalvinSimulator
 from vla_envs.calvin.states import published_state
 from vla_envs.episodes import EpisodeQueue
 
@@ -26,35 +26,7 @@ pytestmark = pytest.mark.skipif(
     bool(package.CHECKOUT.missing(package.CHECKOUT.places()[0])),
     reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}",
 )
-WILLING = (3, 20, 22, 400)
 OPEN = np.array([0, 0, 0, 0, 0, 0, 1], np.float32)
-
-
-def actions(number, steps):
-    """A walk down to the table."""
-    random = np.random.default_rng(number)
-    for _ in range(steps):
-        action = np.clip(random.normal([0.3, 0.2, -0.6, 0, 0, 0, 0], 1), -1, 1)
-        yield action.astype(np.float32)
-
-
-def trajectory(simulator, episode, steps=40):
-    simulator.reset(episode)
-    seen = [simulator.observe()]
-    found = [np.concatenate(simulator.world.states())]
-    for action in actions(episode.trial_id, steps):
-        simulator.step(action)
-        found.append(np.concatenate(simulator.world.states()))
-    seen.append(simulator.observe())
-    said = [each.task_description for each in seen]
-    return [np.stack(found), *(image for each in seen for image in (each.images, each.wrist_images)), *said]
-
-
-def trajectory_after(simulator, others):
-    """What a worker process runs: an episode after others."""
-    for trial in others:
-        trajectory(simulator, Episode(trial % 4, trial), steps=15)
-    return trajectory(simulator, Episode(3, 5))
 
 
 def same(first, second):
@@ -73,7 +45,7 @@ def test_an_episode_is_the_same_in_any_order_and_process(simulator):
     assert same(alone, trajectory(simulator, Episode(3, 5)))
     with_others = make_env("calvin/ABCD", num_envs=2, num_workers=2, seed=0)
     try:
-        others = with_others.pool.map("test_calvin:trajectory_after", [(), (1, 2, 3), (7,)])
+        others = with_others.pool.map("calvin_commands:trajectory_after", [(), (1, 2, 3), (7,)])
     finally:
         with_others.close()
     assert all(same(alone, each) for each in others)
@@ -165,7 +137,7 @@ def test_the_oracle_compares_with_where_the_last_task_ended():
 
 def test_a_finished_chain_goes_on_where_that_is_asked_for():
     spec = make_spec("calvin/lh-mtlc", image_size=32, wrist_camera=False)
-    made = replace(spec, entry_point="test_calvin:Willing").make()
+    made = replace(spec, entry_point="calvin_commands:Willing").make()
     made.reset(Episode(0, 0))
     made.done = len(made.chain) - 1
     outcomes = [made.step(OPEN) for _ in range(3 + 361)]
@@ -198,22 +170,6 @@ def test_the_published_evaluation_gives_up_after_360_steps():
     env.close()
 
 
-class Willing(CalvinSimulator):
-    """The real desk, with an oracle that is content at these actions of an episode, counted from 1."""
-
-    def __init__(self, spec):
-        super().__init__(spec)
-        self.world.solved = lambda task, before: self.taken in WILLING
-
-    def reset(self, episode):
-        super().reset(episode)
-        self.taken = 0
-
-    def step(self, action):
-        self.taken += 1
-        return super().step(action)
-
-
 def test_published_chains_can_be_cut_off():
     spec = make_spec("calvin/lh-mtlc", max_episode_steps=20, image_size=32, wrist_camera=False)
     assert "horizon 20 instead of 1800" in spec.protocol_deviations
@@ -231,7 +187,7 @@ def test_published_chains_can_be_cut_off():
 )
 def test_both_protocols_count_the_tasks_that_are_solved(suite, solved, length):
     spec = make_spec(f"calvin/{suite}", image_size=32, wrist_camera=False)
-    env = make_env(replace(spec, entry_point="test_calvin:Willing"), num_envs=1, chunk_size=50)
+    env = make_env(replace(spec, entry_point="calvin_commands:Willing"), num_envs=1, chunk_size=50)
     still = torch.zeros(1, 50, 7)
     decided = []
 

@@ -15,8 +15,7 @@ from gymnasium.utils.env_checker import check_env
 
 import vla_envs.calvin.package as package
 from vla_algos.evaluation import evaluate
-from vla_algos.run.evaluate import save_videos
-from vla_algos.run.videos import caption
+from vla_algos.run.videos import caption, save_videos
 from vla_common import keys
 from vla_common.texts import to_strings
 from vla_envs import Episode, EpisodeQueue, make_env

@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from running import TOY, TOY_OF, composed, differing, main_of, metrics
 from tensordict import TensorDict
 
-from storm.toy import make_toy_env, tiny_policy, toy_spec
+from tests.storm.toy import make_toy_env, tiny_policy, toy_spec
 from vla_algos import BehaviourCloning, for_policy, load_demonstrations, record_demonstrations, write_demonstrations
 from vla_algos.demonstrations import FACTS
 from vla_algos.files import FolderInUse, lock_folder

@@ -286,7 +286,7 @@ def test_the_same_episode_is_the_same_anywhere():
 
     # In two other processes, in one of them after another task, and as an environment's slot.
     env = make_env("libero/goal", 2, 5, num_workers=2, step_timeout=START, **FAST)
-    assert all(same(first, again) for again in env.pool.map("test_libero:trajectory_after", [(), ((0, 1), (3, 2))]))
+    assert all(same(first, again) for again in env.pool.map(f"{__name__}:trajectory_after", [(), ((0, 1), (3, 2))]))
     env.pool.reset({0: Episode(7, 5), 1: Episode(7, 5)})
     for start in range(0, 40, 5):
         env.pool.arrays.actions[:] = np.stack(actions(40)[start : start + 5])

@@ -245,7 +245,7 @@ def test_an_episode_is_the_same_in_another_process_suite_and_task_order():
     fingerprint(mt50, Episode(3, 1, seed=5))
     here = fingerprint(mt50, Episode(40, 2, seed=5))
     code = (
-        "from test_metaworld import *\n"
+        "from tests.sim.test_metaworld import *\n"
         "print(fingerprint(make_spec('metaworld/reach-v3', **FAST).make(), Episode(0, 2, seed=5)))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -3,7 +3,6 @@
 What is compared are stand-in objects and arms: the code is RoboTwin's, pictures and success rates are not.
 """
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -16,6 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from robotwin_commands import NUMBERS, digest, digest_after, episode, poses, trajectory, wander
 from simulators import need_robotwin, needs_maniskill_driver, some
 
 from vla_common import keys
@@ -30,7 +30,6 @@ from vla_envs.robotwin.world import UnstableEpisode
 need_robotwin()
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SAPIEN, at RoboTwin
 ORACLE = Path(os.environ.get("VLA_TORCHRL_ASSETS", ""), "robotwin", "standin_oracle.py")
-NUMBERS = {name: number for number, name in enumerate(sorted(TASKS))}
 
 
 @pytest.fixture(scope="module")
@@ -56,54 +55,6 @@ def other_process():
     env = make_env("robotwin/all", 1, 25, num_workers=1, step_timeout=300, **options)  # an item is many chunks
     yield env.pool
     env.close()
-
-
-def episode(name, seed):
-    return Episode(NUMBERS[name], seed - 10000)
-
-
-def poses(simulator):
-    """Everything that moves: poses of all entities but cameras, positions and speeds of all joints."""
-    scene = simulator.world.task.scene
-    entities = [entity for entity in scene.entities if not entity.name.endswith("_camera")]
-    found = [np.concatenate([entity.pose.p, entity.pose.q]) for entity in entities]
-    for articulation in scene.get_all_articulations():
-        found += [articulation.get_qpos(), articulation.get_qvel()]
-    return np.concatenate(found).astype(np.float32)
-
-
-def wander(simulator, number=0, length=25):
-    """A smooth random chunk that begins where the arms are."""
-    steps = np.random.default_rng(number).normal(0, 0.02, (length, 14)).cumsum(0)
-    return (simulator.world.states() + steps).astype(np.float32)
-
-
-def trajectory(simulator, episode, chunks=2):
-    """What is seen and where everything is, before, between and after chunks."""
-    simulator.reset(episode)
-    found = []
-    for number in range(chunks + 1):
-        seen = simulator.observe()
-        found += [poses(simulator), seen.images, seen.wrist_images, seen.states]
-        if number < chunks:
-            simulator.execute(wander(simulator, number))
-    return [simulator.world.instruction, *found]
-
-
-def digest(found):
-    return hashlib.sha256(b"".join(str(part).encode() if isinstance(part, str) else part.tobytes() for part in found))
-
-
-def digest_after(simulator, others):
-    """What a worker process runs: an episode after others."""
-    for name in others:
-        trajectory(simulator, episode(name, 10001), chunks=1)
-    return digest_of(simulator, ("put_bottles_dustbin", 10000))
-
-
-def digest_of(simulator, named):
-    """What a worker process runs: an episode alone."""
-    return digest(trajectory(simulator, episode(*named))).hexdigest()
 
 
 def oracle(simulator, name):
@@ -172,7 +123,7 @@ def test_the_same_episode_is_the_same_in_any_order_and_process(worlds, other_pro
     alone = digest(trajectory(simulator, episode("put_bottles_dustbin", 10000))).hexdigest()
     others = ("stack_bowls_two", "place_a2b_right")
     assert digest_after(simulator, others) == alone
-    found = other_process.map("test_robotwin:digest_after", [(), ("dump_bin_bigbin", "click_bell")])
+    found = other_process.map("robotwin_commands:digest_after", [(), ("dump_bin_bigbin", "click_bell")])
     assert found == [alone, alone]
 
 
@@ -203,7 +154,7 @@ def test_maniskill_in_the_same_process_changes_nothing(worlds, other_process):
         render.set_picture_format("Color", "r32g32b32a32sfloat")
         render.set_msaa(1)
         physx.set_default_material(0.3, 0.3, 0.1)
-    assert other_process.map("test_robotwin:digest_of", [("click_bell", 10001)]) == [digest(found).hexdigest()]
+    assert other_process.map("robotwin_commands:digest_of", [("click_bell", 10001)]) == [digest(found).hexdigest()]
 
 
 def test_worlds_in_one_process_do_not_disturb_each_other_nor_anybodys_random_numbers(worlds):

@@ -3,8 +3,6 @@
 What is seen are stand-in objects and arms, drawn fast and by the head camera alone.
 """
 
-import os
-import signal
 from dataclasses import replace
 
 import gymnasium
@@ -20,7 +18,6 @@ from torchrl.envs.utils import check_env_specs
 from vla_common import keys
 from vla_envs import Episode, EpisodeQueue, InstructionsToBytes, make_env, make_spec
 from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
-from vla_envs.robotwin.simulator import RoboTwinSimulator
 from vla_envs.robotwin.spec import suites
 
 need_robotwin()
@@ -28,34 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SAPI
 SMALL = {"render_quality": "fast", "collect_wrist_camera": False, "step_lim": 12, "seeds": "range"}
 SHORT = {**SMALL, "step_lim": 6}  # two decisions
 BELL = "vla_envs:vla/RoboTwin-click_bell-v0"
-
-
-class Dies(RoboTwinSimulator):
-    """In the midst of a chunk of trial 0, once: who makes the folder ``$ROBOTWIN_FAULT`` does."""
-
-    def reset(self, episode):
-        super().reset(episode)
-        self.trial = episode.trial_id
-
-    def execute(self, chunk):
-        if self.trial == 0 and _is_asked_for():
-            task, check = self.world.task, self.world.task.check_success
-
-            def check_success():
-                if task.checks == 5:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return check()
-
-            task.check_success = check_success
-        return super().execute(chunk)
-
-
-def _is_asked_for():
-    try:
-        os.mkdir(os.environ["ROBOTWIN_FAULT"])
-    except (KeyError, FileExistsError):
-        return False
-    return True
 
 
 def actions(number, envs=2, length=3):
@@ -107,11 +76,9 @@ def test_specs_under_transforms():
     transformed.close()
 
 
-def rollout():
-    """Two episodes in one worker, three decisions: what was seen and paid; who was lost, and the number of restarts."""
-    spec = replace(make_spec("robotwin/place_empty_cup", **SHORT), entry_point="test_robotwin_gym:Dies")
-    queue = EpisodeQueue([Episode(0, trial) for trial in range(8)])
-    env = make_env(spec, 2, 3, num_workers=1, episodes=queue)
+def rollout(env):
+    """Two episodes in one worker, three decisions: what was seen and paid, and who was lost."""
+    env.episodes = EpisodeQueue([Episode(0, trial) for trial in range(8)])
     td, found, lost = env.reset(), [], []
     for decision in range(3):  # the second ends the episodes
         td.set(keys.ACTION, torch.from_numpy(actions(decision)))
@@ -120,9 +87,7 @@ def rollout():
         names = (keys.IMAGES, keys.STATES, keys.STEP_REWARDS, keys.STEP_MASK, keys.DONE, keys.EPISODE_LEN)
         found.append([after[name].clone() for name in names])
         lost.append(after[keys.CRASHED].squeeze(-1).tolist())
-    restarts = env.worker_restarts
-    env.close()
-    return found, lost, restarts
+    return found, lost
 
 
 def equal(first, second, slots):
@@ -131,11 +96,15 @@ def equal(first, second, slots):
 
 @pytest.mark.timeout(300)
 def test_after_a_fault_all_others_go_on_as_if_nothing_had_happened(monkeypatch, tmp_path):
-    undisturbed, lost, restarts = rollout()
-    assert (restarts, sum(map(sum, lost))) == (0, 0)
+    monkeypatch.setenv("ROBOTWIN_FAULT", str(tmp_path / "asked" / "once"))
+    spec = replace(make_spec("robotwin/place_empty_cup", **SHORT), entry_point="robotwin_commands:Dies")
+    env = make_env(spec, 2, 3, num_workers=1)
+    undisturbed, lost = rollout(env)
+    assert (env.worker_restarts, sum(map(sum, lost))) == (0, 0)
 
     # In mid-chunk, which costs that episode.
-    monkeypatch.setenv("ROBOTWIN_FAULT", str(tmp_path / "once"))
-    disturbed, lost, restarts = rollout()
-    assert (restarts, lost) == (1, [[True, False], *[[False, False]] * 2])
+    (tmp_path / "asked").mkdir()
+    disturbed, lost = rollout(env)
+    assert (env.worker_restarts, lost) == (1, [[True, False], *[[False, False]] * 2])
+    env.close()
     assert all(equal(*rows, [1]) for rows in zip(undisturbed, disturbed, strict=True))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from storm import episodes
-from storm.toy import TRIALS, ToySimulator, make_toy_env, straight, tiny_policy, toy_spec
+from tests.storm import episodes
+from tests.storm.toy import TRIALS, ToySimulator, make_toy_env, straight, tiny_policy, toy_spec
 from vla_algos import StepCollector, evaluate, gae, record_demonstrations
 from vla_algos.metrics import env_metrics, rollout_metrics
 from vla_common.keys import CRASHED, NEXT, STEP_MASK

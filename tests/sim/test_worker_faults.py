@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from storm import faulty, workers
+from tests.storm import faulty, workers
 from vla_common import keys
 from vla_envs import Episode, EpisodeQueue, Observation, Outcome, SimulatorCrash, WorkerPool, make_env
 from vla_envs.gym import SimulatorEnv
@@ -255,7 +255,7 @@ def test_large_messages_to_and_from_a_stopped_worker_end():
     pool.reset({0: Episode(0, 0)})
     os.kill(pool._processes[0].pid, signal.SIGSTOP)
     arguments = {"timeout": 3.0, "size": 10_000_000}
-    answers = pool.map("test_worker_faults:echo", [b"x" * 5_000_000], **arguments)
+    answers = pool.map("hanging:echo", [b"x" * 5_000_000], **arguments)
     assert [len(answer) for answer in answers] == [15_000_000]
     assert pool.restarts == 1
 
@@ -264,13 +264,9 @@ def test_large_messages_to_and_from_a_stopped_worker_end():
         os.kill(pool._processes[0].pid, signal.SIGSTOP)
 
     threading.Thread(target=stop).start()
-    answers = pool.map("test_worker_faults:echo", [b"x"] * 8, **{**arguments, "size": 20_000_000})
+    answers = pool.map("hanging:echo", [b"x"] * 8, **{**arguments, "size": 20_000_000})
     assert {len(answer) for answer in answers} == {20_000_001}
     pool.close()
-
-
-def echo(simulator, item, size):
-    return item + bytes(size)
 
 
 def test_a_forked_child_leaves_the_workers_to_its_parent():
@@ -293,7 +289,7 @@ def test_a_forked_child_leaves_the_workers_to_its_parent():
 
 PARENT = """
 import sys, threading, time
-from storm import faulty
+from tests.storm import faulty
 from vla_envs import Episode, WorkerPool
 pools = []
 def begin():  # in a thread that ends: workers live on
@@ -341,7 +337,7 @@ def test_the_doctor_does_not_call_usable_what_cannot_be_imported():
     schema = BenchmarkSchema((8, 8), states=("x", "y", "z"), actions=("dx", "dy"), instruction="go")
     good = Benchmark("storm", "Storm", schema, make_spec=lambda suite: faulty.describe({}), suites=lambda: ["faulty"])
     assert check_entry_point(good) == []
-    wrong = replace(faulty.describe({}), entry_point="storm.faulty:NoSuchSimulator")
+    wrong = replace(faulty.describe({}), entry_point="tests.storm.faulty:NoSuchSimulator")
     (finding,) = check_entry_point(replace(good, make_spec=lambda suite: wrong))
     assert finding.required
     assert finding.status == "broken"

@@ -13,15 +13,8 @@ from vla_envs import Episode, EpisodeQueue, SimulatorCrash, make_env, make_spec
 from vla_envs.workers.pool import WorkerPool
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
-from vla_envs.metaworld.simulator import MetaWorldSimulator
 
 OPTIONS = {"image_size": 32, "render_quality": "fast", "max_episode_steps": 40}
-
-
-class SlowToReset(MetaWorldSimulator):
-    def reset(self, episode):
-        time.sleep(0.8)
-        super().reset(episode)
 
 
 @pytest.fixture
@@ -58,26 +51,12 @@ def test_the_episodes_of_a_worker_that_dies_between_two_steps_go_on_as_if_nothin
     undisturbed.close()
 
 
-class KillsItself(MetaWorldSimulator):
-    """In its seventh action, if the trial is even."""
-
-    def reset(self, episode):
-        super().reset(episode)
-        self.left = -1 if episode.trial_id % 2 else 7
-
-    def step(self, action):
-        self.left -= 1
-        if not self.left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
 def test_only_the_guilty_one_of_a_workers_episodes_is_lost_and_the_others_are_the_same_to_the_bit():
     plain = make_spec("metaworld/reach-v3", **OPTIONS)
     episodes = [Episode(0, trial) for trial in (1, 2, 3, 5)]
     env, undisturbed = (
         make_env(spec, 4, 5, episodes=EpisodeQueue(episodes), num_workers=1)
-        for spec in (replace(plain, entry_point="test_workers:KillsItself"), plain)
+        for spec in (replace(plain, entry_point="failing:KillsItself"), plain)
     )
     td, expected = env.reset(), undisturbed.reset()
     for decision in range(3):
@@ -104,7 +83,7 @@ def test_a_worker_that_hangs_in_reset_is_started_again(env):
 
 
 def test_a_worker_with_many_slots_may_take_longer_than_the_time_out_as_long_as_it_gets_on():
-    spec = replace(make_spec("metaworld/reach-v3", **OPTIONS), entry_point="test_workers:SlowToReset")
+    spec = replace(make_spec("metaworld/reach-v3", **OPTIONS), entry_point="failing:SlowToReset")
     pool = WorkerPool(spec, 4, 1, 5, step_timeout=2.5)
     episodes = {slot: Episode(0, slot) for slot in range(4)}
     pool.reset(episodes)  # a first answer may take longer in any case
@@ -179,21 +158,14 @@ def test_an_interrupted_step_does_not_shift_later_answers(env, monkeypatch):
     assert not torch.equal(outcome[keys.NEXT, keys.IMAGES], td[keys.IMAGES])
 
 
-def where_and_what(simulator, item, fail=False):
-    """Called in a worker by the next tests."""
-    if fail:
-        raise ValueError("this item cannot be done")
-    return os.getpid(), item
-
-
 def test_map_gives_results_in_order_and_survives_a_worker_that_dies(env):
     td = env.reset()
     os.kill(process_id(env, 0), signal.SIGKILL)
-    results = env.pool.map("test_workers:where_and_what", list(range(6)))
+    results = env.pool.map("failing:where_and_what", list(range(6)))
     assert [item for _, item in results] == list(range(6))
     assert env.worker_restarts == 1
     with pytest.raises(RuntimeError, match="this item cannot be done"):
-        env.pool.map("test_workers:where_and_what", list(range(6)), fail=True)
+        env.pool.map("failing:where_and_what", list(range(6)), fail=True)
     outcome, td = act(env, td)  # whatever was lost on the way, the environment continues
     outcome, _ = act(env, td)
     assert outcome[keys.NEXT, keys.STEP_MASK].all()

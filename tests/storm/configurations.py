@@ -20,8 +20,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from storm import lives
-from storm.tally import Tally
+from tests.storm import lives
+from tests.storm.tally import Tally
 
 CONF = lives.RECIPES / "conf"
 MISTAKES = [

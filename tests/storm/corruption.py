@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from storm import lives
-from storm.checkpoints import Site, fingerprint, ours, published, same
-from storm.lives import Board
-from storm.tally import Tally
+from tests.storm import lives
+from tests.storm.checkpoints import Site, fingerprint, ours, published, same
+from tests.storm.lives import Board
+from tests.storm.tally import Tally
 
 _PAGE = 4096
 _MOST_MEMORY = 100_000_000  # bytes, for initial states of 50 kB

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from storm.tally import Tally
-from storm.toy import HORIZON, TRIALS, Faults, make_toy_env, straight, tiny_policy, toy_spec
+from tests.storm.tally import Tally
+from tests.storm.toy import HORIZON, TRIALS, Faults, make_toy_env, straight, tiny_policy, toy_spec
 from vla_algos import ChunkClipPPOLoss, EpisodeCollector, Learner, StepCollector, collect_groups, evaluate, gae, grpo
 from vla_algos.groups import concatenate
 from vla_algos.metrics import env_metrics

@@ -143,7 +143,7 @@ class World:
 def describe(faults: dict[int, tuple[str, int, str, str]]) -> SimulatorSpec:
     """Describe a simulator with faults, by trial."""
     bounds = ((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
-    entry_point = "storm.faulty:FaultySimulator"
+    entry_point = "tests.storm.faulty:FaultySimulator"
     return SimulatorSpec(
         "storm/faulty", entry_point, (Task("go", "go"),), 1, SHAPE, STATES, *bounds, HORIZON, 10,
         options={"faults": faults},

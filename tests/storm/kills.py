@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from storm import lives
-from storm.lives import Board
-from storm.tally import Tally
+from tests.storm import lives
+from tests.storm.lives import Board
+from tests.storm.tally import Tally
 
 MORE = ("iterations=2", "evaluate_every=0")  # of lives that die at an operation
 NAMES = ("ppo", "grpo")

@@ -13,7 +13,7 @@ SCHEMA = BenchmarkSchema((32, 32), states=("x", "steps"), actions=("dx", "dy"), 
 def make_spec(suite: str) -> SimulatorSpec:
     return SimulatorSpec(
         id=f"line/{suite}",
-        entry_point="storm.line:Line",
+        entry_point="tests.storm.line:Line",
         tasks=(Task("right", "go right"), Task("left", "go left")),
         trials=8,
         image_shape=(32, 32),

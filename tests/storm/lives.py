@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from storm import line
+from tests.storm import line
 from vla_algos import StepCollector, groups
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from storm import configurations, corruption, episodes, kills, workers
+from tests.storm import configurations, corruption, episodes, kills, workers
 
 STORMS = {
     "kills at operations": (kills.at_operations, 120),

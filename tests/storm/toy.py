@@ -28,7 +28,7 @@ def toy_spec(faults: Faults, folder: Path) -> SimulatorSpec:
     """
     return SimulatorSpec(
         id="toy",
-        entry_point="storm.toy:ToySimulator",
+        entry_point="tests.storm.toy:ToySimulator",
         tasks=(Task("left", "go left"), Task("right", "go right")),
         trials=TRIALS // 2,
         initial_states=TRIALS,

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from storm import faulty
-from storm.faulty import ANSWERS, CHUNK, DEATHS, HANGS, HORIZON
-from storm.tally import Tally
+from tests.storm import faulty
+from tests.storm.faulty import ANSWERS, CHUNK, DEATHS, HANGS, HORIZON
+from tests.storm.tally import Tally
 from vla_common import keys
 from vla_envs import Episode, EpisodeQueue, WorkerPool, make_env
 

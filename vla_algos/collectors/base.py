@@ -16,47 +16,26 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_algos.policies import Policy, as_module, load_weights, loss_keys
-from vla_common.keys import (
-    ACTION,
-    ACTION_LOG_PROB,
-    ACTIONS_CLIPPED,
-    CRASHED,
-    DONE,
-    EPISODE_LEN,
-    EPISODE_RETURN,
-    GROUP_ID,
-    NEXT,
-    REWARD,
-    STATE_VALUE,
-    STEP_MASK,
-    STEP_REWARDS,
-    SUBTASKS,
-    SUCCESS,
-    SUCCESS_AT_END,
-    TASK_ID,
-    TERMINATED,
-    TRIAL_ID,
-    TRUNCATED,
-)
+from vla_common import keys
 from vla_envs.env import VLAEnv, base_env
 from vla_envs.stages import check_stages
 
 NEXT_KEYS = (
-    REWARD,
-    STEP_REWARDS,
-    STEP_MASK,
-    TERMINATED,
-    TRUNCATED,
-    DONE,
-    SUCCESS,
-    SUCCESS_AT_END,
-    CRASHED,
-    EPISODE_RETURN,
-    EPISODE_LEN,
-    ACTIONS_CLIPPED,
-    SUBTASKS,  # where episodes are chains of tasks
+    keys.REWARD,
+    keys.STEP_REWARDS,
+    keys.STEP_MASK,
+    keys.TERMINATED,
+    keys.TRUNCATED,
+    keys.DONE,
+    keys.SUCCESS,
+    keys.SUCCESS_AT_END,
+    keys.CRASHED,
+    keys.EPISODE_RETURN,
+    keys.EPISODE_LEN,
+    keys.ACTIONS_CLIPPED,
+    keys.SUBTASKS,
 )
-OUTCOME_KEYS = (ACTION, TASK_ID, TRIAL_ID, GROUP_ID, *((NEXT, key) for key in NEXT_KEYS))
+OUTCOME_KEYS = (keys.ACTION, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID, *((keys.NEXT, key) for key in NEXT_KEYS))
 """What is kept of a decision that nothing is learnt from."""
 
 T = TypeVar("T")
@@ -66,13 +45,11 @@ Hook = Callable[[TensorDictBase], None]
 class ChunkCollector(BaseCollector):
     """What both collectors share: one decision of the policy in every environment, what is kept of it, and counters.
 
-    The policy is the very module that was passed: there is nothing to synchronise. It acts under ``torch.no_grad()``,
-    and reads and writes TensorDicts on the environment's device; one that computes elsewhere moves its inputs itself.
+    The policy is the very module that was passed, and acts under ``torch.no_grad()``. It reads and writes TensorDicts
+    on the environment's device; one that computes elsewhere moves its inputs itself.
     """
 
     init_random_frames = 0  # TorchRL's Trainer reads it
-    calls: list[tuple[int, float]]
-    """Environments and seconds of each call of the policy in the last batch."""
 
     def __init__(
         self,
@@ -83,23 +60,21 @@ class ChunkCollector(BaseCollector):
         values: bool,
         stages: int,
         halves: bool = False,
-        on_decision: Hook | None,
+        step_hook: Hook | None,
         pre_collect_hook: Callable[[], None] | None,
         post_collect_hook: Hook | None,
     ):
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
-        self.on_decision = on_decision
-        self.stages = stages
+        self.step_hook, self.stages = step_hook, stages
         self._stages = _divide(env, stages) if stages != 1 or halves else []
-        self.has_value = values and STATE_VALUE in self.policy.out_keys
-        written = [ACTION, ACTION_LOG_PROB] if ACTION_LOG_PROB in self.policy.out_keys else [ACTION]
-        root_keys = [*loss_keys(self.policy), *written, TASK_ID, TRIAL_ID, GROUP_ID]
-        root_keys += [STATE_VALUE] if self.has_value else []
-        declared = set(env.full_reward_spec.keys())
-        outcome_keys = [(NEXT, key) for key in NEXT_KEYS if key != SUBTASKS or key in declared]
-        self.stored_keys = [*dict.fromkeys(root_keys), *outcome_keys]
+        self.has_value = values and keys.STATE_VALUE in self.policy.out_keys
+        written = [keys.ACTION, keys.ACTION_LOG_PROB] if keys.ACTION_LOG_PROB in self.policy.out_keys else [keys.ACTION]
+        root_keys = [*loss_keys(self.policy), *written, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID]
+        root_keys += [keys.STATE_VALUE] if self.has_value else []
+        left_out = {keys.SUBTASKS} - set(env.full_reward_spec.keys())  # episodes are no chains of tasks
+        self.stored_keys = [*dict.fromkeys(root_keys), *((keys.NEXT, key) for key in NEXT_KEYS if key not in left_out)]
         self._remember()
         self._frames, self._iter = 0, -1  # the names that BaseCollector.stats() reads
         self._begin_times()
@@ -109,21 +84,15 @@ class ChunkCollector(BaseCollector):
         decision = self._act(observation)
         outcome, following = self._timed("env", self.env.step_and_maybe_reset, decision)
         self._remember()
-        if self.on_decision is not None:
-            self.on_decision(outcome)
+        if self.step_hook is not None:
+            self.step_hook(outcome)
         # Only what the environment wrote is passed on: nothing of this decision may reach the next one.
         return outcome, following.select(*self._observation_keys)
 
     def _act(self, observation: TensorDictBase) -> TensorDictBase:
         self._check_call_env()
         with torch.no_grad(), set_exploration_type(self.exploration):
-            return self._call_policy(observation)
-
-    def _call_policy(self, observation: TensorDictBase) -> TensorDictBase:
-        started, rows = perf_counter(), len(observation)
-        decision = self._timed("policy", self.policy, observation)
-        self.calls.append((rows, perf_counter() - started))
-        return decision
+            return self._timed("policy", self.policy, observation)
 
     # ---- the halves of a decision in some slots, while others are under way
 
@@ -132,8 +101,8 @@ class ChunkCollector(BaseCollector):
 
     def _receive(self, slots: Sequence[int]) -> TensorDictBase:
         outcome = self._timed("wait", self._call_env, self.base_env.async_step_recv, slots)
-        if self.on_decision is not None:
-            self.on_decision(outcome)
+        if self.step_hook is not None:
+            self.step_hook(outcome)
         return outcome
 
     def _begin_episodes(self, slots: Sequence[int]) -> None:
@@ -160,7 +129,6 @@ class ChunkCollector(BaseCollector):
 
     def _begin_times(self) -> None:
         self._seconds = {"env": 0.0, "policy": 0.0, "rollout": 0.0}
-        self.calls = []
         if self._stages:
             self._seconds["wait"] = 0.0
             self._worked = self.base_env.simulator_seconds
@@ -191,11 +159,7 @@ class ChunkCollector(BaseCollector):
         return result
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return TorchRL's counters, the seconds of the last batch by part, and the restarts so far.
-
-        ``time/rollout`` is the whole of it, ``time/policy`` in calls of the policy, ``time/env`` in the simulators.
-        With stages it is that of the busiest worker, and ``time/wait`` was waited for them.
-        """
+        """Return TorchRL's counters, the seconds of the last batch by part (``docs/metrics.md``), and the restarts."""
         return {
             **super().stats(),
             **{f"time/{part}": seconds for part, seconds in self._seconds.items()},
@@ -217,14 +181,8 @@ class ChunkCollector(BaseCollector):
     ) -> None:
         """Copy weights into the policy; without arguments there is nothing to do, it acts with its own.
 
-        Args:
-            policy_or_weights: a module of the same kind, its weights as a TensorDict, or its ``state_dict``.
-            worker_ids: there are none.
-            weights_dict: the same under ``"policy"``.
-            **kwargs: of :class:`~torchrl.collectors.BaseCollector`.
-
-        Raises:
-            ValueError: workers or other models are named, or weights do not fit.
+        They are a module of the same kind, its weights as a TensorDict, or a ``state_dict``, in ``weights_dict`` under
+        ``"policy"``. A ``ValueError`` if they do not fit, or workers or other models are named.
         """
         if worker_ids is not None:
             raise ValueError(f"worker_ids is {worker_ids}, but the policy of {type(self).__name__} is in this process")

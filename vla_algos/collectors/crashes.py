@@ -11,18 +11,10 @@ _IN_A_ROW = 10  # iterations in which no episode finished
 
 
 def check_crashes(state: dict[str, Any], iteration: int, metrics: Mapping[str, float]) -> str:
-    """Say it once if most episodes crash, each time if all do, and end a run that gets no others.
+    """Return a line if most episodes crash, once, or all of an iteration do; end a run that gets no others.
 
-    Args:
-        state: of the run, which remembers it.
-        iteration: the present one.
-        metrics: of :func:`~vla_algos.metrics.env_metrics`.
-
-    Returns:
-        A line to print; empty for none.
-
-    Raises:
-        SimulatorCrash: in ten iterations in a row every episode that ended had crashed.
+    ``state`` is the run's, which remembers it; ``metrics`` are of :func:`~vla_algos.metrics.env_metrics`. A
+    ``SimulatorCrash`` if in ten iterations in a row every episode that ended had crashed.
     """
     finished, crashed = metrics.get("env/num_episodes", 0.0), metrics.get("env/crashed_episodes", 0.0)
     all_crashed = crashed > 0 and finished == 0

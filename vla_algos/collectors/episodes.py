@@ -51,10 +51,10 @@ class EpisodeCollector(ChunkCollector):
         overlap_resets: a slot whose episode ended sits out one decision while its simulator begins the next one;
             without it all slots of the stage wait. Of a stage those slots decide that have an episode.
         on_episode: called with the index in the queue and each finished episode, in the order of finishing.
-        on_decision: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1; with
+        step_hook: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1; with
             ``stages`` or ``overlap_resets`` of those that decided, with ``env_index``).
-        pre_collect_hook: TorchRL's hook, called before each iteration over the queue.
-        post_collect_hook: TorchRL's hook, called with each episode that is yielded.
+        pre_collect_hook, post_collect_hook: TorchRL's hooks: before each iteration over the queue, and with each
+            episode that is yielded.
 
     Attributes:
         attempts: by index in the queue, how often an episode was run.
@@ -80,7 +80,7 @@ class EpisodeCollector(ChunkCollector):
         stages: Count = 1,
         overlap_resets: bool = False,
         on_episode: Callable[[int, TensorDictBase], None] | None = None,
-        on_decision: Hook | None = None,
+        step_hook: Hook | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
         post_collect_hook: Hook | None = None,
     ):
@@ -91,7 +91,7 @@ class EpisodeCollector(ChunkCollector):
             values=False,  # whole episodes are compared by their returns
             stages=stages,
             halves=overlap_resets,
-            on_decision=on_decision,
+            step_hook=step_hook,
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,
         )
@@ -125,11 +125,7 @@ class EpisodeCollector(ChunkCollector):
         self._next_index = len(self.queue)
 
     def iterator(self) -> Iterator[TensorDictBase]:
-        """Yield the episodes of the queue, in its order, until there are no more.
-
-        Raises:
-            RuntimeError: slots stay without an episode although some have no result: the queue was changed outside.
-        """
+        """Yield the episodes of the queue, in its order; a ``RuntimeError`` if it was changed outside meanwhile."""
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
         self._begin_times()
@@ -166,11 +162,7 @@ class EpisodeCollector(ChunkCollector):
             yield
 
     def _staged_decisions(self, running: _RunningEpisodes) -> Iterator[None]:
-        """Do the same stage by stage.
-
-        With ``overlap_resets`` a slot whose episode ended sits out the next decision of its stage, while its simulator
-        begins another one. The order of decisions depends on outcomes alone, not on time.
-        """
+        """Do the same stage by stage; the order of decisions depends on outcomes alone, not on time."""
         self._reset()
         stages = [_Stage(slots) for slots in self._stages]
         for stage in stages:
@@ -181,27 +173,17 @@ class EpisodeCollector(ChunkCollector):
                 self._take_turn(stage, running)
                 yield
             taken = [slot for stage in stages for slot in [*stage.deciding, *stage.beginning]]
-            running_any = any(self.base_env.current_episodes[slot] is not None for slot in taken)
-            idle_rounds = 0 if running_any else idle_rounds + 1
+            idle = all(self.base_env.current_episodes[slot] is None for slot in taken)
+            idle_rounds = idle_rounds + 1 if idle else 0
             if idle_rounds > 1:  # a queue that grew is taken in one round
                 raise self._starved()
 
     def _take_turn(self, stage: _Stage, running: _RunningEpisodes) -> None:
         """Book the last decision of a stage, begin the episodes that follow, and send the next decision."""
-        env, ready = self.base_env, stage.ready
-        if stage.deciding:
-            self.deciding, self._deciding_unstarted = stage.episodes, stage.unstarted
-            outcome = self._receive(stage.deciding)
-            done = self._book(running, outcome, stage.deciding, len(stage.slots))
-            ready = [slot for slot in stage.deciding if slot not in done]
-        elif not ready:  # all sit out, or have no episode
-            self._slot_time += len(stage.slots)
-            self._idle_time += len(stage.slots)
-        begun, stage.beginning = stage.beginning, []
+        env, ready, begun = self.base_env, self._book_turn(stage, running), stage.beginning
         wanting = [slot for slot in stage.slots if slot not in ready and slot not in begun]
-        if stage.deciding or self.queue.waiting:
-            self._begin_episodes(wanting)
-            stage.beginning = wanting
+        stage.beginning = wanting if stage.deciding or self.queue.waiting else []
+        self._begin_episodes(stage.beginning)
         if not self.overlap_resets:
             begun, stage.beginning = begun + stage.beginning, []
         self._await_episodes(begun)
@@ -212,6 +194,17 @@ class EpisodeCollector(ChunkCollector):
             stage.unstarted = np.array(env.unstarted)[stage.deciding]
             self.deciding, self.decided = stage.episodes, running.lengths(stage.deciding)
             self._send(self._act(env.observe(stage.deciding)), stage.deciding)
+
+    def _book_turn(self, stage: _Stage, running: _RunningEpisodes) -> list[int]:
+        """Receive and book the decision of a stage that is under way; returns the slots that decide again."""
+        if stage.deciding:
+            self.deciding, self._deciding_unstarted = stage.episodes, stage.unstarted
+            done = self._book(running, self._receive(stage.deciding), stage.deciding, len(stage.slots))
+            return [slot for slot in stage.deciding if slot not in done]
+        if not stage.ready:  # all sit out, or have no episode
+            self._slot_time += len(stage.slots)
+            self._idle_time += len(stage.slots)
+        return stage.ready
 
     def _next_deciding(self) -> None:
         """Note which episodes the next step decides in, which may replace them."""
@@ -227,16 +220,12 @@ class EpisodeCollector(ChunkCollector):
             "wait in the queue; leave set_episodes and the queue to the collector while it iterates"
         )
 
-    def _book(self, running: _RunningEpisodes, outcome: TensorDictBase, slots: Sequence[int], among: int) -> list[int]:
-        """Store a decision of some slots, ``among`` so many; those that end their episode hand it over.
-
-        Returns:
-            The slots of these.
-        """
-        idle = among - len(slots) + self.deciding.count(None)
-        self._slot_time += among
+    def _book(self, running: _RunningEpisodes, outcome: TensorDictBase, slots: Sequence[int], total: int) -> list[int]:
+        """Store a decision of some of ``total`` slots; those that end their episode hand it over, and are returned."""
+        idle = total - len(slots) + self.deciding.count(None)
+        self._slot_time += total
         self._idle_time += idle
-        self._frames += among - idle
+        self._frames += total - idle
         running.append(outcome.select(*self.stored_keys), torch.tensor(slots))
         done = outcome[NEXT, DONE].squeeze(-1).nonzero().flatten().tolist()
         for row in done:

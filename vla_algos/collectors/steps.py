@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from tensordict import TensorDictBase
@@ -41,10 +42,9 @@ class StepCollector(ChunkCollector):
         stages: groups of slots that take turns: while the policy decides for one, simulators of the others work, in a
             fixed order. Rows stay slots. With more than 1, ``env`` is a :class:`~vla_envs.env.VLAEnv` without
             transforms.
-        on_decision: called with the outcome of every decision (batch ``[N]``), for progress bars; of every stage's,
-            with ``env_index``, where there are several.
-        pre_collect_hook: TorchRL's hook, called before a batch.
-        post_collect_hook: TorchRL's hook, called with each batch.
+        step_hook: called with the outcome of every decision (batch ``[N]``); of every stage's, with ``env_index``,
+            where there are several.
+        pre_collect_hook, post_collect_hook: TorchRL's hooks, called before and with each batch.
     """
 
     @checked
@@ -58,7 +58,7 @@ class StepCollector(ChunkCollector):
         values: bool = True,
         bootstrap: Bootstrap = "truncation",
         stages: Count = 1,
-        on_decision: Hook | None = None,
+        step_hook: Hook | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
         post_collect_hook: Hook | None = None,
     ):
@@ -68,12 +68,11 @@ class StepCollector(ChunkCollector):
             ExplorationType.RANDOM,
             values=values,
             stages=stages,
-            on_decision=on_decision,
+            step_hook=step_hook,
             pre_collect_hook=pre_collect_hook,
             post_collect_hook=post_collect_hook,
         )
-        self.decisions, self.bootstrap = decisions, bootstrap
-        self.total_frames = total_frames
+        self.decisions, self.bootstrap, self.total_frames = decisions, bootstrap, total_frames
         self.frames_per_batch = self.requested_frames_per_batch = env.batch_size.numel() * decisions
         self._observation: TensorDictBase | None = None
 
@@ -89,10 +88,7 @@ class StepCollector(ChunkCollector):
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
-        """Collect one batch ``[N, T]``, continuing where the last one stopped.
-
-        If the environment was used otherwise since, such as by an evaluation, it begins with fresh episodes.
-        """
+        """Collect ``[N, T]`` from where the last one stopped, or of fresh episodes if ``env`` was used since."""
         self._begin_times()
         with self._rollout_timed():
             batch = self._collect()
@@ -105,7 +101,7 @@ class StepCollector(ChunkCollector):
         if self._observation is None:
             self._observation = self._reset()
         batch: TensorDictBase | None = None
-        finals = _FinalValues(self._call_policy, self.env.batch_size[0])
+        finals = _FinalValues(partial(self._timed, "policy", self.policy), self.env.batch_size[0])
         for t, slots, outcome in self._staged_outcomes() if self._stages else self._outcomes(self._observation):
             stored = outcome.select(*self.stored_keys)
             if batch is None:  # a fresh one every time: the caller may keep the last batch
@@ -142,9 +138,9 @@ class StepCollector(ChunkCollector):
         for place, (_, number) in enumerate(turns):
             slots = self._stages[number]
             decision = self._act(self.base_env.observe(slots))
-            heard = [self._receive_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
+            received = [self._receive_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
             self._send(decision, slots)
-            for turn in heard:
+            for turn in received:
                 yield self._finish_turn(*turn)
         for t, number in turns[len(turns) - self.stages + 1 :]:
             yield self._finish_turn(*self._receive_turn(t, number))
@@ -152,7 +148,7 @@ class StepCollector(ChunkCollector):
         self._remember()
 
     def _receive_turn(self, t: int, number: int) -> tuple[int, int, TensorDictBase, list[int]]:
-        """Hear what a stage's simulators did, and have those that ended an episode begin the next."""
+        """Receive a stage's outcome, and have the simulators that ended an episode begin the next."""
         outcome = self._receive(self._stages[number])
         done = outcome[ENV_INDEX][outcome[NEXT, DONE].squeeze(-1)].tolist()
         self._begin_episodes(done)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from vla_policies import VLAPolicy
 FORMAT = 1
 KIND = "demonstrations of vla-torchrl"
 FACTS = "dataset.json"
+_AGAIN = "record again into another folder (recipes: demonstrations.folder=FOLDER)"
 _NO_CODE = (".pkl", ".pickle", ".pt", ".pth")  # files that are unpickled where they are read
 _META = "meta.json"  # TensorDict's name for it
 _DTYPES = {keys.STATES: "float32", keys.ACTION: "float32", keys.FINAL_STATES: "float32", keys.STEP_MASK: "bool"}
@@ -95,63 +96,81 @@ class DemonstrationSet:
     def describe(self) -> str:
         """Say in a line what there is."""
         facts, recording = self.facts, self.facts["recording"]
-        noise = recording["noise"]
         return (
             f"{facts['demonstrations']:,} demonstrations with {facts['frames']:,} frames of {facts['env']['id']}, "
             f"{' x '.join(map(str, facts['env']['image_shape']))} pixels, chunks of {recording['chunk_size']}, stride "
-            f"{recording['stride']}, noise {noise}, seeds {', '.join(map(str, recording['seeds']))}"
+            f"{recording['stride']}, noise {recording['noise']}, seeds {', '.join(map(str, recording['seeds']))}"
         )
 
     def check(self, spec: SimulatorSpec, chunk_size: int | None = None) -> None:
-        """Refuse an environment, or a length of chunks, that the demonstrations are not for.
+        """Refuse (``ValueError``) an environment, or a length of chunks, that the demonstrations are not for."""
+        self._check_env(spec)
+        self._check_tasks(spec)
+        length, whole = self.facts["recording"]["chunk_size"], self.facts["env"]["whole_chunks"]
+        if chunk_size is not None and (length < chunk_size or (whole and length != chunk_size)):
+            raise ValueError(
+                f"{self.folder}: its demonstrations are for chunks of {'' if whole else 'at most '}{length}, the "
+                f"policy has {chunk_size}; make the policy with chunk_size={length} (recipes: policy.chunk_size), or "
+                f"{_AGAIN}"
+            )
 
-        Raises:
-            ValueError: says what differs and what to type.
-        """
+    def _check_env(self, spec: SimulatorSpec) -> None:
         theirs, ours = self.facts["env"], env_facts(spec)
-        again = "record again into another folder (recipes: demonstrations.folder=FOLDER)"
-        other, size = f"or {again}", theirs["image_shape"]
-        typed = f"type image_size=[{size[0]},{size[1]}] as it was recorded (recipes: env.image_size), {other}"
+        height, width = theirs["image_shape"]
+        cameras = "choose the cameras as they were recorded"
+        same = f"take the environment that was recorded, {theirs['id']}"
+        size = f"type image_size=[{height},{width}] as it was recorded (recipes: env.image_size)"
         for name, what, how in (
-            ("image_shape", "images of {} pixels", typed),
-            ("wrist_image_shape", "wrist images {}", f"choose the cameras as they were recorded, {other}"),
-            ("state_dim", "{} states", f"take the environment that was recorded, {theirs['id']}, {other}"),
-            ("action_low", "actions from {}", f"take the environment that was recorded, {theirs['id']}, {other}"),
-            ("action_high", "actions up to {}", f"take the environment that was recorded, {theirs['id']}, {other}"),
-            ("whole_chunks", "chunks as one motion: {}", f"take the environment that was recorded, {other}"),
+            ("image_shape", "images of {} pixels", size),
+            ("wrist_image_shape", "wrist images {}", cameras),
+            ("state_dim", "{} states", same),
+            ("action_low", "actions from {}", same),
+            ("action_high", "actions up to {}", same),
+            ("whole_chunks", "chunks as one motion: {}", same),
         ):
             if theirs[name] != ours[name]:
                 raise ValueError(
                     f"{self.folder}: its demonstrations have {what.format(theirs[name])}, {spec.id} has {ours[name]} "
-                    f"here; {how}"
+                    f"here; {how}, or {_AGAIN}"
                 )
+
+    def _check_tasks(self, spec: SimulatorSpec) -> None:
         recorded = {task["name"]: task for task in self.facts["tasks"]}
-        for task in spec.tasks:
-            if task.name not in recorded:
-                raise ValueError(f"{self.folder}: {task.name} is not among its tasks ({theirs['id']}); {again}")
-            if recorded[task.name]["instruction"] != task.instruction:
+        for name, instruction in ((task.name, task.instruction) for task in spec.tasks):
+            if name not in recorded:
+                raise ValueError(f"{self.folder}: {name} is not among its tasks ({self.facts['env']['id']}); {_AGAIN}")
+            if (theirs := recorded[name]["instruction"]) != instruction:
                 raise ValueError(
-                    f"{self.folder}: {task.name} was recorded as {recorded[task.name]['instruction']!r}, here it is "
-                    f"{task.instruction!r}; {again}"
+                    f"{self.folder}: {name} was recorded as {theirs!r}, here it is {instruction!r}; {_AGAIN}"
                 )
         if not any(recorded[task.name]["solved"] for task in spec.tasks):  # of many, an expert may fail some
-            raise ValueError(f"{self.folder}: the expert solved no task of {spec.id}; {again}")
-        length = self.facts["recording"]["chunk_size"]
-        if chunk_size is not None and (length < chunk_size or (theirs["whole_chunks"] and length != chunk_size)):
-            most = "chunks of" if theirs["whole_chunks"] else "chunks of at most"
-            raise ValueError(
-                f"{self.folder}: its demonstrations are for {most} {length}, the policy has {chunk_size}; make the "
-                f"policy with chunk_size={length} (recipes: policy.chunk_size), {other}"
-            )
+            raise ValueError(f"{self.folder}: the expert solved no task of {spec.id}; {_AGAIN}")
 
 
 def load_demonstrations(folder: str | Path) -> DemonstrationSet:
     """Map a folder of :func:`~vla_algos.demonstrations.write_demonstrations`; nothing is read before it is needed.
 
-    Raises:
-        ValueError: it is no such folder, of another format, damaged, or has files that could hold code.
+    A ``ValueError`` if it is no such folder, of another format, damaged, or has files that could hold code.
     """
     folder = Path(folder)
+    facts, entries = _read_facts(folder)
+    try:
+        shapes = _expected(facts)
+        said = {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items() if isinstance(entry, Mapping)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(folder, f"{FACTS} or {_META} lacks {error}") from None
+    _, width = said.get(keys.TASK_DESCRIPTIONS, ("", [0, 0]))
+    shapes[keys.TASK_DESCRIPTIONS] = [facts["frames"], *width[1:]]
+    wanted = {name: (f"torch.{_DTYPES[name]}", shape) for name, shape in shapes.items()}
+    if said != wanted:
+        wrong = next(name for name in [*wanted, *said] if said.get(name) != wanted.get(name))
+        raise _damaged(folder, f"{_META} says {wrong} is {said.get(wrong)}, {FACTS} {wanted.get(wrong)}")
+    frames = {name: _mapped(folder, name, shape) for name, shape in shapes.items()}
+    return DemonstrationSet(folder, facts, TensorDict(frames, [facts["frames"]]))
+
+
+def _read_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the JSON of a folder says: of the recording, and of the arrays."""
     another = "take another folder (recipes: demonstrations.folder=FOLDER)"
     if not (folder / FACTS).is_file():
         raise ValueError(f"{folder}: no demonstrations are here, {FACTS} is missing; {another}")
@@ -159,56 +178,47 @@ def load_demonstrations(folder: str | Path) -> DemonstrationSet:
         if path.suffix in _NO_CODE:
             raise ValueError(f"{folder}: {path.name} may hold code, which is never loaded; remove it, or {another}")
     try:
-        facts, meta = (read_json(folder / name) for name in (FACTS, _META))
-        kind, number = facts.get("kind"), facts.get("format")
-    except (OSError, ValueError, AttributeError) as error:
+        facts, entries = (read_json(folder / name) for name in (FACTS, _META))
+    except (OSError, ValueError) as error:
         raise _damaged(folder, str(error)) from None
-    if kind != KIND or number != FORMAT:
+    kind, number = facts.get("kind"), facts.get("format")
+    if (kind, number) != (KIND, FORMAT):
         raise ValueError(
             f"{folder}: {FACTS} is of kind {kind!r} and format {number!r}, this version reads {KIND!r} of format "
             f"{FORMAT}; {another}, to record again"
         )
-    try:
-        shapes = _expected(facts)
-        entries = {name: (entry["dtype"], entry["shape"]) for name, entry in meta.items() if isinstance(entry, Mapping)}
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(folder, f"{FACTS} or {_META} lacks {error}") from None
-    wanted = {name: (f"torch.{_DTYPES[name]}", shape) for name, shape in shapes.items()}
-    text = entries.get(keys.TASK_DESCRIPTIONS, ("", [0, 0]))[1]
-    wanted[keys.TASK_DESCRIPTIONS] = ("torch.uint8", [facts["frames"], *text[1:]])
-    if entries != wanted:
-        wrong = next(name for name in [*wanted, *entries] if entries.get(name) != wanted.get(name))
-        raise _damaged(folder, f"{_META} says {wrong} is {entries.get(wrong)}, {FACTS} {wanted.get(wrong)}")
-    frames = {}
-    for name, (_, shape) in wanted.items():
-        path, kind = folder / f"{name}.memmap", np.dtype(_DTYPES[name]).newbyteorder("<")
-        size, right = path.stat().st_size if path.is_file() else 0, math.prod(shape) * kind.itemsize
-        if size != right:
-            raise _damaged(folder, f"{path.name} has {size:,} bytes, not {right:,}")
-        # Copy on write: nothing that is done to a sample gets into the file.
-        frames[name] = torch.from_numpy(np.memmap(path, kind, "c", shape=tuple(shape)))
-    return DemonstrationSet(folder, facts, TensorDict(frames, [facts["frames"]]))
+    return facts, entries
+
+
+def _mapped(folder: Path, name: str, shape: Sequence[int]) -> torch.Tensor:
+    path, kind = folder / f"{name}.memmap", np.dtype(_DTYPES[name]).newbyteorder("<")
+    size, right = path.stat().st_size if path.is_file() else 0, math.prod(shape) * kind.itemsize
+    if size != right:
+        raise _damaged(folder, f"{path.name} has {size:,} bytes, not {right:,}")
+    # Copy on write: nothing that is done to a sample gets into the file.
+    return torch.from_numpy(np.memmap(path, kind, "c", shape=tuple(shape)))
 
 
 def _expected(facts: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shapes of the arrays; a KeyError, TypeError or ValueError if something is not there."""
     env, recording, count = facts["env"], facts["recording"], facts["frames"]
-    chunk, dims = recording["chunk_size"], len(env["action_low"])
-    if not all(type(number) is int and number > 0 for number in (count, chunk, dims, env["state_dim"])):
+    chunk, dims, states = recording["chunk_size"], len(env["action_low"]), env["state_dim"]
+    wrist = env["wrist_image_shape"]
+    if not all(type(number) is int and number > 0 for number in (count, chunk, dims, states)):
         raise ValueError("a number of rows")
     for task in facts["tasks"]:
         _ = task["name"], task["instruction"], task["group"], task["tried"], task["solved"], task["within_horizon"]
     _ = facts["demonstrations"], recording["seeds"], recording["stride"], recording["noise"], env["protocol_deviations"]
     _ = env["id"], env["action_high"], env["whole_chunks"], env["max_episode_steps"], recording["episodes"]
-    wrist = env["wrist_image_shape"]
     return {
         keys.IMAGES: [count, *env["image_shape"], 3],
         **({} if wrist is None else {keys.WRIST_IMAGES: [count, *wrist, 3]}),
-        keys.STATES: [count, env["state_dim"]],
+        keys.STATES: [count, states],
         keys.ACTION: [count, chunk, dims],
         keys.STEP_MASK: [count, chunk],
         **{key: [count] for key in (keys.TASK_ID, keys.TRIAL_ID, keys.EPISODE, keys.STEP)},
         keys.EPISODE_LEN: [count, 1],
-        keys.FINAL_STATES: [count, env["state_dim"]],
+        keys.FINAL_STATES: [count, states],
     }
 
 
@@ -220,15 +230,13 @@ def for_policy(demonstrations: DemonstrationSet, policy: VLAPolicy, spec: Simula
     """Make what ``policy`` learns from, of the tasks of ``spec``: the entries of ``record_demonstrations``.
 
     The cameras that the policy looks at stay mapped, as they were recorded: a policy that resizes does so for each
-    batch. Chunks are cut to the policy's. The rest is in memory.
-
-    Raises:
-        ValueError: the demonstrations do not fit, see :meth:`DemonstrationSet.check`.
+    batch. Chunks are cut to the policy's. The rest is in memory. A ``ValueError`` if they do not fit, see
+    :meth:`DemonstrationSet.check`.
     """
     demonstrations.check(spec, policy.chunk_size)
     frames, length = demonstrations.frames, policy.chunk_size
-    data = {name: entry for name, entry in frames.items() if name not in CAMERAS or name in policy.in_keys}
-    for name, entry in data.items():
+    data = {name: entry for name, entry in frames.items() if name in CAMERAS and name in policy.in_keys}
+    for name, entry in frames.items():
         if name not in CAMERAS:
             data[name] = (entry[:, :length] if name in (keys.ACTION, keys.STEP_MASK) else entry).clone()
     data[keys.PROMPT_TOKENS] = policy.prompt_tokens(decode(data[keys.TASK_DESCRIPTIONS]), data[keys.STATES]).cpu()

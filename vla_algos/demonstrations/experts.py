@@ -123,31 +123,28 @@ def write_demonstrations(
 
     Args:
         folder: is made.
-        chunk_size: actions per label; policies with at most as many can learn from it.
         env: see :func:`record_demonstrations`, also for the others and the errors.
         episodes: there.
+        chunk_size: actions per label; policies with at most as many can learn from it.
         on_episode: there.
         **settings: there.
     """
     spec, folder, recording_settings = env.simulator_spec, Path(folder), RecordingSettings(**settings)
     folder.mkdir(parents=True)
     waiting: dict[int, dict[str, Any] | None] = {}  # solved, but not yet those before
-    outcomes, texts, written = list[tuple[Episode, int | None]](), list[str](), 0
-    numbers = iter(range(len(episodes)))
-    due = next(numbers, 0)
-    arrays = Arrays(folder)
+    outcomes, texts = list[tuple[Episode, int | None]](), list[str]()
+    arrays, due, written = Arrays(folder), 0, 0
 
     def write(number: int, recording: dict[str, Any] | None) -> None:
         nonlocal due, written
         waiting[number] = recording
         while due in waiting:
-            ready = waiting.pop(due)
-            if ready is not None:
+            if (ready := waiting.pop(due)) is not None:
                 cameras = {name: ready[name] for name in CAMERAS if name in ready}
                 arrays.append({**cameras, **_rows(written, episodes[due], ready)})
                 texts.extend([ready[keys.TASK_DESCRIPTIONS]] * len(ready[keys.STATES]))
                 written += 1
-            due = next(numbers, len(episodes))
+            due += 1
 
     def count(episode: Episode, steps: int | None) -> None:
         outcomes.append((episode, steps))
@@ -198,9 +195,10 @@ def _record(
     def note(result: tuple[int, dict[str, Any] | None]) -> None:
         nonlocal solved
         number, recording = result
-        steps = None if recording is None else recording[keys.EPISODE_LEN]
-        solved += recording is not None
-        take(number, None if recording is None else dict(recording))
+        steps = None
+        if recording is not None:
+            solved, steps = solved + 1, recording[keys.EPISODE_LEN]
+        take(number, recording and dict(recording))
         if recording is not None:
             recording.clear()  # the pool keeps all results to the end
         if on_episode is not None:
@@ -209,9 +207,7 @@ def _record(
     def skip(item: tuple[int, Episode], error: str) -> None:
         number, episode = item
         crashed.append((episode, reason(error)))
-        take(number, None)
-        if on_episode is not None:
-            on_episode(episode, None)
+        note((number, None))
 
     shared = {"chunk_size": chunk_size, **asdict(settings)}
     items = sorted(enumerate(episodes), key=lambda item: item[1].task_id)

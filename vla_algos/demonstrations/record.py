@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.demonstrations.dataset import DemonstrationSet, for_policy, load_demonstrations
 from vla_algos.demonstrations.experts import (
     Finished,
@@ -102,10 +102,7 @@ class Demonstrations:
         self._auxiliary = cloning.get("auxiliary", 0.0)
         self._seed, self._evaluation_seed = config.seed + _SEED_OFFSET, config.eval["seed"]
         if self._evaluation_seed in (config.seed, self._seed):
-            raise ValueError(
-                f"eval.seed={self._evaluation_seed} is the family of initial states that this run trains on; "
-                "take another one, such as eval.seed=9000000"
-            )
+            raise _repeats(self._evaluation_seed, "that this run trains on")
         if "noise" in settings:
             noise_of_dimensions(self.settings.noise, spec)
         if "state_noise" in cloning:
@@ -113,9 +110,9 @@ class Demonstrations:
         begins = not config.policy.get("checkpoint") or config.recipe == "sft"
         self.wanted = bool(self.settings.episodes) and begins
         if self.wanted:
-            self._check()
+            self._check_folder()
 
-    def _check(self) -> None:
+    def _check_folder(self) -> None:
         found, spec = self._find(), self.spec
         if found is None:
             check_heldout(self.settings.heldout, self.settings.episodes // len(spec.tasks))
@@ -132,10 +129,7 @@ class Demonstrations:
     def record(self, env: VLAEnv, policy: VLAPolicy, by: int = 0) -> tuple[Samples, Samples]:
         """Record them one task after the other, or read them from their folder; of several processes one records.
 
-        Args:
-            env: its workers record.
-            policy: whose instructions and chunks they are for.
-            by: rank of the process that records.
+        It is the process of rank ``by``, in the workers of ``env``; instructions and chunks are those of ``policy``.
 
         Returns:
             What ``policy`` learns from, and what is held out; the same in all processes.
@@ -144,12 +138,12 @@ class Demonstrations:
             ValueError: the folder has something else in it; nothing is held out although it should be.
             FolderInUse: another process records into the folder.
         """
-        records = parallel.rank() == by
+        records = distributed.rank() == by
         if self.settings.folder is None:
             recorded: Any = self._record(env, policy) if records else None
-            return parallel.broadcast_object(recorded, by)
+            return distributed.broadcast_object(recorded, by)
         found = self._find_or_write(env, policy) if records else None
-        parallel.barrier()  # now they are there
+        distributed.barrier()  # now they are there
         return read(self.settings, self.spec, policy, found or self._find())
 
     def _find(self) -> Found | None:
@@ -186,10 +180,8 @@ class Demonstrations:
 def find_demonstrations(settings: DemonstrationSettings, spec: SimulatorSpec, evaluation_seed: int) -> Found | None:
     """Open the demonstrations of a folder, recorded ones or a LeRobot data set; ``None`` if it is not there yet.
 
-    Raises:
-        ValueError: they do not fit the environment, the evaluation would repeat them, something else is there, or
-            settings that mean nothing for them.
-        ModuleNotFoundError: what reads them is not installed.
+    A ``ValueError`` if they do not fit the environment or the settings, the evaluation would repeat them, or something
+    else is there; a ``ModuleNotFoundError`` if what reads them is not installed.
     """
     folder = settings.folder
     if folder is not None and is_lerobot(folder):
@@ -210,21 +202,20 @@ def find_demonstrations(settings: DemonstrationSettings, spec: SimulatorSpec, ev
     found = load_demonstrations(folder)
     found.check(spec)
     if evaluation_seed in found.facts["recording"]["seeds"]:
-        raise ValueError(
-            f"eval.seed={evaluation_seed} is the family of initial states of the demonstrations in {folder}; take "
-            "another one, such as eval.seed=9000000"
-        )
+        raise _repeats(evaluation_seed, f"of the demonstrations in {folder}")
     return found
+
+
+def _repeats(seed: int, what: str) -> ValueError:
+    return ValueError(
+        f"eval.seed={seed} is the family of initial states {what}; take another one, such as eval.seed=9000000"
+    )
 
 
 def read(
     settings: DemonstrationSettings, spec: SimulatorSpec, policy: VLAPolicy, found: Found | None
 ) -> tuple[Samples, Samples]:
-    """Read demonstrations that were found: what ``policy`` learns from, and what is held out.
-
-    Raises:
-        ValueError: they are not there or do not fit.
-    """
+    """Read what was found: what ``policy`` learns from, and what is held out; ``ValueError`` if it does not fit."""
     if found is None:
         raise ValueError(
             f"demonstrations.folder={settings.folder}: this process does not see it; take a folder that all "
@@ -269,7 +260,7 @@ def _progress(spec: SimulatorSpec, episodes: int) -> Iterator[Finished]:
     """Show a progress bar of what is called after each episode, and say at the end what the expert has solved."""
     outcomes: list[tuple[Episode, int | None]] = []
     solved = 0
-    with tqdm(total=episodes, desc="demonstrations", unit="episode", disable=not parallel.is_main()) as bar:
+    with tqdm(total=episodes, desc="demonstrations", unit="episode", disable=not distributed.is_main()) as bar:
 
         def note(episode: Episode, steps: int | None) -> None:
             nonlocal solved

@@ -10,8 +10,10 @@ which are sent the weights, and send what they have collected.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -58,17 +60,11 @@ class Placement:
                 f"{processes} processes cannot be {per_node} on each node; start as many on each: "
                 "torchrun --nnodes --nproc-per-node, or launcher.nodes and launcher.tasks_per_node"
             )
-        given = {**DEFAULTS, **settings}
-        there = _count(processes, per_node)
-        numbers = {
-            role: _numbers(role, value, processes, there)
-            for role, value in given.items()
-            if (role, value) != ("env", "same")
-        }
-        placement = cls(
-            numbers["actor"], numbers["rollout"], numbers.get("env", numbers["rollout"]), processes, per_node
-        )
-        _check_overlap(placement.actor, placement.rollout)
+        given, there = {**DEFAULTS, **settings}, _count(processes, per_node)
+        actor, rollout = (_numbers(role, given[role], processes, there) for role in ("actor", "rollout"))
+        env = rollout if given["env"] == "same" else _numbers("env", given["env"], processes, there)
+        placement = cls(actor, rollout, env, processes, per_node)
+        _check_overlap(actor, rollout)
         placement._check_nodes()
         return placement
 
@@ -127,7 +123,7 @@ class Placement:
         """
         if self.mode == "disaggregated":
             return dict(zip(self.rollouts, map(tuple, dealt(self.actors, len(self.rollouts))), strict=True))
-        helpers = _blocks([rank for rank in self.actors if rank not in self.rollouts], len(self.rollouts))
+        helpers = blocks([rank for rank in self.actors if rank not in self.rollouts], len(self.rollouts))
         return {rank: (rank, *some) for rank, some in zip(self.rollouts, helpers, strict=True)}
 
     # ---- checks
@@ -140,34 +136,31 @@ class Placement:
         of_env, of_rollout = ({self._node(number) for number in some} for some in (self.env, self.rollout))
         lonely = [number for number in self.env if self._node(number) not in of_rollout]
         without = [number for number in self.rollout if self._node(number) not in of_env]
-        if lonely or without:
-            what = f"env {_spelled(lonely)} has no rollout on its node" if lonely else ""
-            what += " and " if lonely and without else ""
-            what += f"rollout {_spelled(without)} has no env on its node" if without else ""
+        problems = [f"env {_spelled(lonely)} has no rollout on its node"] * bool(lonely)
+        problems += [f"rollout {_spelled(without)} has no env on its node"] * bool(without)
+        if problems:
             raise ValueError(
-                f"placement: {what} ({_count(self.processes, self.per_node)}), and simulators share memory with their "
-                f"rollout; type placement.env=same (that is {_spelled(self.rollout)}), or have both on each node"
+                f"placement: {' and '.join(problems)} ({_count(self.processes, self.per_node)}), and simulators share "
+                f"memory with their rollout; type placement.env=same (that is {_spelled(self.rollout)}), or have both "
+                "on each node"
             )
 
 
 def dealt(items: Sequence[T], count: int) -> list[Sequence[T]]:
     """Deal items to so many, evenly and in order: blocks of neighbours, or where there are fewer, one to neighbours."""
     if len(items) >= count:
-        return _blocks(items, count)
+        return blocks(items, count)
     return [[items[place * len(items) // count]] for place in range(count)]
 
 
-def _blocks(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    number = len(items)
-    return [items[place * number // count : (place + 1) * number // count] for place in range(count)]
+def blocks(items: Any, count: int) -> list[Any]:
+    """Divide items, or the rows of a batch, into so many blocks of neighbours, as even as can be."""
+    bounds = [place * len(items) // count for place in range(count + 1)]
+    return [items[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def _numbers(role: str, value: Any, processes: int, there: str) -> tuple[int, ...]:
-    """Read which numbers a setting means.
-
-    Raises:
-        ValueError: it means none, or one that there is not.
-    """
+    """Read which numbers a setting means; ``ValueError`` for none, or one that there is not."""
     if value == "all":
         return tuple(range(processes))
     text = str(value) if isinstance(value, str) or not isinstance(value, Sequence) else ",".join(map(str, value))
@@ -175,28 +168,29 @@ def _numbers(role: str, value: Any, processes: int, there: str) -> tuple[int, ..
     example = "all, or same" if role == "env" else "all"
     if value is None or not text.strip():
         raise ValueError(f"placement.{role} is empty; type placement.{role}=0-3, one number, or {example}")
-    found: list[int] = []
-    for part in text.split(","):
-        matched = _SPELLING.fullmatch(part.strip())
-        if matched is None:
-            raise ValueError(
-                f"{name}: {part.strip()!r} is no number and no range; type placement.{role}=0-3 or {example}"
-            )
-        first, last = int(matched[1]), int(matched[2] or matched[1])
-        if last < first:
-            raise ValueError(f"{name}: {part.strip()} descends; type placement.{role}={last}-{first}")
-        if last >= processes:
-            raise ValueError(
-                f"{name}: there is no {last}, but {there}, 0 to {processes - 1}; type placement.{role}="
-                f"{_spelled(range(min(first, processes - 1), processes))}, or start more processes"
-            )
-        found += range(first, last + 1)
-    ascending = sorted(set(found))
-    if ascending != found:
-        twice = sorted({number for number in found if found.count(number) > 1})
+    ranges = [_range(role, part.strip(), name, example) for part in text.split(",")]
+    if beyond := next((each for each in ranges if each[-1] >= processes), None):
+        typed = _spelled(range(min(beyond[0], processes - 1), processes))
+        raise ValueError(
+            f"{name}: there is no {beyond[-1]}, but {there}, 0 to {processes - 1}; type placement.{role}={typed}, or "
+            "start more processes"
+        )
+    found = [*itertools.chain(*ranges)]
+    if (ascending := sorted(set(found))) != found:
+        twice = Counter(found) - Counter(ascending)
         what = f"{_spelled(twice)} is there twice" if twice else "numbers ascend"
         raise ValueError(f"{name}: {what}; type {_typed(role, ascending)}")
     return tuple(found)
+
+
+def _range(role: str, part: str, name: str, example: str) -> range:
+    matched = _SPELLING.fullmatch(part)
+    if matched is None:
+        raise ValueError(f"{name}: {part!r} is no number and no range; type placement.{role}=0-3 or {example}")
+    first, last = int(matched[1]), int(matched[2] or matched[1])
+    if last < first:
+        raise ValueError(f"{name}: {part} descends; type placement.{role}={last}-{first}")
+    return range(first, last + 1)
 
 
 def _check_overlap(actor: Sequence[int], rollout: Sequence[int]) -> None:
@@ -216,15 +210,10 @@ def _typed(role: str, numbers: Iterable[int]) -> str:
 
 
 def _spelled(numbers: Iterable[int]) -> str:
-    return ",".join(_ranges(sorted(numbers)))
-
-
-def _ranges(numbers: Sequence[int]) -> Iterator[str]:
-    start = 0
-    for place, number in enumerate(numbers):
-        if place + 1 == len(numbers) or numbers[place + 1] != number + 1:
-            yield str(number) if place == start else f"{numbers[start]}-{number}"
-            start = place + 1
+    """Write numbers as ranges: ``0-3,6``."""
+    runs = itertools.groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
+    found = [[number for _, number in run] for _, run in runs]
+    return ",".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in found)
 
 
 def _count(processes: int, per_node: int) -> str:

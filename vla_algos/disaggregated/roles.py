@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.disaggregated.placement import Placement
 from vla_algos.run.environments import own_share
 from vla_algos.run.sharding import Sharding, check_shards
@@ -20,88 +19,57 @@ from vla_envs import SimulatorSpec
 def members(config: DictConfig) -> tuple[int, ...] | None:
     """Return the numbers of the processes that work, by rank; ``None`` for all in their order.
 
-    Raises:
-        ValueError: ``placement`` does not fit the processes that were started.
+    A ``ValueError`` if ``placement`` does not fit the processes that were started.
     """
-    placement = _read(cast("dict[str, Any]", OmegaConf.to_container(config.placement, resolve=True)))
+    placement = Roles.of(config.placement).placement
     return None if placement.members == tuple(range(placement.processes)) else placement.members
 
 
-def _read(settings: Mapping[str, Any]) -> Placement:
-    return Placement.read(settings, parallel.processes_started(), parallel.processes_per_node())
-
-
-@dataclass(frozen=True)
 class Roles:
-    """Which ranks learn (``actors``) and which collect (``rollouts``), and what this process does.
+    """Which processes learn and which collect, and what this one does.
 
     Attributes:
         placement: of all processes.
         rank: of this process.
+        actors, rollouts: ranks that learn, and that collect: all actors, some of them, or none.
+        learns, collects: whether this process is an actor, and a rollout.
+        disaggregated: whether no process does both.
     """
 
-    placement: Placement
-    rank: int = field(default_factory=parallel.rank)
+    def __init__(self, placement: Placement, rank: int | None = None):
+        self.placement, self.rank = placement, distributed.rank() if rank is None else rank
+        self.actors, self.rollouts = placement.actors, placement.rollouts
+        self.learns, self.collects = self.rank in self.actors, self.rank in self.rollouts
+        self.disaggregated = placement.mode == "disaggregated"
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Roles:
-        """Read the section ``placement``.
-
-        Raises:
-            ValueError: it cannot be; says what would be right.
-        """
-        return cls(_read(settings))
-
-    @property
-    def actors(self) -> tuple[int, ...]:
-        """Ranks that learn."""
-        return self.placement.actors
-
-    @property
-    def rollouts(self) -> tuple[int, ...]:
-        """Ranks that collect: all actors, some of them, or none."""
-        return self.placement.rollouts
-
-    @property
-    def learns(self) -> bool:
-        """Whether this process is an actor."""
-        return self.rank in self.actors
-
-    @property
-    def collects(self) -> bool:
-        """Whether this process is a rollout."""
-        return self.rank in self.rollouts
-
-    @property
-    def apart(self) -> bool:
-        """Whether no process does both."""
-        return self.placement.mode == "disaggregated"
+        """Read the section ``placement``; a ``ValueError`` says what would be right."""
+        return cls(Placement.read(settings, distributed.processes_started(), distributed.processes_per_node()))
 
     def shard(self, settings: Mapping[str, Any]) -> Sharding:
         """Read the section ``sharding``, which is of the actors, and make the groups of the roles; all processes do.
 
-        Raises:
-            ValueError: shards that the actors cannot be arranged in.
+        A ``ValueError`` for shards that the actors cannot be arranged in.
         """
         shards = settings.get("shards", "all")
         check_shards(shards, len(self.actors))
         if self.actors != self.rollouts:
-            parallel.make_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
-        with self.own():
+            distributed.make_role_groups(self.actors, self.rollouts, len(self.actors) if shards == "all" else shards)
+        with self.on_own_ranks():
             # A process that only collects has no gradients and no Adam, and all weights.
             return Sharding(**{**settings, **({} if self.learns else {"shards": "all", "cpu_offload": False})})
 
     def share(self, env: Mapping[str, Any], spec: SimulatorSpec, pipeline: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of an environment as this process starts it: its part of the simulators, on its GPUs.
 
-        Raises:
-            ValueError: they cannot be shared evenly, or both ``env.gpus`` and ``placement.env`` name GPUs.
+        A ``ValueError`` if they cannot be shared evenly, or both ``env.gpus`` and ``placement.env`` name GPUs.
         """
         named, apart = env.get("gpus"), self.placement.env != self.placement.rollout
         if named is not None and apart:
             raise ValueError(f"env.gpus={list(named)}: placement.env says it already; leave one of them out")
         settings = own_share(env, spec, pipeline, processes=len(self.rollouts))
-        several = parallel.processes_started() > 1 and torch.cuda.device_count() > 1
+        several = distributed.processes_started() > 1 and torch.cuda.device_count() > 1
         if named is None and self.collects and (apart or several):
             settings["gpus"] = self.placement.env_gpus(self.rank)
         return settings
@@ -117,12 +85,12 @@ class Roles:
     def _within(self, ranks: tuple[int, ...], make: Callable[[], Any]) -> Any:
         if self.rank not in ranks:
             return None
-        with parallel.among(ranks):
+        with distributed.subgroup(ranks):
             return make()
 
-    def own(self) -> AbstractContextManager[None]:
+    def on_own_ranks(self) -> AbstractContextManager[None]:
         """Work with the processes that share a policy with this one: all actors, or a rollout alone."""
-        return parallel.among(self.actors if self.learns else (self.rank,))
+        return distributed.subgroup(self.actors if self.learns else (self.rank,))
 
     def describe(self) -> str:
         """Say which processes do what, for printing; nothing where all do everything."""

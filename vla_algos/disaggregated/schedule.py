@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
-from vla_algos import parallel
+from vla_algos import distributed
+from vla_algos.disaggregated.placement import blocks
 from vla_algos.disaggregated.roles import Roles
 from vla_algos.disaggregated.weight_sync import WeightSync
-from vla_algos.run.checkpoints import CheckpointError, random_state, set_random_state
-from vla_algos.run.seeds import seed_everything
+from vla_algos.run.checkpoints import CheckpointError
+from vla_algos.run.seeds import random_state, seed_everything, set_random_state
 from vla_envs.instructions import Instructions
 from vla_policies import VLAPolicy
 from vla_policies.sharding import gathered
@@ -61,16 +62,11 @@ class Schedule:
         collect: Callable[[], TensorDictBase],
         learn: Callable[[TensorDictBase | None], R],
     ) -> R:
-        """Do an iteration: collect a batch, and learn from one.
+        """Do an iteration, numbered from 1 to ``last``: collect a batch, and learn from one.
 
-        Args:
-            iteration: its number, from 1.
-            last: number of the last one.
-            collect: returns a batch; called where this process collects.
-            learn: learns from this process's part of a batch, ``None`` where it has no rows; called where it learns.
-
-        Returns:
-            What ``learn`` has returned, in every process.
+        ``collect`` returns a batch, and is called where this process collects; ``learn`` learns from this process's
+        part of a batch, ``None`` where it has no rows, and is called where it learns. Returns in every process what it
+        has returned.
         """
 
         def collected() -> TensorDictBase | None:
@@ -84,13 +80,13 @@ class Schedule:
                 return None
             if self.lag:
                 self.policy.start_iteration(iteration)
-            with parallel.among(self.roles.actors):
+            with distributed.subgroup(self.roles.actors):
                 return learn(self._waiting.popleft())
 
         while self._ahead < min(self.lag, last + 1 - iteration):
             self._deliver_batch(collected())
         more = iteration + self._ahead <= last
-        if self.roles.apart and self.lag:  # at the same time
+        if self.roles.disaggregated and self.lag:  # at the same time
             collects = more and not self.roles.learns
             done: Any = collected() if collects else learnt()
             if more:
@@ -100,8 +96,8 @@ class Schedule:
                 self._deliver_batch(collected())
             done = learnt()
         self._ahead -= 1
-        if self.roles.apart:
-            done = parallel.broadcast_object(done if self.roles.learns else None, self.roles.actors[0])
+        if self.roles.disaggregated:
+            done = distributed.broadcast_object(done if self.roles.learns else None, self.roles.actors[0])
         self._bring_weights()
         return done
 
@@ -117,7 +113,7 @@ class Schedule:
 
         A process that learns while others act gathers nothing: there may be no room.
         """
-        only_learns = self.roles.apart and self.roles.learns
+        only_learns = self.roles.disaggregated and self.roles.learns
         with contextlib.nullcontext() if only_learns else gathered(self.policy), self._collecting():
             yield
 
@@ -151,11 +147,7 @@ class Schedule:
         return [list(self.roles.actors), list(self.roles.rollouts)]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
-
-        Raises:
-            CheckpointError: of a run whose processes had other roles.
-        """
+        """Restore :meth:`state_dict`; ``CheckpointError`` for a run whose processes had other roles."""
         if state["roles"] != self._role_ranks:
             raise CheckpointError(
                 f"that run had actors {state['roles'][0]} and rollouts {state['roles'][1]}, and batches that wait for "
@@ -177,35 +169,34 @@ class Schedule:
         if all(targets == (rank,) for rank, targets in transfers.items()):  # each keeps its own
             self._waiting.append(batch)
             return
-        shares: list[Any] = [None] * parallel.world_size()
+        shares: list[Any] = [None] * distributed.world_size()
         if self.roles.collects:
-            targets, rows = transfers[self.roles.rank], len(batch)
-            for place, target in enumerate(targets):
-                start, stop = (rows * each // len(targets) for each in (place, place + 1))
+            targets = transfers[self.roles.rank]
+            for target, rows in zip(targets, blocks(batch, len(targets)), strict=True):
                 # Another process has other GPUs: rows go in host memory, copied out of the batch.
-                shares[target] = batch[start:stop].cpu().clone() if start < stop else None
+                shares[target] = rows.cpu().clone() if len(rows) else None
         come = [share for share in self._exchange(shares, self.roles.rollouts, self.roles.actors) if share is not None]
         if self.roles.learns:
             self._waiting.append(torch.cat(come) if come else None)
 
     def _bring_weights(self) -> None:
         """Bring the weights from the processes that learn to those that collect."""
-        if not self.roles.apart:
+        if not self.roles.disaggregated:
             return
-        parallel.barrier()  # which may wait for longer than the group of the weights
+        distributed.barrier()  # which may wait for longer than the group of the weights
         if self._sync is None:
-            self._sync = WeightSync(self.policy, parallel.weight_group(), receives=not self.roles.learns)
+            self._sync = WeightSync(self.policy, distributed.weight_group(), receives=not self.roles.learns)
         self._sync.transfer()
         if not self.lag:  # with the random numbers
-            self._exchange([None] * parallel.world_size(), self.roles.actors, self.roles.rollouts)
+            self._exchange([None] * distributed.world_size(), self.roles.actors, self.roles.rollouts)
 
     def _exchange(self, shares: list[Any], source: Sequence[int], target: Sequence[int]) -> list[Any]:
         """Exchange shares; with ``lag`` 0 the random numbers of each of ``source`` continue in its partner."""
         given: list[tuple[Any, dict[str, Any] | None]] = [(share, None) for share in shares]
         partner = dict(zip(source, target, strict=False)).get(self.roles.rank)
-        if not self.lag and self.roles.apart and partner is not None:
+        if not self.lag and self.roles.disaggregated and partner is not None:
             given[partner] = (shares[partner], _of_device(random_state()))
-        come = parallel.all_to_all(given)
+        come = distributed.all_to_all(given)
         for _, numbers in come:
             if numbers is not None:
                 set_random_state(numbers)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_policies.sharding import compute_device, reshard, trained_tensors
 
 AHEAD = 4  # tensors under way: 0.39 s for 448 MB in 56 tensors over gloo, where one after the other takes 0.48
@@ -29,22 +29,12 @@ class _Kind:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class _Process:
-    """What the others have to know of a process."""
-
-    rank: int
-    receives: bool
-    device: str
-    tensors: Mapping[str, _Kind]
-
-
 class WeightSync:
     """Sends the trained weights of rank 0 to the processes that only collect, at each :meth:`transfer`.
 
     A receiver has the same policy, whole. It is written in place, in its own dtype: weights that are float32 in rank 0
-    and bfloat16 there are rounded before they are gathered. All processes make the same calls, and reach them within
-    the time-out of the group: a barrier comes before.
+    and bfloat16 there are rounded before they are gathered. All processes make the same calls, after a barrier. A
+    ``ValueError`` in all of them if a receiver has no place for something.
 
     Args:
         policy: of this process.
@@ -54,9 +44,6 @@ class WeightSync:
     Attributes:
         seconds: of the last transfer until all was there, waiting for others included.
         bytes: that each receiver gets by a transfer.
-
-    Raises:
-        ValueError: in all processes, if a receiver has no place for something.
     """
 
     def __init__(self, policy: nn.Module, group: dist.ProcessGroup, *, receives: bool):
@@ -78,17 +65,14 @@ class WeightSync:
         """Tell each other what there is; returns what is sent."""
         own = _places(self._policy) if self.receives else trained_tensors(self._policy)
         kinds = {name: _Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
-        own_part = _Process(dist.get_rank(), self.receives, self._device.type, kinds)
-        processes = parallel.all_gather_object(own_part)
-        source, receivers = processes[_SENDER], [each for each in processes if each.receives]
-        for receiver in receivers:
-            _check_places(source, receiver)
-        if any(each.device != source.device for each in receivers):
-            self._device = torch.device("cpu")
-        return {
-            name: _Kind(kind.shape, _smaller(kind.dtype, {each.tensors[name].dtype for each in receivers}))
-            for name, kind in source.tensors.items()
-        }
+        processes = distributed.all_gather_object((dist.get_rank(), self.receives, self._device.type, kinds))
+        (_, _, device, sent), receivers = processes[_SENDER], [each for each in processes if each[1]]
+        for rank, _, device_there, places in receivers:
+            _check_places(sent, places, rank)
+            if device_there != device:
+                self._device = torch.device("cpu")
+        dtypes = {name: {places[name].dtype for *_, places in receivers} for name in sent}
+        return {name: _Kind(kind.shape, _smaller(kind.dtype, dtypes[name])) for name, kind in sent.items()}
 
     def _send(self) -> None:
         weights, under_way = trained_tensors(self._policy), deque[tuple[dist.Work, Tensor]]()
@@ -155,14 +139,14 @@ def _smaller(dtype: torch.dtype, of_receivers: set[torch.dtype]) -> torch.dtype:
     return one if smaller else dtype
 
 
-def _check_places(source: _Process, receiver: _Process) -> None:
+def _check_places(sent: Mapping[str, _Kind], places: Mapping[str, _Kind], rank: int) -> None:
     wrong = [
-        f"{name} is {list(kind.shape)} and there {list(there.shape) if there is not None else 'missing'}"
-        for name, kind in source.tensors.items()
-        if (there := receiver.tensors.get(name)) is None or there.shape != kind.shape
+        f"{name} is {list(kind.shape)} and there {list(places[name].shape) if name in places else 'missing'}"
+        for name, kind in sent.items()
+        if name not in places or places[name].shape != kind.shape
     ]
     if wrong:
         raise ValueError(
-            f"process {receiver.rank} rolls out another policy than process {source.rank} trains: {len(wrong)} of "
-            f"{len(source.tensors)} tensors differ, such as: {wrong[0]}; make both with the same policy settings"
+            f"process {rank} rolls out another policy than process {_SENDER} trains: {len(wrong)} of {len(sent)} "
+            f"tensors differ, such as: {wrong[0]}; make both with the same policy settings"
         )

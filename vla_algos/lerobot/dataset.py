@@ -28,7 +28,7 @@ from vla_common.plain import parse_json, read_json
 
 INFO = Path("meta", "info.json")
 ACTIONS, STATES = ("action", "actions"), ("observation.state", "state")  # the names that there are for them
-_COLUMNS = _EPISODE, _FRAME, _TASK = "episode_index", "frame_index", "task_index"
+_EPISODE, _FRAME, _TASK = "episode_index", "frame_index", "task_index"
 _CONVERTERS = {  # by major and minor version; the modules are in LeRobot 0.3.3
     1: "python -m lerobot.datasets.v2.convert_dataset_v1_to_v2, then python -m lerobot.datasets.v21."
     "convert_dataset_v20_to_v21",
@@ -124,9 +124,7 @@ class LeRobotFolder:
             chunks = int(info.get("chunks_size", 1000))
             action_dim, state_dim = (int(np.prod(features[name]["shape"])) for name in (action, state))
         except (OSError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-            raise damaged(
-                path, f"{INFO} lacks {error}" if isinstance(error, KeyError) else f"{INFO}: {error}"
-            ) from None
+            raise damaged(path, f"{INFO}{' lacks' if isinstance(error, KeyError) else ':'} {error}") from None
         if min(fps, episodes, frames, chunks, action_dim, state_dim) <= 0:
             raise damaged(path, f"{INFO} has no frames")
         if not cameras:
@@ -154,11 +152,7 @@ class LeRobotFolder:
 
     @cached_property
     def frames_of_tasks(self) -> dict[int, int]:
-        """How many frames there are of each ``task_index`` that has some; nothing else of them is read.
-
-        Raises:
-            ValueError: see :attr:`table`.
-        """
+        """How many frames there are of each ``task_index`` that has some; nothing else of them is read."""
         counted: Counter[int] = Counter()
         for file in sorted((self.path / "data").rglob("*.parquet")):
             with reading(self.path, file) as opened:
@@ -168,19 +162,11 @@ class LeRobotFolder:
 
     @cached_property
     def table(self) -> Table:
-        """All frames but for the images: some 130 bytes for each are in memory.
-
-        Raises:
-            ValueError: files are missing, cannot be read or are not what ``meta/info.json`` says.
-        """
+        """All frames but for the images, some 130 bytes each; ``ValueError`` if ``meta/info.json`` says otherwise."""
         return _read_table(self)
 
     def video(self, camera: str, episode: int) -> tuple[Path, float]:
-        """Find the video of an episode, and the second at which it begins.
-
-        Raises:
-            ValueError: it is missing.
-        """
+        """Find the video of an episode, and the second at which it begins; ``ValueError`` if it is missing."""
         begin = 0.0
         if self.version[0] == 2:
             chunk = f"chunk-{episode // self.chunks_size:03d}"
@@ -292,39 +278,40 @@ def _rows(path: Path, file: Path, without: str | None = None) -> list[dict[str, 
 
 def _read_table(folder: LeRobotFolder) -> Table:
     path, files = folder.path, sorted((folder.path / "data").rglob("*.parquet"))
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, "file", "group", "row")}
-    actions, states = list[np.ndarray](), list[np.ndarray]()
-    for number, file in enumerate(files):
-        names = [*_COLUMNS, folder.action, folder.state]
-        with reading(path, file) as opened:
-            sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
-            missing = sorted(set(names) - set(opened.schema_arrow.names))
-            columns = opened.read(columns=[name for name in names if name not in missing])
-        if missing:
-            raise damaged(path, f"{file.relative_to(path)} has no {', '.join(missing)}")
-        of = f"{file.relative_to(path)}: "
-        for name in _COLUMNS:
-            parts[name].append(_numbers(path, of + name, columns[name], 1)[:, 0].astype(np.int64))
-        actions.append(_numbers(path, of + folder.action, columns[folder.action], folder.action_dim).astype(np.float32))
-        states.append(_numbers(path, of + folder.state, columns[folder.state], folder.state_dim).astype(np.float32))
-        parts["file"].append(np.full(sum(sizes), number))
-        parts["group"].append(np.repeat(np.arange(len(sizes)), sizes))
-        parts["row"].append(np.concatenate([np.arange(0), *(np.arange(size) for size in sizes)]))
-    if (found := sum(map(len, parts["row"]))) != folder.frames:
+    parts = [_read_file(folder, file, number) for number, file in enumerate(files)]
+    if (found := sum(len(part["row"]) for part in parts)) != folder.frames:
         raise damaged(path, f"{len(files)} files of data/ have {found:,} frames, {INFO} says {folder.frames:,}")
-    joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-    episode, step = joined[_EPISODE], joined[_FRAME]
-    order = np.lexsort((step, episode))
-    episode, step = episode[order], step[order]
-    begins = np.flatnonzero(np.diff(episode, prepend=-1))
-    lengths = np.diff(np.append(begins, len(episode)))
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    order = np.lexsort([joined[name] for name in ("step", "episode")])
+    table = Table(files=files, **{name: array[order] for name, array in joined.items()})
+    begins = np.flatnonzero(np.diff(table.episode, prepend=-1))
+    lengths = np.diff(np.append(begins, len(table.episode)))
     if len(begins) != folder.episodes:
         raise damaged(path, f"it has {len(begins):,} episodes, {INFO} says {folder.episodes:,}")
-    if (step != np.concatenate([np.arange(length) for length in lengths])).any():
+    if (table.step != np.concatenate([np.arange(length) for length in lengths])).any():
         raise damaged(path, "the frames of an episode are not numbered from 0 on")
-    where = {name: joined[name][order] for name in ("file", "group", "row")}
-    numbers = (np.concatenate(actions)[order], np.concatenate(states)[order])
-    return Table(*numbers, episode=episode, step=step, task=joined[_TASK][order], files=files, **where)
+    return table
+
+
+def _read_file(folder: LeRobotFolder, file: Path, number: int) -> dict[str, np.ndarray]:
+    """Return the arrays of :class:`Table` of one file."""
+    path, name = folder.path, file.relative_to(folder.path)
+    columns = {"episode": (_EPISODE, 1), "step": (_FRAME, 1), "task": (_TASK, 1)}
+    columns |= {"actions": (folder.action, folder.action_dim), "states": (folder.state, folder.state_dim)}
+    with reading(path, file) as opened:
+        sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+        missing = sorted({column for column, _ in columns.values()} - set(opened.schema_arrow.names))
+        read = opened.read(columns=[column for column, _ in columns.values() if column not in missing])
+    if missing:
+        raise damaged(path, f"{name} has no {', '.join(missing)}")
+    found = {key: _numbers(path, f"{name}: {column}", read[column], size) for key, (column, size) in columns.items()}
+    return {
+        **{key: found[key].astype(np.float32) for key in ("actions", "states")},
+        **{key: found[key][:, 0].astype(np.int64) for key in ("episode", "step", "task")},
+        "file": np.full(sum(sizes), number),
+        "group": np.repeat(np.arange(len(sizes)), sizes),
+        "row": np.concatenate([np.arange(0), *(np.arange(size) for size in sizes)]),
+    }
 
 
 def _numbers(path: Path, name: str, column: Any, size: int) -> np.ndarray:

@@ -112,22 +112,19 @@ class LeRobotDemonstrations:
         here = set(self.task_ids.values())
         if missing := [task.name for number, task in enumerate(self.spec.tasks) if number not in here]:
             said.append(f"it has nothing of {len(missing)} of {len(self.spec.tasks)} tasks: {_some(missing)}")
-        if self.tasks == "environment" and (dropped := self._dropped()):
-            said.append(dropped)
+        if foreign := self._foreign():
+            said.append(
+                f"{sum(foreign.values()):,} of {self.folder.frames:,} frames have instructions that are none of "
+                f"{self.spec.id}: {_some(self.folder.tasks[index] for index in foreign)}; type tasks='all' "
+                "(recipes: demonstrations.tasks=all) to learn from them too"
+            )
         return tuple(said)
 
-    def _dropped(self) -> str | None:
-        if min(self.task_ids.values()) >= 0:
-            return None
-        counts = self.folder.frames_of_tasks
-        foreign = [index for index, task_id in self.task_ids.items() if task_id < 0 and counts.get(index)]
-        if not foreign:
-            return None
-        return (
-            f"{sum(counts[index] for index in foreign):,} of {self.folder.frames:,} frames have instructions that are "
-            f"none of {self.spec.id}: {_some(self.folder.tasks[index] for index in foreign)}; type tasks='all' "
-            "(recipes: demonstrations.tasks=all) to learn from them too"
-        )
+    def _foreign(self) -> dict[int, int]:
+        """Count the frames of each ``task_index`` that is left out, as its instruction is none of the environment's."""
+        foreign = [index for index, task_id in self.task_ids.items() if task_id < 0 and self.tasks == "environment"]
+        counts = self.folder.frames_of_tasks if foreign else {}
+        return {index: counts[index] for index in foreign if index in counts}
 
     def facts(self) -> dict[str, Any]:
         """Return what ``run.json`` keeps of it."""
@@ -161,11 +158,8 @@ class LeRobotDemonstrations:
     def for_policy(self, policy: VLAPolicy) -> Samples:
         """Make what ``policy`` learns from: the entries that recorded demonstrations have, made batch by batch.
 
-        Actions, states and the like, some 130 bytes a frame, are in memory. Chunks, tokens and images are made of
-        them when a batch asks.
-
-        Raises:
-            ValueError: the policy looks at wrist cameras that there are not; frames are missing or damaged.
+        Actions, states and the like, some 130 bytes a frame, are in memory. A ``ValueError`` if the policy looks at
+        wrist cameras that there are not, or frames are missing or damaged.
         """
         cameras: dict[str, tuple[Camera, ...]] = {keys.IMAGES: (self.camera,)} if keys.IMAGES in policy.in_keys else {}
         if keys.WRIST_IMAGES in policy.in_keys:
@@ -202,23 +196,17 @@ class LeRobotDemonstrations:
     def columns(self, cameras: Collection[str] = ()) -> dict[str, Any]:
         """Return the data set as columns, as ``torchrl.data.datasets.LeRobotExperienceReplay.from_columns`` takes them.
 
-        All of it is in memory.
-
-        Args:
-            cameras: names of the cameras whose images go with it, uint8 ``[F, 3, H, W]``.
-
-        Raises:
-            ValueError: there is no such camera, or frames are missing or damaged.
+        All of it is in memory, with the images uint8 ``[F, 3, H, W]`` of the ``cameras`` that are named. A
+        ``ValueError`` if there is no such camera, or frames are missing or damaged.
         """
         table, reader = self.folder.table, FrameReader(self.folder)
-        read = {name: reader.read(_named(self.folder, name), np.arange(len(table.step))) for name in cameras}
+        frames, folder = np.arange(len(table.step)), self.folder
+        read = {name: torch.from_numpy(reader.read(_named(folder, name), frames)) for name in cameras}
         last = np.append(table.episode[1:] != table.episode[:-1], True)
         return {
             "observation.state": torch.from_numpy(table.states),
             **{
-                name if name.startswith("observation.images.") else f"observation.images.{name}": torch.from_numpy(
-                    images
-                ).permute(0, 3, 1, 2)
+                f"observation.images.{name.removeprefix('observation.images.')}": images.permute(0, 3, 1, 2)
                 for name, images in read.items()
             },
             "action": torch.from_numpy(table.actions),
@@ -242,9 +230,7 @@ class _Rows:
     ):
         table = source.folder.table
         self._source, self._frames, self._policy, self._cameras = source, frames, policy, cameras
-        self._task_id = task_id
-        self._reader = FrameReader(source.folder)
-        self._length = policy.chunk_size
+        self._task_id, self._length, self._reader = task_id, policy.chunk_size, FrameReader(source.folder)
         begins = np.flatnonzero(np.diff(table.episode, prepend=-1))
         lengths = np.diff(np.append(begins, len(table.episode)))
         self._lengths = np.repeat(lengths, lengths)  # of the episode of each frame
@@ -330,7 +316,9 @@ def _check_sizes(folder: LeRobotFolder, spec: SimulatorSpec) -> None:
 def _wrists(folder: LeRobotFolder, names: Sequence[str] | None) -> tuple[Camera, ...]:
     if names is not None:
         return tuple(_named(folder, name, "wrist_cameras") for name in names)
-    return tuple(camera for name, camera in sorted(folder.cameras.items()) if _is_wrist(name))
+    return tuple(
+        each for name, each in sorted(folder.cameras.items()) if _WRIST.search(name.rpartition(".")[2].lower())
+    )
 
 
 def _third_person(folder: LeRobotFolder, name: str | None, wrists: Sequence[Camera]) -> Camera:
@@ -343,10 +331,6 @@ def _third_person(folder: LeRobotFolder, name: str | None, wrists: Sequence[Came
             f"camera=NAME (recipes: demonstrations.camera), one of {_names(folder)}"
         )
     return others[0]
-
-
-def _is_wrist(name: str) -> bool:
-    return _WRIST.search(name.rpartition(".")[2].lower()) is not None
 
 
 def _named(folder: LeRobotFolder, name: str, setting: str = "camera") -> Camera:
@@ -363,8 +347,7 @@ def _names(folder: LeRobotFolder) -> str:
 
 
 def _size(camera: Camera) -> str:
-    square = camera.height == camera.width
-    return str(camera.height) if square else f"[{camera.height},{camera.width}]"
+    return f"[{camera.height},{camera.width}]" if camera.height != camera.width else str(camera.height)
 
 
 def _plain(text: str) -> str:
@@ -374,5 +357,5 @@ def _plain(text: str) -> str:
 
 def _some(texts: Any) -> str:
     found = list(texts)
-    shown = ", ".join(repr(text) for text in found[:_SHOWN])
+    shown = ", ".join(map(repr, found[:_SHOWN]))
     return shown + (f" and {len(found) - _SHOWN} others" if len(found) > _SHOWN else "")

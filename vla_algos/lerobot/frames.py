@@ -21,16 +21,10 @@ V = TypeVar("V")
 
 
 class FrameReader:
-    """Reads the images of some cameras.
+    """Reads the images of some cameras; a ``ModuleNotFoundError`` if what decodes videos is not installed.
 
     Of parquet files the encoded images of a row group (LeRobot writes one per episode) are read together, and kept
     while they take less than :data:`MEMORY` in all. Of videos single frames are decoded, from the key frame before.
-
-    Args:
-        folder: the data set.
-
-    Raises:
-        ModuleNotFoundError: what decodes videos is not installed; says what to type.
     """
 
     def __init__(self, folder: LeRobotFolder):
@@ -51,10 +45,9 @@ class FrameReader:
         for place in places:  # in the order of the files
             image = read(camera, int(frames[place]))
             if image.shape != images.shape[1:]:
+                has, said = f"{image.shape[0]} x {image.shape[1]}", f"{camera.height} x {camera.width}"
                 raise damaged(
-                    self.folder.path,
-                    f"an image of {camera.name} has {' x '.join(map(str, image.shape[:2]))} pixels, meta/info.json "
-                    f"says {camera.height} x {camera.width}",
+                    self.folder.path, f"an image of {camera.name} has {has} pixels, meta/info.json says {said}"
                 )
             images[place] = image
         return images

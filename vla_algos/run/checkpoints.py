@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
-from torchrl.checkpoint import GlobalRNGState
 
 from vla_algos.files import flush, link_atomically, remove
 from vla_algos.run.plain_state import NotPlainError, from_json, to_json
@@ -72,7 +71,7 @@ class Snapshot:
 
     rank: int
     processes: int
-    common: str  # JSON of what all have in common
+    replicated: str  # JSON of what is the same in all
     own: str  # JSON of what this process has of its own
     tensors: dict[str, Tensor]  # of both, on the CPU; of a sharded one the part of this process
     offsets: dict[str, list[int]]  # where such a part begins in the whole
@@ -80,7 +79,7 @@ class Snapshot:
     @classmethod
     def take(
         cls,
-        common: Mapping[str, Any],
+        replicated: Mapping[str, Any],
         own: Mapping[str, Any],
         process: tuple[int, int] = _ALONE,
         check: Callable[[dict[str, Tensor]], object] = lambda _: None,
@@ -88,17 +87,17 @@ class Snapshot:
         """Copy a state: nested dicts, lists and tuples of tensors, numbers and text.
 
         Args:
-            common: the same in all processes, with tensors of which each may have a part (DTensors).
+            replicated: the same in all processes, with tensors of which each may have a part (DTensors).
             own: of this process.
             process: its rank, and how many there are.
-            check: called with the tensors of ``common``, where they lie, before they are copied.
+            check: called with the tensors of ``replicated``, where they lie, before they are copied.
 
         Raises:
             CheckpointError: it holds something else, which could not be loaded again.
         """
         rank, processes = process
         try:
-            common_text, shared = to_json(common)
+            replicated_text, shared = to_json(replicated)
             own_text, tensors = to_json(own)
         except NotPlainError as error:
             raise CheckpointError(str(error)) from error
@@ -110,7 +109,7 @@ class Snapshot:
         return cls(
             rank,
             processes,
-            common_text,
+            replicated_text,
             own_text,
             {
                 **{name: parts[name].to("cpu", copy=True) for name in here},
@@ -216,7 +215,7 @@ def _complete(root: Path, step: int, snapshot: Snapshot, written: dict[str, str]
     """Write what tells that a checkpoint is whole, give it its name, and delete older ones."""
     final, temporary = root / f"step_{step:08d}", unfinished(root, step)
     content = {"format": _FORMAT, "step": step, "processes": snapshot.processes}
-    text = f'{json.dumps(content)[:-1]}, "state": {snapshot.common}}}'
+    text = f'{json.dumps(content)[:-1]}, "state": {snapshot.replicated}}}'
     common = {_FILE: _write_text(temporary / _FILE, text)}
     write_lines(temporary, common | written)
     for path in [*(temporary / _POLICY).rglob("*"), temporary / SUMS, temporary / _TENSORS]:
@@ -267,17 +266,6 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def latest_checkpoint(root: Path) -> Path:
-    """Find the newest checkpoint of a run: where ``latest`` points to.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if found := by_preference(root):
-        return found[0]
-    raise CheckpointError(f"no checkpoint in {root}: expected folders named step_00000001 and so on")
-
-
 def by_preference(root: Path) -> list[Path]:
     """List the checkpoints from which a run may continue: that of ``latest``, those before it, those after it."""
     found = checkpoints(root)[::-1]
@@ -296,7 +284,7 @@ class SavedState:
     folder: Path
     step: int
     processes: int  # that have written it
-    state: dict[str, Any]  # what they had in common; its tensors have shapes and no values (meta device)
+    state: dict[str, Any]  # what was the same in all; its tensors have shapes and no values (meta device)
 
     def fill(self, into: Mapping[str, Any]) -> None:
         """Read the tensors of a part of the state into tensors like them; of a sharded one the part of this process.
@@ -418,18 +406,3 @@ def _read_json(path: Path, tensor: Callable[[str, torch.Size, torch.dtype], Any]
             f"{path} cannot be read ({error}); copy it again, or delete {path.parent} and resume from the checkpoint "
             "before it"
         ) from error
-
-
-# ---- random states
-
-
-def random_state() -> dict[str, Any]:
-    """Return the states of all random number generators, as tensors and numbers."""
-    return GlobalRNGState().state_dict()
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore :func:`random_state`; states of GPUs that are not here are left out."""
-    cuda = state.get("torch_cuda", [])[: torch.cuda.device_count()]
-    others = {name: each for name, each in state.items() if name != "torch_cuda"}
-    GlobalRNGState().load_state_dict({**others, "torch_cuda": cuda} if cuda else others)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vla_algos import parallel
-from vla_algos.run.checkpoints import random_state, set_random_state
+from vla_algos import distributed
+from vla_algos.run.seeds import random_state, set_random_state
 from vla_common.settings import check_settings, setting_types
 from vla_envs import EpisodeQueue, EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
 from vla_envs.make import check_env, check_machine, env_types
@@ -89,22 +89,22 @@ def own_share(
     """
     pipeline = pipeline or {}
     stages = pipeline.get("stages", 1)
-    num_envs, workers = parallel.per_rank(env["num_envs"], f"{section}.num_envs", processes), env.get("num_workers")
+    num_envs, workers = distributed.per_rank(env["num_envs"], f"{section}.num_envs", processes), env.get("num_workers")
     if workers is None:
-        workers = max(1, min(num_envs // stages, parallel.cores()))
+        workers = max(1, min(num_envs // stages, distributed.cores()))
     batched = spec.id if spec.batched else ""
     check_stages(stages, num_envs, workers, batched)
     if batched and pipeline.get("overlap_resets"):
         raise ValueError(f"pipeline.overlap_resets=true: {TOGETHER.format(id=batched)}")
     settings = {**env, "num_envs": num_envs, "num_workers": workers}
-    if env.get("gpus") is None and parallel.processes_started() > 1 and torch.cuda.device_count() > 1:
+    if env.get("gpus") is None and distributed.processes_started() > 1 and torch.cuda.device_count() > 1:
         settings["gpus"] = (torch.cuda.current_device(),)
     return settings
 
 
 def training_episodes(config: SimpleNamespace, spec: SimulatorSpec, group_size: int) -> EpisodeSampler:
     """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times."""
-    rank, world_size = parallel.rank(), parallel.world_size()
+    rank, world_size = distributed.rank(), distributed.world_size()
     order = config.episode_order
     return EpisodeSampler(spec, config.seed, mode=order, group_size=group_size, rank=rank, world_size=world_size)
 

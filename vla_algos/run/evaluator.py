@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.ablations import Observe
 from vla_algos.evaluation import EvaluationResult, evaluate
 from vla_algos.files import write_atomically
@@ -85,7 +85,7 @@ class Evaluator:
     @property
     def local_videos(self) -> int:
         """How many of the recorded episodes this process runs."""
-        return len(range(parallel.rank(), self.videos, parallel.world_size()))
+        return len(range(distributed.rank(), self.videos, distributed.world_size()))
 
     def run(
         self,
@@ -117,7 +117,7 @@ class Evaluator:
         """
         spec = env.simulator_spec
         episodes = self.episodes(spec)
-        own = range(parallel.rank(), len(episodes), parallel.world_size())
+        own = range(distributed.rank(), len(episodes), distributed.world_size())
         known = finished_episodes(path, episodes, spec.chain_length) if resume else {}
         results = {index: known[index] for index in own[record:] if index in known and index not in again}
         left = [index for index in own if index not in results]
@@ -152,8 +152,8 @@ class Evaluator:
             results[index] = nothing
         ordered, mean_of = [results[index] for index in own], tuple(self.mean_of)
         share = EvaluationResult(ordered, share.videos, broken, share.captions, spec.chain_length, mean_of)
-        whole = EvaluationResult.interleaved(parallel.all_gather_object(share))
-        if parallel.is_main():
+        whole = EvaluationResult.interleaved(distributed.all_gather_object(share))
+        if distributed.is_main():
             write_atomically(path, as_lines(whole.episodes))
             for part in parts_of(path):
                 part.unlink()
@@ -177,7 +177,7 @@ class Evaluator:
 @contextlib.contextmanager
 def _open_log(path: Path, *, keep: bool) -> Iterator[Callable[[EpisodeResult], None]]:
     """Let a process write results, each at once, behind those that are there or in their place."""
-    own = path if parallel.is_main() else path.with_name(f"{path.stem}_rank{parallel.rank()}{path.suffix}")
+    own = path if distributed.is_main() else path.with_name(f"{path.stem}_rank{distributed.rank()}{path.suffix}")
     own.parent.mkdir(parents=True, exist_ok=True)
     torn = keep and own.exists() and not own.read_bytes().endswith(b"\n")  # by a process that died while writing
     with open(own, "ab" if keep else "wb") as file:
@@ -219,10 +219,10 @@ def check_weights(folder: Path, policy: nn.Module) -> None:
             raise ValueError(
                 f"{path} is there, but no readable {IDENTITY} says of which policy. {_WAY_OUT.format(path)}"
             ) from None
-    parallel.barrier()  # all have read what is written now
+    distributed.barrier()  # all have read what is written now
     if before not in (None, weights):
         raise ValueError(f"{folder} has results of a policy with other weights than this one. {_WAY_OUT.format(path)}")
-    if parallel.is_main():
+    if distributed.is_main():
         write_atomically(folder / IDENTITY, json.dumps({"policy": weights}) + "\n")
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from filelock import FileLock
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import (
     FolderInUse,
     check_links,
@@ -26,7 +24,6 @@ from vla_algos.files import (
     write_atomically,
 )
 from vla_algos.run.provenance import differences, read_record, record_result, record_start
-from vla_algos.run.seeds import seed_everything
 from vla_common.plain import read_yaml
 from vla_common.settings import check_settings
 
@@ -37,7 +34,7 @@ _LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # Saver has
 
 
 def open_folder(config: SimpleNamespace, folder: Path) -> FileLock | None:
-    """Seed everything and lock the run's folder; nothing of a run that it has already is changed yet.
+    """Lock the run's folder; nothing of a run that it has already is changed yet.
 
     Args:
         config: the settings; ``resume`` says what to do with a folder that has a run in it.
@@ -50,18 +47,15 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FileLock | None:
         ValueError: the folder has a run of other settings, or something else in it.
         FolderInUse: another process writes into the folder.
     """
-    seed_everything(config.seed)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(parallel.cores())
     lock, refusal = None, None
-    if parallel.is_main():
+    if distributed.is_main():
         try:
             check_links(folder)  # before the lock is written
             lock = lock_folder(folder)
             check_folder(config, folder)
         except (FolderInUse, ValueError) as error:
             refusal = error
-    refusal = parallel.broadcast_object(refusal)
+    refusal = distributed.broadcast_object(refusal)
     if refusal is None:
         return lock
     if lock is not None:
@@ -99,7 +93,7 @@ def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] |
 
     What a process left behind that was killed while writing is removed. ``facts`` are entries of ``run.json``.
     """
-    if not parallel.is_main():
+    if not distributed.is_main():
         return
     for pattern in _LEFTOVERS:
         for path in folder.glob(pattern):
@@ -110,7 +104,7 @@ def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] |
 
 def say_what_differs(folder: Path) -> None:
     """Say in one line that a run is resumed by other code or versions than it had."""
-    if not parallel.is_main():
+    if not distributed.is_main():
         return
     with contextlib.suppress(OSError):
         if found := differences(folder):
@@ -119,7 +113,7 @@ def say_what_differs(folder: Path) -> None:
 
 def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float, facts: Mapping[str, Any]) -> None:
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
-    if not parallel.is_main():
+    if not distributed.is_main():
         return
     record_result(folder, {"seconds": seconds, **facts, "metrics": finite_or_none(metrics)})
     latest = folder.parent / "latest"

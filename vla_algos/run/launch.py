@@ -21,9 +21,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from submitit.core.utils import FailedJobError
 
-from vla_algos import parallel
+from vla_algos import distributed
+from vla_algos.distributed import process_group
 from vla_algos.files import remove_if_empty
-from vla_algos.parallel import process_group
 from vla_algos.run.config import Types, read_config
 from vla_algos.run.folder import check_folder, what_finished
 from vla_algos.run.launcher_settings import SUBMITIT_NAMES, count_processes, launcher_types
@@ -31,6 +31,7 @@ from vla_algos.run.program import report, reports_errors
 from vla_algos.run.provenance import record_submission
 from vla_algos.run.run import SIGNALS, Run
 from vla_common.experiments import as_typed
+from vla_policies.checkpoint.hub import is_hub_id, resolve
 
 Train = Callable[[SimpleNamespace, Run], None]
 Recipe = Callable[[DictConfig, Path], None]
@@ -41,10 +42,10 @@ def run_recipe(train: Train, types: Types, config: DictConfig, folder: Path) -> 
     """Run a recipe in this process; see :func:`launch`."""
     settings = read_config(config, types)
     with says_how_to_resume(folder), Run(settings, folder) as run:
-        if said := parallel.broadcast_object(what_finished(settings, folder) if parallel.is_main() else ""):
+        if said := distributed.broadcast_object(what_finished(settings, folder) if distributed.is_main() else ""):
             print(said)
             return
-        if parallel.is_main():
+        if distributed.is_main():
             print(f"run          {folder}")
         train(settings, run)
 
@@ -62,7 +63,7 @@ def says_how_to_resume(folder: Path) -> Iterator[None]:
     except BaseException as error:
         if record.exists() and record.stat().st_mtime_ns != before:
             error.add_note(f"in the run {folder}")
-            if parallel.is_main():
+            if distributed.is_main():
                 print(f"\nrun          {folder}", flush=True)
                 typed = shlex.quote(f"hydra.run.dir={as_typed(str(folder))}")
                 print(f"to resume    type the same command with {typed}", flush=True)
@@ -110,19 +111,21 @@ def launch(
     Raises:
         ValueError: an unknown setting or a wrong value, also of a job before it is submitted; or more processes than
             the recipe can use.
-        OSError: there is no SLURM, or it refuses the job; says why.
+        OSError: no folder of the policy's checkpoint; or there is no SLURM, or it refuses the job; says why.
     """
-    read_config(config, types)
+    checkpoint = read_config(config, types).policy.get("checkpoint")
+    if checkpoint and not is_hub_id(checkpoint):
+        resolve(checkpoint)  # it is there, before a job waits for its turn
     recipe = functools.partial(run_recipe, train, types)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     settings: Any = OmegaConf.to_container(config.launcher, resolve=True)
-    processes = parallel.processes_started() * count_processes(settings)
+    processes = distributed.processes_started() * count_processes(settings)
     if processes > 1 and single:
         raise ValueError(
             f"recipes/{HydraConfig.get().job.name}.py runs in one process, not in {processes}: leave out torchrun, or "
             "set launcher.nodes=1 launcher.tasks_per_node=1"
         )
-    if parallel.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
+    if distributed.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
     if settings["name"] == "local":
         with process_group(members(config)) as has_part:
@@ -140,7 +143,7 @@ def launch(
 
 def _common_folder(folder: Path) -> Path:
     """Take the folder of rank 0: its name has the time in it, and others may have come a second later."""
-    common = parallel.broadcast_object(folder)
+    common = distributed.broadcast_object(folder)
     if folder != common:
         remove_if_empty(folder)
     return common

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import math
+import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,12 @@ from typing import Annotated, Any, Literal
 import imageio
 from annotated_types import MinLen
 from pydantic import StringConstraints
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import finite_or_none, flush, write_atomically
 from vla_algos.run.folder import flat
 from vla_algos.run.provenance import run_id
@@ -36,7 +38,7 @@ _GIF_SIDE = 320  # pixels at most: a GIF of an episode is to be some hundred kil
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
     """Make a progress bar, shown by rank 0."""
-    return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not parallel.is_main())
+    return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not distributed.is_main())
 
 
 class RunLogger:
@@ -48,7 +50,7 @@ class RunLogger:
 
     def __init__(self, folder: Path, after: int | None = None, loggers: Sequence[Logger] = ()):
         self._path, self._loggers, self._failed = folder / "metrics.jsonl", loggers, set[str]()
-        self._open = parallel.is_main()
+        self._open = distributed.is_main()
         if self._open and after is not None:
             _forget(self._path, after)
 
@@ -122,12 +124,15 @@ class Logger:
 
 
 class _TensorBoard(Logger):
-    """``tensorboard/`` in the folder of a run; of a resumed one, what was written beyond its checkpoint is hidden."""
+    """``tensorboard/`` in the folder of a run; of a resumed one, what was written beyond its checkpoint is hidden.
+
+    ``videos`` are written as GIFs.
+    """
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, after: int | None):
-        self.where = f"tensorboard --logdir {folder}"
+    def __init__(self, folder: Path, after: int | None, videos: bool = False):
+        self._videos, self.where = videos, f"tensorboard --logdir {folder}"
         purge = 0 if after is None else after + 1  # also what a run wrote that was killed before its first checkpoint
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
@@ -140,6 +145,13 @@ class _TensorBoard(Logger):
         plain = {name: value if isinstance(value, _PLAIN) else str(value) for name, value in flat(settings).items()}
         for summary in hparams(plain, dict.fromkeys(_COMPARED, 0.0)):
             self._writer._get_file_writer().add_summary(summary)
+
+    def log_videos(self, videos: Mapping[str, Path], step: int) -> None:
+        for name, path in videos.items() if self._videos else ():
+            gif = as_gif(path)
+            width, height = struct.unpack("<HH", gif[6:10])
+            image = Summary.Image(encoded_image_string=gif, width=width, height=height, colorspace=3)
+            self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
 
     def sync(self) -> None:
         self._writer.flush()
@@ -301,7 +313,7 @@ def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: i
         ValueError: a service of a new run cannot be reached.
     """
     found: list[Logger] = []
-    for name in chosen if parallel.is_main() else ():
+    for name in chosen if distributed.is_main() else ():
         try:
             found.append(_CLASSES[name](folder, after, **chosen[name]))
         except Exception as error:

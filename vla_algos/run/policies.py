@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.run.environments import check_share
 from vla_algos.run.folder import settle_auto
 from vla_algos.run.run import Run
@@ -49,7 +49,7 @@ def make_run_policy(
     settle_auto(config, run.folder)
     settings = dict(config.policy)
     divide = None if sharding is None else sharding.divider(settings.get("device"))
-    plan = MemoryPlan() if sharding is None else sharding.way(offload)
+    plan = MemoryPlan() if sharding is None else sharding.memory_plan(offload)
 
     def complete(policy: VLAPolicy) -> None:
         say_host_memory(policy, plan)
@@ -86,7 +86,7 @@ def _training_differences(
         if trained.get("chunk_size", policy.chunk_size) != policy.chunk_size:
             differs["actions per decision"] = (trained["chunk_size"], policy.chunk_size)
     known = HydraConfig.initialized()  # a job does not know what was typed
-    if not parallel.is_main():
+    if not distributed.is_main():
         return differs
     if trained is None and config.recipe == "evaluate" and known and not is_chosen(HydraConfig.get().overrides.task):
         print(
@@ -107,7 +107,7 @@ def policy_writer(
 
     def write(folder: Path) -> None:
         policy.save_pretrained(folder)
-        if parallel.is_main():
+        if distributed.is_main():
             save_training_env(folder, config.recipe, config.env, spec, policy.chunk_size, evaluation, evaluated_on.id)
 
     return write

@@ -12,15 +12,16 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from vla_algos import parallel
-from vla_algos.files import write_folder_atomically
+from vla_algos import distributed
+from vla_algos.files import remove_if_empty, write_folder_atomically
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
 from vla_algos.run.launcher_settings import requeue
 from vla_algos.run.logging import RunLogger, open_loggers, progress_bar
 from vla_algos.run.saving import Saver, Stateful
-from vla_algos.run.seeds import seed_rank
+from vla_algos.run.seeds import seed_everything, seed_rank
 from vla_algos.run.summary import show_iteration
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM's at a preemption and before the time limit; Ctrl-C
@@ -64,6 +65,9 @@ class Run:
         self.state: dict[str, Any] = {}
         self.differs: dict[str, tuple[Any, Any]] = {}
         self._started = self._clock = time.perf_counter()
+        seed_everything(config.seed)  # alike in all processes, until restore
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(distributed.cores())
         self._lock = open_folder(config, folder)
         self._saver = Saver(folder / "checkpoints", elastic=getattr(config, "resume", "") == "elastic")
         self._logger = RunLogger(folder)
@@ -79,14 +83,17 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None or parallel.world_size() == 1 or issubclass(kind, SystemExit):
+            if kind is None or distributed.world_size() == 1 or issubclass(kind, SystemExit):
                 self._saver.wait()
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             self._logger.close(failed=kind is not None)
             if self._lock is not None:
+                if not (self.folder / "run.json").exists():  # it has not begun
+                    Path(self._lock.lock_file).unlink(missing_ok=True)
                 self._lock.release()
+                remove_if_empty(self.folder)
 
     # ---- the state
 
@@ -103,13 +110,20 @@ class Run:
 
         Raises:
             CheckpointError: no checkpoint can be read, or they are of another policy.
+            TypeError: a part has no state that could be saved.
         """
         self._parts = {name: part for name, part in parts.items() if part is not None}
-        seed_rank(self.config.seed)  # unless a checkpoint has what this process drew
+        for name, part in self._parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise TypeError(
+                    f"{name} is a {type(part).__name__}, which has no state_dict() and load_state_dict(): write both, "
+                    "so that the run can be resumed, or do not give it to restore()"
+                )
+        seed_rank(self.config.seed)  # of a new run; a checkpoint has the random numbers of each process
         saved = self._saver.restore(self._parts)
         done = None if saved is None else saved["iteration"]
         if saved is not None:
-            self.state, self._first = saved["run"], saved["iteration"]
+            self.state, self._first = saved["state"], saved["iteration"]
             if self.config.resume == "force":  # other settings may not end where the last ones did
                 self.state.pop("ended", None)
             self._started -= saved["seconds"]
@@ -138,8 +152,8 @@ class Run:
         self._saving = True
         try:
             self._logger.sync()
-            state = {"iteration": iteration, "seconds": time.perf_counter() - self._started, "run": self.state}
-            self._saver.save(iteration, self._parts, state, publish)
+            progress = {"iteration": iteration, "seconds": self.elapsed, "state": self.state}
+            self._saver.save(iteration, self._parts, progress, publish)
         finally:
             self._saving = False
         if self._signal:
@@ -155,7 +169,7 @@ class Run:
             unit: what they are called where they are counted.
             title: of the progress bar; the name of the recipe if ``None``.
         """
-        if self._first and parallel.is_main():
+        if self._first and distributed.is_main():
             print(f"resumed after {self._first} {unit}s")
         with progress_bar(title or self.config.recipe.upper(), last, unit, self._first) as self._bar:
             for iteration in range(self._first + 1, last + 1):
@@ -185,7 +199,7 @@ class Run:
             notes: texts that stand beside them.
         """
         logged = {name: value for numbers in metrics for name, value in numbers.items()}
-        logged["time/elapsed"] = time.perf_counter() - self._started
+        logged["time/elapsed"] = self.elapsed
         self._logger.log(logged, iteration, notes)
         if "env_steps_per_s" in logged:
             self.state.setdefault("speeds", []).append(logged["env_steps_per_s"])
@@ -200,7 +214,7 @@ class Run:
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar, in the first process; nothing where it is empty."""
-        if text and parallel.is_main():
+        if text and distributed.is_main():
             tqdm.write(text)
 
     # ---- the end
@@ -211,7 +225,7 @@ class Run:
         Raises:
             OSError: it could not be written.
         """
-        if parallel.is_main():
+        if distributed.is_main():
             write_folder_atomically(self.folder / "policy", write)
         else:
             write(self.folder / "policy")
@@ -223,7 +237,7 @@ class Run:
             How one looks at what each logger has.
         """
         self._saver.wait()
-        finish_folder(self.folder, metrics, time.perf_counter() - self._started, notes or {})
+        finish_folder(self.folder, metrics, self.elapsed, notes or {})
         self._logger.close()
         return self._logger.where()
 
@@ -245,7 +259,7 @@ class Run:
             self._stop(number)
 
     def _stop(self, number: int) -> None:
-        if parallel.is_main():
+        if distributed.is_main():
             print(f"\nstopped by {signal.Signals(number).name}; the same command resumes after the last checkpoint")
             if number == signal.SIGUSR2 and "SLURM_JOB_ID" in os.environ:  # SIGTERM also comes from scancel
                 with contextlib.suppress(Exception):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.files import remove
 from vla_algos.optim import empty_state
 from vla_algos.run.checkpoints import (
@@ -28,14 +28,13 @@ from vla_algos.run.checkpoints import (
     begin_checkpoint,
     by_preference,
     open_checkpoint,
-    random_state,
     remove_unfinished,
     save_checkpoint,
-    set_random_state,
     single_process,
     unfinished,
     verify_checkpoint,
 )
+from vla_algos.run.seeds import random_state, set_random_state
 from vla_common.tensor_files import make_room, not_finite
 from vla_policies.sharding import trained_tensors
 
@@ -56,6 +55,13 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Restore what :meth:`state_dict` returned."""
+
+
+class RandomNumbers:
+    """The random number generators of a process, as a part of its run."""
+
+    state_dict = staticmethod(random_state)
+    load_state_dict = staticmethod(set_random_state)
 
 
 class Saver:
@@ -83,21 +89,21 @@ class Saver:
             parts: by name; ``policy`` is the one whose trained weights are saved.
 
         Returns:
-            The ``state`` of :meth:`save`; ``None`` if there never was a checkpoint.
+            The ``progress`` of :meth:`save`; ``None`` if there never was a checkpoint.
 
         Raises:
             CheckpointError: all are broken, or it is of another policy.
         """
         broken: list[str] = []
-        process = (parallel.rank(), parallel.world_size())
-        for checkpoint in parallel.broadcast_object(by_preference(self.root)):
+        process = (distributed.rank(), distributed.world_size())
+        for checkpoint in distributed.broadcast_object(by_preference(self.root)):
             found, problem = None, _all_ranks_ok(verify_checkpoint, checkpoint, process)[1]
             if problem is None:  # nothing is read that another process has found to be damaged
                 found, problem = _all_ranks_ok(self._load, checkpoint, parts)
             if problem is None and found is not None:
-                if broken and parallel.is_main():
+                if broken and distributed.is_main():
                     tqdm.write(f"warning: {'; '.join(broken)}. Continuing from the checkpoint before it, {checkpoint}")
-                if parallel.is_main():
+                if distributed.is_main():
                     remove_unfinished(self.root)
                 return found
             broken.append(str(problem))
@@ -110,7 +116,7 @@ class Saver:
 
     def _load(self, checkpoint: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
         saved = open_checkpoint(checkpoint, verified=True)
-        processes = parallel.world_size()
+        processes = distributed.world_size()
         if saved.processes != processes and not self._elastic:
             raise CheckpointError(
                 f"{saved.folder} is of {saved.processes} processes, this run has {processes}: resume with as many, or "
@@ -119,43 +125,42 @@ class Saver:
             )
         weights = trained_tensors(parts["policy"])
         check_trained(weights, saved)
-        common = {name: part for name, part in parts.items() if name != "policy" and _is_common(part)}
-        states = {name: _room(part, saved, name) for name, part in common.items()}
+        replicated = _replicated(parts)
+        states = {name: _room(part, saved, name) for name, part in replicated.items()}
         states = {name: state for name, state in states.items() if state is not None}
         saved.fill({"weights": weights, "parts": states})
         for name, state in states.items():
-            common[name].load_state_dict(state)
+            replicated[name].load_state_dict(state)
         if saved.processes == processes:
-            self._load_own(saved, {name: part for name, part in parts.items() if not _is_common(part)})
-        elif parallel.is_main():
+            self._load_own(saved, _own(parts))
+        elif distributed.is_main():
             tqdm.write(
                 f"{saved.folder} is of {saved.processes} processes, this run has {processes}: weights and optimizer "
                 "continue, with fresh episodes and random numbers"
             )
-        return saved.state["state"]
+        return saved.state["progress"]
 
     def _load_own(self, saved: SavedState, parts: Mapping[str, Any]) -> None:
-        """Restore what this process had of its own."""
-        own = saved.of_process(parallel.rank())
-        missing = [name for name in parts if name not in own["parts"] and not getattr(parts[name], "optional", False)]
-        if any(parallel.all_gather_object(missing)):
+        """Restore what this process had of its own, its random numbers among it."""
+        own = saved.of_process(distributed.rank())
+        missing = [name for name in parts if name not in own and not getattr(parts[name], "optional", False)]
+        if any(distributed.all_gather_object(missing)):
             raise CheckpointError(
                 f"{saved.folder} is of a run with other parts, without {', '.join(missing) or 'those of others'}: "
                 "resume with the recipe and the placement of that run, or take another folder: hydra.run.dir=..."
             )
         for name, part in parts.items():
-            if name in own["parts"]:
-                part.load_state_dict(own["parts"][name])
-        set_random_state(own["random"])
+            if name in own:
+                part.load_state_dict(own[name])
 
     def save(
         self,
         iteration: int,
         parts: Mapping[str, Any],
-        state: Mapping[str, Any],
+        progress: Mapping[str, Any],
         publish: Callable[[Path], object] | None,
     ) -> None:
-        """Copy the state after an iteration, and begin to write it.
+        """Copy the state after an iteration, and begin to write it: ``parts``, random numbers, and ``progress`` beside.
 
         ``publish`` writes the policy's own files into a folder of the checkpoint, all processes together.
 
@@ -164,17 +169,12 @@ class Saver:
             CheckpointError: the weights are not finite; the last checkpoint is what it was.
         """
         self.wait()
-        common = {name: part.state_dict() for name, part in parts.items() if name != "policy" and _is_common(part)}
-        own = {name: part.state_dict() for name, part in parts.items() if not _is_common(part)}
-        weights = trained_tensors(parts["policy"]) if common else {}  # the processes that learn write them
-        shared = {"state": dict(state), "weights": weights, "parts": common}
-        process = (parallel.rank(), parallel.world_size())
-        snapshot = Snapshot.take(
-            shared,
-            {"parts": own, "random": random_state()},
-            process,
-            lambda parts: self._check_finite(parts, iteration),
-        )
+        states = {name: part.state_dict() for name, part in _replicated(parts).items()}
+        own = {name: part.state_dict() for name, part in _own(parts).items()}
+        weights = trained_tensors(parts["policy"]) if states else {}  # the processes that learn write them
+        replicated = {"progress": dict(progress), "weights": weights, "parts": states}
+        process = (distributed.rank(), distributed.world_size())
+        snapshot = Snapshot.take(replicated, own, process, lambda parts: self._check_finite(parts, iteration))
         self._begin(iteration, publish)
         gather = self._gather_of_threads()
         self._writing = self._writer.submit(save_checkpoint, self.root, iteration, snapshot, gather=gather)
@@ -197,7 +197,7 @@ class Saver:
 
     def _begin(self, iteration: int, publish: Callable[[Path], object] | None) -> None:
         """Make the folder of a checkpoint, and write the policy's own files into it, all processes together."""
-        begin = parallel.is_main()
+        begin = distributed.is_main()
         self._together(iteration, lambda: begin_checkpoint(self.root, iteration) if begin else None)
         if publish is None:
             return
@@ -215,12 +215,12 @@ class Saver:
             work()
         except (OSError, RuntimeError, SafetensorError) as raised:  # of a full disk
             problem, error = str(raised), raised
-        if (problem := next(filter(None, parallel.all_gather_object(problem)), None)) is not None:
+        if (problem := next(filter(None, distributed.all_gather_object(problem)), None)) is not None:
             raise OSError(f"{self.root / f'step_{iteration:08d}'} could not be written: {problem}") from error
 
     def _gather_of_threads(self) -> Gather:
         """Return what gathers objects of the threads that write: collectives of their own, beside those of training."""
-        if parallel.world_size() == 1:
+        if distributed.world_size() == 1:
             return single_process
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -235,7 +235,7 @@ class Saver:
 
     def _check_finite(self, parts: dict[str, Tensor], iteration: int) -> None:
         """Refuse to save a run that has diverged over one that has not."""
-        everywhere = parallel.all_gather_object(not_finite(parts))
+        everywhere = distributed.all_gather_object(not_finite(parts))
         if found := list(dict.fromkeys(name for names in everywhere for name in names)):
             good = next(iter(by_preference(self.root)), None)
             raise CheckpointError(
@@ -245,8 +245,17 @@ class Saver:
             )
 
 
-def _is_common(part: Any) -> bool:
-    """Tell whether a part is the same in all processes, but for what is sharded."""
+def _replicated(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts that are the same in all processes, but for what is sharded; the policy is saved by itself."""
+    return {name: part for name, part in parts.items() if name != "policy" and _is_replicated(part)}
+
+
+def _own(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of each process; its random numbers come last, since loading the others may draw some."""
+    return {name: part for name, part in parts.items() if not _is_replicated(part)} | {"random": RandomNumbers()}
+
+
+def _is_replicated(part: Any) -> bool:
     return isinstance(part, (nn.Module, Optimizer, LRScheduler)) or getattr(part, "replicated", False)
 
 
@@ -273,7 +282,7 @@ def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, st
         result = read(*arguments)
     except BrokenCheckpoint as error:
         problem = str(error)
-    return result, next(filter(None, parallel.all_gather_object(problem)), None)
+    return result, next(filter(None, distributed.all_gather_object(problem)), None)
 
 
 def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_common.settings import Count
 from vla_policies import VLAPolicy
 from vla_policies.memory import Memory, MemoryPlan, calculate, group_parameters
@@ -45,24 +45,24 @@ class Sharding:
         Raises:
             ValueError: says which can be.
         """
-        check_shards(self.shards, parallel.world_size())
+        check_shards(self.shards, distributed.world_size())
 
     @property
     def number(self) -> int:
         """How many processes share one copy."""
-        return parallel.world_size() if self.shards == "all" else self.shards
+        return distributed.world_size() if self.shards == "all" else self.shards
 
-    def way(self, offload_optimizer: bool) -> MemoryPlan:
+    def memory_plan(self, offload_optimizer: bool) -> MemoryPlan:
         """Say what of it concerns memory."""
         return MemoryPlan(self.number, self.compute is not None, offload_optimizer, self.cpu_offload)
 
     def describe(self, offload_optimizer: bool) -> str:
         """Say how a policy is divided, for printing; nothing where one process has it all and computes as it is."""
-        way, processes = self.way(offload_optimizer), parallel.world_size()
-        if processes == 1 and way == MemoryPlan():
+        plan, processes = self.memory_plan(offload_optimizer), distributed.world_size()
+        if processes == 1 and plan == MemoryPlan():
             return ""
         counted = [f"{processes} process{'es' * (processes > 1)}", f"{self.number} shard{'s' * (self.number > 1)}"]
-        _, *others = str(way).split(", ")
+        _, *others = str(plan).split(", ")
         return ", ".join([*counted, *others])
 
     def divider(self, device: str | None) -> Callable[[VLAPolicy], None] | None:
@@ -71,7 +71,7 @@ class Sharding:
         Args:
             device: that the policy was asked to compute on; ``None`` for its own choice.
         """
-        if parallel.world_size() == 1 and self.compute is None and not self.cpu_offload:
+        if distributed.world_size() == 1 and self.compute is None and not self.cpu_offload:
             return None
         divide = partial(
             shard,
@@ -79,7 +79,7 @@ class Sharding:
             reshard_after_forward=self.reshard_after_forward,
             cpu_offload=self.cpu_offload,
         )
-        return lambda policy: divide(policy, parallel.device_mesh(self.number, _kind(policy, device)))
+        return lambda policy: divide(policy, distributed.device_mesh(self.number, _kind(policy, device)))
 
 
 def check_shards(shards: int | Literal["all"], processes: int) -> None:
@@ -102,27 +102,27 @@ def check_same_draws() -> None:
     Raises:
         RuntimeError: some process has drawn other numbers.
     """
-    if len(set(parallel.all_gather_object(torch.get_rng_state().numpy().tobytes()))) > 1:
+    if len(set(distributed.all_gather_object(torch.get_rng_state().numpy().tobytes()))) > 1:
         raise RuntimeError(
             "the processes have drawn different random numbers while they made the policy, so that its new weights "
             "differ; draw them from torch's generator, and as many in every process"
         )
 
 
-def say_host_memory(policy: VLAPolicy, way: MemoryPlan) -> None:
+def say_host_memory(policy: VLAPolicy, plan: MemoryPlan) -> None:
     """Say how much host memory the processes of this machine will take for weights and Adam, if they do.
 
     Raises:
         ValueError: it is not there.
     """
-    memory: Memory = calculate(group_parameters(policy, blocks=False), way)
+    memory: Memory = calculate(group_parameters(policy, blocks=False), plan)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = processes * memory.host / 1e9
     if not memory.host:
         return
     free = _free()
-    parallel.barrier()  # or a process might find taken what it has counted among the needed
-    kept = "weights, gradients and Adam" if way.cpu_offload else "Adam"
+    distributed.barrier()  # or a process might find taken what it has counted among the needed
+    kept = "weights, gradients and Adam" if plan.cpu_offload else "Adam"
     text = f"host memory for {kept} of {processes} process{'es' if processes > 1 else ''}: {needed:.3g} GB"
     if free is not None and needed > free:
         raise ValueError(

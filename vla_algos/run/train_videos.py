@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tensordict import TensorDictBase
 
-from vla_algos import parallel
+from vla_algos import distributed
 from vla_algos.evaluation import film
 from vla_algos.run.run import Run
 from vla_algos.run.videos import caption, write_video
@@ -25,7 +25,7 @@ _Shots = dict[int, list[tuple[np.ndarray, str]]]  # frames and captions by envir
 class TrainVideos:
     """Films the first environments of rank 0 in every so many iterations: a video each, from first to last decision.
 
-    It is a collector's ``on_decision`` and copies frames that are there: nothing is rendered or drawn at random.
+    It is a collector's ``step_hook`` and copies frames that are there: nothing is rendered or drawn at random.
 
     Args:
         run: whose videos they are, in a folder for each iteration.
@@ -37,9 +37,9 @@ class TrainVideos:
     def __init__(self, run: Run, spec: SimulatorSpec, environments: Whole = 0, every: Count = 1):
         self._run, self._spec, self.environments, self.every = run, spec, environments, every
         self._shots: _Shots | None = None  # while it films
-        there = parallel.per_rank(run.config.env["num_envs"], "env.num_envs")
-        if environments > there and parallel.is_main():
-            whose = "" if parallel.world_size() == 1 else " of rank 0, which films"
+        there = distributed.per_rank(run.config.env["num_envs"], "env.num_envs")
+        if environments > there and distributed.is_main():
+            whose = "" if distributed.world_size() == 1 else " of rank 0, which films"
             raise ValueError(
                 f"train_videos.environments={environments}: there are {there} environments{whose}; type "
                 f"train_videos.environments={there} or fewer"
@@ -48,7 +48,7 @@ class TrainVideos:
     @property
     def hook(self) -> TrainVideos | None:
         """What a collector calls with each decision; ``None`` where nothing is filmed."""
-        return self if self.environments and parallel.is_main() else None
+        return self if self.environments and distributed.is_main() else None
 
     @contextlib.contextmanager
     def of(self, iteration: int, chunk_size: int) -> Iterator[None]:
@@ -58,7 +58,8 @@ class TrainVideos:
         shots, self._shots = self._shots, None
         if shots is not None:
             folder = self._run.folder / "videos" / "training" / f"iteration_{iteration:04d}"
-            paths = self._write(shots, folder, frames_per_second(self._spec, chunk_size)) if parallel.is_main() else []
+            speed = frames_per_second(self._spec, chunk_size)
+            paths = self._write(shots, folder, speed) if distributed.is_main() else []
             self._run.log_videos("train", paths, iteration)
 
     def __call__(self, outcome: TensorDictBase) -> None:

@@ -11,6 +11,9 @@ import imageio
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from vla_algos import distributed
+from vla_algos.evaluation import EvaluationResult
+
 _WATCHABLE = 256  # pixels of the longer side
 _SMALLEST, _SHARE = 9, 0.05  # height of the letters: pixels, and of the frame's width
 _WHITE = 255
@@ -83,3 +86,14 @@ def write_video(path: Path, frames: np.ndarray, fps: float) -> Path:
         unfinished.unlink(missing_ok=True)
         raise OSError(f"{path}: {str(error).partition(chr(10))[0]}") from error
     return path
+
+
+def save_videos(folder: Path, result: EvaluationResult, fps: float) -> list[Path]:
+    """Let rank 0 write the recorded episodes as mp4, named after task, trial and outcome; ``fps`` is of decisions."""
+    paths = []
+    for index, frames in result.videos.items() if distributed.is_main() else ():
+        episode = result.episodes[index]
+        outcome = "success" if episode.success_once else "failure"
+        name = f"{index:03d}_{episode.task}_trial{episode.episode.trial_id}_{outcome}.mp4"
+        paths.append(write_video(folder / name, caption(frames, result.captions[index]), fps))
+    return paths

@@ -1,0 +1,58 @@
+"""Behaviour cloning: what the policy is shown of the demonstrations. Learning by it is tested with the recipes."""
+
+import pytest
+import torch
+from decisions import demonstrations
+
+from vla_algos.imitation import BehaviourCloning
+from vla_common import keys
+from vla_policies import SmallVLA, SmallVLAConfig
+
+STATES = torch.arange(24.0).reshape(8, 3)
+
+
+@pytest.fixture
+def policy():
+    torch.manual_seed(0)
+    return SmallVLA(SmallVLAConfig((-1.0,) * 2, (1.0,) * 2, 3, chunk_size=2, num_bins=5))
+
+
+def shown(policy, monkeypatch, **settings):
+    """The states of one step, a batch of all demonstrations, in their order."""
+    seen, loss = [], policy.imitation_loss
+    monkeypatch.setattr(policy, "imitation_loss", lambda td, sigma: (seen.append(td[keys.STATES]), loss(td, sigma))[1])
+    monkeypatch.setattr(torch, "randperm", torch.arange)
+    data = demonstrations(policy)
+    BehaviourCloning(policy, data, steps=1, batch_size=8, **settings).step()
+    assert torch.equal(data[keys.STATES], STATES)  # the demonstrations themselves stay clean
+    return seen[0]
+
+
+def test_states_get_noise(policy, monkeypatch):
+    assert torch.equal(shown(policy, monkeypatch, state_noise=0.0), STATES)
+    noise = shown(policy, monkeypatch, state_noise=0.5) - STATES
+    assert (noise != 0).all()
+    assert 0.2 < noise.std() < 0.8
+
+
+def test_each_entry_may_have_its_own_noise(policy, monkeypatch):
+    noise = shown(policy, monkeypatch, state_noise=[0.0, 5.0, 0.05]) - STATES
+    assert (noise[:, 0] == 0).all()
+    assert noise[:, 1].std() > 1 > 0.2 > noise[:, 2].std() > 0
+
+
+def test_one_state_is_enough_and_a_loss_that_is_not_finite_ends_it(policy):
+    one = demonstrations(policy)[:1]
+    cloning = BehaviourCloning(policy, one, steps=1)
+    assert 0 < cloning.step() < 10
+    one[keys.STATES] = torch.full_like(one[keys.STATES], torch.inf)
+    with pytest.raises(
+        FloatingPointError, match=r"cloning is nan: .* lower lr \(recipes: cloning\.lr\), or look at the demonstrations"
+    ):
+        cloning.step()
+
+
+@pytest.mark.parametrize("noise", [[0.1], [0.1] * 4])
+def test_noise_for_other_states_is_one_clear_error(policy, noise):
+    with pytest.raises(ValueError, match="one for each of the 3 states, got"):
+        BehaviourCloning(policy, demonstrations(policy), steps=1, state_noise=noise)

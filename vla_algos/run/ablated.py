@@ -1,0 +1,105 @@
+"""What evaluate.py does: an evaluation as it is, and again with each ablation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from vla_algos.ablations import DoNothing, SeenImages, blank_images, other_trials, swapped_instructions
+from vla_algos.evaluation import EvaluationResult
+from vla_algos.results import NAME, finished_episodes
+from vla_algos.run.comparing import ablated_file
+from vla_algos.run.evaluator import Evaluator, check_weights
+from vla_algos.run.run import Run
+from vla_algos.run.seeds import seed_rank
+from vla_algos.run.videos import save_videos
+from vla_envs import SimulatorSpec, VLAEnv
+from vla_envs.gym.env import frames_per_second
+from vla_policies import VLAPolicy
+from vla_policies.sharding import gathered
+
+AblationName = Literal["blank_images", "do_nothing", "other_trial", "swapped_instructions"]
+
+
+class AblatedEvaluation:
+    """An evaluation in the folder of a run, and again with each ablation; episodes that are there are not run again.
+
+    Args:
+        run: has the settings (``eval``, ``ablation``, ``pipeline``) and the folder.
+        spec: of the environment.
+
+    Raises:
+        ValueError: an ablation stands there twice, or is not possible with these tasks and episodes.
+    """
+
+    def __init__(self, run: Run, spec: SimulatorSpec):
+        config = run.config
+        self.run, self.spec, self._evaluator = run, spec, Evaluator(**config.eval)
+        self.names = [config.ablation] if isinstance(config.ablation, str) else list(config.ablation or [])
+        self._episodes = self._evaluator.episodes(spec)
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"ablation=[{','.join(self.names)}]: one of them stands there twice; type each once")
+        if "swapped_instructions" in self.names:
+            swapped_instructions(spec.tasks)
+        if "other_trial" in self.names:
+            other_trials(self._episodes, spec.tasks)
+        if "do_nothing" in self.names:
+            DoNothing(spec, 1)
+
+    def __call__(self, env: VLAEnv, policy: VLAPolicy) -> dict[str, EvaluationResult]:
+        """Evaluate as it is, then with each ablation, until one has no result; all begin with the same random numbers.
+
+        Returns:
+            The results by the name of the ablation, of the evaluation as it is ``""``.
+
+        Raises:
+            ValueError: the folder has results of a policy with other weights.
+        """
+        check_weights(self.run.folder, policy)
+        results: dict[str, EvaluationResult] = {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(gathered(policy))
+            seen = None
+            if "other_trial" in self.names:
+                seen = stack.enter_context(SeenImages(self.run.folder))
+                seen.check_room(self.spec, len(self._episodes), policy.chunk_size)
+            for name in ["", *self.names]:
+                seed_rank(self.run.config.seed)
+                options = {"policy": policy, **self._options(name, policy.chunk_size, seen, results)}
+                results[name] = self._evaluate(name, env, **options)
+                if results[name].failure:
+                    break
+        return results
+
+    def _options(
+        self, name: str, chunk_size: int, seen: SeenImages | None, results: Mapping[str, EvaluationResult]
+    ) -> dict[str, Any]:
+        if name == "blank_images":
+            return {"observe": blank_images}
+        if name == "swapped_instructions":
+            return {"observe": swapped_instructions(self.spec.tasks)}
+        if name == "do_nothing":
+            return {"policy": DoNothing(self.spec, chunk_size)}
+        if seen is None:  # it is not asked for
+            return {}
+        left = self._unfinished("other_trial")
+        if name == "":
+            donors = other_trials(self._episodes, self.spec.tasks)
+            return {"observe": seen.keep, "again": {donors[index] for index in left}}
+        usable = {result.index for result in results[""].finished} & seen.join()
+        return {"observe": seen.others(other_trials(self._episodes, self.spec.tasks, usable, left))}
+
+    def _evaluate(self, name: str, env: VLAEnv, **options: Any) -> EvaluationResult:
+        run, evaluator = self.run, self._evaluator
+        how = {"resume": True, "record": evaluator.local_videos, "greedy": run.config.greedy, **run.config.pipeline}
+        path = run.folder / (ablated_file(name) if name else NAME)
+        result = evaluator.run(name or "evaluation", env, path=path, **how, **options)
+        save_videos(run.folder / "videos" / name, result, frames_per_second(self.spec, env.chunk_size))
+        return result
+
+    def _unfinished(self, name: str) -> list[int]:
+        """List the indices of the episodes of an ablation that have no result in the folder yet, or are filmed."""
+        known = finished_episodes(self.run.folder / ablated_file(name), self._episodes, self.spec.chain_length)
+        videos = range(self._evaluator.videos)  # which run again
+        return [index for index in range(len(self._episodes)) if index not in known or index in videos]

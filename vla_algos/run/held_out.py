@@ -1,0 +1,169 @@
+"""The evaluations of a training run, on held-out episodes, and the summary of it that they end with."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vla_algos import distributed
+from vla_algos.evaluation import EvaluationResult
+from vla_algos.run import curves
+from vla_algos.run.comparing import before_and_after
+from vla_algos.run.environments import EvalEnv, check_temperature, evaluated_env, make_env_spec, own_share
+from vla_algos.run.evaluator import Evaluator
+from vla_algos.run.run import Run
+from vla_algos.run.summary import describe_spec, facts_of, never_trained
+from vla_algos.run.training_env import differences
+from vla_algos.run.videos import save_videos
+from vla_common.experiments import as_typed
+from vla_envs import SimulatorSpec, VLAEnv
+from vla_envs.gym.env import frames_per_second
+from vla_envs.workers.pool import SimulatorCrash
+from vla_policies import VLAPolicy
+from vla_policies.sharding import gathered
+
+
+class HeldOut:
+    """Evaluates a policy on the same held-out episodes each time, greedy and filmed, and sampled where asked.
+
+    Args:
+        run: has the settings (``eval``, ``env``, ``pipeline``), and gets results and videos.
+        spec: of the environment of training.
+        processes: that evaluate; ``None`` for all.
+
+    Attributes:
+        spec: of the environment of evaluations.
+
+    Raises:
+        ValueError: settings that do not fit each other, or fewer initial states than are asked for.
+    """
+
+    def __init__(self, run: Run, spec: SimulatorSpec, processes: int | None = None):
+        config = run.config
+        self.run, self.spec, self._trained_on = run, spec, spec
+        self.evaluator = Evaluator(**config.eval)
+        self._pipeline: Mapping[str, Any] = getattr(config, "pipeline", {})
+        self._other: EvalEnv | None = None
+        if config.eval.get("env"):
+            env = {**evaluated_env(config.env, config.eval), "group_size": 1}
+            self.spec = make_env_spec(env, "eval.env")
+            self._other = EvalEnv(own_share(env, self.spec, self._pipeline, "eval.env", processes), self.spec)
+        self.evaluator.episodes(self.spec)  # there are so many
+        self._failure = ""
+
+    def check_policy(self, policy: VLAPolicy) -> None:
+        """Refuse a policy that samples at no temperature, or cannot act in the other suite, before any work."""
+        check_temperature(policy, self.evaluator.temperature)
+        if self._other is not None:
+            self._other.check(policy)
+
+    def __call__(self, env: VLAEnv, policy: VLAPolicy, iteration: int, collector: Any = None) -> None:
+        """Evaluate once, in all processes, and log it; see :meth:`measure`."""
+        self.note(self.measure(env, policy, iteration, collector), policy, iteration)
+
+    def measure(
+        self, env: VLAEnv, policy: VLAPolicy, iteration: int, collector: Any = None
+    ) -> dict[str, EvaluationResult]:
+        """Evaluate once, in all processes that share an environment; the episodes that run in it are abandoned.
+
+        ``collector`` is reset, where the evaluation uses its simulators.
+
+        Returns:
+            Results by the prefix of their metrics: ``eval``, ``eval_sampled``.
+        """
+        other, folder = self._other, self.run.folder / "evaluations" / f"iteration_{iteration:04d}"
+        title = f"evaluation after {iteration}" + (f" on {self.spec.id}" if other else "")
+        started = contextlib.nullcontext(env) if other is None else other.started(policy.chunk_size)
+        with started as held_out, gathered(policy):
+            results = self.evaluator.run_both(title, held_out, policy, folder, **self._pipeline)
+        if collector is not None and other is None:
+            collector.reset()
+        return results
+
+    def note(self, results: dict[str, EvaluationResult], policy: VLAPolicy, iteration: int) -> None:
+        """Log what :meth:`measure` found, with its videos."""
+        self._failure = results["eval"].failure
+        for result in results.values():
+            if result.failure:  # broken for good, the next iteration ends the run
+                self.run.say(f"evaluation after {iteration}: {result.failure}")
+        fps = frames_per_second(self._trained_on, policy.chunk_size)
+        videos = save_videos(self.run.folder / "videos" / f"iteration_{iteration:04d}", results["eval"], fps)
+        metrics = {name: value for prefix, result in results.items() for name, value in result.metrics(prefix).items()}
+        self.run.state.setdefault("evaluations", []).append((results["eval"].table(), metrics))
+        self.run.log(iteration, metrics, notes={"evaluated_on": self.spec.id} if self._other else None)
+        self.run.log_videos("eval", videos, iteration)
+
+    def describe(self) -> str:
+        """Name the suite of training, and that of evaluations where it is another one, for printing."""
+        if self._other is None:
+            return describe_spec(self.spec)
+        shown = "; ".join(
+            f"{name}={now}, not {then}" for name, (then, now) in self._otherwise().items() if name != "id"
+        )
+        lines = [f"trained on {describe_spec(self._trained_on)}", f"evaluated on {describe_spec(self.spec)}"]
+        return "\n".join([*lines, *([f"  otherwise than training: {shown}"] if shown else [])])
+
+    def _otherwise(self) -> dict[str, tuple[Any, Any]]:
+        return differences(self.run.config.env, evaluated_env(self.run.config.env, self.run.config.eval))
+
+    def summarise(self, unit: str = "iteration") -> None:
+        """End the run: note its result, draw its curves, and print its evaluations and where everything is.
+
+        Raises:
+            SimulatorCrash: the last evaluation has no result.
+        """
+        run, state = self.run, self.run.state
+        evaluations, speeds = state["evaluations"], sorted(state.get("speeds", []))
+        where = run.finish(evaluations[-1][1], facts_of(self.spec)) if not self._failure else []
+        if distributed.is_main():
+            texts = [f"stopped: {state['ended']}"] if "ended" in state else []
+            texts += [*never_trained(run.folder), self.describe()]
+            shown = [("before", evaluations[0])] * (len(evaluations) > 1) + [("after", evaluations[-1])]
+            for when, (table, metrics) in shown:
+                rate = metrics.get("eval_sampled/success_once")
+                sampled = "" if rate is None else f"\nsampled: {100 * rate:.1f}%"
+                texts.append(f"{when} {run.config.recipe.upper()}\n{table}{sampled}")
+            texts += before_and_after(run.folder, self.evaluator.mean_of)
+            speed = f", {speeds[len(speeds) // 2]:.0f} env steps/s in training (median)" if speeds else ""
+            texts.append(self._places([*self._draw(unit), *where], speed))
+            print("\n" + "\n\n".join(texts))
+        if self._failure:
+            raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {self._failure}")
+
+    def _places(self, curves: Sequence[str], speed: str) -> str:
+        """Tell where everything of the run is."""
+        run, folder = self.run, self.run.folder
+        command = ["vla-recipe", "run", "evaluate", *self._typed()]
+        rows = {
+            "run": folder,
+            "time": f"{run.elapsed / 60:.1f} minutes{speed}",
+            "policy": folder / "policy",
+            "checkpoints": folder / "checkpoints",
+            "curves": f"\n{' ' * 13}".join([*curves, str(folder / "metrics.jsonl")]),
+            **({"videos": folder / "videos"} if (folder / "videos").is_dir() else {}),
+            "evaluate": shlex.join(command),
+        }
+        return "\n".join(f"{name:<12} {value}" for name, value in rows.items())
+
+    def _typed(self) -> list[str]:
+        """List the settings with which evaluate.py repeats the evaluations of this run."""
+        settings: dict[str, Any] = {"policy.checkpoint": str(self.run.folder / "policy")}
+        if self._other is not None:
+            settings |= {f"env.{name}": now for name, (_, now) in self._otherwise().items()}
+            settings["eval.trials"] = self.evaluator.trials
+            for name in ("repeats", "seed", "mean_of"):
+                if (value := getattr(self.evaluator, name)) not in (getattr(Evaluator, name), []):
+                    settings[f"eval.{name}"] = value
+        return [f"{name}={as_typed(value)}" for name, value in settings.items()]
+
+    def _draw(self, unit: str) -> list[str]:
+        """Draw what was logged; returns where that is, or what to type for it."""
+        if importlib.util.find_spec("matplotlib") is None:
+            return ["for a picture of them: pip install 'vla-torchrl[curves]'"]
+        elsewhere = "" if self._other is None else f", evaluated on {self.spec.id}"
+        title = f"{self.run.config.recipe} in {self._trained_on.id}{elsewhere}, {self.run.folder.name}"
+        drawn = curves.draw(self.run.folder, title, unit)
+        return [] if drawn is None else [str(drawn)]
