@@ -205,7 +205,7 @@ class RoboTwin:
             module = importlib.import_module(f"envs.{name}")
         if getattr(module, "glob", None) is glob:
             # The order of a folder is the file system's. The same seed has to mean the same object everywhere.
-            module.glob = types.SimpleNamespace(glob=lambda pattern: sorted(glob.glob(pattern)))  # type: ignore[attr-defined]
+            module.glob = types.SimpleNamespace(glob=_sorted_files)  # type: ignore[attr-defined]
         return getattr(module, name)
 
 
@@ -260,6 +260,10 @@ def import_all() -> None:
         importlib.import_module("sapien")
     else:
         import_robotwin(folder, assets)
+
+
+def _sorted_files(pattern: str) -> list[str]:
+    return sorted(glob.glob(pattern))
 
 
 def _patch_transforms3d() -> None:
