@@ -56,15 +56,9 @@ def test_the_instructions_of_all_benchmarks_fit():
     assert 0 < longest < WIDTH
 
 
-@pytest.mark.timeout(600)  # ManiSkill compiles shaders
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("metaworld/reach-v3+push-v3", "calvin/lh-mtlc", "maniskill/PutOnPlateInScene25Instruct-v1:test"),
-    ],
-)
+@pytest.mark.parametrize("name", ["metaworld/reach-v3+push-v3", "calvin/lh-mtlc"])
 def test_what_a_benchmark_of_ours_says_is_what_its_tasks_declare(name, caplog):
-    """Sentences that are fixed, drawn, of a chain, and made of a pattern: none is remarked on."""
+    """Sentences that are fixed and of a chain: none is remarked on. ManiSkill's are tested with its other processes."""
     try:
         tasks = make_spec(name).tasks
         env = make_env(name, 1, 4, episodes=EpisodeQueue([Episode(task, 1, 3) for task in range(len(tasks))]))

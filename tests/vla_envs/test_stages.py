@@ -341,7 +341,7 @@ def test_the_queue_may_grow_and_be_stopped():
 
 
 def test_a_broken_simulator_is_said_to_be(tmp_path):
-    env = faulty(tmp_path, "broken", True, {trial: ("exit", 0, 0) for trial in range(60)})
+    env = faulty(tmp_path, "broken", True, {trial: ("raise", 0, 0) for trial in range(60)})
     with closing(env), pytest.raises(SimulatorCrash, match="in a row without a step that worked"):
         evaluate(env, tiny(env), episodes(40), stages=2, overlap_resets=True)
 
