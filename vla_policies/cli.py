@@ -87,8 +87,8 @@ def _print_memory(chosen: argparse.Namespace, settings: Sequence[str]) -> int:
 
 def _read_setting(text: str) -> tuple[str, Any]:
     """Read ``policy.NAME=VALUE`` as recipes take them."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.startswith(_SETTING) or not value:
+    name, _, value = text.partition("=")
+    if not name.startswith(_SETTING) or not value:
         raise ValueError(f"{text!r} is no setting of a policy; type it as recipes take it: policy.lora_rank=32")
     try:
         return name.removeprefix(_SETTING), json.loads(value)

@@ -67,8 +67,7 @@ def shard(
     Raises:
         ValueError: weights that cannot be divided, says which; or ``compute`` would change nothing.
     """
-    say: Callable[[], Sequence[ShardGroup]] = getattr(policy, "shard_groups", tuple)
-    groups = say()
+    groups: Sequence[ShardGroup] = getattr(policy, "shard_groups", tuple)()
     _check(policy, groups)
     if compute is not None and not groups:
         raise ValueError(

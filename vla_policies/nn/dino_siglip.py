@@ -28,10 +28,8 @@ class DualVisionBackbone(nn.Module):
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
         """Return patch features ``[B, n * num_patches, dim]``, image after image.
 
-        Args:
-            pixels: float ``[B, 6 n, H, W]``: for each of ``n`` images, three channels normalised for DINOv2, then
-                three for SigLIP; ValueError for another shape.
-            language: ``[B, film_dim]``, mean embedding of the instruction; FiLM backbones only.
+        ``pixels`` are float ``[B, 6 n, H, W]`` (else ValueError): for each of ``n`` images, three channels normalised
+        for DINOv2, then three for SigLIP. ``language`` ``[B, film_dim]`` is the instruction's mean embedding, for FiLM.
         """
         size = self.config.image_size
         if pixels.ndim != 4 or pixels.shape[1] % 6 or pixels.shape[2:] != (size, size):
