@@ -127,6 +127,7 @@ def _become(words, folder, environment, files):
     os.environ.clear()
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}
     sys.argv = words
+    sys.path.insert(0, os.path.dirname(words[0]))  # as Python does
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         runpy.run_path(words[0], run_name="__main__")

@@ -3,9 +3,8 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
+import forked
 import pytest
 from paths import ROOT
 from safetensors.torch import load_file
@@ -36,8 +35,7 @@ def changed_as_the_page_says(page, recipe, example, folder):
 
 def run(folder, recipe, place, *settings):
     """The metrics of the iterations of a run of a copied recipe."""
-    command = [sys.executable, f"{recipe}.py", *TOY, *settings, f"hydra.run.dir={place}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = forked.run(folder / f"{recipe}.py", *TOY, *settings, f"hydra.run.dir={place}", cwd=folder, limit=180)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "train/loss" in line]
