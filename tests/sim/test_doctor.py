@@ -24,10 +24,17 @@ from vla_envs.probe import run_probe
 from vla_envs.registry import get_benchmark
 from vla_envs.rendering import vulkan
 
+MUJOCOS = """
+import sys
+from vla_envs import doctor
+doctor.benchmarks.names = lambda: ["libero", "metaworld"]
+sys.exit(doctor.diagnose())
+"""
+
 
 def report(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "vla_envs", *arguments],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -37,7 +44,7 @@ def report(*arguments, **environment):
 
 def test_report_of_a_working_machine():
     pytest.importorskip("metaworld", reason="needs Meta-World: pip install 'vla-torchrl[metaworld]'")
-    done = report("--all")
+    done = report("-m", "vla_envs", "--all")
     can_draw = not any(line.split()[:2] == ["broken", "Vulkan"] for line in done.stdout.splitlines())
     assert done.returncode == (0 if can_draw else 1), done.stdout
     assert "metaworld" in done.stdout.splitlines()[-1].removeprefix("Usable now: ").split(", ")
@@ -54,7 +61,7 @@ def test_tasks_alone_are_one_line():
 
 def test_no_renderer_means_not_usable_and_says_what_to_type():
     pytest.importorskip("mujoco", reason="needs MuJoCo: pip install 'vla-torchrl[metaworld]'")
-    done = report(MUJOCO_GL="osmesa", PYOPENGL_PLATFORM="egl")  # MuJoCo refuses this pair
+    done = report("-c", MUJOCOS, MUJOCO_GL="osmesa", PYOPENGL_PLATFORM="egl")  # MuJoCo refuses this pair
     lines = done.stdout.splitlines()
     broken = next(index for index, line in enumerate(lines) if "MUJOCO_GL=osmesa" in line)
     assert lines[broken].split()[0] == "broken"
