@@ -19,7 +19,7 @@ import vla_algos.run.checkpoints
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.minibatches import Minibatch
-from vla_algos.run.checkpoints import CheckpointError, latest_checkpoint, open_checkpoint
+from vla_algos.run.checkpoints import CheckpointError, by_preference, open_checkpoint
 from vla_envs import EpisodeSampler
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
@@ -170,7 +170,7 @@ def test_cloning_resumes(monkeypatch, tmp_path, capsys):
         with pytest.raises(SystemExit):
             clone(again)
     GlobalHydra.instance().clear()
-    assert open_checkpoint(latest_checkpoint(again / "checkpoints")).step == 2
+    assert open_checkpoint(by_preference(again / "checkpoints")[0]).step == 2
     found, measured = clone(again)
     assert measured == expected
     assert all(torch.equal(found[name], weights[name]) for name in weights)
@@ -193,7 +193,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(whole, monkeypa
         ):
             run(name, tmp_path / "run")
     GlobalHydra.instance().clear()
-    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 1
+    assert open_checkpoint(by_preference(tmp_path / "run" / "checkpoints")[0]).step == 1
     assert not list((tmp_path / "run" / "checkpoints").glob(".unfinished*"))
     run(name, tmp_path / "run")
     assert metrics(tmp_path / "run") == expected
@@ -253,7 +253,7 @@ def test_a_signal_while_a_state_is_copied_waits_until_it_is_saved(monkeypatch, t
     interrupt(monkeypatch, StepCollector, "state_dict", 2, terminate)
     with pytest.raises(SystemExit):
         run("ppo", tmp_path / "run", "evaluate_every=0")
-    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 1
+    assert open_checkpoint(by_preference(tmp_path / "run" / "checkpoints")[0]).step == 1
 
 
 def test_a_second_signal_does_not_break_off_the_save(monkeypatch, tmp_path):
@@ -273,7 +273,7 @@ def test_a_second_signal_does_not_break_off_the_save(monkeypatch, tmp_path):
     interrupt(monkeypatch, StepCollector, "rollout", 3, lambda: (stopping.append(True), terminate()))
     with pytest.raises(SystemExit):
         run("ppo", tmp_path / "run", "evaluate_every=0")
-    assert open_checkpoint(latest_checkpoint(tmp_path / "run" / "checkpoints")).step == 2
+    assert open_checkpoint(by_preference(tmp_path / "run" / "checkpoints")[0]).step == 2
 
 
 def test_a_second_start_is_refused_and_control_c_saves(whole, tmp_path):
