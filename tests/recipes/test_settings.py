@@ -120,13 +120,13 @@ from vla_envs import EpisodeSampler
         ),
         (
             "evaluate",
-            ["policy.checkpoint=x", "ablation=[other_trial,other_trial]"],
+            ["policy.checkpoint=.", "ablation=[other_trial,other_trial]"],
             "ablation=[other_trial,other_trial]: one of them stands there twice",
         ),
         ("evaluate", ["policy.checkpoint=x", "ablation=[]"], "ablation=[]: "),
         (
             "evaluate",
-            ["policy.checkpoint=x", "ablation=other_trial", "eval.trials=1"],
+            ["policy.checkpoint=.", "ablation=other_trial", "eval.trials=1"],
             "button-press-topdown-v3 has one trial only; type eval.trials=2 or more",
         ),
         (
