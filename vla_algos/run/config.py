@@ -136,6 +136,8 @@ def _check_processes(found: Mapping[str, Any]) -> None:
         shared["eval.env.num_envs"] = (found["eval"].get("env") or {}).get("num_envs")
         processes = count_processes(launcher)
         numbers = {name: number for name, number in shared.items() if number is not None}
+        if any(each != "all" for each in found.get("placement", {}).values()):
+            numbers = {}  # those that collect share them, which Roles checks
         check_job(launcher, numbers)
         check_shards(found.get("sharding", {}).get("shards", "all"), processes)
     if found.get("sharding", {}).get("cpu_offload") and found["offload"]["optimizer"]:
