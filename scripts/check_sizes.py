@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a package's own modules (with a / behind it)
-    "vla_common": 1_300,
+    "vla_common": 1_295,
     "vla_envs": 11_260,
     "vla_policies": 8_340,
     "vla_algos/": 4_200,
@@ -17,7 +17,7 @@ BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a packag
     "vla_algos/demonstrations": 845,
     "vla_algos/lerobot": 830,
     "vla_algos/disaggregated": 720,
-    "vla_algos/run": 5_060,
+    "vla_algos/run": 4_670,
     "benchmarks": 2_700,
 }
 TOLERANCE = 1.05

@@ -1,4 +1,4 @@
-"""Small policies of every family, made anew or of a checkpoint folder, and the loss that tests learn with."""
+"""Small policies of every family, new or of a checkpoint folder, and the loss that tests learn with."""
 
 import torch
 from openvla_checkpoint import golden, padded

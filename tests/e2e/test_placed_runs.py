@@ -14,7 +14,7 @@ TOY = ("eval.sampled=true",)
 
 
 class DieInTurn:
-    """Dies, in the process of a number, when a turn begins that it is told of."""
+    """Dies, in the process of a number, when the given turn begins."""
 
     number = signal.SIGKILL
 

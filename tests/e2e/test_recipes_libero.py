@@ -40,7 +40,7 @@ def test_two_iterations(name, family, tmp_path, capfd):
     if name == "ppo":
         assert math.isfinite(last["train/loss"])
         assert last["train/actor/log_ratio_at_start"] < 1e-5
-    else:  # a policy that never succeeds has nothing to compare, and is told so
+    else:  # a policy that never succeeds has nothing to compare, which is said
         assert "none of 2 groups carries signal" in capfd.readouterr().out
     assert (tmp_path / "run" / "policy").is_dir()
 

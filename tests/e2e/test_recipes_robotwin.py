@@ -69,7 +69,7 @@ def plan():
 
 @pytest.fixture
 def acting(monkeypatch, plan):
-    """Let the oracle act in place of policies where it is told to; ``decisions`` is what policies have decided on."""
+    """Let the oracle act in place of policies where asked; ``decisions`` is what policies have decided on."""
     acting = SimpleNamespace(decisions=[], presses=lambda decision: True, arms=("aloha-agilex",))
 
     def replace(policy_class):

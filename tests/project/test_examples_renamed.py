@@ -1,4 +1,4 @@
-"""The packages of examples/ become somebody's own by the commands of their pages."""
+"""The packages of examples/ become a user's own by the commands of their pages."""
 
 import re
 import shutil

@@ -55,7 +55,7 @@ RANDOMIZATION = {  # of RoboTwin's task_config/
 
 
 class Row(dict):
-    """What RLinf's run uses, by its own names; ``unread`` are those that nobody has asked for yet."""
+    """What RLinf's run uses, by its own names; ``unread`` are those that were not read yet."""
 
     def __init__(self, values):
         super().__init__({**GUIDE["where_a_file_is_silent"], **values})
@@ -123,7 +123,7 @@ def settings_of_ppo(row):
     yield "loss.clip_value", row["algorithm.value_clip"]
     yield "loss.huber_delta", row["algorithm.huber_delta"]
     yield "optim.value_lr", row["actor.optim.value_lr"]
-    # Fixed or drawn anew, without groups each episode of an iteration is one of its own.
+    # Fixed or drawn again, without groups each episode of an iteration is one of its own.
     assert row["env.train.group_size"] == 1
     assert row["env.train.use_fixed_reset_state_ids"] in (True, False)
 

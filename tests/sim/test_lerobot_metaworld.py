@@ -95,7 +95,7 @@ def test_sft_learns_from_it(written, tmp_path, capsys):
     assert re.search(
         r"button: a data set of LeRobot v\d\.\d, 3 episodes with \d+ frames, 80 a second; images are", said
     )
-    assert "expert" not in said.partition("evaluation")[0]  # nobody recorded anything
+    assert "expert" not in said.partition("evaluation")[0]  # nothing was recorded
     logged = [line for lines in metrics(run).values() for line in lines]
     assert sum("heldout/loss" in line for line in logged) == 2
     kept = json.loads((run / "run.json").read_text())["demonstrations"]

@@ -266,7 +266,7 @@ def _axis_angle(quaternion):
 
 
 def test_the_same_episode_is_the_same_anywhere():
-    """Twice, after other episodes and tasks, in a world built anew, in another suite, and in another process."""
+    """Twice, after other episodes and tasks, in a world built again, in another suite, and in another process."""
     simulator = make_spec("libero/goal", **FAST).make()
     first = trajectory(simulator, Episode(7, 5))
     assert np.abs(np.diff(first["states"][:, :3], axis=0)).max() > 0.005, "the arm has not moved"

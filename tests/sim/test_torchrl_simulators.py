@@ -63,7 +63,7 @@ def test_specs_of_maniskill():
 
 
 def test_collector_buffer_on_disk_and_an_update(tmp_path):
-    """The script of somebody who has a loop of TorchRL's parts."""
+    """The script of a user who has a loop of TorchRL's parts."""
     metaworld()
     env = make_bytes_env(4)
     policy = small(env)

@@ -224,7 +224,7 @@ def ended(processes, within=5.0):
     until = time.monotonic() + within
     while time.monotonic() < until:
         states = [state(process) for process in processes]
-        if all(one in ("", "Z") for one in states):  # a zombie waits for whoever has adopted it
+        if all(one in ("", "Z") for one in states):  # a zombie waits for the process that has adopted it
             return True
         time.sleep(0.02)
     return False

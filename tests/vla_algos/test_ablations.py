@@ -145,7 +145,7 @@ def test_a_task_with_one_trial_is_refused():
         other_trials(GRID, TASKS, usable={0, *range(1, 10, 2)})
 
 
-# ---- nobody acts
+# ---- no action
 
 
 def doing_nothing(neutral_action):

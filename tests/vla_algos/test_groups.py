@@ -103,7 +103,7 @@ def test_lost_runs_are_left_out_of_their_group():
     with_loss, without = Group.of(runs), Group.of(runs[:2])
     assert with_loss.crashed == 1
     assert torch.equal(grpo([with_loss])[ADVANTAGE], grpo([without])[ADVANTAGE])
-    assert not Group.of([episode([0, 1]), episode([0, 0], crashed=True)]).has_signal  # alone, nobody to compare with
+    assert not Group.of([episode([0, 1]), episode([0, 0], crashed=True)]).has_signal  # nothing to compare with
     assert not Group.of([episode([0], crashed=True)]).has_signal
 
 

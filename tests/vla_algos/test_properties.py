@@ -169,7 +169,7 @@ def test_neither_order_nor_labels_of_a_group_matter(data, count, seed):
     assert_close(group_advantages(scores[order], groups[order]), expected[order], rtol=1e-5, atol=1e-6)
     renamed = torch.tensor([7, -3, 1000])[groups]
     assert_close(group_advantages(scores, renamed), expected, rtol=1e-5, atol=1e-6)
-    for label in groups.unique():  # and nobody sees the other groups
+    for label in groups.unique():  # and no group sees the others
         own = groups == label
         assert_close(group_advantages(scores[own], groups[own]), expected[own], rtol=1e-5, atol=1e-6)
 

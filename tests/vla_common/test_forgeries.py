@@ -278,8 +278,8 @@ SPOKEN = {  # of environment.json
     "a callback of Hydra's": ({"defaults": ["base", {"/eval@_global_.hydra.callbacks.x": "trained_on"}]}, CALLBACK),
     "a secret": ({"camera": "${oc.env:FORGED_SECRET}"}, {}),
     "a folder": ({"render_quality": "${new_folder:made}"}, {}),
-    "somebody's calvin_env": ({"id": "calvin/D", "path": "."}, {}),
-    "somebody's RoboTwin": ({"id": "robotwin/place_shoe", "path": "."}, {}),
+    "a calvin_env of another": ({"id": "calvin/D", "path": "."}, {}),
+    "a RoboTwin of another": ({"id": "robotwin/place_shoe", "path": "."}, {}),
 }
 
 

@@ -86,7 +86,7 @@ def test_an_instruction_that_no_task_declares_is_said_once(caplog):
         (Task("far", "go {where}"), 1),
         (Task("far", "one after the other"), 2),
     ],
-    ids=["listed", "worded anew", "pattern", "chain"],
+    ids=["listed", "sentence per episode", "pattern", "chain"],
 )
 def test_an_instruction_that_may_be_one_of_the_tasks_is_not_remarked_on(task, chain_length, caplog):
     assert told(caplog, task, chain_length=chain_length) == []

@@ -323,7 +323,7 @@ def test_a_closed_environment_says_so(use):
 
 
 class Straight(ToyPolicy):
-    """Goes where it is told, by ``reach``."""
+    """Goes where ``reach`` says."""
 
     def __init__(self, reach=1.0):
         super().__init__()

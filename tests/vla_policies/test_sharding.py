@@ -62,7 +62,7 @@ def in_two_passes(policy, part, whole):
 
 
 HALVES, ONE, NOTHING = ((0, 2), (2, 4)), ((0, 1), (1, 4)), ((0, 4), (4, 4))
-CASES = {  # policy, loss, rows of each process, rows of a pass, what shard is told
+CASES = {  # policy, loss, rows of each process, rows of a pass, options of shard
     "a stranger's": (lambda _: Stranger(), clipped, ONE, 2, {}),
     "a stranger's distribution": (lambda _: Stranger(), in_two_passes, HALVES, 2, {}),
     "small": (small, clipped, NOTHING, 2, {}),

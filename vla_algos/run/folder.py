@@ -131,7 +131,7 @@ def new_folder(path: str) -> str:
             Path(name).mkdir(parents=True)
         except FileExistsError:
             continue
-        except OSError:  # whoever writes into it says it better
+        except OSError:  # writing into it fails with a better message
             pass
         return name
     raise AssertionError
@@ -153,7 +153,7 @@ def _check_place(folder: Path) -> None:
         )
     if (folder / "policy").is_dir() and not any((folder / "checkpoints").glob("step_*")):
         raise ValueError(
-            f"{folder} has the policy of a run whose checkpoints are gone: it would begin anew and overwrite it; take "
+            f"{folder} has the policy of a run whose checkpoints are gone: it would begin again and overwrite it; take "
             f"another folder (hydra.run.dir=...), or remove {folder / 'policy'}"
         )
 

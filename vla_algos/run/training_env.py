@@ -36,7 +36,7 @@ _TYPES = {
     "protocol_deviations": list[str],
 }
 _NEEDED = ("recipe", "env", "chunk_size")
-_NAME = "trained_on"  # what Hydra is told to choose
+_NAME = "trained_on"  # the choice that Hydra gets
 
 
 def save_training_env(

@@ -249,7 +249,7 @@ def test_a_hook_that_fails_loses_nothing(policy):
 
 def test_slots_that_stay_idle_while_episodes_wait_are_an_error_and_not_an_endless_loop(policy):
     collector = EpisodeCollector(env := ToyEnv(2), policy, queue(6))
-    collector.step_hook = lambda _: env.set_episodes(EpisodeQueue())  # somebody takes the environment away
+    collector.step_hook = lambda _: env.set_episodes(EpisodeQueue())  # the caller takes the environment away
     trials = []
     collector.post_collect_hook = lambda episode: trials.append(int(episode[TRIAL_ID][0]))
     with pytest.raises(RuntimeError, match="no slot of the environment takes one"):

@@ -51,7 +51,7 @@ class StateValuePolicy(ToyPolicy):
 
 
 def assert_same(first, second):
-    """Equal to the bit; values that nobody asked for are NaN in both."""
+    """Equal to the bit; values that were not asked for are NaN in both."""
     assert set(first.keys(True, True)) == set(second.keys(True, True))
     for key in first.keys(True, True):
         torch.testing.assert_close(first[key], second[key], rtol=0, atol=0, equal_nan=True)
@@ -104,7 +104,7 @@ def test_batches_do_not_share_memory(policy):
 @pytest.mark.parametrize("goal", [5, 100])  # 100: nothing terminates, everything is truncated
 @pytest.mark.parametrize("bootstrap", BOOTSTRAPS)
 def test_next_value_is_the_value_of_the_true_next_observation(bootstrap, goal, values):
-    """NaN where the bootstrap does not look beyond the end of the episode, so that nobody can use it by mistake."""
+    """NaN where the bootstrap does not look beyond the end of the episode, so that it cannot be used by mistake."""
     torch.manual_seed(0)
     env = ToyEnv(N, goal=goal, crashes={6: 1})
     batch = StepCollector(env, StateValuePolicy(values), 12, bootstrap=bootstrap).rollout()
@@ -238,7 +238,7 @@ def test_a_collector_whose_environment_somebody_else_has_used_begins_anew(policy
     for use in uses():
         for one, other in zip(rollouts(use, reset=False), rollouts(use, reset=True), strict=True):
             assert_same(one, other)
-    first, second = rollouts(lambda env: evaluate(env, policy, []), reset=False)  # nobody was there
+    first, second = rollouts(lambda env: evaluate(env, policy, []), reset=False)  # no episode ran
     running = ~first[NEXT, DONE][:, -1]
     assert (second[NEXT, EPISODE_LEN][:, 0] > first[NEXT, EPISODE_LEN][:, -1])[running].all()
 

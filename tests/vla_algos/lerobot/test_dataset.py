@@ -301,7 +301,7 @@ def test_videos_that_are_missing_or_others_are_named(tmp_path, policy):
     found = LeRobotDemonstrations.open(folder, SPEC)
     with pytest.raises(ValueError, match=r"damaged, videos/.*file-000\.mp4 has no frame at 0\.188 s"):
         FrameReader(found.folder).read(found.camera, np.array([15]))
-    file.write_text("#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:1/\n")  # a list of addresses, which nobody follows
+    file.write_text("#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:1/\n")  # a list of addresses, which are not followed
     with pytest.raises(ValueError, match=r"damaged, videos/.*file-000\.mp4: "):
         found.for_policy(policy)
     file.unlink()
@@ -394,7 +394,7 @@ def test_a_checkpoint_takes_statistics_of_the_data_set(kind, plain, tmp_path):
 
 @pytest.mark.parametrize("kind", ["pi05", "openvla"])
 def test_what_is_saved_has_the_statistics(kind, plain, tmp_path):
-    """Whoever loads it types neither a data set nor its name."""
+    """The caller types neither a data set nor its name."""
     policy = checkpoint(kind, tmp_path / "checkpoint")
     learnt_from(plain, policy, statistics="demonstrations")
     policy.save_pretrained(tmp_path / "saved")

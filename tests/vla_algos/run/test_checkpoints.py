@@ -173,7 +173,7 @@ def test_truncated_file(tmp_path):
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=r"has another tensors/process.* resume from the checkpoint before"):
         open_checkpoint(folder)
-    write_checksums(folder, ["training.json", "process_00000.json", TENSORS])  # as somebody may have
+    write_checksums(folder, ["training.json", "process_00000.json", TENSORS])  # as a user may have
     with pytest.raises(CheckpointError, match=r"tensors cannot be read \(.*resume from the checkpoint before"):
         open_checkpoint(folder).fill({"x": torch.zeros(1000)})
 

@@ -1,4 +1,4 @@
-"""What a job is checked for before it is submitted, and what sbatch is told; no SLURM is needed.
+"""What a job is checked for before it is submitted, and what sbatch gets; no SLURM is needed.
 
 ``sbatch`` is a script that keeps what it was called with; what submitit writes for it is submitit's.
 """
@@ -83,7 +83,7 @@ def test_what_is_right_is_submitted(submit):
 
 
 def test_a_folder_of_another_run_is_refused(submit, tmp_path):
-    """Of what is in it already only another run counts: whoever submits the same again resumes."""
+    """Of what is in it already only another run counts: submitting the same again resumes."""
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     for seed in ("", "launcher.seeds=[3]"):
         place = tmp_path / "run" / ("seed3" if seed else "")

@@ -28,7 +28,7 @@ SOLVED = [True, True, False, True]
 
 @pytest.fixture
 def no_network(monkeypatch):
-    """Fails whoever asks for a connection."""
+    """Fails every connection."""
 
     def refuse(*_, **__):
         raise AssertionError("something wants to connect")

@@ -160,7 +160,7 @@ def clone(shards=None, auxiliary=0.0):
     moments = {name: state[each]["exp_avg"].clone() for name, each in trained if each in state}
     losses += [learner.step() for _ in range(3)]
     losses.append(learner.evaluate(data)["loss"])
-    if shards is not None:  # whoever reads them finds its parts, also after passes without a gradient
+    if shards is not None:  # each reader finds its parts, also after passes without a gradient
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
     weights = (
         [each.detach().clone() for each in learner.state_prediction.parameters()] if learner.state_prediction else []

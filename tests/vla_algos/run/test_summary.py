@@ -26,7 +26,7 @@ NAN = float("nan")
     ],
 )
 def test_an_iteration_in_which_no_episode_ended_is_shown_in_words(metrics, shown, in_a_job, monkeypatch, capsys):
-    """A share of nothing is not a number, and ``nan%`` tells nobody so."""
+    """A share of nothing is not a number, and ``nan%`` does not say so."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if in_a_job:
         monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -149,7 +149,7 @@ def test_a_simulator_that_cannot_be_told_refuses_chosen_gpus(monkeypatch):
     ],
 )
 def test_sapiens_workers_take_turns(monkeypatch, gpus, shown, visible, chosen):
-    """RoboTwin's are shown one GPU alone; ManiSkill is told the number of one that is shown."""
+    """RoboTwin's are shown one GPU alone; ManiSkill gets the number of one that is shown."""
     monkeypatch.setattr(vulkan, "has_gpu", lambda: True)
     monkeypatch.setattr("vla_envs.maniskill.simulator.has_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: shown)
@@ -170,7 +170,7 @@ def test_sapiens_workers_take_turns(monkeypatch, gpus, shown, visible, chosen):
     monkeypatch.delenv(WORKER)
     monkeypatch.setattr(vulkan, "_own", [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    vulkan.show_own_gpu(2)  # somebody's own process is left alone
+    vulkan.show_own_gpu(2)  # a process of the user's own is left alone
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
