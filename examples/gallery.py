@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from vla_envs import Episode, make_spec
 
-SIDE, COLOURS, FRAMES_PER_SECOND = 256, 128, 10  # pixels of the longer side
+SIDE, COLOURS, FRAMES_PER_SECOND = 256, 255, 10  # pixels of the longer side
 CLIPS = {  # by name: the environment, its options, frames, and actions between them
     "metaworld": ("metaworld/assembly-v3", {"image_size": SIDE}, 40, 3),
     "libero": ("libero/goal", {}, 40, 2),
@@ -49,7 +49,8 @@ def film(name, options, frames, between):
 if __name__ == "__main__":
     for clip in sys.argv[1:] or CLIPS:
         shots = film(*CLIPS[clip])
-        palette = shots[len(shots) // 2].quantize(COLOURS)  # one for all, without dither: what rests costs nothing
+        # One palette for all and no dither: what rests costs nothing.
+        palette = shots[len(shots) // 2].quantize(COLOURS, method=Image.Quantize.FASTOCTREE)
         first, *others = [shot.quantize(palette=palette, dither=Image.Dither.NONE) for shot in shots]
         how = {"save_all": True, "loop": 0, "duration": 1000 // FRAMES_PER_SECOND, "optimize": True}
         first.save(f"docs/gallery/{clip}.gif", append_images=others, **how)

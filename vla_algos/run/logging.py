@@ -30,7 +30,7 @@ from tqdm import tqdm
 from vla_algos import distributed
 from vla_algos.files import finite_or_none, flush, write_atomically
 from vla_algos.run.folder import flat
-from vla_algos.run.provenance import run_id
+from vla_algos.run.provenance import last_sent, run_id
 from vla_common.plain import parse_json
 from vla_common.settings import check_settings, setting_types
 
@@ -200,8 +200,9 @@ class _Service(Logger):
         group: str | None = None,
         videos: bool = True,
     ):
-        self._videos, self._logged = videos, {} if after is None else _last_steps(folder / "metrics.jsonl")
+        self._videos = videos
         self._id = run_id(folder, self.name, new=after is None)
+        self._logged = last_sent(folder, self.name, {} if after is None else _last_steps(folder / "metrics.jsonl"))
         self._name = name or "/".join(folder.absolute().parts[-2:])[-_LONGEST_NAME:]
         self._where = {"project": project, "group": group}
 
