@@ -13,7 +13,7 @@ from vla_algos.intervals import wilson_interval
 Lines = Sequence[Mapping[str, Any]]  # of a run's metrics.jsonl
 _MANY = 80  # points of a line; of more, neighbours are one
 _FEW = 30  # points, up to which each is marked
-_PARTS = 4  # at least so many parts of an axis
+_PARTS = 5  # of an axis, at most
 _TRAINING, _GREEDY, _SAMPLED = "training, sampled", "evaluation, greedy", "evaluation, sampled"
 
 
@@ -42,7 +42,7 @@ PANELS = (
     Panel("return of an episode", {"env/return": _TRAINING, "eval/return": _GREEDY}),
     Panel("loss", {"train/loss": "training", "heldout/loss": "held-out demonstrations"}),
     Panel("error of held-out actions, share of half the range", {"heldout/error": ""}, low=0),
-    Panel("KL of the update from the policy that acted, nats", {"train/actor/kl_k3": ""}, low=0),
+    Panel("KL from the policy that acted, nats", {"train/actor/kl_k3": ""}, low=0),
     Panel("explained variance of the critic, 1 at best", {"train/critic/explained_variance": ""}, high=1, least=-1),
     Panel("learning rate", {"train/actor/lr": "policy", "train/critic/lr": "critic"}, only_changing=True),
     Panel(
@@ -87,12 +87,7 @@ class Curve:
 
 
 class Plot:
-    """A panel as a template draws it, x and y from 0 to 100, y downwards.
-
-    Args:
-        panel: what is shown.
-        groups: of each setting its label and the lines of its runs.
-    """
+    """A panel as a template draws it, x and y from 0 to 100, y downwards; ``groups`` are the lines of runs by label."""
 
     def __init__(self, panel: Panel, groups: Mapping[str, Sequence[Lines]]):
         self.title, self.curves = panel.title, list(_curves(panel, groups))
@@ -116,12 +111,15 @@ class Plot:
 
 
 def plots(groups: Mapping[str, Sequence[Lines]]) -> list[Plot]:
-    """Make a plot of each panel that the runs have something for."""
-    return [plot for panel in PANELS if (plot := Plot(panel, groups)).curves]
+    """Make a plot of each panel that there is a line for."""
+    made = (Plot(panel, groups) for panel in PANELS)
+    return [plot for plot in made if any(len(curve.points) > 1 for curve in plot.curves)]
 
 
 def _curves(panel: Panel, groups: Mapping[str, Sequence[Lines]]) -> Iterator[Curve]:
     for place, (name, label) in enumerate(panel.lines.items()):
+        if place and len(groups) > 1 and not name.startswith("eval"):  # of many runs what is told apart
+            continue
         seen = {value for runs in groups.values() for lines in runs for _, value in points(lines, name)}
         if len(seen) <= int(panel.only_changing):  # there is nothing to see of it
             continue
@@ -159,5 +157,5 @@ def _ticks(low: float, high: float) -> list[float]:
     """List round numbers from ``low`` to ``high``."""
     rough = (high - low) / _PARTS
     unit = 10.0 ** math.floor(math.log10(rough))
-    step = max(each * unit for each in (1, 2, 5) if each * unit <= rough)
+    step = min(each * unit for each in (1, 2, 5, 10) if each * unit >= rough)
     return [step * turn for turn in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

@@ -19,8 +19,7 @@ from omegaconf import OmegaConf
 from vla_algos.comparison import compare
 from vla_algos.files import check_links, write_atomically
 from vla_algos.intervals import Estimate, mean_of_estimates, paired_difference, wilson_interval
-from vla_algos.results import NAME as EPISODES
-from vla_algos.results import EpisodeResult, read_episodes
+from vla_algos.results import NAME, EpisodeResult, read_episodes
 from vla_algos.run.arguments import compose_settings
 from vla_algos.run.comparing import ablated_file, ablations_of, evaluations_of
 from vla_algos.run.folder import flat, settings_of
@@ -29,10 +28,10 @@ from vla_algos.run.plots import number, plots, points
 from vla_algos.run.provenance import read_record
 from vla_algos.run.summary import never_trained
 
-NAME = "report.html"
+PAGE = "report.html"
 LARGEST = 5_000_000  # bytes of a page
 _FILMS, _FILM_BYTES = 24, 2_400_000  # on a page; as text they are a third longer
-_MARKS = ("config.yaml", "run.json", "metrics.jsonl", EPISODES)  # the folder of a run has one of them
+_MARKS = ("config.yaml", "run.json", "metrics.jsonl", NAME)  # the folder of a run has one of them
 _OURS = '<meta name="generator" content="vla-recipe report">'
 _FREE = ("seed", "resume", "checkpoint_every", "launcher.", "logger.", "train_videos.")  # make no other experiment
 _PARTS = {  # of the time of an iteration
@@ -58,7 +57,7 @@ def write_report(folders: Sequence[Path], to: Path | None = None, conf: Path | N
         ValueError: a folder has no run, or a link out of it; or the file is there and is no such page.
     """
     runs = [_Run(folder) for given in folders for folder in _runs_in(given)]
-    file = to or (folders[0] if len(folders) == 1 else Path()) / NAME
+    file = to or (folders[0] if len(folders) == 1 else Path()) / PAGE
     if file.is_dir() or (file.exists() and _OURS not in file.read_text(errors="replace")[:1000]):
         raise ValueError(f"{file} is there and is no page of vla-recipe report; type --to FILE.html for another one")
     page = _render(runs, conf)
@@ -113,7 +112,7 @@ class _Result:
         results = [result for result in results if result.difference] or results
         sides = [[getattr(each, side) for each in results] for side in ("before", "after", "difference")]
         before, after, gain = (
-            side[0] if len(side) == 1 else mean_of_estimates(side) if all(side) else None for side in sides
+            row[0] if len(row) == 1 else mean_of_estimates(row) if all(row) else None for row in sides
         )
         return cls(sum(each.episodes for each in results), before, after, gain, len(results))
 
@@ -154,7 +153,7 @@ class _Run:
         if (self.folder / "metrics.json").is_file():
             kind = "sampled" if self.settings.get("greedy") is False else "greedy"
             for name in ["", *ablations_of(self.folder)]:
-                file = self.folder / (ablated_file(name) if name else EPISODES)
+                file = self.folder / (ablated_file(name) if name else NAME)
                 heading = name.replace("_", " ") or "as it is"
                 yield _Evaluation(heading, self.folder / "videos" / name, {kind: read_episodes(file)})
 
@@ -269,11 +268,13 @@ class _Group:
 
 def _render(runs: Sequence[_Run], conf: Path | None) -> str:
     settings = [{name: str(v) for name, v in run.settings.items() if not name.startswith(_FREE)} for run in runs]
-    names = sorted({name for own in settings for name in own if any(own[name] != each.get(name) for each in settings)})
-    grouped: dict[str, list[_Run]] = {}
+    common = [name for name in settings[0] if all(name in own for own in settings)]
+    names = [name for name in common if len({own[name] for own in settings}) > 1]
+    grouped: dict[tuple[str, str], list[_Run]] = {}
     for run, own in zip(runs, settings, strict=True):
-        grouped.setdefault(", ".join(f"{name}={own[name]}" for name in names if name in own), []).append(run)
-    groups = [_Group(label, each, conf) for label, each in grouped.items()]
+        grouped.setdefault((", ".join(f"{name}={own[name]}" for name in names), str(own)), []).append(run)
+    several = len({label for label, _ in grouped}) < len(grouped)  # settings that not all of them have
+    groups = [_Group(each[0].folder.name if several else label, each, conf) for (label, _), each in grouped.items()]
     films, shown, room = [row for group in groups for row in group.films], dict[Path, str](), _FILM_BYTES
     for row in films:
         size = sum(film.stat().st_size for *_, film in row)
@@ -282,7 +283,7 @@ def _render(runs: Sequence[_Run], conf: Path | None) -> str:
             shown |= {film: f"data:video/mp4;base64,{base64.b64encode(film.read_bytes()).decode()}" for *_, film in row}
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"default": vars}
-    curves = plots({label: [run.lines for run in each] for label, each in grouped.items()})
+    curves = plots({group.label: [run.lines for run in group.runs] for group in groups})
     left_out = sum(len(row) for row in films) - len(shown)
     template = environment.get_template("report.html.jinja")
     return template.render(runs=runs, groups=groups, plots=curves, films=shown, left_out=left_out)
