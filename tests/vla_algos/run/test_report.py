@@ -175,7 +175,7 @@ def test_its_numbers_are_those_of_the_folder(tmp_path):
     assert "Yes. Success rises from 37.5 % to 87.5 % of the same 8 held-out episodes: +50.0 points" in found.text
     assert found.all("tr", "data-row") == ["all tasks", "open", "close"]
     assert set(map(float, found.all("td", "data-after"))) == {7 / 8, 1.0, 3 / 4}
-    for text in ("64 x 64 pixels", "python3 recipes/ppo.py seed=0", "1 episodes fail in the end", "27.5 s", "torch 2"):
+    for text in ("64 x 64 pixels", "python3 recipes/ppo.py seed=0", "1 episode fails in the end", "27.5 s", "torch 2"):
         assert text in found.text
 
 
@@ -357,7 +357,7 @@ def test_another_file_is_not_overwritten_and_mistakes_are_one_line(tmp_path, cap
     Path("mine.html").write_text("mine")
     for typed, said in {
         ("run", "--to", "mine.html"): "mine.html is there and is no page of vla-recipe report; type --to",
-        ("runn",): "runn: there is no such folder; type that of a run",
+        ("elsewhere",): "elsewhere: there is no such folder; type that of a run",
         ("run/videos",): "run/videos has no run in it",
     }.items():
         assert main(["report", *typed]) == 2
