@@ -229,9 +229,9 @@ class _Group:
             first, last = run.evaluations[0], run.evaluations[0 if run.recipe == "evaluate" else -1]
             solved = {each.name for each in first.results.get(run.kind, ()) if each.success_once}
             for each in (each for each in last.results.get(run.kind, ()) if not each.success_once):
-                row = found.setdefault(each.name, {"episode": each, "times": 0, "before": 0})
+                row = found.setdefault(each.name, {"result": each, "times": 0, "before": 0})
                 row.update(times=row["times"] + 1, before=row["before"] + (each.name in solved))
-        return sorted(found.values(), key=lambda row: (-row["times"], row["episode"].index))
+        return sorted(found.values(), key=lambda row: (-row["times"], row["result"].index))
 
     @property
     def films(self) -> list[list[tuple[str, EpisodeResult, Path]]]:

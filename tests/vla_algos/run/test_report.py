@@ -187,6 +187,14 @@ def test_whether_training_helps_is_said_as_the_interval_says(tmp_path):
     assert "\N{MINUS SIGN}37.5 points" in page(worse).text
 
 
+def test_solved_tasks_of_a_chain_are_said(tmp_path):
+    folder = run(tmp_path / "run", finished=False)
+    with open(folder / "metrics.jsonl", "a") as file:
+        for step, solved in ((0, 1.25), (2, None), (4, 2.5)):
+            file.write(json.dumps({"step": step, "eval/avg_num_subtasks": solved}) + "\n")
+    assert "1.25 tasks of a chain are solved at first, 2.50 in the end" in page(folder).text
+
+
 def test_the_same_episode_is_shown_before_and_after(tmp_path):
     folder = run(tmp_path / "run")
     found = page(folder)
