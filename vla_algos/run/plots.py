@@ -120,12 +120,13 @@ def _curves(panel: Panel, groups: Mapping[str, Sequence[Lines]]) -> Iterator[Cur
     for place, (name, label) in enumerate(panel.lines.items()):
         if place and len(groups) > 1 and not name.startswith("eval"):  # of many runs what is told apart
             continue
-        seen = {value for runs in groups.values() for lines in runs for _, value in points(lines, name)}
-        if len(seen) <= int(panel.only_changing):  # there is nothing to see of it
+        seen = [pair for runs in groups.values() for lines in runs for pair in points(lines, name)]
+        if len({value for _, value in seen}) <= int(panel.only_changing):  # there is nothing to see of it
             continue
+        evaluated = name.startswith("eval")
+        width = 1 if evaluated else math.ceil((max(seen)[0] + 1) / _MANY)
         for turn, (group, runs) in enumerate(groups.items()):
-            evaluated = name.startswith("eval")
-            merged = _merged([points(lines, name) for lines in runs], most=math.inf if evaluated else _MANY)
+            merged = _merged([points(lines, name) for lines in runs], width)
             intervals = evaluated and panel.percent and len(runs) == 1
             if intervals:
                 merged = [_with_interval(point, runs[0], name) for point in merged]
@@ -136,10 +137,11 @@ def _curves(panel: Panel, groups: Mapping[str, Sequence[Lines]]) -> Iterator[Cur
                 yield Curve(name, text, color, merged, evaluated or len(merged) <= _FEW, intervals)
 
 
-def _merged(runs: Sequence[Sequence[tuple[float, float]]], most: float) -> list[Point]:
-    """Join what several runs have of a step, and neighbours where there are more than ``most`` steps."""
-    last = max((step for run in runs for step, _ in run), default=0)
-    width, near = math.ceil((last + 1) / most) or 1, dict[int, list[tuple[float, float]]]()
+def _merged(runs: Sequence[Sequence[tuple[float, float]]], width: int) -> list[Point]:
+    """Join ``width`` neighbours of a run; of several runs the means of that."""
+    if len(runs) > 1:
+        runs = [[(point.step, point.value) for point in _merged([run], width)] for run in runs]
+    near: dict[int, list[tuple[float, float]]] = {}
     for step, value in sorted(each for run in runs for each in run):
         near.setdefault(int(step // width), []).append((step, value))
     parts = (tuple(zip(*each, strict=True)) for each in near.values())

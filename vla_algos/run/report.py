@@ -32,7 +32,6 @@ PAGE = "report.html"
 LARGEST = 5_000_000  # bytes of a page
 _FILMS, _FILM_BYTES = 24, 2_400_000  # on a page; as text they are a third longer
 _MARKS = ("config.yaml", "run.json", "metrics.jsonl", NAME)  # the folder of a run has one of them
-_OURS = '<meta name="generator" content="vla-recipe report">'
 _FREE = ("seed", "resume", "checkpoint_every", "launcher.", "logger.", "train_videos.")  # make no other experiment
 _PARTS = {  # of the time of an iteration
     "collecting": "time/rollout",
@@ -58,7 +57,7 @@ def write_report(folders: Sequence[Path], to: Path | None = None, conf: Path | N
     """
     runs = [_Run(folder) for given in folders for folder in _runs_in(given)]
     file = to or (folders[0] if len(folders) == 1 else Path()) / PAGE
-    if file.is_dir() or (file.exists() and _OURS not in file.read_text(errors="replace")[:1000]):
+    if file.is_dir() or (file.exists() and "vla-recipe report" not in file.read_text(errors="replace")[:1000]):
         raise ValueError(f"{file} is there and is no page of vla-recipe report; type --to FILE.html for another one")
     page = _render(runs, conf)
     if len(page.encode()) > LARGEST:
@@ -154,8 +153,8 @@ class _Run:
             kind = "sampled" if self.settings.get("greedy") is False else "greedy"
             for name in ["", *ablations_of(self.folder)]:
                 file = self.folder / (ablated_file(name) if name else NAME)
-                heading = name.replace("_", " ") or "as it is"
-                yield _Evaluation(heading, self.folder / "videos" / name, {kind: read_episodes(file)})
+                videos, results = self.folder / "videos" / name, {kind: read_episodes(file)}
+                yield _Evaluation(name.replace("_", " ") or "as it is", videos, results)
 
     def _of_training(self) -> Iterator[_Evaluation]:
         done = {step for step, episodes in points(self.lines, "eval/num_episodes") if episodes}
@@ -268,8 +267,9 @@ class _Group:
 
 def _render(runs: Sequence[_Run], conf: Path | None) -> str:
     settings = [{name: str(v) for name, v in run.settings.items() if not name.startswith(_FREE)} for run in runs]
-    common = [name for name in settings[0] if all(name in own for own in settings)]
-    names = [name for name in common if len({own[name] for own in settings}) > 1]
+    names = [
+        name for name in settings[0] if len(found := {own.get(name) for own in settings}) > 1 and None not in found
+    ]
     grouped: dict[tuple[str, str], list[_Run]] = {}
     for run, own in zip(runs, settings, strict=True):
         grouped.setdefault((", ".join(f"{name}={own[name]}" for name in names), str(own)), []).append(run)

@@ -75,6 +75,10 @@ def test_of_many_points_neighbours_are_one():
     (curve,) = plot_of("loss", {"": [lines]}).curves
     assert 40 <= len(curve.points) <= 80
     assert all(point[1:] == pytest.approx((0.5, 0, 1), abs=0.1) for point in curve.points)
+    higher = [{"step": line["step"], "train/loss": line["train/loss"] + 1} for line in lines[:500]]
+    (curve,) = plot_of("loss", {"": [lines, higher]}).curves
+    assert curve.points[3][1:] == pytest.approx((1, 0.5, 1.5), abs=0.1), "a band is of runs, not of neighbours"
+    assert curve.points[-1][1:] == pytest.approx((0.5, 0.5, 0.5), abs=0.1)
 
 
 def test_settings_are_told_apart_by_colour_and_seeds_are_not():
