@@ -266,15 +266,13 @@ class _Group:
 
 
 def _render(runs: Sequence[_Run], conf: Path | None) -> str:
-    settings = [{name: str(v) for name, v in run.settings.items() if not name.startswith(_FREE)} for run in runs]
-    names = [
-        name for name in settings[0] if len(found := {own.get(name) for own in settings}) > 1 and None not in found
-    ]
+    settings = [{key: str(v) for key, v in sorted(run.settings.items()) if not key.startswith(_FREE)} for run in runs]
+    names = [key for key in settings[0] if len(found := {own.get(key) for own in settings}) > 1 and None not in found]
     grouped: dict[tuple[str, str], list[_Run]] = {}
     for run, own in zip(runs, settings, strict=True):
         grouped.setdefault((", ".join(f"{name}={own[name]}" for name in names), str(own)), []).append(run)
     several = len({label for label, _ in grouped}) < len(grouped)  # settings that not all of them have
-    groups = [_Group(each[0].folder.name if several else label, each, conf) for (label, _), each in grouped.items()]
+    groups = [_Group(str(each[0].folder) if several else label, each, conf) for (label, _), each in grouped.items()]
     films, shown, room = [row for group in groups for row in group.films], dict[Path, str](), _FILM_BYTES
     for row in films:
         size = sum(film.stat().st_size for *_, film in row)
