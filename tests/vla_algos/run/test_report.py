@@ -201,6 +201,10 @@ def test_the_same_episode_is_shown_before_and_after(tmp_path):
     assert [url[:22] for url in found.all("video", "src")] == ["data:video/mp4;base64,"] * 2
     assert "The same episode, before and after" in found.text
     assert "before: solved after: solved" in found.text
+    (film,) = found.all("figure", "id")
+    assert found.all("a", "href") == [], "the episode that fails in the end is not filmed"
+    evaluate(folder, 4, episodes(0), videos=1)
+    assert page(folder).all("a", "href") == [f"#{film}"]
 
 
 def test_settings_that_are_not_the_default_are_listed(tmp_path):
