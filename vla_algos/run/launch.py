@@ -43,13 +43,13 @@ def run_recipe(train: Train, types: Types, conf: Path | None, config: DictConfig
     """Run a recipe in this process, and write the page of the run; see :func:`launch`."""
     settings = read_config(config, types)
     with says_how_to_resume(folder), Run(settings, folder) as run:
-        if said := distributed.broadcast_object(what_finished(settings, folder) if distributed.is_main() else ""):
-            print(said)
-            return
-        if distributed.is_main():
-            print(f"run          {folder}")
-        train(settings, run)
-        if distributed.is_main():
+        main = distributed.is_main()
+        finished = distributed.broadcast_object(what_finished(settings, folder) if main else "")
+        if main:
+            print(finished or f"run          {folder}")
+        if not finished:
+            train(settings, run)
+        if main:
             print(report_at_end(folder, conf))
 
 
