@@ -1,4 +1,7 @@
-"""Draw the learning curves of several runs: ``python benchmarks/curves.py RUN RUN RUN --output curves.png``."""
+"""Draw the learning curves of several runs, for the pages of the recipes; needs matplotlib.
+
+``python benchmarks/curves.py RUN RUN RUN --output curves.png``; ``vla-recipe report RUN RUN RUN`` has more of them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from vla_algos.run.curves import points, smooth
 from vla_algos.run.logging import entries
+from vla_algos.run.plots import points
 
 
 def main() -> None:
@@ -30,16 +33,24 @@ def main() -> None:
     for index, run in enumerate(arguments.runs):
         color = f"C{index}"
         lines = entries(run / "metrics.jsonl")
-        places, training = points(lines, "env/success_once", along)
-        axes.plot(
-            [place / scale for place in places], smooth(training, arguments.smooth), color=color, alpha=0.4, linewidth=1
-        )
-        places, evaluation = points(lines, arguments.success, along)
-        axes.plot([place / scale for place in places], evaluation, color=color, marker="o", label=run.name)
+        places, training = split(points(lines, "env/success_once", along), scale)
+        axes.plot(places, smooth(training, arguments.smooth), color=color, alpha=0.4, linewidth=1)
+        places, evaluation = split(points(lines, arguments.success, along), scale)
+        axes.plot(places, evaluation, color=color, marker="o", label=run.name)
     axes.set(xlabel=unit, ylabel="success", ylim=(0, 1.02), title=arguments.title)
     axes.grid(alpha=0.3)
     axes.legend(title="bold: greedy, held-out grid; thin: sampled, training", loc="lower right")
     figure.savefig(arguments.output, dpi=120)
+
+
+def split(pairs: list[tuple[float, float]], scale: float) -> tuple[list[float], list[float]]:
+    return [place / scale for place, _ in pairs], [value for _, value in pairs]
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    half = window // 2
+    parts = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
+    return [sum(part) / len(part) for part in parts]
 
 
 if __name__ == "__main__":

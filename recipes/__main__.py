@@ -1,7 +1,7 @@
-"""Run and copy recipes from any folder, compare and publish what came of them.
+"""Run and copy recipes from any folder, show, compare and publish what came of them.
 
-``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``, ``vla-recipe compare runs/a runs/b``,
-``vla-recipe merge FOLDER --to NEW``, ``vla-recipe card FOLDER EVALUATION``.
+``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``, ``vla-recipe report runs/a runs/b``,
+``vla-recipe compare runs/a runs/b``, ``vla-recipe merge FOLDER --to NEW``, ``vla-recipe card FOLDER EVALUATION``.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="vla-recipe",
-        description="Run recipes from any folder, copy one out to change it, compare two evaluations, or prepare a "
-        "policy for publication.",
+        description="Run recipes from any folder, copy one out to change it, show what came of runs, compare "
+        "two evaluations, or prepare a policy for publication.",
         epilog="Settings of a recipe: vla-recipe run ppo --help",
     )
-    every = "list | run | copy | compare | merge | card"
+    every = "list | run | copy | report | compare | merge | card"
     commands = parser.add_subparsers(dest="command", required=True, metavar=every)
     listing = commands.add_parser("list", help="what there is: recipes, and experiments with what each of them trains")
     listing.set_defaults(do=lambda _: describe())
@@ -62,6 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     copy.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="this one unless given")
     copy.add_argument("--force", action="store_true", help="overwrite files that are there")
     copy.set_defaults(do=_copy)
+    reporting = commands.add_parser(
+        "report", help="a page of a run, or of several: seeds as bands, settings side by side"
+    )
+    reporting.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, finished or not, or sweeps"
+    )
+    reporting.add_argument("--to", type=Path, metavar="FILE.html", help="else report.html in the run's folder, or here")
+    reporting.set_defaults(do=_report)
     comparing = commands.add_parser("compare", help="two evaluations of the same episodes, with paired differences")
     results = "a run's folder (its last evaluation), that of an evaluation, or a .jsonl file of one"
     comparing.add_argument("first", type=Path, metavar="A", help=results)
@@ -96,8 +104,14 @@ def _run(chosen: argparse.Namespace) -> Iterable[str]:
     return ()
 
 
+def _report(chosen: argparse.Namespace) -> Iterable[str]:
+    from vla_algos.run.report import write_report  # it imports torch
+
+    yield f"wrote {write_report(chosen.runs, chosen.to, CONF)}"
+
+
 def _compare(chosen: argparse.Namespace) -> Iterable[str]:
-    from vla_algos.run.comparing import compare_folders  # it imports torch
+    from vla_algos.run.comparing import compare_folders
 
     groups = None if chosen.mean_of is None else [name for name in chosen.mean_of.split(",") if name]
     return compare_folders(chosen.first, chosen.second, groups)

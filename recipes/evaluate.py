@@ -53,7 +53,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=EpisodeQueue())
 
     # ---- evaluate: as it is, then with each ablation
-    run.begin()
+    run.begin(facts_of(spec))
     results = evaluation(env, policy)
     env.close()
 

@@ -58,7 +58,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     held_out(env, policy, steps)
     run.publish(publish)
     env.close()
-    held_out.summarise(unit="step")
+    held_out.summarise()
 
 
 if __name__ == "__main__":

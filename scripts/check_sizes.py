@@ -17,7 +17,7 @@ BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a packag
     "vla_algos/demonstrations": 845,
     "vla_algos/lerobot": 830,
     "vla_algos/disaggregated": 720,
-    "vla_algos/run": 4_670,
+    "vla_algos/run": 4_960,
     "benchmarks": 2_700,
 }
 TOLERANCE = 1.05

@@ -1,4 +1,4 @@
-"""What a run leaves for a person: videos of training, a picture of its curves, and commands that can be pasted."""
+"""What a run leaves for a person: videos of training, and commands that can be pasted."""
 
 import os
 import re

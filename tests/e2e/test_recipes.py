@@ -28,7 +28,7 @@ def ppo_run(tmp_path_factory):
     return recipe("ppo", folder, *TOY_PPO), folder
 
 
-def test_ppo_leaves_policy_checkpoints_curves_videos_and_a_table(ppo_run):
+def test_ppo_leaves_policy_checkpoints_a_page_videos_and_a_table(ppo_run):
     run, folder = ppo_run
     assert run.returncode == 0, run.stderr
     for line in ("before PPO", "after PPO", "after - before, paired", "env steps/s", "horizon 10 instead of 100"):
@@ -65,6 +65,7 @@ def test_ppo_leaves_policy_checkpoints_curves_videos_and_a_table(ppo_run):
     assert (folder / "policy" / "model.safetensors").is_file()
     assert list((folder / "checkpoints").glob("step_*/training.json"))
     assert list((folder / "videos").rglob("*.mp4"))
+    assert "same episode, before and after" in (folder / "report.html").read_text()
     assert list((folder / "tensorboard").glob("events.*"))
     assert (folder.parent / "latest").resolve() == folder.resolve()
 
@@ -72,7 +73,9 @@ def test_ppo_leaves_policy_checkpoints_curves_videos_and_a_table(ppo_run):
 def test_another_logger_takes_the_place_of_tensorboard_and_is_named_at_the_end(tmp_path):
     folder = tmp_path / "run"
     run = recipe_here("ppo", folder, *TOY_PPO, "logger=csv", "evaluate_every=1")
-    assert f"curves       {folder / 'curves.png'}\n             {folder / 'metrics.csv'}\n" in run.stdout
+    assert f"curves       {folder / 'metrics.csv'}\n             {folder / 'metrics.jsonl'}\n" in run.stdout
+    assert run.stdout.endswith(f"\nreport       {folder / 'report.html'}\n")
+    assert "Does PPO raise success in metaworld/button-press-topdown-v3?" in (folder / "report.html").read_text()
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["0", "1", "2"]
@@ -87,7 +90,7 @@ def grpo_run(tmp_path_factory):
     return recipe("grpo", folder, *TOY_GRPO), folder
 
 
-def test_grpo_leaves_policy_checkpoints_curves_videos_and_a_table(grpo_run):
+def test_grpo_leaves_policy_checkpoints_a_page_videos_and_a_table(grpo_run):
     run, folder = grpo_run
     assert run.returncode == 0, run.stderr
     for line in ("before GRPO", "after GRPO", "sampled:", "95 % interval", "env steps/s"):
@@ -120,6 +123,7 @@ def test_grpo_says_so_and_stops_when_nothing_can_be_learnt(tmp_path):
     assert "iteration 2: none of 3 groups carries signal (3 failed every time" in run.stdout + run.stderr
     assert "stopped: 2 iterations in a row" in run.stdout
     assert "patience=2" in run.stdout
+    assert "It ended early: 2 iterations in a row" in (tmp_path / "run" / "report.html").read_text()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("rollout/groups" in line for line in lines) == 2
     assert not any("train/loss" in line for line in lines)

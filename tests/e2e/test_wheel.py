@@ -71,7 +71,7 @@ def binaries(wheel, tmp_path_factory):
 
 def test_a_wheel_has_every_module_every_configuration_and_what_types_need(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    files = [path for path in ROOT.glob("vla_*/**/*") if path.suffix in (".py", ".pyi", ".json", ".typed")]
+    files = [path for path in ROOT.glob("vla_*/**/*") if path.suffix in (".py", ".pyi", ".json", ".typed", ".jinja")]
     expected = {str(path.relative_to(ROOT)) for path in files}
     expected |= {f"vla_recipes/{path.relative_to(RECIPES)}" for path in RECIPES.glob("*.py")}
     expected |= {f"vla_recipes/{path.relative_to(RECIPES)}" for path in CONF.rglob("*.yaml")}

@@ -50,7 +50,7 @@ def run(count: int, seed: int) -> Tally:
 
 
 def judged(command: list[str], folder: Path) -> tuple[str, str]:
-    """Tell how a recipe takes wrong settings, and what it says; a setting is named by its last part at least."""
+    """Tell how a recipe takes wrong settings, and what it says; some part of a setting or its value is named."""
     recipe, *typed = command
     where = [] if any("hydra." in each for each in typed) else [f"hydra.run.dir={folder}"]
     status = lives.wait(lives.typed(recipe, [*typed, *where], folder.with_suffix(".log"), stop))
@@ -60,8 +60,8 @@ def judged(command: list[str], folder: Path) -> tuple[str, str]:
     if status in (0, STARTED):
         return "wrong", "accepted"
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
-    words = [re.split(r"[=@]", setting.lstrip("+~-"))[0] for setting in typed]
-    named = any(part in said for word in words for part in (word, word.rpartition(".")[2]) if part)
+    words = [word for setting in typed for word in re.findall(r"[A-Za-z_]{3,}", setting)]
+    named = any(word in line for word in words for line in lines)
     hydras = any(text in said for text in ("Could not", "mismatched input", "token recognition", "LexerNoViable"))
     told = (len(lines) == 1 and named) or hydras
     return ("survived" if told and "Traceback" not in said else "lost"), said

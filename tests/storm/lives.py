@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from tests.storm import line
 from vla_algos import StepCollector, groups
+from vla_algos.run.checkpoints import by_preference
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ITERATIONS = 4
@@ -252,6 +253,6 @@ def difference(folder: Path, expected: tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def newest(folder: Path) -> int:
-    """Return after how many iterations the newest checkpoint was saved; 0 if there is none."""
-    steps = (path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*"))
-    return max((int(step) for step in steps if step.isdigit()), default=0)
+    """Return after how many iterations the checkpoint was saved that a resume begins at; 0 if there is none."""
+    found = by_preference(folder / "checkpoints")
+    return int(found[0].name.removeprefix("step_")) if found else 0

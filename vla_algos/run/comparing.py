@@ -19,7 +19,7 @@ _OF_TRAINING = ("reward_type", "reward_coef", "relative_reward", "step_penalty")
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """Evaluations in one place: the file of each kind (greedy, sampled, ...) and the run that they are of."""
 
     place: Path
@@ -50,14 +50,14 @@ def compare_folders(first: Path, second: Path | None = None, mean_of: Sequence[s
         (kind, file), (theirs, their_file) = next(iter(one.files.items())), next(iter(other.files.items()))
         if kind and theirs:
             yield f"  differs: {kind} and {theirs}"
-        one, other = _Found(one.place, {"": file}, one.run), _Found(other.place, {"": their_file}, other.run)
+        one, other = Found(one.place, {"": file}, one.run), Found(other.place, {"": their_file}, other.run)
     yield from _tables(one, other, groups, ("A", "B"), f"A {one.place}, B {other.place}")
 
 
 def before_and_after(folder: Path, mean_of: Sequence[str]) -> list[str]:
     """Compare the first and the last evaluation of a training run, or say why not; nothing where it has one."""
     try:
-        return list(_before_and_after(_evaluations(folder), mean_of, tasks=False))
+        return list(_before_and_after(evaluations_of(folder), mean_of, tasks=False))
     except (ValueError, OSError) as error:
         return [f"before and after are not compared: {error}"]
 
@@ -67,24 +67,28 @@ def ablated_file(ablation: str) -> str:
     return f"{Path(NAME).stem}_{ablation}.jsonl"
 
 
-def _compare_own(folder: Path, mean_of: Sequence[str]) -> Iterator[str]:
-    if len(evaluations := _evaluations(folder)) > 1:
-        yield from _before_and_after(evaluations, mean_of, tasks=True)
-        return
+def ablations_of(folder: Path) -> list[str]:
+    """List the ablations that the folder of an evaluation has results of."""
     pattern = re.compile(ablated_file(r"(?!rank\d)(\w+?)(_rank\d+)?"))
     there = sorted(folder.iterdir()) if folder.is_dir() else []
-    ablations = dict.fromkeys(match[1] for path in there if (match := pattern.fullmatch(path.name)))
-    if not ablations:
+    return list(dict.fromkeys(match[1] for path in there if (match := pattern.fullmatch(path.name))))
+
+
+def _compare_own(folder: Path, mean_of: Sequence[str]) -> Iterator[str]:
+    if len(evaluations := evaluations_of(folder)) > 1:
+        yield from _before_and_after(evaluations, mean_of, tasks=True)
+        return
+    if not (ablations := ablations_of(folder)):
         raise ValueError(f"{folder} has one evaluation; with what? type: vla-recipe compare {folder} OTHER")
     for name in ablations:
         one, other = (
-            _Found(folder, {"": folder / NAME}, folder),
-            _Found(folder, {"": folder / ablated_file(name)}, folder),
+            Found(folder, {"": folder / NAME}, folder),
+            Found(folder, {"": folder / ablated_file(name)}, folder),
         )
         yield from _tables(one, other, mean_of, ("normal", name))
 
 
-def _before_and_after(evaluations: Sequence[_Found], mean_of: Sequence[str], *, tasks: bool) -> Iterator[str]:
+def _before_and_after(evaluations: Sequence[Found], mean_of: Sequence[str], *, tasks: bool) -> Iterator[str]:
     if len(evaluations) > 1:
         one, other = evaluations[0], evaluations[-1]
         said = f"before {one.place.name}, after {other.place.name}"
@@ -92,7 +96,7 @@ def _before_and_after(evaluations: Sequence[_Found], mean_of: Sequence[str], *, 
 
 
 def _tables(
-    one: _Found, other: _Found, mean_of: Sequence[str], names: tuple[str, str], said: str = "", *, tasks: bool = True
+    one: Found, other: Found, mean_of: Sequence[str], names: tuple[str, str], said: str = "", *, tasks: bool = True
 ) -> Iterator[str]:
     """Compare each kind of evaluation that both have."""
     first, second = names
@@ -102,20 +106,20 @@ def _tables(
         yield f"\n{'; '.join(filter(None, title))}\n{found.table(first, second, tasks=tasks)}"
 
 
-def _find(path: Path) -> _Found:
+def _find(path: Path) -> Found:
     """Find the results in a file, an evaluation or a run, of which its last evaluation counts."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such file or folder; type the folder of a run")
     run = next((each for each in (path, *path.absolute().parents) if (each / "config.yaml").is_file()), path)
     if path.is_file():
-        return _Found(path, {"": path}, run)
+        return Found(path, {"": path}, run)
     sampled = settings_of(run).get("greedy") is False
     names = {"sampled" if sampled else "greedy": path / NAME}
     if not files_of(path / NAME):  # an interrupted one may have files of other processes alone
         names = {"greedy": path / "eval.jsonl", "sampled": path / "eval_sampled.jsonl"}
     if files := {kind: file for kind, file in names.items() if files_of(file)}:
-        return _Found(path, files, run)
-    if evaluations := _evaluations(path):
+        return Found(path, files, run)
+    if evaluations := evaluations_of(path):
         return evaluations[-1]
     raise ValueError(
         f"{path} has no results of episodes: neither {NAME} nor evaluations/; type the folder of a run, of "
@@ -123,13 +127,13 @@ def _find(path: Path) -> _Found:
     )
 
 
-def _evaluations(run: Path) -> list[_Found]:
-    """List the evaluations of a training run, in their order."""
+def evaluations_of(run: Path) -> list[Found]:
+    """List the evaluations of a training run, finished or not, in their order."""
     folders = sorted(run.glob("evaluations/iteration_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     return [_find(folder) for folder in folders if any(folder.glob("eval*.jsonl"))]
 
 
-def _mean_of(found: _Found) -> list[str]:
+def _mean_of(found: Found) -> list[str]:
     return list(settings_of(found.run).get("eval", {}).get("mean_of") or ())
 
 

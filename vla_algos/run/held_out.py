@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vla_algos import distributed
 from vla_algos.evaluation import EvaluationResult
-from vla_algos.run import curves
 from vla_algos.run.comparing import before_and_after
 from vla_algos.run.environments import EvalEnv, check_temperature, evaluated_env, make_env_spec, own_share
 from vla_algos.run.evaluator import Evaluator
@@ -52,6 +50,7 @@ class HeldOut:
             self.spec = make_env_spec(env, "eval.env")
             self._other = EvalEnv(own_share(env, self.spec, self._pipeline, "eval.env", processes), self.spec)
         self.evaluator.episodes(self.spec)  # there are so many
+        run.facts |= facts_of(self.spec)
         self._failure = ""
 
     def check_policy(self, policy: VLAPolicy) -> None:
@@ -109,15 +108,16 @@ class HeldOut:
     def _otherwise(self) -> dict[str, tuple[Any, Any]]:
         return differences(self.run.config.env, evaluated_env(self.run.config.env, self.run.config.eval))
 
-    def summarise(self, unit: str = "iteration") -> None:
-        """End the run: note its result, draw its curves, and print its evaluations and where everything is.
+    def summarise(self) -> None:
+        """End the run: note its result, and print its evaluations and where everything is.
 
         Raises:
             SimulatorCrash: the last evaluation has no result.
         """
         run, state = self.run, self.run.state
         evaluations, speeds = state["evaluations"], sorted(state.get("speeds", []))
-        where = run.finish(evaluations[-1][1], facts_of(self.spec)) if not self._failure else []
+        ended = {"ended": state["ended"]} if "ended" in state else {}
+        where = run.finish(evaluations[-1][1], {**facts_of(self.spec), **ended}) if not self._failure else []
         if distributed.is_main():
             texts = [f"stopped: {state['ended']}"] if "ended" in state else []
             texts += [*never_trained(run.folder), self.describe()]
@@ -128,12 +128,12 @@ class HeldOut:
                 texts.append(f"{when} {run.config.recipe.upper()}\n{table}{sampled}")
             texts += before_and_after(run.folder, self.evaluator.mean_of)
             speed = f", {speeds[len(speeds) // 2]:.0f} env steps/s in training (median)" if speeds else ""
-            texts.append(self._places([*self._draw(unit), *where], speed))
+            texts.append(self._places(where, speed))
             print("\n" + "\n\n".join(texts))
         if self._failure:
             raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {self._failure}")
 
-    def _places(self, curves: Sequence[str], speed: str) -> str:
+    def _places(self, loggers: Sequence[str], speed: str) -> str:
         """Tell where everything of the run is."""
         run, folder = self.run, self.run.folder
         command = ["vla-recipe", "run", "evaluate", *self._typed()]
@@ -142,7 +142,7 @@ class HeldOut:
             "time": f"{run.elapsed / 60:.1f} minutes{speed}",
             "policy": folder / "policy",
             "checkpoints": folder / "checkpoints",
-            "curves": f"\n{' ' * 13}".join([*curves, str(folder / "metrics.jsonl")]),
+            "curves": f"\n{' ' * 13}".join([*loggers, str(folder / "metrics.jsonl")]),
             **({"videos": folder / "videos"} if (folder / "videos").is_dir() else {}),
             "evaluate": shlex.join(command),
         }
@@ -158,12 +158,3 @@ class HeldOut:
                 if (value := getattr(self.evaluator, name)) not in (getattr(Evaluator, name), []):
                     settings[f"eval.{name}"] = value
         return [f"{name}={as_typed(value)}" for name, value in settings.items()]
-
-    def _draw(self, unit: str) -> list[str]:
-        """Draw what was logged; returns where that is, or what to type for it."""
-        if importlib.util.find_spec("matplotlib") is None:
-            return ["for a picture of them: pip install 'vla-torchrl[curves]'"]
-        elsewhere = "" if self._other is None else f", evaluated on {self.spec.id}"
-        title = f"{self.run.config.recipe} in {self._trained_on.id}{elsewhere}, {self.run.folder.name}"
-        drawn = curves.draw(self.run.folder, title, unit)
-        return [] if drawn is None else [str(drawn)]

@@ -29,6 +29,7 @@ from vla_algos.run.folder import check_folder, what_finished
 from vla_algos.run.launcher_settings import SUBMITIT_NAMES, count_processes, launcher_types
 from vla_algos.run.program import report, reports_errors
 from vla_algos.run.provenance import record_submission
+from vla_algos.run.report import report_at_end
 from vla_algos.run.run import SIGNALS, Run
 from vla_common.experiments import as_typed
 from vla_policies.checkpoint.hub import is_hub_id, resolve
@@ -38,16 +39,18 @@ Recipe = Callable[[DictConfig, Path], None]
 Members = Callable[[DictConfig], tuple[int, ...] | None]
 
 
-def run_recipe(train: Train, types: Types, config: DictConfig, folder: Path) -> None:
-    """Run a recipe in this process; see :func:`launch`."""
+def run_recipe(train: Train, types: Types, conf: Path | None, config: DictConfig, folder: Path) -> None:
+    """Run a recipe in this process, and write the page of the run; see :func:`launch`."""
     settings = read_config(config, types)
     with says_how_to_resume(folder), Run(settings, folder) as run:
-        if said := distributed.broadcast_object(what_finished(settings, folder) if distributed.is_main() else ""):
-            print(said)
-            return
-        if distributed.is_main():
-            print(f"run          {folder}")
-        train(settings, run)
+        main = distributed.is_main()
+        finished = distributed.broadcast_object(what_finished(settings, folder) if main else "")
+        if main:
+            print(finished or f"run          {folder}")
+        if not finished:
+            train(settings, run)
+        if main:
+            print(report_at_end(folder, conf))
 
 
 @contextlib.contextmanager
@@ -116,7 +119,9 @@ def launch(
     checkpoint = read_config(config, types).policy.get("checkpoint")
     if checkpoint and not is_hub_id(checkpoint):
         resolve(checkpoint)  # it is there, before a job waits for its turn
-    recipe = functools.partial(run_recipe, train, types)
+    found = (source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "main")
+    conf = next((Path(path) for path in found if Path(path).is_dir()), None)
+    recipe = functools.partial(run_recipe, train, types, conf)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     settings: Any = OmegaConf.to_container(config.launcher, resolve=True)
     processes = distributed.processes_started() * count_processes(settings)

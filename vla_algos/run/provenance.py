@@ -60,7 +60,8 @@ def record_start(folder: Path, facts: Mapping[str, Any] | None = None) -> None:
     Warns where the code is no longer that of :func:`record_submission`.
     """
     record = {**_read(folder), **(facts or {})}
-    record.pop("finished", None)  # it begins, or continues
+    for name in ("finished", "ended"):  # it begins, or continues
+        record.pop(name, None)
     now, then = code(), record.get("submitted", {}).get("code", {})
     if "SLURM_JOB_ID" in os.environ and then and now != then:
         warnings.warn(

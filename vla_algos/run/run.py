@@ -52,6 +52,7 @@ class Run:
 
     Attributes:
         config, folder: as given.
+        facts: entries of ``run.json`` that :meth:`begin` writes.
         state: plain values that are kept over an interruption. An entry ``ended`` says why no iteration follows.
         differs: what the policy sees otherwise than in its training: ``{setting: (then, now)}``.
 
@@ -62,6 +63,7 @@ class Run:
 
     def __init__(self, config: SimpleNamespace, folder: Path):
         self.config, self.folder = config, folder
+        self.facts: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
         self.differs: dict[str, tuple[Any, Any]] = {}
         self._started = self._clock = time.perf_counter()
@@ -136,8 +138,8 @@ class Run:
         return done
 
     def begin(self, facts: Mapping[str, Any] | None = None) -> None:
-        """Write the settings and what this process runs into the folder; :meth:`restore` does."""
-        note_start(self.config, self.folder, facts)
+        """Write the settings, what this process runs and further ``facts`` into the folder; :meth:`restore` does."""
+        note_start(self.config, self.folder, {**self.facts, **(facts or {})})
 
     def save(self, iteration: int, publish: Callable[[Path], object] | None = None) -> None:
         """Save the state after an iteration, if its turn has come; whole or not at all.

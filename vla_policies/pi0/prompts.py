@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vla_policies.pi0.checkpoint import TOKENIZERS
 from vla_policies.processing.prompts import pad_prompts
 
 BOS, PAD = 2, 0
@@ -25,7 +26,7 @@ class Pi0Prompts:
         try:
             self._tokenizer = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise ValueError(f"the tokenizer is no sentencepiece file ({error}); copy it again") from error
+            raise ValueError(f"{' or '.join(TOKENIZERS)} is no sentencepiece file ({error}); copy it again") from error
         if self._tokenizer.bos_id() != BOS:
             raise ValueError(f"the tokenizer is not PaliGemma's: <bos> is {self._tokenizer.bos_id()}, must be {BOS}")
         self.max_length = max_length
