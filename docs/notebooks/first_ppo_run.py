@@ -1,9 +1,9 @@
 # %% [markdown]
 # # First PPO run, step by step
 #
-# A small Vision-Language-Action policy learns to press a button in Meta-World: it clones eight demonstrations, fails
-# at many other buttons, and PPO mends that. Each step is a cell, to be changed and run again. All of it takes some
-# four minutes on two idle CPU cores.
+# A small Vision-Language-Action policy learns to press a button in Meta-World: it clones a dozen demonstrations, which
+# do not show every place of the button, and PPO improves it by its own attempts. Each step is a cell, to be changed and
+# run again. All of it takes some four minutes on two idle CPU cores.
 
 # %% tags=["parameters"]
 import os
@@ -21,8 +21,8 @@ from vla_envs import Episode, evaluation_episodes, make_env
 from vla_policies import SmallVLA, SmallVLAConfig
 
 torch.manual_seed(0)
-ENVS, DECISIONS, ITERATIONS = 16, 64, 16  # simulators; decisions in each per iteration; iterations of PPO
-DEMONSTRATIONS, CLONING_STEPS, HELD_OUT = 8, 300, 64
+ENVS, DECISIONS, ITERATIONS = 16, 64, 20  # simulators; decisions in each per iteration; iterations of PPO
+DEMONSTRATIONS, CLONING_STEPS, HELD_OUT = 12, 400, 64
 
 # %% [markdown]
 # ## The environment
