@@ -135,7 +135,8 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@touch $@
 
-# The site is built from the sources without importing them, so it needs neither torch nor this package installed.
+# The site is built from the sources without importing them, so it needs neither torch nor this package installed; with
+# them (make setup) notebooks are run, and shown with what they put out.
 $(DOCS_STAMP): pyproject.toml constraints.txt
 	$(MAKE_VENV)
 	$(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \

@@ -14,12 +14,16 @@ TINY = ["--iterations=2", "--num-envs=2", "--decisions=4", "--max-episode-steps=
 TINY += ["--cloning-steps=3", "--held-out=2"]
 
 
-def main_of(name):
-    """The ``main`` of an example."""
+def module_of(name):
+    """An example, imported."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main
+    return module
+
+
+def main_of(name):
+    return module_of(name).main
 
 
 def test_own_loop_has_everything_in_sight_and_leaves_a_policy(tmp_path):
@@ -28,6 +32,12 @@ def test_own_loop_has_everything_in_sight_and_leaves_a_policy(tmp_path):
     assert 0 <= before <= 1
     assert 0 <= after <= 1
     assert load_policy(tmp_path / "policy").chunk_size == 5
+
+
+def test_the_gallery_films_a_world_that_moves():
+    first, *_, last = module_of("gallery").film("metaworld/reach-v3", {"image_size": 32}, 3, 2)
+    assert first.size == last.size == (256, 256)
+    assert first.tobytes() != last.tobytes()
 
 
 def test_a_loss_of_ones_own_is_trained_and_what_it_returns_is_logged():

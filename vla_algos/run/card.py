@@ -26,7 +26,7 @@ from vla_common.plain import read_json
 from vla_common.settings import Fraction, NonNegative, check_settings
 from vla_policies.registry import inspect_policy
 
-NAME = "README.md"
+NAME, REPLAY = "README.md", "replay.mp4"  # which the hub plays beside the card
 _OURS = "<!-- written by vla-recipe card -->"
 _OF_THE_MACHINE = ("checkpoint", "family", "device")  # settings of a policy that say nothing of a result
 _METRICS = {  # that are read
@@ -52,7 +52,9 @@ A policy of the family {{ family }} for `{{ suite }}`, trained by `{{ recipe }}`
 |---|---|
 {% for fact, text in facts.items() %}| {{ fact }} | {{ text }} |
 {% endfor %}
-## What it was trained on
+{% if replay %}[An episode](replay.mp4), `{{ replay }}`: the first solved one that was filmed, or the first.
+
+{% endif %}## What it was trained on
 
 {% for line in training %}- {{ line }}
 {% endfor %}
@@ -92,7 +94,7 @@ def write_card(
     license_name: str | None = None,
     force: bool = False,
 ) -> list[str]:
-    """Write ``README.md`` into the folder of a policy.
+    """Write ``README.md`` into the folder of a policy, and ``replay.mp4`` if an episode of it was filmed.
 
     Args:
         folder: of a policy that a recipe wrote.
@@ -141,9 +143,24 @@ def write_card(
     said = {"ours": _OURS, "repository": repository, "name": name, "family": family, "recipe": origin["recipe"]}
     said |= {"suite": env["id"]}
     said |= {"env": {key: json.dumps(value) for key, value in env.items()}, "facts": facts, "training": training}
+    video = _filmed(folder, evaluations)
+    said["replay"] = video and video.stem
     card = ModelCard.from_template(data, template_str=_TEMPLATE, evaluations=found, **said)
+    if video is not None:
+        write_atomically(folder / REPLAY, video.read_bytes())
     write_atomically(file, str(card))
-    return [f"wrote {file}. Nothing was uploaded.", f"now type: hf upload {repository} {folder} . --private"]
+    wrote = f"{file} and {REPLAY}" if video else f"{file}"
+    return [f"wrote {wrote}. Nothing was uploaded.", f"now type: hf upload {repository} {folder} . --private"]
+
+
+def _filmed(folder: Path, evaluations: Sequence[Path]) -> Path | None:
+    """Find a video of a policy: of its evaluations, or of the last one by the run whose folder it lies in."""
+    last = sorted((folder.resolve().parent / "videos").glob("iteration_*"))[-1:]
+    for place in [*(evaluation / "videos" for evaluation in evaluations), *last]:
+        videos = sorted(place.glob("*.mp4"), key=lambda path: (not path.stem.endswith("_success"), path.name))
+        if videos:
+            return videos[0]
+    return None
 
 
 class _Evaluation:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import io
 import json
 import math
+import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from unittest import mock
 
+import huggingface_hub
 import imageio
 from annotated_types import MinLen
 from pydantic import StringConstraints
@@ -26,13 +30,14 @@ from tqdm import tqdm
 from vla_algos import distributed
 from vla_algos.files import finite_or_none, flush, write_atomically
 from vla_algos.run.folder import flat
-from vla_algos.run.provenance import run_id
+from vla_algos.run.provenance import last_sent, run_id
 from vla_common.plain import parse_json
 from vla_common.settings import check_settings, setting_types
 
 _COMPARED = ("eval/success_once", "env/success_once")  # what TensorBoard's table of runs shows beside their settings
 _PLAIN = (bool, int, float, str)  # what that table can show
 _LONGEST_NAME = 128  # characters, that wandb takes
+_Mode = Literal["online", "offline"]
 _GIF_SIDE = 320  # pixels at most: a GIF of an episode is to be some hundred kilobytes
 
 
@@ -182,8 +187,7 @@ class _Table(Logger):
 class _Service(Logger):
     """A service that collects runs; it only appends: what ``metrics.jsonl`` had before a resume is not sent again.
 
-    ``name`` of a run is the last two parts of its folder if ``None``; ``group`` is of runs that belong together;
-    ``mode="offline"`` writes files that ``wandb sync`` or ``swanlab sync`` uploads.
+    ``name`` of a run is the last two parts of its folder if ``None``; ``group`` is of runs that belong together.
     """
 
     def __init__(
@@ -194,13 +198,13 @@ class _Service(Logger):
         project: Annotated[str, StringConstraints(pattern=r"^[0-9a-zA-Z_.+-]{1,100}$")] = "vla-torchrl",
         name: str | None = None,
         group: str | None = None,
-        mode: Literal["online", "offline"] = "online",
         videos: bool = True,
     ):
-        self._videos, self._logged = videos, {} if after is None else _last_steps(folder / "metrics.jsonl")
+        self._videos = videos
         self._id = run_id(folder, self.name, new=after is None)
+        self._logged = last_sent(folder, self.name, {} if after is None else _last_steps(folder / "metrics.jsonl"))
         self._name = name or "/".join(folder.absolute().parts[-2:])[-_LONGEST_NAME:]
-        self._where = {"project": project, "group": group, "mode": mode, "id": self._id, "resume": "allow"}
+        self._where = {"project": project, "group": group}
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         if step > self._logged.get(kind_of(metrics), -1):
@@ -218,15 +222,21 @@ class _Service(Logger):
 
 
 class _Wandb(_Service):
-    """Weights & Biases, by TorchRL's logger; ``wandb/`` in the folder of a run. ``entity`` is a user or team."""
+    """Weights & Biases, by TorchRL's logger; ``wandb/`` in the folder of a run. ``entity`` is a user or team.
+
+    ``mode="offline"`` writes files that ``wandb sync`` uploads.
+    """
 
     name = "wandb"
 
-    def __init__(self, folder: Path, after: int | None, *, entity: str | None = None, **options: Any):
+    def __init__(
+        self, folder: Path, after: int | None, *, entity: str | None = None, mode: _Mode = "online", **options: Any
+    ):
         from torchrl.record.loggers.wandb import WandbLogger
 
         super().__init__(folder, after, **options)
         others = {"entity": entity, "log_env_packages": False, "reinit": "finish_previous"}  # of a sweep
+        others |= {"mode": mode, "id": self._id, "resume": "allow"}
         self._logger = WandbLogger(self._name, save_dir=str(folder), **self._where, **others)
         self.where = self._logger.experiment.url or f"wandb sync {folder}/wandb/offline-run-*-{self._id}"
 
@@ -246,7 +256,10 @@ class _Wandb(_Service):
 
 
 class _SwanLab(_Service):
-    """SwanLab, for which TorchRL has no logger; ``swanlab/`` in the folder of a run. It shows videos as GIFs."""
+    """SwanLab, for which TorchRL has no logger; ``swanlab/`` in the folder of a run. It shows videos as GIFs.
+
+    ``mode="offline"`` writes files that ``swanlab sync`` uploads.
+    """
 
     name = "swanlab"
 
@@ -256,16 +269,17 @@ class _SwanLab(_Service):
         after: int | None,
         *,
         workspace: Annotated[str, StringConstraints(pattern=r"^[0-9a-zA-Z_-]{1,25}$")] | None = None,
+        mode: _Mode = "online",
         **options: Any,
     ):
         import swanlab
 
         super().__init__(folder, after, **options)
         others = {"workspace": workspace, "reinit": True, "settings": swanlab.Settings(interactive=False)}
+        others |= {"mode": mode, "id": self._id, "resume": "allow"}
         named = {"name": self._name, "log_dir": str(folder / "swanlab")}
         self._run = _in_thread(lambda: swanlab.init(**named, **self._where, **others))
-        online = self._where["mode"] == "online"
-        self.where = self._run.url if online else f"swanlab sync {folder}/swanlab/run-*-{self._id}"
+        self.where = self._run.url if mode == "online" else f"swanlab sync {folder}/swanlab/run-*-{self._id}"
 
     def _give(self, metrics: dict[str, Any], step: int) -> None:
         shown = {name: each for name, each in metrics.items() if not isinstance(each, float) or math.isfinite(each)}
@@ -284,7 +298,53 @@ class _SwanLab(_Service):
         _in_thread(lambda: self._run.finish(state="crashed" if failed else "success", error=error))
 
 
-_SERVICES: dict[str, Callable[..., Logger]] = {"wandb": _Wandb, "swanlab": _SwanLab}
+class _Trackio(_Service):
+    """Trackio, by TorchRL's logger: a data base of this user's, in ``~/.cache/huggingface/trackio`` or ``TRACKIO_DIR``.
+
+    Nothing is sent and nothing listens, unless a Space of Hugging Face, ``space``, is to have the run; a new one is
+    made private.
+    """
+
+    name = "trackio"
+
+    def __init__(
+        self,
+        folder: Path,
+        after: int | None,
+        *,
+        space: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None,
+        **options: Any,
+    ):
+        from torchrl.record.loggers.trackio import TrackioLogger
+
+        super().__init__(folder, after, **options)
+        others = {"space_id": space, "private": True, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        # It resumes by name. Of a run that stays here too it would ask Hugging Face who has logged in.
+        offline = contextlib.nullcontext() if space else mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with _silent(), offline:
+            self._run = TrackioLogger(f"{self._name}-{self._id}", **self._where, **others).experiment
+        shown = f"https://huggingface.co/spaces/{space}"
+        self.where = shown if space else f"trackio show --project {self._where['project']}"
+
+    def _give(self, metrics: dict[str, Any], step: int) -> None:
+        self._run.log(metrics, step=step)
+
+    def _video(self, path: Path) -> Any:
+        import trackio
+
+        return trackio.Video(str(path), caption=path.stem)
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(settings))
+
+    def close(self, failed: bool) -> None:
+        import trackio
+
+        with _silent():
+            trackio.finish()
+
+
+_SERVICES: dict[str, Callable[..., Logger]] = {"wandb": _Wandb, "swanlab": _SwanLab, "trackio": _Trackio}
 _CLASSES: dict[str, Callable[..., Logger]] = {"tensorboard": _TensorBoard, "csv": _Table, **_SERVICES}
 LOGGERS: Mapping[str, Mapping[str, Any]] = {  # settings of each and their types
     name: setting_types(each, without=["folder", "after"]) for name, each in _CLASSES.items()
@@ -300,7 +360,7 @@ def check_loggers(chosen: Mapping[str, Mapping[str, Any]]) -> None:
     for name, settings in chosen.items():
         check_settings(f"logger.{name}", settings, LOGGERS[name])
     for name in (each for each in chosen if each in _SERVICES):
-        _check_service(name, chosen[name].get("mode", "online"))
+        _check_service(name, chosen[name])
 
 
 def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: int | None = None) -> list[Logger]:
@@ -321,7 +381,8 @@ def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: i
                 raise
             reason = f"logger={name}: {str(error).strip().partition(chr(10))[0]}"
             if after is None:
-                raise ValueError(f"{reason}; without a network type logger.{name}.mode=offline") from error
+                offline = "space=null" if name == "trackio" else "mode=offline"
+                raise ValueError(f"{reason}; without a network type logger.{name}.{offline}") from error
             tqdm.write(f"warning: {reason}; the run continues without it")
     return found
 
@@ -392,15 +453,29 @@ def _forget(path: Path, after: int) -> None:
         write_atomically(path, b"".join(line for line in path.read_bytes().splitlines(keepends=True) if stays(line)))
 
 
-def _check_service(name: str, mode: str) -> None:
+def _check_service(name: str, settings: Mapping[str, Any]) -> None:
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # a folder of that name is not it
         raise ValueError(
             f"logger={name}: the package {name} is not installed; type: pip install 'vla-torchrl[{name}]', or leave "
             f"{name} out"
         )
-    if mode == "online" and not _has_key(name):
+    if name == "trackio":
+        _check_trackio(settings.get("space"))
+    elif settings.get("mode", "online") == "online" and not _has_key(name):
         raise ValueError(f"logger={name}: no API key; type: {name} login, or logger.{name}.mode=offline")
+
+
+def _check_trackio(space: str | None) -> None:
+    """Refuse what would send a run away without being typed, and a space of nobody who has logged in."""
+    for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        if space is None and os.environ.get(variable):
+            raise ValueError(
+                f"logger=trackio: {variable} would send the run elsewhere; type: unset {variable}, or "
+                "logger.trackio.space=NAME/SPACE to send it to one of Hugging Face"
+            )
+    if space is not None and huggingface_hub.get_token() is None:
+        raise ValueError("logger=trackio: no token for logger.trackio.space; type: hf auth login, or leave space out")
 
 
 def _has_key(name: str) -> bool:
@@ -412,6 +487,13 @@ def _has_key(name: str) -> bool:
     import swanlab
 
     return swanlab.Settings().api_key is not None
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep from the terminal what a package prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:

@@ -90,8 +90,23 @@ def run_id(folder: Path, service: str, *, new: bool) -> str:
     record, name = _read(folder), f"{service}_id"
     if new or not isinstance(record.get(name), str):
         record[name] = secrets.token_hex(4)
+        record.pop(f"{service}_sent", None)
         _write(folder, record)
     return record[name]
+
+
+def last_sent(folder: Path, service: str, logged: Mapping[str, int]) -> dict[str, int]:
+    """Return the last iteration of each kind of metrics that a service has: of those that are ``logged``, or later.
+
+    ``run.json`` keeps them: of a run that is interrupted twice ``metrics.jsonl`` has lost the latest.
+    """
+    record, name = _read(folder), f"{service}_sent"
+    kept = record.get(name)
+    before = {kind: last for kind, last in kept.items() if isinstance(last, int)} if isinstance(kept, dict) else {}
+    last = {kind: max(logged.get(kind, -1), before.get(kind, -1)) for kind in {**before, **logged}}
+    if last != before:
+        _write(folder, {**record, name: last})
+    return last
 
 
 def record_result(folder: Path, result: Mapping[str, Any]) -> None:

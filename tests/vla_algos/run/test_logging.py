@@ -1,4 +1,4 @@
-"""The loggers of a run: TensorBoard, csv, wandb, swanlab; what comes again after a resume, and what fails."""
+"""The loggers of a run: TensorBoard, csv, wandb, swanlab, trackio; what comes again after a resume, and what fails."""
 
 import csv
 import importlib.machinery
@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import signal
+import socket
 import struct
 import sys
 import time
@@ -69,6 +70,7 @@ def log(logger, *steps, evaluated=()):
 
 def interrupted_twice(folder, chosen, pause=0.0):
     """Iterations 1 to 5 of a run that dies twice: after 4, when 2 are saved, and after 3 of those that come again."""
+    folder.mkdir(parents=True, exist_ok=True)
     logger = begin(folder, chosen)
     logger.log_settings(SETTINGS)
     log(logger, 1, 2, 3, 4, evaluated=[2, 4])
@@ -103,7 +105,7 @@ def test_loggers_are_chosen_one_or_several_with_settings_of_their_own():
     assert chosen() == {"tensorboard": {"videos": False}}
     assert chosen("logger=[]") == {}
     assert list(chosen("logger=[csv,wandb]", "logger.wandb.mode=offline")) == ["csv", "wandb"]
-    everything = chosen("logger=[tensorboard,csv,wandb,swanlab]")
+    everything = chosen("logger=[tensorboard,csv,wandb,swanlab,trackio]")
     assert everything.keys() == logging.LOGGERS.keys()
     for name, settings in everything.items():  # the files have all settings, of the right types
         assert settings.keys() == logging.LOGGERS[name].keys()
@@ -144,6 +146,29 @@ def test_a_service_without_a_key_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"type: wandb login, or logger\.wandb\.mode=offline"):
         check_loggers({"wandb": {"mode": "online"}})
     check_loggers({"wandb": {"mode": "offline"}, "csv": {}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "variable", "message"),
+    [
+        ({}, "TRACKIO_SPACE_ID", r"TRACKIO_SPACE_ID would send the run elsewhere; type: unset TRACKIO_SPACE_ID, or "),
+        ({}, "TRACKIO_SERVER_URL", r"TRACKIO_SERVER_URL would send the run elsewhere; type: unset TRACKIO_SERVER_URL"),
+        ({"space": "me/mine"}, None, r"type: hf auth login, or leave space out"),
+        ({"space": "mine"}, None, r"logger\.trackio\.space=mine: "),
+    ],
+)
+def test_trackio_sends_a_run_where_is_typed_and_nowhere_else(settings, variable, message, monkeypatch):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None, origin=name)
+    )
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    check_loggers({"trackio": {}})
+    if variable:
+        monkeypatch.setenv(variable, "https://there")
+    with pytest.raises(ValueError, match=message):
+        check_loggers({"trackio": settings})
 
 
 # ---- once, also after a resume
@@ -350,3 +375,35 @@ def test_swanlab_offline(tmp_path, video):
     assert [each.step for each in scalars if each.key == "eval/success_once"] == [2, 4]
     assert [record.media.key for record in found if record.HasField("media")] == ["eval/video_0"]
     assert "betas" in min(folder.glob("swanlab/run-*/files/config.yaml")).read_text()
+
+
+def test_trackio_keeps_a_run_on_this_machine(tmp_path, video, monkeypatch, capsys):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    monkeypatch.setenv("HF_TOKEN", "hf_somebody")  # who has logged in is not asked for
+    pytest.importorskip("trackio", reason=MISSING.format("trackio"))
+    from trackio.sqlite_storage import SQLiteStorage
+
+    used = []
+    for name in ("bind", "connect", "connect_ex", "listen"):
+        monkeypatch.setattr(socket.socket, name, lambda _, *address: used.append(address))
+    folder, chosen = tmp_path / "runs" / "mine", {"trackio": {"project": "vla"}}
+    logger = interrupted_twice(folder, chosen)
+    logger.log_videos("eval", [video], 5)
+    assert logger.where() == ["trackio show --project vla"]
+    logger.close()
+    assert used == []
+    assert capsys.readouterr().out == ""
+
+    [name] = SQLiteStorage.get_runs("vla")
+    assert name == "runs/mine-" + json.loads((folder / "run.json").read_text())["trackio_id"]
+    rows = SQLiteStorage.get_logs("vla", name)
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(step, 1.0 / step) for step in (1, 2, 3, 4, 5)]
+    assert [row["step"] for row in rows if "eval/success_once" in row] == [2, 4]
+    assert [row["eval/video_0"]["_type"] for row in rows if "eval/video_0" in row] == ["trackio.video"]
+
+    logger = begin(folder, chosen, after=5)  # as every process of a run begins
+    logger.log_settings(SETTINGS)
+    logger.log({"x": 1.0}, 6)
+    logger.close()
+    assert SQLiteStorage.get_run_config("vla", name)["optim"] == SETTINGS["optim"]

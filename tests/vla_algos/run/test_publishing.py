@@ -179,6 +179,31 @@ def test_a_card_says_protocol_deviations_and_results(policy, evaluation, capsys,
     assert "vla-recipe run evaluate policy.checkpoint=REPOSITORY\n" in card
 
 
+def test_a_card_has_a_video_of_the_evaluation_or_of_the_last_one_in_training(policy, evaluation, tmp_path, capsys):
+    assert main(["card", str(policy), str(evaluation)]) == 0
+    assert not (policy / "replay.mp4").exists()
+    assert "replay.mp4" not in (policy / "README.md").read_text()
+
+    def film(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.stem)
+
+    training, video = tmp_path / "videos", policy / "replay.mp4"  # the policy lies in a run's folder
+    film(training / "iteration_0002" / "000_open_trial0_success.mp4")
+    film(training / "iteration_0010" / "000_open_trial0_failure.mp4")
+    assert main(["card", str(policy), str(evaluation)]) == 0
+    assert video.read_text() == "000_open_trial0_failure"
+    film(evaluation / "videos" / "000_open_trial0_failure.mp4")
+    film(evaluation / "videos" / "001_open_trial1_success.mp4")
+    film(evaluation / "videos" / "blank_images" / "000_open_trial0_success.mp4")
+    capsys.readouterr()
+    assert main(["card", str(policy), str(evaluation)]) == 0
+    assert video.read_text() == "001_open_trial1_success"
+    assert "[An episode](replay.mp4), `001_open_trial1_success`" in (policy / "README.md").read_text()
+    assert f"wrote {policy / 'README.md'} and replay.mp4. Nothing was uploaded." in capsys.readouterr().out
+    verify_checksums(policy)
+
+
 def test_a_copy_of_the_policy_has_its_evaluations(policy, evaluation, tmp_path):
     shutil.copytree(policy, tmp_path / "copy")
     assert main(["card", str(tmp_path / "copy"), str(evaluation)]) == 0
