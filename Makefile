@@ -136,7 +136,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # The site is built from the sources without importing them, so it needs neither torch nor this package installed; with
-# them (make setup) notebooks are run, and shown with what they put out.
+# them (make setup) notebooks are run, some minutes, and shown with what they put out; NOTEBOOKS=text make docs does not.
 $(DOCS_STAMP): pyproject.toml constraints.txt
 	$(MAKE_VENV)
 	$(RUN) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \

@@ -39,14 +39,13 @@ This page is a notebook, written as text: <a href="{0}" download>{0}</a>. Jupyte
 _log = logging.getLogger("mkdocs.hooks.notebooks")
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
-
-_serving = False  # then notebooks are not run: a page is built again whenever a line changes
+_as_text = False  # notebooks are not run: a page that is served is built again whenever a line changes
 
 
 def on_startup(*, command: str, dirty: bool) -> None:
-    """Note whether the site is built or served."""
-    global _serving
-    _serving = command == "serve"
+    """Note whether notebooks are to be run."""
+    global _as_text
+    _as_text = command == "serve" or os.environ.get("NOTEBOOKS") == "text"
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -90,7 +89,7 @@ def _notebook(path: Path) -> str:
     executed = EXECUTED / f"{path.stem}-{digest}.ipynb"
     if executed.exists():
         return as_markdown(nbformat.read(executed, as_version=4))
-    if _serving or any(importlib.util.find_spec(name) is None for name in ("torch", "metaworld", "matplotlib")):
+    if _as_text or any(importlib.util.find_spec(name) is None for name in ("torch", "metaworld", "matplotlib")):
         _log.info(f"{path.name} is shown without what it puts out; type: make setup docs")
         return as_markdown(jupytext.read(path, fmt="py:percent"))
     _log.info(f"Running {path.name}, some minutes")

@@ -156,10 +156,10 @@ def write_card(
 def _filmed(folder: Path, evaluations: Sequence[Path]) -> Path | None:
     """Find a video of a policy: of its evaluations, or of the last one by the run whose folder it lies in."""
     last = sorted((folder.resolve().parent / "videos").glob("iteration_*"))[-1:]
-    for place in [*(evaluation / "videos" for evaluation in evaluations), *last]:
-        videos = sorted(place.glob("*.mp4"), key=lambda path: (not path.stem.endswith("_success"), path.name))
+    for place in [*(evaluation.resolve() / "videos" for evaluation in evaluations), *last]:
+        videos = [path for path in place.glob("*.mp4") if path.resolve().parent == place]  # no link
         if videos:
-            return videos[0]
+            return min(videos, key=lambda path: (not path.stem.endswith("_success"), path.name))
     return None
 
 

@@ -196,6 +196,7 @@ def test_a_card_has_a_video_of_the_evaluation_or_of_the_last_one_in_training(pol
     film(evaluation / "videos" / "000_open_trial0_failure.mp4")
     film(evaluation / "videos" / "001_open_trial1_success.mp4")
     film(evaluation / "videos" / "blank_images" / "000_open_trial0_success.mp4")
+    (evaluation / "videos" / "000_link_success.mp4").symlink_to(training / "iteration_0002")  # of a stranger's
     capsys.readouterr()
     assert main(["card", str(policy), str(evaluation)]) == 0
     assert video.read_text() == "001_open_trial1_success"
