@@ -79,7 +79,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     setting |= {**facts_of(spec), "differs_from_training": run.differs}
     if distributed.is_main():
         write_atomically(run.folder / "metrics.json", json.dumps(finite_or_none(metrics | setting), indent=2) + "\n")
-    run.finish({name: value for name, value in metrics.items() if isinstance(value, float)}, facts_of(spec))
+    run.finish({name: value for name, value in metrics.items() if isinstance(value, float)})
     print(f"\nresults      {run.folder}")
 
 

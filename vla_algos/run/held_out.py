@@ -117,7 +117,7 @@ class HeldOut:
         run, state = self.run, self.run.state
         evaluations, speeds = state["evaluations"], sorted(state.get("speeds", []))
         ended = {"ended": state["ended"]} if "ended" in state else {}
-        where = run.finish(evaluations[-1][1], {**facts_of(self.spec), **ended}) if not self._failure else []
+        where = run.finish(evaluations[-1][1], ended) if not self._failure else []
         if distributed.is_main():
             texts = [f"stopped: {state['ended']}"] if "ended" in state else []
             texts += [*never_trained(run.folder), self.describe()]

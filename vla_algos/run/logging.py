@@ -190,6 +190,8 @@ class _Service(Logger):
     ``name`` of a run is the last two parts of its folder if ``None``; ``group`` is of runs that belong together.
     """
 
+    _run: Any  # the service's own
+
     def __init__(
         self,
         folder: Path,
@@ -213,6 +215,9 @@ class _Service(Logger):
     def log_videos(self, videos: Mapping[str, Path], step: int) -> None:
         if self._videos and videos:
             self.log({name: self._video(path) for name, path in videos.items()}, step)
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(settings))
 
     def _give(self, metrics: dict[str, Any], step: int) -> None:
         raise NotImplementedError
@@ -290,9 +295,6 @@ class _SwanLab(_Service):
 
         return swanlab.Video(as_gif(path), caption=path.stem)
 
-    def log_settings(self, settings: Mapping[str, Any]) -> None:
-        self._run.config.update(dict(settings))
-
     def close(self, failed: bool) -> None:
         error = "the run was broken off" if failed else None
         _in_thread(lambda: self._run.finish(state="crashed" if failed else "success", error=error))
@@ -333,9 +335,6 @@ class _Trackio(_Service):
         import trackio
 
         return trackio.Video(str(path), caption=path.stem)
-
-    def log_settings(self, settings: Mapping[str, Any]) -> None:
-        self._run.config.update(dict(settings))
 
     def close(self, failed: bool) -> None:
         import trackio
@@ -467,7 +466,7 @@ def _check_service(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def _check_trackio(space: str | None) -> None:
-    """Refuse what would send a run away without being typed, and a space of nobody who has logged in."""
+    """Refuse what would send a run away without being typed, and a space without a token."""
     for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         if space is None and os.environ.get(variable):
             raise ValueError(

@@ -118,13 +118,13 @@ def plots(groups: Mapping[str, Sequence[Lines]]) -> list[Plot]:
 
 def _curves(panel: Panel, groups: Mapping[str, Sequence[Lines]]) -> Iterator[Curve]:
     for place, (name, label) in enumerate(panel.lines.items()):
-        if place and len(groups) > 1 and not name.startswith("eval"):  # of many runs what is told apart
+        if place and len(groups) > 1 and not name.startswith("eval"):  # more lines would hide each other
             continue
         seen = [pair for runs in groups.values() for lines in runs for pair in points(lines, name)]
         if len({value for _, value in seen}) <= int(panel.only_changing):  # there is nothing to see of it
             continue
         evaluated = name.startswith("eval")
-        width = 1 if evaluated else math.ceil((max(seen)[0] + 1) / _MANY)
+        width = 1 if evaluated else max(1, math.ceil((max(seen)[0] + 1) / _MANY))
         for turn, (group, runs) in enumerate(groups.items()):
             merged = _merged([points(lines, name) for lines in runs], width)
             intervals = evaluated and panel.percent and len(runs) == 1

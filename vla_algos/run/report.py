@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader
 from omegaconf import OmegaConf
 
 from vla_algos.comparison import compare
@@ -266,6 +265,8 @@ class _Group:
 
 
 def _render(runs: Sequence[_Run], conf: Path | None) -> str:
+    from jinja2 import Environment, FileSystemLoader  # at the end of a run, not as each begins
+
     settings = [{key: str(v) for key, v in sorted(run.settings.items()) if not key.startswith(_FREE)} for run in runs]
     names = [key for key in settings[0] if len(found := {own.get(key) for own in settings}) > 1 and None not in found]
     grouped: dict[tuple[str, str], list[_Run]] = {}

@@ -49,6 +49,7 @@ def test_each_run_has_the_plots_of_what_it_logs():
     constant = [{key: value for key, value in line.items() if key != "train/critic/lr"} for line in PPO]
     assert "learning rate" not in titles(constant), "there is nothing to see of it"
     assert titles([]) == titles([{"step": 1, "frames": 3}]) == titles(PPO[:1]) == []
+    assert titles([{"step": -step, "train/loss": step} for step in (2, 3)]) == ["loss"], "a stranger wrote it"
 
 
 def test_points_are_finite_numbers():
