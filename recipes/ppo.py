@@ -10,7 +10,8 @@ from typing import Literal
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import ChunkClipPPOLoss, Demonstrations, StepCollector, check_levels, clone, distributed, gae
+from vla_algos import ChunkClipPPOLoss, Demonstrations, SelfImitation, StepCollector, clone, distributed, gae
+from vla_algos.advantages import check_levels
 from vla_algos.collectors.crashes import check_crashes
 from vla_algos.metrics import collector_stats, env_metrics, outcomes_by_task, rollout_metrics, throughput
 from vla_algos.minibatches import UPDATE, Minibatches, check_loss, check_minibatches
@@ -34,6 +35,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "loss": setting_types(ChunkClipPPOLoss, without=["policy", "decoupled"]),
     "optim": OPTIM,
     "update": UPDATE,
+    "self_imitation": setting_types(SelfImitation, without=["policy"]),
 }
 
 
@@ -61,6 +63,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
         loss_module, **config.optim, updates=config.iterations, offload=config.offload["optimizer"]
     )
     frozen = FrozenPolicy(policy) if loss_module.reference_kl_coeff else None
+    solved = SelfImitation(policy, **config.self_imitation)
     episodes = training_episodes(config, spec, config.env.get("group_size", 1))
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
@@ -68,9 +71,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
-    start = run.restore(
-        demonstrations.facts, policy=policy, optimizer=optimizer, schedule=schedule, collector=collector, frozen=frozen
-    )
+    state = {"policy": policy, "optimizer": optimizer, "schedule": schedule, "collector": collector, "frozen": frozen}
+    start = run.restore(demonstrations.facts, **state, solved=solved)
     if start is None:
         if demonstrations.wanted:
             clone(policy, *demonstrations.record(env, policy), run.folder / "warm_start", **config.cloning)
@@ -83,6 +85,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
         policy.start_iteration(iteration)
         with gathered(policy), films.of(iteration, policy.chunk_size):
             batch = collector.rollout()
+        solved.extend(batch)
 
         # ---- advantages, over the batches of all processes
         began = run.seconds
@@ -100,12 +103,13 @@ def train(config: SimpleNamespace, run: Run) -> None:
                 minibatch.total(losses).backward()
             if minibatch.too_far:  # from the policy that acted: target_kl
                 break
+            solved.add_gradient()  # of cloning what has solved an episode
             minibatch.step(optimizer)
         run.state["steps"] = minibatches.steps
         update = minibatches.metrics(optimizer)
         if update:  # otherwise every episode crashed as it began
             schedule.step()
-        update["time/train"] = run.seconds - began
+        update |= {"time/train": run.seconds - began, **solved.metrics()}
 
         # ---- tell
         outcomes = env_metrics(all_rows)

@@ -35,5 +35,6 @@ from .losses import add_proximal_log_prob as add_proximal_log_prob
 from .losses import add_reference_log_prob as add_reference_log_prob
 from .results import EpisodeResult as EpisodeResult
 from .samples import Samples as Samples
+from .self_imitation import SelfImitation as SelfImitation
 
 __version__: str

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Gt, Le
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from tqdm import tqdm
 
@@ -27,6 +27,8 @@ from vla_common.tensor_files import make_room
 from vla_envs.protocol import are_numbers
 from vla_policies import VLAPolicy
 from vla_policies.sharding import compute_device, reshard
+
+Sigma = Annotated[float, Gt(0), Le(1)]  # width of soft labels, as a fraction of half the range
 
 
 def check_state_noise(state_noise: Any, state_dim: int) -> None:
@@ -110,7 +112,7 @@ class BehaviourCloning:
         batch_size: Count = 32,
         lr: Rate = 1e-3,
         weight_decay: Fraction = 1e-4,
-        label_sigma: Annotated[float, Gt(0), Le(1)] = 0.1,
+        label_sigma: Sigma = 0.1,
         state_noise: Factor | Sequence[Factor] = 0.01,
         warmup_steps: Count = 30,
         auxiliary: Factor = 0.0,
@@ -147,7 +149,7 @@ class BehaviourCloning:
         noise = distributed.broadcast_object(torch.randn_like(batch[keys.STATES]))
         batch[keys.STATES] = batch[keys.STATES] + self.state_noise * noise
         with self.state_prediction.watching() if self.state_prediction else contextlib.nullcontext():
-            loss = self._share_of_loss(batch)
+            loss = share_of_imitation_loss(self.policy, batch, self.label_sigma)
         whole = sum(distributed.all_gather_object(loss.item()))
         if not math.isfinite(whole):
             raise FloatingPointError(
@@ -211,18 +213,6 @@ class BehaviourCloning:
             measured |= {f"error_{number}": float(error) for number, error in enumerate(errors)}
         return measured
 
-    def _share_of_loss(self, batch: TensorDict) -> torch.Tensor:
-        """Return what this process's rows add to the mean over what is valid of a batch; 0 where it has none."""
-        valid = batch[keys.STEP_MASK]
-        own = batch[distributed.rank() :: distributed.world_size()]
-        counted = bool(own[keys.STEP_MASK].any())  # no process may leave out a pass of a sharded policy
-        rows = (own if counted else batch[:1]).to(compute_device(next(self.policy.parameters())))
-        loss = self.policy.imitation_loss(rows, sigma=self.label_sigma)
-        if not counted:
-            return 0.0 * loss.sum()
-        loss = loss[rows[keys.STEP_MASK]]
-        return loss.mean() * (len(loss) / int(valid.sum()))
-
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs to resume exactly here, with the same demonstrations."""
         return {
@@ -244,3 +234,19 @@ class BehaviourCloning:
         """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""
         rest = {name: make_room(value) for name, value in saved.items() if name != "optimizer"}
         return {**rest, "optimizer": empty_state(saved["optimizer"], self.optimizer)}
+
+
+def share_of_imitation_loss(policy: VLAPolicy, batch: TensorDictBase, sigma: float) -> torch.Tensor:
+    """Return what this process's rows add to the mean of ``imitation_loss`` over what is valid of ``batch`` ``[B]``.
+
+    All processes call it with the same batch, each takes a part of the rows; 0 where it has none.
+    """
+    valid = batch[keys.STEP_MASK]
+    own = batch[distributed.rank() :: distributed.world_size()]
+    counted = bool(own[keys.STEP_MASK].any())  # no process may leave out a pass of a sharded policy
+    rows = (own if counted else batch[:1]).to(compute_device(next(policy.parameters())))
+    loss = policy.imitation_loss(rows, sigma=sigma)
+    if not counted:
+        return 0.0 * loss.sum()
+    loss = loss[rows[keys.STEP_MASK]]
+    return loss.mean() * (len(loss) / int(valid.sum()))

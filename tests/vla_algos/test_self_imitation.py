@@ -1,0 +1,131 @@
+"""Self-imitation: which decisions are kept, what is cloned of them, in one process and in two, and over a resume."""
+
+import pytest
+import torch
+from decisions import decisions
+from forked import together
+from toy import ToyActorCritic
+
+from vla_algos import SelfImitation, distributed
+from vla_algos.run.plain_state import from_json, to_json
+from vla_algos.self_imitation import in_solved_episodes
+from vla_common.keys import DONE, NEXT, STATES, STEP_MASK, SUCCESS
+from vla_policies import SmallVLA, SmallVLAConfig
+from vla_policies.sharding import shard
+
+CASES = {  # success so far, and where episodes end, both by decision: what is kept
+    "solved, then one that is not": ("0011000", "0001001", "1111000"),
+    "not solved, then solved": ("0000011", "0010001", "0001111"),
+    "solved, but not over": ("0000001", "0000000", "1111111"),
+    "goes on after it is solved": ("0111100", "0000100", "1111100"),
+    "never solved": ("0000000", "0100100", "0000000"),
+    "each decision is an episode": ("1010101", "1111111", "1010101"),
+}
+
+
+def bits(text):
+    return torch.tensor([[character == "1"] for character in text])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decisions_of_episodes_that_were_solved(case):
+    success, done, expected = map(bits, CASES[case])
+    assert torch.equal(in_solved_episodes(success[None], done[None])[0], expected)
+
+
+def make_policy():
+    torch.manual_seed(0)
+    return SmallVLA(SmallVLAConfig((-1.0,) * 2, (1.0,) * 2, 3, chunk_size=2, num_bins=5))
+
+
+def rollout(policy, rows=4, steps=5, seed=0):
+    """``[rows, steps]`` decisions, of which the even rows are one solved episode each."""
+    batch = decisions(policy, rows * steps, seed=seed).reshape(rows, steps)
+    batch[NEXT, DONE] = torch.zeros(rows, steps, 1, dtype=torch.bool)
+    batch[NEXT, DONE][:, -1] = True
+    batch[NEXT, SUCCESS] = batch[NEXT, DONE].clone()
+    batch[NEXT, SUCCESS][1::2] = False
+    return batch
+
+
+def gradients(policy):
+    return {name: weight.grad.clone() for name, weight in policy.named_parameters() if weight.grad is not None}
+
+
+def test_the_newest_solved_decisions_are_cloned():
+    policy = make_policy()
+    solved = SelfImitation(policy, coeff=0.5, capacity=25, batch_size=6)
+    batches = [rollout(policy, seed=seed) for seed in range(3)]
+    for number, batch in enumerate(batches):
+        solved.extend(batch)
+        solved.add_gradient()
+        assert solved.metrics()["self_imitation/decisions"] == min(10 * (number + 1), 25)
+        assert bool(gradients(policy)) == (number == 2)  # four batches of 6 are stored first
+        policy.zero_grad()
+    kept = torch.cat([batch[::2].reshape(-1) for batch in batches])[-25:]
+    assert torch.equal(solved.state_dict()[STATES], kept[STATES])
+
+    torch.manual_seed(5)
+    solved.add_gradient()
+    found = gradients(policy)
+    torch.manual_seed(5)
+    drawn = kept[torch.randint(25, (6,))]
+    policy.zero_grad()
+    loss = policy.imitation_loss(drawn, sigma=0.1)[drawn[NEXT, STEP_MASK]].mean()
+    (0.5 * loss).backward()
+    assert solved.metrics()["self_imitation/loss"] == pytest.approx(loss.item())
+    for name, expected in gradients(policy).items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_a_checkpoint_keeps_them():
+    policy = make_policy()
+    solved, resumed = (SelfImitation(policy, coeff=1.0, capacity=8, batch_size=2) for _ in range(2))
+    resumed.load_state_dict(solved.state_dict())  # empty, as at the first iteration
+    solved.extend(rollout(policy))
+    text, tensors = to_json(solved.state_dict())
+    resumed.load_state_dict(from_json(text, lambda name, shape, dtype: tensors[name]))
+    found = []
+    for each in (solved, resumed):
+        each.extend(rollout(policy, seed=1))
+        torch.manual_seed(0)
+        each.add_gradient()
+        found.append(gradients(policy))
+        policy.zero_grad()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_nothing_is_kept_without_a_coefficient():
+    policy = make_policy()
+    solved = SelfImitation(policy)
+    solved.extend(rollout(policy))
+    solved.add_gradient()
+    assert [gradients(policy), solved.state_dict(), solved.metrics()] == [{}, {}, {}]
+
+
+def test_a_policy_without_imitation_loss_is_refused():
+    with pytest.raises(ValueError, match=r"ToyActorCritic has no imitation_loss: .* self_imitation\.coeff=0"):
+        SelfImitation(ToyActorCritic(), coeff=1.0)
+
+
+def imitate(rows, shards=None):
+    """The gradient of one step, of what this process's rows and those of the others have solved."""
+    policy = make_policy()
+    batch = rollout(policy)[rows[distributed.rank()]]
+    if shards is not None:
+        shard(policy, distributed.device_mesh(shards))
+    solved = SelfImitation(policy, coeff=1.0, capacity=10, batch_size=7)
+    solved.extend(batch)
+    torch.manual_seed(3 + distributed.rank())  # what is drawn, the first process says
+    solved.add_gradient()
+    found = gradients(policy)
+    return {name: each.full_tensor() if shards else each for name, each in found.items()}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_processes_clone_what_one_clones(shards, tmp_path):
+    alone = imitate([slice(0, 4)])
+    for found in together(imitate, tmp_path, [slice(0, 3), slice(3, 4)], shards):  # the second has solved nothing
+        assert found.keys() == alone.keys()
+        for name, expected in alone.items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-7)
