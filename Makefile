@@ -32,7 +32,7 @@ DOCS_STAMP := $(VENV)/.set-up-docs
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-e2e test-all test-storm test-cluster lint hooks docs docs-serve doctor wheelhouse container clean
+.PHONY: help setup run learn test test-e2e test-all test-storm test-cluster lint hooks docs docs-serve doctor wheelhouse container clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
@@ -40,7 +40,13 @@ help:  ## show this list
 setup: $(STAMP)  ## virtual environment, packages and rendering libraries (the other commands do it by themselves)
 
 run: $(STAMP)  ## the main job: PPO fine-tunes a small VLA policy on Meta-World (ARGS="seed=1" to change a setting)
-	$(RUN) recipes/ppo.py $(ARGS)
+	$(RUN) recipes/ppo.py experiment=metaworld_ppo_small $(ARGS)
+
+LEARNT := import json, sys; rate = json.load(open("runs/ppo/latest/run.json"))["metrics"]["eval/success_once"]; \
+    sys.exit(None if rate >= 0.85 else f"learn: {rate:.1%} of the held-out episodes are solved, at least 85% should be")
+
+learn: run  ## the main job, which must solve 85 % of its held-out episodes
+	$(RUN) -c '$(LEARNT)'
 
 # Some of them: make test ARGS="-k gym". One after the other, as in a debugger: make test WORKERS=0.
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2

@@ -30,7 +30,8 @@ CONF = HOME / "conf"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; returns the exit status."""
-    chosen = _parser().parse_args(arguments)
+    typed = sys.argv[1:] if arguments is None else arguments
+    chosen = _parser().parse_args(typed or ["--help"])
     try:
         for text in chosen.do(chosen):
             print(text)
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(do=_run)
     copy = commands.add_parser("copy", help="copy a recipe and its configuration into a folder")
     copy.add_argument("recipe", help=", ".join(recipes()))
-    copy.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="this one unless given")
+    copy.add_argument("--to", type=Path, metavar="FOLDER", help="my_NAME unless given")
     copy.add_argument("--force", action="store_true", help="overwrite files that are there")
     copy.set_defaults(do=_copy)
     reporting = commands.add_parser(
@@ -77,11 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     comparing.add_argument("--mean-of", metavar="GROUPS", help="such as easy,medium,hard,very_hard; else eval.mean_of")
     comparing.set_defaults(do=_compare)
     merging = commands.add_parser("merge", help="a policy with its adapter added to its weights")
-    merging.add_argument("folder", type=Path, metavar="FOLDER", help="of the policy, such as runs/ppo/latest/policy")
+    merging.add_argument("folder", type=Path, metavar="FOLDER", help="of a run or a policy, such as runs/ppo/latest")
     merging.add_argument("--to", type=Path, required=True, metavar="NEW", help="a folder that is not there yet")
     merging.set_defaults(do=_merge)
     card = commands.add_parser("card", help="write README.md, the model card, beside a policy; uploads nothing")
-    card.add_argument("folder", type=Path, metavar="FOLDER", help="of the policy, such as runs/ppo/latest/policy")
+    card.add_argument("folder", type=Path, metavar="FOLDER", help="of a run or a policy, such as runs/ppo/latest")
     card.add_argument("evaluations", type=Path, nargs="*", metavar="EVALUATION", help="folders of recipes/evaluate.py")
     card.add_argument("--repository", default="NAME/REPOSITORY", metavar="NAME/REPOSITORY", help="its hub id to be")
     card.add_argument("--base-model", metavar="NAME/REPOSITORY", help="hub id of what training began with")
@@ -132,7 +133,7 @@ def _card(chosen: argparse.Namespace) -> Iterable[str]:
 
 def _copy(chosen: argparse.Namespace) -> Iterable[str]:
     """Copy a recipe and ``conf/`` into a folder; nothing where a file is there and differs, unless forced."""
-    name, folder = chosen.recipe, chosen.to
+    name, folder = chosen.recipe, chosen.to or Path(f"my_{chosen.recipe}")
     files = [_file_of(name), *sorted(CONF.rglob("*.yaml"))]
     targets = {path: folder / path.relative_to(HOME) for path in files}
     differing = [path for file, path in targets.items() if path.exists() and not _same(file, path)]

@@ -108,6 +108,13 @@ class VLAEnv(EnvBase):
             raise TypeError(f"episodes come from an EpisodeSampler or an EpisodeQueue, got {type(source).__name__}")
         self.episodes = source
 
+    def __repr__(self) -> str:
+        spec, (height, width) = self.simulator_spec, self.simulator_spec.image_shape
+        tasks = f"{len(spec.tasks)} tasks" if len(spec.tasks) > 1 else spec.tasks[0].name
+        what = f"{self.num_envs} environments, {height} x {width} pixels, {spec.max_episode_steps} actions"
+        lines = [f"VLAEnv({spec.id}: {tasks}, {what} in chunks of {self.chunk_size})"]
+        return "\n  not the benchmark's: ".join([*lines, *spec.protocol_deviations])
+
     @property
     def worker_restarts(self) -> int:
         """How often a worker or simulator had to be started again."""

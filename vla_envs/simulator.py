@@ -187,6 +187,16 @@ class SimulatorSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        bounds = list(zip(self.action_low, self.action_high, strict=False))
+        for name, right, what in (
+            ("tasks", bool(self.tasks) and all(task.instruction for task in self.tasks), "one or more, with sentences"),
+            ("trials", is_whole_number(self.trials) and self.trials > 0, "a whole number, at least 1"),
+            ("max_episode_steps", is_whole_number(self.max_episode_steps) and self.max_episode_steps > 0, "at least 1"),
+            ("action_high", len(self.action_high) == self.action_dim, f"{self.action_dim} numbers like action_low"),
+            ("action_low", all(low < high for low, high in bounds), f"below action_high, {self.action_high!r}"),
+        ):
+            if not right:
+                raise ValueError(f"{self.id}: {name} is {getattr(self, name)!r}, must be {what}")
         if not is_whole_number(self.chain_length) or self.chain_length < 1:
             raise ValueError(
                 f"{self.id}: chain_length is {self.chain_length!r}, must be a whole number of tasks that an episode "

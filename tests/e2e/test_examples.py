@@ -3,10 +3,12 @@
 import importlib.util
 import math
 
+import numpy as np
 import pytest
+import torch
 from paths import ROOT
 
-from vla_policies import load_policy
+from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 EXAMPLES = ROOT / "examples"
@@ -38,6 +40,16 @@ def test_the_gallery_films_a_world_that_moves():
     first, *_, last = module_of("gallery").film("metaworld/reach-v3", {"image_size": 32}, 3, 2)
     assert first.size == last.size == (256, 256)
     assert first.tobytes() != last.tobytes()
+
+
+def test_two_policies_are_shown_on_the_same_episode():
+    example = module_of("side_by_side")
+    torch.manual_seed(0)
+    moves = example.episode(SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4, chunk_size=50)), 0)
+    first, *_, last = example.side_by_side(moves, moves[:1])
+    left, right = np.s_[:, : example.SIDE], np.s_[:, -example.SIDE :]
+    assert np.array_equal(first[left], first[right])  # the same initial state
+    assert not np.array_equal(last[left], last[right])  # one has moved
 
 
 def test_a_loss_of_ones_own_is_trained_and_what_it_returns_is_logged():

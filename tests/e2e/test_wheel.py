@@ -88,11 +88,11 @@ def test_a_copied_recipe_runs_in_a_fresh_environment(binaries, tmp_path):
     assert "metaworld_faucets_ppo_small" in listed.stdout, listed.stderr
     copied = run(binaries / "vla-recipe", "copy", "ppo", cwd=tmp_path)
     assert copied.returncode == 0, copied.stderr
-    changed = tmp_path / "conf" / "ppo.yaml"
+    changed = tmp_path / "my_ppo" / "conf" / "ppo.yaml"
     changed.write_text(changed.read_text() + "\n# mine\n")
-    done = run(binaries / "python", "ppo.py", *TOY, "hydra.run.dir=out", cwd=tmp_path)
+    done = run(binaries / "python", "ppo.py", *TOY, "hydra.run.dir=out", cwd=tmp_path / "my_ppo")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "policy" / "model.safetensors").is_file()
+    assert (tmp_path / "my_ppo" / "out" / "policy" / "model.safetensors").is_file()
     again = run(binaries / "vla-recipe", "copy", "ppo", cwd=tmp_path)
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1

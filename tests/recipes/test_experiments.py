@@ -14,7 +14,7 @@ from paths import CONF, GOLDEN, ROOT
 from running import Started, composed, main_of
 
 import vla_envs.make
-from vla_algos.run.arguments import check_experiment, compose_settings
+from vla_algos.run.arguments import check_arguments, compose_settings
 from vla_algos.run.config import read_config
 from vla_algos.run.environments import evaluated_env, make_env_spec
 from vla_algos.run.evaluator import Evaluator
@@ -103,10 +103,12 @@ def test_unknown_experiments_and_those_of_another_recipe_are_refused():
     with pytest.raises(
         ValueError, match="unknown experiment 'libero_10_ppo_openpy'; did you mean libero_10_ppo_openpi"
     ):
-        check_experiment(["experiment=libero_10_ppo_openpy"], CONF)
-    check_experiment(["--config-dir", "elsewhere", "experiment=mine"], CONF)
-    check_experiment(["experiment=null", "seed=1"], CONF)
-    check_experiment(["experiment=metaworld_faucets_ppo_small,metaworld_mt50_ppo_small"], CONF)
+        check_arguments(["experiment=libero_10_ppo_openpy"], CONF)
+    check_arguments(["--config-dir", "elsewhere", "experiment=mine"], CONF)
+    check_arguments(["experiment=null", "seed=1"], CONF)
+    check_arguments(["experiment=metaworld_faucets_ppo_small,metaworld_mt50_ppo_small"], CONF)
+    with pytest.raises(ValueError, match=r"seed is typed 2 times; type it once"):
+        check_arguments(["seed=1", "optim.lr=1e-4", "seed=2"], CONF)
 
 
 def test_the_asynchronous_recipe_has_the_values_of_ppo():

@@ -33,19 +33,27 @@ def test_a_copy_has_the_recipe_and_every_configuration_group(tmp_path, capsys):
 def test_what_was_changed_is_not_overwritten_unless_asked(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["copy", "ppo"]) == 0
-    assert main(["copy", "grpo"]) == 0, "the same configuration again overwrites nothing"
-    changed = tmp_path / "conf" / "env" / "base.yaml"
+    assert main(["copy", "grpo", "--to", "my_ppo"]) == 0, "the same configuration again overwrites nothing"
+    changed = tmp_path / "my_ppo" / "conf" / "env" / "base.yaml"
     changed.write_text("id: mine\n")
-    (tmp_path / "sft.py").write_text("mine")
+    (tmp_path / "my_ppo" / "sft.py").write_text("mine")
     capsys.readouterr()
-    assert main(["copy", "sft"]) == 2
+    assert main(["copy", "sft", "--to", "my_ppo"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "sft.py and 1 more would be overwritten" in line
     assert "--force" in line
     assert "--to FOLDER" in line
     assert changed.read_text() == "id: mine\n"
-    assert main(["copy", "sft", "--force"]) == 0
+    assert main(["copy", "sft", "--to", "my_ppo", "--force"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["my_ppo"]
     assert changed.read_bytes() == (CONF / "env" / "base.yaml").read_bytes()
+
+
+def test_the_command_alone_shows_its_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    assert "copy a recipe and its configuration" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["run", "copy"])

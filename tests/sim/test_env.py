@@ -23,6 +23,13 @@ def test_specs(env):
     assert env.action_spec.shape == (4, 5, 4)
 
 
+def test_it_says_what_it_is_and_what_is_not_the_benchmarks(env):
+    first, *deviations = str(env).splitlines()
+    what = "2 tasks, 4 environments, 32 x 32 pixels, 12 actions in chunks of 5"
+    assert first == f"VLAEnv(metaworld/reach-v3+faucet-open-v3: {what})"
+    assert "  not the benchmark's: horizon 12 instead of 100" in deviations
+
+
 def test_a_rollout_has_the_contracts_keys_shapes_and_types(env):
     td = env.rollout(3, break_when_any_done=False)
     expected = {

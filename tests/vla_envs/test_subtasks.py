@@ -37,7 +37,7 @@ from vla_common.keys import (
 from vla_envs import make_env, make_spec
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes
 from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
-from vla_envs.simulator import Episode
+from vla_envs.simulator import Episode, Task
 
 # Solved by these actions; given up after four without one. The chains solve 3, 1, 0, 2 and 3, 0, 0, 1 of 3 tasks.
 FIRST, SECOND = [(2, 3, 7), (4,), (), (1, 2)], [(1, 2, 3), (), (), (3,)]
@@ -356,11 +356,17 @@ def test_results_name_their_protocol(tmp_path):
         ({"chain_length": "5"}, "chain_length is '5', must be"),
         ({"protocol": "two\nlines"}, "must be one line of text"),
         ({"protocol": None}, "protocol is None, must be one line"),
+        ({"tasks": ()}, r"tasks is \(\), must be one or more"),
+        ({"tasks": (Task("push", ""),)}, "tasks is .* must be one or more, with sentences"),
+        ({"trials": 0}, "trials is 0, must be a whole number, at least 1"),
+        ({"max_episode_steps": 0}, "max_episode_steps is 0, must be at least 1"),
+        ({"action_low": (1.0,), "action_high": (-1.0,)}, r"action_low is \(1\.0,\), must be below action_high"),
+        ({"action_low": (-1.0,), "action_high": (1.0, 1.0)}, r"action_high is .* must be 1 numbers like action_low"),
     ],
 )
 def test_a_description_that_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=message) as raised:
-        chained_spec(FIRST, **fields)
+        replace(chained_spec(FIRST), **fields)
     assert "\n" not in str(raised.value)
 
 

@@ -40,14 +40,20 @@ def for_hydra(argument: str, conf: Path) -> str:
     return f"++{argument}"
 
 
-def check_experiment(arguments: Sequence[str], conf: Path) -> None:
-    """Refuse an experiment that there is not, of one that is named alone and without ``--config-dir``.
+def check_arguments(arguments: Sequence[str], conf: Path) -> None:
+    """Refuse a setting that is typed twice, and an experiment that there is not.
+
+    Of experiments one that is named alone and without ``--config-dir`` is looked up.
 
     Raises:
-        ValueError: offers the nearest names.
+        ValueError: names the setting, or offers the nearest names.
     """
+    settings = [match.groups() for each in arguments if (match := _SETTING.fullmatch(each.lstrip("+")))]
+    names = [name for name, _ in settings]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice} is typed {names.count(twice)} times; type it once")
     elsewhere = any(re.match(r"(--config-(dir|path)|-cd|-cp)\b", each) for each in arguments)
-    named = [match[1] for each in arguments if (match := re.fullmatch(r"\+?experiment=(\w+)", each))]
+    named = [value for name, value in settings if name == "experiment" and re.fullmatch(r"\w+", value)]
     for name in () if elsewhere else named:
         if name != "null" and name not in (known := all_experiments(conf)):
             raise unknown_name("experiment", name, known)

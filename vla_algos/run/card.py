@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from vla_algos import results
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.files import write_atomically
-from vla_algos.run.folder import settings_of
+from vla_algos.run.folder import policy_folder, settings_of
 from vla_algos.run.provenance import read_record
 from vla_algos.run.training_env import EPISODES, differences, load_training_env
 from vla_common.checksums import identity
@@ -97,7 +97,7 @@ def write_card(
     """Write ``README.md`` into the folder of a policy, and ``replay.mp4`` if an episode of it was filmed.
 
     Args:
-        folder: of a policy that a recipe wrote.
+        folder: of a run, or of a policy that a recipe wrote.
         evaluations: folders of ``recipes/evaluate.py``, of this policy.
         repository: hub id that it is going to have.
         base_model: hub id of the checkpoint that training began with.
@@ -112,8 +112,7 @@ def write_card(
         FileExistsError: the folder has a ``README.md`` that this did not write.
         ValueError: not a folder of a recipe, an evaluation of another policy, or a hub id that is none.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; type that of a policy, such as runs/ppo/latest/policy")
+    folder = policy_folder(folder)
     for flag, hub_id in (("--repository", repository), ("--base-model", base_model)):
         if hub_id is not None and not _REPOSITORY.fullmatch(hub_id):
             raise ValueError(f"{flag} {hub_id}: is no hub id; type one such as openvla/openvla-7b")

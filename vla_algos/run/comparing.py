@@ -37,12 +37,14 @@ def compare_folders(first: Path, second: Path | None = None, mean_of: Sequence[s
 
     Raises:
         FileNotFoundError: there is no such folder or file.
-        ValueError: there are no results, or they share no episode.
+        ValueError: there are no results, they share no episode, or both are the same folder.
     """
     one = _find(first)
     if second is None:
         yield from _compare_own(first, _mean_of(one) if mean_of is None else mean_of)
         return
+    if first.resolve() == second.resolve():
+        raise ValueError(f"{first} is compared with itself; leave the second out to compare its before and after")
     other = _find(second)
     groups = (_mean_of(one) or _mean_of(other)) if mean_of is None else mean_of
     yield from (f"  differs: {text}" for text in _differences(one.run, other.run))

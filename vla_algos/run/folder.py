@@ -223,6 +223,13 @@ def what_finished(config: SimpleNamespace, folder: Path) -> str:
     )
 
 
+def policy_folder(folder: Path) -> Path:
+    """Return the folder of a run's policy, or ``folder`` itself, which is one; ``FileNotFoundError`` if not there."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder; type that of a run or a policy, such as runs/ppo/latest")
+    return folder / "policy" if (folder / "policy").is_dir() else folder
+
+
 def settings_of(folder: Path) -> dict[str, Any]:
     """Read ``config.yaml``, which may be a stranger's; nothing where it is empty, broken, or of no run."""
     try:

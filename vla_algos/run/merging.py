@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from vla_algos.files import write_folder_atomically
+from vla_algos.run.folder import policy_folder
 from vla_algos.run.training_env import FILE
 from vla_common.checksums import add_checksum
 from vla_common.plain import read_json
@@ -20,7 +21,7 @@ def merge_folder(folder: Path, to: Path) -> list[str]:
     """Write a policy once more, with its adapter merged into the weights; needs the memory of one copy of them.
 
     Args:
-        folder: of a policy that a recipe or ``save_pretrained`` wrote with an adapter.
+        folder: of a run, or of a policy that a recipe or ``save_pretrained`` wrote with an adapter.
         to: a folder that is not there yet, or is empty.
 
     Returns:
@@ -31,12 +32,10 @@ def merge_folder(folder: Path, to: Path) -> list[str]:
         FileExistsError: ``to`` has something in it.
         ValueError: the policy has no adapter that is not merged already.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; type that of a policy, such as runs/ppo/latest/policy")
+    folder = policy_folder(folder)
     options = read_json(folder / _OPTIONS) if (folder / _OPTIONS).is_file() else {}
     if not options.get(ADAPTER):
-        why = "its weights are whole as they are" if options else f"it has no {_OPTIONS}, so that no recipe wrote it"
-        raise ValueError(f"{folder} has no adapter to merge: {why}; type that of a policy trained with one")
+        raise ValueError(f"{folder} has no adapter to merge; type the folder of a policy trained with policy.lora_rank")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} is there already; type another folder: --to NEW")
     policy = load_policy(folder)

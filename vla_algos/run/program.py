@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.files import remove_if_empty
-from vla_algos.run.arguments import check_experiment, for_hydra
+from vla_algos.run.arguments import check_arguments, for_hydra
 from vla_algos.run.training_env import evaluation_defaults
 from vla_common import program
 
@@ -41,7 +41,7 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
         typed = sys.argv[1:]
         if any(each.startswith("--experimental-rerun") for each in typed):
             raise ValueError("--experimental-rerun reads a pickle, which may run any code; type the settings again")
-        check_experiment(typed, conf)
+        check_arguments(typed, conf)
         typed = evaluation_defaults(typed, conf) if name == "evaluate" else typed
         sys.argv[1:] = [for_hydra(each, conf) for each in typed]
         main()

@@ -66,6 +66,9 @@ class EncoderConfig:
 
 def check_config(config: EncoderConfig) -> None:
     """Refuse sizes that make no network with a SettingError, and settle what it computes in."""
+    low, high = config.action_low, config.action_high
+    if len(low) != len(high) or not all(one < other for one, other in zip(low, high, strict=True)):
+        raise SettingError(f"action_low={low}: must be as many numbers as action_high={high}, each below it")
     if config.dim % config.heads:
         raise SettingError(f"heads={config.heads}: must divide dim={config.dim}; type heads=4 with dim=128")
     if any(number % _GROUPS for number in config.channels[1:]):

@@ -83,12 +83,12 @@ def test_a_merged_policy_acts_as_with_its_adapter(adapted, tmp_path, capsys, no_
 
 
 def test_what_cannot_be_merged_is_one_line(adapted, tmp_path, capsys):
-    assert "base has no adapter to merge: it has no vla_torchrl.json" in refused(
+    assert "base has no adapter to merge; type the folder of a policy trained with policy.lora_rank" in refused(
         capsys, "merge", tmp_path / "base", "--to", tmp_path / "new"
     )
-    load_policy(tmp_path / "base", benchmark="metaworld").save_pretrained(tmp_path / "whole")
-    line = refused(capsys, "merge", tmp_path / "whole", "--to", tmp_path / "new")
-    assert "whole has no adapter to merge: its weights are whole as they are" in line
+    load_policy(tmp_path / "base", benchmark="metaworld").save_pretrained(tmp_path / "run" / "policy")
+    line = refused(capsys, "merge", tmp_path / "run", "--to", tmp_path / "new")
+    assert "run/policy has no adapter to merge" in line
     assert "no such folder" in refused(capsys, "merge", tmp_path / "none", "--to", tmp_path / "new")
     line = refused(capsys, "merge", tmp_path / "policy", "--to", tmp_path / "base")
     assert "base is there already; type another folder: --to NEW" in line

@@ -50,6 +50,12 @@ def test_only_what_a_crop_leaves_is_seen(kind):
     assert not torch.equal(tokens_of(policy, inside), tokens_of(policy, td))
 
 
+@pytest.mark.parametrize("bounds", [((1.0,) * 2, (-1.0,) * 2), ((-1.0,) * 2, (1.0,) * 3)])
+def test_bounds_that_are_none_are_refused(bounds):
+    with pytest.raises(ValueError, match="action_low=.*: must be as many numbers as action_high=.*, each below it"):
+        SmallVLAConfig(*bounds, 3)
+
+
 @pytest.mark.parametrize("crop", [(0.5, 0.0, 0.6, 1.0), (0.0, 0.0, 0.0, 1.0)])
 def test_a_crop_that_is_none_is_refused(crop):
     with pytest.raises(ValueError, match=r"crop=.*lies within it; type \[0.2,0.3,0.6,0.6\]"):
