@@ -44,7 +44,7 @@ def main(config: DictConfig) -> None:
 def evaluate(config: SimpleNamespace, run: Run) -> None:
     # ---- parts
     if not config.policy.get("checkpoint"):
-        raise ValueError("which policy? type: python recipes/evaluate.py policy.checkpoint=runs/ppo/latest/policy")
+        raise ValueError("which policy? type: vla-recipe run evaluate policy.checkpoint=runs/ppo/latest/policy")
     spec = make_env_spec(config.env)
     own_env = own_share(config.env, spec, config.pipeline)
     evaluation = AblatedEvaluation(run, spec)

@@ -5,7 +5,7 @@ from vla_common.program import begin_program
 begin_program(__name__)  # before torch is imported
 
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import hydra
 from omegaconf import DictConfig
@@ -71,8 +71,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
-    state = {"policy": policy, "optimizer": optimizer, "schedule": schedule, "collector": collector, "frozen": frozen}
-    start = run.restore(demonstrations.facts, **state, solved=solved)
+    state: dict[str, Any] = {"policy": policy, "optimizer": optimizer, "schedule": schedule, "collector": collector}
+    start = run.restore(demonstrations.facts, **state, frozen=frozen, solved=solved)
     if start is None:
         if demonstrations.wanted:
             clone(policy, *demonstrations.record(env, policy), run.folder / "warm_start", **config.cloning)

@@ -28,6 +28,7 @@ WITHOUT_A_ROW = {
     "metaworld_faucets_ppo_small": "ours alone",
     "metaworld_mt50_ppo_small": "ours alone: on a CPU",
     "metaworld_mt50_sft_small": "cloning",
+    "metaworld_ppo_small": "ours alone: on a CPU",
     "robotwin_bell_ppo_small": "ours alone: on a CPU",
 }
 FAMILIES = {"openpi": "pi0", "openvla": "openvla", "openvla_oft": "openvla_oft"}

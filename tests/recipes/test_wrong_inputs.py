@@ -95,7 +95,7 @@ VALUES = [
     ("ppo launcher=local launcher.name=slurm", "type launcher=slurm, which sets all of them"),
 ]
 FILES = [  # {place} is a folder of wrong checkpoints
-    ("evaluate", r"which policy\? type: python recipes/evaluate\.py policy\.checkpoint=runs/ppo/latest/policy"),
+    ("evaluate", r"which policy\? type: vla-recipe run evaluate policy\.checkpoint=runs/ppo/latest/policy"),
     (
         "ppo policy.checkpoint={place}/nope",
         "no folder .*nope; pass a checkpoint folder, or a repository of the hub as hf:NAME",

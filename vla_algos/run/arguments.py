@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,17 +42,18 @@ def for_hydra(argument: str, conf: Path) -> str:
 
 
 def check_arguments(arguments: Sequence[str], conf: Path) -> None:
-    """Refuse a setting that is typed twice, and an experiment that there is not.
+    """Refuse an experiment that there is not, and warn of a setting that is typed twice: the last one counts.
 
     Of experiments one that is named alone and without ``--config-dir`` is looked up.
 
     Raises:
-        ValueError: names the setting, or offers the nearest names.
+        ValueError: offers the nearest names.
     """
     settings = [match.groups() for each in arguments if (match := _SETTING.fullmatch(each.lstrip("+")))]
     names = [name for name, _ in settings]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{twice} is typed {names.count(twice)} times; type it once")
+    for name, value in dict(settings).items():
+        if names.count(name) > 1:
+            print(f"warning: {name} is typed {names.count(name)} times; {name}={value} counts", file=sys.stderr)
     elsewhere = any(re.match(r"(--config-(dir|path)|-cd|-cp)\b", each) for each in arguments)
     named = [value for name, value in settings if name == "experiment" and re.fullmatch(r"\w+", value)]
     for name in () if elsewhere else named:

@@ -45,9 +45,9 @@ def run_recipe(train: Train, types: Types, conf: Path | None, config: DictConfig
     with says_how_to_resume(folder), Run(settings, folder) as run:
         main = distributed.is_main()
         finished = distributed.broadcast_object(what_finished(settings, folder) if main else "")
-        if main:
-            print(finished or f"run          {folder}")
-        if not finished:
+        if finished:
+            print(finished)
+        else:
             train(settings, run)
         if main:
             print(report_at_end(folder, conf))

@@ -139,6 +139,7 @@ class Run:
 
     def begin(self, facts: Mapping[str, Any] | None = None) -> None:
         """Write the settings, what this process runs and further ``facts`` into the folder; :meth:`restore` does."""
+        self.say(f"run          {self.folder}")
         note_start(self.config, self.folder, {**self.facts, **(facts or {})})
 
     def save(self, iteration: int, publish: Callable[[Path], object] | None = None) -> None:

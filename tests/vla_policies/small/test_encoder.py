@@ -52,7 +52,7 @@ def test_only_what_a_crop_leaves_is_seen(kind):
 
 @pytest.mark.parametrize("bounds", [((1.0,) * 2, (-1.0,) * 2), ((-1.0,) * 2, (1.0,) * 3)])
 def test_bounds_that_are_none_are_refused(bounds):
-    with pytest.raises(ValueError, match="action_low=.*: must be as many numbers as action_high=.*, each below it"):
+    with pytest.raises(ValueError, match=r"action_low=.*: must be as many numbers as action_high=.*, each below it"):
         SmallVLAConfig(*bounds, 3)
 
 
