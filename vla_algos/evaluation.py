@@ -54,6 +54,7 @@ class EvaluationResult:
         captions: of each frame of ``videos``: the instruction, the return so far, and whether it is solved.
         chain_length: tasks that an episode asked for one after the other.
         mean_of: suites or difficulties of which the mean is reported too, each counting the same.
+        protocol_deviations: how the environment of :func:`evaluate` differs from the benchmark's; recipes say it beside.
     """
 
     episodes: list[EpisodeResult]
@@ -62,6 +63,7 @@ class EvaluationResult:
     captions: dict[int, list[str]] = field(default_factory=dict)
     chain_length: int = 1
     mean_of: tuple[str, ...] = ()
+    protocol_deviations: tuple[str, ...] = ()
 
     @classmethod
     def interleaved(cls, parts: Sequence[EvaluationResult]) -> EvaluationResult:
@@ -220,7 +222,8 @@ class EvaluationResult:
                 f"{name:<{width}}  {len(results):8}  {100 * once:6.1f}%  {100 * low:5.1f} - {100 * high:5.1f}"
                 f"  {100 * at_end:5.1f}%  {_mean(r.episode_len for r in results):6.1f}"
             )
-        return "\n".join([*lines, *self._mean_lines(), *self._chain_lines(rows), *self._lines_without_result()])
+        lines += [*self._mean_lines(), *self._chain_lines(rows), *self._lines_without_result()]
+        return "\n".join([*lines, *(f"not the benchmark's: {text}" for text in self.protocol_deviations)])
 
     def _mean_lines(self) -> list[str]:
         names = ", ".join(self.mean_of)
@@ -366,7 +369,8 @@ def evaluate(
     filmed = {index: tuple(zip(*shots[index], strict=True)) for index in sorted(shots) if not ordered[index].crashed}
     videos = {index: np.stack(frames) for index, (frames, _) in filmed.items()}
     captions = {index: [*said] for index, (_, said) in filmed.items()}
-    return EvaluationResult(ordered, videos, "", captions, spec.chain_length)
+    deviations = spec.protocol_deviations
+    return EvaluationResult(ordered, videos, "", captions, spec.chain_length, protocol_deviations=deviations)
 
 
 @contextlib.contextmanager
