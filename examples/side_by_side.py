@@ -15,8 +15,8 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from vla_envs import Episode, make_spec
 from vla_policies import load_policy
 
-ENV = "metaworld/door-unlock-v3+button-press-topdown-v3+stick-push-v3"  # of recipes/conf/env/metaworld_small.yaml
-SEEN = {"image_size": 64, "render_quality": "coarse"}
+ENV = "metaworld/door-unlock-v3+stick-push-v3+button-press-topdown-v3"  # of recipes/conf/env/metaworld_small.yaml
+SEEN = {"image_size": 96, "render_quality": "coarse"}
 SIDE, GAP, COLOURS, MILLISECONDS, LAST = 224, 6, 128, 100, 8  # pixels, of the palette, per picture, pictures at the end
 HELD_OUT = 9_000_000  # family of initial states
 DONE = np.array([60, 170, 90], dtype=np.uint8)  # of the frame around an episode that is solved
