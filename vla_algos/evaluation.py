@@ -54,7 +54,7 @@ class EvaluationResult:
         captions: of each frame of ``videos``: the instruction, the return so far, and whether it is solved.
         chain_length: tasks that an episode asked for one after the other.
         mean_of: suites or difficulties of which the mean is reported too, each counting the same.
-        protocol_deviations: how the environment of :func:`evaluate` differs from the benchmark's; recipes say it beside.
+        protocol_deviations: how the environment of :func:`evaluate` differs from the benchmark's; recipes say it too.
     """
 
     episodes: list[EpisodeResult]
