@@ -112,8 +112,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
         update |= {"time/train": run.seconds - began, **solved.metrics()}
 
         # ---- tell
-        outcomes = env_metrics(all_rows)
-        speed = throughput(all_rows, run.seconds)
+        outcomes, speed = env_metrics(all_rows), throughput(all_rows, run.seconds)
         run.log(iteration, outcomes, rollout_metrics(all_rows), update, collector_stats(collector), speed)
         run.say(check_crashes(run.state, iteration, outcomes))
         episodes.tell(*outcomes_by_task(all_rows))  # episode_order=learnable draws accordingly
