@@ -49,7 +49,7 @@ def check_arguments(arguments: Sequence[str], conf: Path) -> None:
     Raises:
         ValueError: offers the nearest names.
     """
-    settings = [match.groups() for each in arguments if (match := _SETTING.fullmatch(each.lstrip("+")))]
+    settings = [(match[1], match[2]) for each in arguments if (match := _SETTING.fullmatch(each.lstrip("+")))]
     names = [name for name, _ in settings]
     for name, value in dict(settings).items():
         if names.count(name) > 1:
