@@ -111,7 +111,7 @@ def test_unknown_experiments_and_those_of_another_recipe_are_refused():
 
 def test_a_setting_that_is_typed_twice_is_said(capsys):
     check_arguments(["seed=1", "optim.lr=1e-4", "seed=2"], CONF)
-    assert capsys.readouterr().err == "warning: seed is typed 2 times; seed=2 counts\n"
+    assert capsys.readouterr().out == "warning: seed is typed 2 times; seed=2 counts\n"
 
 
 def test_the_asynchronous_recipe_has_the_values_of_ppo():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def check_arguments(arguments: Sequence[str], conf: Path) -> None:
     names = [name for name, _ in settings]
     for name, value in dict(settings).items():
         if names.count(name) > 1:
-            print(f"warning: {name} is typed {names.count(name)} times; {name}={value} counts", file=sys.stderr)
+            print(f"warning: {name} is typed {names.count(name)} times; {name}={value} counts")
     elsewhere = any(re.match(r"(--config-(dir|path)|-cd|-cp)\b", each) for each in arguments)
     named = [value for name, value in settings if name == "experiment" and re.fullmatch(r"\w+", value)]
     for name in () if elsewhere else named:
