@@ -34,7 +34,7 @@ def episode(policy, task):
         if solved:
             break
         observed = seen.observe()
-        inputs = {"images": torch.tensor(observed.images)[None], "states": torch.tensor(observed.states)[None]}
+        inputs = {"images": torch.tensor(observed.images.copy())[None], "states": torch.tensor(observed.states)[None]}
         inputs["task_descriptions"] = NonTensorStack(observed.task_description)
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             chunk = policy(TensorDict(inputs, [1]))["action"][0].numpy()
@@ -68,6 +68,6 @@ if __name__ == "__main__":
     tasks = range(len(make_spec(ENV, **SEEN).tasks))
     pairs = [[episode(policy, task) for policy in policies] for task in tasks]
     shots = [Image.fromarray(shot) for pair in pairs for shot in side_by_side(*pair)]
-    palette = shots[0].quantize(COLOURS, method=Image.Quantize.FASTOCTREE)
+    palette = shots[-1].quantize(COLOURS, method=Image.Quantize.FASTOCTREE)
     first, *others = [shot.quantize(palette=palette, dither=Image.Dither.NONE) for shot in shots]
     first.save(file, save_all=True, append_images=others, loop=0, duration=MILLISECONDS, optimize=True)

@@ -79,7 +79,7 @@ class ToyEnv(EnvBase):
         self.current_episodes: list[Episode | None] = [None] * num_envs
         self.worker_restarts = self.interactions = 0
         tasks = [Task(f"task-{i}", text) for i, text in enumerate(INSTRUCTIONS)]
-        self.simulator_spec = SimpleNamespace(tasks=tasks, chain_length=1)
+        self.simulator_spec = SimpleNamespace(tasks=tasks, chain_length=1, protocol_deviations=())
         n, flag = num_envs, Binary(1, (num_envs, 1), dtype=torch.bool)
         self.action_spec = Bounded(-1, 1, (n, CHUNK, DIM))
         done_keys = (DONE, TERMINATED, TRUNCATED)
@@ -185,7 +185,7 @@ def toy_suite():
     env = ToyEnv(2)
     tasks = env.simulator_spec.tasks
     known = {"trials": 2, "initial_states": None, "evaluation_trials": None, "chain_length": 1}
-    env.simulator_spec = SimpleNamespace(id="toy", tasks=tasks, **known)
+    env.simulator_spec = SimpleNamespace(id="toy", tasks=tasks, **{"protocol_deviations": (), **known})
     return env
 
 

@@ -43,7 +43,7 @@ def compare_folders(first: Path, second: Path | None = None, mean_of: Sequence[s
     if second is None:
         yield from _compare_own(first, _mean_of(one) if mean_of is None else mean_of)
         return
-    if first.resolve() == second.resolve():
+    if first.is_dir() and first.resolve() == second.resolve():
         raise ValueError(f"{first} is compared with itself; leave the second out to compare its before and after")
     other = _find(second)
     groups = (_mean_of(one) or _mean_of(other)) if mean_of is None else mean_of
