@@ -183,9 +183,8 @@ class ToyEnv(EnvBase):
 def toy_suite():
     """Two of them, as those of a benchmark that a recipe evaluates on."""
     env = ToyEnv(2)
-    tasks = env.simulator_spec.tasks
-    known = {"trials": 2, "initial_states": None, "evaluation_trials": None, "chain_length": 1}
-    env.simulator_spec = SimpleNamespace(id="toy", tasks=tasks, **{"protocol_deviations": (), **known})
+    known = {"id": "toy", "trials": 2, "initial_states": None, "evaluation_trials": None}
+    env.simulator_spec = SimpleNamespace(**vars(env.simulator_spec), **known)
     return env
 
 

@@ -178,10 +178,8 @@ def test_a_benchmark_that_does_not_say_what_doing_nothing_is_is_told_how():
 class Suite(PaintedEnv):
     def __init__(self, num_envs):
         super().__init__(num_envs)
-        tasks = self.simulator_spec.tasks
-        self.simulator_spec = SimpleNamespace(
-            id="toy", tasks=tasks, trials=5, initial_states=None, evaluation_trials=None, chain_length=1
-        )
+        toy = vars(self.simulator_spec)
+        self.simulator_spec = SimpleNamespace(**toy, id="toy", trials=5, initial_states=None, evaluation_trials=None)
 
 
 def ablate(folder):

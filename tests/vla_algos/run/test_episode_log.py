@@ -19,10 +19,8 @@ class Counting(ToyEnv):
     def __init__(self, num_envs, broken_at=None, **options):
         self.begun, self.left = [], broken_at
         super().__init__(num_envs, **options)
-        tasks = self.simulator_spec.tasks
-        self.simulator_spec = SimpleNamespace(
-            id="toy", tasks=tasks, trials=6, initial_states=None, evaluation_trials=None, chain_length=1
-        )
+        toy = vars(self.simulator_spec)
+        self.simulator_spec = SimpleNamespace(**toy, id="toy", trials=6, initial_states=None, evaluation_trials=None)
 
     def _reset(self, tensordict=None):
         outcome = super()._reset(tensordict)
