@@ -19,6 +19,7 @@ from paths import CONF
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.summary.writer import event_file_writer
 
 from vla_algos.run import logging
 from vla_algos.run.logging import RunLogger, _Service, as_gif, check_loggers, open_loggers
@@ -174,7 +175,9 @@ def test_trackio_sends_a_run_where_is_typed_and_nowhere_else(settings, variable,
 # ---- once, also after a resume
 
 
-def test_nothing_stands_twice_after_a_resume(tmp_path, given):
+def test_nothing_stands_twice_after_a_resume(tmp_path, given, monkeypatch):
+    # Files of one second are read in the order of their names: number 10 of a process before number 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     chosen = {"tensorboard": {}, "csv": {}, "wandb": {}}
     interrupted_twice(tmp_path, chosen).close()
 
