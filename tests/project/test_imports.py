@@ -22,13 +22,14 @@ def run(program: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
-def test_import_costs_less_than_a_third_of_a_second_over_torchrl():
+def test_import_adds_less_than_a_tenth_to_what_torchrl_costs():
     program = (
-        "import time, torch; from torchrl.envs import EnvBase; start = time.process_time()\n"
-        "import vla_envs; from vla_envs import make_env; print(time.process_time() - start)"
+        "import time; start = time.process_time(); import torch; from torchrl.envs import EnvBase\n"
+        "theirs = time.process_time() - start; import vla_envs; from vla_envs import make_env\n"
+        "print((time.process_time() - start - theirs) / theirs)"
     )
-    extra = float(run(program))  # CPU time: others may use the machine
-    assert extra < 0.3, f"{extra:.2f} s of CPU time over importing torch and EnvBase"
+    share = float(run(program))  # of CPU time: others may use the machine
+    assert share < 0.1, f"{share:.0%} of the CPU time of importing torch and EnvBase"
 
 
 def test_imports_load_neither_torch_nor_a_simulator_nor_a_library_of_models():
