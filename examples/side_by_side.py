@@ -28,11 +28,8 @@ def episode(policy, task):
     seen, drawn = make_spec(ENV, **SEEN).make(), make_spec(ENV, image_size=SIDE, render_quality="fast").make()
     for simulator in (seen, drawn):
         simulator.reset(Episode(task_id=task, trial_id=0, seed=HELD_OUT))
-    pictures, solved = [], False
+    pictures, solved = [framed(drawn.observe().images, False)], False
     for _ in range(0, seen.spec.max_episode_steps, policy.chunk_size):
-        pictures.append(framed(drawn.observe().images, solved))
-        if solved:
-            break
         observed = seen.observe()
         inputs = {"images": torch.tensor(observed.images.copy())[None], "states": torch.tensor(observed.states)[None]}
         inputs["task_descriptions"] = NonTensorStack(observed.task_description)
@@ -40,7 +37,11 @@ def episode(policy, task):
             chunk = policy(TensorDict(inputs, [1]))["action"][0].numpy()
         for action in chunk:
             drawn.step(action)
-            solved = solved or seen.step(action).success
+            if solved := seen.step(action).success:
+                break
+        pictures.append(framed(drawn.observe().images, solved))
+        if solved:
+            break
     for simulator in (seen, drawn):
         simulator.close()
     return pictures

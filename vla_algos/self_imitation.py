@@ -60,7 +60,7 @@ class SelfImitation:
         self.policy, self.coeff, self.capacity = policy, coeff, capacity
         self.batch_size, self.label_sigma = batch_size, label_sigma
         self._stored: TensorDict | None = None  # [K], oldest first
-        self._losses: list[float] = []
+        self._losses: list[torch.Tensor] = []  # shares of this process
 
     def extend(self, batch: TensorDictBase) -> None:
         """Keep the decisions of ``batch`` ``[N, T]``, in time order, of episodes that were solved in it."""
@@ -81,14 +81,18 @@ class SelfImitation:
         rows = distributed.broadcast_object(torch.randint(len(stored), (self.batch_size,)))
         loss = share_of_imitation_loss(self.policy, stored[rows], self.label_sigma)
         (self.coeff * loss).backward()
-        self._losses.append(loss.item())
+        self._losses.append(loss.detach())
 
     def metrics(self) -> dict[str, float]:
-        """Return how many decisions are kept, and the mean loss since the last call; nothing without ``coeff``."""
+        """Return how many decisions are kept, and the mean loss since the last call, of all processes, which call it.
+
+        Nothing without ``coeff``.
+        """
         if not self.coeff:
             return {}
         losses, self._losses = self._losses, []
-        mean = {"self_imitation/loss": sum(losses) / len(losses)} if losses else {}
+        whole = sum(distributed.all_gather_object(float(sum(losses))))
+        mean = {"self_imitation/loss": whole / len(losses)} if losses else {}
         return {"self_imitation/decisions": float(0 if self._stored is None else len(self._stored)), **mean}
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,8 +100,8 @@ class SelfImitation:
         return {} if self._stored is None else dict(self._stored.items())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what :meth:`state_dict` returned."""
-        self._stored = TensorDict(state, [len(next(iter(state.values())))]) if state else None
+        """Keep what :meth:`state_dict` returned; nothing without ``coeff``."""
+        self._stored = TensorDict(state, [len(next(iter(state.values())))]) if state and self.coeff else None
 
 
 def in_solved_episodes(success: torch.Tensor, done: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ CASES = {  # success so far, and where episodes end, both by decision: what is k
     "solved, then one that is not": ("0011000", "0001001", "1111000"),
     "not solved, then solved": ("0000011", "0010001", "0001111"),
     "solved, but not over": ("0000001", "0000000", "1111111"),
-    "goes on after it is solved": ("0111100", "0000100", "1111100"),
+    "continues after it is solved": ("0111100", "0000100", "1111100"),
     "never solved": ("0000000", "0100100", "0000000"),
     "each decision is an episode": ("1010101", "1111111", "1010101"),
 }
@@ -93,6 +93,9 @@ def test_a_checkpoint_keeps_them():
         found.append(gradients(policy))
         policy.zero_grad()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    without = SelfImitation(policy)
+    without.load_state_dict(solved.state_dict())
+    assert without.state_dict() == {}
 
 
 def test_nothing_is_kept_without_a_coefficient():
@@ -109,7 +112,7 @@ def test_a_policy_without_imitation_loss_is_refused():
 
 
 def imitate(rows, shards=None):
-    """The gradient of one step, of what this process's rows and those of the others have solved."""
+    """The gradient and the loss of one step, of what this process's rows and those of the others have solved."""
     policy = make_policy()
     batch = rollout(policy)[rows[distributed.rank()]]
     if shards is not None:
@@ -119,13 +122,15 @@ def imitate(rows, shards=None):
     torch.manual_seed(3 + distributed.rank())  # what is drawn, the first process says
     solved.add_gradient()
     found = gradients(policy)
-    return {name: each.full_tensor() if shards else each for name, each in found.items()}
+    return {name: each.full_tensor() if shards else each for name, each in found.items()}, solved.metrics()
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_two_processes_clone_what_one_clones(shards, tmp_path):
-    alone = imitate([slice(0, 4)])
-    for found in together(imitate, tmp_path, [slice(0, 3), slice(3, 4)], shards):  # the second has solved nothing
+    alone, logged = imitate([slice(0, 4)])
+    rows = [slice(0, 3), slice(3, 4)]  # the second has solved nothing
+    for found, metrics in together(imitate, tmp_path, rows, shards):
+        assert metrics == pytest.approx(logged)
         assert found.keys() == alone.keys()
         for name, expected in alone.items():
             torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-7)
