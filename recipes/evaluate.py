@@ -1,8 +1,8 @@
 """Success of a saved policy on held-out episodes: ``python recipes/evaluate.py policy.checkpoint=FOLDER``."""
 
-from vla_common.program import begin_program
+from vla_algos.run.program import begin_recipe
 
-begin_program(__name__)  # before torch is imported
+begin_recipe(__name__)  # before torch is imported
 
 import json
 from collections.abc import Sequence

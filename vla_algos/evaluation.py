@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from vla_algos.intervals import Estimate, mean_interval, mean_of_estimates, wils
 from vla_algos.policies import Policy, as_module
 from vla_algos.results import IDENTITY, NAME, EpisodeResult, as_lines, files_of, parts_of, read_episodes
 from vla_common import keys
+from vla_common.plain import read_json
 from vla_common.settings import Count
 from vla_common.texts import to_strings
 from vla_envs.env import base_env
@@ -41,6 +43,10 @@ def estimate_chains(results: Sequence[EpisodeResult], chain_length: int) -> dict
         reached = [number >= length for number in solved]
         found[f"success_len_{length}"] = Estimate(_mean(reached), *wilson_interval(sum(reached), len(reached)))
     return found
+
+
+def _deviations_file(episodes: Path) -> Path:
+    return episodes.with_suffix(".deviations.json")
 
 
 @dataclass(frozen=True)
@@ -100,13 +106,16 @@ class EvaluationResult:
             said = "chains of tasks" + f", of which {most} were solved" * (most > 1) if chains else "no chains of tasks"
             right = "the length of the environment: chain_length=env.simulator_spec.chain_length"
             raise ValueError(f"{file}: its episodes are {said}; give {right if chains else 'chain_length=1'}")
-        return cls(episodes, chain_length=chain_length, mean_of=tuple(mean_of))
+        note = _deviations_file(file)
+        deviations = tuple(map(str, read_json(note, list))) if note.exists() else ()
+        return cls(episodes, chain_length=chain_length, mean_of=tuple(mean_of), protocol_deviations=deviations)
 
     def save(self, path: str | Path) -> Path:
         """Write the episodes that were tried, one to a line, which ``vla-recipe compare`` reads. Returns the file.
 
         ``path`` is a folder, which gets ``episodes.jsonl``, or a ``.jsonl`` file; what is there is replaced, but for
-        the evaluation of a recipe (``FileExistsError``).
+        the evaluation of a recipe (``FileExistsError``). ``protocol_deviations``, if there are any, are in
+        ``episodes.deviations.json`` beside it.
         """
         path = Path(path)
         file = path if path.suffix == ".jsonl" else path / NAME
@@ -114,6 +123,10 @@ class EvaluationResult:
             raise FileExistsError(f"{file.parent} has an evaluation by a recipe, which resumes there; save elsewhere")
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, as_lines(self.episodes))
+        if self.protocol_deviations:
+            write_atomically(_deviations_file(file), json.dumps(self.protocol_deviations) + "\n")
+        else:
+            _deviations_file(file).unlink(missing_ok=True)
         for part in parts_of(file):
             part.unlink()
         return file

@@ -13,6 +13,7 @@ from torch import Tensor
 from vla_algos import distributed
 from vla_algos.advantages import group_advantages
 from vla_algos.collectors import OUTCOME_KEYS, EpisodeCollector
+from vla_algos.progress import tell
 from vla_common.keys import ADVANTAGE, CRASHED, DONE, EPISODE_LEN, NEXT, REWARD, STEP_MASK, SUCCESS, TASK_ID
 from vla_common.settings import Count, Fraction, checked
 from vla_envs.episodes import EpisodeSampler
@@ -150,6 +151,7 @@ def collect_groups(
                 useful += 1
             else:
                 _forget_observations(members)
+            tell("collecting", min(useful, groups), groups)
         refill()
 
     collector.on_episode = note

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from vla_algos.distributed import BalancedMinibatches, masked
 from vla_algos.losses import add_proximal_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_algos.optim import policy_of, step, trained_parameters
+from vla_algos.progress import tell
 from vla_algos.reference import FrozenPolicy
 from vla_common.keys import ACTION_LOG_PROB, DONE, NEXT, PROXIMAL_LOG_PROB, STEP_MASK, WEIGHT
 from vla_common.settings import Count, Positive, Whole, checked, setting_types
@@ -107,6 +109,12 @@ class Minibatches:
         masks = distributed.all_gather_object(None if samples is None else samples[NEXT, STEP_MASK].cpu())
         rows = [0 if mask is None else len(mask) for mask in masks]
         self.decisions = sum(rows)
+        if self.decisions and self.decisions < (minibatch_size or 0):
+            warnings.warn(
+                f"minibatch_size={minibatch_size} is more than the {self.decisions} decisions of the batch: there is "
+                "one optimizer step per epoch",
+                stacklevel=3,
+            )
         if self.decisions:
             samples, computed = self._prepare(samples, frozen)
             self._balanced = BalancedMinibatches(samples, rows, self._device, computed)
@@ -145,8 +153,10 @@ class Minibatches:
 
     def __iter__(self) -> Iterator[Minibatch]:
         """Yield the minibatches of all epochs."""
-        for _ in range(self.epochs if self.decisions else 0):
-            for rows in self._split(distributed.broadcast_object(torch.randperm(self.decisions))):
+        for epoch in range(self.epochs if self.decisions else 0):
+            parts = self._split(distributed.broadcast_object(torch.randperm(self.decisions)))
+            for number, rows in enumerate(parts, epoch * len(parts)):
+                tell("updating", number, self.epochs * len(parts))
                 yield Minibatch(self, rows, self._masks[rows])
 
     def metrics(self, optimizer: Optimizer) -> dict[str, float]:

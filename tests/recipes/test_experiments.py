@@ -4,6 +4,8 @@ import functools
 import importlib
 import json
 import re
+import subprocess
+import sys
 
 import openvla_checkpoint
 import pi0_checkpoint
@@ -14,7 +16,7 @@ from paths import CONF, GOLDEN, ROOT
 from running import Started, composed, main_of
 
 import vla_envs.make
-from vla_algos.run.arguments import check_arguments, compose_settings
+from vla_algos.run.arguments import check_arguments, check_names, compose_settings
 from vla_algos.run.config import read_config
 from vla_algos.run.environments import evaluated_env, make_env_spec
 from vla_algos.run.evaluator import Evaluator
@@ -199,3 +201,67 @@ def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides,
         functools.reduce(dict.__getitem__, path, changed)["nobody_reads"] = 1
         with pytest.raises(ValueError, match="nobody_reads"):
             main_of(name)(OmegaConf.create(changed))
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "grpo", "ppo_async", "sft", "evaluate"])
+def test_our_files_have_all_settings_that_there_are(recipe):
+    """So that a name that they do not have can be refused without the code that reads it."""
+    chosen_by = {"env": "id", "policy": "family", "launcher": "name"}
+    for typed in (f"{group}={path.stem}" for group in chosen_by for path in (CONF / group).glob("*.yaml")):
+        settings = OmegaConf.to_container(compose_settings(recipe, [typed], CONF), resolve=False)
+        if settings["env"].get("id") is None:
+            continue
+        for section, types in settings_of(recipe).items():
+            if section in chosen_by:
+                types = types(settings[section][chosen_by[section]])
+            if isinstance(types, dict) and section not in ("logger", "eval"):
+                assert types.keys() <= settings[section].keys(), (typed, section)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "typed", "message"),
+    [
+        ("ppo", "updaet.epochs=2", "unknown setting 'updaet.epochs'; did you mean update.epochs"),
+        ("ppo", "optim.lrr=1", "unknown setting 'optim.lrr'; did you mean optim.lr"),
+        ("ppo", "env.img_size=3", "did you mean env.image_size"),
+        ("ppo", "launcher.gpus=2", "unknown setting 'launcher.gpus'"),
+        ("ppo", "experimnt=x", "did you mean experiment"),
+        ("evaluate", "pipeline.stage=2", "did you mean pipeline.stages"),
+        ("sft", "gae.gamma=0.9", "unknown setting 'gae'; known are"),
+    ],
+)
+def test_unknown_names_are_refused_by_name(recipe, typed, message):
+    with pytest.raises(ValueError, match=message):
+        check_names(recipe, [typed], CONF)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "typed"),
+    [
+        ("ppo", ["optim.lr=1e-4", "policy.dim=32", "seed=3", "hydra.run.dir=x", "eval.env.num_envs=2"]),
+        ("ppo", ["launcher=slurm", "launcher.gpus=2", "env=libero", "env.assets=x", "policy=pi0", "policy.checkpoint=x"]),
+        ("ppo", ["experiment=libero_10_ppo_openpi", "+optim.mine=1", "logger=[csv]", "logger.csv.columns=[a]"]),
+        ("ppo", ["-m", "optim.mine=1,2"]),
+        ("ppo", ["--config-dir", "mine", "optim.mine=1"]),
+        ("evaluate", ["experiment=libero_10_ppo_openpi", "env.id=libero/goal", "policy.checkpoint=x", "env.any=1"]),
+    ],
+)
+def test_what_may_be_known_elsewhere_is_left_to_those_who_read_it(recipe, typed):
+    check_names(recipe, typed, CONF)
+
+
+def test_a_name_is_refused_before_torch_is_imported():
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['ppo.py', 'optim.lrr=1']\n"
+        "try:\n"
+        f"    runpy.run_path({str(ROOT / 'recipes/ppo.py')!r}, run_name='__main__')\n"
+        "finally:\n"
+        "    print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    assert (
+        done.stderr
+        == "error: unknown setting 'optim.lrr'; did you mean optim.lr or optim.value_lr or optim.final_lr?\n"
+    )

@@ -114,6 +114,11 @@ def test_an_update_in_so_many_steps(policy, batch, minibatches, sizes):
     assert metrics["train/steps"] == 2 * len(sizes)
 
 
+def test_a_minibatch_that_is_larger_than_the_batch_is_said(policy, batch):
+    with pytest.warns(UserWarning, match="minibatch_size=100 is more than the 41 decisions of the batch: there is one"):
+        learner(policy, minibatch_size=100).update(batch)
+
+
 def test_each_epoch_shuffles_what_was_executed_afresh(policy, batch):
     executed = sorted(set(range(42)) - {1})
     update = learner(policy, epochs=3, minibatch_size=10).update

@@ -35,6 +35,15 @@ def test_what_was_saved_comes_back(found, tmp_path, place):
     assert [entry.name for entry in file.parent.iterdir()] == [file.name]
 
 
+def test_deviations_from_the_protocol_are_saved_too(found, tmp_path):
+    replace(found, protocol_deviations=("horizon 10", "64 pixels")).save(tmp_path)
+    again = EvaluationResult.load(tmp_path)
+    assert again.protocol_deviations == ("horizon 10", "64 pixels")
+    assert "horizon 10" in again.table()
+    found.save(tmp_path)
+    assert EvaluationResult.load(tmp_path).protocol_deviations == ()
+
+
 def test_a_second_one_takes_the_place_of_the_first(found, tmp_path):
     (tmp_path / "episodes_rank1.jsonl").write_text("what another process had written\n")
     found.save(tmp_path)

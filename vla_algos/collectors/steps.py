@@ -15,6 +15,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from vla_algos.advantages import Bootstrap
 from vla_algos.collectors.base import ChunkCollector, Hook
 from vla_algos.policies import Policy
+from vla_algos.progress import tell
 from vla_common.keys import CRASHED, DONE, NEXT, STATE_VALUE, TERMINATED, TRUNCATED
 from vla_common.settings import Count, checked
 from vla_envs.env import ENV_INDEX
@@ -114,6 +115,7 @@ class StepCollector(ChunkCollector):
                     wanted = wanted | ~after[DONE]
                 rows = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
                 finals.add(t, slots, rows, after.select(*self.policy.in_keys))
+            tell("collecting", t + 1, self.decisions)
         assert batch is not None  # there is at least one decision
         if self.has_value:
             batch[NEXT, STATE_VALUE] = self._next_values(batch, finals)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from vla_common.errors import unknown_name
-from vla_common.experiments import all_experiments
+from vla_common.experiments import all_experiments, find_experiments
 from vla_common.search_path import search_packages
 
 _SETTING = re.compile(r"([A-Za-z_]\w*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
@@ -60,16 +62,77 @@ def check_arguments(arguments: Sequence[str], conf: Path) -> None:
             raise unknown_name("experiment", name, known)
 
 
+def check_names(recipe: str, arguments: Sequence[str], conf: Path) -> None:
+    """Refuse settings that our files of the configuration do not have, which have all that there are.
+
+    What is typed with ``+``, sweeps, and what packages and users add is left to
+    :func:`~vla_algos.run.config.read_config`.
+
+    Raises:
+        ValueError: offers the nearest names.
+        HydraException: a file that there is not, or what Hydra cannot read.
+    """
+    flags = read_flags(arguments)
+    if flags.help or flags.hydra_help or flags.multirun or flags.config_dir or flags.config_path:
+        return
+    OverridesParser.create().parse_overrides(flags.overrides)
+    found = {each: match[1] for each in flags.overrides if (match := _SETTING.fullmatch(each))}
+    settings = {each: name for each, name in found.items() if for_hydra(each, conf).startswith("++")}
+    elsewhere = {"logger"}
+    if recipe == "evaluate":  # which takes these from experiments that train, and from folders of policies
+        elsewhere |= {"env", "policy", "eval", "experiment"}
+    files = [each for each in flags.overrides if each not in settings and each.partition("=")[0] not in elsewhere]
+    known = _all_of_ours(flags.config_name or recipe, files, conf)
+    for name in settings.values() if known else ():
+        section, _, setting = name.partition(".")
+        its = known.get(section)
+        complete = isinstance(its, dict) and section not in elsewhere
+        if section not in known or (setting and complete and setting.partition(".")[0] not in its):
+            raise unknown_setting(name, known)
+
+
+def _all_of_ours(recipe: str, arguments: Sequence[str], conf: Path) -> dict[str, Any]:
+    """Compose the settings of files that are all ours; none if another is among them."""
+    composed = compose_settings(recipe, arguments, conf, return_hydra_config=True)
+    for group, choice in composed.hydra.runtime.choices.items():
+        folder = conf / group.partition("@")[0]
+        known = {*find_experiments(conf), *(file.stem for file in folder.glob("*.yaml"))}
+        if choice and folder.is_dir() and choice not in known:
+            return {}
+    settings: Any = OmegaConf.to_container(composed, resolve=False)
+    del settings["hydra"]
+    return {"experiment": None, **settings}
+
+
+def unknown_setting(name: str, known: Mapping[str, Any]) -> ValueError:
+    """Name an unknown setting, and the one of the same name elsewhere, or those that are spelt like it."""
+    if places := find_setting(name.rpartition(".")[2], known):
+        return ValueError(f"unknown setting {name!r}; did you mean {' or '.join(places[:3])}?")
+    section = name.partition(".")[0]
+    if section != name and section in known:
+        return unknown_name("setting", name, [f"{section}.{each}" for each in known[section]])
+    return unknown_name("setting", section, known)
+
+
+def find_setting(name: str, known: Mapping[str, Any]) -> list[str]:
+    """List where there are settings of a name: ``known`` has settings, and mappings of those of sections."""
+    found = [name] if name in known else []
+    return found + [f"{section}.{name}" for section, its in known.items() if isinstance(its, Mapping) and name in its]
+
+
 def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
     """Read Hydra's own flags; the settings are ``overrides``."""
     return get_args_parser().parse_args(list(arguments))
 
 
-def compose_settings(recipe: str, arguments: Sequence[str], conf: Path) -> DictConfig:
+def compose_settings(
+    recipe: str, arguments: Sequence[str], conf: Path, return_hydra_config: bool = False
+) -> DictConfig:
     """Compose the configuration of a recipe."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf), version_base=None):
-            return compose(recipe, overrides=[for_hydra(each, conf) for each in arguments])
+            typed = [for_hydra(each, conf) for each in arguments]
+            return compose(recipe, overrides=typed, return_hydra_config=return_hydra_config)
     finally:
         GlobalHydra.instance().clear()

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.demonstrations import DemonstrationSettings
 from vla_algos.imitation import BehaviourCloning
+from vla_algos.run.arguments import find_setting, unknown_setting
 from vla_algos.run.environments import check_evaluated
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.launcher_settings import check_job, count_processes, launcher_types
@@ -87,7 +88,7 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
     _check_recipe(settings.get("recipe"), types.get("recipe"))
     for name in settings:
         if name not in types:
-            raise _unknown(str(name), types)
+            raise unknown_setting(str(name), types)
     for name in types:
         if name not in settings:
             raise ValueError(f"{name} is missing; type {name}=VALUE")
@@ -122,8 +123,8 @@ def _read(name: str, value: Any, types: Types) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{name}={value}: is a section; type one of its settings: {name}.NAME=VALUE")
     for setting in value:
-        if setting not in expected and _elsewhere(str(setting), types):
-            raise _unknown(f"{name}.{setting}", types)
+        if setting not in expected and find_setting(str(setting), types):
+            raise unknown_setting(f"{name}.{setting}", types)
     check_settings(name, value, expected)
     return Section(name, value)
 
@@ -157,18 +158,6 @@ def _plain(config: DictConfig) -> dict[str, Any]:
         why = str(error).partition("\n")[0]
         raise ValueError(f"{error.full_key}: {why[:1].lower()}{why[1:]}; write a value") from error
     return settings
-
-
-def _unknown(name: str, types: Types) -> ValueError:
-    """Name an unknown setting, and the one of the same name elsewhere, or those that are spelt like it."""
-    if places := _elsewhere(name.rpartition(".")[2], types):
-        return ValueError(f"unknown setting {name!r}; did you mean {' or '.join(places[:3])}?")
-    return unknown_name("setting", name, types)
-
-
-def _elsewhere(name: str, types: Types) -> list[str]:
-    found = [name] if name in types else []
-    return found + [f"{section}.{name}" for section, its in types.items() if isinstance(its, Mapping) and name in its]
 
 
 def _chosen(section: Any, name: str, types_of: Any) -> Types:

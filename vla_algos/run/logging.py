@@ -42,8 +42,9 @@ _GIF_SIDE = 320  # pixels at most: a GIF of an episode is to be some hundred kil
 
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
-    """Make a progress bar, shown by rank 0."""
-    return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not distributed.is_main())
+    """Make a progress bar, shown by rank 0; a log file gets a line of it every ten seconds."""
+    shown = {"disable": not distributed.is_main(), "miniters": 0, "mininterval": 0.1 if sys.stderr.isatty() else 10.0}
+    return tqdm(total=total, initial=initial, desc=title, unit=unit, **shown)
 
 
 class RunLogger:

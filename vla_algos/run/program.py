@@ -1,4 +1,7 @@
-"""A recipe as a program: a mistake is one line ``error: ...`` on stderr and the exit status, without a traceback."""
+"""A recipe as a program: a mistake is one line ``error: ...`` on stderr and the exit status, without a traceback.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,29 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.files import remove_if_empty
-from vla_algos.run.arguments import check_arguments, for_hydra
-from vla_algos.run.training_env import evaluation_defaults
+from vla_algos.run.arguments import check_arguments, check_names, for_hydra
 from vla_common import program
 
 P = ParamSpec("P")
 _OTHERS_FIRST = 5.0  # seconds; rank 0 says a mistake that all ranks see, and its end ends the others
 _statuses: list[int] | None = None  # of runs of this program that failed; None outside of one
+
+
+def begin_recipe(module: str) -> None:
+    """Prepare the imports of a recipe; a program (``"__main__"``) ends here if a name that was typed is unknown.
+
+    Torch, which takes seconds to import, is not needed to see that.
+    """
+    program.begin_program(module)
+    if module != "__main__":
+        return
+    recipe = Path(sys.modules[module].__file__ or "")
+    try:
+        check_arguments(sys.argv[1:], recipe.parent / "conf")
+        if (recipe.parent / "__main__.py").is_file():  # a copy may read settings that its files do not have
+            check_names(recipe.stem, sys.argv[1:], recipe.parent / "conf")
+    except Exception as error:  # Hydra's too
+        sys.exit(report(error))
 
 
 def run_program(name: str, main: Callable[[], Any]) -> None:
@@ -41,8 +60,10 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
         typed = sys.argv[1:]
         if any(each.startswith("--experimental-rerun") for each in typed):
             raise ValueError("--experimental-rerun reads a pickle, which may run any code; type the settings again")
-        check_arguments(typed, conf)
-        typed = evaluation_defaults(typed, conf) if name == "evaluate" else typed
+        if name == "evaluate":
+            from vla_algos.run.training_env import evaluation_defaults  # it imports torch
+
+            typed = evaluation_defaults(typed, conf)
         sys.argv[1:] = [for_hydra(each, conf) for each in typed]
         main()
         sys.stdout.flush()

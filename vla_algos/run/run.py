@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -17,12 +18,13 @@ from tqdm import tqdm
 
 from vla_algos import distributed
 from vla_algos.files import remove_if_empty, write_folder_atomically
+from vla_algos.progress import listening
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
 from vla_algos.run.launcher_settings import requeue
 from vla_algos.run.logging import RunLogger, open_loggers, progress_bar
 from vla_algos.run.saving import Saver, Stateful
 from vla_algos.run.seeds import seed_everything, seed_rank
-from vla_algos.run.summary import show_iteration
+from vla_algos.run.summary import show_iteration, show_part
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM's at a preemption and before the time limit; Ctrl-C
 _SAME = 1.0  # seconds: torchrun passes a Ctrl-C on to processes that have just got it from the terminal
@@ -174,12 +176,17 @@ class Run:
         """
         if self._first and distributed.is_main():
             print(f"resumed after {self._first} {unit}s")
-        with progress_bar(title or self.config.recipe.upper(), last, unit, self._first) as self._bar:
+        title = title or self.config.recipe.upper()
+        with (
+            progress_bar(title, last, unit, self._first) as self._bar,
+            listening(functools.partial(show_part, self._bar, title)),
+        ):
             for iteration in range(self._first + 1, last + 1):
                 if "ended" in self.state:
                     return
                 self._clock = time.perf_counter()
                 yield iteration
+                self._bar.set_description_str(title, refresh=False)
                 self._bar.update()
 
     def is_due(self, iteration: int, every: int, last: int) -> bool:

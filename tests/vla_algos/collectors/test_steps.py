@@ -7,6 +7,7 @@ from toy import CHUNK, DIM, ToyEnv, ToyPolicy
 
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_algos.evaluation import evaluate
+from vla_algos.progress import listening
 from vla_common.keys import (
     ACTION,
     ACTION_LOG_PROB,
@@ -269,3 +270,10 @@ def test_nobody_else_uses_the_environment_while_episodes_run(policy):
     hook = StepCollector(env, policy, 2, step_hook=lambda outcome: env.reset())
     with pytest.raises(RuntimeError, match="two decisions of StepCollector"):
         hook.rollout()
+
+
+def test_a_listener_hears_how_far_a_batch_is(policy):
+    heard = []
+    with listening(lambda *told: heard.append(told)):
+        StepCollector(ToyEnv(N), policy, T).rollout()
+    assert heard == [("collecting", t, T) for t in range(1, T + 1)]
