@@ -19,6 +19,7 @@ from vla_algos.files import finite_or_none, write_atomically
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
 from vla_algos.run.ablated import AblatedEvaluation, AblationName
 from vla_algos.run.environments import make_env_spec, own_share
+from vla_algos.run.evaluator import check_weights
 from vla_algos.run.policies import make_run_policy
 from vla_algos.run.summary import as_evaluated, describe_spec, facts_of
 from vla_common.checksums import identity
@@ -53,6 +54,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=EpisodeQueue())
 
     # ---- evaluate: as it is, then with each ablation
+    check_weights(run.folder, policy)  # what is there is continued, of the same policy
     run.begin(facts_of(spec))
     results = evaluation(env, policy)
     env.close()

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vla_common.program import OneLineParser, report
@@ -33,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="python -m vla_policies", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="family, head, layout, statistics, chunk, size, what is missing")
-    inspect.add_argument("folder", help="checkpoint folder, or hf:NAME of the hub")
+    inspect.add_argument("folder", help="of a checkpoint or a run, or hf:NAME of the hub")
     memory = commands.add_parser("memory", help="GB per GPU in update and rollout, calculated, by how it is trained")
     memory.add_argument("policy", help="folder or hf:NAME (headers are read), or a family (published sizes)")
     memory.add_argument(
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     from vla_policies.registry import inspect_policy
 
-    found = inspect_policy(chosen.folder)
+    found = inspect_policy(_policy_of(chosen.folder))
     print(found)
     return 1 if found.missing else 0
 
@@ -81,8 +82,14 @@ def _print_memory(chosen: argparse.Namespace, settings: Sequence[str]) -> int:
     from vla_policies.registry import meta_policy
 
     numbers = {"decisions": chosen.micro_batch_size, "num_envs": chosen.num_envs, "gpu_memory": chosen.gpu_memory}
-    print(describe_memory(meta_policy(chosen.policy, **typed), shards=shards, **numbers))
+    print(describe_memory(meta_policy(_policy_of(chosen.policy), **typed), shards=shards, **numbers))
     return 0
+
+
+def _policy_of(folder: str) -> str:
+    """Return the policy's folder of a run's; other names as they are."""
+    inside = Path(folder, "policy")
+    return str(inside) if inside.is_dir() else folder
 
 
 def _read_setting(text: str) -> tuple[str, Any]:

@@ -239,7 +239,10 @@ def test_unknown_names_are_refused_by_name(recipe, typed, message):
     ("recipe", "typed"),
     [
         ("ppo", ["optim.lr=1e-4", "policy.dim=32", "seed=3", "hydra.run.dir=x", "eval.env.num_envs=2"]),
-        ("ppo", ["launcher=slurm", "launcher.gpus=2", "env=libero", "env.assets=x", "policy=pi0", "policy.checkpoint=x"]),
+        (
+            "ppo",
+            ["launcher=slurm", "launcher.gpus=2", "env=libero", "env.assets=x", "policy=pi0", "policy.checkpoint=x"],
+        ),
         ("ppo", ["experiment=libero_10_ppo_openpi", "+optim.mine=1", "logger=[csv]", "logger.csv.columns=[a]"]),
         ("ppo", ["-m", "optim.mine=1,2"]),
         ("ppo", ["--config-dir", "mine", "optim.mine=1"]),

@@ -263,7 +263,7 @@ def test_the_command_prints_the_table(capsys):
         (["openvla", "--gpus", "0"], "--gpus 0: must be at least 1"),
         (["openvla", "--gpu-memory", "nan"], "--gpu-memory nan: must be the GB of a GPU, such as 80"),
         (["small"], "small has no published size, it is made for an environment; pass a folder"),
-        (["pi0"], "policy.config_name: which variant is it? set it, such as config_name=pi0_libero or pi05_libero"),
+        (["pi0"], "policy.config_name: which variant is it? such as pi0_libero or pi05_libero"),
         (["opnvla"], "unknown family or folder 'opnvla'; did you mean openvla or openvla_oft?"),
         (["pi05"], "unknown family or folder 'pi05'; did you mean pi0"),
     ],

@@ -10,7 +10,7 @@ from vla_algos.ablations import DoNothing, SeenImages, blank_images, other_trial
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.results import NAME, finished_episodes
 from vla_algos.run.comparing import ablated_file
-from vla_algos.run.evaluator import Evaluator, check_weights
+from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.run import Run
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.videos import save_videos
@@ -52,11 +52,7 @@ class AblatedEvaluation:
 
         Returns:
             The results by the name of the ablation, of the evaluation as it is ``""``.
-
-        Raises:
-            ValueError: the folder has results of a policy with other weights.
         """
-        check_weights(self.run.folder, policy)
         results: dict[str, EvaluationResult] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(gathered(policy))

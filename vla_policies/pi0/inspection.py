@@ -61,7 +61,7 @@ def make_meta_model(
         said.setdefault("action_horizon", checkpoint.config.get("action_horizon"))
         return checkpoint.empty_model()[0], checkpoint, said
     if not settings.get("config_name"):
-        raise SettingError("config_name: which variant is it? set it, such as config_name=pi0_libero or pi05_libero")
+        raise SettingError("config_name: which variant is it? such as pi0_libero or pi05_libero")
     with torch.device("meta"):
         return Pi0Model(published_sizes(get_preset(settings["config_name"]).pi05)), None, {}
 
