@@ -245,6 +245,7 @@ def test_unknown_names_are_refused_by_name(recipe, typed, message):
         ),
         ("ppo", ["experiment=libero_10_ppo_openpi", "+optim.mine=1", "logger=[csv]", "logger.csv.columns=[a]"]),
         ("ppo", ["-m", "optim.mine=1,2"]),
+        ("ppo", ["-sc", "install=bash"]),
         ("ppo", ["--config-dir", "mine", "optim.mine=1"]),
         ("evaluate", ["experiment=libero_10_ppo_openpi", "env.id=libero/goal", "policy.checkpoint=x", "env.any=1"]),
     ],

@@ -73,7 +73,8 @@ def check_names(recipe: str, arguments: Sequence[str], conf: Path) -> None:
         HydraException: a file that there is not, or what Hydra cannot read.
     """
     flags = read_flags(arguments)
-    if flags.help or flags.hydra_help or flags.multirun or flags.config_dir or flags.config_path:
+    others = (flags.help, flags.hydra_help, flags.shell_completion, flags.multirun, flags.config_dir, flags.config_path)
+    if any(others):
         return
     OverridesParser.create().parse_overrides(flags.overrides)
     found = {each: match[1] for each in flags.overrides if (match := _SETTING.fullmatch(each))}
