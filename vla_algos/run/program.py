@@ -64,7 +64,9 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
             from vla_algos.run.training_env import evaluation_defaults  # it imports torch
 
             typed = evaluation_defaults(typed, conf)
-        sys.argv[1:] = [for_hydra(each, conf) for each in typed]
+        if not {"-sc", "--shell-completion"} & {*typed}:  # whose words are no settings
+            typed = [for_hydra(each, conf) for each in typed]
+        sys.argv[1:] = typed
         main()
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:
