@@ -276,6 +276,12 @@ def test_what_is_only_shown_has_no_error(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_words_of_completion_are_no_settings(tmp_path):
+    done = forked.run("ppo", "-sc", "install=bash", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "hydra_bash_completion" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("module", "typed", "message"),
     [
