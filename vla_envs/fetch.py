@@ -1,6 +1,6 @@
 """``python -m vla_envs fetch NAME``: what a benchmark needs beside its packages, into one folder.
 
-What is under way lies in ``PLACE.partial``, where the same command goes on. It becomes ``PLACE`` when nothing of it
+What is under way lies in ``PLACE.*.partial``, where the same command goes on. It becomes ``PLACE`` when nothing of it
 lacks and every digest is right: a commit is the digest of its files, the hub has one of each file, and some are written
 down here. Nothing is asked on the terminal.
 """
@@ -17,9 +17,12 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from filelock import FileLock, Timeout
 from packaging.requirements import Requirement
+from tqdm import tqdm
 
 from vla_common.errors import unknown_name
 from vla_common.program import one_line
@@ -32,13 +35,12 @@ _GO_ON = "type the same command to go on"
 
 
 def fetch(name: str, source: str | None = None) -> int:
-    """Bring all that benchmarks declare under a name; returns the exit status.
+    """Bring all that benchmarks declare under a name, and return 0.
 
     Args:
         name: of a :class:`~vla_envs.folders.Download` or :class:`~vla_envs.folders.Packages`.
-        source: a folder that has it, or that is laid out as ``$VLA_TORCHRL_ASSETS``; a mirror of GitHub and of the hub,
-            ``https://HOST/...``; or one repository, whose address ends in ``.git``. ``None`` for GitHub and the hub,
-            or the mirror of it that ``$HF_ENDPOINT`` names.
+        source: a folder that has it, or is laid out as ``$VLA_TORCHRL_ASSETS``; the address of a mirror of both GitHub
+            and the hub; or of one repository, ``.git`` at its end. ``None`` for GitHub and ``$HF_ENDPOINT``.
 
     Raises:
         ValueError: an unknown name, with the nearest ones.
@@ -52,74 +54,62 @@ def fetch(name: str, source: str | None = None) -> int:
     if name not in known:
         raise unknown_name("download", name, known)
     for item in known[name]:
-        if isinstance(item, Packages):
-            _install(item, source)
-        else:
-            get(item, source)
+        _install(item, source) if isinstance(item, Packages) else get(item, source)
+    print("What else lacks says: python -m vla_envs")
     return 0
 
 
-def get(download: Download, source: str | None = None) -> Path:
-    """Bring one folder, unless it is there, and return where it is; ``source`` and errors as of :func:`fetch`."""
-    places = download.places()
-    for place in places:
-        if not download.missing(place):
-            print(f"{download.title}: there already, {place}")
-            return place
-    target = _root() / download.packs[0]
+def get(download: Download, source: str | None = None) -> None:
+    """Bring one folder unless it is there; ``source`` and errors as of :func:`fetch`."""
+    places, title = download.places(), download.title
+    if there := next((place for place in places if not download.missing(place)), None):
+        print(f"{title}: there already, {there}")
+        return
+    named = os.environ.get("VLA_TORCHRL_ASSETS")
+    writable = named and (os.access(named, os.W_OK) or not Path(named).exists())
+    target = (Path(named) if named and writable else cache_folder()) / download.packs[0]
     if target not in places:
-        raise ValueError(f"{download.title} is looked for in {places[0]} alone: unset the variable that names it")
+        raise ValueError(f"{title} is looked for in {places[0]} alone: unset the variable that names it")
     if target.exists() and any(target.iterdir()):
-        raise FileExistsError(f"{target} is there and lacks {download.missing(target)[0]}: move it away, then {_GO_ON}")
+        raise OSError(f"{target} is there and lacks {download.missing(target)[0]}: move it away, then {_GO_ON}")
     origin = source or ", ".join(part.name for part in download.sources)
-    print(f"{download.title} ({download.about})\n  from {origin} into {target}", flush=True)
-    partial = target.with_name(f"{target.name}.partial")
+    print(f"{title} ({download.about})\n  from {origin} into {target}", flush=True)
+    partial = target.with_name(f"{target.name}.{hashlib.sha256(origin.encode()).hexdigest()[:8]}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{partial}.lock", timeout=0):
+        with FileLock(f"{target}.lock", timeout=0):
             _fill(partial, download, source)
             if missing := download.missing(partial):
                 shutil.rmtree(partial)
-                raise OSError(f"{download.title} from {origin} is refused, it lacks {missing[0]}; try another --from")
+                raise OSError(f"{title} from {origin} is refused, it lacks {missing[0]}; type another --from")
             partial.replace(target)
+            for other in target.parent.glob(f"{target.name}.*.partial"):  # begun from elsewhere
+                shutil.rmtree(other)
     except Timeout as error:
-        raise OSError(f"{partial} is being filled by another process: wait for that, then {_GO_ON}") from error
+        raise OSError(f"{target} is being fetched by another process: wait for that, then {_GO_ON}") from error
     except OSError as error:
         if error.filename is None:  # ours
             raise
-        problem = f"cannot write {error.filename}: {error.strerror}"
-        raise OSError(f"{problem}; type: export VLA_TORCHRL_ASSETS=FOLDER, then {_GO_ON}") from error
-    print(f"  complete: {target}\n  What else lacks says: python -m vla_envs")
-    return target
-
-
-def _root() -> Path:
-    named = os.environ.get("VLA_TORCHRL_ASSETS")
-    return Path(named) if named and (os.access(named, os.W_OK) or not Path(named).exists()) else cache_folder()
+        why = f"cannot write {error.filename}: {error.strerror}"
+        raise OSError(f"{why}; type: export VLA_TORCHRL_ASSETS=FOLDER, then {_GO_ON}") from error
 
 
 def _fill(partial: Path, download: Download, source: str | None) -> None:
-    begun = partial / ".from"  # what another source has brought is not mixed with this one's
-    if not begun.is_file() or begun.read_text() != str(source):
-        shutil.rmtree(partial)
-        partial.mkdir()
-        begun.write_text(str(source))
-    url = source.rstrip("/") if source and "://" in source else None
-    if source and url is None:
-        _take(Path(source).expanduser(), partial, download)
-    else:
-        repository = url if url and url.endswith(".git") else None
-        for part in download.sources:
-            if part.commit:
-                _clone(repository or f"{url or 'https://github.com'}/{part.name}", part.commit, partial / part.into)
-            else:
-                _download(part, partial / part.into, None if repository else url)
-        archives = [partial / part.into / name for part in download.sources for name in part.archives]
-        for archive in archives:
-            _unpack(archive)
-        for archive in archives:  # only now: until here they are not fetched again
-            archive.unlink()
-    begun.unlink()
+    if source and "://" not in source:
+        return _take(Path(source).expanduser(), partial, download)
+    url = (source or "").rstrip("/")
+    repository = url if url.endswith(".git") else ""
+    for part in download.sources:
+        if part.commit:
+            _clone(repository or f"{url or 'https://github.com'}/{part.name}", part.commit, partial / part.into)
+        else:
+            _download(part, partial / part.into, url if url and not repository else None)
+    archives = [partial / part.into / name for part in download.sources for name in part.archives]
+    for archive in archives:
+        _unpack(archive)
+    for archive in archives:  # only now: until here they are not fetched again
+        archive.unlink()
+    return None
 
 
 def _take(folder: Path, partial: Path, download: Download) -> None:
@@ -128,13 +118,11 @@ def _take(folder: Path, partial: Path, download: Download) -> None:
     for place in places:
         if not download.missing(place):
             return _copy(place, partial, download.only)
-    commit = download.sources[0].commit
     for place in places:
-        if commit and ((place / ".git").exists() or (place / "HEAD").is_file()):
-            return _clone(str(place.resolve()), commit, partial)
+        if download.sources[0].commit and ((place / ".git").exists() or (place / "HEAD").is_file()):
+            return _clone(str(place.resolve()), download.sources[0].commit, partial)
     place = next((place for place in places if place.is_dir()), folder)
-    lacks = f"it lacks {download.missing(place)[0]}" if place.is_dir() else "there is no such folder"
-    raise OSError(f"{download.title} cannot be had from {place}, {lacks}; type another --from FOLDER, or none")
+    raise OSError(f"{download.title} is not in {place}, it lacks {download.missing(place)[0]}; type another --from")
 
 
 def _copy(folder: Path, partial: Path, only: tuple[str, ...]) -> None:
@@ -150,14 +138,9 @@ def _copy(folder: Path, partial: Path, only: tuple[str, ...]) -> None:
             copy = partial / path.relative_to(root)
             if path.is_dir():
                 copy.mkdir(exist_ok=True)
-                continue
-            there = path.stat()
-            if not copy.is_file() or (copy.stat().st_size, copy.stat().st_mtime_ns) != (
-                there.st_size,
-                there.st_mtime_ns,
-            ):
+            elif not copy.is_file() or copy.stat().st_mtime_ns != path.stat().st_mtime_ns:
                 shutil.copyfile(path, copy)
-                os.utime(copy, ns=(there.st_atime_ns, there.st_mtime_ns))  # last: it says that the copy is whole
+                shutil.copystat(path, copy)  # last: its time says that the copy is whole
 
 
 def _clone(url: str, commit: str, folder: Path) -> None:
@@ -188,25 +171,47 @@ def _download(part: Source, folder: Path, endpoint: str | None) -> None:
 
     hub = HfApi(endpoint=endpoint)
     try:
-        hub.snapshot_download(
-            part.name, repo_type="dataset", local_dir=folder, allow_patterns=list(part.archives) or None
-        )
+        names = list(part.archives)
+        for name in names:  # large: the hub's client begins a file anew in each process
+            _resume(f"{hub.endpoint}/datasets/{part.name}/resolve/main/{name}", folder / name)
+        if not names:
+            for broken in folder.rglob(".cache/**/*.incomplete"):  # which that client leaves
+                broken.unlink()
+            hub.snapshot_download(part.name, repo_type="dataset", local_dir=folder)
         checked = hub.verify_repo_checksums(part.name, repo_type="dataset", local_dir=folder)
+        if lacking := set(checked.missing_paths) & set(names or checked.missing_paths):
+            raise OSError(f"{min(lacking)} has not come")
     except Exception as error:  # of whatever the hub's client stands on
-        raise OSError(
-            f"{part.name} from {hub.endpoint}: {one_line(str(error))}; {_GO_ON}, or: --from FOLDER"
-        ) from error
-    wrong = [mismatch["path"] for mismatch in checked.mismatches]
-    wrong += [name for name, digest in part.archives.items() if digest and _digest(folder / name) != digest]
-    for name in wrong:  # comes again
-        (folder / name).unlink(missing_ok=True)
+        why = one_line(str(error))
+        raise OSError(f"{part.name} from {hub.endpoint}: {why}; {_GO_ON}, or: --from FOLDER") from error
+    wrong = {mismatch["path"] for mismatch in checked.mismatches}
+    for name, digest in part.archives.items():
+        with (folder / name).open("rb") as file:
+            wrong |= {name} if digest not in ("", hashlib.file_digest(file, "sha256").hexdigest()) else set()
+    for name in wrong:
+        (folder / name).unlink()  # comes again
     if wrong:
-        raise OSError(f"{part.name} from {hub.endpoint}: {wrong[0]} is refused, it has another SHA-256; {_GO_ON}")
+        raise OSError(f"{part.name} from {hub.endpoint}: {', '.join(wrong)} is refused, its digest is wrong; {_GO_ON}")
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _resume(url: str, path: Path) -> None:
+    begun = path.with_name(f"{path.name}.begun")
+    if path.exists():
+        return
+    begun.parent.mkdir(parents=True, exist_ok=True)
+    begun.touch()
+    request = Request(url, headers={"Range": f"bytes={begun.stat().st_size}-"})
+    try:
+        with urlopen(request, timeout=60) as answer, begun.open("ab" if answer.status == 206 else "wb") as file:
+            end = file.tell() + int(answer.headers["Content-Length"])
+            with tqdm.wrapattr(answer, "read", total=end, initial=file.tell(), desc=path.name) as reading:
+                shutil.copyfileobj(reading, file)
+        if begun.stat().st_size != end:
+            raise OSError(f"{path.name} broke off")
+    except HTTPError as error:
+        if error.code != 416:  # it had come to its end
+            raise
+    begun.rename(path)
 
 
 def _unpack(archive: Path) -> None:
@@ -221,18 +226,14 @@ def _unpack(archive: Path) -> None:
 
 
 def _install(packages: Packages, source: str | None) -> None:
-    wanted = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
-    needed = [
-        f"{requirement.name}{requirement.specifier}"
-        for requirement in wanted
-        if requirement.marker and requirement.marker.evaluate({"extra": packages.extra})
-    ]
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    if source:
-        pip += ["--index-url", source] if "://" in source else ["--no-index", "--find-links", source]
     if find_spec("pip") is None:
         raise OSError(f"no pip in {sys.executable}; type: uv pip install --no-deps {' '.join(packages.requirements)}")
+    ours = map(Requirement, metadata.requires(DISTRIBUTION) or [])
+    needed = [f"{r.name}{r.specifier}" for r in ours if r.marker and r.marker.evaluate({"extra": packages.extra})]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]
+    if source:
+        command += ["--index-url", source] if "://" in source else ["--no-index", "--find-links", source]
     print(f"{packages.title}: {', '.join((*needed, *packages.requirements))}\n  into {sys.prefix}", flush=True)
     for words in (needed, ["--no-deps", *packages.requirements]):
-        if subprocess.run([*pip, *words], stdin=subprocess.DEVNULL).returncode:
+        if subprocess.run([*command, *words], stdin=subprocess.DEVNULL).returncode:
             raise OSError(f"pip could not install {packages.title}, it says why above; {_GO_ON}")

@@ -75,60 +75,35 @@ def describe_stand_ins(find: Callable[[], Path], manifest: str = "MANIFEST.md") 
 
 @dataclass(frozen=True)
 class Source:
-    """Where files come from: a repository of GitHub at a commit, or a data set of the Hugging Face hub.
+    """Where files come from: a repository of GitHub at a commit, or a data set of the Hugging Face hub."""
 
-    Attributes:
-        name: ``"owner/name"``.
-        commit: of the repository; a data set has none.
-        into: where its files go, in the folder that is fetched.
-        archives: zip files with their SHA-256, or ``""`` where it is not known: of the data set they alone are fetched,
-            and unpacked, each into the folder of its name.
-    """
-
-    name: str
-    commit: str = ""
-    into: str = ""
-    archives: Mapping[str, str] = field(default_factory=dict)
+    name: str  # owner/name
+    commit: str = ""  # of the repository; a data set has none
+    into: str = ""  # where they go, in the folder that is fetched
+    archives: Mapping[str, str] = field(default_factory=dict)  # zip files, of which alone it consists; their SHA-256
 
 
 @dataclass(frozen=True)
 class Download:
-    """A folder that ``python -m vla_envs fetch NAME`` brings (:mod:`vla_envs.fetch`).
+    """A folder that ``python -m vla_envs fetch NAME`` brings (:mod:`vla_envs.fetch`)."""
 
-    Attributes:
-        name: that is typed; those of one name come together.
-        title: for people.
-        about: its size and licence, as far as they are known.
-        packs: where it goes in the folder of all assets, then where else a mirror may have it.
-        sources: what it is put together from.
-        missing: what a folder lacks; also says if a digest is wrong.
-        places: where it is looked for.
-        only: names in it that belong to it; all if empty.
-    """
-
-    name: str
-    title: str
-    about: str
-    packs: tuple[str, ...]
-    sources: tuple[Source, ...]
-    missing: Callable[[Path], Sequence[str]]
-    places: Callable[[], Sequence[Path]]
-    only: tuple[str, ...] = ()
+    name: str  # that is typed; those of one name come together
+    title: str  # for people
+    about: str  # its size and licence, as far as they are known
+    packs: tuple[str, ...]  # where it goes in the folder of all assets, then where else a mirror may have it
+    sources: tuple[Source, ...]  # what it is put together from
+    missing: Callable[[Path], Sequence[str]]  # what a folder lacks, or that its digest is wrong
+    places: Callable[[], Sequence[Path]]  # where it is looked for
+    only: tuple[str, ...] = ()  # names in it that belong to it; all if empty
 
 
 @dataclass(frozen=True)
 class Packages:
-    """Packages that no extra can ask for, because they ask for too much; ``fetch`` installs them without that.
+    """Packages that no extra can ask for, because they ask for too much; ``fetch`` installs them without that."""
 
-    Attributes:
-        name, title: as of a :class:`Download`.
-        extra: of ours, which has what they really need.
-        requirements: the packages, as pip takes them.
-    """
-
-    name: str
-    title: str
-    extra: str
+    name: str  # that is typed
+    title: str  # for people
+    extra: str  # of ours, that has what they really need
     requirements: tuple[str, ...]
 
 
