@@ -55,7 +55,7 @@ def fetch(name: str, source: str | None = None) -> int:
         raise unknown_name("download", name, known)
     for item in known[name]:
         _install(item, source) if isinstance(item, Packages) else get(item, source)
-    print("What else lacks says: python -m vla_envs")
+    print("What else is missing: python -m vla_envs")
     return 0
 
 

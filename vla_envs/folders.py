@@ -143,7 +143,7 @@ class Checkout:
 
         def missing(folder: Path) -> list[str]:
             same = self.missing(folder) or digest_of(folder, self.parts) == self.digest
-            return self.missing(folder) if same else [f"the right files: not {self.name} at {self.commit[:12]}"]
+            return self.missing(folder) if same else [f"the files of commit {self.commit[:12]}, by their digest"]
 
         source = Source(self.repository, self.commit)
         return Download(self.fetch, self.name, self.about, (self.pack,), (source,), missing, self.places)

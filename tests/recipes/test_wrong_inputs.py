@@ -212,9 +212,12 @@ ROBOTWIN = [
     ("ppo {robotwin} eval.trials=261", "has 260 initial states per task, got trials=261; take fewer"),
     (
         "ppo {robotwin} env.path=/nope",
-        "no checkout of RoboTwin. Looked in; /nope: no such folder; Type: git clone -b RL",
+        "no checkout of RoboTwin. Looked in; /nope: no such folder; Type: python -m vla_envs fetch robotwin",
     ),
-    ("ppo {robotwin} env.assets_path={place}", "incomplete, lacks assets/objects/same.json and .* more; Type: cd"),
+    (
+        "ppo {robotwin} env.assets_path={place}",
+        "incomplete, lacks assets/objects/same.json and .* more; Type: python -m vla_envs fetch",
+    ),
     ("sft env=robotwin", "place_empty_cup has no scripted expert, .*type demonstrations.episodes=0"),
     ("ppo {robotwin} {pi0} policy.config_name=pi0_aloha_robotwin", "room for 8 numbers, robotwin needs more"),
 ]

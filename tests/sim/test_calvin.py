@@ -225,7 +225,7 @@ def test_gymnasium_shows_the_running_task():
 
 
 def test_what_is_missing_is_said(monkeypatch, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"(?s)no checkout of calvin_env.*git clone"):
+    with pytest.raises(FileNotFoundError, match=r"(?s)no checkout of calvin_env.*vla_envs fetch calvin"):
         package.CHECKOUT.find(str(tmp_path))
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))

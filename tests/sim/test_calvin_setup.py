@@ -99,7 +99,7 @@ def test_without_a_checkout(machine):
     findings = check()
     missing = finding("assets", findings)
     assert (missing.status, missing.required) == ("missing", True)
-    assert missing.remedy.startswith("git clone https://github.com/mees/calvin_env ~/.cache/calvin_env && git -C")
+    assert missing.remedy.startswith("python -m vla_envs fetch calvin ")
     assert f"{machine}/home/.cache/calvin_env: no such folder" in missing.detail
     assert finding("import pybullet", findings).status == "ok"
 

@@ -286,6 +286,7 @@ def test_an_episode_id_out_of_range_says_what_there_is():
 def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     monkeypatch.delenv("VLA_TORCHRL_ASSETS", raising=False)
     monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="no such folder"):
         assets.find_assets()
     pack = tmp_path / "data"

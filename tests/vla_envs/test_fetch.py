@@ -186,10 +186,12 @@ def test_a_clone_that_was_interrupted(home, code, tmp_path, monkeypatch):
 
 def test_another_commit_is_refused(home, code, tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "mirror" / "owner" / "code" / ".git")
-    with pytest.raises(OSError, match=r"the code is not in .*owner/code, it lacks the right files: not the code at"):
+    with pytest.raises(
+        OSError, match=r"the code is not in .*owner/code, it lacks the files of commit .*, by their digest"
+    ):
         get(code.download, str(tmp_path / "mirror" / "owner" / "code"))
     object.__setattr__(code, "digest", "0" * 64)
-    with pytest.raises(OSError, match=r"the code from .* is refused, it lacks the right files: not the code at"):
+    with pytest.raises(OSError, match=r"the code from .* is refused, it lacks the files of commit .*, by their digest"):
         get(code.download, str(tmp_path / "mirror" / "owner" / "code.git"))
     assert nothing_is_taken(code.download)
     with pytest.raises(OSError, match=r"/owner/nothing\.git: .*not (appear|found).*; type the same command to go on"):
@@ -381,7 +383,7 @@ def test_what_is_in_the_way(home, code, tmp_path, monkeypatch):
     source = str(tmp_path / "mirror" / "owner" / "code.git")
     (home / "toy" / "code").mkdir(parents=True)
     (home / "toy" / "code" / "code.py").write_text("mine")
-    with pytest.raises(OSError, match=r"toy/code is there and lacks the right files: .*: move it away"):
+    with pytest.raises(OSError, match=r"toy/code is there and lacks the files of commit .*: move it away"):
         get(code.download, source)
     monkeypatch.setenv("CODE_PATH", str(tmp_path / "elsewhere"))
     with pytest.raises(ValueError, match=r"the code is looked for in .*/elsewhere alone: unset the variable"):
