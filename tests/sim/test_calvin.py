@@ -24,7 +24,7 @@ from vla_envs.episodes import EpisodeQueue
 
 pytestmark = pytest.mark.skipif(
     bool(package.CHECKOUT.missing(package.CHECKOUT.places()[0])),
-    reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}",
+    reason="no checkout of calvin_env: type python -m vla_envs fetch calvin",
 )
 OPEN = np.array([0, 0, 0, 0, 0, 0, 1], np.float32)
 
