@@ -63,7 +63,7 @@ def get(download: Download, source: str | None = None) -> None:
     """Bring one folder unless it is there; ``source`` and errors as of :func:`fetch`."""
     places, title = download.places(), download.title
     if there := next((place for place in places if not download.missing(place)), None):
-        print(f"{title}: there already, {there}")
+        print(f"{title}: there already, {there} (delete that to fetch it anew)")
         return
     named = os.environ.get("VLA_TORCHRL_ASSETS")
     writable = named and (os.access(named, os.W_OK) or not Path(named).exists())

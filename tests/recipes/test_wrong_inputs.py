@@ -125,7 +125,7 @@ ENVIRONMENT = [
     ("ppo {libero}", "libero/spatial has no scripted expert.*type demonstrations.episodes=0"),
     (
         "HOME=/nope VLA_TORCHRL_ASSETS=/nope ppo {libero} demonstrations.episodes=0",
-        "no LIBERO assets.*Type: hf download",
+        "no LIBERO assets.*Type: python -m vla_envs fetch libero-assets",
     ),
 ]
 SHORT = {
@@ -173,7 +173,7 @@ CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
     ("ppo {calvin} env.scene=E", "scene=E: is not of A, B, C, D, or some of them; type scene=D or scene=ABC"),
     (
         "ppo {calvin} env.path=/nope demonstrations.episodes=0",
-        "no checkout of calvin_env. Looked in; /nope: no such folder; Type: git",
+        "no checkout of calvin_env. Looked in; /nope: no such folder; Type: python -m vla_envs fetch calvin",
     ),
     (
         "ppo {calvin} env.relative_reward=true demonstrations.episodes=0",

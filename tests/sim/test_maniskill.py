@@ -312,7 +312,7 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     (pack / "carrot" / "more_carrot" / "3" / "collision.obj").write_text("")
     with pytest.raises(FileNotFoundError, match=r"lacks carrot/more_carrot/3/collision.obj; a download"):
         assets.find_assets()
-    with pytest.raises(FileNotFoundError, match="hf download"):
+    with pytest.raises(FileNotFoundError, match="vla_envs fetch maniskill-assets"):
         make_env(f"maniskill/{MAIN}", num_envs=1)  # before any worker is started
 
 
