@@ -90,8 +90,8 @@ def get(download: Download, source: str | None = None) -> None:
     except OSError as error:
         if error.filename is None:  # ours
             raise
-        why = f"cannot write {error.filename}: {error.strerror}"
-        raise OSError(f"{why}; type: export VLA_TORCHRL_ASSETS=FOLDER, then {_GO_ON}") from error
+        why = f"{error.filename}: {error.strerror}; if that cannot be written"
+        raise OSError(f"{why}, type: export VLA_TORCHRL_ASSETS=FOLDER, then {_GO_ON}") from error
 
 
 def _fill(partial: Path, download: Download, source: str | None) -> None:

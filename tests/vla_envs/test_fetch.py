@@ -368,7 +368,7 @@ def test_one_line_says_what_to_type(home, tmp_path):
     (tmp_path / "home").write_text("not a folder")
     cases = {
         ("calvn",): "error: unknown download 'calvn'; did you mean calvin?\n",
-        ("calvin",): f"error: cannot write {tmp_path}/home/.cache",
+        ("calvin",): f"error: {tmp_path}/home/.cache",
         (): "error: the following arguments are required: name; type: python -m vla_envs fetch --help\n",
     }
     for words, message in cases.items():
