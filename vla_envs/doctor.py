@@ -147,17 +147,18 @@ def check_simulator(
         extra: its name.
         module: the simulator's; called as the extra if empty.
         code: what to run instead of a plain import.
-        without_dependencies: requirements that are in no extra, because they ask for too much.
+        without_dependencies: requirements that are in no extra, because they ask for too much; ``fetch`` of the extra's
+            name installs them.
     """
     module = module or extra
     # Without a renderer, whose faults have lines of their own.
     ok, detail = run_probe(code or f"import {module}", {"MUJOCO_GL": "off"})
     status = "ok" if ok else "missing" if f"No module named '{module}'" in detail else "broken"
-    remedy = "" if ok else f"pip install '{DISTRIBUTION}[{extra}]'"
+    install = f"python -m vla_envs fetch {extra}" if without_dependencies else f"pip install '{DISTRIBUTION}[{extra}]'"
     return [
         *check_packages(extra=extra),
         *check_packages(without_dependencies, pip="pip install --no-deps"),
-        Finding(status, f"import {module}", "works" if ok else detail, remedy, required=True),
+        Finding(status, f"import {module}", "works" if ok else detail, "" if ok else install, required=True),
     ]
 
 

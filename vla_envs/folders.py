@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -28,14 +28,19 @@ def check_installed(benchmark: str, modules: Mapping[str, str], versions: Mappin
 def list_places(path: str | None, variable: str, packs: Sequence[str] = (), others: Sequence[Path] = ()) -> list[Path]:
     """List folders to look in: alone the explicit one, or the one that a variable names.
 
-    Otherwise ``packs`` in ``$VLA_TORCHRL_ASSETS``, then ``others``.
+    Otherwise ``packs`` in ``$VLA_TORCHRL_ASSETS``, then ``others``, then ``packs`` in :func:`cache_folder`.
     """
     if path is not None:
         return [Path(path).expanduser()]
     if named := os.environ.get(variable):
         return [Path(named).expanduser()]
     root = os.environ.get("VLA_TORCHRL_ASSETS")
-    return [*(Path(root) / pack for pack in packs if root), *others]
+    return [*(Path(root) / pack for pack in packs if root), *others, *(cache_folder() / pack for pack in packs)]
+
+
+def cache_folder() -> Path:
+    """Return the folder of what was fetched (:mod:`vla_envs.fetch`), unless ``$VLA_TORCHRL_ASSETS`` names another."""
+    return Path.home() / ".cache" / "vla-torchrl"
 
 
 def find_folder(
@@ -69,12 +74,48 @@ def describe_stand_ins(find: Callable[[], Path], manifest: str = "MANIFEST.md") 
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where files come from: a repository of GitHub at a commit, or a data set of the Hugging Face hub."""
+
+    name: str  # owner/name
+    commit: str = ""  # of the repository; a data set has none
+    into: str = ""  # where they go, in the folder that is fetched
+    archives: Mapping[str, str] = field(default_factory=dict)  # zip files, of which alone it consists; their SHA-256
+
+
+@dataclass(frozen=True)
+class Download:
+    """A folder that ``python -m vla_envs fetch NAME`` brings (:mod:`vla_envs.fetch`)."""
+
+    name: str  # that is typed; those of one name come together
+    title: str  # for people
+    about: str  # its size and licence, as far as they are known
+    packs: tuple[str, ...]  # where it goes in the folder of all assets, then where else a mirror may have it
+    sources: tuple[Source, ...]  # what it is put together from
+    missing: Callable[[Path], Sequence[str]]  # what a folder lacks, or that its digest is wrong
+    places: Callable[[], Sequence[Path]]  # where it is looked for
+    only: tuple[str, ...] = ()  # names in it that belong to it; all if empty
+
+
+@dataclass(frozen=True)
+class Packages:
+    """Packages that no extra can ask for, because they ask for too much; ``fetch`` installs them without that."""
+
+    name: str  # that is typed
+    title: str  # for people
+    extra: str  # of ours, that has what they really need
+    requirements: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Checkout:
     """Code that is on no package index."""
 
     name: str
+    repository: str  # owner/name on GitHub
     commit: str  # that results belong to
-    clone: str  # what to type to get it
+    fetch: str  # what to type behind python -m vla_envs fetch
+    about: str  # its size and licence, as far as they are known
     variable: str  # of the environment, that names a folder
     pack: str  # where it is in $VLA_TORCHRL_ASSETS
     files: tuple[str, ...]  # that have to be there
@@ -93,7 +134,19 @@ class Checkout:
 
     def find(self, path: str | None = None) -> Path:
         """Find the first complete one of :meth:`places`."""
-        return find_folder(f"no checkout of {self.name}", self.places(path), self.missing, self.clone, self.hint)
+        remedy = f"python -m vla_envs fetch {self.fetch}   (or a clone elsewhere and export {self.variable}=FOLDER)"
+        return find_folder(f"no checkout of {self.name}", self.places(path), self.missing, remedy, self.hint)
+
+    @property
+    def download(self) -> Download:
+        """What there is to fetch: nothing but the commit."""
+
+        def missing(folder: Path) -> list[str]:
+            same = self.missing(folder) or digest_of(folder, self.parts) == self.digest
+            return self.missing(folder) if same else [f"the files of commit {self.commit[:12]}, by their digest"]
+
+        source = Source(self.repository, self.commit)
+        return Download(self.fetch, self.name, self.about, (self.pack,), (source,), missing, self.places)
 
     def describe(self, path: str | None = None) -> tuple[str, ...]:
         """Say whether the one that would be used is of another commit, or edited."""

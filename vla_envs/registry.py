@@ -21,6 +21,7 @@ from vla_common.errors import unknown_name
 from vla_common.registry import benchmarks
 from vla_common.schema import BenchmarkSchema, Gripper
 from vla_common.settings import check_settings, setting_types
+from vla_envs.folders import Download, Packages
 from vla_envs.probe import Finding
 from vla_envs.simulator import SimulatorSpec
 
@@ -57,6 +58,7 @@ class Benchmark:
         suite_title: how a suite is written in a Gymnasium id.
         checks: what this machine has and lacks for it (:mod:`vla_envs.doctor` has the usual ones); may run in a thread.
         unseen: options that no policy sees, such as where assets are: none is evaluated with those of its training.
+        downloads: what ``python -m vla_envs fetch`` brings for it (:mod:`vla_envs.fetch`).
 
     Example:
         >>> from vla_envs import Benchmark, BenchmarkSchema, register_benchmark
@@ -73,6 +75,7 @@ class Benchmark:
     suite_title: Callable[[str], str] = _without_version
     checks: Callable[[], Sequence[Finding]] = tuple
     unseen: Sequence[str] = ()
+    downloads: Sequence[Download | Packages] = ()
 
     def __post_init__(self) -> None:
         for what, value in (("name", self.name), ("title", self.title)):

@@ -24,7 +24,7 @@ from vla_policies import OpenVLAOFT, Pi0
 
 pytestmark = pytest.mark.skipif(
     bool(package.CHECKOUT.missing(package.CHECKOUT.places()[0])),
-    reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}",
+    reason="no checkout of calvin_env: type python -m vla_envs fetch calvin",
 )
 BUTTON = torch.tensor([-0.12, -0.12, 0.472])  # of the LED in scene D, m
 CHAIN = next(chain for chain in chains.published_chains() if chain[1][0] == "turn_on_led")

@@ -123,7 +123,7 @@ ENVIRONMENT = [
     ("ppo {libero}", "libero/spatial has no scripted expert.*type demonstrations.episodes=0"),
     (
         "HOME=/nope VLA_TORCHRL_ASSETS=/nope ppo {libero} demonstrations.episodes=0",
-        "no LIBERO assets.*Type: hf download",
+        "no LIBERO assets.*Type: python -m vla_envs fetch libero-assets",
     ),
 ]
 SHORT = {
@@ -171,7 +171,7 @@ CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
     ("ppo {calvin} env.scene=E", "scene=E: is not of A, B, C, D, or some of them; type scene=D or scene=ABC"),
     (
         "ppo {calvin} env.path=/nope demonstrations.episodes=0",
-        "no checkout of calvin_env. Looked in; /nope: no such folder; Type: git",
+        "no checkout of calvin_env. Looked in; /nope: no such folder; Type: python -m vla_envs fetch calvin",
     ),
     (
         "ppo {calvin} env.relative_reward=true demonstrations.episodes=0",
@@ -210,9 +210,12 @@ ROBOTWIN = [
     ("ppo {robotwin} eval.trials=261", "has 260 initial states per task, got trials=261; take fewer"),
     (
         "ppo {robotwin} env.path=/nope",
-        "no checkout of RoboTwin. Looked in; /nope: no such folder; Type: git clone -b RL",
+        "no checkout of RoboTwin. Looked in; /nope: no such folder; Type: python -m vla_envs fetch robotwin",
     ),
-    ("ppo {robotwin} env.assets_path={place}", "incomplete, lacks assets/objects/same.json and .* more; Type: cd"),
+    (
+        "ppo {robotwin} env.assets_path={place}",
+        "incomplete, lacks assets/objects/same.json and .* more; Type: python -m vla_envs fetch",
+    ),
     ("sft env=robotwin", "place_empty_cup has no scripted expert, .*type demonstrations.episodes=0"),
     ("ppo {robotwin} {pi0} policy.config_name=pi0_aloha_robotwin", "room for 8 numbers, robotwin needs more"),
 ]

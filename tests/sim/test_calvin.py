@@ -24,7 +24,7 @@ from vla_envs.episodes import EpisodeQueue
 
 pytestmark = pytest.mark.skipif(
     bool(package.CHECKOUT.missing(package.CHECKOUT.places()[0])),
-    reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}",
+    reason="no checkout of calvin_env: type python -m vla_envs fetch calvin",
 )
 OPEN = np.array([0, 0, 0, 0, 0, 0, 1], np.float32)
 
@@ -225,7 +225,7 @@ def test_gymnasium_shows_the_running_task():
 
 
 def test_what_is_missing_is_said(monkeypatch, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"(?s)no checkout of calvin_env.*git clone"):
+    with pytest.raises(FileNotFoundError, match=r"(?s)no checkout of calvin_env.*vla_envs fetch calvin"):
         package.CHECKOUT.find(str(tmp_path))
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -25,7 +25,7 @@ from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
 
 pytestmark = pytest.mark.skipif(
     bool(package.CHECKOUT.missing(package.CHECKOUT.places()[0])),
-    reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}",
+    reason="no checkout of calvin_env: type python -m vla_envs fetch calvin",
 )
 SENTENCES = [spoken(task, "validation")[0] for task in published_chains()[0][1]]
 

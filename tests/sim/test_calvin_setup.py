@@ -15,7 +15,9 @@ from vla_envs.rendering.egl import egl_devices
 
 pytest.importorskip("pybullet", reason="needs CALVIN's packages: pip install 'vla-torchrl[calvin]'")
 CHECKOUT = next((place for place in package.CHECKOUT.places() if not package.CHECKOUT.missing(place)), None)
-pytestmark = pytest.mark.skipif(CHECKOUT is None, reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}")
+pytestmark = pytest.mark.skipif(
+    CHECKOUT is None, reason="no checkout of calvin_env: type python -m vla_envs fetch calvin"
+)
 # What Python runs at its start: the packages named cannot be found, as if they were not installed.
 HIDE = """
 from importlib.machinery import PathFinder
@@ -99,7 +101,7 @@ def test_without_a_checkout(machine):
     findings = check()
     missing = finding("assets", findings)
     assert (missing.status, missing.required) == ("missing", True)
-    assert missing.remedy.startswith("git clone https://github.com/mees/calvin_env ~/.cache/calvin_env && git -C")
+    assert missing.remedy.startswith("python -m vla_envs fetch calvin ")
     assert f"{machine}/home/.cache/calvin_env: no such folder" in missing.detail
     assert finding("import pybullet", findings).status == "ok"
 

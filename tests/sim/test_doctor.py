@@ -148,7 +148,7 @@ def test_libero_assets(monkeypatch, tmp_path):
     monkeypatch.setattr("vla_envs.libero.package.find_spec", lambda name: None)
     found = check_asset_folder("LIBERO", package.find_assets, package.describe_assets)
     assert found.status == "missing"
-    assert found.remedy.startswith("hf download lerobot/libero-assets")
+    assert found.remedy.startswith("python -m vla_envs fetch libero-assets ")
     for name in (*_ARENAS, *_FOLDERS):
         (tmp_path / "libero" / "assets" / name).mkdir(parents=True)
     assert check_asset_folder("LIBERO", package.find_assets, package.describe_assets).status == "ok"

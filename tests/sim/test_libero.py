@@ -463,28 +463,26 @@ def test_a_trial_that_does_not_exist():
 
 
 def test_a_download_is_taken_where_it_is_allowed(tmp_path, monkeypatch):
-    """Only the hub is not real: what it would bring is the pack that is here."""
-    import huggingface_hub
-
+    """What the hub would bring is the pack that is here (``tests/vla_envs/test_fetch.py`` has a server like it)."""
     places = [tmp_path / "nowhere", tmp_path / "cache" / "assets"]
     monkeypatch.setattr(package, "asset_places", lambda assets=None: places)
-    monkeypatch.setattr(package, "_download_folder", lambda: places[1])
     asked = []
 
-    def snapshot_download(repository, *, repo_type, local_dir):
-        asked.append((repository, repo_type))
-        local_dir.symlink_to(ASSETS)
+    def get(download):
+        asked.append(download)
+        places[1].parent.mkdir()
+        places[1].symlink_to(ASSETS)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("vla_envs.fetch.get", get)
     with pytest.raises(FileNotFoundError, match="download_assets=true"):
         package.find_assets()
     assert asked == []
     assert package.find_assets(download=True) == places[1].resolve()
-    assert asked == [(package.ASSETS_REPOSITORY, "dataset")]
+    assert asked == [package.ASSETS]
 
 
 def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"no such folder(.|\n)*hf download"):
+    with pytest.raises(FileNotFoundError, match=r"no such folder(.|\n)*vla_envs fetch libero-assets"):
         make_env("libero/spatial", 1, assets=str(tmp_path / "nowhere"))
     (tmp_path / "half" / "scenes").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"incomplete, lacks .* and 9 more"):
@@ -500,9 +498,9 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     monkeypatch.setenv("VLA_TORCHRL_ASSETS", str(tmp_path / "half"))
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     places = [str(place) for place in package.asset_places()]
-    assert len(places) == 3
+    assert len(places) == 4
     assert places[0].startswith(str(tmp_path / "half"))
-    assert places[2] == str(tmp_path / ".cache" / "libero" / "assets")
+    assert places[2:] == [f"{tmp_path}/.cache/{name}/assets" for name in ("libero", "vla-torchrl/libero")]
 
 
 def test_an_asset_that_is_missing_costs_the_episode_and_is_named(tmp_path, caplog):

@@ -286,6 +286,7 @@ def test_an_episode_id_out_of_range_says_what_there_is():
 def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     monkeypatch.delenv("VLA_TORCHRL_ASSETS", raising=False)
     monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="no such folder"):
         assets.find_assets()
     pack = tmp_path / "data"
@@ -311,7 +312,7 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
     (pack / "carrot" / "more_carrot" / "3" / "collision.obj").write_text("")
     with pytest.raises(FileNotFoundError, match=r"lacks carrot/more_carrot/3/collision.obj; a download"):
         assets.find_assets()
-    with pytest.raises(FileNotFoundError, match="hf download"):
+    with pytest.raises(FileNotFoundError, match="vla_envs fetch maniskill-assets"):
         make_env(f"maniskill/{MAIN}", num_envs=1)  # before any worker is started
 
 

@@ -73,4 +73,5 @@ BENCHMARK = Benchmark(
     suites=suites,
     checks=check,
     unseen=("path",),
+    downloads=(package.CHECKOUT.download,),
 )

@@ -23,7 +23,6 @@ from vla_envs.folders import Checkout, check_installed
 INSTALL = "make setup  (or: pip install 'vla-torchrl[calvin]')"
 _VERSIONS = {"pybullet": "3.2.7"}  # whose physics and renderer results belong to
 _MODULES = {"pybullet": "pybullet", "quaternion": "numpy-quaternion", "git": "gitpython", "scipy": "scipy"}
-_COMMIT = "797142c588c21e76717268b7b430958dbd13bf48"
 _FILES = (
     *(f"calvin_env/robot/{name}.py" for name in ("robot", "mixed_ik")),
     *("calvin_env/scene/play_table_scene.py", "calvin_env/envs/tasks.py", "calvin_env/utils/utils.py"),
@@ -51,11 +50,10 @@ def _other_places() -> list[Path]:
 
 CHECKOUT = Checkout(
     name="calvin_env",
-    commit=_COMMIT,
-    clone=(
-        "git clone https://github.com/mees/calvin_env ~/.cache/calvin_env && git -C ~/.cache/calvin_env checkout "
-        f"{_COMMIT[:12]}   (or a clone elsewhere and export CALVIN_ENV_PATH=FOLDER)"
-    ),
+    repository="mees/calvin_env",
+    commit="797142c588c21e76717268b7b430958dbd13bf48",
+    fetch="calvin",
+    about="30 MB, MIT",
     variable="CALVIN_ENV_PATH",
     pack="calvin/calvin_env",
     files=_FILES,

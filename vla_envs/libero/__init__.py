@@ -15,9 +15,8 @@ _ARM = (0, 1, 2, 3, 4, 5)
 
 def check() -> list[Finding]:
     """Find what this machine has and lacks."""
-    hf_libero = [f"hf-libero=={package.VERSIONS['hf-libero']}"]
     return [
-        *check_simulator("libero", code=_IMPORT, without_dependencies=hf_libero),
+        *check_simulator("libero", code=_IMPORT, without_dependencies=package.PACKAGES.requirements),
         *check_renderers("libero"),
         check_asset_folder("LIBERO", package.find_assets, package.describe_assets),
     ]
@@ -57,4 +56,5 @@ BENCHMARK = Benchmark(
     suite_title=str.capitalize,
     checks=check,
     unseen=("assets", "cache_gigabytes", "download_assets"),
+    downloads=(package.PACKAGES, package.ASSETS),
 )

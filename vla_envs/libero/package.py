@@ -21,12 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from vla_envs.folders import check_installed, describe_stand_ins, find_folder, list_places
+from vla_envs.folders import (
+    Download,
+    Packages,
+    Source,
+    cache_folder,
+    check_installed,
+    describe_stand_ins,
+    find_folder,
+    list_places,
+)
 
 # The versions that results belong to: another MuJoCo draws other pixels, another robosuite has other physics.
 VERSIONS = {"hf-libero": "0.1.4", "robosuite": "1.4.0", "bddl": "1.0.1", "mujoco": "3.3.0"}
-INSTALL = "make setup EXTRAS=metaworld,libero,dev  (or the two commands of docs/install.md)"
-ASSETS_REPOSITORY = "lerobot/libero-assets"  # a data set on the Hugging Face hub, 1.5 GB
+INSTALL = "python -m vla_envs fetch libero  (in a checkout of vla-torchrl: make setup)"
+PACKAGES = Packages("libero", "LIBERO", "libero", (f"hf-libero=={VERSIONS['hf-libero']}",))
 _ARENAS = [
     f"scenes/libero_{name}_base_style.xml"
     for name in ("tabletop", "kitchen_tabletop", "living_room_tabletop", "study", "floor")
@@ -74,26 +83,21 @@ def package_folder() -> Path:
 def asset_places(assets: str | None = None) -> list[Path]:
     """List where assets are looked for, in this order; with an explicit path only there."""
     installed = [package_folder() / "assets"] if find_spec("libero") is not None else []
-    return list_places(assets, "", ["libero/assets"], [*installed, _download_folder()])
+    return list_places(assets, "", ["libero/assets"], [*installed, Path.home() / ".cache" / "libero" / "assets"])
 
 
 def find_assets(assets: str | None = None, download: bool = False) -> Path:
     """Find the folder of meshes, textures and object descriptions: ``assets``, or the first complete one of these.
 
-    ``$VLA_TORCHRL_ASSETS/libero/assets``, the package's own folder, ``~/.cache/libero/assets``, into which they are
-    fetched from the Hugging Face hub if there are none and ``download`` is true.
+    ``$VLA_TORCHRL_ASSETS/libero/assets``, the package's own folder, ``~/.cache/libero/assets``,
+    ``~/.cache/vla-torchrl/libero/assets``. They are fetched if there are none and ``download`` is true.
     """
     places = asset_places(assets)
     if download and assets is None and all(map(missing_assets, places)):
-        from huggingface_hub import snapshot_download
+        from vla_envs.fetch import get
 
-        folder = _download_folder()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        snapshot_download(ASSETS_REPOSITORY, repo_type="dataset", local_dir=folder)
-    remedy = (
-        f"hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir ~/.cache/libero/assets   (or "
-        "download_assets=true, or assets=FOLDER)"
-    )
+        get(ASSETS)
+    remedy = "python -m vla_envs fetch libero-assets   (or download_assets=true, or assets=FOLDER)"
     return find_folder("no LIBERO assets", places, missing_assets, remedy)
 
 
@@ -108,8 +112,15 @@ def describe_assets(assets: str | None = None) -> tuple[str, ...]:
     return describe_stand_ins(lambda: find_assets(assets))
 
 
-def _download_folder() -> Path:
-    return Path.home() / ".cache" / "libero" / "assets"
+ASSETS = Download(
+    name="libero-assets",
+    title="LIBERO's assets",
+    about="1.5 GB; LIBERO is MIT, models of HOPE, Google Scanned Objects and TurboSquid have terms of their own",
+    packs=("libero/assets",),
+    sources=(Source("lerobot/libero-assets"),),
+    missing=missing_assets,
+    places=asset_places,
+)
 
 
 # ---- tasks
@@ -183,7 +194,7 @@ def import_libero() -> Any:
 
     Compiled functions of robosuite are kept in ``~/.cache/vla-torchrl/numba`` (``NUMBA_CACHE_DIR`` if that is set).
     """
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(Path.home() / ".cache" / "vla-torchrl" / "numba"))
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))
     # robosuite's own way to change its settings: no warnings about themselves, no log file in /tmp.
     settings: Any = types.ModuleType("robosuite.macros_private")
     settings.CONSOLE_LOGGING_LEVEL, settings.FILE_LOGGING_LEVEL = "ERROR", None

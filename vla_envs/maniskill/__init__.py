@@ -2,7 +2,7 @@
 
 from vla_common.schema import BenchmarkSchema, Gripper
 from vla_envs.doctor import check_asset_folder, check_simulator, check_vulkan
-from vla_envs.maniskill.assets import describe_assets, find_assets
+from vla_envs.maniskill.assets import DOWNLOAD, describe_assets, find_assets
 from vla_envs.maniskill.spec import make_spec, suites
 from vla_envs.probe import Finding
 from vla_envs.registry import Benchmark
@@ -49,5 +49,6 @@ BENCHMARK = Benchmark(
     make_spec=make_spec,
     suites=suites,
     checks=check,
+    downloads=(DOWNLOAD,),
     unseen=("assets", "reward_type"),
 )

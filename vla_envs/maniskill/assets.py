@@ -16,25 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from vla_common.plain import read_json
-from vla_envs.folders import describe_stand_ins, find_folder, list_places
+from vla_envs.folders import Download, Source, describe_stand_ins, find_folder, list_places
 
-OBJECTS_SOURCE = "RLinf/maniskill_assets"  # a data set on the Hugging Face hub
 ROBOT, SCENE, OBJECTS = "robots/widowx", "tasks/bridge_v2_real2sim_dataset", "carrot"
 _ROBOT_MODEL = "wx250s.urdf"
 _SCENE_FILES = ("stages/bridge_table_1_v1.glb",)
 _MODELS = {"object": "more_carrot", "plate": "more_plate", "table": "more_table"}
 _NUMBERS = {"object": 25, "plate": 17, "table": 21}
 _VISUALS = ("textured.obj", "textured.dae", "textured.glb")  # the first that is there
-DOWNLOAD = (
-    "python -m mani_skill.utils.download_asset -y widowx250s && python -m mani_skill.utils.download_asset -y "
-    f"bridge_v2_real2sim && hf download --repo-type dataset {OBJECTS_SOURCE} --local-dir "
-    '"${MS_ASSET_DIR:-$HOME/.maniskill}/data"'
-)
 
 
 def asset_places(assets: str | None = None) -> list[Path]:
     """List folders that may hold ``robots``, ``tasks`` and ``carrot``, in order of looking; an explicit one alone."""
-    # ManiSkill's own folder is the last.
+    # ManiSkill's own folder.
     own = Path(os.environ.get("MS_ASSET_DIR", Path.home() / ".maniskill")).expanduser() / "data"
     return list_places(assets, "", ["maniskill"], [own])
 
@@ -42,9 +36,10 @@ def asset_places(assets: str | None = None) -> list[Path]:
 def find_assets(assets: str | None = None) -> Path:
     """Find the folder of robot, scene, objects, plates and tables: ``assets``, or the first complete one of these.
 
-    ``$VLA_TORCHRL_ASSETS/maniskill``, then ManiSkill's own: ``$MS_ASSET_DIR/data``, or ``~/.maniskill/data``.
+    ``$VLA_TORCHRL_ASSETS/maniskill``, then ManiSkill's own: ``$MS_ASSET_DIR/data``, or ``~/.maniskill/data``, then
+    ``~/.cache/vla-torchrl/maniskill``.
     """
-    remedy = f"{DOWNLOAD}   (or name their folder: assets=FOLDER)"
+    remedy = "python -m vla_envs fetch maniskill-assets   (or name their folder: assets=FOLDER)"
     hint = "; a download that was interrupted has to be started again"
     return find_folder("no plate-25 assets", asset_places(assets), missing_assets, remedy, lambda place: hint)
 
@@ -56,6 +51,27 @@ def missing_assets(folder: Path) -> list[str]:
     models = [name for kind in _MODELS for name in _missing_models(folder, kind)]
     unfinished = [path for part in (OBJECTS, ".cache/huggingface") for path in folder.glob(f"{part}/**/*.incomplete")]
     return [*missing, *models, *(f"all of {path.name}" for path in unfinished)]
+
+
+DOWNLOAD = Download(
+    name="maniskill-assets",
+    title="Plate-25's assets",
+    about="scene Apache-2.0, objects CC BY-NC 4.0, of the robot no licence is stated",
+    packs=("maniskill",),
+    sources=(  # the first two as in mani_skill/utils/assets/data.py; the commit is its tag v0.2.0
+        Source("haosulab/ManiSkill-WidowX250S", "6a12bb745d964aab9fc897f0999cad53aa29000c", ROBOT),
+        Source(
+            "haosulab/ManiSkill_bridge_v2_real2sim",
+            into="tasks",
+            archives={
+                "bridge_v2_real2sim_dataset.zip": "618512a205b4528cafecdad14b1788ed1130879f3064deb406516ed5b9c5ba92"
+            },
+        ),
+        Source("RLinf/maniskill_assets"),
+    ),
+    missing=missing_assets,
+    places=asset_places,
+)
 
 
 def _missing_models(folder: Path, kind: str) -> Iterator[str]:

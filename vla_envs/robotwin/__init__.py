@@ -66,4 +66,5 @@ BENCHMARK = Benchmark(
     suites=suites,
     checks=check,
     unseen=("path", "assets_path"),
+    downloads=(package.CHECKOUT.download, package.ASSETS),
 )

@@ -13,7 +13,6 @@ import importlib
 import io
 import os
 import re
-import shlex
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ import numpy as np
 import yaml
 
 from vla_common.plain import parse_yaml, read_json
-from vla_envs.folders import Checkout, check_installed, find_folder
+from vla_envs.folders import Checkout, Download, Source, check_installed, find_folder, list_places
 from vla_envs.robotwin.planning import stand_ins
 
 INSTALL = "pip install 'vla-torchrl[robotwin]'  (in a checkout of vla-torchrl: make setup)"
@@ -35,8 +34,7 @@ _MODULES = {
     **{name: name for name in ("sapien", "toppra", "transforms3d", "trimesh", "h5py", "scipy", "imageio")},
     **{"cv2": "opencv-python", "yaml": "pyyaml"},
 }
-_ASSETS = "TianxingChen/RoboTwin2.0"  # a data set on the Hugging Face hub
-_COMMIT = "0008ae6800df9f75fc8de7098bacb01735fd8fd2"  # of the branch RLinf_support
+_PACKS = ("robotwin", "robotwin/data", "robotwin/objects_standin")  # folders around assets/
 _STANDIN = "STANDIN.json"  # in a folder that does not have the benchmark's own objects and arms
 _PLACE = re.compile(r"\{([A-Za-z])\}")  # in a pattern of sentences
 _GIVEN = re.compile(r"""["']\{([A-Z])\}["']: *(?:f?["']([^"'{}/]+)[/"'])?""")  # what a task's code puts in a place
@@ -49,11 +47,10 @@ def _inside(place: Path) -> str:
 
 CHECKOUT = Checkout(
     name="RoboTwin",
-    commit=_COMMIT,
-    clone=(
-        "git clone -b RLinf_support https://github.com/RoboTwin-Platform/RoboTwin.git ~/.cache/RoboTwin && git -C "
-        f"~/.cache/RoboTwin checkout {_COMMIT[:12]}   (or a clone elsewhere and export ROBOTWIN_PATH=FOLDER)"
-    ),
+    repository="RoboTwin-Platform/RoboTwin",
+    commit="0008ae6800df9f75fc8de7098bacb01735fd8fd2",  # of the branch RLinf_support
+    fetch="robotwin",
+    about="code, MIT",
     variable="ROBOTWIN_PATH",
     pack="robotwin/RoboTwin",
     files=(
@@ -70,34 +67,22 @@ CHECKOUT = Checkout(
 )
 
 
+HOW_TO_FETCH = "python -m vla_envs fetch robotwin   (or export ASSETS_PATH=FOLDER, the one around assets/)"
+
+
 def asset_places(assets_path: str | None = None, path: str | None = None) -> list[Path]:
     """List folders that may have ``assets/``, in order of looking; one that was named is alone."""
     if assets_path is not None:
         return [Path(assets_path).expanduser()]
     if (named := os.environ.get("ASSETS_PATH")) and named != _Own.assets_path:
         return [Path(named).expanduser()]
-    places = CHECKOUT.places(path)  # where RoboTwin's own script puts them
-    if root := os.environ.get("VLA_TORCHRL_ASSETS"):
-        places += [Path(root) / "robotwin", Path(root) / "robotwin" / "objects_standin"]
-    return places
+    # First where RoboTwin's own script puts them.
+    return [*CHECKOUT.places(path), *list_places(None, "", _PACKS)]
 
 
 def find_assets(assets_path: str | None = None, path: str | None = None) -> Path:
     """Find the folder whose ``assets/`` has objects, arms and textures; :func:`asset_places` are looked through."""
-    return find_folder(
-        "no assets of RoboTwin", asset_places(assets_path, path), missing_assets, how_to_download(path), _inside
-    )
-
-
-def how_to_download(path: str | None = None) -> str:
-    """Return what to type to get the assets into the checkout that would be used."""
-    folder = "~/.cache/RoboTwin"
-    with contextlib.suppress(FileNotFoundError):
-        folder = shlex.quote(str(CHECKOUT.find(path)))
-    return (
-        f"cd {folder} && bash script/_download_assets.sh   (or unpack background_texture.zip, embodiments.zip and "
-        f"objects.zip of the data set {_ASSETS} into FOLDER/assets and export ASSETS_PATH=FOLDER)"
-    )
+    return find_folder("no assets of RoboTwin", asset_places(assets_path, path), missing_assets, HOW_TO_FETCH, _inside)
 
 
 def missing_assets(
@@ -110,6 +95,24 @@ def missing_assets(
         objects = {name for task in tasks for name in objects_of(checkout, task)}
         names += [f"objects/{name}" for name in sorted(objects)]
     return [f"assets/{name}" for name in names if not (folder / "assets" / name).exists()]
+
+
+ASSETS = Download(
+    name="robotwin",
+    title="RoboTwin's assets",
+    about="objects, arms and textures",
+    packs=(_PACKS[1], *_PACKS),
+    sources=(
+        Source(
+            "TianxingChen/RoboTwin2.0",
+            into="assets",
+            archives=dict.fromkeys(("background_texture.zip", "embodiments.zip", "objects.zip"), ""),
+        ),
+    ),
+    missing=missing_assets,
+    places=asset_places,
+    only=("assets", _STANDIN),
+)
 
 
 @cache
@@ -182,7 +185,7 @@ def check_packages(
     checkout, assets = CHECKOUT.find(path), find_assets(assets_path, path)
     if missing := missing_assets(assets, tasks, arms, checkout):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise FileNotFoundError(f"{assets} lacks {missing[0]}{more}; type: {how_to_download(path)}")
+        raise FileNotFoundError(f"{assets} lacks {missing[0]}{more}; type: {HOW_TO_FETCH}")
 
 
 def check_modules() -> None:

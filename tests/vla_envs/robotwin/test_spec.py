@@ -211,7 +211,8 @@ def test_the_step_limits_are_those_of_the_checkout():
 def test_checkout_and_assets_are_found_where_they_are_named(folders, monkeypatch):
     checkout, assets = folders
     with pytest.raises(
-        FileNotFoundError, match=r"no checkout of RoboTwin. Looked in\n.*no such folder\n  Type: git clone"
+        FileNotFoundError,
+        match=r"no checkout of RoboTwin. Looked in(\n.*no such folder)+\n  Type: python -m vla_envs fetch robotwin",
     ):
         package.CHECKOUT.find()
     monkeypatch.setenv("ROBOTWIN_PATH", str(checkout))
@@ -247,7 +248,7 @@ def test_incomplete_assets_are_one_line_that_says_what_to_type(folders, monkeypa
     monkeypatch.setenv("ASSETS_PATH", str(assets))
     package.check_packages(tasks=["click_bell"], arms=["aloha-agilex"])
     with pytest.raises(
-        FileNotFoundError, match=rf"lacks assets/embodiments/piper/config.yml; type: cd {checkout} && bash"
+        FileNotFoundError, match=r"lacks assets/embodiments/piper/config.yml; type: python -m vla_envs f"
     ):
         package.check_packages(tasks=["click_bell"], arms=["piper"])
     (assets / "assets" / "objects" / "050_bell").rmdir()
@@ -520,11 +521,9 @@ def test_the_doctor_says_what_lacks_and_what_to_type(folders, monkeypatch):
     monkeypatch.setattr(robotwin, "check_vulkan", lambda _: Finding("ok", "Vulkan", ""))
     found = {finding.name: finding for finding in robotwin.check()}
     assert [found[f"RoboTwin's {what}"].status for what in ("checkout", "assets")] == ["missing", "missing"]
-    assert found["RoboTwin's checkout"].remedy.startswith(
-        "git clone -b RLinf_support https://github.com/RoboTwin-Platform"
-    )
-    assert package.CHECKOUT.commit[:12] in found["RoboTwin's checkout"].remedy
-    assert "TianxingChen/RoboTwin2.0" in found["RoboTwin's assets"].remedy
+    for what, variable in (("checkout", "ROBOTWIN_PATH"), ("assets", "ASSETS_PATH")):
+        assert found[f"RoboTwin's {what}"].remedy.startswith("python -m vla_envs fetch robotwin ")
+        assert f"export {variable}=FOLDER" in found[f"RoboTwin's {what}"].remedy
     monkeypatch.setenv("ROBOTWIN_PATH", str(checkout))
     monkeypatch.setenv("ASSETS_PATH", str(assets))
     (assets / "STANDIN.json").write_text('{"standin": "robotwin"}')
