@@ -1,6 +1,6 @@
 """``python -m vla_envs fetch NAME``: what a benchmark needs beside its packages, into one folder.
 
-What is under way lies in ``PLACE.*.partial``, where the same command goes on. It becomes ``PLACE`` when nothing of it
+What is under way lies in ``PLACE.*.partial``, which the same command continues. It becomes ``PLACE`` when nothing of it
 lacks and every digest is right: a commit is the digest of its files, the hub has one of each file, and some are written
 down here. Nothing is asked on the terminal.
 """
@@ -31,7 +31,7 @@ from vla_envs.doctor import DISTRIBUTION
 from vla_envs.folders import Download, Packages, Source, cache_folder
 from vla_envs.registry import get_benchmark
 
-_GO_ON = "type the same command to go on"
+_AGAIN = "type the same command to continue"
 
 
 def fetch(name: str, source: str | None = None) -> int:
@@ -63,7 +63,7 @@ def get(download: Download, source: str | None = None) -> None:
     """Bring one folder unless it is there; ``source`` and errors as of :func:`fetch`."""
     places, title = download.places(), download.title
     if there := next((place for place in places if not download.missing(place)), None):
-        print(f"{title}: there already, {there} (delete that to fetch it anew)")
+        print(f"{title}: there already, {there} (delete that to fetch it again)")
         return
     named = os.environ.get("VLA_TORCHRL_ASSETS")
     writable = named and (os.access(named, os.W_OK) or not Path(named).exists())
@@ -71,7 +71,7 @@ def get(download: Download, source: str | None = None) -> None:
     if target not in places:
         raise ValueError(f"{title} is looked for in {places[0]} alone: unset the variable that names it")
     if target.exists() and any(target.iterdir()):
-        raise OSError(f"{target} is there and lacks {download.missing(target)[0]}: move it away, then {_GO_ON}")
+        raise OSError(f"{target} is there and lacks {download.missing(target)[0]}: move it away, then {_AGAIN}")
     origin = source or ", ".join(part.name for part in download.sources)
     print(f"{title} ({download.about})\n  from {origin} into {target}", flush=True)
     partial = target.with_name(f"{target.name}.{hashlib.sha256(origin.encode()).hexdigest()[:8]}.partial")
@@ -86,12 +86,12 @@ def get(download: Download, source: str | None = None) -> None:
             for other in target.parent.glob(f"{target.name}.*.partial"):  # begun from elsewhere
                 shutil.rmtree(other)
     except Timeout as error:
-        raise OSError(f"{target} is being fetched by another process: wait for that, then {_GO_ON}") from error
+        raise OSError(f"{target} is being fetched by another process: wait for that, then {_AGAIN}") from error
     except OSError as error:
         if error.filename is None:  # ours
             raise
         why = f"{error.filename}: {error.strerror}; if that cannot be written"
-        raise OSError(f"{why}, type: export VLA_TORCHRL_ASSETS=FOLDER, then {_GO_ON}") from error
+        raise OSError(f"{why}, type: export VLA_TORCHRL_ASSETS=FOLDER, then {_AGAIN}") from error
 
 
 def _fill(partial: Path, download: Download, source: str | None) -> None:
@@ -163,7 +163,7 @@ def _clone(url: str, commit: str, folder: Path) -> None:
     if done.returncode == 0:
         done = git("checkout", "--quiet", "--force", "--detach", commit)
     if done.returncode:
-        raise OSError(f"{url}: {one_line(done.stderr)}; {_GO_ON}, or: --from FOLDER|URL")
+        raise OSError(f"{url}: {one_line(done.stderr)}; {_AGAIN}, or: --from FOLDER|URL")
 
 
 def _download(part: Source, folder: Path, endpoint: str | None) -> None:
@@ -172,7 +172,7 @@ def _download(part: Source, folder: Path, endpoint: str | None) -> None:
     hub = HfApi(endpoint=endpoint)
     try:
         names = list(part.archives)
-        for name in names:  # large: the hub's client begins a file anew in each process
+        for name in names:  # large: the hub's client begins a file from its start in each process
             _resume(f"{hub.endpoint}/datasets/{part.name}/resolve/main/{name}", folder / name)
         if not names:
             for broken in folder.rglob(".cache/**/*.incomplete"):  # which that client leaves
@@ -183,7 +183,7 @@ def _download(part: Source, folder: Path, endpoint: str | None) -> None:
             raise OSError(f"{min(lacking)} has not come")
     except Exception as error:  # of whatever the hub's client stands on
         why = one_line(str(error))
-        raise OSError(f"{part.name} from {hub.endpoint}: {why}; {_GO_ON}, or: --from FOLDER") from error
+        raise OSError(f"{part.name} from {hub.endpoint}: {why}; {_AGAIN}, or: --from FOLDER") from error
     wrong = {mismatch["path"] for mismatch in checked.mismatches}
     for name, digest in part.archives.items():
         with (folder / name).open("rb") as file:
@@ -191,7 +191,7 @@ def _download(part: Source, folder: Path, endpoint: str | None) -> None:
     for name in wrong:
         (folder / name).unlink()  # comes again
     if wrong:
-        raise OSError(f"{part.name} from {hub.endpoint}: {', '.join(wrong)} is refused, its digest is wrong; {_GO_ON}")
+        raise OSError(f"{part.name} from {hub.endpoint}: {', '.join(wrong)} is refused, its digest is wrong; {_AGAIN}")
 
 
 def _resume(url: str, path: Path) -> None:
@@ -236,4 +236,4 @@ def _install(packages: Packages, source: str | None) -> None:
     print(f"{packages.title}: {', '.join((*needed, *packages.requirements))}\n  into {sys.prefix}", flush=True)
     for words in (needed, ["--no-deps", *packages.requirements]):
         if subprocess.run([*command, *words], stdin=subprocess.DEVNULL).returncode:
-            raise OSError(f"pip could not install {packages.title}, it says why above; {_GO_ON}")
+            raise OSError(f"pip could not install {packages.title}, it says why above; {_AGAIN}")
