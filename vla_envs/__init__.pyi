@@ -1,3 +1,4 @@
+from .check import check_simulator
 from .env import VLAEnv
 from .episodes import EpisodeQueue, EpisodeSampler, evaluation_episodes
 from .instructions import InstructionsToBytes
@@ -24,6 +25,7 @@ __all__ = [
     "Task",
     "VLAEnv",
     "WorkerPool",
+    "check_simulator",
     "env_types",
     "evaluation_episodes",
     "list_envs",
