@@ -138,7 +138,7 @@ def _print_sections(sections: Mapping[str, Sequence[Finding]]) -> None:
                 print(f"  {'':<8} {'':<{width}}  -> {finding.remedy}")
 
 
-def check_simulator(
+def check_extra(
     extra: str, module: str = "", code: str = "", *, without_dependencies: Iterable[str] = ()
 ) -> list[Finding]:
     """Check the packages of an extra of ours; the last finding is whether its simulator can be imported.

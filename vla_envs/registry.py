@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 
@@ -32,6 +32,7 @@ __all__ = [
     "get_benchmark",
     "list_envs",
     "make_spec",
+    "options",
     "register_benchmark",
     "register_installed",
 ]
@@ -147,6 +148,37 @@ def make_spec(id: str, **options: Any) -> SimulatorSpec:
         raise ValueError(
             f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options"
         ) from error
+
+
+class Option(NamedTuple):
+    """An option of a benchmark: its default (``inspect.Parameter.empty`` if it must be given), and what it does."""
+
+    default: Any
+    description: str
+
+
+def options(benchmark: str) -> dict[str, Option]:
+    """List the options of a benchmark, which :func:`vla_envs.make_env` and Gymnasium take, by name.
+
+    The descriptions are those of the ``Args:`` of its ``make_spec``.
+
+    Raises:
+        ValueError: an unknown benchmark, with the nearest names.
+
+    Example:
+        >>> options("metaworld")["hide_goals"].default
+        False
+    """
+    function = get_benchmark(benchmark).make_spec
+    arguments = re.search(r"^Args:\n((?:    .*\n|\n)*)", f"{inspect.getdoc(function)}\n", re.MULTILINE)
+    entries = re.split(r"^    (?=\S)", arguments[1] if arguments else "", flags=re.MULTILINE)
+    said: dict[str, str] = {}
+    for names, _, text in (entry.partition(":") for entry in entries):
+        said |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
+    parameters = inspect.signature(function).parameters
+    return {
+        name: Option(parameters[name].default, said.get(name, "")) for name in option_types(get_benchmark(benchmark))
+    }
 
 
 def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:

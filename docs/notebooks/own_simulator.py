@@ -76,7 +76,7 @@ if __name__ == "__main__":
 # ## The environment
 #
 # The description is what there is to know without starting it. A mistake in the class is a crashed episode in a batch:
-# try one world alone, where it raises.
+# `vla_envs.check_simulator(spec)` finds it, and what is not the same in another process or order.
 
 # %% tags=["parameters"]
 import os

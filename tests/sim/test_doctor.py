@@ -13,9 +13,9 @@ from vla_envs.doctor import (
     _environments,
     check_asset_folder,
     check_assets_variable,
+    check_extra,
     check_packages,
     check_renderers,
-    check_simulator,
     check_vulkan,
 )
 from vla_envs.libero import package
@@ -95,7 +95,7 @@ def test_a_working_renderer_is_really_drawn_with(monkeypatch):
 
 
 def test_simulator_that_is_not_installed():
-    imported = check_simulator("no_such_simulator")[-1]
+    imported = check_extra("no_such_simulator")[-1]
     assert imported.status == "missing"
     assert imported.remedy == "pip install 'vla-torchrl[no_such_simulator]'"
 

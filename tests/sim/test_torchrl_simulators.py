@@ -1,10 +1,9 @@
-"""TorchRL's parts with real simulators: Meta-World with two instructions, and the specs of every benchmark."""
+"""TorchRL's parts with real simulators: Meta-World with two instructions."""
 
 from functools import partial
 
 import pytest
 import torch
-from simulators import libero_assets, needs_maniskill_driver
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 from torchrl.envs import CatFrames, Compose, InitTracker, RewardSum, StepCounter, ToTensorImage, TransformedEnv
@@ -44,21 +43,6 @@ def test_specs_of_metaworld():
     metaworld()
     env = make_env("metaworld/MT50", 2, 5, num_workers=1, **METAWORLD)
     check_env_specs(TransformedEnv(env, InstructionsToBytes()))
-    env.close()
-
-
-def test_specs_of_libero():
-    libero_assets()
-    env = make_env("libero/spatial", 1, 5, num_workers=1, image_size=32, render_quality="fast")
-    check_env_specs(env)
-    env.close()
-
-
-@needs_maniskill_driver
-def test_specs_of_maniskill():
-    pytest.importorskip("mani_skill", reason="ManiSkill is not installed")
-    env = make_env("maniskill/PushCube-v1", 1, 2, num_workers=1, image_size=32)
-    check_env_specs(env)
     env.close()
 
 

@@ -34,6 +34,7 @@ from vla_envs import (
     list_envs,
     make_env,
     make_spec,
+    options,
     register_benchmark,
 )
 from vla_envs.probe import ASSETS, RENDERING, Finding, run_probe
@@ -100,6 +101,17 @@ def test_what_no_policy_sees_is_among_a_benchmarks_options():
     assert make_toy(unseen=["horizon"]).unseen == ["horizon"]
     with pytest.raises(ValueError, match=r"unknown option of toy 'horizn'.*horizon"):
         make_toy(unseen=["horizn"])
+
+
+def test_options_are_listed_with_their_defaults_and_descriptions():
+    register_benchmark(make_toy())
+    assert options("toy") == {"horizon": (4, "")}  # its docstring has no Args
+    ours = {name: options(name) for name in ("metaworld", "libero", "maniskill", "calvin", "robotwin")}
+    assert all(description for found in ours.values() for _, description in found.values())
+    assert ours["metaworld"]["settle_steps"] == (15, "zero actions after the reset.")
+    assert ours["libero"]["cache_gigabytes"].default == 2.0
+    with pytest.raises(ValueError, match="did you mean metaworld"):
+        options("metaword")
 
 
 def test_a_benchmark_says_how_its_suites_are_written_in_ids():

@@ -3,7 +3,7 @@
 from vla_common.schema import BenchmarkSchema, Gripper
 from vla_envs.calvin import package, world
 from vla_envs.calvin.spec import choose_renderer, make_spec, suites
-from vla_envs.doctor import check_asset_folder, check_simulator
+from vla_envs.doctor import check_asset_folder, check_extra
 from vla_envs.probe import RENDERING, Finding
 from vla_envs.registry import Benchmark
 
@@ -14,7 +14,7 @@ _IMPORT = "from vla_envs.calvin import package; package.import_all()"
 
 def check() -> list[Finding]:
     """Find what this machine has and lacks."""
-    *packages, imported = check_simulator("calvin", "pybullet", _IMPORT)
+    *packages, imported = check_extra("calvin", "pybullet", _IMPORT)
     return [
         *packages,
         imported,

@@ -1,7 +1,7 @@
 """LIBERO: see :func:`make_spec` for its options."""
 
 from vla_common.schema import BenchmarkSchema, Gripper
-from vla_envs.doctor import check_asset_folder, check_renderers, check_simulator
+from vla_envs.doctor import check_asset_folder, check_extra, check_renderers
 from vla_envs.libero import package
 from vla_envs.libero.spec import make_spec, suites
 from vla_envs.probe import Finding
@@ -16,7 +16,7 @@ _ARM = (0, 1, 2, 3, 4, 5)
 def check() -> list[Finding]:
     """Find what this machine has and lacks."""
     return [
-        *check_simulator("libero", code=_IMPORT, without_dependencies=package.PACKAGES.requirements),
+        *check_extra("libero", code=_IMPORT, without_dependencies=package.PACKAGES.requirements),
         *check_renderers("libero"),
         check_asset_folder("LIBERO", package.find_assets, package.describe_assets),
     ]

@@ -1,7 +1,7 @@
 """ManiSkill3 and plate-25: see :func:`make_spec` for its options."""
 
 from vla_common.schema import BenchmarkSchema, Gripper
-from vla_envs.doctor import check_asset_folder, check_simulator, check_vulkan
+from vla_envs.doctor import check_asset_folder, check_extra, check_vulkan
 from vla_envs.maniskill.assets import DOWNLOAD, describe_assets, find_assets
 from vla_envs.maniskill.spec import make_spec, suites
 from vla_envs.probe import Finding
@@ -15,7 +15,7 @@ _IMPORT = "from vla_envs.rendering.vulkan import choose_driver; choose_driver();
 def check() -> list[Finding]:
     """Find what this machine has and lacks."""
     return [
-        *check_simulator("maniskill", "mani_skill", _IMPORT),
+        *check_extra("maniskill", "mani_skill", _IMPORT),
         check_vulkan("maniskill"),
         check_asset_folder("Plate-25", find_assets, describe_assets, without="its own tasks, not plate-25"),
     ]

@@ -1,7 +1,7 @@
 """Meta-World v3: see :func:`make_spec` for its options."""
 
 from vla_common.schema import BenchmarkSchema, Gripper
-from vla_envs.doctor import check_renderers, check_simulator
+from vla_envs.doctor import check_extra, check_renderers
 from vla_envs.metaworld.spec import make_spec, suites
 from vla_envs.registry import Benchmark
 
@@ -29,6 +29,6 @@ BENCHMARK = Benchmark(
     ),
     make_spec=make_spec,
     suites=suites,
-    checks=lambda: [*check_simulator("metaworld"), *check_renderers("metaworld")],
+    checks=lambda: [*check_extra("metaworld"), *check_renderers("metaworld")],
     unseen=("cache_gigabytes", "reward_type"),
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from vla_common.schema import BenchmarkSchema
-from vla_envs.doctor import check_asset_folder, check_simulator, check_vulkan
+from vla_envs.doctor import check_asset_folder, check_extra, check_vulkan
 from vla_envs.probe import Finding
 from vla_envs.registry import Benchmark
 from vla_envs.robotwin import package
@@ -16,7 +16,7 @@ def check() -> list[Finding]:
     """Find what this machine has and lacks."""
     code = check_asset_folder("RoboTwin", package.CHECKOUT.find, package.CHECKOUT.describe)
     return [
-        *check_simulator("robotwin", "sapien", "from vla_envs.robotwin import package; package.import_all()"),
+        *check_extra("robotwin", "sapien", "from vla_envs.robotwin import package; package.import_all()"),
         check_vulkan("robotwin"),
         replace(code, name="RoboTwin's checkout"),
         check_asset_folder("RoboTwin", package.find_assets, package.describe_assets),

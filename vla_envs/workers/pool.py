@@ -105,9 +105,12 @@ class WorkerPool:
         self.remarks: dict[int, str] = {}
         self.restarts = 0
         self._told_of_instruction = False
+        self._told: set[str] = set()  # tracebacks that were logged
+        self._raised: dict[int, str] = {}  # by slot, what the simulator raised last in its episode
+        self._has_worked = False  # a step ever has
         self._lost: set[int] = set()  # slots whose episode is over because its simulator failed
         self._displaced: set[int] = set()  # whose simulator went with its worker, and whose episode can continue
-        self._failed: dict[Any, str] = {}  # by episode, the errors since a step last worked
+        self._failed: dict[Any, tuple[str, str]] = {}  # by episode, the error, and what was raised, since a step worked
         self._losses = 0  # since then
         self.step_timeout, self.start_timeout = step_timeout, start_timeout
         self._settings = {"spec": spec, "num_envs": num_envs, "chunk_size": chunk_size, "gpus": gpus}
@@ -151,6 +154,7 @@ class WorkerPool:
         for slot, (episode, chunks) in running.items():
             self.episodes[slot], self.executed[slot] = episode, list(chunks)
             self.remarks.pop(slot, None)
+            self._raised.pop(slot, None)
         self._lost -= running.keys()
         self.unstarted -= running.keys()
         slots = list(running)
@@ -204,7 +208,7 @@ class WorkerPool:
         for array in self.arrays.outcomes:
             array[crashed] = 0  # a simulator that failed in mid-chunk has written half of it
         if len(crashed) < len(slots):
-            self._failed, self._losses = {}, 0
+            self._failed, self._losses, self._has_worked = {}, 0, True
         return crashed
 
     def drop(self, pending: Pending) -> None:
@@ -217,11 +221,22 @@ class WorkerPool:
             self._displaced -= self._lost
 
     def check(self) -> None:
-        """Raise :class:`SimulatorCrash` if ``MAX_LOST_IN_A_ROW`` episodes were lost and no step has worked since."""
-        if not self._is_broken():
+        """Raise :class:`SimulatorCrash` if ``MAX_LOST_IN_A_ROW`` episodes were lost and no step has worked since.
+
+        ``MAX_FAILURES_IN_A_ROW`` are enough where no step ever has, and the simulator raised the same in each of them.
+        """
+        raised = {raised for _, raised in self._failed.values()}
+        alike = len(self._failed) >= MAX_FAILURES_IN_A_ROW and len(raised) == 1 and "" not in raised
+        is_mistake = alike and not self._has_worked
+        if not is_mistake and not self._is_broken():
             return
-        error, count = list(self._failed.values())[-1], max(self._losses, len(self._failed))
+        (error, _), count = list(self._failed.values())[-1], max(self._losses, len(self._failed))
         self._failed, self._losses = {}, 0
+        if is_mistake:
+            raise SimulatorCrash(
+                f"{error}. All of the first {count} episodes ended like this: repair {self.spec.entry_point}, and try "
+                "it with vla_envs.check_simulator"
+            )
         raise SimulatorCrash(
             f"{error}. It was the last of {count} in a row without a step that worked: run `python -m vla_envs` to "
             "check the simulator; if the machine is only slow, pass a larger step_timeout"
@@ -311,7 +326,7 @@ class WorkerPool:
         if error is not None:
             episode = self.episodes[slot]
             assert episode is not None
-            self._failed[episode.task_id, episode.trial_id, episode.seed] = error
+            self._failed[episode.task_id, episode.trial_id, episode.seed] = error, self._raised.get(slot, "")
             self._losses += 1
 
     def _is_broken(self) -> bool:
@@ -360,6 +375,7 @@ class WorkerPool:
         if error is not None or not answer[0]:
             busy = int(self.arrays.busy[worker])
             blamed = [busy] if busy >= 0 else mine
+            self._raised = {slot: text for slot, text in self._raised.items() if slot not in blamed}
             failure = self._report(worker, error or answer[1], blamed)
             self.replace(worker, failure)
             if busy >= 0 or self.failures[worker] >= MAX_FAILURES_IN_A_ROW:
@@ -381,7 +397,9 @@ class WorkerPool:
         self._displaced |= failed.keys()
         self.restarts += len(failed)
         for slot, traceback in failed.items():
-            exchange.errors[slot] = self._report(worker, traceback, [slot])
+            is_known = self._raised.get(slot) == traceback  # once more the same is no news
+            exchange.errors[slot] = self._report(worker, traceback, [slot], is_known)
+            self._raised[slot] = traceback
 
     def _check_instruction(self, slot: int, text: str) -> None:
         episode = self.episodes[slot]
@@ -425,16 +443,19 @@ class WorkerPool:
         self.restarts += 1
         self.failures[worker] += 1
         if busy < 0 and not started:
-            self._failed["start", self.restarts] = failure
+            self._failed["start", self.restarts] = failure, ""
 
-    def _report(self, worker: int, error: str, slots: Sequence[int]) -> str:
-        """Log an error, perhaps a traceback, with the episodes that are to blame; returns both in one line."""
+    def _report(self, worker: int, error: str, slots: Sequence[int], is_known: bool = False) -> str:
+        """Log an error, and its traceback once, with the episodes that are to blame; returns all but that in a line."""
         lines = error.strip().splitlines()
         frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
         traceback, error = lines[: frames[-1] + 1] if frames else [], " ".join(lines[frames[-1] + 1 if frames else 0 :])
         names = "; ".join(self._describe(slot) for slot in slots)
         message = f"simulator worker {worker}: {error}, while running {names}"
-        _logger.warning("%s", "\n".join([f"{message}. Started again, counted in env/worker_restarts.", *traceback]))
+        shown = [] if "\n".join(traceback) in self._told else traceback
+        self._told.add("\n".join(traceback))
+        if not is_known:
+            _logger.warning("%s", "\n".join([f"{message}. Started again, counted in env/worker_restarts.", *shown]))
         return message
 
     def _describe(self, slot: int) -> str:

@@ -24,6 +24,7 @@ from vla_envs.workers.chunks import run_chunk
 from vla_envs.workers.shared_memory import SharedArrays
 
 _NO_SLOT = -1  # the simulator of calls
+_OURS = ("__main__", "vla_envs.workers.worker", "vla_envs.workers.chunks", "vla_envs.simulator")
 _Answer = tuple[dict[int, str], dict[int, str], dict[int, str]]
 
 
@@ -74,8 +75,8 @@ class Worker:
             except WrongAnswer as error:
                 errors[slot] = str(error)
                 self._drop(slot)
-            except (Exception, SystemExit):
-                errors[slot] = traceback.format_exc()
+            except (Exception, SystemExit) as error:
+                errors[slot] = _format(error)
                 self._drop(slot)
             self.arrays.progress[self.index] += 1
         self.arrays.busy[self.index] = -1
@@ -127,6 +128,14 @@ class Worker:
         if slot not in self.simulators:
             self.simulators[slot] = self.spec.make()
         return self.simulators[slot]
+
+
+def _format(error: BaseException) -> str:
+    """Return a traceback that begins where ours ends: in the simulator's own code."""
+    where = error.__traceback__
+    while where is not None and where.tb_next and where.tb_frame.f_globals["__name__"] in _OURS:
+        where = where.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(where)))
 
 
 def main() -> None:

@@ -517,7 +517,7 @@ def test_gymnasiums_horizon_is_the_benchmarks_and_is_said():
 
 def test_the_doctor_says_what_lacks_and_what_to_type(folders, monkeypatch):
     checkout, assets = folders
-    monkeypatch.setattr(robotwin, "check_simulator", lambda *_: [])
+    monkeypatch.setattr(robotwin, "check_extra", lambda *_: [])
     monkeypatch.setattr(robotwin, "check_vulkan", lambda _: Finding("ok", "Vulkan", ""))
     found = {finding.name: finding for finding in robotwin.check()}
     assert [found[f"RoboTwin's {what}"].status for what in ("checkout", "assets")] == ["missing", "missing"]
