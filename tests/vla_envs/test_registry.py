@@ -102,6 +102,13 @@ def test_what_no_policy_sees_is_among_a_benchmarks_options():
         make_toy(unseen=["horizn"])
 
 
+def test_wrist_images_are_in_the_spec_or_said_to_be_none():
+    for name in ("metaworld/MT50", "libero/spatial", "maniskill/PutOnPlateInScene25Main-v3", "calvin/D"):
+        has = make_spec(name).wrist_image_shape is not None
+        said = " ".join(sys.modules[f"vla_envs.{name.split('/')[0]}.spec"].__doc__.split())
+        assert ("no wrist camera (no ``wrist_images``" in said) is not has, name
+
+
 def test_a_benchmark_says_how_its_suites_are_written_in_ids():
     register_benchmark(make_toy(suite_title=str.upper))
     assert {"vla/Toy-EASY-V2-v0", "vla/Toy-HARD-v0"} <= set(gymnasium.registry)

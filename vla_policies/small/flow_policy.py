@@ -44,6 +44,8 @@ class SmallFlowConfig(FlowConfig, EncoderConfig):
 class SmallFlow(SmallPolicy, FlowPolicy):
     """See the module's docstring; :class:`~vla_policies.flow.policy.FlowPolicy` samples and learns.
 
+    How it composes with ``TensorDictSequential``: :class:`~vla_policies.policy.VLAPolicy`.
+
     Example:
         >>> policy = SmallFlow(SmallFlowConfig(action_low=(-1,) * 4, action_high=(1,) * 4, state_dim=4))
     """
