@@ -101,6 +101,10 @@ FILES = [  # {place} is a folder of wrong checkpoints
         "no folder .*nope; pass a checkpoint folder, or a repository of the hub as hf:NAME",
     ),
     ("ppo policy.checkpoint={place}/empty", r"is not a policy folder: it has no config\.json; pass"),
+    (
+        "ppo policy.checkpoint={place}/rlinf",
+        "is a pickle; convert it with RLinf's python -m .*and pass NEW",
+    ),
     ("ppo policy.checkpoint={place}/run", r"is not a policy folder.*type policy\.checkpoint=.*/run/policy"),
     ("ppo policy.checkpoint={place}/cut", r"has another model\.safetensors than was written.*copy the folder again"),
     ("ppo policy.checkpoint={place}/broken", r"has another config\.json than was written.*copy the folder again"),
@@ -232,6 +236,8 @@ def place(tmp_path_factory):
     (folder / "random" / "model.safetensors").write_bytes(os.urandom(5000))
     (folder / "broken" / "config.json").write_text("{bad")
     (folder / "empty").mkdir()
+    (folder / "rlinf").mkdir()
+    (folder / "rlinf" / "full_weights.pt").write_bytes(b"")
     (folder / "file").write_text("text")
     make_checkpoint(folder / "openvla")
     make_pi0_checkpoint(folder / "pi0", horizon=50)
