@@ -102,7 +102,8 @@ class Translation:
         recipe, typed = f"recipes/{self.recipe}.py", " ".join(map(quote, self.overrides))
         several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 " if nodes > 1 else ""
         job = "launcher=slurm_8gpus launcher.partition=NAME" + (f" launcher.nodes={nodes}" if nodes > 1 else "")
-        yield f"This is one process on one GPU. On {nodes} x 8, by torchrun{' on each node' * (nodes > 1)}, or by SLURM:"
+        where = "by torchrun on each node" if nodes > 1 else "by torchrun"
+        yield f"This is one process on one GPU. On {nodes} x 8, {where}, or by SLURM:"
         yield f"  torchrun {several}--nproc-per-node 8 {recipe} {typed}"
         yield f"  python {recipe} {typed} {job}"
         yield (
