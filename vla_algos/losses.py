@@ -118,7 +118,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
         if policy.out_keys and keys.ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
                 "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "
-                "log-probability; clone demonstrations with BehaviourCloning (recipes/sft.py), or set head='tokens' or "
+                "log-probability; clone demonstrations with BehaviourCloning (the recipe sft), or set head='tokens' or "
                 "method='flow_sde'"
             )
         if max_behaviour_weight is not None and not decoupled:

@@ -98,20 +98,20 @@ from vla_envs import EpisodeSampler
             "update.minibatches=2.5: must be a valid integer",
         ),
         ("ppo", ["optim.betas=[0.9]"], "optim.betas=[0.9]: entry 1 is missing"),
-        ("ppo", ["optim.betas=0.95"], "optim.betas=0.95: must be a valid array"),
+        ("ppo", ["optim.betas=0.95"], "optim.betas=0.95: must be a list"),
         ("ppo", ["cloning.state_noise=[0.1,0.1]"], "one for each of the 4 states, got [0.1, 0.1]"),
         (
             "grpo",
             ["cloning.state_noise=null"],
-            "cloning.state_noise=null: must be a valid number or must be a valid array",
+            "cloning.state_noise=null: must be a valid number or a list",
         ),
-        ("sft", ["cloning.state_noise=a"], "cloning.state_noise=a: must be a valid number or must be a valid array"),
+        ("sft", ["cloning.state_noise=a"], "cloning.state_noise=a: must be a valid number or a list"),
         ("evaluate", [], "policy.checkpoint=runs/ppo/latest/policy"),
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=blank"],
             "ablation=blank: must be 'blank_images', 'do_nothing', 'other_trial' or 'swapped_instructions' or must be "
-            "a valid array; did you mean blank_images",
+            "a list; did you mean blank_images",
         ),
         (
             "evaluate",

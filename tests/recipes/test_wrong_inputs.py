@@ -24,7 +24,16 @@ from vla_policies import SmallVLA, SmallVLAConfig
 BEFORE_WORK = {".lock"}  # and the empty log of Hydra's
 
 NAMES = [  # what is typed, and the words that the line has
-    ("ppo launcher=slurmm", ""),
+    ("ppo launcher=slurmm", "unknown launcher 'slurmm'; did you mean slurm"),
+    ("ppo policy=smallflow", "unknown policy 'smallflow'; did you mean small_flow"),
+    ("ppo policy.type=small_flow", r"unknown setting 'policy\.type'; did you mean policy\.family"),
+    ("ppo device=cuda", "unknown setting 'device'; known are"),
+    ("ppo policy.device=cuda", r"unknown setting 'policy\.device'; known are"),
+    ("ppo env.task=reach-v3", r"unknown setting 'env\.task'; did you mean env\.id"),
+    ("ppo launcher.hours=3", r"unknown setting 'launcher\.hours'; known are launcher\.name"),
+    ("ppo launcher=slurm launcher.hours=3", r"unknown setting 'launcher\.hours'; did you mean launcher\.minutes"),
+    ("ppo max_steps=3", "unknown setting 'max_steps'; did you mean iterations or demonstrations"),
+    ("ppo optim.lr=100", r"optim\.lr=100: must be less than 1$"),
     ("ppo experiment=metaworld_faucet_ppo", "unknown experiment .* did you mean metaworld_faucets_ppo_small"),
     ("ppo polcy=small", "unknown setting 'polcy'; did you mean policy"),
     ("ppo optim.lrr=1", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),

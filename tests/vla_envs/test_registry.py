@@ -102,6 +102,16 @@ def test_what_no_policy_sees_is_among_a_benchmarks_options():
         make_toy(unseen=["horizn"])
 
 
+def test_what_gives_no_answer_on_a_busy_machine_is_not_to_be_installed_again(monkeypatch):
+    monkeypatch.setattr(
+        doctor, "run_probe", lambda code, environment=None: run_probe("import time; time.sleep(9)", None, 0.1)
+    )
+    finding = doctor.check_simulator("metaworld")[-1]
+    assert (finding.status, finding.detail) == ("broken", "no answer within 0 s")
+    assert "again" in finding.remedy
+    assert "pip" not in finding.remedy
+
+
 def test_wrist_images_are_in_the_spec_or_said_to_be_none():
     for name in ("metaworld/MT50", "libero/spatial", "maniskill/PutOnPlateInScene25Main-v3", "calvin/D"):
         has = make_spec(name).wrist_image_shape is not None

@@ -17,7 +17,7 @@ from vla_algos.run.launcher_settings import check_job, count_processes, launcher
 from vla_algos.run.loggers import LOGGERS, check_loggers
 from vla_algos.run.sharding import Sharding, check_shards
 from vla_algos.run.train_videos import TrainVideos
-from vla_common.errors import unknown_name
+from vla_common.errors import also_called, unknown_name
 from vla_common.settings import Count, Seed, Whole, check_settings, setting_types
 from vla_envs.make import env_types
 from vla_policies.registry import policy_types
@@ -161,7 +161,8 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 def _unknown(name: str, types: Types) -> ValueError:
     """Name an unknown setting, and the one of the same name elsewhere, or those that are spelt like it."""
-    if places := _elsewhere(name.rpartition(".")[2], types):
+    last = name.rpartition(".")[2]
+    if places := [*also_called(last, types), *_elsewhere(last, types)]:
         return ValueError(f"unknown setting {name!r}; did you mean {' or '.join(places[:3])}?")
     return unknown_name("setting", name, types)
 

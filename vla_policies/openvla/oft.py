@@ -127,5 +127,5 @@ class OpenVLAOFT(PrismaticPolicy):
     def _refuse_l1(self) -> None:
         if self.action_head is not None:
             raise ValueError(
-                "the L1 head has no log-probability; clone with recipes/sft.py, or set head='tokens' for PPO, GRPO"
+                "the L1 head has no log-probability; clone with the recipe sft, or set head='tokens' for PPO, GRPO"
             )
