@@ -224,12 +224,8 @@ def _message(entry: Mapping[str, Any]) -> str:
         return where.removesuffix(": ") + " is missing"
     if kind == "too_long":
         return f"{where}must have {limits['max_length']} entries, not {len(value)}"
-    message = (
-        str(entry["msg"])
-        .replace("Input should be", "must be")
-        .replace("None", "null")
-        .replace("a valid array", "a list")
-    )
+    message = str(entry["msg"]).replace("Input should be", "must be").replace("None", "null")
+    message = message.replace("a valid array", "a list")
     message = where + message[:1].lower() + message[1:]
     if kind == "bool_type":
         word = "" if value is None else str(value).lower()

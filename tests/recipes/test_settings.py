@@ -110,7 +110,7 @@ from vla_envs import EpisodeSampler
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=blank"],
-            "ablation=blank: must be 'blank_images', 'do_nothing', 'other_trial' or 'swapped_instructions' or must be "
+            "ablation=blank: must be 'blank_images', 'do_nothing', 'other_trial' or 'swapped_instructions' or "
             "a list; did you mean blank_images",
         ),
         (
@@ -195,6 +195,18 @@ def test_a_run_resumes_in_what_auto_became_when_it_began(tmp_path, monkeypatch, 
         assert policy_of(run).config.compute == "float32"
     with begun(f"policy.checkpoint={tmp_path / 'elsewhere'}") as run, pytest.warns(UserWarning, match="bfloat16"):
         assert policy_of(run).config.compute == "bf16"
+
+
+@pytest.mark.parametrize("setting", ["policy.chunk_size=500", "env.max_episode_steps=3", "seed=1"])
+def test_a_chunk_that_is_longer_than_an_episode_is_pointed_out(tmp_path, capsys, setting):
+    try:
+        config = composed("ppo", [setting], tmp_path)
+    finally:
+        GlobalHydra.instance().clear()
+    with Run(SimpleNamespace(**OmegaConf.to_container(config, resolve=True)), tmp_path) as run:
+        make_run_policy(run, make_env_spec(run.config.env), run.config.env)
+    said = "warning: an episode has" in capsys.readouterr().out
+    assert said is (setting != "seed=1")
 
 
 @pytest.mark.parametrize("group", sorted(path.parent.name + "/" + path.stem for path in CONF.glob("*/*.yaml")))

@@ -37,7 +37,7 @@ NAMES = [  # what is typed, and the words that the line has
     ("ppo experiment=metaworld_faucet_ppo", "unknown experiment .* did you mean metaworld_faucets_ppo_small"),
     ("ppo polcy=small", "unknown setting 'polcy'; did you mean policy"),
     ("ppo optim.lrr=1", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),
-    ("ppo +optim.learning_rate=1", r"unknown setting 'optim\.learning_rate'; did you mean optim\.lr or"),
+    ("ppo +optim.learning_rate=1", r"unknown setting 'optim\.learning_rate'; did you mean optim\.lr\?"),
     ("ppo +env.img_size=3", r"unknown setting 'env\.img_size'; did you mean env\.image_size"),
     ("ppo launcher=slurm launcher.gpu=1", r"did you mean launcher\.gpus"),
     ("ppo logger=[csv,wandb] logger.wandb.mod=x", r"did you mean logger\.wandb\.mode"),
