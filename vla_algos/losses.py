@@ -92,6 +92,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
         "behaviour_log_ratio": "actor/behaviour_log_ratio",
         "entropy": "entropy_loss",
     }
+    _critic: tuple[float | None, float | None] = None, None  # critic_coeff, clip_value; set before this constructor
 
     @checked
     def __init__(
@@ -106,8 +107,6 @@ class ChunkPolicyLoss(ClipPPOLoss):
         reference_kl_coeff: Factor = 0.0,
         decoupled: bool = False,
         max_behaviour_weight: Annotated[float, Ge(1), Le(1000)] | None = None,
-        critic_coeff: Factor | None = None,
-        clip_value: Positive | None = None,
     ):
         lacking = [name for name in ("evaluate_actions", "loss_keys") if not hasattr(policy, name)]
         if lacking:
@@ -126,6 +125,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
                 f"max_behaviour_weight={max_behaviour_weight:g} bounds weights of the decoupled loss, which is off; "
                 "set decoupled=True, or max_behaviour_weight=None"
             )
+        critic_coeff, clip_value = self._critic
         # functional=False: the loss works on the policy's own parameters, no copies. The policy is actor
         # and critic at once; without a critic TorchRL wants None.
         super().__init__(
@@ -316,32 +316,6 @@ class ChunkGRPOLoss(ChunkPolicyLoss):
     Objective, arguments and output are those of :class:`ChunkPolicyLoss` (Shao et al. 2024, arXiv 2402.03300).
     """
 
-    @checked
-    def __init__(
-        self,
-        policy: TensorDictModuleBase,
-        *,
-        log_prob_level: Level = "token",
-        clip_epsilon: _Below | tuple[_Below, _Above] = 0.2,
-        dual_clip: Annotated[float, Gt(1), Le(100)] | None = None,
-        entropy_coeff: Annotated[float, Ge(-1), Le(1)] = 0.0,
-        entropy_level: Level = "token",
-        reference_kl_coeff: Factor = 0.0,
-        decoupled: bool = False,
-        max_behaviour_weight: Annotated[float, Ge(1), Le(1000)] | None = None,
-    ):
-        super().__init__(
-            policy,
-            log_prob_level=log_prob_level,
-            clip_epsilon=clip_epsilon,
-            dual_clip=dual_clip,
-            entropy_coeff=entropy_coeff,
-            entropy_level=entropy_level,
-            reference_kl_coeff=reference_kl_coeff,
-            decoupled=decoupled,
-            max_behaviour_weight=max_behaviour_weight,
-        )
-
 
 class ChunkClipPPOLoss(ChunkPolicyLoss):
     """PPO's loss: that of :class:`ChunkPolicyLoss` and a critic, which share **one** backbone pass.
@@ -373,7 +347,8 @@ class ChunkClipPPOLoss(ChunkPolicyLoss):
         huber_delta: Positive = 10.0,
         **options: Any,
     ):
-        super().__init__(policy, critic_coeff=critic_coeff, clip_value=clip_value, **options)
+        self._critic = critic_coeff, clip_value
+        super().__init__(policy, **options)
         self.huber_delta = huber_delta
 
     def _set_in_keys(self) -> None:

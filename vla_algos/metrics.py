@@ -82,16 +82,13 @@ def throughput(batch: TensorDictBase, seconds: float) -> dict[str, float]:
 
 
 def collector_stats(collector: Any) -> dict[str, float]:
-    """Join a collector's ``stats()`` of all processes: frames and restarts add up, of the rest the largest counts.
-
-    Names without a group, TorchRL's counters, are in ``collector/``.
-    """
+    """Join a collector's ``stats()`` of all processes: frames and restarts add up, of the rest the largest counts."""
     own: dict[str, float] = getattr(collector, "stats", dict)()
     found = [each for each in distributed.all_gather_object(own) if each]
     added = ("frames", "requested_frames_per_batch", "env/worker_restarts")
     names = found[0] if found else ()
     joined = {name: (sum if name in added else max)(each[name] for each in found) for name in names}
-    return {name if "/" in name else f"collector/{name}": value for name, value in joined.items()}
+    return {name if "/" in name else f"collector/{name}": value for name, value in joined.items()}  # TorchRL's counters
 
 
 def outcomes_by_task(batch: TensorDictBase) -> tuple[list[int], list[bool]]:

@@ -55,9 +55,8 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
     layout. ``N`` is the batch, ``C`` the chunk length, ``A`` the action dimension. A subclass writes its methods for
     ``[N]``; callers may pass any batch ``[*B]`` (:mod:`vla_policies.batch`), and observations by name.
 
-    It composes by ``in_keys`` and ``out_keys`` as every TensorDictModule: ``TensorDictSequential(preprocess, policy)``
-    acts in collectors and :func:`~vla_algos.evaluation.evaluate`. A loss is of the policy itself, whose
-    ``evaluate_actions`` it calls on what the policy has read and written.
+    It composes as any TensorDictModule: ``TensorDictSequential(preprocess, policy)`` acts in collectors, evaluations;
+    a loss is of the policy itself, whose ``evaluate_actions`` reads what it has read and written.
 
     A class says:
 

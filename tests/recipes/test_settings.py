@@ -205,7 +205,7 @@ def test_a_chunk_that_is_longer_than_an_episode_is_pointed_out(tmp_path, capsys,
         GlobalHydra.instance().clear()
     with Run(SimpleNamespace(**OmegaConf.to_container(config, resolve=True)), tmp_path) as run:
         make_run_policy(run, make_env_spec(run.config.env), run.config.env)
-    said = "warning: an episode has" in capsys.readouterr().out
+    said = "warning: a chunk has" in capsys.readouterr().out
     assert said is (setting != "seed=1")
 
 

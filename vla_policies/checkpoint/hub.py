@@ -39,8 +39,6 @@ def resolve(folder_or_id: str | Path) -> Path:
         folder = Path(folder_or_id).expanduser()
         if folder.is_dir():
             return folder
-        if folder.name == "full_weights.pt":  # RLinf's, of which the folder says what to do
-            return folder.parent
         if folder.exists():
             raise FileNotFoundError(f"{folder} is a file; pass the checkpoint folder that it is in")
         raise FileNotFoundError(f"no folder {folder}; pass a checkpoint folder, or a repository of the hub as hf:NAME")

@@ -82,9 +82,7 @@ def unconverted(folder: Path) -> str | None:
 def _not_a_policy(folder: Path, file: str) -> str:
     if (folder / "policy" / CONFIG).is_file():
         return f"{folder} is not a policy folder but a run's; type policy.checkpoint={folder / 'policy'}"
-    if why := unconverted(folder):
-        return why
-    return (
+    return unconverted(folder) or (
         f"{folder} is not a policy folder: it has no {file}; pass an OpenVLA checkpoint, or the folder that "
         "save_pretrained or a recipe wrote, such as runs/ppo/latest/policy"
     )
