@@ -30,7 +30,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from vla_algos import ChunkClipPPOLoss, EpisodeCollector, Learner, StepCollector, collect_groups, gae, grpo
+from vla_algos import (
+    ChunkClipPPOLoss,
+    ChunkGRPOLoss,
+    EpisodeCollector,
+    Learner,
+    StepCollector,
+    collect_groups,
+    gae,
+    grpo,
+)
 from vla_common import keys
 from vla_common.schema import get_schema
 from vla_envs import Episode, EpisodeSampler, Observation, Outcome, SimulatorSpec, Task, VLAEnv, make_env
@@ -222,7 +231,7 @@ def peak(algorithm: str, keeps: str, num_envs: int, decisions: int) -> None:
     height, width = get_schema("maniskill").image_size
     env = make_noise("maniskill", num_envs, 1, 8)
     policy = (Glance if keeps == "cameras" else StoringGlance)(env.simulator_spec.action_dim, algorithm == "ppo")
-    loss = ChunkClipPPOLoss(policy, **({} if algorithm == "ppo" else {"critic_coeff": None}))
+    loss = ChunkClipPPOLoss(policy) if algorithm == "ppo" else ChunkGRPOLoss(policy)
     learner = Learner(loss, lr=1e-4, minibatch_size=None, minibatches=4, micro_batch_size=8)
     count = num_envs * decisions
     if algorithm == "ppo":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import hydra
 from omegaconf import DictConfig
 
-from vla_algos import ChunkClipPPOLoss, Demonstrations, EpisodeCollector, clone, collect_groups, distributed, grpo
+from vla_algos import ChunkGRPOLoss, Demonstrations, EpisodeCollector, clone, collect_groups, distributed, grpo
 from vla_algos.collectors.crashes import check_crashes
 from vla_algos.groups import check_groups, check_signal, concatenate, gather_outcomes, group_metrics
 from vla_algos.metrics import collector_stats, env_metrics, outcomes_by_task, rollout_metrics, throughput
@@ -25,7 +25,6 @@ from vla_common.settings import Count, setting_types
 from vla_envs import make_env
 from vla_policies.sharding import gathered
 
-CRITIC = ("critic_coeff", "clip_value", "huber_delta")  # GRPO has none
 SETTINGS = {  # by section: the keyword arguments of one callable
     **TRAINING,
     "recipe": Literal["grpo"],
@@ -33,7 +32,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "patience": Count,
     "collector": setting_types(collect_groups, without=["collector", "episodes"]),
     "pipeline": setting_types(EpisodeCollector, only=["stages", "overlap_resets"]),
-    "loss": setting_types(ChunkClipPPOLoss, without=["policy", "decoupled", *CRITIC]),
+    "loss": setting_types(ChunkGRPOLoss, without=["policy", "decoupled"]),
     "optim": OPTIM,
     "update": {name: kind for name, kind in UPDATE.items() if name != "critic_warmup_steps"},
 }
@@ -59,7 +58,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     policy = make_run_policy(run, spec, own_env, Sharding(**config.sharding), config.offload["optimizer"])
     held_out.check_policy(policy)
     demonstrations.check_policy(policy)
-    loss_module = ChunkClipPPOLoss(policy, **config.loss, critic_coeff=None)
+    loss_module = ChunkGRPOLoss(policy, **config.loss)
     check_loss(loss_module, **config.update)
     optimizer, schedule = make_optimizer(
         loss_module, **config.optim, updates=config.iterations, offload=config.offload["optimizer"]

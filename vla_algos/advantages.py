@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from vla_algos.losses import Level
+from vla_algos.levels import Level
 from vla_common import keys
 from vla_common.settings import Fraction, NonNegative, checked
 from vla_policies.policy import VLAPolicy

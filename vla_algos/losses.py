@@ -1,9 +1,9 @@
-"""The clipped policy-gradient loss of PPO and GRPO for chunked, tokenised actions."""
+"""The clipped policy-gradient losses of PPO and GRPO for chunked, tokenised actions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,23 +14,21 @@ from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import ValueEstimatorBase
 
+from vla_algos.levels import Level, count, expand, mean, reference_kl, to_level
 from vla_algos.policies import loss_keys
 from vla_common import keys
 from vla_common.settings import Count, Factor, Positive, checked
 
-Level = Literal["token", "action", "chunk"]
 _Below = Annotated[float, Gt(0), Lt(1)]  # a ratio of 1 - x is positive
 _Above = Annotated[float, Gt(0), Le(10)]
-_LARGEST_LOG_RATIO = 20.0  # in the KL to the reference, whose exponential would overflow
 
 
-class ChunkClipPPOLoss(ClipPPOLoss):
-    """TorchRL's clipped PPO loss for policies that decide on a chunk of actions at once.
+class ChunkPolicyLoss(ClipPPOLoss):
+    """What PPO's and GRPO's losses share: the clipped objective of policies that decide on a chunk of actions at once.
 
-    What it adds to :class:`~torchrl.objectives.ClipPPOLoss`: actor and critic share **one** backbone
-    pass, primitive actions that were never executed (``step_mask`` False) contribute nothing, the
-    probability ratio is taken at a chosen level, decisions may be weighted, the ratio of bad actions may be
-    bounded (dual clip), a frozen policy may hold the trained one back, and the critic uses the Huber loss.
+    What it adds to :class:`~torchrl.objectives.ClipPPOLoss`: primitive actions that were never executed (``step_mask``
+    False) contribute nothing, the probability ratio is taken at a chosen level, decisions may be weighted, the ratio of
+    bad actions may be bounded (dual clip), and a frozen policy may hold the trained one back.
     Coefficient buffers (``loss.entropy_coeff = ...`` schedules them), tensor keys and clip bounds are TorchRL's.
 
     Each term is a sum over valid elements of ``weight * term``, divided by their number. Without a ``weight``
@@ -47,22 +45,18 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             likely it has become (Ye et al. 2020, arXiv 1912.09729); ``None`` for no bound.
         entropy_coeff: weight of the entropy bonus; below 0 it is a malus.
         entropy_level: likewise, of the bonus and the reported entropy.
-        critic_coeff: weight of the value loss; ``None`` or 0 trains no critic.
-        clip_value: largest change of the value that is rewarded, ``None`` for no clipping.
-        huber_delta: error at which the value loss turns from quadratic to linear.
         reference_kl_coeff: weight of the KL divergence per token from the frozen policy of ``reference_log_prob``,
             estimated by ``exp(d) - d - 1``, ``d = reference - log_prob`` (at most 20); 0 needs no such entry.
         decoupled: for batches of older weights: decoupled PPO (Hilton et al. 2021, arXiv 2110.00641). What is clipped,
             and measured by ``kl_...`` and ``..._ratio``, is the ratio to the weights that the update starts from, whose
             log-probabilities are in ``proximal_log_prob``; each element counts by its behaviour weight ``pi_proximal /
             pi_behaviour`` (detached, at ``log_prob_level``), ``pi_behaviour`` being the policy that acted. Of a batch
-            of the same weights it is the plain loss. ``clip_value`` stays around the value of when the policy acted.
+            of the same weights it is the plain loss.
         max_behaviour_weight: bound of these weights, ``min(weight, bound)`` (truncated importance sampling, Ionides
             2008, the ``rho`` of V-trace): some bias for a bounded variance; ``None`` for no bound.
 
-    The output of ``forward`` has the terms to add up, ``loss_objective``, ``loss_entropy``, ``loss_critic``
-    (with a critic) and ``loss_reference_kl`` (with that coefficient), and detached diagnostics, all of them
-    means over the valid elements of what was passed:
+    The output of ``forward`` has the terms to add up, ``loss_objective``, ``loss_entropy`` and ``loss_reference_kl``
+    (with that coefficient), and detached diagnostics, all of them means over the valid elements of what was passed:
 
     * ``policy_loss``: the clipped objective that is minimised, weights included;
     * ``kl_approx``: mean of ``log_prob_old - log_prob`` (k1: unbiased, may be negative); ``kl_k3``: mean of
@@ -74,9 +68,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
     * with ``decoupled``, where ``log_prob_old`` above is ``proximal_log_prob``: ``behaviour_weight``, their mean before
       they are bounded; ``behaviour_log_ratio``, mean of ``|proximal_log_prob - log_prob_old|`` per token, how old the
       weights are that acted; ``behaviour_weight_bounded``, the share at ``max_behaviour_weight``;
-    * ``entropy``: at ``entropy_level``, in nats; ``reference_kl`` per token, in nats;
-    * ``value_loss`` (without ``critic_coeff``) and ``value_clip_fraction``, the share of values that moved by
-      more than ``clip_value``.
+    * ``entropy``: at ``entropy_level``, in nats; ``reference_kl`` per token, in nats.
 
     ``"weights"`` has, by the same names, how many valid elements each of them is a mean over: its weight in means over
     minibatches. A subclass that adds a diagnostic to both has it logged as ``train/<name>``.
@@ -99,9 +91,8 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         "behaviour_weight_bounded": "actor/behaviour_weight_bounded",
         "behaviour_log_ratio": "actor/behaviour_log_ratio",
         "entropy": "entropy_loss",
-        "value_loss": "critic/value_loss",
-        "value_clip_fraction": "critic/value_clip_ratio",
     }
+    _critic: tuple[float | None, float | None] = None, None  # critic_coeff, clip_value; set before this constructor
 
     @checked
     def __init__(
@@ -113,9 +104,6 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         dual_clip: Annotated[float, Gt(1), Le(100)] | None = None,
         entropy_coeff: Annotated[float, Ge(-1), Le(1)] = 0.0,
         entropy_level: Level = "token",
-        critic_coeff: Factor | None = 1.0,
-        clip_value: Positive | None = 0.2,
-        huber_delta: Positive = 10.0,
         reference_kl_coeff: Factor = 0.0,
         decoupled: bool = False,
         max_behaviour_weight: Annotated[float, Ge(1), Le(1000)] | None = None,
@@ -123,13 +111,13 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         lacking = [name for name in ("evaluate_actions", "loss_keys") if not hasattr(policy, name)]
         if lacking:
             raise ValueError(
-                f"{type(policy).__name__} has no {' and no '.join(lacking)}, which ChunkClipPPOLoss reads; derive it "
-                "from VLAPolicy, or take TorchRL's loss: Learner(ClipPPOLoss(actor, critic), ...)"
+                f"{type(policy).__name__} has no {' and no '.join(lacking)}, which {type(self).__name__} reads; derive "
+                "it from VLAPolicy, or take TorchRL's loss: Learner(ClipPPOLoss(actor, critic), ...)"
             )
         if policy.out_keys and keys.ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
                 "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "
-                "log-probability; clone demonstrations with BehaviourCloning (recipes/sft.py), or set head='tokens' or "
+                "log-probability; clone demonstrations with BehaviourCloning (the recipe sft), or set head='tokens' or "
                 "method='flow_sde'"
             )
         if max_behaviour_weight is not None and not decoupled:
@@ -137,6 +125,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
                 f"max_behaviour_weight={max_behaviour_weight:g} bounds weights of the decoupled loss, which is off; "
                 "set decoupled=True, or max_behaviour_weight=None"
             )
+        critic_coeff, clip_value = self._critic
         # functional=False: the loss works on the policy's own parameters, no copies. The policy is actor
         # and critic at once; without a critic TorchRL wants None.
         super().__init__(
@@ -149,8 +138,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             functional=False,
         )
         self.log_prob_level, self.entropy_level = log_prob_level, entropy_level
-        self.dual_clip, self.huber_delta = dual_clip, huber_delta
-        self.reference_kl_coeff = reference_kl_coeff
+        self.dual_clip, self.reference_kl_coeff = dual_clip, reference_kl_coeff
         self.decoupled, self.max_behaviour_weight = decoupled, max_behaviour_weight
         self.set_keys(
             sample_log_prob=keys.ACTION_LOG_PROB,
@@ -171,8 +159,6 @@ class ChunkClipPPOLoss(ClipPPOLoss):
 
     def _set_in_keys(self) -> None:
         read = [*loss_keys(self.actor_network), self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
-        if self._has_critic:
-            read += [self.tensor_keys.value, self.tensor_keys.value_target]
         self._in_keys = [*read, (keys.NEXT, keys.STEP_MASK)]
 
     def make_value_estimator(self, value_type: ValueEstimatorBase | None = None, **hyperparams: Any) -> Self:
@@ -198,9 +184,6 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         names += ["loss_reference_kl", "reference_kl"] if self.reference_kl_coeff else []
         names += ["behaviour_weight", "behaviour_log_ratio"] if self.decoupled else []
         names += ["behaviour_weight_bounded"] if self.max_behaviour_weight is not None else []
-        if self._has_critic:
-            names += ["loss_critic", "value_loss"]
-            names += ["value_clip_fraction"] if self.clip_value is not None else []
         return [*names, *(("weights", key) for key in names if not key.startswith("loss_"))]
 
     def forward(self, tensordict: TensorDictBase, whole: TensorDictBase | None = None) -> TensorDict:
@@ -248,26 +231,22 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         old = keys.PROXIMAL_LOG_PROB if self.decoupled else self.tensor_keys.sample_log_prob
         log_ratio = torch.where(mask.unsqueeze(-1), log_prob - tensordict[old], 0.0)
         objective, valid, measured = self._objective(tensordict, log_ratio, mask)
-        entropy, entropy_valid = _to_level(torch.where(mask.unsqueeze(-1), entropy, 0.0), mask, self.entropy_level)
+        entropy, entropy_valid = to_level(torch.where(mask.unsqueeze(-1), entropy, 0.0), mask, self.entropy_level)
 
-        loss_entropy = _mean(entropy, entropy_valid, weight, _count(all_of_it, self.entropy_level, width))
-        loss_objective = _mean(-objective, valid, weight, _count(all_of_it, self.log_prob_level, width))
+        loss_entropy = mean(entropy, entropy_valid, weight, count(all_of_it, self.entropy_level, width))
+        loss_objective = mean(-objective, valid, weight, count(all_of_it, self.log_prob_level, width))
         out = TensorDict({"loss_objective": loss_objective, "loss_entropy": -self.entropy_coeff * loss_entropy})
         tokens = mask.sum() * width
         weights = dict.fromkeys(("log_ratio_per_token", "reference_kl", "behaviour_log_ratio"), tokens)
         weights["entropy"] = entropy_valid.sum()
         if self.reference_kl_coeff:
-            kl, kl_valid = _reference_kl(tensordict[keys.REFERENCE_LOG_PROB] - log_prob, mask)
-            kl_share = _mean(kl, kl_valid, weight, _count(all_of_it, "token", width))
+            kl, kl_valid = reference_kl(tensordict[keys.REFERENCE_LOG_PROB] - log_prob, mask)
+            kl_share = mean(kl, kl_valid, weight, count(all_of_it, "token", width))
             out["loss_reference_kl"] = self.reference_kl_coeff * kl_share
-            out["reference_kl"] = _mean(kl.detach(), kl_valid)
-        out["policy_loss"] = _mean(-objective.detach(), valid, weight)
-        out["entropy"] = _mean(entropy.detach(), entropy_valid)
+            out["reference_kl"] = mean(kl.detach(), kl_valid)
+        out["policy_loss"] = mean(-objective.detach(), valid, weight)
+        out["entropy"] = mean(entropy.detach(), entropy_valid)
         out.update(measured)
-        if self._has_critic:
-            terms, num_values = self._value_terms(tensordict, value, mask, all_of_it, weight)
-            out.update(terms)
-            weights |= dict.fromkeys(("value_loss", "value_clip_fraction"), num_values)
         names, elements = [name for name, _ in out.items() if not name.startswith("loss_")], valid.sum()
         out["weights"] = TensorDict({name: weights.get(name, elements) for name in names})
         return out
@@ -276,30 +255,30 @@ class ChunkClipPPOLoss(ClipPPOLoss):
         self, tensordict: TensorDictBase, log_ratio: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return what is maximised of each element of :attr:`log_prob_level`, which are valid, and diagnostics."""
-        log_weight, valid = _to_level(log_ratio, mask, self.log_prob_level)
-        advantage = _expand(tensordict[self.tensor_keys.advantage], log_weight, mask)
+        log_weight, valid = to_level(log_ratio, mask, self.log_prob_level)
+        advantage = expand(tensordict[self.tensor_keys.advantage], log_weight, mask)
         clipped = log_weight.clamp(*self._clip_bounds)
         gain, clipped_gain = log_weight.exp() * advantage, clipped.exp() * advantage
         objective = torch.minimum(gain, clipped_gain)
         with torch.no_grad():
             measured = {
-                "kl_approx": _mean(-log_weight, valid),
-                "kl_k3": _mean(log_weight.exp() - 1 - log_weight, valid),
-                "clip_fraction": _mean((gain > clipped_gain).float(), valid),
-                "ratio": _mean(log_weight.exp(), valid),
-                "clipped_ratio": _mean(clipped.exp(), valid),
-                "log_ratio_per_token": _mean(*_to_level(log_ratio.abs(), mask, "token")),
+                "kl_approx": mean(-log_weight, valid),
+                "kl_k3": mean(log_weight.exp() - 1 - log_weight, valid),
+                "clip_fraction": mean((gain > clipped_gain).float(), valid),
+                "ratio": mean(log_weight.exp(), valid),
+                "clipped_ratio": mean(clipped.exp(), valid),
+                "log_ratio_per_token": mean(*to_level(log_ratio.abs(), mask, "token")),
             }
         if self.dual_clip is not None:
             bound = torch.where(advantage < 0, self.dual_clip * advantage, -torch.inf)
-            measured["dual_clip_fraction"] = _mean((objective < bound).float(), valid)
+            measured["dual_clip_fraction"] = mean((objective < bound).float(), valid)
             objective = torch.maximum(objective, bound)
         if self.decoupled:
             behaviour, age = self.behaviour_weight(tensordict)[0], self._behaviour_log_ratio(tensordict).abs()
-            measured["behaviour_weight"] = _mean(behaviour, valid)
-            measured["behaviour_log_ratio"] = _mean(*_to_level(age, mask, "token"))
+            measured["behaviour_weight"] = mean(behaviour, valid)
+            measured["behaviour_log_ratio"] = mean(*to_level(age, mask, "token"))
             if (most := self.max_behaviour_weight) is not None:
-                measured["behaviour_weight_bounded"] = _mean((behaviour > most).float(), valid)
+                measured["behaviour_weight_bounded"] = mean((behaviour > most).float(), valid)
                 behaviour = behaviour.clamp(max=most)
             objective = objective * behaviour
         return objective, valid, measured
@@ -312,7 +291,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             At ``log_prob_level``: ``[B, C, A]``, ``[B, C]`` or ``[B]``; 1 where nothing was executed.
         """
         log_ratio = self._behaviour_log_ratio(tensordict)
-        log_weight, valid = _to_level(log_ratio, tensordict[keys.NEXT, keys.STEP_MASK], self.log_prob_level)
+        log_weight, valid = to_level(log_ratio, tensordict[keys.NEXT, keys.STEP_MASK], self.log_prob_level)
         return log_weight.exp(), valid
 
     def _behaviour_log_ratio(self, tensordict: TensorDictBase) -> Tensor:
@@ -329,6 +308,77 @@ class ChunkClipPPOLoss(ClipPPOLoss):
                 "out_keys), 'advantage' and 'value_target' from gae() or grpo(), 'reference_log_prob' from "
                 "add_reference_log_prob(), 'proximal_log_prob' from add_proximal_log_prob()"
             )
+
+
+class ChunkGRPOLoss(ChunkPolicyLoss):
+    """GRPO's loss, without a critic: advantages are those of :func:`~vla_algos.groups.grpo`, among runs of an episode.
+
+    Objective, arguments and output are those of :class:`ChunkPolicyLoss` (Shao et al. 2024, arXiv 2402.03300).
+    """
+
+
+class ChunkClipPPOLoss(ChunkPolicyLoss):
+    """PPO's loss: that of :class:`ChunkPolicyLoss` and a critic, which share **one** backbone pass.
+
+    Args:
+        policy: as there.
+        critic_coeff: weight of the value loss; ``None`` or 0 trains no critic.
+        clip_value: largest change of the value, from when the policy acted, that is rewarded; ``None`` for no clipping.
+        huber_delta: error at which the value loss (Huber's) turns from quadratic to linear.
+        **options: ``log_prob_level`` and the others of :class:`ChunkPolicyLoss`.
+
+    With a critic the output of ``forward`` has the term ``loss_critic`` too, and as diagnostics ``value_loss`` (without
+    ``critic_coeff``) and ``value_clip_fraction``, the share of values that moved by more than ``clip_value``.
+    """
+
+    metric_names: ClassVar[Mapping[str, str]] = {
+        **ChunkPolicyLoss.metric_names,
+        "value_loss": "critic/value_loss",
+        "value_clip_fraction": "critic/value_clip_ratio",
+    }
+
+    @checked
+    def __init__(
+        self,
+        policy: TensorDictModuleBase,
+        *,
+        critic_coeff: Factor | None = 1.0,
+        clip_value: Positive | None = 0.2,
+        huber_delta: Positive = 10.0,
+        **options: Any,
+    ):
+        self._critic = critic_coeff, clip_value
+        super().__init__(policy, **options)
+        self.huber_delta = huber_delta
+
+    def _set_in_keys(self) -> None:
+        super()._set_in_keys()
+        self._in_keys += [self.tensor_keys.value, self.tensor_keys.value_target] if self._has_critic else []
+
+    @property
+    def out_keys(self) -> list[str | tuple[str, str]]:
+        """Name what :meth:`forward` returns with these settings."""
+        names = ["loss_critic", "value_loss"] if self._has_critic else []
+        names += ["value_clip_fraction"] if self._has_critic and self.clip_value is not None else []
+        return [*super().out_keys, *names, *(("weights", key) for key in names if not key.startswith("loss_"))]
+
+    def terms(
+        self,
+        tensordict: TensorDictBase,
+        log_prob: Tensor,
+        entropy: Tensor,
+        value: Tensor | None,
+        whole: TensorDictBase | None = None,
+    ) -> TensorDict:
+        """Compute those of :class:`ChunkPolicyLoss`, and the critic's."""
+        out = super().terms(tensordict, log_prob, entropy, value, whole)
+        if self._has_critic:
+            mask = tensordict[keys.NEXT, keys.STEP_MASK]
+            all_of_it = mask if whole is None else whole[keys.NEXT, keys.STEP_MASK]
+            terms, number = self._value_terms(tensordict, value, mask, all_of_it, tensordict.get(keys.WEIGHT, None))
+            out.update(terms)
+            out["weights"].update({name: number for name in terms if not name.startswith("loss_")})
+        return out
 
     def _value_terms(
         self, tensordict: TensorDictBase, value: Tensor | None, mask: Tensor, all_of_it: Tensor, weight: Tensor | None
@@ -347,7 +397,7 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             )
         per_action = value.shape == mask.shape
         valid = mask if per_action else mask.any(-1, keepdim=True)
-        count = _count(all_of_it, "action" if per_action else "chunk", 1)
+        number = count(all_of_it, "action" if per_action else "chunk", 1)
         value, target = torch.where(valid, value, 0.0), torch.where(valid, target, 0.0)  # as above: not even a NaN
         loss = F.huber_loss(value, target, reduction="none", delta=self.huber_delta)
         terms = {}
@@ -356,33 +406,10 @@ class ChunkClipPPOLoss(ClipPPOLoss):
             change = value - old
             near = old + change.clamp(-self.clip_value, self.clip_value)
             loss = torch.maximum(loss, F.huber_loss(near, target, reduction="none", delta=self.huber_delta))
-            terms["value_clip_fraction"] = _mean((change.detach().abs() > self.clip_value).float(), valid)
-        terms["loss_critic"] = self.critic_coeff * _mean(loss, valid, weight, count)
-        terms["value_loss"] = _mean(loss.detach(), valid, weight)
+            terms["value_clip_fraction"] = mean((change.detach().abs() > self.clip_value).float(), valid)
+        terms["loss_critic"] = self.critic_coeff * mean(loss, valid, weight, number)
+        terms["value_loss"] = mean(loss.detach(), valid, weight)
         return terms, valid.sum()
-
-
-def _expand(advantage: Tensor, log_weight: Tensor, mask: Tensor) -> Tensor:
-    """Give ``[B, 1]`` or ``[B, C]`` as many dimensions as ``log_weight`` has."""
-    if advantage.shape not in (mask.shape, (len(mask), 1)):
-        raise ValueError(
-            f"{keys.ADVANTAGE!r} is {list(advantage.shape)}, must be [B, 1] per decision or [B, C] per primitive "
-            f"action, here {[len(mask), 1]} or {list(mask.shape)}"
-        )
-    if log_weight.ndim == 1:
-        if advantage.shape[-1] > 1:
-            raise ValueError(
-                "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', "
-                "or log_prob_level='action' or 'token'"
-            )
-        return advantage.squeeze(-1)
-    return advantage.unsqueeze(-1) if log_weight.ndim == 3 else advantage
-
-
-def _reference_kl(difference: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimate the KL of each token ``[B, C, A]`` of ``reference - log_prob``; returns which are valid too."""
-    difference = torch.where(mask.unsqueeze(-1), difference, 0.0).clamp(max=_LARGEST_LOG_RATIO)
-    return _to_level(difference.exp() - difference - 1, mask, "token")
 
 
 @checked
@@ -421,27 +448,3 @@ def _log_prob(
     parts = batch.split(minibatch_size)
     log_probs = [policy.evaluate_actions(part if device is None else part.to(device))[0] for part in parts]
     return torch.cat(log_probs).to(batch.device)
-
-
-def _to_level(values: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Sum ``[B, C, A]``, already 0 where masked, to a level; returns its validity in the same shape too."""
-    if level == "token":
-        return values, mask.unsqueeze(-1).expand_as(values)
-    if level == "action":
-        return values.sum(-1), mask
-    return values.sum((-2, -1)), mask.any(-1)
-
-
-def _count(mask: Tensor, level: Level, width: int) -> Tensor:
-    """Count the valid elements of a level: ``mask`` ``[B, C]``, ``width`` is ``A``."""
-    if level == "chunk":
-        return mask.any(-1).sum()
-    return mask.sum() * (width if level == "token" else 1)
-
-
-def _mean(values: Tensor, valid: Tensor, weight: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-    """Sum of ``weight * values`` over the valid elements divided by ``count``, theirs unless given; 0 for none."""
-    if weight is not None:  # [B, 1] against [B], [B, C] or [B, C, A]
-        values = values * weight.reshape(-1, *(1,) * (values.ndim - 1))
-    total = torch.where(valid, values, 0.0).sum()
-    return total / (valid.sum() if count is None else count).clamp(min=1)

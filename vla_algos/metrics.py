@@ -87,7 +87,8 @@ def collector_stats(collector: Any) -> dict[str, float]:
     found = [each for each in distributed.all_gather_object(own) if each]
     added = ("frames", "requested_frames_per_batch", "env/worker_restarts")
     names = found[0] if found else ()
-    return {name: (sum if name in added else max)(each[name] for each in found) for name in names}
+    joined = {name: (sum if name in added else max)(each[name] for each in found) for name in names}
+    return {name if "/" in name else f"collector/{name}": value for name, value in joined.items()}  # TorchRL's counters
 
 
 def outcomes_by_task(batch: TensorDictBase) -> tuple[list[int], list[bool]]:

@@ -19,13 +19,14 @@ _ALSO_CALLED = {  # what settings are called elsewhere in the field, by their na
     "group_size": "num_generations",
     "max_episode_steps": "horizon ep_len step_lim",
     "step_lim": "horizon ep_len max_episode_steps",
-    "minutes": "time",
+    "minutes": "time hours",
     "memory_gb": "mem",
     "cpus": "cpus_per_task",
     "gpus": "gpus_per_node",
     "iterations": "total_timesteps max_steps max_epochs",
     "trials": "num_sequences",
-    "id": "task_suite_name",
+    "id": "task_suite_name task env_name",
+    "family": "type model_type",
     "image_size": "camera_heights",
 }
 
@@ -33,11 +34,17 @@ _ALSO_CALLED = {  # what settings are called elsewhere in the field, by their na
 def nearest_names(name: str, known: Iterable[str]) -> list[str]:
     """Return up to three of the ``known`` names that are spelt alike or that the field calls so, nearest first."""
     lowered = {candidate.lower(): candidate for candidate in known}
-    near = difflib.get_close_matches(str(name).lower(), lowered, n=3, cutoff=0.5)
-    section, _, last = str(name).lower().rpartition(".")
-    same = [name for name in lowered if last in _ALSO_CALLED.get(name.rpartition(".")[2], "").split()]
+    section, dot, last = str(name).lower().rpartition(".")
+    within = {candidate.removeprefix(section + dot): candidate for candidate in lowered}  # a section makes none alike
+    near = [within[each] for each in difflib.get_close_matches(last, within, n=3, cutoff=0.55)]
+    same = also_called(last, lowered)
     same.sort(key=lambda candidate: candidate.rpartition(".")[0] != section)
     return [lowered[match] for match in dict.fromkeys([*same, *near])][:3]
+
+
+def also_called(name: str, known: Iterable[str]) -> list[str]:
+    """Return those of the ``known`` names that are called ``name`` elsewhere in the field."""
+    return [each for each in known if name in _ALSO_CALLED.get(each.rpartition(".")[2], "").split()]
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], example: str | None = None) -> ValueError:

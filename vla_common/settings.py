@@ -175,7 +175,9 @@ def _problem(annotation: Any, value: Any) -> str | None:
         read = adapter.validate_json(text, strict=True)
     except ValidationError as error:
         messages = dict.fromkeys(_message(entry) for entry in _telling(error, value))
-        return ("; " if isinstance(value, (list, tuple)) else " or ").join(messages) + _nearest(annotation, value)
+        return ("; " if isinstance(value, (list, tuple)) else " or ").join(messages).replace(
+            " or must be ", " or "
+        ) + _nearest(annotation, value)
     return next(_slips(json.loads(text), read), None)
 
 
@@ -223,6 +225,7 @@ def _message(entry: Mapping[str, Any]) -> str:
     if kind == "too_long":
         return f"{where}must have {limits['max_length']} entries, not {len(value)}"
     message = str(entry["msg"]).replace("Input should be", "must be").replace("None", "null")
+    message = message.replace("a valid array", "a list")
     message = where + message[:1].lower() + message[1:]
     if kind == "bool_type":
         word = "" if value is None else str(value).lower()
@@ -230,7 +233,7 @@ def _message(entry: Mapping[str, Any]) -> str:
         return message + (f"; write {meant}" if meant else ": true or false")
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():  # 4e0
         return f"{message}; write {int(value)}"
-    if 1 in (limits.get("le"), limits.get("lt")) and 10 <= value <= 100:  # percent
+    if limits.get("le") == 1 and 10 <= value <= 100:  # percent
         return f"{message}; did you mean {value / 100:g}?"
     return message
 

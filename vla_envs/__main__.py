@@ -1,4 +1,4 @@
-"""``python -m vla_envs``: which environments there are and what this machine lacks; ``fetch`` and ``check`` mend and try.
+"""``python -m vla_envs``: which environments there are, and what this machine lacks for them.
 
 ``python -m vla_envs fetch calvin`` brings what a benchmark lacks, ``python -m vla_envs check metaworld/reach-v3`` tries
 one.

@@ -21,7 +21,7 @@ from threading import Lock
 from packaging.requirements import Requirement
 
 from vla_common.registry import benchmarks
-from vla_envs.probe import ASSETS, RENDERING, SIMULATOR, Finding, import_path, run_probe
+from vla_envs.probe import ASSETS, RENDERING, SIMULATOR, Finding, import_path, remedy_for, run_probe
 from vla_envs.registry import Benchmark, describe_error, get_benchmark
 from vla_envs.rendering import vulkan
 from vla_envs.rendering.egl import egl_devices
@@ -158,7 +158,7 @@ def check_extra(
     return [
         *check_packages(extra=extra),
         *check_packages(without_dependencies, pip="pip install --no-deps"),
-        Finding(status, f"import {module}", "works" if ok else detail, "" if ok else install, required=True),
+        Finding(status, f"import {module}", "works" if ok else detail, remedy_for(ok, detail, install), required=True),
     ]
 
 
@@ -200,7 +200,8 @@ def check_entry_point(benchmark: Benchmark) -> list[Finding]:
     code = f"import importlib\ngetattr(importlib.import_module({module!r}), {name!r})"
     ok, detail = run_probe(code, {"MUJOCO_GL": "off", "PYTHONPATH": import_path()})
     remedy = 'entry_point="module:Class" of its SimulatorSpec has to name a class that can be imported'
-    return [] if ok else [Finding("broken", f"import {spec.entry_point}", detail, remedy, required=True)]
+    typed = remedy_for(ok, detail, remedy)
+    return [] if ok else [Finding("broken", f"import {spec.entry_point}", detail, typed, required=True)]
 
 
 def check_renderers(extra: str) -> list[Finding]:
@@ -223,7 +224,7 @@ def _try_renderers(used: str) -> tuple[Finding, ...]:
     for backend, (ok, detail) in zip(backends, results, strict=True):
         if backend == used:
             detail += f", in use{_turns() if backend == 'egl' else ''}"
-        status, typed = ("ok", "") if ok else ("broken", remedy)
+        status, typed = "ok" if ok else "broken", remedy_for(ok, detail, remedy)
         found.append(Finding(status, f"MUJOCO_GL={backend}", detail, typed, RENDERING, required=backend == used))
     return tuple(found)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 SIMULATOR, RENDERING, ASSETS = "Simulator", "Rendering", "Assets"  # parts of the report
 PROBE_TIMEOUT = 120.0  # seconds; a first import compiles byte code on what may be a slow network disk
+_SILENT, _AGAIN = "no answer within", "python -m vla_envs, again, once the machine is less busy"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Finding:
     part: str = SIMULATOR
     required: bool = False
     without: str = ""
+
+
+def remedy_for(ok: bool, detail: str, remedy: str) -> str:
+    """Return what to type about the outcome of :func:`run_probe`: what gave no answer may be there all the same."""
+    return "" if ok else _AGAIN if detail.startswith(_SILENT) else remedy
 
 
 def import_path() -> str:
@@ -63,7 +69,7 @@ def run_probe(
             env={**os.environ, **(environment or {})},
         )
     except subprocess.TimeoutExpired:
-        return False, f"no answer within {timeout:.0f} s"
+        return False, f"{_SILENT} {timeout:.0f} s"
     if done.returncode == 0:
         return True, (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode < 0:

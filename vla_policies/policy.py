@@ -55,6 +55,9 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
     layout. ``N`` is the batch, ``C`` the chunk length, ``A`` the action dimension. A subclass writes its methods for
     ``[N]``; callers may pass any batch ``[*B]`` (:mod:`vla_policies.batch`), and observations by name.
 
+    It composes as any TensorDictModule: ``TensorDictSequential(preprocess, policy)`` acts in collectors, evaluations;
+    a loss is of the policy itself, whose ``evaluate_actions`` reads what it has read and written.
+
     A class says:
 
     * ``family``: its name in recipes, in the registry and in ``config.json`` of what it saves.

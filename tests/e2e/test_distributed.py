@@ -140,7 +140,7 @@ def test_a_killed_process_ends_the_others_in_seconds(tmp_path):
 
 def test_what_several_processes_do_not_do(tmp_path):
     process = several("sft", f"hydra.run.dir={tmp_path}")
-    assert "recipes/sft.py runs in one process, not in 2: leave out torchrun" in process.communicate(timeout=200)[1]
+    assert "the recipe sft runs in one process, not in 2: leave out torchrun" in process.communicate(timeout=200)[1]
     process = several("ppo", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}")
     assert "under torchrun start each by itself" in process.communicate(timeout=200)[1]
 

@@ -98,20 +98,20 @@ from vla_envs import EpisodeSampler
             "update.minibatches=2.5: must be a valid integer",
         ),
         ("ppo", ["optim.betas=[0.9]"], "optim.betas=[0.9]: entry 1 is missing"),
-        ("ppo", ["optim.betas=0.95"], "optim.betas=0.95: must be a valid array"),
+        ("ppo", ["optim.betas=0.95"], "optim.betas=0.95: must be a list"),
         ("ppo", ["cloning.state_noise=[0.1,0.1]"], "one for each of the 4 states, got [0.1, 0.1]"),
         (
             "grpo",
             ["cloning.state_noise=null"],
-            "cloning.state_noise=null: must be a valid number or must be a valid array",
+            "cloning.state_noise=null: must be a valid number or a list",
         ),
-        ("sft", ["cloning.state_noise=a"], "cloning.state_noise=a: must be a valid number or must be a valid array"),
+        ("sft", ["cloning.state_noise=a"], "cloning.state_noise=a: must be a valid number or a list"),
         ("evaluate", [], "policy.checkpoint=runs/ppo/latest/policy"),
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=blank"],
-            "ablation=blank: must be 'blank_images', 'do_nothing', 'other_trial' or 'swapped_instructions' or must be "
-            "a valid array; did you mean blank_images",
+            "ablation=blank: must be 'blank_images', 'do_nothing', 'other_trial' or 'swapped_instructions' or "
+            "a list; did you mean blank_images",
         ),
         (
             "evaluate",
@@ -195,6 +195,18 @@ def test_a_run_resumes_in_what_auto_became_when_it_began(tmp_path, monkeypatch, 
         assert policy_of(run).config.compute == "float32"
     with begun(f"policy.checkpoint={tmp_path / 'elsewhere'}") as run, pytest.warns(UserWarning, match="bfloat16"):
         assert policy_of(run).config.compute == "bf16"
+
+
+@pytest.mark.parametrize("setting", ["policy.chunk_size=500", "env.max_episode_steps=3", "seed=1"])
+def test_a_chunk_that_is_longer_than_an_episode_is_pointed_out(tmp_path, capsys, setting):
+    try:
+        config = composed("ppo", [setting], tmp_path)
+    finally:
+        GlobalHydra.instance().clear()
+    with Run(SimpleNamespace(**OmegaConf.to_container(config, resolve=True)), tmp_path) as run:
+        make_run_policy(run, make_env_spec(run.config.env), run.config.env)
+    said = "warning: a chunk has" in capsys.readouterr().out
+    assert said is (setting != "seed=1")
 
 
 @pytest.mark.parametrize("group", sorted(path.parent.name + "/" + path.stem for path in CONF.glob("*/*.yaml")))

@@ -22,11 +22,20 @@ from vla_envs.calvin.chains import published_chains
 from vla_policies import SmallVLA, SmallVLAConfig
 
 NAMES = [  # what is typed, and the words that the line has
-    ("ppo launcher=slurmm", ""),
+    ("ppo launcher=slurmm", "unknown launcher 'slurmm'; did you mean slurm"),
+    ("ppo policy=smallflow", "unknown policy 'smallflow'; did you mean small_flow"),
+    ("ppo policy.type=small_flow", r"unknown setting 'policy\.type'; did you mean policy\.family"),
+    ("ppo device=cuda", "unknown setting 'device'; known are"),
+    ("ppo policy.device=cuda", r"unknown setting 'policy\.device'; known are"),
+    ("ppo env.task=reach-v3", r"unknown setting 'env\.task'; did you mean env\.id"),
+    ("ppo launcher.hours=3", r"unknown setting 'launcher\.hours'; known are launcher\.name"),
+    ("ppo launcher=slurm launcher.hours=3", r"unknown setting 'launcher\.hours'; did you mean launcher\.minutes"),
+    ("ppo max_steps=3", "unknown setting 'max_steps'; did you mean iterations or demonstrations"),
+    ("ppo optim.lr=100", r"optim\.lr=100: must be less than 1$"),
     ("ppo experiment=metaworld_faucet_ppo", "unknown experiment .* did you mean metaworld_faucets_ppo_small"),
     ("ppo polcy=small", "unknown setting 'polcy'; did you mean policy"),
     ("ppo optim.lrr=1", r"unknown setting 'optim\.lrr'; did you mean optim\.lr"),
-    ("ppo +optim.learning_rate=1", r"unknown setting 'optim\.learning_rate'; did you mean optim\.lr or"),
+    ("ppo +optim.learning_rate=1", r"unknown setting 'optim\.learning_rate'; did you mean optim\.lr\?"),
     ("ppo +env.img_size=3", r"unknown setting 'env\.img_size'; did you mean env\.image_size"),
     ("ppo launcher=slurm launcher.gpu=1", r"did you mean launcher\.gpus"),
     ("ppo logger=[csv,wandb] logger.wandb.mod=x", r"did you mean logger\.wandb\.mode"),
@@ -99,6 +108,10 @@ FILES = [  # {place} is a folder of wrong checkpoints
         "no folder .*nope; pass a checkpoint folder, or a repository of the hub as hf:NAME",
     ),
     ("ppo policy.checkpoint={place}/empty", r"is not a policy folder: it has no config\.json; pass"),
+    (
+        "ppo policy.checkpoint={place}/rlinf",
+        "is a pickle; convert it with RLinf's python -m .*and pass NEW",
+    ),
     ("ppo policy.checkpoint={place}/run", r"is not a policy folder.*type policy\.checkpoint=.*/run/policy"),
     ("ppo policy.checkpoint={place}/cut", r"has another model\.safetensors than was written.*copy the folder again"),
     ("ppo policy.checkpoint={place}/broken", r"has another config\.json than was written.*copy the folder again"),
@@ -233,6 +246,8 @@ def place(tmp_path_factory):
     (folder / "random" / "model.safetensors").write_bytes(os.urandom(5000))
     (folder / "broken" / "config.json").write_text("{bad")
     (folder / "empty").mkdir()
+    (folder / "rlinf").mkdir()
+    (folder / "rlinf" / "full_weights.pt").write_bytes(b"")
     (folder / "file").write_text("text")
     make_checkpoint(folder / "openvla")
     make_pi0_checkpoint(folder / "pi0", horizon=50)

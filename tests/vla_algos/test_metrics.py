@@ -16,6 +16,7 @@ from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_algos.metrics import (
     WeightedMean,
     add_loss_metrics,
+    collector_stats,
     env_metrics,
     explained_variance,
     rollout_metrics,
@@ -199,3 +200,11 @@ def test_weighted_mean_of_nothing_is_nan():
     mean = WeightedMean()
     mean.add({"x": torch.tensor(3.0)}, torch.tensor(0))
     assert math.isnan(mean.compute()["x"])
+
+
+def test_every_number_of_a_collector_is_in_a_group():
+    collector = StepCollector(ToyEnv(2), ToyPolicy(), 3)
+    collector.rollout()
+    stats = collector_stats(collector)
+    assert (stats["collector/frames"], stats["collector/batches"]) == (6, 1)
+    assert all("/" in name for name in stats)

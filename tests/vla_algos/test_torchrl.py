@@ -34,7 +34,7 @@ from torchrl.trainers.trainers import ReplayBufferTrainer, UpdateWeights
 from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv, ToyEpisodes, ToyPolicy
 from walker import walker_spec
 
-from vla_algos import ChunkClipPPOLoss, EpisodeCollector, Learner, StepCollector, evaluate, gae
+from vla_algos import ChunkClipPPOLoss, ChunkGRPOLoss, EpisodeCollector, Learner, StepCollector, evaluate, gae
 from vla_algos.advantages import group_advantages
 from vla_common import keys
 from vla_common.texts import to_strings
@@ -256,6 +256,33 @@ def test_any_module_acts(name):
         assert name not in SOLVES or result.success_once == 1
 
 
+def test_a_policy_of_ours_composes():
+    """It acts behind a module that makes what it reads, and learns by itself from what was stored."""
+    policy = small_vla()
+    halved = TensorDictModule(lambda states: states / 2, in_keys=["states"], out_keys=["states"])
+    torch.manual_seed(0)
+    batch = StepCollector(ToyEnv(4), TensorDictSequential(halved, policy), 6).rollout()
+    seen = batch.exclude("action_log_prob")
+    torch.testing.assert_close(policy.get_dist(seen).log_prob(seen[policy.sample_key]), batch["action_log_prob"])
+    Learner(ChunkClipPPOLoss(policy), lr=1e-3, minibatch_size=24).update(gae(batch))
+
+
+def test_collectors_are_iterated():
+    def collect(total_frames):
+        torch.manual_seed(0)
+        return StepCollector(ToyEnv(4), small_vla(), 6, total_frames)
+
+    by_hand, count = collect(-1).rollout(), 0
+    for batch in collect(72):
+        assert batch.shape == (4, 6)
+        assert count or torch.equal(batch["action"], by_hand["action"])
+        count += 1
+    assert count == len(collect(72)) == 3
+    wanted = [Episode(task, trial) for trial in range(3) for task in range(2)]
+    trials = [int(episode["trial_id"][0]) for episode in EpisodeCollector(ToyEnv(4), small_vla(), wanted)]
+    assert trials == [episode.trial_id for episode in wanted]
+
+
 def test_texts_that_a_module_reads_are_kept():
     """Also across the growth of an episode's buffer, and over several episodes in one slot."""
 
@@ -375,6 +402,28 @@ def test_the_loss_names_gae_where_it_is_asked_for_an_estimator():
             ask()
     estimator = GAE(gamma=0.9, lmbda=0.8, value_network=None)
     assert loss.make_value_estimator(estimator).value_estimator is estimator
+
+
+def test_grpo_has_no_critic():
+    policy = small_vla()
+    loss = ChunkGRPOLoss(policy, clip_epsilon=0.2, entropy_coeff=0.01)
+    batch = StepCollector(ToyEnv(4), policy, 6, values=False).rollout()
+    batch = batch[batch["next", "step_mask"].all(-1)]
+    batch["advantage"] = torch.randn(len(batch), 1)
+    with torch.no_grad():
+        policy.action_head.weight.mul_(1.5)
+    theirs = ClipPPOLoss(policy, None, clip_epsilon=0.2, entropy_coeff=0.01, functional=False)
+    theirs.set_keys(action=policy.sample_key, sample_log_prob="action_log_prob")
+    ours, expected = loss(batch), theirs(batch)
+    for key in ("loss_objective", "loss_entropy"):
+        torch.testing.assert_close(ours[key], expected[key])
+    assert not loss.has_critic
+    assert set(ours.keys(True, True)) == set(loss.out_keys)
+    assert "state_value" not in loss.in_keys
+    same = ChunkClipPPOLoss(policy, clip_epsilon=0.2, entropy_coeff=0.01, critic_coeff=None)(batch)
+    assert (ours == same).all()
+    with pytest.raises(TypeError, match="critic_coeff"):
+        ChunkGRPOLoss(policy, critic_coeff=1.0)
 
 
 def test_mc_advantage_agrees_with_group_advantages():

@@ -114,6 +114,23 @@ def test_options_are_listed_with_their_defaults_and_descriptions():
         options("metaword")
 
 
+def test_what_gives_no_answer_on_a_busy_machine_is_not_to_be_installed_again(monkeypatch):
+    monkeypatch.setattr(
+        doctor, "run_probe", lambda code, environment=None: run_probe("import time; time.sleep(9)", None, 0.1)
+    )
+    finding = doctor.check_extra("metaworld")[-1]
+    assert (finding.status, finding.detail) == ("broken", "no answer within 0 s")
+    assert "again" in finding.remedy
+    assert "pip" not in finding.remedy
+
+
+def test_wrist_images_are_in_the_spec_or_said_to_be_none():
+    for name in ("metaworld/MT50", "libero/spatial", "maniskill/PutOnPlateInScene25Main-v3", "calvin/D"):
+        has = make_spec(name).wrist_image_shape is not None
+        said = " ".join(sys.modules[f"vla_envs.{name.split('/')[0]}.spec"].__doc__.split())
+        assert ("no wrist camera (no ``wrist_images``" in said) is not has, name
+
+
 def test_a_benchmark_says_how_its_suites_are_written_in_ids():
     register_benchmark(make_toy(suite_title=str.upper))
     assert {"vla/Toy-EASY-V2-v0", "vla/Toy-HARD-v0"} <= set(gymnasium.registry)

@@ -254,7 +254,7 @@ def test_a_setting_that_a_checkpoint_has_left_open_is_fixed_too(tmp_path):
         ({"family": "small", "num_bins": 1}, "policy.num_bins=1: must be greater than or equal to 2"),
         ({"family": "small", "dim": 0.5}, "policy.dim=0.5: must be a valid integer"),
         ({"family": "small", "state_dim": 9}, "unknown setting 'policy.state_dim'"),
-        ({"family": "small", "dim": 100, "heads": 3}, "policy.heads=3: must divide dim=100"),
+        ({"family": "small", "dim": 100, "heads": 3}, "policy.heads=3: must divide dim=100; a dim of 99 would do"),
         (
             {"family": "small", "channels": [16, 30, 48]},
             "policy.channels=[16, 30, 48]: the last two must be multiples of 4",

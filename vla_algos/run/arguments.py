@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from vla_common.errors import unknown_name
+from vla_common.errors import also_called, unknown_name
 from vla_common.experiments import all_experiments, find_experiments
 from vla_common.search_path import search_packages
 
@@ -107,7 +107,8 @@ def _all_of_ours(recipe: str, arguments: Sequence[str], conf: Path) -> dict[str,
 
 def unknown_setting(name: str, known: Mapping[str, Any]) -> ValueError:
     """Name an unknown setting, and the one of the same name elsewhere, or those that are spelt like it."""
-    if places := find_setting(name.rpartition(".")[2], known):
+    last = name.rpartition(".")[2]
+    if places := [*also_called(last, known), *find_setting(last, known)]:
         return ValueError(f"unknown setting {name!r}; did you mean {' or '.join(places[:3])}?")
     section = name.partition(".")[0]
     if section != name and section in known:

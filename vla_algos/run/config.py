@@ -15,7 +15,7 @@ from vla_algos.run.arguments import find_setting, unknown_setting
 from vla_algos.run.environments import check_evaluated
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.launcher_settings import check_job, count_processes, launcher_types
-from vla_algos.run.logging import LOGGERS, check_loggers
+from vla_algos.run.loggers import LOGGERS, check_loggers
 from vla_algos.run.sharding import Sharding, check_shards
 from vla_algos.run.train_videos import TrainVideos
 from vla_common.errors import unknown_name

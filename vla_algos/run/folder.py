@@ -163,7 +163,7 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
         return
     before, now = flat(settings_of(folder)), flat(plain(config))
     if (recipe := before.get("recipe", config.recipe)) != config.recipe:
-        raise ValueError(f"{folder} is of recipes/{recipe}.py, not {config.recipe}.py; take another: hydra.run.dir=...")
+        raise ValueError(f"{folder} is of the recipe {recipe}, not {config.recipe}; take another: hydra.run.dir=...")
     if not hasattr(config, "resume"):
         if (folder / "metrics.json").exists():
             raise ValueError(f"{folder} has a finished evaluation in it; take another folder: hydra.run.dir=...")

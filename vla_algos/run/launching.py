@@ -127,7 +127,7 @@ def launch(
     processes = distributed.processes_started() * count_processes(settings)
     if processes > 1 and single:
         raise ValueError(
-            f"recipes/{HydraConfig.get().job.name}.py runs in one process, not in {processes}: leave out torchrun, or "
+            f"the recipe {HydraConfig.get().job.name} runs in one process, not in {processes}: leave out torchrun, or "
             "set launcher.nodes=1 launcher.tasks_per_node=1"
         )
     if distributed.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:

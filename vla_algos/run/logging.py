@@ -1,44 +1,20 @@
-"""Where the numbers go: ``metrics.jsonl``, always, and the loggers that were chosen."""
+"""Where the numbers go: ``metrics.jsonl``, always, and what else takes them (:mod:`~vla_algos.run.loggers`)."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import importlib.util
 import io
 import json
-import math
-import os
-import struct
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from unittest import mock
+from typing import Any
 
-import huggingface_hub
-import imageio
-from annotated_types import MinLen
-from pydantic import StringConstraints
-from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from vla_algos import distributed
 from vla_algos.files import finite_or_none, flush, write_atomically
-from vla_algos.run.folder import flat
-from vla_algos.run.provenance import last_sent, run_id
 from vla_common.plain import parse_json
-from vla_common.settings import check_settings, setting_types
-
-_COMPARED = ("eval/success_once", "env/success_once")  # what TensorBoard's table of runs shows beside their settings
-_PLAIN = (bool, int, float, str)  # what that table can show
-_LONGEST_NAME = 128  # characters, that wandb takes
-_Mode = Literal["online", "offline"]
-_GIF_SIDE = 320  # pixels at most: a GIF of an episode is to be some hundred kilobytes
 
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
@@ -100,7 +76,7 @@ class RunLogger:
             try:
                 give(logger)
             except Exception as error:
-                if not isinstance(logger, _Service):
+                if not logger.may_fail:
                     raise
                 if logger.name not in self._failed:  # once: a network may be gone for hours
                     tqdm.write(f"warning: {logger.name} fails ({error}); the run continues")
@@ -112,6 +88,7 @@ class Logger:
 
     name: str  # as it is typed
     where: str  # how one looks at it, for printing
+    may_fail: bool = False  # the run continues without it
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take numbers of an iteration."""
@@ -127,264 +104,6 @@ class Logger:
 
     def close(self, failed: bool) -> None:
         """Write the rest; ``failed`` if the run did not reach its end."""
-
-
-class _TensorBoard(Logger):
-    """``tensorboard/`` in the folder of a run; of a resumed one, what was written beyond its checkpoint is hidden.
-
-    ``videos`` are written as GIFs.
-    """
-
-    name = "tensorboard"
-
-    def __init__(self, folder: Path, after: int | None, videos: bool = False):
-        self._videos, self.where = videos, f"tensorboard --logdir {folder}"
-        purge = 0 if after is None else after + 1  # also what a run wrote that was killed before its first checkpoint
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def log_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings for the page HPARAMS; ``SummaryWriter.add_hparams`` would make another run."""
-        plain = {name: value if isinstance(value, _PLAIN) else str(value) for name, value in flat(settings).items()}
-        for summary in hparams(plain, dict.fromkeys(_COMPARED, 0.0)):
-            self._writer._get_file_writer().add_summary(summary)
-
-    def log_videos(self, videos: Mapping[str, Path], step: int) -> None:
-        for name, path in videos.items() if self._videos else ():
-            gif = as_gif(path)
-            width, height = struct.unpack("<HH", gif[6:10])
-            image = Summary.Image(encoded_image_string=gif, width=width, height=height, colorspace=3)
-            self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
-
-    def sync(self) -> None:
-        self._writer.flush()
-
-    def close(self, failed: bool) -> None:
-        self._writer.close()
-
-
-class _Table(Logger):
-    """``metrics.csv``: a row for each step, a column for each name, written with each checkpoint.
-
-    TorchRL's ``CSVLogger`` writes a file for each name, in which the lines of an interrupted process stand twice.
-    ``columns`` are patterns of the names that get a column, such as ``eval/*``.
-    """
-
-    name = "csv"
-
-    def __init__(self, folder: Path, after: int | None, columns: Annotated[Sequence[str], MinLen(1)] = ("*",)):
-        self._path, self._columns, self.where = folder / "metrics.csv", columns, str(folder / "metrics.csv")
-
-    def sync(self) -> None:
-        write_atomically(self._path, as_table(self._path.with_name("metrics.jsonl"), self._columns))
-
-    def close(self, failed: bool) -> None:
-        self.sync()
-
-
-class _Service(Logger):
-    """A service that collects runs; it only appends: what ``metrics.jsonl`` had before a resume is not sent again.
-
-    ``name`` of a run is the last two parts of its folder if ``None``; ``group`` is of runs that belong together.
-    """
-
-    _run: Any  # the service's own
-
-    def __init__(
-        self,
-        folder: Path,
-        after: int | None,
-        *,
-        project: Annotated[str, StringConstraints(pattern=r"^[0-9a-zA-Z_.+-]{1,100}$")] = "vla-torchrl",
-        name: str | None = None,
-        group: str | None = None,
-        videos: bool = True,
-    ):
-        self._videos = videos
-        self._id = run_id(folder, self.name, new=after is None)
-        self._logged = last_sent(folder, self.name, {} if after is None else _last_steps(folder / "metrics.jsonl"))
-        self._name = name or "/".join(folder.absolute().parts[-2:])[-_LONGEST_NAME:]
-        self._where = {"project": project, "group": group}
-
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        if step > self._logged.get(kind_of(metrics), -1):
-            self._give(dict(metrics), step)
-
-    def log_videos(self, videos: Mapping[str, Path], step: int) -> None:
-        if self._videos and videos:
-            self.log({name: self._video(path) for name, path in videos.items()}, step)
-
-    def log_settings(self, settings: Mapping[str, Any]) -> None:
-        self._run.config.update(dict(settings))
-
-    def _give(self, metrics: dict[str, Any], step: int) -> None:
-        raise NotImplementedError
-
-    def _video(self, path: Path) -> Any:
-        raise NotImplementedError
-
-
-class _Wandb(_Service):
-    """Weights & Biases, by TorchRL's logger; ``wandb/`` in the folder of a run. ``entity`` is a user or team.
-
-    ``mode="offline"`` writes files that ``wandb sync`` uploads.
-    """
-
-    name = "wandb"
-
-    def __init__(
-        self, folder: Path, after: int | None, *, entity: str | None = None, mode: _Mode = "online", **options: Any
-    ):
-        from torchrl.record.loggers.wandb import WandbLogger
-
-        super().__init__(folder, after, **options)
-        others = {"entity": entity, "log_env_packages": False, "reinit": "finish_previous"}  # of a sweep
-        others |= {"mode": mode, "id": self._id, "resume": "allow"}
-        self._logger = WandbLogger(self._name, save_dir=str(folder), **self._where, **others)
-        self.where = self._logger.experiment.url or f"wandb sync {folder}/wandb/offline-run-*-{self._id}"
-
-    def _give(self, metrics: dict[str, Any], step: int) -> None:
-        self._logger.log_metrics(metrics, step=step)
-
-    def _video(self, path: Path) -> Any:
-        import wandb
-
-        return wandb.Video(str(path), caption=path.stem, format="mp4")
-
-    def log_settings(self, settings: Mapping[str, Any]) -> None:
-        self._logger.log_hparams(dict(settings))
-
-    def close(self, failed: bool) -> None:
-        self._logger.experiment.finish(exit_code=int(failed))
-
-
-class _SwanLab(_Service):
-    """SwanLab, for which TorchRL has no logger; ``swanlab/`` in the folder of a run. It shows videos as GIFs.
-
-    ``mode="offline"`` writes files that ``swanlab sync`` uploads.
-    """
-
-    name = "swanlab"
-
-    def __init__(
-        self,
-        folder: Path,
-        after: int | None,
-        *,
-        workspace: Annotated[str, StringConstraints(pattern=r"^[0-9a-zA-Z_-]{1,25}$")] | None = None,
-        mode: _Mode = "online",
-        **options: Any,
-    ):
-        import swanlab
-
-        super().__init__(folder, after, **options)
-        others = {"workspace": workspace, "reinit": True, "settings": swanlab.Settings(interactive=False)}
-        others |= {"mode": mode, "id": self._id, "resume": "allow"}
-        named = {"name": self._name, "log_dir": str(folder / "swanlab")}
-        self._run = _in_thread(lambda: swanlab.init(**named, **self._where, **others))
-        self.where = self._run.url if mode == "online" else f"swanlab sync {folder}/swanlab/run-*-{self._id}"
-
-    def _give(self, metrics: dict[str, Any], step: int) -> None:
-        shown = {name: each for name, each in metrics.items() if not isinstance(each, float) or math.isfinite(each)}
-        self._run.log(shown, step=step)
-
-    def _video(self, path: Path) -> Any:
-        import swanlab
-
-        return swanlab.Video(as_gif(path), caption=path.stem)
-
-    def close(self, failed: bool) -> None:
-        error = "the run was broken off" if failed else None
-        _in_thread(lambda: self._run.finish(state="crashed" if failed else "success", error=error))
-
-
-class _Trackio(_Service):
-    """Trackio, by TorchRL's logger: a data base of this user's, in ``~/.cache/huggingface/trackio`` or ``TRACKIO_DIR``.
-
-    Nothing is sent and nothing listens, unless a Space of Hugging Face, ``space``, is to have the run; a new one is
-    made private.
-    """
-
-    name = "trackio"
-
-    def __init__(
-        self,
-        folder: Path,
-        after: int | None,
-        *,
-        space: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None,
-        **options: Any,
-    ):
-        from torchrl.record.loggers.trackio import TrackioLogger
-
-        super().__init__(folder, after, **options)
-        others = {"space_id": space, "private": True, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        # It resumes by name. Of a run that stays here too it would ask Hugging Face who has logged in.
-        offline = contextlib.nullcontext() if space else mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        with _silent(), offline:
-            self._run = TrackioLogger(f"{self._name}-{self._id}", **self._where, **others).experiment
-        shown = f"https://huggingface.co/spaces/{space}"
-        self.where = shown if space else f"trackio show --project {self._where['project']}"
-
-    def _give(self, metrics: dict[str, Any], step: int) -> None:
-        self._run.log(metrics, step=step)
-
-    def _video(self, path: Path) -> Any:
-        import trackio
-
-        return trackio.Video(str(path), caption=path.stem)
-
-    def close(self, failed: bool) -> None:
-        import trackio
-
-        with _silent():
-            trackio.finish()
-
-
-_SERVICES: dict[str, Callable[..., Logger]] = {"wandb": _Wandb, "swanlab": _SwanLab, "trackio": _Trackio}
-_CLASSES: dict[str, Callable[..., Logger]] = {"tensorboard": _TensorBoard, "csv": _Table, **_SERVICES}
-LOGGERS: Mapping[str, Mapping[str, Any]] = {  # settings of each and their types
-    name: setting_types(each, without=["folder", "after"]) for name, each in _CLASSES.items()
-}
-
-
-def check_loggers(chosen: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse settings (by logger) that it does not have, and services that are not installed or have no key.
-
-    Raises:
-        ValueError: says which, and what to type.
-    """
-    for name, settings in chosen.items():
-        check_settings(f"logger.{name}", settings, LOGGERS[name])
-    for name in (each for each in chosen if each in _SERVICES):
-        _check_service(name, chosen[name])
-
-
-def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: int | None = None) -> list[Logger]:
-    """Open the loggers of a run, by their settings, in rank 0.
-
-    Of a resumed run ``after`` iterations are done: it continues in the same runs of the services, without those that
-    cannot be reached, which is printed.
-
-    Raises:
-        ValueError: a service of a new run cannot be reached.
-    """
-    found: list[Logger] = []
-    for name in chosen if distributed.is_main() else ():
-        try:
-            found.append(_CLASSES[name](folder, after, **chosen[name]))
-        except Exception as error:
-            if name not in _SERVICES:
-                raise
-            reason = f"logger={name}: {str(error).strip().partition(chr(10))[0]}"
-            if after is None:
-                offline = "space=null" if name == "trackio" else "mode=offline"
-                raise ValueError(f"{reason}; without a network type logger.{name}.{offline}") from error
-            tqdm.write(f"warning: {reason}; the run continues without it")
-    return found
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
@@ -412,18 +131,6 @@ def kind_of(names: Iterable[str]) -> str:
     return "eval" if any(name.startswith("eval") for name in names) else "train"
 
 
-def as_gif(path: Path) -> bytes:
-    """Read a video and return it as an animated GIF; of a large one every second or third pixel is taken."""
-    reader = imageio.get_reader(path)
-    about = reader.get_meta_data()
-    every = -(-max(about["size"]) // _GIF_SIDE)
-    gif = io.BytesIO()
-    frames = [frame[::every, ::every] for frame in reader.iter_data()]
-    imageio.mimwrite(gif, frames, format="GIF", duration=1000 / about["fps"], loop=0)
-    reader.close()
-    return gif.getvalue()
-
-
 def _entry(line: bytes) -> dict[str, Any] | None:
     try:
         entry = parse_json(line)
@@ -432,7 +139,8 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
-def _last_steps(path: Path) -> dict[str, int]:
+def last_steps(path: Path) -> dict[str, int]:
+    """Read the last iteration in ``metrics.jsonl``, by :func:`kind_of` its numbers."""
     found: dict[str, int] = {}
     for entry in entries(path):
         kind = kind_of(entry)
@@ -451,56 +159,3 @@ def _forget(path: Path, after: int) -> None:
 
     if path.exists():
         write_atomically(path, b"".join(line for line in path.read_bytes().splitlines(keepends=True) if stays(line)))
-
-
-def _check_service(name: str, settings: Mapping[str, Any]) -> None:
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:  # a folder of that name is not it
-        raise ValueError(
-            f"logger={name}: the package {name} is not installed; type: pip install 'vla-torchrl[{name}]', or leave "
-            f"{name} out"
-        )
-    if name == "trackio":
-        _check_trackio(settings.get("space"))
-    elif settings.get("mode", "online") == "online" and not _has_key(name):
-        raise ValueError(f"logger={name}: no API key; type: {name} login, or logger.{name}.mode=offline")
-
-
-def _check_trackio(space: str | None) -> None:
-    """Refuse what would send a run away without being typed, and a space without a token."""
-    for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-        if space is None and os.environ.get(variable):
-            raise ValueError(
-                f"logger=trackio: {variable} would send the run elsewhere; type: unset {variable}, or "
-                "logger.trackio.space=NAME/SPACE to send it to one of Hugging Face"
-            )
-    if space is not None and huggingface_hub.get_token() is None:
-        raise ValueError("logger=trackio: no token for logger.trackio.space; type: hf auth login, or leave space out")
-
-
-def _has_key(name: str) -> bool:
-    """Tell whether the user has logged in to a service, without asking it."""
-    if name == "wandb":
-        import wandb
-
-        return bool(wandb.login(prompt=False, verify=False))
-    import swanlab
-
-    return swanlab.Settings().api_key is not None
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep from the terminal what a package prints."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
-def _in_thread(work: Callable[[], Any]) -> Any:
-    """Do something in a thread: there SwanLab leaves Ctrl-C to the run. The hook of exceptions is put back."""
-    hook = sys.excepthook
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(work).result()
-    finally:
-        sys.excepthook = hook

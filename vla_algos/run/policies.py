@@ -66,6 +66,8 @@ def make_run_policy(
     check_share(env, policy)
     said = [describe_policy(policy), "" if sharding is None else sharding.describe(offload)]
     print("; ".join(filter(None, said)))
+    if policy.chunk_size > (steps := spec.max_episode_steps):
+        print(f"warning: a chunk has {policy.chunk_size} actions, an episode {steps}: one decision, cut short")
     run.differs = _training_differences(config, policy, spec)
     return policy
 

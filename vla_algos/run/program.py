@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from vla_algos.files import remove_if_empty
 from vla_algos.run.arguments import check_arguments, check_names, for_hydra
 from vla_common import program
+from vla_common.errors import unknown_name
 
 P = ParamSpec("P")
 _OTHERS_FIRST = 5.0  # seconds; rank 0 says a mistake that all ranks see, and its end ends the others
@@ -101,7 +102,11 @@ def reports_errors(launch: Callable[P, None]) -> Callable[P, None]:
 def report(error: BaseException) -> int:
     """Report an error of a run; returns the exit status."""
     if isinstance(error, (HydraException, OmegaConfBaseException)):
-        error = ValueError(str(error)).with_traceback(error.__traceback__)
+        said = ValueError(str(error))
+        if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+            group, _, name = error.missing_cfg_file.rpartition("/")
+            said = unknown_name(group, name, error.options)
+        error = said.with_traceback(error.__traceback__)
     if not program.has_begun(error) and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
         time.sleep(_OTHERS_FIRST)
     return program.report(error)

@@ -21,7 +21,8 @@ from vla_algos.files import remove_if_empty, write_folder_atomically
 from vla_algos.progress import listening
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
 from vla_algos.run.launcher_settings import requeue
-from vla_algos.run.logging import RunLogger, open_loggers, progress_bar
+from vla_algos.run.loggers import open_loggers
+from vla_algos.run.logging import RunLogger, progress_bar
 from vla_algos.run.saving import Saver, Stateful
 from vla_algos.run.seeds import seed_everything, seed_rank
 from vla_algos.run.summary import show_iteration, show_part

@@ -1,8 +1,9 @@
 """ManiSkill3: the plate-25 tasks with their out-of-distribution variants, and tasks of ManiSkill itself, on SAPIEN.
 
 Plate-25 (Liu et al. 2025, arXiv 2505.19789): a WidowX arm in a simulated Bridge scene puts one of 25 objects on a
-plate. Third-person camera with a photograph behind robot and objects, state = joint positions, actions = changes of the
-hand's target pose at 5 Hz, horizon 80. :mod:`vla_envs.maniskill.variants` has the variants as data.
+plate. Third-person camera with a photograph behind robot and objects, no wrist camera (no ``wrist_images``; of
+ManiSkill's own tasks four have one), state = joint positions, actions = changes of the hand's target pose at 5 Hz,
+horizon 80. :mod:`vla_envs.maniskill.variants` has the variants as data.
 """
 
 from __future__ import annotations

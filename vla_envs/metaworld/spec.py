@@ -1,8 +1,8 @@
 """Meta-World v3: the 50 Sawyer tasks, MT50, ML45 and the difficulty groups, on MuJoCo.
 
-Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480 pixels, state =
-hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, and the instructions and task order of
-``tasks.json``. :attr:`SimulatorSpec.protocol_deviations` says what deviates from it.
+Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480 pixels, no
+wrist camera (no ``wrist_images``), state = hand position and gripper opening, 15 settle steps, horizon 100, sparse
+reward, instructions and task order of ``tasks.json``; :attr:`SimulatorSpec.protocol_deviations` says what deviates.
 """
 
 from __future__ import annotations

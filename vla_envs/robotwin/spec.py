@@ -91,7 +91,7 @@ def make_spec(
             between them.
         head_camera_type: camera of RoboTwin's ``_camera_config.yml``.
         wrist_camera_type: likewise, of both hands.
-        collect_wrist_camera: draw what the cameras in the hands see, left and right.
+        collect_wrist_camera: draw what the cameras in the hands see, left and right (``wrist_images``).
         center_crop: keep the middle 0.9 of each image's area, at 224 x 224 pixels.
         image_size: ``(height, width)`` that frames are reduced to, by averaging, or the pixels of a side; divisors of
             what they have otherwise. ``None`` for the camera's.

@@ -18,6 +18,7 @@ from vla_policies.checkpoint.writing import write_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FAMILY = "policy"  # entry of config.json
+_RLINF = [f"{inside}full_weights.pt" for inside in ("", "model_state_dict/", "actor/model_state_dict/")]
 
 
 def save(folder: str | Path, family: str, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -68,10 +69,20 @@ def load(module: nn.Module, folder: Path) -> None:
     module.load_state_dict(weights)
 
 
+def unconverted(folder: Path) -> str | None:
+    """Say what to type where a folder is of one of RLinf's own runs, with weights that only its code can read."""
+    for found in (folder / name for name in _RLINF if (folder / name).is_file()):
+        return (
+            f"{found} is a pickle; convert it with RLinf's python -m rlinf.utils.ckpt_convertor.fsdp_convertor."
+            f"convert_pt_to_hf convertor.ckpt_path={found} convertor.save_path=NEW, and pass NEW"
+        )
+    return None
+
+
 def _not_a_policy(folder: Path, file: str) -> str:
     if (folder / "policy" / CONFIG).is_file():
         return f"{folder} is not a policy folder but a run's; type policy.checkpoint={folder / 'policy'}"
-    return (
+    return unconverted(folder) or (
         f"{folder} is not a policy folder: it has no {file}; pass an OpenVLA checkpoint, or the folder that "
         "save_pretrained or a recipe wrote, such as runs/ppo/latest/policy"
     )

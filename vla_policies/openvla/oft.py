@@ -20,8 +20,8 @@ from vla_policies.processing.sampling import TokenDistribution
 class OpenVLAOFT(PrismaticPolicy):
     """Parallel decoding: as many empty tokens as there are action tokens, attention in both directions, one pass.
 
-    See :class:`~vla_policies.openvla.base.PrismaticPolicy` and, for the contract,
-    :class:`~vla_policies.policy.VLAPolicy`.
+    See :class:`~vla_policies.openvla.base.PrismaticPolicy` and, for the contract and how
+    it composes with ``TensorDictSequential``, :class:`~vla_policies.policy.VLAPolicy`.
 
     Example:
         >>> policy = OpenVLAOFT.from_pretrained("checkpoints/oft-libero-10", benchmark="libero", layout="rlinf")
@@ -127,5 +127,5 @@ class OpenVLAOFT(PrismaticPolicy):
     def _refuse_l1(self) -> None:
         if self.action_head is not None:
             raise ValueError(
-                "the L1 head has no log-probability; clone with recipes/sft.py, or set head='tokens' for PPO, GRPO"
+                "the L1 head has no log-probability; clone with the recipe sft, or set head='tokens' for PPO, GRPO"
             )

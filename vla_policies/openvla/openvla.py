@@ -16,8 +16,8 @@ from vla_policies.openvla.model import positions_of
 class OpenVLA(PrismaticPolicy):
     """Autoregressive in the rollout, with a key-value cache; teacher-forced, in one pass, in the update.
 
-    See :class:`~vla_policies.openvla.base.PrismaticPolicy` and, for the contract,
-    :class:`~vla_policies.policy.VLAPolicy`.
+    See :class:`~vla_policies.openvla.base.PrismaticPolicy` and, for the contract and how
+    it composes with ``TensorDictSequential``, :class:`~vla_policies.policy.VLAPolicy`.
 
     Example:
         >>> policy = OpenVLA.from_pretrained("hf:openvla/openvla-7b", benchmark="maniskill", unnorm_key="bridge_orig")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.layout import unconverted
 from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.settings import OPTIONS, read_options
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
@@ -34,7 +35,6 @@ _TOKENIZER_URL = "https://storage.googleapis.com/big_vision/paligemma_tokenizer.
 EMBEDDINGS, LM_HEAD = f"{PREFIX}model.language_model.embed_tokens.weight", f"{PREFIX}lm_head.weight"
 UNUSED = f"{EXPERT}lm_head."
 _STATISTICS = "norm_stats.json"
-_RLINF_RUNS = ("model_state_dict/full_weights.pt", "actor/model_state_dict/full_weights.pt")
 _EPSILON = 1e-6
 
 
@@ -104,12 +104,8 @@ class Pi0Checkpoint:
         FileNotFoundError: weights, statistics or tokenizer are missing. ValueError: a JAX checkpoint, unusable files.
         """
         path = resolve(folder)
-        unconverted = next((name for name in _RLINF_RUNS if (path / name).is_file()), None)
-        if unconverted is not None and not has_weights(path):
-            raise ValueError(
-                f"{path} is of an RLinf run, {unconverted} is a pickle; convert it with RLinf's "
-                "rlinf.utils.ckpt_convertor.fsdp_convertor.convert_pt_to_hf and pass the folder that this writes"
-            )
+        if not has_weights(path) and (why := unconverted(path)):
+            raise ValueError(why)
         if not is_pi0(path):
             raise ValueError(f"{path} is not a checkpoint of pi0: it has no tensors {PREFIX}...")
         if not has_weights(path):

@@ -49,7 +49,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
     """Both variants; the checkpoint tells which one it is.
 
     Actions and states are padded with zeros to the network's size; probabilities are of the executed actions' real
-    dimensions only.
+    dimensions only. How it composes with ``TensorDictSequential``: :class:`~vla_policies.policy.VLAPolicy`.
 
     Example:
         >>> policy = Pi0.from_pretrained("checkpoints/pi05-libero", benchmark="libero", config_name="pi05_libero")

@@ -70,7 +70,8 @@ def check_config(config: EncoderConfig) -> None:
     if len(low) != len(high) or not all(one < other for one, other in zip(low, high, strict=True)):
         raise SettingError(f"action_low={low}: must be as many numbers as action_high={high}, each below it")
     if config.dim % config.heads:
-        raise SettingError(f"heads={config.heads}: must divide dim={config.dim}; type heads=4 with dim=128")
+        near = max(1, config.dim // config.heads) * config.heads
+        raise SettingError(f"heads={config.heads}: must divide dim={config.dim}; a dim of {near} would do")
     if any(number % _GROUPS for number in config.channels[1:]):
         channels = list(config.channels)
         raise SettingError(f"channels={channels}: the last two must be multiples of {_GROUPS}; type [16,32,48]")

@@ -42,7 +42,7 @@ class SmallFlowConfig(FlowConfig, EncoderConfig):
 
 
 class SmallFlow(SmallPolicy, FlowPolicy):
-    """See the module's docstring; :class:`~vla_policies.flow.policy.FlowPolicy` samples and learns.
+    """See the module's docstring; in a ``TensorDictSequential`` it is as :class:`~vla_policies.policy.VLAPolicy` says.
 
     Example:
         >>> policy = SmallFlow(SmallFlowConfig(action_low=(-1,) * 4, action_high=(1,) * 4, state_dim=4))

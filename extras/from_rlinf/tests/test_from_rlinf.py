@@ -406,3 +406,13 @@ def test_no_file_and_a_folder_are_one_line(tmp_path, capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert "there is no such file" in first
     assert "is a folder" in second
+
+
+@pytest.mark.parametrize(("nodes", "words"), [(1, ""), (2, " launcher.nodes=2")])
+def test_the_commands_for_all_gpus_are_the_command_and_how_it_is_started(nodes, words, tmp_path):
+    lines = list(translated(tmp_path, "libero_10_ppo_openpi", cluster__num_nodes=nodes).lines())
+    command = lines[0].replace(" \\\n    ", " ")
+    [torchrun, job] = [line for line in lines if line.startswith("#   ") and "recipes/ppo.py experiment=" in line]
+    assert torchrun.endswith(command.removeprefix("python "))
+    assert ("--nnodes 2" in torchrun) is (nodes == 2)
+    assert job == f"#   {command} launcher=slurm_8gpus launcher.partition=NAME{words}"

@@ -80,11 +80,7 @@ class Translation:
         values, used = self.configuration.values, self.keys.used
         counted = f"{sum(key in used for key in values)} of {len(values)} keys are translated"
         yield f"{self.configuration.path.name}: {counted}. Nothing was run."
-        yield (
-            "This is one process on one GPU. On all 8 of a node: torchrun --nproc-per-node 8 in place of python, or "
-            "launcher=slurm_8gpus at the end; outside a checkout "
-            f"vla-recipe run {self.recipe} in place of python recipes/{self.recipe}.py"
-        )
+        yield from self._on_gpus()
         for kind, title in _TITLES.items():
             rows: dict[str, list[str]] = {}
             for remark in self.keys.remarks:
@@ -98,6 +94,22 @@ class Translation:
             text = " ".join(str(values[key]).split())
             shown = text if len(text) <= 80 else f"{text[:80]}..."
             yield f"  {key}={shown} -> {', '.join(self._typed(each) for each in used[key])}"
+
+    def _on_gpus(self) -> Iterator[str]:
+        """Yield the command for all GPUs of the file, of nodes of eight."""
+        found = self.configuration.values.get("cluster.num_nodes", 1)
+        nodes = found if isinstance(found, int) and found > 1 else 1
+        recipe, typed = f"recipes/{self.recipe}.py", " ".join(map(quote, self.overrides))
+        several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 " if nodes > 1 else ""
+        job = "launcher=slurm_8gpus launcher.partition=NAME" + (f" launcher.nodes={nodes}" if nodes > 1 else "")
+        where = "by torchrun on each node" if nodes > 1 else "by torchrun"
+        yield f"This is one process on one GPU. On {nodes} x 8, {where}, or by SLURM:"
+        yield f"  torchrun {several}--nproc-per-node 8 {recipe} {typed}"
+        yield f"  python {recipe} {typed} {job}"
+        yield (
+            f"Outside a checkout: --no-python vla-recipe run {self.recipe} in place of {recipe}, vla-recipe run "
+            f"{self.recipe} in place of python {recipe}"
+        )
 
     def _typed(self, setting: str) -> str:
         settings = self.keys.settings

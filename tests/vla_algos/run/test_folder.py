@@ -155,7 +155,7 @@ def test_evaluations_are_not_mixed(tmp_path):
     open_folder(evaluation, tmp_path).release()  # it was broken off: again
     with pytest.raises(ValueError, match="greedy: True there, False now"):
         open_folder(SimpleNamespace(recipe="evaluate", seed=0, greedy=False), tmp_path)
-    with pytest.raises(ValueError, match=r"is of recipes/evaluate.py, not ppo.py"):
+    with pytest.raises(ValueError, match=r"is of the recipe evaluate, not ppo"):
         open_folder(settings(), tmp_path)
     (tmp_path / "metrics.json").write_text("{}")
     with pytest.raises(ValueError, match="has a finished evaluation in it; take another folder"):

@@ -21,8 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer import event_file_writer
 
-from vla_algos.run import logging
-from vla_algos.run.logging import RunLogger, _Service, as_gif, check_loggers, open_loggers
+from vla_algos.run import loggers
+from vla_algos.run.loggers import _Service, as_gif, check_loggers, open_loggers
+from vla_algos.run.logging import RunLogger
 from vla_algos.run.videos import write_video
 from vla_common.settings import check_settings
 
@@ -52,7 +53,7 @@ def given(monkeypatch):
         def log_settings(self, settings):
             given.append(settings)
 
-    monkeypatch.setitem(logging._CLASSES, "wandb", Listed)
+    monkeypatch.setitem(loggers._CLASSES, "wandb", Listed)
     return given
 
 
@@ -103,14 +104,14 @@ def test_loggers_are_chosen_one_or_several_with_settings_of_their_own():
         with initialize_config_dir(str(CONF), version_base=None):
             return OmegaConf.to_container(compose("ppo", overrides=list(arguments)).logger, resolve=True)
 
-    assert chosen() == {"tensorboard": {"videos": False}}
+    assert chosen() == {"tensorboard": {"videos": True}}
     assert chosen("logger=[]") == {}
     assert list(chosen("logger=[csv,wandb]", "logger.wandb.mode=offline")) == ["csv", "wandb"]
     everything = chosen("logger=[tensorboard,csv,wandb,swanlab,trackio]")
-    assert everything.keys() == logging.LOGGERS.keys()
+    assert everything.keys() == loggers.LOGGERS.keys()
     for name, settings in everything.items():  # the files have all settings, of the right types
-        assert settings.keys() == logging.LOGGERS[name].keys()
-        check_settings(f"logger.{name}", settings, logging.LOGGERS[name])
+        assert settings.keys() == loggers.LOGGERS[name].keys()
+        check_settings(f"logger.{name}", settings, loggers.LOGGERS[name])
 
 
 def test_the_mode_is_that_of_the_environment_where_none_is_typed(monkeypatch):
@@ -140,7 +141,7 @@ def test_what_is_wrong_is_one_line_before_work(chosen, message, monkeypatch):
 
 
 def test_a_service_without_a_key_is_refused(monkeypatch):
-    monkeypatch.setattr(logging, "_has_key", lambda name: False)
+    monkeypatch.setattr(loggers, "_has_key", lambda name: False)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(name, None, origin=name)
     )
@@ -260,7 +261,7 @@ def test_a_service_that_fails_ends_nothing_and_says_so_once(tmp_path, capsys, gi
     def fail(*_):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(logging._CLASSES["wandb"], "_give", fail)
+    monkeypatch.setattr(loggers._CLASSES["wandb"], "_give", fail)
     for step in range(1, 5):
         logger.log({"x": 1.0}, step)
         logger.sync()
@@ -280,7 +281,7 @@ def test_a_service_that_cannot_begin_refuses_a_new_run_and_not_one_that_is_resum
     def fail(*_, **__):
         raise RuntimeError("timed out\nafter 90 s")
 
-    monkeypatch.setitem(logging._CLASSES, "wandb", fail)
+    monkeypatch.setitem(loggers._CLASSES, "wandb", fail)
     with pytest.raises(ValueError, match=r"^logger=wandb: timed out; .* type logger\.wandb\.mode=offline$"):
         open_loggers({"csv": {}, "wandb": {}}, tmp_path)
     assert [logger.name for logger in open_loggers({"csv": {}, "wandb": {}}, tmp_path, after=3)] == ["csv"]

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vla_algos.run.logging import RunLogger, open_loggers
+from vla_algos.run.loggers import open_loggers
+from vla_algos.run.logging import RunLogger
 from vla_algos.run.videos import write_video
 
 

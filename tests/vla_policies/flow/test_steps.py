@@ -281,7 +281,7 @@ def test_a_greedy_value_is_the_mean_over_the_steps(seen):
         ({"num_steps": 0}, "num_steps=0"),
         ({"method": "flow_cps", "noise_level": 1.5}, "at most 1"),
         ({"noise_anneal": (0.5, 0.1)}, "entry 2 is missing"),
-        ({"noise_std_range": 0.1}, "must be a valid array"),
+        ({"noise_std_range": 0.1}, "must be a list"),
         ({"num_steps": 1, "ignore_last": True}, "at least 2"),
         ({"num_steps": 1, "method": "flow_cps"}, "at least 2"),
         ({"noise_level": 0.0}, "no log-probability"),
