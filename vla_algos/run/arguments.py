@@ -87,8 +87,8 @@ def check_names(recipe: str, arguments: Sequence[str], conf: Path) -> None:
     for name in settings.values() if known else ():
         section, _, setting = name.partition(".")
         its = known.get(section)
-        complete = isinstance(its, dict) and section not in elsewhere
-        if section not in known or (setting and complete and setting.partition(".")[0] not in its):
+        known_setting = not setting or section in elsewhere or not isinstance(its, dict) or setting.split(".")[0] in its
+        if section not in known or not known_setting:
             raise unknown_setting(name, known)
 
 
