@@ -21,7 +21,7 @@ from vla_algos.collectors import EpisodeCollector
 from vla_algos.files import write_atomically
 from vla_algos.intervals import Estimate, mean_interval, mean_of_estimates, wilson_interval
 from vla_algos.policies import Policy, as_module
-from vla_algos.results import IDENTITY, NAME, EpisodeResult, as_lines, files_of, parts_of, read_episodes
+from vla_algos.results import IDENTITY, IN_TRAINING, NAME, EpisodeResult, as_lines, files_of, parts_of, read_episodes
 from vla_common import keys
 from vla_common.plain import read_json
 from vla_common.settings import Count
@@ -119,7 +119,7 @@ class EvaluationResult:
         """
         path = Path(path)
         file = path if path.suffix == ".jsonl" else path / NAME
-        if (file.parent / IDENTITY).exists():
+        if (file.parent / IDENTITY).exists() or (file.parent / IN_TRAINING).exists():
             raise FileExistsError(f"{file.parent} has an evaluation by a recipe, which resumes there; save elsewhere")
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, as_lines(self.episodes))

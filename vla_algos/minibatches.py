@@ -158,6 +158,7 @@ class Minibatches:
             for number, rows in enumerate(parts, epoch * len(parts)):
                 tell("updating", number, self.epochs * len(parts))
                 yield Minibatch(self, rows, self._masks[rows])
+            tell("updating", (epoch + 1) * len(parts), self.epochs * len(parts))
 
     def metrics(self, optimizer: Optimizer) -> dict[str, float]:
         """Return what was measured, under ``train/``, see ``docs/metrics.md``; of all processes.

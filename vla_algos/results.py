@@ -14,6 +14,7 @@ from vla_envs.simulator import Episode
 
 NAME = "episodes.jsonl"
 IDENTITY = "evaluation.json"  # in a recipe's folder: of which policy the results are
+IN_TRAINING = "eval.jsonl"  # the episodes of an evaluation within a training run
 _FIELDS: dict[str, Any] = {  # of a line, in its order
     "index": int,
     "task": str,

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
@@ -24,7 +25,10 @@ def begin_program(module: str) -> None:
     """Prepare the imports of a recipe, before torch; sets hooks if ``module`` is ``"__main__"``."""
     # A thread that waits must sleep, because the simulators need the cores meanwhile.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "10")  # seconds: a log gets no more of a progress bar
     if module == "__main__":
+        warnings.showwarning = _warn
         sys.excepthook = _while_importing
         signal.signal(signal.SIGINT, _leave)
 
@@ -33,6 +37,10 @@ def end_imports() -> None:
     """Let Ctrl-C raise again: everything is imported."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _warn(message: Warning | str, *_: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _leave(*_: object) -> NoReturn:

@@ -83,6 +83,7 @@ def get(download: Download, source: str | None = None) -> None:
                 shutil.rmtree(partial)
                 raise OSError(f"{title} from {origin} is refused, it lacks {missing[0]}; type another --from")
             partial.replace(target)
+            print(f"  {download.title} is complete")
             for other in target.parent.glob(f"{target.name}.*.partial"):  # begun from elsewhere
                 shutil.rmtree(other)
     except Timeout as error:
@@ -114,6 +115,8 @@ def _fill(partial: Path, download: Download, source: str | None) -> None:
 
 def _take(folder: Path, partial: Path, download: Download) -> None:
     """Copy from the first place in a folder that lacks nothing, or fetch from one that is a repository."""
+    if not folder.is_dir():
+        raise OSError(f"no folder {folder}; type another --from")
     places = [*(folder / pack for pack in download.packs), folder]
     for place in places:
         if not download.missing(place):

@@ -44,6 +44,12 @@ def test_deviations_from_the_protocol_are_saved_too(found, tmp_path):
     assert EvaluationResult.load(tmp_path).protocol_deviations == ()
 
 
+def test_an_evaluation_within_a_training_run_is_not_replaced(found, tmp_path):
+    (tmp_path / "eval.jsonl").touch()
+    with pytest.raises(FileExistsError, match="save elsewhere"):
+        found.save(tmp_path)
+
+
 def test_a_second_one_takes_the_place_of_the_first(found, tmp_path):
     (tmp_path / "episodes_rank1.jsonl").write_text("what another process had written\n")
     found.save(tmp_path)

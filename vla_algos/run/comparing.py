@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_algos.comparison import compare
-from vla_algos.results import NAME, files_of, read_episodes
+from vla_algos.results import IN_TRAINING, NAME, files_of, read_episodes
 from vla_algos.run.environments import evaluated_env
 from vla_algos.run.folder import flat, settings_of
 from vla_algos.run.provenance import read_record
@@ -118,7 +118,7 @@ def _find(path: Path) -> Found:
     sampled = settings_of(run).get("greedy") is False
     names = {"sampled" if sampled else "greedy": path / NAME}
     if not files_of(path / NAME):  # an interrupted one may have files of other processes alone
-        names = {"greedy": path / "eval.jsonl", "sampled": path / "eval_sampled.jsonl"}
+        names = {"greedy": path / IN_TRAINING, "sampled": path / "eval_sampled.jsonl"}
     if files := {kind: file for kind, file in names.items() if files_of(file)}:
         return Found(path, files, run)
     if evaluations := evaluations_of(path):

@@ -22,7 +22,16 @@ from vla_algos import distributed
 from vla_algos.ablations import Observe
 from vla_algos.evaluation import EvaluationResult, evaluate
 from vla_algos.files import write_atomically
-from vla_algos.results import IDENTITY, NAME, EpisodeResult, as_lines, files_of, finished_episodes, parts_of
+from vla_algos.results import (
+    IDENTITY,
+    IN_TRAINING,
+    NAME,
+    EpisodeResult,
+    as_lines,
+    files_of,
+    finished_episodes,
+    parts_of,
+)
 from vla_algos.run.environments import at_temperature
 from vla_algos.run.logging import progress_bar
 from vla_common.errors import unknown_name
@@ -166,7 +175,7 @@ class Evaluator:
 
         They are written to ``folder`` under that prefix; ``options`` are of :func:`~vla_algos.evaluation.evaluate`.
         """
-        results = {"eval": self.run(title, env, policy, folder / "eval.jsonl", record=self.local_videos, **options)}
+        results = {"eval": self.run(title, env, policy, folder / IN_TRAINING, record=self.local_videos, **options)}
         if self.sampled:
             path = folder / "eval_sampled.jsonl"
             with at_temperature(policy, self.temperature):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,10 +18,8 @@ from vla_common.plain import parse_json
 
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
-    """Make a progress bar, shown by rank 0; a log file gets a line of it every ten seconds."""
-    shown: dict[str, Any] = {"disable": not distributed.is_main(), "miniters": 0}
-    shown["mininterval"] = 0.1 if sys.stderr.isatty() else 10.0  # seconds
-    return tqdm(total=total, initial=initial, desc=title, unit=unit, **shown)
+    """Make a progress bar, shown by rank 0."""
+    return tqdm(total=total, initial=initial, desc=title, unit=unit, miniters=0, disable=not distributed.is_main())
 
 
 class RunLogger:

@@ -78,7 +78,8 @@ def _checked_ranges(
 ) -> dict[str, tuple[tuple[float, ...], ...]]:
     for task, bounds in ranges.items():
         if task not in tasks:
-            raise unknown_name("task in reset_ranges", task, tasks)
+            error = unknown_name("task in reset_ranges", task, tasks)
+            raise ValueError(f"{error}; for the benchmark's own initial states: reset_ranges=null")
         if len(bounds) != 2 or not 0 < len(bounds[0]) == len(bounds[1]) or np.greater(bounds[0], bounds[1]).any():
             raise ValueError(
                 f"reset_ranges.{task} takes [low, high] of the task's random vector, in metres and as many numbers "
