@@ -1,0 +1,44 @@
+"""LeRobot's tiny checkpoint of SmolVLA in the golden data, as a folder of its own."""
+
+import json
+import shutil
+
+import numpy as np
+import torch
+from paths import GOLDEN
+from torch.nn import functional as F
+
+SMOLVLA = GOLDEN / "lerobot_smolvla_tiny"
+PATTERNS = ("config.json", "model.safetensors", "policy_*", "tokenizer", "smolvlm_like")
+
+
+def golden():
+    """Arrays of ``golden_io.npz`` as tensors."""
+    with np.load(SMOLVLA / "golden_io.npz") as stored:
+        return {key: torch.from_numpy(stored[key]) for key in stored.files}
+
+
+def make_checkpoint(folder, **config):
+    """Copy the tiny checkpoint into ``folder``; ``config`` are other entries of its config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in PATTERNS:
+        for path in SMOLVLA.glob(pattern):
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, folder / path.name)
+    change_json(folder / "config.json", **config)
+    return folder
+
+
+def change_json(file, **entries):
+    """Set entries of a JSON file; ``None`` removes one."""
+    changed = {**json.loads(file.read_text()), **entries}
+    file.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+
+
+def prepare(images, side):
+    """Reference: uint8 ``[N, H, W, 3]`` to float ``[N, 3, side, side]`` from -1 to 1, padded on the left and top."""
+    pixels = images.permute(0, 3, 1, 2) / 255
+    ratio = max(pixels.shape[2] / side, pixels.shape[3] / side)
+    inner = [int(length / ratio) for length in pixels.shape[2:]]
+    pixels = F.interpolate(pixels, inner, mode="bilinear", align_corners=False)
+    return F.pad(pixels, (side - inner[1], 0, side - inner[0], 0)) * 2 - 1

@@ -1,0 +1,1 @@
+"""SmolVLA as a native module that reads and writes LeRobot's checkpoints."""
