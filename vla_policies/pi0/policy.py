@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from vla_common import keys
 from vla_policies.checkpoint.weights import Entry
+from vla_policies.flow.heads import save_heads
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import NOISE_WIDTHS, NoiseNetwork
 from vla_policies.memory import DecisionMemory
 from vla_policies.nn.value_head import make_value_layers
 from vla_policies.pi0.checkpoint import Pi0Checkpoint, is_pi0, is_unused
 from vla_policies.pi0.config import Pi0Config
-from vla_policies.pi0.heads import save_heads
 from vla_policies.pi0.inspection import decision_memory, describe_checkpoint, make_meta_model
 from vla_policies.pi0.model import EXPERT, Pi0Model, PrefixCache, stays_float32
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
@@ -112,7 +112,7 @@ class Pi0(ModelImages, FlowPolicy, PretrainedPolicy):
         self.freeze()
         self.num_values = 1 if config.value_head else 0
         if config.value_head:
-            stored.check_value_input(config.value_after_vlm, model.config.language.width, width)
+            stored.check_value_input(config.value_after_vlm, model.config.language.width, width, "PaliGemma")
         self.value_head = self._make_value_head()
 
     def shard_groups(self) -> list[ShardGroup]:
