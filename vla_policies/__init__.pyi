@@ -15,6 +15,7 @@ from .small import SmallFlow as SmallFlow
 from .small import SmallFlowConfig as SmallFlowConfig
 from .small import SmallVLA as SmallVLA
 from .small import SmallVLAConfig as SmallVLAConfig
+from .smolvla import SmolVLA as SmolVLA
 
 __version__: str
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "SmallFlowConfig",
     "SmallVLA",
     "SmallVLAConfig",
+    "SmolVLA",
     "VLAPolicy",
     "get_adapter",
     "inspect_policy",

@@ -31,7 +31,7 @@ STATE, ACTION = "observation.state", "action"
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 NORMALIZERS = ("normalizer_processor", "unnormalizer_processor")
 EMPTY_CAMERA = "observation.images.empty_camera_"
-_RENAME, _TOKENIZER = "rename_observations_processor", "tokenizer_processor"
+RENAME, TOKENIZER = "rename_observations_processor", "tokenizer_processor"
 _PLAIN_STEPS = {"to_batch_processor", "device_processor"}  # what a policy here does by itself
 _RELATIVE = {"relative_actions_processor", "absolute_actions_processor"}  # must not be enabled
 _OLD_STATISTICS = "normalize_inputs."  # of LeRobot before 0.4: buffers among the weights
@@ -68,7 +68,7 @@ class LeRobotFolder:
         if missing := [name for name in PROCESSORS if not (path / name).is_file()]:
             raise FileNotFoundError(f"{path} has no {' and no '.join(missing)}; copy the whole checkpoint")
         processors = [read_json(path / name) for name in PROCESSORS]
-        known = {_RENAME, _TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, *steps}
+        known = {RENAME, TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, *steps}
         for name, content in zip(PROCESSORS, processors, strict=True):
             _check_steps(path / name, content, kind, known)
         if lost := [step for step in steps if find_step(processors[0], step) is None]:
@@ -77,7 +77,7 @@ class LeRobotFolder:
             _read_tensors(path, path / name, find_step(content, step), step)
             for name, content, step in zip(PROCESSORS, processors, NORMALIZERS, strict=True)
         ]
-        tokenizer = _read_tokenizer(path, find_step(processors[0], _TOKENIZER) or {})
+        tokenizer = _read_tokenizer(path, find_step(processors[0], TOKENIZER) or {})
         return cls(path, config, read_options(path), processors, tensors, tokenizer, weights)
 
     @property
@@ -88,7 +88,7 @@ class LeRobotFolder:
     @property
     def max_prompt_length(self) -> int:
         """Tokens of the longest prompt."""
-        step = find_step(self.processors[0], _TOKENIZER) or {}
+        step = find_step(self.processors[0], TOKENIZER) or {}
         return int(step.get("config", {}).get("max_length") or self.config.get("tokenizer_max_length", 48))
 
     def statistics(self) -> LeRobotStatistics:
@@ -101,18 +101,23 @@ class LeRobotFolder:
             found.append(FeatureStatistics.read(self.tensors[number], feature, mode, epsilon, what))
         return LeRobotStatistics(*found)
 
+    @property
+    def cameras(self) -> list[str]:
+        """Names of the cameras that the network looks at, those aside that the config has for none."""
+        features = self.config.get("input_features") or {}
+        visual = [name for name, feature in features.items() if feature.get("type") == "VISUAL"]
+        return [name for name in visual if not name.startswith(EMPTY_CAMERA)]
+
     def order_cameras(self, names: Sequence[str], chosen: bool) -> list[int]:
         """Return which of the cameras ``names`` comes first, second, ... to the network: the order of the config.
 
         ``names`` are LeRobot's before they are renamed, or the config's own. ValueError: the config has no such camera,
         or others, without which it is ``chosen`` to act.
         """
-        features = self.config.get("input_features") or {}
-        own = [name for name, feature in features.items() if feature.get("type") == "VISUAL"]
-        step = find_step(self.processors[0], _RENAME) or {}
+        step = find_step(self.processors[0], RENAME) or {}
         renamed = step.get("config", {}).get("rename_map") or {}
         meant = [renamed.get(name, name) for name in names]
-        real = [name for name in own if not name.startswith(EMPTY_CAMERA)]
+        real = self.cameras
         absent = [name for name in real if name not in meant]
         unknown = [name for name in meant if name not in real]
         if unknown or (absent and not chosen and len(absent) > self.config.get("empty_cameras", 0)):
@@ -120,7 +125,7 @@ class LeRobotFolder:
                 f"cameras={list(names)}: {self.path} looks at {', '.join(real)}; set cameras to the names of the "
                 f"third-person camera, then of the wrist cameras, such as cameras=[{','.join(real[: len(names)])}]"
             )
-        return sorted(range(len(meant)), key=lambda index: own.index(meant[index]))
+        return sorted(range(len(meant)), key=lambda index: real.index(meant[index]))
 
     def write(
         self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], config: Mapping[str, Any]
@@ -131,7 +136,7 @@ class LeRobotFolder:
         set.
         """
         folder = Path(folder)
-        place = _tokenizer_folder(find_step(self.processors[0], _TOKENIZER) or {})
+        place = _tokenizer_folder(find_step(self.processors[0], TOKENIZER) or {})
         states = [_state_file(file, step) for file, step in zip(self.processors, NORMALIZERS, strict=True)]
         texts = {
             CONFIG: {**self.config, **config},

@@ -39,6 +39,11 @@ class Pi0ModelConfig:
     action_dim: int
     pi05: bool
 
+    @property
+    def state_dim(self) -> int:
+        """Numbers of a padded state: as many as of an action."""
+        return self.action_dim
+
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], vision_heads: int | None = None) -> Pi0ModelConfig:
         """Read all sizes from the shapes of a checkpoint's tensors; ValueError if one that tells a size is missing.

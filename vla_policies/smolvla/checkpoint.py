@@ -22,8 +22,8 @@ from vla_policies.lerobot.statistics import to_tensors
 from vla_policies.smolvla.model import VLM, SmolVLAModel, SmolVLAModelConfig
 
 FAMILY = "smolvla"
-_STEPS = ("smolvla_new_line_processor",)
-_UNUSED = f"{VLM}lm_head."
+STEPS = ("smolvla_new_line_processor",)
+UNUSED = f"{VLM}lm_head."
 _FIXED = {  # entries of config.json that the network has built in
     "n_obs_steps": 1,
     "min_period": 4e-3,
@@ -47,7 +47,7 @@ class SmolVLACheckpoint:
 
         The ``config.json`` of a VLM other than SmolVLM2-500M is in a folder called ``vlm_model_name``, in this one.
         """
-        found = LeRobotFolder.read(folder, FAMILY, _STEPS)
+        found = LeRobotFolder.read(folder, FAMILY, STEPS)
         for name, value in _FIXED.items():
             if found.config.get(name, value) != value:
                 said = json.dumps(found.config[name])
@@ -67,6 +67,12 @@ class SmolVLACheckpoint:
     def horizon(self) -> int:
         """Actions that are denoised together."""
         return int(self.folder.config.get("chunk_size", 50))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the config says of a policy's settings: how many actions are executed, and steps to make them."""
+        said = ("num_action_chunks", "n_action_steps"), ("num_steps", "num_steps")
+        return {name: self.folder.config[entry] for name, entry in said if entry in self.folder.config}
 
     @cached_property
     def heads(self) -> StoredHeads:
@@ -118,4 +124,4 @@ def is_smolvla(folder: Path) -> bool:
 
 def is_unused(key: str) -> bool:
     """Tell whether the network reads no tensor of that name: the VLM's ``lm_head``."""
-    return key.startswith(_UNUSED)
+    return key.startswith(UNUSED)
