@@ -33,7 +33,7 @@ class Observed:
     """A batch as the action expert sees it."""
 
     prefix: PrefixCache
-    state: Tensor | None  # what it reads besides
+    state: Tensor  # normalised and padded
     pooled: Tensor | None  # what a value head reads of the prefix
 
 
@@ -235,9 +235,8 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     # ---- flow
 
     def repeat(self, observed: Observed, count: int) -> Observed:
-        rest = (observed.state, observed.pooled)
-        state, pooled = (None if each is None else each.repeat_interleave(count, dim=0) for each in rest)
-        return Observed(observed.prefix.repeat(count), state, pooled)
+        pooled = None if observed.pooled is None else observed.pooled.repeat_interleave(count, dim=0)
+        return Observed(observed.prefix.repeat(count), observed.state.repeat_interleave(count, dim=0), pooled)
 
     def value(self, observed: Observed, hidden: Tensor | None) -> Tensor | None:
         if self.value_head is None:

@@ -148,11 +148,11 @@ class LeRobotFolder:
             (folder / place).mkdir(parents=True, exist_ok=True)
             for name, content in texts.items():
                 (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-            for name, content in self.tokenizer.items():
-                (folder / place / name).write_bytes(content)
-            for name, tensors in zip(states, self.tensors, strict=True):
-                if name:
-                    write_safetensors(folder / name, tensors)
+            for name, file in self.tokenizer.items():
+                (folder / place / name).write_bytes(file)
+            for state, tensors in zip(states, self.tensors, strict=True):
+                if state is not None:
+                    write_safetensors(folder / state, tensors)
 
         in_first(weights.values(), write)
         stored = {f"{PREFIX}{key}": tensor for key, tensor in weights.items()}

@@ -100,9 +100,9 @@ class SmolVLA(VLMFlowPolicy):
 
     def observe(self, tensordict: TensorDictBase) -> Observed:
         states = self.statistics.normalize("state", self.adapter.states(tensordict))
-        prefix, pooled = self.read_prefix(tensordict)
         state = F.pad(states, (0, self.model.config.state_dim - self.state_dim))
-        return Observed(self.model.add_state(prefix, state), None, pooled)
+        prefix, pooled = self.read_prefix(tensordict)
+        return Observed(self.model.add_state(prefix, state), state, pooled)
 
     def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
         images = tensordict.get(keys.MODEL_IMAGES, None)
