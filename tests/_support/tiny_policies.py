@@ -49,7 +49,8 @@ def pi0(folder, name="pi0", **settings):
 
 
 def smolvla(folder, **settings):
-    return SmolVLA.from_pretrained(folder / "smolvla", benchmark="libero", max_prompt_length=32, **settings)
+    fixed = {"benchmark": "libero", "max_prompt_length": 32, "cameras": ("observation.images.image",)}
+    return SmolVLA.from_pretrained(folder / "smolvla", **fixed, **settings)
 
 
 def adapted(make):
