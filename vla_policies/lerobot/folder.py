@@ -26,6 +26,7 @@ from vla_policies.checkpoint.weights import Entry, list_weights, load_file, save
 from vla_policies.checkpoint.writing import write_safetensors
 from vla_policies.lerobot.statistics import FeatureStatistics, LeRobotStatistics
 
+LEROBOT = "lerobot"  # in a benchmark's schema: how its policies act there
 PREFIX = "model."  # of every tensor's name
 STATE, ACTION = "observation.state", "action"
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")

@@ -38,11 +38,10 @@ class Pi0ModelConfig:
     vocab_size: int
     action_dim: int
     pi05: bool
+    state_dim: int = 0  # 0: as many as of an action
 
-    @property
-    def state_dim(self) -> int:
-        """Numbers of a padded state: as many as of an action."""
-        return self.action_dim
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state_dim", self.state_dim or self.action_dim)
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], vision_heads: int | None = None) -> Pi0ModelConfig:
@@ -60,6 +59,7 @@ class Pi0ModelConfig:
                 vocab_size=shapes[table if table in shapes else f"{PREFIX}lm_head.weight"][0],
                 action_dim=shapes["action_in_proj.weight"][1],
                 pi05=pi05,
+                state_dim=0 if pi05 else shapes["state_proj.weight"][1],
             )
         except KeyError as missing:
             raise ValueError(f"no tensor {missing}: it is not a PyTorch checkpoint of pi0 or pi0.5") from None
@@ -99,7 +99,7 @@ class Pi0Model(nn.Module):
             self.time_mlp_in = nn.Linear(expert_width, expert_width)
             self.time_mlp_out = nn.Linear(expert_width, expert_width)
         else:
-            self.state_proj = nn.Linear(config.action_dim, expert_width)
+            self.state_proj = nn.Linear(config.state_dim, expert_width)
             self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
             self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
 
@@ -163,7 +163,7 @@ class Pi0Model(nn.Module):
         """Return tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).
 
         ``noisy_actions`` are ``[N, H, action_dim]``, ``time`` ``[N]`` from 1 (noise) to 0 (action), ``state`` ``[N,
-        action_dim]``, padded; pi0.5 does not read it.
+        state_dim]``, padded; pi0.5 does not read it.
         """
         dtype = self.action_in_proj.weight.dtype  # float32 also in a bfloat16 model
         actions = self.action_in_proj(noisy_actions.to(dtype))

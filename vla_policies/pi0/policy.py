@@ -105,7 +105,7 @@ class Pi0(VLMFlowPolicy):
 
     def observe(self, tensordict: TensorDictBase) -> Observed:
         states = self.statistics.normalize("state", self.adapter.states(tensordict))
-        state = F.pad(states, (0, self.model_action_dim - self.state_dim))
+        state = F.pad(states, (0, self.model.config.state_dim - self.state_dim))
         prefix, pooled = self.read_prefix(tensordict)
         return Observed(prefix, state, pooled)
 

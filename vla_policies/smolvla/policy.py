@@ -16,6 +16,7 @@ from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.heads import save_heads
 from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import Observed, VLMFlowPolicy
+from vla_policies.lerobot.folder import LEROBOT
 from vla_policies.lerobot.prompts import LinePrompts
 from vla_policies.memory import DecisionMemory
 from vla_policies.processing.adapters import get_adapter, published_settings
@@ -47,14 +48,14 @@ class SmolVLA(VLMFlowPolicy):
     folder: SmolVLACheckpoint
 
     def __init__(self, model: SmolVLAModel, folder: SmolVLACheckpoint, config: SmolVLAConfig):
-        names = config.cameras or published_settings(config.benchmark, FAMILY).get("cameras")
+        names = config.cameras or published_settings(config.benchmark, LEROBOT).get("cameras")
         if not names:
             raise SettingError(
                 f"cameras: LeRobot's names of the cameras of {config.benchmark} are not known; set them, the "
                 "third-person camera first, such as cameras=[observation.images.image]"
             )
         order = folder.folder.order_cameras(names, chosen=config.cameras is not None)
-        adapter = get_adapter(config.benchmark, FAMILY)
+        adapter = get_adapter(config.benchmark, LEROBOT)
         super().__init__(model, folder, config, adapter, horizon=folder.horizon, num_images=len(names))
         self.camera_order = order
         self.statistics = folder.folder.statistics()
