@@ -1,6 +1,5 @@
 """SmolVLA as a native module that reads and writes LeRobot's checkpoints."""
 
-from vla_policies.smolvla.config import SmolVLAConfig
 from vla_policies.smolvla.policy import SmolVLA
 
-__all__ = ["SmolVLA", "SmolVLAConfig"]
+__all__ = ["SmolVLA"]

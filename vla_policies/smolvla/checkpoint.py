@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from vla_common.plain import read_json
 from vla_policies.checkpoint.layout import CONFIG
 from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.weights import Entry
-from vla_policies.flow.heads import StoredHeads
-from vla_policies.lerobot.folder import ACTION, STATE, LeRobotFolder, is_type
-from vla_policies.lerobot.statistics import to_tensors
+from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
+from vla_policies.lerobot.folder import LeRobotFolder, is_type
 from vla_policies.smolvla.model import VLM, SmolVLAModel, SmolVLAModelConfig
 
 FAMILY = "smolvla"
@@ -35,10 +33,9 @@ _FIXED = {  # entries of config.json that the network has built in
 
 
 @dataclass(frozen=True)
-class SmolVLACheckpoint:
+class SmolVLACheckpoint(LeRobotCheckpoint):
     """A checkpoint folder without its weights."""
 
-    folder: LeRobotFolder
     vlm: Mapping[str, Any]  # config.json of its VLM, empty for SmolVLM2-500M
 
     @classmethod
@@ -54,30 +51,6 @@ class SmolVLACheckpoint:
                 raise ValueError(f"{found.path / CONFIG}: {name} is {said}, only {json.dumps(value)} is supported")
         places = (found.path / Path(found.config.get("vlm_model_name", FAMILY)).name / CONFIG,)
         return cls(found, next((read_json(place) for place in places if place.is_file()), {}))
-
-    @property
-    def path(self) -> Path:
-        return self.folder.path
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        return self.folder.options
-
-    @property
-    def horizon(self) -> int:
-        """Actions that are denoised together."""
-        return int(self.folder.config.get("chunk_size", 50))
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the config says of a policy's settings: how many actions are executed, and steps to make them."""
-        said = ("num_action_chunks", "n_action_steps"), ("num_steps", "num_steps")
-        return {name: self.folder.config[entry] for name, entry in said if entry in self.folder.config}
-
-    @cached_property
-    def heads(self) -> StoredHeads:
-        """Value head and noise network; headers only."""
-        return StoredHeads.read(self.path, {})
 
     def empty_model(self) -> tuple[SmolVLAModel, dict[str, Entry]]:
         entries = self.folder.model_weights
@@ -95,16 +68,8 @@ class SmolVLACheckpoint:
         with torch.device("meta"):
             return SmolVLAModel(sizes), entries
 
-    def with_statistics(self, actions: Mapping[str, Any], state: Mapping[str, Any]) -> SmolVLACheckpoint:
-        """Return it with other statistics, by name and dimension."""
-        tensors = {**to_tensors(ACTION, actions), **to_tensors(STATE, state)}
-        return replace(self, folder=replace(self.folder, tensors=(tensors, tensors)))
-
-    def write(
-        self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], config: Mapping[str, Any]
-    ) -> list[str]:
-        """Write a folder in this layout, see :meth:`LeRobotFolder.write`."""
-        files = self.folder.write(folder, weights, options, config)
+    def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
+        files = super().write(folder, weights, options)
         if not self.vlm:
             return files
         place = Path(self.folder.config["vlm_model_name"]).name

@@ -11,11 +11,11 @@ import torch
 from vla_policies.checkpoint.report import NOT_SAID, Report, describe_weights
 from vla_policies.checkpoint.weights import check_weights
 from vla_policies.flow import memory
+from vla_policies.lerobot.policy import LeRobotConfig
 from vla_policies.memory import DecisionMemory
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.smolvla.checkpoint import FAMILY, SmolVLACheckpoint, is_unused
-from vla_policies.smolvla.config import SmolVLAConfig
 from vla_policies.smolvla.model import SmolVLAModel, SmolVLAModelConfig
 
 _VOCABULARY, _DIM, _HORIZON, _SHUFFLE = 49_280, 32, 50, 4
@@ -69,7 +69,7 @@ def published_sizes() -> SmolVLAModelConfig:
 
 
 def decision_memory(
-    model: SmolVLAModel, config: SmolVLAConfig, checkpoint: SmolVLACheckpoint | None, frozen: bool
+    model: SmolVLAModel, config: LeRobotConfig, checkpoint: SmolVLACheckpoint | None, frozen: bool
 ) -> DecisionMemory:
     """Return the stacks that a gradient goes through, see :func:`vla_policies.flow.memory.decision_memory`.
 

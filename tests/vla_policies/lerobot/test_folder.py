@@ -15,6 +15,8 @@ from vla_policies.lerobot.statistics import FeatureStatistics
 from vla_policies.processing.images import interpolate_with_pad
 from vla_policies.smolvla.checkpoint import SmolVLACheckpoint, is_smolvla, is_unused
 
+OPTIONS = {"family": "smolvla", "num_action_chunks": 3, "num_steps": 4}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -91,7 +93,7 @@ def test_what_is_written_is_what_was_read(folder, tmp_path):
     unused = load_weights(model, entries, unused=is_unused)
     assert list(unused) == ["vlm_with_expert.vlm.lm_head.weight"]
     copy = tmp_path / "copy"
-    files = checkpoint.write(copy, {**model.state_dict(), **unused}, {"family": "smolvla"}, {"n_action_steps": 3})
+    files = checkpoint.write(copy, {**model.state_dict(), **unused}, OPTIONS)
     assert {str(file.relative_to(copy)) for file in copy.rglob("*") if file.is_file()} == set(files)
     assert set(files) - {"vla_torchrl.json"} == {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
     for name in files:
@@ -101,9 +103,9 @@ def test_what_is_written_is_what_was_read(folder, tmp_path):
             assert all(torch.equal(found[key].float(), tensor.float()) for key, tensor in expected.items())
         elif name not in ("config.json", "vla_torchrl.json"):
             assert json.loads((copy / name).read_text()) == json.loads((folder / name).read_text())
-    expected = {**json.loads((folder / "config.json").read_text()), "n_action_steps": 3}
+    expected = {**json.loads((folder / "config.json").read_text()), "n_action_steps": 3, "num_steps": 4}
     assert json.loads((copy / "config.json").read_text()) == expected
-    assert SmolVLACheckpoint.read(copy).options == {"family": "smolvla"}
+    assert SmolVLACheckpoint.read(copy).options == OPTIONS
 
 
 def test_statistics_are_found_at_any_step(folder):
