@@ -1,5 +1,6 @@
 from .openvla import OpenVLA as OpenVLA
 from .openvla import OpenVLAOFT as OpenVLAOFT
+from .pi0 import LeRobotPi0 as LeRobotPi0
 from .pi0 import Pi0 as Pi0
 from .policy import VLAPolicy as VLAPolicy
 from .pretrained import PretrainedPolicy as PretrainedPolicy
@@ -20,6 +21,7 @@ from .smolvla import SmolVLA as SmolVLA
 __version__: str
 __all__ = [
     "Adapter",
+    "LeRobotPi0",
     "OpenVLA",
     "OpenVLAOFT",
     "Pi0",

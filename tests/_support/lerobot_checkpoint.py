@@ -1,4 +1,4 @@
-"""LeRobot's tiny checkpoint of SmolVLA in the golden data, as a folder of its own."""
+"""LeRobot's tiny checkpoints of SmolVLA and pi0 in the golden data, as folders of their own."""
 
 import json
 import shutil
@@ -8,24 +8,26 @@ import torch
 from paths import GOLDEN
 from torch.nn import functional as F
 
-SMOLVLA = GOLDEN / "lerobot_smolvla_tiny"
+SMOLVLA, PI0 = GOLDEN / "lerobot_smolvla_tiny", GOLDEN / "lerobot_pi0_tiny"
 PATTERNS = ("config.json", "model.safetensors", "policy_*", "tokenizer", "smolvlm_like")
 
 
-def golden():
+def golden(of=SMOLVLA):
     """Arrays of ``golden_io.npz`` as tensors."""
-    with np.load(SMOLVLA / "golden_io.npz") as stored:
+    with np.load(of / "golden_io.npz") as stored:
         return {key: torch.from_numpy(stored[key]) for key in stored.files}
 
 
-def make_checkpoint(folder, **config):
-    """Copy the tiny checkpoint into ``folder``; ``config`` are other entries of its config.json."""
+def make_checkpoint(folder, of=SMOLVLA, **config):
+    """Copy a tiny checkpoint into ``folder``; ``config`` are other entries of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in PATTERNS:
-        for path in SMOLVLA.glob(pattern):
+        for path in of.glob(pattern):
             copy = shutil.copytree if path.is_dir() else shutil.copy
             copy(path, folder / path.name)
     change_json(folder / "config.json", **config)
+    if of == PI0:  # whose SigLIP has heads of another size than the published one's
+        (folder / "vla_torchrl.json").write_text('{"vision_heads": 4}')
     return folder
 
 

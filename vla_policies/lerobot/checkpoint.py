@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from vla_policies.checkpoint.report import NOT_SAID, describe_weights
 from vla_policies.flow.heads import StoredHeads
 from vla_policies.lerobot.folder import ACTION, STATE, LeRobotFolder
 from vla_policies.lerobot.statistics import to_tensors
@@ -50,6 +51,19 @@ class LeRobotCheckpoint:
     def heads(self) -> StoredHeads:
         """Value head and noise network; headers only."""
         return StoredHeads.read(self.path, {})
+
+    def describe(self) -> dict[str, str]:
+        """Return facts of it for a report."""
+        config, options = self.folder.config, self.options
+        return {
+            "benchmark": options.get("benchmark", f"{NOT_SAID}; set benchmark"),
+            "cameras": ", ".join(self.folder.cameras),
+            "chunk": f"{self.horizon} actions, of which {config.get('n_action_steps')} are executed",
+            "tokenizer": "yes",
+            "LoRA adapter": "lora_adapter/" if options.get("lora_adapter") else "no",
+            "weights": describe_weights(self.folder.weights),
+            "heads": self.heads.describe(),
+        }
 
     def with_statistics(self, actions: Mapping[str, Any], state: Mapping[str, Any]) -> Self:
         """Return it with other statistics, by name and dimension."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,20 +10,24 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
+from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import SettingError
+from vla_policies.checkpoint.weights import check_weights
 from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.heads import save_heads
 from vla_policies.flow.vlm import VLMFlowPolicy
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
-from vla_policies.lerobot.folder import LEROBOT
+from vla_policies.lerobot.folder import LEROBOT, is_type
 from vla_policies.lerobot.prompts import LinePrompts
 from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import interpolate_with_pad
 from vla_policies.processing.normalization import summarise
+
+_HORIZON = 50  # of published checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +47,14 @@ class LeRobotConfig(VLMFlowConfig):
 class LeRobotPolicy(VLMFlowPolicy):
     """A flow policy of a :class:`LeRobotCheckpoint`; a family adds its network.
 
-    ``centred``: images are padded on both sides, not on the left and top.
+    Attributes:
+        kind: LeRobot's ``type`` of it.
+        checkpoint_class: what reads its folders.
+        centred: images are padded on both sides, not on the left and top.
     """
 
+    kind: ClassVar[str]
+    checkpoint_class: ClassVar[type[Any]]
     centred: ClassVar[bool]
     config_class: ClassVar[type[LeRobotConfig]] = LeRobotConfig
     checkpoint_settings: ClassVar[tuple[str, ...]] = ("cameras",)
@@ -68,6 +78,46 @@ class LeRobotPolicy(VLMFlowPolicy):
         self.statistics.check(self.state_dim, self.action_dim)
         longest = folder.folder.max_prompt_length if config.max_prompt_length is None else config.max_prompt_length
         self.prompts = LinePrompts(folder.folder.tokenizer, longest)
+
+    @classmethod
+    @abstractmethod
+    def published_model(cls) -> nn.Module:
+        """Build a model of the published sizes."""
+
+    @classmethod
+    def read_checkpoint(cls, folder: Path) -> Any:
+        return cls.checkpoint_class.read(folder)
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return is_type(folder, cls.kind)
+
+    @classmethod
+    def describe(cls, folder: Path) -> Report:
+        report = Report({"family": cls.family})
+        try:
+            checkpoint = cls.read_checkpoint(folder)
+            report.facts |= checkpoint.describe()
+            checkpoint.folder.statistics()
+            model, entries = checkpoint.empty_model()
+            check_weights(model, entries, unused=cls.unused, what=str(folder))
+        except (FileNotFoundError, ValueError) as error:
+            report.missing.append(str(error))
+        return report
+
+    @classmethod
+    def meta_model(cls, folder: Path | None, settings: Mapping[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
+        if folder is not None:
+            checkpoint = cls.read_checkpoint(folder)
+            said = {name: value for name, value in checkpoint.options.items() if value is not None}
+            return checkpoint.empty_model()[0], checkpoint, {**checkpoint.settings, **said}
+        with torch.device("meta"):
+            return cls.published_model(), None, {}
+
+    def decision_sizes(self) -> tuple[int, int]:
+        """Return how many images a decision has and how many actions are denoised, also of a policy without numbers."""
+        cameras = self.config.cameras or (self.folder.folder.cameras if self.folder else ())
+        return len(cameras) or 1, self.folder.horizon if self.folder else _HORIZON
 
     @classmethod
     def infer_settings(cls, checkpoint: LeRobotCheckpoint, settings: dict[str, Any], stored: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from vla_policies.checkpoint.layout import CONFIG
 from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
-from vla_policies.lerobot.folder import LeRobotFolder, is_type
+from vla_policies.lerobot.folder import LeRobotFolder
 from vla_policies.smolvla.model import VLM, SmolVLAModel, SmolVLAModelConfig
 
 FAMILY = "smolvla"
@@ -80,11 +80,6 @@ class SmolVLACheckpoint(LeRobotCheckpoint):
 
         in_first(weights.values(), write)
         return [*files, f"{place}/{CONFIG}"]
-
-
-def is_smolvla(folder: Path) -> bool:
-    """Tell whether a local folder is a checkpoint of SmolVLA, published or ours; raises nothing."""
-    return is_type(folder, FAMILY)
 
 
 def is_unused(key: str) -> bool:

@@ -79,6 +79,14 @@ class SmolVLAModelConfig:
         return self.vision.num_patches // self.shuffle**2
 
 
+def published_sizes() -> SmolVLAModelConfig:
+    """Return the sizes of lerobot/smolvla_base: arXiv 2506.01844, and SmolVLM2-500M's first 16 layers."""
+    vision = SiglipConfig(width=768, depth=12, heads=12, mlp_dim=3072, patch_size=16, num_patches=1024)
+    language = GemmaConfig(960, 16, 2560, 15, 5, 64, llama=True)
+    expert = GemmaConfig(720, 16, 2048, 15, 5, 64, llama=True, cross=tuple(range(1, 16, 2)))
+    return SmolVLAModelConfig(vision, language, expert, 49_280, 32, 32, shuffle=4)
+
+
 def stays_float32(name: str) -> bool:
     """Tell whether a tensor stays float32 in a bfloat16 model, as in pi0.
 

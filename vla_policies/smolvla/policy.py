@@ -7,13 +7,13 @@ from typing import ClassVar
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from vla_policies.flow import memory
 from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import Observed
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.memory import DecisionMemory
-from vla_policies.smolvla.checkpoint import FAMILY, SmolVLACheckpoint, is_smolvla, is_unused
-from vla_policies.smolvla.inspection import decision_memory, describe_checkpoint, make_meta_model
-from vla_policies.smolvla.model import EXPERT, SmolVLAModel, stays_float32
+from vla_policies.smolvla.checkpoint import FAMILY, SmolVLACheckpoint, is_unused
+from vla_policies.smolvla.model import EXPERT, SmolVLAModel, published_sizes, stays_float32
 
 
 class SmolVLA(LeRobotPolicy):
@@ -27,20 +27,24 @@ class SmolVLA(LeRobotPolicy):
     """
 
     family: ClassVar[str] = FAMILY
-    vlm_name, expert_prefix, centred = "the VLM", EXPERT, False
+    kind, vlm_name, expert_prefix, centred = FAMILY, "the VLM", EXPERT, False
 
     model: SmolVLAModel
     folder: SmolVLACheckpoint
 
-    recognises = staticmethod(is_smolvla)
-    describe = staticmethod(describe_checkpoint)
-    read_checkpoint = staticmethod(SmolVLACheckpoint.read)
-    meta_model = staticmethod(make_meta_model)
+    checkpoint_class = SmolVLACheckpoint
     unused = staticmethod(is_unused)
     needs_float32 = staticmethod(stays_float32)
 
+    @classmethod
+    def published_model(cls) -> SmolVLAModel:
+        return SmolVLAModel(published_sizes())
+
     def decision_memory(self) -> DecisionMemory:
-        return decision_memory(self.model, self.config, self.folder, self.prefix_is_frozen)
+        """Return what it takes; layers of the expert that cross are counted as the others."""
+        images, horizon = self.decision_sizes()
+        frozen = self.prefix_is_frozen
+        return memory.decision_memory(self.model, self.config, frozen, images, self.image_tokens, horizon, state=True)
 
     @property
     def vlm(self) -> nn.Module:

@@ -9,11 +9,11 @@ from lerobot_checkpoint import SMOLVLA, change_json, golden, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from vla_policies.checkpoint.weights import load_weights
-from vla_policies.lerobot.folder import PROCESSORS
+from vla_policies.lerobot.folder import PROCESSORS, is_type
 from vla_policies.lerobot.prompts import LinePrompts
 from vla_policies.lerobot.statistics import FeatureStatistics
 from vla_policies.processing.images import interpolate_with_pad
-from vla_policies.smolvla.checkpoint import SmolVLACheckpoint, is_smolvla, is_unused
+from vla_policies.smolvla.checkpoint import SmolVLACheckpoint, is_unused
 
 OPTIONS = {"family": "smolvla", "num_action_chunks": 3, "num_steps": 4}
 
@@ -216,7 +216,7 @@ def spoil(folder, what):
     ],
 )
 def test_a_wrong_folder_is_one_line(folder, what, message):
-    assert is_smolvla(folder)
+    assert is_type(folder, "smolvla")
     spoil(folder, what)
     with pytest.raises((ValueError, FileNotFoundError)) as refused:
         read_all(folder)
