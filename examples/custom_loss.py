@@ -20,6 +20,7 @@ from torchrl.objectives import LossModule
 from tqdm import trange
 
 from vla_algos import BehaviourCloning, Learner, StepCollector, evaluate, gae, record_demonstrations
+from vla_common.settings import Positive
 from vla_envs import Episode, evaluation_episodes, make_env
 from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy
 
@@ -46,7 +47,7 @@ class SimplePolicyLoss(LossModule):
     in_keys = ("action_log_prob", "advantage", "value_target", ("next", "step_mask"))
     out_keys = ("loss_objective", "loss_critic", "ratio_distance")
 
-    def __init__(self, policy: VLAPolicy, epsilon: float = 0.2, critic_coeff: float = 0.5):
+    def __init__(self, policy: VLAPolicy, epsilon: Positive = 0.2, critic_coeff: float = 0.5):
         super().__init__()
         self.policy, self.epsilon, self.critic_coeff = policy, epsilon, critic_coeff
 

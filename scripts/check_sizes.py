@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a package's own modules (with a / behind it)
     "vla_common": 1_295,
     "vla_envs": 11_870,
-    "vla_policies": 8_340,
+    "vla_policies": 9_820,
     "vla_algos/": 4_440,
     "vla_algos/collectors": 845,
     "vla_algos/demonstrations": 845,

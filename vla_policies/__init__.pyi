@@ -1,5 +1,6 @@
 from .openvla import OpenVLA as OpenVLA
 from .openvla import OpenVLAOFT as OpenVLAOFT
+from .pi0 import LeRobotPi0 as LeRobotPi0
 from .pi0 import Pi0 as Pi0
 from .policy import VLAPolicy as VLAPolicy
 from .pretrained import PretrainedPolicy as PretrainedPolicy
@@ -15,10 +16,12 @@ from .small import SmallFlow as SmallFlow
 from .small import SmallFlowConfig as SmallFlowConfig
 from .small import SmallVLA as SmallVLA
 from .small import SmallVLAConfig as SmallVLAConfig
+from .smolvla import SmolVLA as SmolVLA
 
 __version__: str
 __all__ = [
     "Adapter",
+    "LeRobotPi0",
     "OpenVLA",
     "OpenVLAOFT",
     "Pi0",
@@ -27,6 +30,7 @@ __all__ = [
     "SmallFlowConfig",
     "SmallVLA",
     "SmallVLAConfig",
+    "SmolVLA",
     "VLAPolicy",
     "get_adapter",
     "inspect_policy",

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--micro-batch-size", type=int, default=1, help="decisions of a backward pass")
     memory.add_argument("--num-envs", type=int, default=1, help="of a process, that decide together")
     tiny = commands.add_parser("tiny", help="write a tiny checkpoint with random weights, to try commands with")
-    tiny.add_argument("kind", help="openvla, openvla_oft_official, openvla_oft_rlinf, pi0 or pi05")
+    tiny.add_argument("kind", help="such as openvla; one that there is not lists them")
     tiny.add_argument("--to", required=True, metavar="NEW", help="a folder that is not there yet")
     tiny.add_argument("--statistics", default="tiny", metavar="NAME", help="of their data set, such as bridge_orig")
     return parser

@@ -173,7 +173,7 @@ def find_policy_class(folder: Path) -> type[VLAPolicy]:
     if not found:
         verify_checksums(folder)
         said, config = layout.read(folder)
-        kind = said or config.get("model_type")
+        kind = said or config.get("model_type") or config.get("type")  # LeRobot's word
         raise ValueError(
             f"{folder} is a checkpoint of {repr(kind) if kind else 'an unknown model'}; known are "
             f"{', '.join(policies.names())}: install the package that registers it"

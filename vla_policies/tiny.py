@@ -13,6 +13,7 @@ import torch
 
 from vla_policies.openvla.tiny import write_tiny as write_openvla
 from vla_policies.pi0.tiny import write_tiny as write_pi0
+from vla_policies.smolvla.tiny import write_tiny as write_smolvla
 
 _SEED = 0
 # What instructions of the benchmarks are made of: a tokenizer with nothing but letters makes prompts too long.
@@ -41,6 +42,13 @@ KINDS: dict[str, Callable[[Path, str, Sequence[str]], None]] = {
     "openvla_oft_robotwin": partial(write_openvla, proprio=True, action_dim=14, proprio_dim=14),
     "pi0": partial(write_pi0, pi05=False),
     "pi05": partial(write_pi0, pi05=True),
+    "smolvla": partial(
+        write_smolvla,
+        cameras=("observation.images.image", "observation.images.image2"),
+        state_dim=8,
+        action_dim=7,
+    ),
+    "smolvla_metaworld": partial(write_smolvla, cameras=("observation.image",), state_dim=4, action_dim=4),
 }
 
 

@@ -5,7 +5,7 @@ from openvla_checkpoint import golden, padded
 from torch import nn
 
 from vla_algos.losses import ChunkClipPPOLoss
-from vla_policies import OpenVLA, OpenVLAOFT, Pi0
+from vla_policies import OpenVLA, OpenVLAOFT, Pi0, SmolVLA
 from vla_policies.checkpoint.lora import add_lora
 from vla_policies.small import SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig
 
@@ -46,6 +46,11 @@ def reading(policy, prompts):
 def pi0(folder, name="pi0", **settings):
     fixed = {"benchmark": "metaworld", "config_name": f"{name}_metaworld"}
     return Pi0.from_pretrained(folder / name, **fixed, **{"train_expert_only": False, **settings})
+
+
+def smolvla(folder, **settings):
+    fixed = {"benchmark": "libero", "max_prompt_length": 32, "cameras": ("observation.images.image",)}
+    return SmolVLA.from_pretrained(folder / "smolvla", **fixed, **settings)
 
 
 def adapted(make):

@@ -10,6 +10,7 @@ from running import differing, train
 from safetensors.torch import load_file
 
 from vla_policies import load_policy
+from vla_policies.tiny import make_tiny
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 CONFIGS = {"pi0_tiny": "pi0_metaworld", "pi05_tiny": "pi05_metaworld"}
@@ -46,6 +47,22 @@ def test_ppo_trains_pi0_saves_it_and_goes_on(variant, method, tmp_path):
     assert load_policy(second).config == load_policy(first).config
     before, after = heads(first), heads(second)
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("value_head."))
+
+
+@pytest.mark.parametrize("method", ["flow_noise", "flow_sde"])
+def test_ppo_trains_smolvla_saves_it_and_goes_on(method, tmp_path):
+    checkpoint = make_tiny("smolvla_metaworld", tmp_path / "checkpoint")
+    chosen = ["policy=smolvla", f"policy.method={method}", "policy.num_steps=2", "policy.num_action_chunks=2"]
+    metrics, first = train("ppo", tmp_path / "first", [*chosen, f"policy.checkpoint={checkpoint}"])
+    assert math.isfinite(metrics["train/loss"])
+    assert metrics["train/actor/log_ratio_at_start"] < 1e-5
+    changed = differing(first, checkpoint)
+    assert not any(".vlm." in name for name in changed), "the VLM is frozen"
+    assert {"model.state_proj.weight", "model.action_in_proj.weight"} <= set(changed)
+    assert any("lm_expert" in name for name in changed)
+    _, second = train("ppo", tmp_path / "second", [f"policy.checkpoint={first}"])
+    assert differing(second, first)
+    assert load_policy(second).config == load_policy(first).config
 
 
 def test_grpo_trains_pi0_with_an_adapter(tmp_path):

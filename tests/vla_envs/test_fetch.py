@@ -156,7 +156,7 @@ def test_a_commit_of_a_repository(home, mirror, code, tmp_path, capsys, where):
     assert code.find() == home / "toy" / "code"
     said = capsys.readouterr().out
     assert said.startswith("the code (small)\n  from ")
-    assert said.strip().endswith(f"into {home}/toy/code")
+    assert said.splitlines()[1].endswith(f"into {home}/toy/code")
     get(code.download)
     assert capsys.readouterr().out == f"the code: there already, {home}/toy/code (delete that to fetch it again)\n"
 

@@ -7,6 +7,7 @@ from math import prod
 import pytest
 import torch
 from hardware import row
+from lerobot_checkpoint import make_checkpoint as make_smolvla
 from openvla_checkpoint import make_checkpoint as make_openvla
 from paths import CONF, GOLDEN, ROOT
 from pi0_checkpoint import make_checkpoint as make_pi0
@@ -20,9 +21,9 @@ from vla_policies.nn.blocks import blocks_of
 from vla_policies.openvla import OpenVLA, OpenVLAOFT
 from vla_policies.pi0 import Pi0
 from vla_policies.pi0.checkpoint import LM_HEAD
-from vla_policies.pi0.prompts import PAD
 from vla_policies.registry import load_policy, meta_policy
 from vla_policies.small import SmallVLA, SmallVLAConfig
+from vla_policies.smolvla import SmolVLA
 
 BASE, ADAPTERS = 7.54e9, 110e6
 BLOCK, REST, IN_VISION = 202_383_360, 335_900_000, 49  # of OpenVLA: Llama's layer, what is in no block, other blocks
@@ -105,6 +106,7 @@ def folders(tmp_path_factory):
     make_openvla(place / "value", value_head=True)
     for name in ("pi0", "pi05"):
         make_pi0(place / name, f"{name}_tiny")
+    make_smolvla(place / "smolvla")
     return place
 
 
@@ -122,6 +124,9 @@ CASES = [
     (Pi0, "pi05", {"benchmark": "libero"}, {"config_name": "pi05_libero", "value_after_vlm": "mean"}),
     (Pi0, "pi05", {"benchmark": "libero"}, {"config_name": "pi05_libero", "method": "flow_noise", "value_head": False}),
     (Pi0, "pi05", {"benchmark": "libero"}, {"config_name": "pi05_libero", "train_expert_only": False}),
+    (SmolVLA, "smolvla", {"benchmark": "libero"}, {}),
+    (SmolVLA, "smolvla", {"benchmark": "libero"}, {"method": "flow_noise", "lora_rank": 4, "dtype": "bfloat16"}),
+    (SmolVLA, "smolvla", {"benchmark": "libero"}, {"train_expert_only": False, "value_after_vlm": "mean"}),
 ]
 
 
@@ -166,6 +171,7 @@ def test_a_small_policy_is_read_from_its_configuration(tmp_path):
         ("openvla", {"value_head": False}, "openvla_7b"),
         ("pi0", {"config_name": "pi0_libero", "value_head": False}, "pi0"),
         ("pi0", {"config_name": "pi05_libero", "value_head": False}, "pi05"),
+        ("smolvla", {"value_head": False}, "smolvla"),
     ],
 )
 def test_published_sizes_are_those_of_the_published_files(name, settings, file):
@@ -173,12 +179,15 @@ def test_published_sizes_are_those_of_the_published_files(name, settings, file):
     layout = json.loads((GOLDEN / f"{file}_full_layout.json").read_text())
     policy = meta_policy(name, **settings)
     found = {key.removeprefix("model."): shape for key, (shape, *_) in parameters(policy).items()}
+    layout = {key.removeprefix("model.") if name == "smolvla" else key: shape for key, shape in layout.items()}
     unread = {key for key in layout if policy.unused(key) or key == LM_HEAD}
     assert found == {key: tuple(shape) for key, shape in layout.items() if key not in unread}
-    assert sum(map(prod, layout.values())) > sum(map(prod, found.values())) > 3e9
+    assert sum(map(prod, layout.values())) > sum(map(prod, found.values())) > (4e8 if name == "smolvla" else 3e9)
 
 
-@pytest.mark.parametrize(("policy_class", "name", "given", "settings"), [CASES[index] for index in (0, 4, 5, 8, 10)])
+@pytest.mark.parametrize(
+    ("policy_class", "name", "given", "settings"), [CASES[index] for index in (0, 4, 5, 8, 10, 11, 13)]
+)
 def test_activations_are_near_those_that_torch_keeps(folders, monkeypatch, policy_class, name, given, settings):
     """The estimate of the blocks against what those of a real tiny policy keep of an update, and that of nothing else.
 
@@ -186,10 +195,10 @@ def test_activations_are_near_those_that_torch_keeps(folders, monkeypatch, polic
     """
     policy = load(policy_class, folders / name, given, settings)
     batch = policy.precompute(policy(make_example("libero")))
-    padding = PAD if policy_class is Pi0 else policy.model.config.pad_token
+    padding = policy.model.config.pad_token if name in ("openvla", "value", "oft") else policy.padding
     length = int((batch["prompt_tokens"] != padding).sum())
-    for family in ("openvla", "pi0"):
-        monkeypatch.setattr(f"vla_policies.{family}.inspection.PROMPT_LENGTH", length)
+    for module in ("openvla.inspection", "flow.memory"):
+        monkeypatch.setattr(f"vla_policies.{module}.PROMPT_LENGTH", length)
     seen = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
     kept, inside = {}, []
     for _, block in blocks_of(policy.model):
@@ -208,7 +217,7 @@ def test_activations_are_near_those_that_torch_keeps(folders, monkeypatch, polic
     decision = meta_policy(folders / name, family=policy_class.family, **settings).decision_memory()
     estimate = decision.activations()[0] - decision.held  # which no backward pass reads
     print(f"{name} {settings}: {real} kept, {estimate} estimated, {estimate / real:.2f}")
-    assert estimate == pytest.approx(real, rel=0.15 if policy_class is Pi0 else 0.05)
+    assert estimate == pytest.approx(real, rel=0.15 if policy_class in (Pi0, SmolVLA) else 0.05)
 
 
 def test_with_checkpointing_hidden_states_and_one_block_are_kept():
@@ -264,7 +273,7 @@ def test_the_command_prints_the_table(capsys):
         (["openvla", "--gpu-memory", "nan"], "--gpu-memory nan: must be the GB of a GPU, such as 80"),
         (["small"], "small has no published size, it is made for an environment; pass a folder"),
         (["pi0"], "policy.config_name: which variant is it? such as pi0_libero or pi05_libero"),
-        (["opnvla"], "unknown family or folder 'opnvla'; did you mean openvla or openvla_oft?"),
+        (["opnvla"], "unknown family or folder 'opnvla'; did you mean openvla or openvla_oft or smolvla?"),
         (["pi05"], "unknown family or folder 'pi05'; did you mean pi0"),
     ],
 )

@@ -7,11 +7,12 @@ import pytest
 import torch
 from decisions import decisions
 from forked import together
+from lerobot_checkpoint import make_checkpoint as make_smolvla
 from openvla_checkpoint import add_film
 from openvla_checkpoint import make_checkpoint as make_openvla
 from pi0_checkpoint import make_checkpoint as make_pi0
 from tensordict import TensorDict
-from tiny_policies import adapted, clipped, oft, openvla, pi0, small, small_flow
+from tiny_policies import adapted, clipped, oft, openvla, pi0, small, small_flow, smolvla
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from vla_algos import distributed
 from vla_algos.losses import add_reference_log_prob
 from vla_common import keys
-from vla_policies import OpenVLA, OpenVLAOFT, Pi0, VLAPolicy
+from vla_policies import OpenVLA, OpenVLAOFT, Pi0, SmolVLA, VLAPolicy
 from vla_policies.nn.blocks import blocks_of
 from vla_policies.sharding import ShardGroup, gathered, shard, sharded_modules
 
@@ -82,6 +83,8 @@ CASES = {  # policy, loss, rows of each process, rows of a pass, options of shar
     "pi0 with adapters": (adapted(lambda f: pi0(f, dtype=torch.bfloat16)), clipped, HALVES, 2, {}),
     "pi05": (lambda f: pi0(f, "pi05", gradient_checkpointing=True, value_head=True), clipped, HALVES, 1, {}),
     "pi05 with adapters": (adapted(lambda folder: pi0(folder, "pi05")), clipped, HALVES, 2, {}),
+    "smolvla": (lambda f: smolvla(f, train_expert_only=False), clipped, ONE, 1, {}),
+    "smolvla, expert only": (lambda f: smolvla(f, gradient_checkpointing=True), clipped, HALVES, 1, {}),
 }
 ROUNDED = {
     "small": small,
@@ -90,6 +93,7 @@ ROUNDED = {
     "oft": lambda folder, **settings: oft(folder, head="tokens", **settings),
     "pi0": pi0,
     "pi05": lambda folder, **settings: pi0(folder, "pi05", **settings),
+    "smolvla": smolvla,
 }
 
 
@@ -137,7 +141,7 @@ def rounded(make, folder):
     with torch.no_grad():
         wanted, found = (one.evaluate_actions(batch)[0] for one in (exact, policy))
     result = {"dtype": found.dtype, "distance": float((found - wanted).abs().mean())}
-    if isinstance(exact, (OpenVLA, OpenVLAOFT, Pi0)):
+    if isinstance(exact, (OpenVLA, OpenVLAOFT, Pi0, SmolVLA)):
         short = build(make, folder, dtype=torch.bfloat16)
         with torch.no_grad():
             result["in bfloat16"] = float((short.evaluate_actions(batch)[0] - wanted).abs().mean())
@@ -202,6 +206,7 @@ def folder(tmp_path_factory):
     add_film(make_openvla(root / "film", heads=True))
     make_pi0(root / "pi0", "pi0_tiny")
     make_pi0(root / "pi05", "pi05_tiny")
+    make_smolvla(root / "smolvla")
     return root
 
 
@@ -286,7 +291,7 @@ def test_blocks_are_those_of_the_outermost_lists():
     assert [block for _, block in blocks_of(module)] == [inner[0], *outer]
 
 
-@pytest.mark.parametrize("name", ["openvla", "oft", "pi0", "pi05"])
+@pytest.mark.parametrize("name", ["openvla", "oft", "pi0", "pi05", "smolvla"])
 def test_a_group_is_called_as_a_module(name, folder):
     """What is not called through its hooks would be used while its weights are somewhere else."""
     policy = build(ROUNDED[name], folder)

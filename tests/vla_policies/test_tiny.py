@@ -9,7 +9,7 @@ from paths import GOLDEN
 from running import composed
 
 from vla_envs.registry import make_spec
-from vla_policies import OpenVLA, OpenVLAOFT, Pi0, make_example
+from vla_policies import OpenVLA, OpenVLAOFT, Pi0, SmolVLA, make_example
 from vla_policies.checkpoint.weights import list_weights
 from vla_policies.cli import main
 from vla_policies.pi0.checkpoint import EMBEDDINGS
@@ -23,6 +23,8 @@ LAYOUTS = {
     "openvla_oft_robotwin": "openvla_7b",
     "pi0": "pi0",
     "pi05": "pi05",
+    "smolvla": "smolvla",
+    "smolvla_metaworld": "smolvla",
 }
 LOADED = {
     "openvla": (OpenVLA, "libero", {}),
@@ -32,6 +34,8 @@ LOADED = {
     "openvla_oft_robotwin": (OpenVLAOFT, "robotwin", {"num_images_in_input": 1}),
     "pi0": (Pi0, "libero", {"config_name": "pi0_libero"}),
     "pi05": (Pi0, "libero", {"config_name": "pi05_libero"}),
+    "smolvla": (SmolVLA, "libero", {}),
+    "smolvla_metaworld": (SmolVLA, "metaworld", {}),
 }
 HEADS = {
     "openvla_oft_official": {"action_head--150000_checkpoint.pt", "proprio_projector--150000_checkpoint.pt"},
@@ -65,7 +69,7 @@ def test_it_acts_and_lacks_nothing(kind, made, capsys):
     policy_class, benchmark, settings = LOADED[kind]
     policy = policy_class.from_pretrained(made[kind], benchmark=benchmark, **settings)
     action = policy(make_example(benchmark))["action"]
-    assert action.shape == (1, policy.chunk_size, 14 if benchmark == "robotwin" else 7)
+    assert action.shape == (1, policy.chunk_size, {"robotwin": 14, "metaworld": 4}.get(benchmark, 7))
     assert torch.isfinite(action).all()
 
 
@@ -98,6 +102,9 @@ def test_it_fits_the_benchmarks_and_their_instructions(env_id, benchmark, made):
         Pi0.from_pretrained(made["pi0"], benchmark=benchmark, config_name=f"pi0_{benchmark}"),
     ):
         policy.check_environment(spec)
+    if benchmark in ("libero", "metaworld"):
+        kind = "smolvla" if benchmark == "libero" else "smolvla_metaworld"
+        SmolVLA.from_pretrained(made[kind], benchmark=benchmark).check_environment(spec)
 
 
 @pytest.mark.parametrize(

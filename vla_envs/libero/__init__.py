@@ -43,6 +43,7 @@ BENCHMARK = Benchmark(
         instruction="put the bowl on the stove",
         families={
             "openvla": {"model_action_dim": 7, "dimensions": (0, 1, 2, 3, 4, 5, 6), "gripper": (0.0, 1.0)},
+            "lerobot": {"published": {"cameras": ("observation.images.image", "observation.images.image2")}},
             "pi0": {
                 "presets": {
                     "pi0_libero": {"pi05": False, "horizon": 50, "relative": _ARM, "state_in_prompt": False},

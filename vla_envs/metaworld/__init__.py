@@ -19,6 +19,7 @@ BENCHMARK = Benchmark(
         families={
             # Position and gripper effort, which passes through; nothing turns the hand.
             "openvla": {"model_action_dim": 7, "dimensions": (0, 1, 2, 6)},
+            "lerobot": {"published": {"cameras": ("observation.image",)}},
             "pi0": {
                 "presets": {
                     "pi0_metaworld": {"pi05": False, "horizon": 5, "relative": (), "state_in_prompt": False},

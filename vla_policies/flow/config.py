@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from vla_common.settings import Count, Length, check_fields
+from vla_common.settings import Count, Length, NonNegative, check_fields
 from vla_policies.checkpoint.settings import SettingError
 
 _Noise = Annotated[float, Ge(0), Le(10)]
@@ -73,3 +73,35 @@ class FlowConfig:
     def joint(self) -> bool:
         """Whether all steps are stochastic."""
         return self.method == "flow_noise" if self.joint_log_prob is None else self.joint_log_prob
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLMFlowConfig(FlowConfig):
+    """Settings of a :class:`~vla_policies.flow.vlm.VLMFlowPolicy`, in addition to those of a :class:`FlowConfig`.
+
+    Attributes:
+        benchmark: whose cameras, states and actions are used.
+        num_action_chunks: ``C``, how many of the actions that are denoised together are executed.
+        max_prompt_length: tokens; ``None`` for the checkpoint's. A longer prompt is refused before simulators start
+            (the reference code cuts it off).
+        train_expert_only: freeze the VLM. What it makes of images and prompt is then computed once per update.
+        prefix_cache_gb: memory for that, in GB; if it does not suffice it is computed again for each minibatch.
+        value_after_vlm: the value head reads the VLM (``"mean"``, ``"last"`` or ``"first"`` of its tokens of images and
+            prompt, without padding, which RLinf's mean and last include); ``None``: the mean of the action expert's.
+        chunk_critic_input: only of the first ``C`` of those.
+        gradient_checkpointing: recompute activations in the update instead of keeping them.
+    """
+
+    benchmark: str
+    num_action_chunks: Length = 5
+    max_prompt_length: Annotated[int, Ge(1), Le(8192)] | None = None
+    train_expert_only: bool = True
+    prefix_cache_gb: NonNegative = 4.0
+    value_after_vlm: Literal["mean", "last", "first"] | None = None
+    chunk_critic_input: bool = False
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk_critic_input and self.value_after_vlm is not None:
+            raise SettingError("chunk_critic_input=True: is for a value head on the action expert; leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -29,6 +29,7 @@ class FlowPolicy(VLAPolicy):
     """
 
     sample_key = keys.DENOISED
+    summed_times: ClassVar[bool] = True  # see flow.steps.times
     drawn_keys = (keys.DENOISE_CHAIN, keys.DENOISE_STEP, keys.DENOISED)
 
     noise_level: Tensor
@@ -118,7 +119,7 @@ class FlowPolicy(VLAPolicy):
     def _denoise(self, observed: Any, noise: Tensor, stochastic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the chain ``[N, K + 1, H, A_model]``, stochastic step ``[N]``, its log-probability and the value."""
         settings, batch = self.flow, len(noise)
-        schedule = flow.times(settings.num_steps, noise.device)
+        schedule = flow.times(settings.num_steps, noise.device, summed=self.summed_times)
         stochastic = stochastic and settings.method != "flow_ode"
         step = torch.zeros(batch, dtype=torch.int64, device=noise.device)
         if stochastic and not settings.joint:
@@ -197,7 +198,8 @@ class FlowPolicy(VLAPolicy):
         """
         chain, step = tensordict.get(keys.DENOISE_CHAIN), tensordict.get(keys.DENOISE_STEP)
         observed, count = self.observe(tensordict), chain.shape[1] - 1
-        schedule, x = flow.times(self.flow.num_steps, chain.device), chain[:, :-1].flatten(0, 1)
+        schedule = flow.times(self.flow.num_steps, chain.device, summed=self.summed_times)
+        x = chain[:, :-1].flatten(0, 1)
         if self.flow.joint:
             step = torch.arange(count, device=chain.device).repeat(len(chain))
             observed = self.repeat(observed, count)

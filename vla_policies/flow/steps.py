@@ -24,11 +24,14 @@ _SHORTEST_PERIOD, _LONGEST_PERIOD = 4e-3, 4.0  # of the embedding of time
 NOISE_WIDTHS = (128, 64)  # of the layers of the noise network: RLinf's
 
 
-def times(num_steps: int, device: torch.device | str | None = None) -> Tensor:
+def times(num_steps: int, device: torch.device | str | None = None, *, summed: bool = True) -> Tensor:
     """Return times float32 ``[K + 1]`` from 1 to 0.
 
-    They are summed up in float32 as openpi does it: the network's finest period is 0.004, so that rounding shows.
+    They are ``summed`` up in float32 as openpi does it, or exact as LeRobot's: the network's finest period is 0.004, so
+    that rounding shows.
     """
+    if not summed:
+        return torch.tensor([1 - step / num_steps for step in range(num_steps + 1)], device=device)
     moments = [torch.tensor(1.0)]
     for _ in range(num_steps - 1):
         moments.append(moments[-1] - torch.tensor(1.0 / num_steps))

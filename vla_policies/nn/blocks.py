@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
                     yield f"{prefix}{name}.{number}", block
         else:
             yield from blocks_of(child, f"{prefix}{name}.")
+
+
+def count_layers(names: Iterable[str], prefix: str) -> int:
+    """Count the layers ``prefix<number>.`` among the names of a checkpoint's tensors."""
+    return len({name[len(prefix) :].partition(".")[0] for name in names if name.startswith(prefix)})
 
 
 def run_block(block: nn.Module, *inputs: Any, recompute: bool, **named: Any) -> Any:

@@ -1,12 +1,13 @@
 """Gemma as it stands in pi0: a stack whose tokens attend to each other and to the keys and values of another stack.
 
 Gemma Team 2024, arXiv 2403.08295; pi0, Black et al. 2024, arXiv 2410.24164; conditioned norms of pi0.5, Physical
-Intelligence 2025, arXiv 2504.16054. Names are those of openpi's PyTorch checkpoints.
+Intelligence 2025, arXiv 2504.16054; SmolLM2 (a Llama) and layers that read the other stack alone, of SmolVLA, Shukor et
+al. 2025, arXiv 2506.01844. Names are those of openpi's and LeRobot's PyTorch checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_policies.nn import rotary
-from vla_policies.nn.blocks import run_block
+from vla_policies.nn.blocks import count_layers, run_block
 
 KeysValues = tuple[Tensor, Tensor]
-_EPSILON, _THETA = 1e-6, 10_000.0
+_EPSILON, _LLAMA_EPSILON, _THETA = 1e-6, 1e-5, 10_000.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class GemmaConfig:
     """Sizes of a :class:`Gemma`; several query heads share a key-value head.
 
     ``conditioned``: norms are scaled, shifted and gated by a condition of ``width`` (adaptive RMS norm, pi0.5).
+    ``llama``: SiLU, and norms that are scaled by their weight. ``cross``: layers that attend to the tokens before
+    alone, whose keys and values they project once more, with positions from 0.
     """
 
     width: int
@@ -35,6 +38,27 @@ class GemmaConfig:
     kv_heads: int
     head_dim: int
     conditioned: bool = False
+    llama: bool = False
+    cross: tuple[int, ...] = ()
+
+    @classmethod
+    def from_shapes(
+        cls, shapes: Mapping[str, Sequence[int]], prefix: str, head_dim: int | None = None, **kinds: bool
+    ) -> GemmaConfig:
+        """Read sizes from the shapes of tensors ``prefix...``; KeyError if one is missing.
+
+        ``head_dim`` is what shapes do not tell (``None``: there is one key-value head); ``kinds`` as in the class.
+        """
+
+        def keys_of(layer: int) -> Sequence[int]:
+            return shapes[f"{prefix}layers.{layer}.self_attn.k_proj.weight"]
+
+        queries, width = shapes[f"{prefix}layers.0.self_attn.q_proj.weight"]
+        keys, depth = keys_of(0)[0], count_layers(shapes, f"{prefix}layers.")
+        head_dim = head_dim or keys
+        mlp_dim = shapes[f"{prefix}layers.0.mlp.gate_proj.weight"][0]
+        cross = tuple(layer for layer in range(depth) if keys_of(layer)[1] != width)
+        return cls(width, depth, mlp_dim, queries // head_dim, keys // head_dim, head_dim, cross=cross, **kinds)
 
 
 class Gemma(nn.Module):
@@ -45,7 +69,7 @@ class Gemma(nn.Module):
         self.config, self.gradient_checkpointing = config, False
         if vocab_size is not None:
             self.embed_tokens = nn.Embedding(vocab_size, config.width)
-        self.layers = nn.ModuleList(GemmaLayer(config) for _ in range(config.depth))
+        self.layers = nn.ModuleList(GemmaLayer(config, index in config.cross) for index in range(config.depth))
         self.norm = _norm(config)
 
     def forward(
@@ -62,6 +86,11 @@ class Gemma(nn.Module):
 
         Without ``output`` there are no hidden states (``None``), which saves the work of the last layer.
         """
+        crossing: tuple[KeysValues, Tensor | None] | None = None
+        if self.config.cross:
+            assert before is not None  # of the other stack, which they read
+            from_zero = rotary.rotation(positions - positions[:, :1], self.config.head_dim, _THETA, hidden.dtype)
+            crossing = from_zero, None if mask is None else mask[..., : before[0][0].shape[2]]
         rotation = rotary.rotation(positions, self.config.head_dim, _THETA, hidden.dtype)
         found: list[KeysValues] = []
         for index, layer in enumerate(cast(Iterable[GemmaLayer], self.layers)):
@@ -69,7 +98,8 @@ class Gemma(nn.Module):
             if not output and index == len(self.layers) - 1:
                 _, own = layer(hidden, rotation, mask, earlier, condition, output=False)
                 return None, [*found, own]
-            inputs = (hidden, rotation, mask, earlier, condition)
+            turned, seen = crossing if crossing and index in self.config.cross else (rotation, mask)
+            inputs = (hidden, turned, seen, earlier, condition)
             hidden, own = run_block(layer, *inputs, recompute=self.gradient_checkpointing)
             found.append(own)
         return self.norm(hidden, condition)[0], found
@@ -78,9 +108,9 @@ class Gemma(nn.Module):
 class GemmaLayer(nn.Module):
     """Attention and gated MLP, each behind a norm and on a residual path, which the norm may gate."""
 
-    def __init__(self, config: GemmaConfig):
+    def __init__(self, config: GemmaConfig, cross: bool = False):
         super().__init__()
-        self.self_attn = GemmaAttention(config)
+        self.self_attn = GemmaAttention(config, cross)
         self.mlp = GemmaMLP(config)
         self.input_layernorm = _norm(config)
         self.post_attention_layernorm = _norm(config)
@@ -106,15 +136,16 @@ class GemmaLayer(nn.Module):
 
 
 class GemmaAttention(nn.Module):
-    """Attention with rotary positions over the tokens before and these."""
+    """Attention with rotary positions over the tokens before and these; with ``cross`` over those before alone."""
 
-    def __init__(self, config: GemmaConfig):
+    def __init__(self, config: GemmaConfig, cross: bool = False):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.cross = config.head_dim, cross
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        read = keys if cross else config.width
         self.q_proj = nn.Linear(config.width, queries, bias=False)
-        self.k_proj = nn.Linear(config.width, keys, bias=False)
-        self.v_proj = nn.Linear(config.width, keys, bias=False)
+        self.k_proj = nn.Linear(read, keys, bias=False)
+        self.v_proj = nn.Linear(read, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.width, bias=False)
 
     def keys_values(self, hidden: Tensor, rotation: KeysValues) -> KeysValues:
@@ -125,8 +156,13 @@ class GemmaAttention(nn.Module):
         self, hidden: Tensor, rotation: KeysValues, mask: Tensor | None, before: KeysValues | None
     ) -> tuple[Tensor, KeysValues]:
         queries = rotary.rotate(self._heads(self.q_proj(hidden)), rotation)
-        own = keys, values = self.keys_values(hidden, rotation)
-        if before is not None:
+        if self.cross:
+            assert before is not None
+            keys, values = (each.transpose(1, 2).flatten(2) for each in before)
+            own = keys, values = self._heads(self.k_proj(keys)), self._heads(self.v_proj(values))
+        else:
+            own = keys, values = self.keys_values(hidden, rotation)
+        if before is not None and not self.cross:
             keys, values = (torch.cat(both, dim=2) for both in zip(before, own, strict=True))
         shared = queries.shape[1] != keys.shape[1]
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=shared)
@@ -137,16 +173,18 @@ class GemmaAttention(nn.Module):
 
 
 class GemmaMLP(nn.Module):
-    """``down(gelu(gate(x)) * up(x))``, with the tanh approximation of GELU."""
+    """``down(gelu(gate(x)) * up(x))``, with the tanh approximation of GELU, or SiLU."""
 
     def __init__(self, config: GemmaConfig):
         super().__init__()
+        self.silu = config.llama
         self.gate_proj = nn.Linear(config.width, config.mlp_dim, bias=False)
         self.up_proj = nn.Linear(config.width, config.mlp_dim, bias=False)
         self.down_proj = nn.Linear(config.mlp_dim, config.width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.gate_proj(hidden), approximate="tanh") * self.up_proj(hidden))
+        gate = self.gate_proj(hidden)
+        return self.down_proj((F.silu(gate) if self.silu else F.gelu(gate, approximate="tanh")) * self.up_proj(hidden))
 
 
 class Norm(nn.Module):
@@ -158,6 +196,17 @@ class Norm(nn.Module):
 
     def forward(self, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, None]:
         return (_normalised(hidden) * (1 + self.weight.float())).to(hidden.dtype), None
+
+
+class LlamaNorm(nn.Module):
+    """RMS norm in float32, scaled by ``weight``; its gate is ``None``."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, None]:
+        return (_normalised(hidden, _LLAMA_EPSILON) * self.weight.float()).to(hidden.dtype), None
 
 
 class ConditionedNorm(nn.Module):
@@ -173,10 +222,12 @@ class ConditionedNorm(nn.Module):
         return normed.to(hidden.dtype), gate.to(hidden.dtype)
 
 
-def _norm(config: GemmaConfig) -> Norm | ConditionedNorm:
-    return ConditionedNorm(config.width) if config.conditioned else Norm(config.width)
+def _norm(config: GemmaConfig) -> Norm | LlamaNorm | ConditionedNorm:
+    if config.conditioned:
+        return ConditionedNorm(config.width)
+    return (LlamaNorm if config.llama else Norm)(config.width)
 
 
-def _normalised(hidden: Tensor) -> Tensor:
+def _normalised(hidden: Tensor, epsilon: float = _EPSILON) -> Tensor:
     hidden = hidden.float()
-    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + _EPSILON)
+    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + epsilon)

@@ -1,14 +1,16 @@
-"""SigLIP as it stands in PaliGemma checkpoints (names of transformers). Zhai et al. 2023, arXiv 2303.15343."""
+"""SigLIP as it stands in PaliGemma and SmolVLM (names of transformers). Zhai et al. 2023, arXiv 2303.15343."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.nn.blocks import Mlp, run_block
+from vla_policies.nn.blocks import Mlp, count_layers, run_block
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,22 @@ class SiglipConfig:
     mlp_dim: int = 4304
     patch_size: int = 14
     num_patches: int = 256
+
+    @classmethod
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], prefix: str, head_dim: int, heads: int | None) -> Self:
+        """Read sizes from the shapes of tensors ``prefix...``; KeyError if one is missing.
+
+        Shapes do not tell ``heads`` (``None``: of ``head_dim``).
+        """
+        width, _, patch_size, _ = shapes[f"{prefix}embeddings.patch_embedding.weight"]
+        return cls(
+            width=width,
+            depth=count_layers(shapes, f"{prefix}encoder.layers."),
+            heads=heads or width // head_dim,
+            mlp_dim=shapes[f"{prefix}encoder.layers.0.mlp.fc1.weight"][0],
+            patch_size=patch_size,
+            num_patches=shapes[f"{prefix}embeddings.position_embedding.weight"][0],
+        )
 
     @property
     def image_size(self) -> int:

@@ -26,7 +26,7 @@ from vla_policies.checkpoint.layout import unconverted
 from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.settings import OPTIONS, read_options
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
-from vla_policies.pi0.heads import StoredHeads, is_head
+from vla_policies.flow.heads import StoredHeads, is_head
 from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
 from vla_policies.processing.normalization import check_order, numbers
 

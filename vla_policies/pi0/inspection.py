@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vla_policies.checkpoint.report import NOT_SAID, Report, describe_weights
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.checkpoint.weights import check_weights
-from vla_policies.memory import GB, PROMPT_LENGTH, DecisionMemory, Stack
-from vla_policies.nn.gemma import Gemma, GemmaConfig
+from vla_policies.flow import memory
+from vla_policies.memory import DecisionMemory
+from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.pi0.checkpoint import Pi0Checkpoint, is_unused
 from vla_policies.pi0.config import Pi0Config
@@ -74,36 +74,8 @@ def published_sizes(pi05: bool) -> Pi0ModelConfig:
 
 
 def decision_memory(model: Pi0Model, config: Pi0Config, frozen: bool) -> DecisionMemory:
-    """Return the stacks that a gradient goes through: SigLIP and PaliGemma's Gemma unless ``frozen``, and the expert.
-
-    An update holds keys and values of PaliGemma, once more for each of the steps if all of these are stochastic.
-    """
-    images, sizes, language = config.num_images_in_input, model.config.vision, model.config.language
-    length = images * sizes.num_patches + PROMPT_LENGTH
-    stacks = []
-    if not frozen:
-        layers = model.vision.encoder.layers
-        stacks.append(Stack(layers[0], len(layers), sizes.num_patches, sizes.width, lambda block, x: block(x), images))
-        read = config.value_head and config.value_after_vlm  # else the last layer is keys and values alone
-        stacks.append(_gemma(model.language, length, depth=language.depth - (0 if read else 1)))
-    joint = config.method == "flow_noise" if config.joint_log_prob is None else config.joint_log_prob
-    rows = config.num_steps if joint else 0
+    """Return the stacks that a gradient goes through, see :func:`vla_policies.flow.memory.decision_memory`."""
     preset = get_preset(config.config_name).horizon if getattr(config, "config_name", None) else _HORIZON
     tokens = (config.action_horizon or preset) + (0 if model.config.pi05 else 1)
-    stacks.append(_gemma(model.expert, tokens, before=length, rows=max(rows, 1)))
-    prefix = 2 * language.depth * language.kv_heads * language.head_dim * length * model.dtype.itemsize
-    kept = int(config.prefix_cache_gb * GB) if frozen else 0
-    return DecisionMemory(stacks, held=prefix * (1 + rows), kept_for_update=kept, cache=prefix)
-
-
-def _gemma(gemma: Gemma, tokens: int, before: int = 0, rows: int = 1, depth: int | None = None) -> Stack:
-    config = gemma.config
-
-    def call(block: Callable[..., Any], hidden: Tensor) -> Any:
-        rotation = 2 * (hidden.new_zeros(rows, 1, tokens, config.head_dim),)
-        shape = (rows, config.kv_heads, before, config.head_dim)
-        earlier = (hidden.new_zeros(shape), hidden.new_zeros(shape)) if before else None
-        condition = hidden.new_zeros(rows, config.width, requires_grad=True) if config.conditioned else None
-        return block(hidden, rotation, None, earlier, condition)
-
-    return Stack(gemma.layers[0], config.depth if depth is None else depth, tokens, config.width, call, rows)
+    images = config.num_images_in_input
+    return memory.decision_memory(model, config, frozen, images, model.config.vision.num_patches, tokens)

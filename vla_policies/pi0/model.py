@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_common.keys import PREFIX_KEYS, PREFIX_VALID, PREFIX_VALUES
+from vla_policies.flow.prefix import PrefixCache, positions_of
 from vla_policies.flow.steps import embed_time
-from vla_policies.nn.gemma import Gemma, GemmaConfig, KeysValues
+from vla_policies.nn.gemma import Gemma, GemmaConfig
 from vla_policies.nn.siglip import Siglip, SiglipConfig
 
 PREFIX, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
@@ -39,6 +38,10 @@ class Pi0ModelConfig:
     vocab_size: int
     action_dim: int
     pi05: bool
+    state_dim: int = 0  # 0: as many as of an action
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state_dim", self.state_dim or self.action_dim)
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], vision_heads: int | None = None) -> Pi0ModelConfig:
@@ -46,84 +49,20 @@ class Pi0ModelConfig:
 
         ``vision_heads`` are attention heads of SigLIP, which shapes do not tell; ``None`` for 72 numbers per head.
         """
-
-        def depth(prefix: str) -> int:
-            return len({name[len(prefix) :].partition(".")[0] for name in shapes if name.startswith(prefix)})
-
-        def gemma(prefix: str, conditioned: bool) -> GemmaConfig:
-            layer = f"{prefix}layers.0."
-            keys, width = shapes[f"{layer}self_attn.k_proj.weight"]
-            queries = shapes[f"{layer}self_attn.q_proj.weight"][0]
-            mlp_dim = shapes[f"{layer}mlp.gate_proj.weight"][0]
-            # All published sizes have a single key-value head.
-            return GemmaConfig(width, depth(f"{prefix}layers."), mlp_dim, queries // keys, 1, keys, conditioned)
-
         try:
-            width, _, patch_size, _ = shapes[f"{_VISION}embeddings.patch_embedding.weight"]
-            vision = SiglipConfig(
-                width=width,
-                depth=depth(f"{_VISION}encoder.layers."),
-                heads=vision_heads or width // _VISION_HEAD_DIM,
-                mlp_dim=shapes[f"{_VISION}encoder.layers.0.mlp.fc1.weight"][0],
-                patch_size=patch_size,
-                num_patches=shapes[f"{_VISION}embeddings.position_embedding.weight"][0],
-            )
             pi05 = "time_mlp_in.weight" in shapes
             table = f"{_TEXT}embed_tokens.weight"
             return cls(
-                vision=vision,
-                language=gemma(_TEXT, conditioned=False),
-                expert=gemma(f"{EXPERT}model.", conditioned=pi05),
+                vision=SiglipConfig.from_shapes(shapes, _VISION, _VISION_HEAD_DIM, vision_heads),
+                language=GemmaConfig.from_shapes(shapes, _TEXT),  # all published sizes have a single key-value head
+                expert=GemmaConfig.from_shapes(shapes, f"{EXPERT}model.", conditioned=pi05),
                 vocab_size=shapes[table if table in shapes else f"{PREFIX}lm_head.weight"][0],
                 action_dim=shapes["action_in_proj.weight"][1],
                 pi05=pi05,
+                state_dim=0 if pi05 else shapes["state_proj.weight"][1],
             )
         except KeyError as missing:
             raise ValueError(f"no tensor {missing}: it is not a PyTorch checkpoint of pi0 or pi0.5") from None
-
-
-@dataclass(frozen=True)
-class PrefixCache:
-    """What the action expert needs of images and prompt."""
-
-    layers: list[KeysValues]  # keys and values [N, kv_heads, P, head_dim] of each
-    valid: Tensor  # bool [N, P], which of them are no padding
-    output: Tensor | None = None  # hidden states [N, P, width], if they were asked for
-
-    def repeat(self, count: int) -> PrefixCache:
-        """Return each row ``count`` times in a row, without ``output``."""
-        layers = [(k.repeat_interleave(count, dim=0), v.repeat_interleave(count, dim=0)) for k, v in self.layers]
-        return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
-
-    def pool(self, how: str) -> Tensor:
-        """Pool ``output`` for a value head: float32 ``[N, width]``.
-
-        ``how``: ``"first"``, ``"last"`` or ``"mean"`` of its tokens that are no padding.
-        """
-        assert self.output is not None  # asked for when it is pooled
-        hidden, valid = self.output.float(), self.valid
-        if how == "first":
-            return hidden[:, 0]
-        if how == "last":
-            return hidden[torch.arange(len(hidden), device=hidden.device), valid.sum(1) - 1]
-        return (hidden * valid.unsqueeze(-1)).sum(1) / valid.sum(1, keepdim=True)
-
-    def to_entries(self, length: int) -> dict[tuple[str, str], Tensor]:
-        """Return it as entries of a TensorDict, filled up to ``length`` tokens: kept while PaliGemma is frozen."""
-        missing = length - self.valid.shape[1]
-        first, second = (
-            F.pad(torch.stack(parts, dim=1), (0, 0, 0, missing)) for parts in zip(*self.layers, strict=True)
-        )
-        return {PREFIX_KEYS: first, PREFIX_VALUES: second, PREFIX_VALID: F.pad(self.valid, (0, missing))}
-
-    @classmethod
-    def from_entries(cls, tensordict: TensorDictBase) -> PrefixCache | None:
-        """Invert :meth:`to_entries`; ``None`` if the batch has no such entries."""
-        valid = tensordict.get(PREFIX_VALID, None)
-        if valid is None:
-            return None
-        stored = (tensordict.get(key).unbind(1) for key in (PREFIX_KEYS, PREFIX_VALUES))
-        return cls(list(zip(*stored, strict=True)), valid)
 
 
 def stays_float32(name: str) -> bool:
@@ -160,7 +99,7 @@ class Pi0Model(nn.Module):
             self.time_mlp_in = nn.Linear(expert_width, expert_width)
             self.time_mlp_out = nn.Linear(expert_width, expert_width)
         else:
-            self.state_proj = nn.Linear(config.action_dim, expert_width)
+            self.state_proj = nn.Linear(config.state_dim, expert_width)
             self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
             self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
 
@@ -217,14 +156,14 @@ class Pi0Model(nn.Module):
         """Compute keys and values of :meth:`embed_prefix`, with ``output`` the last hidden states too."""
         embeddings, valid = self.embed_prefix(pixels, image_valid, tokens, token_valid)
         mask = None if bool(valid.all()) else valid[:, None, None, :]
-        hidden, layers = self.language(embeddings, _positions(valid), mask, output=output)
+        hidden, layers = self.language(embeddings, positions_of(valid), mask, output=output)
         return PrefixCache(layers, valid, hidden)
 
     def embed_suffix(self, noisy_actions: Tensor, time: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).
 
         ``noisy_actions`` are ``[N, H, action_dim]``, ``time`` ``[N]`` from 1 (noise) to 0 (action), ``state`` ``[N,
-        action_dim]``, padded; pi0.5 does not read it.
+        state_dim]``, padded; pi0.5 does not read it.
         """
         dtype = self.action_in_proj.weight.dtype  # float32 also in a bfloat16 model
         actions = self.action_in_proj(noisy_actions.to(dtype))
@@ -259,7 +198,3 @@ class Pi0Model(nn.Module):
         own[: new - horizon, new - horizon :] = False
         own = own.expand(len(valid), -1, -1)
         return torch.cat([valid.unsqueeze(1).expand(-1, new, -1), own], dim=2).unsqueeze(1)
-
-
-def _positions(valid: Tensor) -> Tensor:
-    return (valid.cumsum(1) - 1).clamp_min(0)

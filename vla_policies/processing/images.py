@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vla_policies.processing.jpeg import image_by_image, jpeg_round_trip
 
@@ -143,6 +144,23 @@ def resize_with_pad(images: Tensor, size: tuple[int, int]) -> Tensor:
     padded = images.new_zeros(len(images), height, width, 3)
     padded[:, top : top + inner[0], left : left + inner[1]] = resized
     return padded
+
+
+def interpolate_with_pad(images: Tensor, size: tuple[int, int], *, centred: bool) -> Tensor:
+    """Resize bilinearly in proportion without antialiasing and fill up with black, as LeRobot does.
+
+    uint8 ``[N, H, W, 3]`` to float32 ``[N, 3, h, w]`` from 0 to 1. What is filled up is on the left and top (SmolVLA),
+    or, ``centred``, on both sides (pi0).
+    """
+    _check(images)
+    pixels, (height, width) = images.permute(0, 3, 1, 2).float() / 255, size
+    ratio = max(images.shape[1] / height, images.shape[2] / width)
+    inner = int(images.shape[1] / ratio), int(images.shape[2] / ratio)
+    if inner != images.shape[1:3]:
+        pixels = F.interpolate(pixels, inner, mode="bilinear", align_corners=False)
+    top, left = height - inner[0], width - inner[1]
+    below, right = (top - top // 2, left - left // 2) if centred else (0, 0)
+    return F.pad(pixels, (left - right, right, top - below, below))
 
 
 def center_crop(images: Tensor) -> Tensor:

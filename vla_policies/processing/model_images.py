@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -26,7 +26,12 @@ class ModelImages:
     ``model_images`` is uint8 ``[N, n, h, w, 3]``: what :meth:`resize_cameras` returned, or, where that has more pixels
     than they do, the ``n`` cameras as they are; height and width tell which. Cameras of several sizes are always
     resized. Where cameras are at hand, they are what is read: nothing stale.
+
+    ``resize_rounds``: the model resizes to numbers between those of 8 bits, so that cameras of one size are kept as
+    they are, however many pixels they have.
     """
+
+    resize_rounds: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -53,11 +58,14 @@ class ModelImages:
 
     def shrink_images(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Replace the cameras of observations by ``model_images``; in place."""
-        cameras = self.cameras(tensordict)
-        sizes, (height, width) = {camera.shape[1:3] for camera in cameras}, self.model_image_size
-        smaller = len(sizes) == 1 and cameras[0].shape[1] * cameras[0].shape[2] < height * width
-        images = torch.stack(cameras, dim=1) if smaller else self.resize_cameras(cameras)
+        images = self.kept_images(self.cameras(tensordict))
         return tensordict.exclude(*CAMERAS, inplace=True).set(keys.MODEL_IMAGES, images)
+
+    def kept_images(self, cameras: Sequence[Tensor]) -> Tensor:
+        """Return what is kept of cameras, uint8 ``[N, n, h, w, 3]``."""
+        sizes, (height, width) = {camera.shape[1:3] for camera in cameras}, self.model_image_size
+        smaller = self.resize_rounds or cameras[0].shape[1] * cameras[0].shape[2] < height * width
+        return torch.stack(list(cameras), dim=1) if len(sizes) == 1 and smaller else self.resize_cameras(cameras)
 
     def model_images(self, tensordict: TensorDictBase) -> Tensor:
         """Return what the model sees, uint8 ``[N, n, h, w, 3]``, of observations or of what was stored of them."""

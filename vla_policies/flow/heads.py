@@ -1,4 +1,4 @@
-"""Value head and noise network of a pi0 policy: in a file that the official loader does not see, or RLinf's.
+"""Value head and noise network of a flow policy on a VLM: in a file that the official loader does not see, or RLinf's.
 
 RLinf has them among the weights: ``value_head.mlp.<n>.*``, linear layers with ReLU between, all with a bias, and
 ``noise_head.mlp_logvar.moduleList.<n>.linear_1.*``, the same with tanh, and ``noise_head.logvar_min`` and
@@ -68,15 +68,18 @@ class StoredHeads:
         names = {entry.key for head in heads for entry in self.layers.get(head, {}).values()}
         return names | ({entry.key for entry in self.log_variances} if "noise_network" in heads else set())
 
-    def check_value_input(self, value_after_vlm: str | None, language: int, expert: int) -> None:
-        """Refuse (SettingError) a value head of another input width than ``value_after_vlm`` gives."""
+    def check_value_input(self, value_after_vlm: str | None, language: int, expert: int, vlm: str) -> None:
+        """Refuse (SettingError) a value head of another input width than ``value_after_vlm`` gives.
+
+        ``language`` and ``expert`` are the widths, ``vlm`` is the name of what has the first one.
+        """
         sizes = self.sizes("value_head")
         if sizes is not None and sizes[0] != (language if value_after_vlm else expert):
             advice = {
                 expert: "the action expert's; set value_after_vlm=null",
-                language: "PaliGemma's; set value_after_vlm=mean (or last or first, as it was trained)",
+                language: f"{vlm}'s; set value_after_vlm=mean (or last or first, as it was trained)",
             }
-            other = f"PaliGemma has {language} and the action expert {expert}: it is of another model; take its own"
+            other = f"{vlm} has {language} and the action expert {expert}: it is of another model; take its own"
             raise SettingError(
                 f"value_after_vlm={value_after_vlm or 'null'}: the value head of {self.path} reads {sizes[0]} numbers, "
                 f"{advice.get(sizes[0], other)}"

@@ -1,0 +1,46 @@
+"""LeRobot's tiny checkpoints of SmolVLA and pi0 in the golden data, as folders of their own."""
+
+import json
+import shutil
+
+import numpy as np
+import torch
+from paths import GOLDEN
+from torch.nn import functional as F
+
+SMOLVLA, PI0 = GOLDEN / "lerobot_smolvla_tiny", GOLDEN / "lerobot_pi0_tiny"
+PATTERNS = ("config.json", "model.safetensors", "policy_*", "tokenizer", "smolvlm_like")
+
+
+def golden(of=SMOLVLA):
+    """Arrays of ``golden_io.npz`` as tensors."""
+    with np.load(of / "golden_io.npz") as stored:
+        return {key: torch.from_numpy(stored[key]) for key in stored.files}
+
+
+def make_checkpoint(folder, of=SMOLVLA, **config):
+    """Copy a tiny checkpoint into ``folder``; ``config`` are other entries of its config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in PATTERNS:
+        for path in of.glob(pattern):
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, folder / path.name)
+    change_json(folder / "config.json", **config)
+    if of == PI0:  # whose SigLIP has heads of another size than the published one's
+        (folder / "vla_torchrl.json").write_text('{"vision_heads": 4}')
+    return folder
+
+
+def change_json(file, **entries):
+    """Set entries of a JSON file; ``None`` removes one."""
+    changed = {**json.loads(file.read_text()), **entries}
+    file.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
+
+
+def prepare(images, side):
+    """Reference: uint8 ``[N, H, W, 3]`` to float ``[N, 3, side, side]`` from -1 to 1, padded on the left and top."""
+    pixels = images.permute(0, 3, 1, 2) / 255
+    ratio = max(pixels.shape[2] / side, pixels.shape[3] / side)
+    inner = [int(length / ratio) for length in pixels.shape[2:]]
+    pixels = F.interpolate(pixels, inner, mode="bilinear", align_corners=False)
+    return F.pad(pixels, (side - inner[1], 0, side - inner[0], 0)) * 2 - 1

@@ -1,0 +1,62 @@
+"""What an action expert needs of images and prompt: keys and values of a Vision-Language-Model, computed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.nn import functional as F
+
+from vla_common.keys import PREFIX_KEYS, PREFIX_VALID, PREFIX_VALUES
+from vla_policies.nn.gemma import KeysValues
+
+
+@dataclass(frozen=True)
+class PrefixCache:
+    """Keys and values of a prefix."""
+
+    layers: list[KeysValues]  # keys and values [N, kv_heads, P, head_dim] of each
+    valid: Tensor  # bool [N, P], which of them are no padding
+    output: Tensor | None = None  # hidden states [N, P, width], if they were asked for
+
+    def repeat(self, count: int) -> PrefixCache:
+        """Return each row ``count`` times in a row, without ``output``."""
+        layers = [(k.repeat_interleave(count, dim=0), v.repeat_interleave(count, dim=0)) for k, v in self.layers]
+        return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
+
+    def pool(self, how: str) -> Tensor:
+        """Pool ``output`` for a value head: float32 ``[N, width]``.
+
+        ``how``: ``"first"``, ``"last"`` or ``"mean"`` of its tokens that are no padding.
+        """
+        assert self.output is not None  # asked for when it is pooled
+        hidden, valid = self.output.float(), self.valid
+        if how == "first":
+            return hidden[:, 0]
+        if how == "last":
+            return hidden[torch.arange(len(hidden), device=hidden.device), valid.sum(1) - 1]
+        return (hidden * valid.unsqueeze(-1)).sum(1) / valid.sum(1, keepdim=True)
+
+    def to_entries(self, length: int) -> dict[tuple[str, str], Tensor]:
+        """Return it as entries of a TensorDict, filled up to ``length`` tokens: kept while it is frozen."""
+        missing = length - self.valid.shape[1]
+        first, second = (
+            F.pad(torch.stack(parts, dim=1), (0, 0, 0, missing)) for parts in zip(*self.layers, strict=True)
+        )
+        return {PREFIX_KEYS: first, PREFIX_VALUES: second, PREFIX_VALID: F.pad(self.valid, (0, missing))}
+
+    @classmethod
+    def from_entries(cls, tensordict: TensorDictBase) -> PrefixCache | None:
+        """Invert :meth:`to_entries`; ``None`` if the batch has no such entries."""
+        valid = tensordict.get(PREFIX_VALID, None)
+        if valid is None:
+            return None
+        stored = (tensordict.get(key).unbind(1) for key in (PREFIX_KEYS, PREFIX_VALUES))
+        return cls(list(zip(*stored, strict=True)), valid)
+
+
+def positions_of(valid: Tensor) -> Tensor:
+    """Return positions int64 ``[N, P]`` of tokens, of which bool ``valid`` ``[N, P]`` are counted."""
+    return (valid.cumsum(1) - 1).clamp_min(0)

@@ -1,0 +1,249 @@
+"""What flow policies on a Vision-Language-Model share: a prefix computed once, an expert, heads beside the network."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from vla_common import keys
+from vla_policies.checkpoint.weights import Entry
+from vla_policies.flow.config import VLMFlowConfig
+from vla_policies.flow.policy import FlowPolicy
+from vla_policies.flow.prefix import PrefixCache
+from vla_policies.flow.steps import NOISE_WIDTHS, NoiseNetwork
+from vla_policies.nn.value_head import make_value_layers
+from vla_policies.pretrained import PretrainedPolicy
+from vla_policies.processing.adapters import Adapter
+from vla_policies.processing.model_images import CAMERAS, ModelImages
+from vla_policies.sharding import ShardGroup, compute_device
+
+_VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
+_ROWS = 32  # decisions per pass of a frozen VLM
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A batch as the action expert sees it."""
+
+    prefix: PrefixCache
+    state: Tensor  # normalised and padded
+    pooled: Tensor | None  # what a value head reads of the prefix
+
+
+class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
+    """A flow policy of a published checkpoint, whose VLM reads images and prompt and may be frozen.
+
+    Actions and states are padded with zeros to the network's size; probabilities are of the executed actions' real
+    dimensions only. A family's network has ``vision``, ``projector``, ``language``, ``expert`` and ``config``, its
+    checkpoint :class:`~vla_policies.flow.heads.StoredHeads`.
+
+    Attributes:
+        vlm_name: in messages.
+        expert_prefix: what names of the expert's layers begin with.
+    """
+
+    vlm_name: ClassVar[str]
+    expert_prefix: ClassVar[str]
+    head_names = ("value_head", "noise_network")
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
+        *("gate_proj", "up_proj", "down_proj", "fc1", "fc2"),
+    )
+
+    model: Any
+    config: Any
+    folder: Any
+
+    def __init__(
+        self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, num_images: int
+    ):
+        sizes, stored, cameras = model.config, folder.heads, adapter.camera_keys(num_images)
+        if adapter.action_dim > sizes.action_dim or adapter.state_dim > sizes.state_dim:
+            room = min(sizes.action_dim, sizes.state_dim)
+            raise ValueError(f"the checkpoint has room for {room} numbers, {adapter.benchmark} needs more")
+        noise_sizes = stored.sizes("noise_network")
+        super().__init__(
+            config,
+            chunk_size=config.num_action_chunks,
+            horizon=horizon,
+            model_action_dim=sizes.action_dim,
+            trained_dims=adapter.action_dim,
+            hidden_size=sizes.expert.width,
+            noise_widths=NOISE_WIDTHS if noise_sizes is None else noise_sizes[1:-1],
+        )
+        if self.noise_network is not None:
+            stored.check_noise_range(config.noise_std_range)
+        self.config, self.folder, self.unused_tensors = config, folder, {}
+        self.adapter, self.num_images = adapter, num_images
+        self.action_dim, self.state_dim = adapter.action_dim, adapter.state_dim
+        self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
+        self.out_keys = [keys.MODEL_IMAGES, *self.out_keys]
+        self.loss_keys = (keys.MODEL_IMAGES, keys.STATES, keys.PROMPT_TOKENS, *self.drawn_keys)
+        self.model = model
+        model.set_gradient_checkpointing(config.gradient_checkpointing)
+        self.freeze()
+        self.num_values = 1 if config.value_head else 0
+        if config.value_head:
+            widths = sizes.language.width, sizes.expert.width
+            stored.check_value_input(config.value_after_vlm, *widths, self.vlm_name)
+        self.value_head = self._make_value_head()
+
+    # ---- what a family says
+
+    @property
+    @abstractmethod
+    def vlm(self) -> nn.Module:
+        """What reads images and prompt."""
+
+    @property
+    @abstractmethod
+    def image_tokens(self) -> int:
+        """Tokens of one image."""
+
+    @property
+    @abstractmethod
+    def padding(self) -> int:
+        """The token that fills prompts up."""
+
+    @abstractmethod
+    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
+        """Read images and prompt; ``tokens`` int64 and ``valid`` bool are ``[N, L]``; ``output``: hidden states too."""
+
+    def value_widths(self) -> tuple[int, ...]:
+        """Return the widths between, of the layers of a new value head."""
+        return _VALUE_WIDTHS
+
+    # ---- heads, freezing, several GPUs
+
+    def check_heads(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        self.folder.heads.load(self.heads(), check=True)
+        taken = self.folder.heads.keys_of(self.heads())  # of heads that are not built: written again as they were
+        return {key: entry for key, entry in entries.items() if key not in taken}
+
+    def load_heads(self, entries: Mapping[str, Entry], settings: Mapping[str, Any]) -> None:
+        self.folder.heads.load(self.heads())
+        level = self.folder.heads.noise_level
+        if level is not None and not settings.keys() & {"noise_level", "noise_anneal"}:
+            self.noise_level.copy_(level.read())
+
+    def make_heads(self) -> None:
+        widths = None if self.folder is None else self.folder.heads.sizes("noise_network")
+        self.noise_network = None
+        if self.config.method == "flow_noise":
+            sizes, bounds = self.model.config, self.config.noise_std_range
+            inner = NOISE_WIDTHS if widths is None else widths[1:-1]
+            self.noise_network = NoiseNetwork(sizes.expert.width, sizes.action_dim, bounds, inner)
+        self.value_head = self._make_value_head()
+
+    def _make_value_head(self) -> nn.Module | None:
+        if not self.config.value_head:
+            return None
+        stored = None if self.folder is None else self.folder.heads.sizes("value_head")
+        width = (self.model.config.language if self.config.value_after_vlm else self.model.config.expert).width
+        between = self.value_widths() if stored is None else stored[1:-1]
+        return make_value_layers((width, *between, 1), nn.ReLU, bias_last=True)
+
+    def freeze(self) -> None:
+        if self.config.train_expert_only:
+            self.vlm.requires_grad_(False)
+
+    @property
+    def device(self) -> torch.device:
+        return compute_device(self.model.action_in_proj.weight)
+
+    def lora_layers(self, targets: Sequence[str]) -> list[str]:
+        names = [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
+        return [name for name in names if name.startswith(self.expert_prefix) or not self.config.train_expert_only]
+
+    def shard_groups(self) -> list[ShardGroup]:
+        # SigLIP's embeddings, final norms and all that actions, state and time pass outside the stacks are in the root.
+        model = self.model
+        groups = [*model.vision.encoder.layers, model.vision.post_layernorm, model.projector]
+        groups += [model.language.embed_tokens, *model.language.layers, *model.expert.layers]
+        return [ShardGroup(module) for module in groups]
+
+    # ---- observations
+
+    @property
+    def model_image_size(self) -> tuple[int, int]:
+        return (self.model.config.vision.image_size,) * 2
+
+    def read_prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
+        """Return what :meth:`precompute` kept of images and prompt, or compute it; and what the value head reads."""
+        if (stored := PrefixCache.from_entries(tensordict)) is not None:
+            return stored, tensordict.get(keys.PREFIX_POOLED, None)
+        return self._prefix(tensordict)
+
+    def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
+        tokens = tensordict.get(keys.PROMPT_TOKENS)
+        valid = tokens != self.padding
+        longest = int(valid.sum(1).max())
+        read = self.config.value_after_vlm if self.value_head is not None else None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
+            prefix = self.compute_prefix(tensordict, tokens[:, :longest], valid[:, :longest], output=read is not None)
+        return prefix, None if read is None else prefix.pool(read)
+
+    # ---- the prefix of a frozen VLM, kept during an update
+
+    @property
+    def prefix_is_frozen(self) -> bool:
+        """Whether nothing of the VLM is trained."""
+        return not any(p.requires_grad for p in self.vlm.parameters())
+
+    def precompute(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add what a frozen VLM makes of each decision, if ``prefix_cache_gb`` suffice."""
+        if not self.prefix_is_frozen:
+            return tensordict
+        longest = int((tensordict.get(keys.PROMPT_TOKENS) != self.padding).sum(1).max())
+        needed = self.prefix_bytes(len(tensordict), longest)
+        if needed > self.config.prefix_cache_gb * 1e9:
+            warnings.warn(
+                f"what {self.vlm_name} makes of {len(tensordict)} decisions takes {needed / 1e9:.1f} GB, more than "
+                f"prefix_cache_gb={self.config.prefix_cache_gb}: it is computed again for each minibatch",
+                stacklevel=2,
+            )
+            return tensordict
+        length = self.num_images * self.image_tokens + longest
+        read = tensordict.select(keys.MODEL_IMAGES, *CAMERAS, keys.PROMPT_TOKENS, strict=False)
+        kept: dict[Any, Tensor] = {}
+        for start, part in zip(range(0, len(read), _ROWS), read.split(_ROWS), strict=True):
+            with torch.no_grad():
+                prefix, pooled = self._prefix(part.to(self.device))
+            entries = prefix.to_entries(length) | ({} if pooled is None else {keys.PREFIX_POOLED: pooled})
+            for key, entry in entries.items():
+                if key not in kept:  # room for all, so that they are never held twice
+                    kept[key] = entry.new_empty(len(read), *entry.shape[1:])
+                kept[key][start : start + len(part)] = entry
+        for key, entry in kept.items():
+            tensordict.set(key, entry)
+        return tensordict
+
+    def prefix_bytes(self, decisions: int, prompt_length: int) -> int:
+        """Return bytes of keys and values that :meth:`precompute` keeps."""
+        language = self.model.config.language
+        tokens = self.num_images * self.image_tokens + prompt_length
+        numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
+        return decisions * numbers * self.model.dtype.itemsize
+
+    # ---- flow
+
+    def repeat(self, observed: Observed, count: int) -> Observed:
+        pooled = None if observed.pooled is None else observed.pooled.repeat_interleave(count, dim=0)
+        return Observed(observed.prefix.repeat(count), observed.state.repeat_interleave(count, dim=0), pooled)
+
+    def value(self, observed: Observed, hidden: Tensor | None) -> Tensor | None:
+        if self.value_head is None:
+            return None
+        features = observed.pooled
+        if features is None:
+            assert hidden is not None  # a value head that does not read the prefix reads the expert
+            read = hidden[:, : self.chunk_size] if self.config.chunk_critic_input else hidden
+            features = read.float().mean(1)
+        return self.value_head(features.detach() if self.config.detach_critic else features)

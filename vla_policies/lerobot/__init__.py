@@ -1,0 +1,1 @@
+"""Checkpoint folders of LeRobot, which policy families with a network of that name read and write."""

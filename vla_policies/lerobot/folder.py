@@ -1,0 +1,237 @@
+"""A checkpoint folder of LeRobot (``pretrained_model/``, or a repository of the hub), read and written again.
+
+Layout of lerobot 0.6: ``config.json`` with the policy's ``type``; ``model.safetensors``, whose names begin with
+``model.``; ``policy_preprocessor.json`` and ``policy_postprocessor.json``, lists of steps, of which those that
+normalise have their statistics in a file of their own; the tokenizer's folder. Ours are ``vla_torchrl.json`` and
+``vla_torchrl_heads.safetensors``. Nothing of a folder is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vla_common.plain import read_json, read_small
+from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.layout import CONFIG
+from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.settings import OPTIONS, read_options
+from vla_policies.checkpoint.weights import Entry, list_weights, load_file, save_weights
+from vla_policies.checkpoint.writing import write_safetensors
+from vla_policies.lerobot.statistics import FeatureStatistics, LeRobotStatistics
+
+LEROBOT = "lerobot"  # in a benchmark's schema: how its policies act there
+PREFIX = "model."  # of every tensor's name
+STATE, ACTION = "observation.state", "action"
+PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
+NORMALIZERS = ("normalizer_processor", "unnormalizer_processor")
+EMPTY_CAMERA = "observation.images.empty_camera_"
+RENAME, TOKENIZER = "rename_observations_processor", "tokenizer_processor"
+_PLAIN_STEPS = {"to_batch_processor", "device_processor"}  # what a policy here does by itself
+_RELATIVE = {"relative_actions_processor", "absolute_actions_processor"}  # must not be enabled
+_OLD_STATISTICS = "normalize_inputs."  # of LeRobot before 0.4: buffers among the weights
+_LARGEST = 50_000_000  # bytes of a file of a tokenizer
+
+
+@dataclass(frozen=True)
+class LeRobotFolder:
+    """A checkpoint folder without its weights."""
+
+    path: Path  # of hf:NAME, its local copy
+    config: Mapping[str, Any]  # config.json
+    options: Mapping[str, Any]  # what the policy that was saved here was set to
+    processors: Sequence[Mapping[str, Any]]  # before and after the network, as in PROCESSORS
+    tensors: Sequence[Mapping[str, Tensor]]  # statistics of their steps that normalise
+    tokenizer: Mapping[str, bytes] = field(repr=False)  # files by name
+    weights: Mapping[str, Entry] = field(repr=False)  # every tensor by name; headers only
+
+    @classmethod
+    def read(cls, folder: str | Path, kind: str, steps: Sequence[str]) -> LeRobotFolder:
+        """Read a folder of the policy ``kind``, or download ``hf:NAME`` first.
+
+        ``steps`` are those of its preprocessor that no other policy's has. FileNotFoundError: a part is missing.
+        ValueError: a checkpoint of another policy, or unusable files.
+        """
+        path = resolve(folder)
+        config = check_type(path, kind)
+        weights = list_weights(path)
+        if any(key.startswith(_OLD_STATISTICS) for key in weights) and not (path / PROCESSORS[0]).is_file():
+            raise ValueError(
+                f"{path} is of a LeRobot before 0.4, with its statistics among the weights; where LeRobot is installed "
+                f"type: python -m lerobot.processor.migrate_policy_normalization --pretrained-path {path}"
+            )
+        if missing := [name for name in PROCESSORS if not (path / name).is_file()]:
+            raise FileNotFoundError(f"{path} has no {' and no '.join(missing)}; copy the whole checkpoint")
+        processors = [read_json(path / name) for name in PROCESSORS]
+        known = {RENAME, TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, *steps}
+        for name, content in zip(PROCESSORS, processors, strict=True):
+            _check_steps(path / name, content, kind, known)
+        if lost := [step for step in steps if find_step(processors[0], step) is None]:
+            raise ValueError(f"{path / PROCESSORS[0]} has no step {lost[0]}: it is not of {kind}; copy its own")
+        tensors = [
+            _read_tensors(path, path / name, find_step(content, step), step)
+            for name, content, step in zip(PROCESSORS, processors, NORMALIZERS, strict=True)
+        ]
+        tokenizer = _read_tokenizer(path, find_step(processors[0], TOKENIZER) or {})
+        return cls(path, config, read_options(path), processors, tensors, tokenizer, weights)
+
+    @property
+    def model_weights(self) -> dict[str, Entry]:
+        """The tensors by the names of the module, those of our heads aside."""
+        return {key.removeprefix(PREFIX): entry for key, entry in self.weights.items()}
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens of the longest prompt."""
+        step = find_step(self.processors[0], TOKENIZER) or {}
+        return int(step.get("config", {}).get("max_length") or self.config.get("tokenizer_max_length", 48))
+
+    def statistics(self) -> LeRobotStatistics:
+        """Read the statistics of states and of what becomes actions; ValueError if there are none."""
+        found = []
+        for number, (feature, kind) in enumerate(((STATE, "STATE"), (ACTION, "ACTION"))):
+            step = (find_step(self.processors[number], NORMALIZERS[number]) or {})["config"]
+            mode, epsilon = step.get("norm_map", {}).get(kind, "IDENTITY"), step.get("eps", 1e-8)
+            what = str(self.path / PROCESSORS[number])
+            found.append(FeatureStatistics.read(self.tensors[number], feature, mode, epsilon, what))
+        return LeRobotStatistics(*found)
+
+    @property
+    def cameras(self) -> list[str]:
+        """Names of the cameras that the network looks at, those aside that the config has for none."""
+        features = self.config.get("input_features") or {}
+        visual = [name for name, feature in features.items() if feature.get("type") == "VISUAL"]
+        return [name for name in visual if not name.startswith(EMPTY_CAMERA)]
+
+    def order_cameras(self, names: Sequence[str], chosen: bool) -> list[int]:
+        """Return which of the cameras ``names`` comes first, second, ... to the network: the order of the config.
+
+        ``names`` are LeRobot's before they are renamed, or the config's own. ValueError: the config has no such camera,
+        or others, without which it is ``chosen`` to act.
+        """
+        step = find_step(self.processors[0], RENAME) or {}
+        renamed = step.get("config", {}).get("rename_map") or {}
+        meant = [renamed.get(name, name) for name in names]
+        real = self.cameras
+        absent = [name for name in real if name not in meant]
+        unknown = [name for name in meant if name not in real]
+        if unknown or (absent and not chosen and len(absent) > self.config.get("empty_cameras", 0)):
+            raise ValueError(
+                f"cameras={list(names)}: {self.path} looks at {', '.join(real)}; set cameras to the names of the "
+                f"third-person camera, then of the wrist cameras, such as cameras=[{','.join(real[: len(names)])}]"
+            )
+        return sorted(range(len(meant)), key=lambda index: real.index(meant[index]))
+
+    def write(
+        self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> list[str]:
+        """Write a folder in this layout; returns names of the files. Of sharded weights all processes must call it.
+
+        ``weights`` are named as the module's, the unused ones included; ``config`` are entries of ``config.json`` to
+        set.
+        """
+        folder = Path(folder)
+        place = _tokenizer_folder(find_step(self.processors[0], TOKENIZER) or {})
+        states = [_state_file(file, step) for file, step in zip(self.processors, NORMALIZERS, strict=True)]
+        texts = {
+            CONFIG: {**self.config, **config},
+            OPTIONS: options,
+            **dict(zip(PROCESSORS, self.processors, strict=True)),
+        }
+
+        def write() -> None:
+            (folder / place).mkdir(parents=True, exist_ok=True)
+            for name, content in texts.items():
+                (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+            for name, file in self.tokenizer.items():
+                (folder / place / name).write_bytes(file)
+            for state, tensors in zip(states, self.tensors, strict=True):
+                if state is not None:
+                    write_safetensors(folder / state, tensors)
+
+        in_first(weights.values(), write)
+        stored = {f"{PREFIX}{key}": tensor for key, tensor in weights.items()}
+        files = save_weights(stored, folder, max_shard_size=sys.maxsize)  # LeRobot's loader wants one
+        return [*texts, *filter(None, states), *(f"{place}/{name}" for name in self.tokenizer), *files]
+
+
+def check_type(path: Path, kind: str) -> dict[str, Any]:
+    """Read ``config.json`` of a policy of this kind; FileNotFoundError without, ValueError for another kind."""
+    if not (path / CONFIG).is_file():
+        raise FileNotFoundError(f"{path} has no {CONFIG}; pass LeRobot's pretrained_model folder")
+    config: dict[str, Any] = read_json(path / CONFIG)
+    if config.get("type") != kind:
+        found = f"of {config['type']!r}" if "type" in config else "no policy of LeRobot"
+        raise ValueError(f"{path} is {found}, {CONFIG} must be of {kind!r}; pass a checkpoint of {kind}")
+    return config
+
+
+def is_type(path: Path, kind: str) -> bool:
+    """Tell whether a local folder is a checkpoint of LeRobot of this kind; raises nothing."""
+    try:
+        return bool(check_type(path, kind))
+    except (OSError, ValueError):
+        return False
+
+
+def inside(name: Any) -> str:
+    """Return the last part of a path that a stranger's file has; ValueError for one that would lead out."""
+    last = Path(str(name)).name
+    if last in ("", ".."):
+        raise ValueError(f"{name!r} is no name of a file or folder of the checkpoint; copy it again")
+    return last
+
+
+def find_step(processor: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """Return the step of a processor by its ``registry_name``, wherever it stands."""
+    return next((step for step in processor["steps"] if step.get("registry_name") == name), None)
+
+
+def _check_steps(file: Path, content: Mapping[str, Any], kind: str, known: set[str]) -> None:
+    steps = content.get("steps")
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise ValueError(f"{file} has no list of steps; copy it again")
+    names = [step.get("registry_name") for step in steps]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{file} has a step {unknown[0]!r}, which is not of {kind} as known here; copy its own")
+    if any(step.get("config", {}).get("enabled") for step in steps if step["registry_name"] in _RELATIVE):
+        raise ValueError(
+            f"{file} makes actions relative to the state, which is not supported; train with absolute ones"
+        )
+
+
+def _state_file(content: Mapping[str, Any], step: str) -> str | None:
+    name = (find_step(content, step) or {}).get("state_file")
+    return None if name is None else inside(name)
+
+
+def _read_tensors(path: Path, file: Path, step: Mapping[str, Any] | None, name: str) -> dict[str, Tensor]:
+    if step is None or not isinstance(step.get("config"), dict):
+        raise ValueError(f"{file} has no step {name}, so no statistics; copy it from the original checkpoint")
+    state = _state_file({"steps": [step]}, name)
+    if state is None:
+        return {}
+    if not (path / state).is_file():
+        raise FileNotFoundError(f"{path} has no {state}, the statistics; copy it from the original checkpoint")
+    return load_file(path / state)
+
+
+def _tokenizer_folder(step: Mapping[str, Any]) -> str:
+    return inside(step.get("artifacts", {}).get("tokenizer_name", "tokenizer"))
+
+
+def _read_tokenizer(path: Path, step: Mapping[str, Any]) -> dict[str, bytes]:
+    place = path / _tokenizer_folder(step)
+    if not (place / "tokenizer.json").is_file():
+        name = step.get("config", {}).get("tokenizer_name", "NAME")
+        raise FileNotFoundError(
+            f"{path} has no tokenizer; where there is a network type: hf download {name} tokenizer.json "
+            f"tokenizer_config.json --local-dir {place}"
+        )
+    return {file.name: read_small(file, _LARGEST) for file in sorted(place.iterdir()) if file.is_file()}

@@ -1,0 +1,178 @@
+"""Flow policies that load LeRobot's checkpoints: cameras by name, its images, words, statistics and steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vla_common import keys
+from vla_policies.checkpoint.report import Report
+from vla_policies.checkpoint.settings import SettingError
+from vla_policies.checkpoint.weights import check_weights
+from vla_policies.flow.config import VLMFlowConfig
+from vla_policies.flow.heads import save_heads
+from vla_policies.flow.vlm import VLMFlowPolicy
+from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
+from vla_policies.lerobot.folder import LEROBOT, is_type
+from vla_policies.lerobot.prompts import LinePrompts
+from vla_policies.processing.adapters import get_adapter, published_settings
+from vla_policies.processing.images import interpolate_with_pad
+from vla_policies.processing.normalization import summarise
+
+_HORIZON = 50  # of published checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeRobotConfig(VLMFlowConfig):
+    """Settings of a :class:`LeRobotPolicy`, in addition to those of a :class:`VLMFlowConfig`.
+
+    ``num_action_chunks`` and ``num_steps`` are the checkpoint's unless they are set.
+
+    Attributes:
+        cameras: LeRobot's names of the cameras that the policy looks at, the third-person one first, then wrist
+            cameras; ``None`` for those that LeRobot's data sets of the benchmark have.
+    """
+
+    cameras: tuple[str, ...] | None = None
+
+
+class LeRobotPolicy(VLMFlowPolicy):
+    """A flow policy of a :class:`LeRobotCheckpoint`; a family adds its network.
+
+    Attributes:
+        kind: LeRobot's ``type`` of it.
+        checkpoint_class: what reads its folders.
+        centred: images are padded on both sides, not on the left and top.
+    """
+
+    kind: ClassVar[str]
+    checkpoint_class: ClassVar[type[Any]]
+    centred: ClassVar[bool]
+    config_class: ClassVar[type[LeRobotConfig]] = LeRobotConfig
+    checkpoint_settings: ClassVar[tuple[str, ...]] = ("cameras",)
+    summed_times, resize_rounds = False, True
+
+    config: LeRobotConfig
+    folder: LeRobotCheckpoint
+
+    def __init__(self, model: Any, folder: LeRobotCheckpoint, config: LeRobotConfig):
+        names = config.cameras or published_settings(config.benchmark, LEROBOT).get("cameras")
+        if not names:
+            raise SettingError(
+                f"cameras: LeRobot's names of the cameras of {config.benchmark} are not known; set them, the "
+                "third-person camera first, such as cameras=[observation.images.image]"
+            )
+        order = folder.folder.order_cameras(names, chosen=config.cameras is not None)
+        adapter = get_adapter(config.benchmark, LEROBOT)
+        super().__init__(model, folder, config, adapter, horizon=folder.horizon, num_images=len(names))
+        self.camera_order = order
+        self.statistics = folder.folder.statistics()
+        self.statistics.check(self.state_dim, self.action_dim)
+        longest = folder.folder.max_prompt_length if config.max_prompt_length is None else config.max_prompt_length
+        self.prompts = LinePrompts(folder.folder.tokenizer, longest)
+
+    @classmethod
+    @abstractmethod
+    def published_model(cls) -> nn.Module:
+        """Build a model of the published sizes."""
+
+    @classmethod
+    def read_checkpoint(cls, folder: Path) -> Any:
+        return cls.checkpoint_class.read(folder)
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return is_type(folder, cls.kind)
+
+    @classmethod
+    def describe(cls, folder: Path) -> Report:
+        report = Report({"family": cls.family})
+        try:
+            checkpoint = cls.read_checkpoint(folder)
+            report.facts |= checkpoint.describe()
+            checkpoint.folder.statistics()
+            model, entries = checkpoint.empty_model()
+            unused = cast(Callable[[str], bool], cls.unused)  # which needs no policy
+            check_weights(model, entries, unused=unused, what=str(folder))
+        except (FileNotFoundError, ValueError) as error:
+            report.missing.append(str(error))
+        return report
+
+    @classmethod
+    def meta_model(cls, folder: Path | None, settings: Mapping[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
+        if folder is not None:
+            checkpoint = cls.read_checkpoint(folder)
+            said = {name: value for name, value in checkpoint.options.items() if value is not None}
+            return checkpoint.empty_model()[0], checkpoint, {**checkpoint.settings, **said}
+        with torch.device("meta"):
+            return cls.published_model(), None, {}
+
+    def decision_sizes(self) -> tuple[int, int]:
+        """Return how many images a decision has and how many actions are denoised, also of a policy without numbers."""
+        cameras = self.config.cameras or (self.folder.folder.cameras if self.folder else ())
+        return len(cameras) or 1, self.folder.horizon if self.folder else _HORIZON
+
+    @classmethod
+    def infer_settings(cls, checkpoint: LeRobotCheckpoint, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
+        return {**checkpoint.settings, **settings}
+
+    def write_checkpoint(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
+        files = self.folder.write(folder, weights, options)
+        return [*files, save_heads(folder, self.heads(), self.noise_level, self.parameters())]
+
+    @property
+    def padding(self) -> int:
+        return self.prompts.padding
+
+    # ---- observations
+
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        return self.prompts(task_descriptions).to(self.device)
+
+    def padded_state(self, tensordict: TensorDictBase) -> Tensor:
+        """Return the normalised states, padded to the network's size, ``[N, state_dim]``."""
+        states = self.statistics.normalize("state", self.adapter.states(tensordict))
+        return F.pad(states, (0, self.model.config.state_dim - self.state_dim))
+
+    def pixels(self, tensordict: TensorDictBase) -> Tensor:
+        """Return the cameras as the network sees them: float32 ``[N, n, 3, h, w]`` from -1 to 1."""
+        images = tensordict.get(keys.MODEL_IMAGES, None)
+        if keys.IMAGES in tensordict:
+            images = self.kept_images(self.cameras(tensordict))
+        return self._resized(images.unbind(1)) * 2 - 1
+
+    def _resized(self, cameras: Sequence[Tensor]) -> Tensor:
+        """Return cameras as LeRobot resizes them: float32 ``[N, n, 3, h, w]`` from 0 to 1."""
+        size = self.model_image_size
+        return torch.stack([interpolate_with_pad(camera, size, centred=self.centred) for camera in cameras], dim=1)
+
+    def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
+        """Return the cameras in the order of the checkpoint's, see :class:`ModelImages`."""
+        cameras = self.adapter.cameras(tensordict, self.num_images)
+        return [cameras[index] for index in self.camera_order]
+
+    def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
+        """Return what the model sees rounded to 8 bits, unlike LeRobot: cameras of several sizes are kept as that."""
+        return (self._resized(cameras) * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2)
+
+    # ---- actions
+
+    def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
+        return self.adapter.to_simulator(self.statistics.unnormalize("actions", actions))
+
+    def to_model(self, actions: Tensor, states: Tensor) -> Tensor:
+        return self.statistics.normalize("actions", self.adapter.to_model(actions))
+
+    def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
+        """Replace the checkpoint's statistics, which have no ``name``."""
+        found = summarise(self.adapter.to_model(actions)[step_mask]), summarise(states)
+        self.folder = self.folder.with_statistics(*found)
+        self.statistics = self.folder.folder.statistics()

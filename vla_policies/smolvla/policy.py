@@ -1,0 +1,66 @@
+"""SmolVLA: a flow-matching Vision-Language-Action policy of 450 M parameters that loads LeRobot's checkpoints."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from vla_policies.flow import memory
+from vla_policies.flow.prefix import PrefixCache
+from vla_policies.flow.vlm import Observed
+from vla_policies.lerobot.policy import LeRobotPolicy
+from vla_policies.memory import DecisionMemory
+from vla_policies.smolvla.checkpoint import FAMILY, SmolVLACheckpoint, is_unused
+from vla_policies.smolvla.model import EXPERT, SmolVLAModel, published_sizes, stays_float32
+
+
+class SmolVLA(LeRobotPolicy):
+    """The VLM reads images and prompt once, then the state, whose projection is trained with the action expert.
+
+    Keys and values of images and prompt are kept for an update; those of the state are computed with their gradient. A
+    value head that reads the VLM does not see the state.
+
+    Example:
+        >>> policy = SmolVLA.from_pretrained("checkpoints/smolvla-libero", benchmark="libero")
+    """
+
+    family: ClassVar[str] = FAMILY
+    kind, vlm_name, expert_prefix, centred = FAMILY, "the VLM", EXPERT, False
+
+    model: SmolVLAModel
+    folder: SmolVLACheckpoint
+
+    checkpoint_class = SmolVLACheckpoint
+    unused = staticmethod(is_unused)
+    needs_float32 = staticmethod(stays_float32)
+
+    @classmethod
+    def published_model(cls) -> SmolVLAModel:
+        return SmolVLAModel(published_sizes())
+
+    def decision_memory(self) -> DecisionMemory:
+        """Return what it takes; layers of the expert that cross are counted as the others."""
+        images, horizon = self.decision_sizes()
+        frozen = self.prefix_is_frozen
+        return memory.decision_memory(self.model, self.config, frozen, images, self.image_tokens, horizon, state=True)
+
+    @property
+    def vlm(self) -> nn.Module:
+        return self.model.vlm
+
+    @property
+    def image_tokens(self) -> int:
+        return self.model.config.image_tokens
+
+    def observe(self, tensordict: TensorDictBase) -> Observed:
+        state = self.padded_state(tensordict)
+        prefix, pooled = self.read_prefix(tensordict)
+        return Observed(self.model.add_state(prefix, state), state, pooled)
+
+    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
+        return self.model.prefix(self.pixels(tensordict), tokens, valid, output=output)
+
+    def velocity(self, observed: Observed, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model.velocity(observed.prefix, noisy, time)

@@ -1,0 +1,110 @@
+"""A tiny checkpoint of SmolVLA in LeRobot's layout: random weights, few words, invented statistics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vla_policies.checkpoint.settings import OPTIONS
+from vla_policies.lerobot.folder import ACTION, NORMALIZERS, PROCESSORS, RENAME, STATE, TOKENIZER, LeRobotFolder
+from vla_policies.nn.gemma import GemmaConfig
+from vla_policies.nn.siglip import SiglipConfig
+from vla_policies.smolvla.checkpoint import FAMILY, STEPS, UNUSED
+from vla_policies.smolvla.model import SmolVLAModel, SmolVLAModelConfig, stays_float32
+
+_VISION = SiglipConfig(width=64, depth=2, heads=1, mlp_dim=96, patch_size=16, num_patches=64)
+_LANGUAGE = GemmaConfig(48, 4, 96, 2, 1, 64, llama=True)
+_EXPERT = GemmaConfig(36, 4, 64, 2, 1, 64, llama=True, cross=(1, 3))
+_VOCABULARY, _DIM, _PROMPT_LENGTH = 2048, 32, 48
+_NORMALIZATION = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the last one is the padding
+
+
+def write_tiny(
+    folder: Path, statistics: str, words: Sequence[str], *, cameras: Sequence[str], state_dim: int, action_dim: int
+) -> None:
+    """Write the files of a checkpoint into a folder; weights are drawn from torch's own generator.
+
+    LeRobot's ``statistics`` have no name; the tokenizer spells all but ``words``.
+    """
+    model = SmolVLAModel(SmolVLAModelConfig(_VISION, _LANGUAGE, _EXPERT, _VOCABULARY, _DIM, _DIM, shuffle=4))
+    tensors = {**model.state_dict(), f"{UNUSED}weight": torch.randn(_VOCABULARY, _LANGUAGE.width)}
+    weights = {name: each if stays_float32(name) else each.to(torch.bfloat16) for name, each in tensors.items()}
+    features = {
+        **{name: {"type": "VISUAL", "shape": [3, 256, 256]} for name in cameras},
+        STATE: {"type": "STATE", "shape": [state_dim]},
+        ACTION: {"type": "ACTION", "shape": [action_dim]},
+    }
+    config = {
+        "type": FAMILY,
+        "input_features": {name: feature for name, feature in features.items() if name != ACTION},
+        "output_features": {ACTION: features[ACTION]},
+        "chunk_size": 10,
+        "n_action_steps": 5,
+        "normalization_mapping": _NORMALIZATION,
+        "max_state_dim": _DIM,
+        "max_action_dim": _DIM,
+        "resize_imgs_with_padding": 2 * [_VISION.image_size],
+        "tokenizer_max_length": _PROMPT_LENGTH,
+        "num_vlm_layers": _LANGUAGE.depth,
+    }
+    values = {"mean": 0.0, "std": 0.5, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}
+    sizes = (STATE, state_dim), (ACTION, action_dim)
+    found = {f"{name}.{key}": torch.full((size,), value) for name, size in sizes for key, value in values.items()}
+    named = {"pad_token": _SPECIAL[-1], "tokenizer_class": "PreTrainedTokenizerFast"}
+    files = {"tokenizer.json": _tokenizer(words), "tokenizer_config.json": named}
+    texts = {name: (json.dumps(content) + "\n").encode() for name, content in files.items()}
+    whole = LeRobotFolder(folder, config, {}, _processors(features), (found, found), texts, {})
+    whole.write(folder, weights, {}, {})
+    (folder / OPTIONS).unlink()
+
+
+def _processors(features: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the steps before and after the network."""
+    before, after = (
+        {
+            "registry_name": step,
+            "config": {"eps": 1e-8, "features": features, "norm_map": _NORMALIZATION},
+            "state_file": f"{name.removesuffix('.json')}_step_{number}_{step}.safetensors",
+        }
+        for step, name, number in zip(NORMALIZERS, PROCESSORS, (5, 0), strict=True)
+    )
+    device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
+    words = {"max_length": _PROMPT_LENGTH, "padding": "longest", "padding_side": "right", "truncation": True}
+    place = {"tokenizer_name": "tokenizer"}
+    steps = [
+        {"registry_name": RENAME, "config": {"rename_map": {}}},
+        {"registry_name": "to_batch_processor", "config": {}},
+        {"registry_name": STEPS[0], "config": {}},
+        {"registry_name": TOKENIZER, "config": {"task_key": "task", **words, **place}, "artifacts": place},
+        *(device, before),
+    ]
+    parts = ("policy_preprocessor", steps), ("policy_postprocessor", [after, device])
+    return [{"name": name, "steps": each} for name, each in parts]
+
+
+def _tokenizer(words: Sequence[str]) -> dict[str, Any]:
+    """Return a ``tokenizer.json`` like SmolLM2's: bytes, and beginnings of words, with or without a blank before.
+
+    A token is merged of the one without its last letter and that letter, so that merges never compete.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    beginnings = sorted({f"Ġ{word}"[:stop] for word in words for stop in range(2, len(word) + 2)})
+    beginnings += sorted({word[:stop] for word in words for stop in range(2, len(word) + 1)})
+    names = [*_SPECIAL, *sorted(ByteLevel.alphabet()), *beginnings]
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": index, "content": text, **special} for index, text in enumerate(_SPECIAL)],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {text: index for index, text in enumerate(names)},
+            "merges": [[text[:-1], text[-1]] for text in beginnings],
+        },
+    }
