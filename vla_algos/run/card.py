@@ -72,7 +72,7 @@ A policy of the family {{ family }} for `{{ suite }}`, trained by `{{ recipe }}`
 {{ each.table }}
 ```
 
-{% else %}It was not evaluated.
+{% else %}No evaluation was given for this card (`vla-recipe card FOLDER EVALUATION`).
 
 {% endfor %}## Evaluate it
 

@@ -175,7 +175,7 @@ def test_a_card_says_protocol_deviations_and_results(policy, evaluation, capsys,
     verify_checksums(policy)  # the card is no part of what was trained
     assert main(["card", str(policy)]) == 0, "ours is replaced"
     card = (policy / "README.md").read_text()
-    assert "It was not evaluated." in card
+    assert "No evaluation was given for this card (`vla-recipe card FOLDER EVALUATION`)." in card
     assert "vla-recipe run evaluate policy.checkpoint=REPOSITORY\n" in card
 
 
