@@ -39,7 +39,7 @@ def end_imports() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _warn(message: Warning | str, *_: object) -> None:
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
