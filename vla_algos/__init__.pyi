@@ -32,6 +32,7 @@ from .learner import Learner as Learner
 from .lerobot.demonstrations import LeRobotDemonstrations as LeRobotDemonstrations
 from .losses import ChunkClipPPOLoss as ChunkClipPPOLoss
 from .losses import ChunkGRPOLoss as ChunkGRPOLoss
+from .losses import ChunkPolicyLoss as ChunkPolicyLoss
 from .losses import add_proximal_log_prob as add_proximal_log_prob
 from .losses import add_reference_log_prob as add_reference_log_prob
 from .results import EpisodeResult as EpisodeResult

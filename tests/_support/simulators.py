@@ -19,7 +19,7 @@ def some(tasks, each):
 
 def libero_assets():
     """The folder of LIBERO's assets; skips the calling module without LIBERO or them."""
-    pytest.importorskip("libero", reason="LIBERO is not installed: make setup EXTRAS=metaworld,libero,dev")
+    pytest.importorskip("libero", reason="LIBERO is not installed: python -m vla_envs fetch libero")
     try:
         return package.find_assets()
     except FileNotFoundError as error:

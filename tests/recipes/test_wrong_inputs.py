@@ -310,7 +310,11 @@ def test_the_words_of_completion_are_no_settings(tmp_path):
         ),
         ("vla_policies", ["inspect"], "required: folder; type: python -m vla_policies inspect --help"),
         ("vla_policies", ["inspekt", "x"], "invalid choice: 'inspekt' .choose from 'inspect'"),
-        ("vla_envs", ["--al", "x"], "unrecognized arguments: x; type: python -m vla_envs --help"),
+        (
+            "vla_envs",
+            ["--al", "x"],
+            "invalid choice: 'x' .choose from 'fetch', 'check'.; type: python -m vla_envs --help",
+        ),
         ("recipes", ["run", "ppoo"], "unknown recipe 'ppoo'; did you mean ppo"),
         ("recipes", ["rum", "ppo"], "invalid choice: 'rum'.*type: vla-recipe --help"),
         ("recipes", ["copy", "ppo", "--to", "/proc/nope"], "No such file or directory: /proc/nope"),

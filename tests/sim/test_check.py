@@ -32,7 +32,7 @@ def test_maniskill():
 
 @pytest.mark.skipif(
     bool(package.CHECKOUT.missing(package.CHECKOUT.places()[0])),
-    reason=f"no checkout of calvin_env: {package.CHECKOUT.clone}",
+    reason=f"no checkout of calvin_env: python -m vla_envs fetch {package.CHECKOUT.fetch}",
 )
 def test_calvin():
     passes("calvin/D", image_size=32, wrist_camera=False, max_episode_steps=12)

@@ -575,5 +575,5 @@ def test_other_versions_are_refused_by_name(package_name, needed, monkeypatch):
 
 def test_libero_is_not_installed(monkeypatch):
     monkeypatch.setattr("vla_envs.folders.find_spec", lambda name: None if name == "libero" else object())
-    with pytest.raises(ModuleNotFoundError, match="needs libero, not installed; type: make setup EXTRAS"):
+    with pytest.raises(ModuleNotFoundError, match="needs libero, not installed; type: python -m vla_envs fetch libero"):
         make_env("libero/spatial", 1)
