@@ -1,8 +1,8 @@
 """Success of a saved policy on held-out episodes: ``python recipes/evaluate.py policy.checkpoint=FOLDER``."""
 
-from vla_algos.run.program import begin_recipe
+from vla_common.program import begin_program
 
-begin_recipe(__name__)  # before torch is imported
+begin_program(__name__, "vla_algos.run.program")  # before torch is imported
 
 import json
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """GRPO fine-tunes a Vision-Language-Action policy: ``python recipes/grpo.py``; settings are in ``conf/grpo.yaml``."""
 
-from vla_algos.run.program import begin_recipe
+from vla_common.program import begin_program
 
-begin_recipe(__name__)  # before torch is imported
+begin_program(__name__, "vla_algos.run.program")  # before torch is imported
 
 from types import SimpleNamespace
 from typing import Any, Literal

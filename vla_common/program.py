@@ -6,6 +6,7 @@ It imports the standard library alone, because it is the first import of program
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -21,8 +22,11 @@ _LONGEST = 1000  # characters of a line
 _SAID = (ValueError, OSError, RuntimeError, ImportError)  # kinds whose message was written for the user
 
 
-def begin_program(module: str) -> None:
-    """Prepare the imports of a recipe, before torch; sets hooks if ``module`` is ``"__main__"``."""
+def begin_program(module: str, checks: str = "") -> None:
+    """Prepare the imports of a recipe, before torch; sets hooks if ``module`` is ``"__main__"``.
+
+    Then ``check_typed()`` of the module ``checks`` is called, which may end the program.
+    """
     # A thread that waits must sleep, because the simulators need the cores meanwhile.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.stderr.isatty():
@@ -31,6 +35,8 @@ def begin_program(module: str) -> None:
         warnings.showwarning = _warn
         sys.excepthook = _while_importing
         signal.signal(signal.SIGINT, _leave)
+        if checks:
+            importlib.import_module(checks).check_typed()
 
 
 def end_imports() -> None:

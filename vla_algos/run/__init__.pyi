@@ -13,7 +13,6 @@ from .config import (
 from .evaluator import Evaluator as Evaluator
 from .held_out import HeldOut as HeldOut
 from .launching import launch as launch
-from .program import begin_recipe as begin_recipe
 from .program import run_program as run_program
 from .run import Run as Run
 from .train_videos import TrainVideos as TrainVideos

@@ -29,15 +29,9 @@ _OTHERS_FIRST = 5.0  # seconds; rank 0 says a mistake that all ranks see, and it
 _statuses: list[int] | None = None  # of runs of this program that failed; None outside of one
 
 
-def begin_recipe(module: str) -> None:
-    """Prepare the imports of a recipe; a program (``"__main__"``) ends here if a name that was typed is unknown.
-
-    Torch, which takes seconds to import, is not needed to see that.
-    """
-    program.begin_program(module)
-    if module != "__main__":
-        return
-    recipe = Path(sys.modules[module].__file__ or "")
+def check_typed() -> None:
+    """End the program, which is a recipe, if a name that was typed is unknown: to see that takes no torch."""
+    recipe = Path(sys.modules["__main__"].__file__ or "")
     try:
         check_arguments(sys.argv[1:], recipe.parent / "conf")
         if (recipe.parent / "__main__.py").is_file():  # a copy may read settings that its files do not have
