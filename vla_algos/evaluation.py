@@ -115,7 +115,7 @@ class EvaluationResult:
 
         ``path`` is a folder, which gets ``episodes.jsonl``, or a ``.jsonl`` file; what is there is replaced, but for
         the evaluation of a recipe (``FileExistsError``). ``protocol_deviations``, if there are any, are in
-        ``episodes.deviations.json`` beside it.
+        ``episodes.deviations.json`` of the same folder.
         """
         path = Path(path)
         file = path if path.suffix == ".jsonl" else path / NAME

@@ -218,7 +218,7 @@ def _resume(url: str, path: Path) -> None:
 
 
 def _unpack(archive: Path) -> None:
-    """Unpack a zip file beside it, into the folder of its name, which in it may have another."""
+    """Unpack a zip file where it lies, into the folder of its name, which in it may have another."""
     with zipfile.ZipFile(archive) as file:
         tops = {name.partition("/")[0] for name in file.namelist()}
         file.extractall(archive.parent)

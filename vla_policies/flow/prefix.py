@@ -60,3 +60,13 @@ class PrefixCache:
 def positions_of(valid: Tensor) -> Tensor:
     """Return positions int64 ``[N, P]`` of tokens, of which bool ``valid`` ``[N, P]`` are counted."""
     return (valid.cumsum(1) - 1).clamp_min(0)
+
+
+def outside_stacks(name: str, stacks: tuple[str, ...]) -> bool:
+    """Tell of a tensor whether it is in none of the ``stacks`` (prefixes of names), or of a norm or an image embedding.
+
+    Those stay float32 in a bfloat16 model, as in openpi, with all that actions, state and time pass outside the stacks:
+    three digits are too few for noise that K steps take away.
+    """
+    precise = {"embeddings", "input_layernorm", "post_attention_layernorm", "norm"}
+    return not name.startswith(stacks) or not precise.isdisjoint(name.split("."))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.flow.prefix import PrefixCache, positions_of
+from vla_policies.flow.prefix import PrefixCache, outside_stacks, positions_of
 from vla_policies.flow.steps import embed_time
 from vla_policies.nn.gemma import Gemma, GemmaConfig
 from vla_policies.nn.siglip import Siglip, SiglipConfig
@@ -66,14 +66,8 @@ class Pi0ModelConfig:
 
 
 def stays_float32(name: str) -> bool:
-    """Tell whether a tensor stays float32 in a bfloat16 model, as in openpi.
-
-    These are the norms of both Gemmas, SigLIP's embeddings, and all that actions, state and time pass outside the
-    stacks: three digits are too few for noise that K steps take away.
-    """
-    if not name.startswith((PREFIX, EXPERT)):
-        return True
-    return not {"embeddings", "input_layernorm", "post_attention_layernorm", "norm"}.isdisjoint(name.split("."))
+    """Tell whether a tensor stays float32 in a bfloat16 model: :func:`~vla_policies.flow.prefix.outside_stacks`."""
+    return outside_stacks(name, (PREFIX, EXPERT))
 
 
 class Pi0Model(nn.Module):
