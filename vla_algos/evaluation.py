@@ -391,7 +391,7 @@ def evaluate(
 
 
 def _warn_of_other_training(policy: Policy, spec: SimulatorSpec) -> None:
-    note = Path(getattr(policy, "folder", None) or "") / TRAINING_ENV
+    note = Path(getattr(policy, "loaded_from", None) or "") / TRAINING_ENV
     if not note.is_file():
         return
     trained = read_json(note)

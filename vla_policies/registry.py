@@ -125,7 +125,7 @@ def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
     """
     path = resolve(folder)
     policy = find_policy_class(path).from_pretrained(path, **settings)
-    policy.folder = path
+    policy.loaded_from = path
     return policy
 
 

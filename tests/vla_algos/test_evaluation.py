@@ -86,8 +86,8 @@ def test_a_policy_that_was_trained_in_another_environment(tmp_path, recwarn):
     small = SmallVLA(SmallVLAConfig((-1.0,) * DIM, (1.0,) * DIM, state_dim=3, chunk_size=CHUNK))
     small.save_pretrained(tmp_path)
     policy, env = LookingPolicy(), ToyEnv(2)
-    policy.folder, env.simulator_spec.id = load_policy(tmp_path).folder, "toy"
-    assert policy.folder == tmp_path
+    policy.loaded_from, env.simulator_spec.id = load_policy(tmp_path).loaded_from, "toy"
+    assert policy.loaded_from == tmp_path
     note = {"evaluated_on": "toy", "protocol_deviations": ["training reward with something"]}
     evaluate(env, policy, GRID[:2])  # of whose training nothing is known
     (tmp_path / TRAINING_ENV).write_text(json.dumps(note))
