@@ -1,4 +1,4 @@
-"""LeRobot's tiny checkpoints of SmolVLA and pi0 in the golden data, as folders of their own."""
+"""LeRobot's tiny checkpoints of SmolVLA, pi0 and pi0.5 in the golden data, as folders of their own."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import torch
 from paths import GOLDEN
 from torch.nn import functional as F
 
-SMOLVLA, PI0 = GOLDEN / "lerobot_smolvla_tiny", GOLDEN / "lerobot_pi0_tiny"
+SMOLVLA, PI0, PI05 = (GOLDEN / f"lerobot_{kind}_tiny" for kind in ("smolvla", "pi0", "pi05"))
 PATTERNS = ("config.json", "model.safetensors", "policy_*", "tokenizer", "smolvlm_like")
 
 
@@ -26,7 +26,7 @@ def make_checkpoint(folder, of=SMOLVLA, **config):
             copy = shutil.copytree if path.is_dir() else shutil.copy
             copy(path, folder / path.name)
     change_json(folder / "config.json", **config)
-    if of == PI0:  # whose SigLIP has heads of another size than the published one's
+    if of in (PI0, PI05):  # whose SigLIP has heads of another size than the published one's
         (folder / "vla_torchrl.json").write_text('{"vision_heads": 4}')
     return folder
 

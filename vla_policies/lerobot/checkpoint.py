@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +18,21 @@ from vla_policies.lerobot.statistics import to_tensors
 
 @dataclass(frozen=True)
 class LeRobotCheckpoint:
-    """A checkpoint folder without its weights; a family adds ``read`` and ``empty_model``.
+    """A checkpoint folder without its weights; a family adds ``empty_model``.
 
-    ``steps_entry``: where its config says how many steps lead to an action.
+    ``kinds``: LeRobot's ``type`` of it, see :meth:`LeRobotFolder.read`; ``steps_entry``: where its config says how many
+    steps lead to an action.
     """
 
     folder: LeRobotFolder
 
+    kinds: ClassVar[Mapping[str, Sequence[str]]]
     steps_entry: ClassVar[str] = "num_steps"
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Self:
+        """Read a folder, or download ``hf:NAME`` first; errors of :meth:`LeRobotFolder.read`."""
+        return cls(LeRobotFolder.read(folder, cls.kinds))
 
     @property
     def path(self) -> Path:
@@ -56,6 +63,7 @@ class LeRobotCheckpoint:
         """Return facts of it for a report."""
         config, options = self.folder.config, self.options
         return {
+            "type": config["type"],
             "benchmark": options.get("benchmark", f"{NOT_SAID}; set benchmark"),
             "cameras": ", ".join(self.folder.cameras),
             "chunk": f"{self.horizon} actions, of which {config.get('n_action_steps')} are executed",

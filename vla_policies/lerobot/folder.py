@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,16 @@ RENAME, TOKENIZER = "rename_observations_processor", "tokenizer_processor"
 _PLAIN_STEPS = {"to_batch_processor", "device_processor"}  # what a policy here does by itself
 _RELATIVE = {"relative_actions_processor", "absolute_actions_processor"}  # must not be enabled
 _OLD_STATISTICS = "normalize_inputs."  # of LeRobot before 0.4: buffers among the weights
+_FIXED = {  # entries of config.json that the networks have built in
+    "n_obs_steps": 1,
+    "min_period": 4e-3,
+    "max_period": 4.0,
+    "add_image_special_tokens": False,
+    "adapt_to_pi_aloha": False,
+    "use_delta_joint_actions_aloha": False,
+    "use_visual_memory": False,
+    "use_proprioceptive_memory": False,
+}
 _LARGEST = 50_000_000  # bytes of a file of a tokenizer
 
 
@@ -52,14 +62,19 @@ class LeRobotFolder:
     weights: Mapping[str, Entry] = field(repr=False)  # every tensor by name; headers only
 
     @classmethod
-    def read(cls, folder: str | Path, kind: str, steps: Sequence[str]) -> LeRobotFolder:
-        """Read a folder of the policy ``kind``, or download ``hf:NAME`` first.
+    def read(cls, folder: str | Path, kinds: Mapping[str, Sequence[str]]) -> LeRobotFolder:
+        """Read a folder of one of ``kinds`` of policies, or download ``hf:NAME`` first.
 
-        ``steps`` are those of its preprocessor that no other policy's has. FileNotFoundError: a part is missing.
+        Each has the steps of its preprocessor that no other policy's has. FileNotFoundError: a part is missing.
         ValueError: a checkpoint of another policy, or unusable files.
         """
         path = resolve(folder)
-        config = check_type(path, kind)
+        config = check_type(path, kinds)
+        kind, steps = config["type"], kinds[config["type"]]
+        for name, value in _FIXED.items():
+            if config.get(name, value) != value:
+                said = json.dumps(config[name])
+                raise ValueError(f"{path / CONFIG}: {name} is {said}, only {json.dumps(value)} is supported")
         weights = list_weights(path)
         if any(key.startswith(_OLD_STATISTICS) for key in weights) and not (path / PROCESSORS[0]).is_file():
             raise ValueError(
@@ -161,21 +176,22 @@ class LeRobotFolder:
         return [*texts, *filter(None, states), *(f"{place}/{name}" for name in self.tokenizer), *files]
 
 
-def check_type(path: Path, kind: str) -> dict[str, Any]:
-    """Read ``config.json`` of a policy of this kind; FileNotFoundError without, ValueError for another kind."""
+def check_type(path: Path, kinds: Iterable[str]) -> dict[str, Any]:
+    """Read ``config.json`` of a policy of these kinds; FileNotFoundError without, ValueError for another kind."""
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(f"{path} has no {CONFIG}; pass LeRobot's pretrained_model folder")
     config: dict[str, Any] = read_json(path / CONFIG)
-    if config.get("type") != kind:
+    if config.get("type") not in (known := list(kinds)):
         found = f"of {config['type']!r}" if "type" in config else "no policy of LeRobot"
-        raise ValueError(f"{path} is {found}, {CONFIG} must be of {kind!r}; pass a checkpoint of {kind}")
+        must, others = " or ".join(map(repr, known)), " or ".join(known)
+        raise ValueError(f"{path} is {found}, {CONFIG} must be of {must}; pass a checkpoint of {others}")
     return config
 
 
-def is_type(path: Path, kind: str) -> bool:
-    """Tell whether a local folder is a checkpoint of LeRobot of this kind; raises nothing."""
+def is_type(path: Path, kinds: Iterable[str]) -> bool:
+    """Tell whether a local folder is a checkpoint of LeRobot of these kinds; raises nothing."""
     try:
-        return bool(check_type(path, kind))
+        return bool(check_type(path, kinds))
     except (OSError, ValueError):
         return False
 

@@ -27,7 +27,7 @@ class SmolVLA(LeRobotPolicy):
     """
 
     family: ClassVar[str] = FAMILY
-    kind, vlm_name, expert_prefix, centred = FAMILY, "the VLM", EXPERT, False
+    vlm_name, expert_prefix, centred = "the VLM", EXPERT, False
 
     model: SmolVLAModel
     folder: SmolVLACheckpoint

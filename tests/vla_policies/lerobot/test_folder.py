@@ -216,7 +216,7 @@ def spoil(folder, what):
     ],
 )
 def test_a_wrong_folder_is_one_line(folder, what, message):
-    assert is_type(folder, "smolvla")
+    assert is_type(folder, ["smolvla"])
     spoil(folder, what)
     with pytest.raises((ValueError, FileNotFoundError)) as refused:
         read_all(folder)
