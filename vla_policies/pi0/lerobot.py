@@ -17,7 +17,7 @@ from vla_policies.flow.vlm import Observed
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.memory import DecisionMemory
-from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, UNUSED, model_weights
+from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, is_unused, model_weights
 from vla_policies.pi0.inspection import published_sizes
 from vla_policies.pi0.model import EXPERT, Pi0Model, Pi0ModelConfig, stays_float32
 
@@ -35,23 +35,17 @@ class LeRobotPi0Checkpoint(LeRobotCheckpoint):
     steps_entry: ClassVar[str] = "num_inference_steps"
 
     def empty_model(self) -> tuple[Pi0Model, dict[str, Entry]]:
-        entries = self.folder.model_weights
-        if EMBEDDINGS not in entries:  # where both are stored, nothing reads the head
-            entries = model_weights(entries)
+        entries = model_weights(self.folder.model_weights)
         shapes = {key: entry.shape for key, entry in entries.items()}
         with torch.device("meta"):
             return Pi0Model(Pi0ModelConfig.from_shapes(shapes, self.options.get(_VISION_HEADS))), entries
 
     def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
-        """Write the token embeddings by the name that they had."""
-        name = EMBEDDINGS if EMBEDDINGS in self.folder.model_weights else LM_HEAD
-        stored = {name if key == EMBEDDINGS else key: tensor for key, tensor in weights.items()}
-        return super().write(folder, stored, options)
-
-
-def is_unused(key: str) -> bool:
-    """Tell whether the network reads no tensor of that name: the language models' heads."""
-    return key == LM_HEAD or key.startswith(UNUSED)
+        """Write the token embeddings by the names that they had: of two, LeRobot reads the one that comes last."""
+        stored = dict(weights)
+        embeddings = stored.pop(EMBEDDINGS)
+        names = {EMBEDDINGS, LM_HEAD} & self.folder.model_weights.keys()
+        return super().write(folder, {**stored, **dict.fromkeys(names, embeddings)}, options)
 
 
 class LeRobotPi0(LeRobotPolicy):
