@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import torch
 from paths import GOLDEN
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 SMOLVLA, PI0, PI05 = (GOLDEN / f"lerobot_{kind}_tiny" for kind in ("smolvla", "pi0", "pi05"))
@@ -28,6 +29,25 @@ def make_checkpoint(folder, of=SMOLVLA, **config):
     change_json(folder / "config.json", **config)
     if of in (PI0, PI05):  # whose SigLIP has heads of another size than the published one's
         (folder / "vla_torchrl.json").write_text('{"vision_heads": 4}')
+    return folder
+
+
+def make_old(folder):
+    """Make the folder one of LeRobot before 0.4: no processors, statistics among the weights, shorter names."""
+    kept = {key.removeprefix("model."): w for key, w in load_file(folder / "model.safetensors").items()}
+    for number, places in enumerate((("normalize_inputs",), ("normalize_targets", "unnormalize_outputs"))):
+        processor = folder / f"policy_{('pre', 'post')[number]}processor.json"
+        steps = json.loads(processor.read_text())["steps"]
+        [state] = [folder / step["state_file"] for step in steps if "state_file" in step]
+        feature = ("observation.state", "action")[number]
+        for key, tensor in load_file(state).items():
+            name, _, statistic = key.rpartition(".")
+            if name == feature:
+                old = name.replace(".", "_")
+                kept |= {f"{place}.buffer_{old}.{statistic}": tensor.clone() for place in places}
+        processor.unlink()
+        state.unlink()
+    save_file(kept, folder / "model.safetensors")
     return folder
 
 

@@ -5,7 +5,8 @@
 
 The second one loads each folder with LeRobot's own policies and processors, compares every weight, has them act on the
 recorded images, words, states and noise, and writes ``tests/cross/lerobot_actions.npz`` (tokens and actions) and
-``tests/cross/lerobot_actions.json`` (digests of the files that were loaded, versions). Ordinary tests
+``tests/cross/lerobot_actions.json`` (digests of the files that were loaded, prompts, versions), and a LoRA adapter that
+LeRobot has made for each, ``tests/cross/lerobot_lora_KIND``. Ordinary tests
 (``tests/vla_policies/lerobot/test_loaded_by_lerobot.py``) save again, compare the digests and act the same. LeRobot's
 sizes of pi0 are built in: those of the tiny ones, ``_golden`` of config.json, are put in their place.
 """
@@ -76,6 +77,9 @@ def act(folder: Path) -> None:
             batch = before(batch)
             with torch.no_grad():
                 actions = after(policy.predict_action_chunk(batch, noise=recorded["noise"]))
+                adapted = adapt(policy, Path(__file__).with_name(f"lerobot_lora_{kind}"))
+                changed = after(adapted.predict_action_chunk(batch, noise=recorded["noise"]))
+        arrays[f"{kind}_lora_actions"] = changed.numpy()
         arrays[f"{kind}_tokens"] = batch["observation.language.tokens"].numpy()
         arrays[f"{kind}_actions"] = actions.numpy()
         said[kind] = digests(folder / kind)
@@ -83,6 +87,21 @@ def act(folder: Path) -> None:
     said["prompts"] = prompts()
     np.savez_compressed(RECORDED, **arrays)
     RECORDED.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n")
+
+
+def adapt(policy, folder: Path):
+    """Return the policy with a LoRA adapter on the layers that LeRobot chooses, which is saved as LeRobot does."""
+    import torch
+
+    torch.manual_seed(0)
+    policy.config.pretrained_path, policy.config.load_vlm_weights = "lerobot/tiny_base", True  # no complaint
+    adapted = policy.wrap_with_peft(peft_cli_overrides={"r": 2})
+    for name, parameter in adapted.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapted.save_pretrained(str(folder))
+    (folder / "README.md").unlink()
+    return adapted
 
 
 def prompts() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ class LeRobotCheckpoint:
 
     folder: LeRobotFolder
 
-    kinds: ClassVar[Mapping[str, Sequence[str]]]
+    kinds: ClassVar[Mapping[str, str]]
     steps_entry: ClassVar[str] = "num_steps"
 
     @classmethod
@@ -68,7 +68,7 @@ class LeRobotCheckpoint:
             "cameras": ", ".join(self.folder.cameras),
             "chunk": f"{self.horizon} actions, of which {config.get('n_action_steps')} are executed",
             "tokenizer": "yes",
-            "LoRA adapter": "lora_adapter/" if options.get("lora_adapter") else "no",
+            "LoRA adapter": "yes" if options.get("lora_adapter") else "no",
             "weights": describe_weights(self.folder.weights),
             "heads": self.heads.describe(),
         }
@@ -81,4 +81,6 @@ class LeRobotCheckpoint:
     def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
         """Write a folder in this layout, see :meth:`LeRobotFolder.write`."""
         config = {"n_action_steps": options["num_action_chunks"], self.steps_entry: options["num_steps"]}
+        if "use_peft" in self.folder.config:  # LeRobot would look for an adapter beside whole weights
+            config["use_peft"] = False
         return self.folder.write(folder, weights, options, config)

@@ -191,7 +191,8 @@ def is_pi0(folder: Path) -> bool:
     """Tell whether a local folder is a checkpoint of pi0, published or ours, PyTorch or JAX; reads headers only."""
     if has_weights(folder):
         try:
-            return any(key.startswith(PREFIX) for key in list_weights(folder))
+            lerobots = "type" in read_options(folder, "config.json")  # whose older ones have the same names
+            return not lerobots and any(key.startswith(PREFIX) for key in list_weights(folder))
         except (FileNotFoundError, ValueError):  # missing or truncated: loading says which
             pass
     return (folder / "params").is_dir() or any((folder / "assets").rglob(_STATISTICS))

@@ -28,14 +28,22 @@ _VISION_HEADS = "vision_heads"  # of our options, where it is not SigLIP so400m
 class LeRobotPi0Checkpoint(LeRobotCheckpoint):
     """A checkpoint folder without its weights."""
 
-    kinds: ClassVar[Mapping[str, Sequence[str]]] = {
-        "pi0": ("pi0_new_line_processor",),
-        "pi05": ("pi05_prepare_state_tokenizer_processor_step",),
+    kinds: ClassVar[Mapping[str, str]] = {
+        "pi0": "pi0_new_line_processor",
+        "pi05": "pi05_prepare_state_tokenizer_processor_step",
     }
     steps_entry: ClassVar[str] = "num_inference_steps"
 
     def empty_model(self) -> tuple[Pi0Model, dict[str, Entry]]:
-        entries = model_weights(self.folder.model_weights)
+        # As LeRobot: names of the other kind, and a projection that pi0.5 has no use for.
+        pi05, time, other = self.folder.config["type"] == "pi05", "action_time_mlp_", "time_mlp_"
+        if pi05:
+            time, other = other, time
+        entries = {
+            f"{time}{key.removeprefix(other)}" if key.startswith(other) else key: entry
+            for key, entry in model_weights(self.folder.model_weights).items()
+            if not (pi05 and key.startswith("state_proj."))
+        }
         shapes = {key: entry.shape for key, entry in entries.items()}
         with torch.device("meta"):
             return Pi0Model(Pi0ModelConfig.from_shapes(shapes, self.options.get(_VISION_HEADS))), entries

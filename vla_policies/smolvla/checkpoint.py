@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from vla_policies.lerobot.folder import LeRobotFolder, inside
 from vla_policies.smolvla.model import VLM, SmolVLAModel, SmolVLAModelConfig
 
 FAMILY = "smolvla"
-STEPS = ("smolvla_new_line_processor",)
+STEP = "smolvla_new_line_processor"
 UNUSED = f"{VLM}lm_head."
 
 
@@ -28,7 +28,7 @@ UNUSED = f"{VLM}lm_head."
 class SmolVLACheckpoint(LeRobotCheckpoint):
     """A checkpoint folder without its weights."""
 
-    kinds: ClassVar[Mapping[str, Sequence[str]]] = {FAMILY: STEPS}
+    kinds: ClassVar[Mapping[str, str]] = {FAMILY: STEP}
 
     vlm: Mapping[str, Any]  # config.json of its VLM, empty for SmolVLM2-500M
 
