@@ -66,17 +66,20 @@ def prepare(images, side):
     return F.pad(pixels, (side - inner[1], 0, side - inner[0], 0)) * 2 - 1
 
 
-def save_trained(folder, kind):
-    """Save a tiny checkpoint of a kind whose weights have all changed; returns the policy."""
+def save_trained(folder, kind, old=False):
+    """Save a tiny checkpoint of a kind, of before LeRobot 0.4 if ``old``, after a change of all weights."""
     from vla_policies.registry import find_policy_class
 
-    source = make_checkpoint(folder.with_name(f"{kind}_published"), GOLDEN / f"lerobot_{kind}_tiny")
+    source = make_checkpoint(folder.with_name(f"{folder.name}_published"), GOLDEN / f"lerobot_{kind}_tiny")
+    change_json(source / "config.json", tokenizer_max_length=256)  # the stand-in for PaliGemma's tokenizer spells words
     processor = source / "policy_preprocessor.json"
     content = json.loads(processor.read_text())
     for step in content["steps"]:
         if step["registry_name"] == "tokenizer_processor":
-            step["config"]["max_length"] = 256  # the stand-in for PaliGemma's tokenizer spells words
+            step["config"]["max_length"] = 256
     processor.write_text(json.dumps(content))
+    if old:
+        make_old(source)
     settings = {"num_action_chunks": 3, "num_steps": 4, "train_expert_only": False, "value_head": False}
     policy = find_policy_class(source).from_pretrained(source, benchmark="libero", method="flow_ode", **settings)
     with torch.no_grad():

@@ -25,6 +25,7 @@ from types import SimpleNamespace
 TESTS = Path(__file__).parents[1]
 RECORDED = Path(__file__).with_suffix(".npz")
 KINDS = ("smolvla", "pi0", "pi05")
+FOLDERS = {name: name.removesuffix("_old") for kind in KINDS for name in (kind, f"{kind}_old")}
 PROMPTED = (  # instructions and normalised states
     ["  pick_up the\nred mug ", "open the drawer", "push"],
     [[-1.5, -1.0, -0.9999], [-0.0078125, 0.0, 0.0078125], [0.99999, 1.0, 7.0]],
@@ -36,9 +37,9 @@ def save(folder: Path) -> None:
     sys.path.insert(0, str(TESTS / "_support"))
     from lerobot_checkpoint import save_trained
 
-    for kind in KINDS:
-        save_trained(folder / kind, kind)
-        print(f"saved {folder / kind}")
+    for name, kind in FOLDERS.items():
+        save_trained(folder / name, kind, old=name != kind)
+        print(f"saved {folder / name}")
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -61,12 +62,12 @@ def act(folder: Path) -> None:
     import transformers
 
     arrays, said = {}, {"torch": torch.__version__, "transformers": transformers.__version__}
-    for kind in KINDS:
+    for name, kind in FOLDERS.items():
         with np.load(TESTS / "golden" / f"lerobot_{kind}_tiny" / "golden_io.npz") as stored:
             recorded = {key: torch.from_numpy(stored[key]) for key in stored.files}
         texts = json.loads((TESTS / "golden" / f"lerobot_{kind}_tiny" / "golden.json").read_text())["instructions"]
         with tempfile.TemporaryDirectory() as place:
-            copy = shutil.copytree(folder / kind, Path(place) / kind)
+            copy = shutil.copytree(folder / name, Path(place) / kind)
             policy, before, after = load(copy, kind)
             batch = {
                 "observation.images.image": recorded["image_u8"].permute(0, 3, 1, 2) / 255,
@@ -77,13 +78,14 @@ def act(folder: Path) -> None:
             batch = before(batch)
             with torch.no_grad():
                 actions = after(policy.predict_action_chunk(batch, noise=recorded["noise"]))
-                adapted = adapt(policy, Path(__file__).with_name(f"lerobot_lora_{kind}"))
-                changed = after(adapted.predict_action_chunk(batch, noise=recorded["noise"]))
-        arrays[f"{kind}_lora_actions"] = changed.numpy()
-        arrays[f"{kind}_tokens"] = batch["observation.language.tokens"].numpy()
-        arrays[f"{kind}_actions"] = actions.numpy()
-        said[kind] = digests(folder / kind)
-        print(kind, "loaded, every weight equal; first action", actions[0, 0].tolist())
+                if name == kind:
+                    adapted = adapt(policy, Path(__file__).with_name(f"lerobot_lora_{kind}"))
+                    changed = after(adapted.predict_action_chunk(batch, noise=recorded["noise"]))
+                    arrays[f"{kind}_lora_actions"] = changed.numpy()
+        arrays[f"{name}_tokens"] = batch["observation.language.tokens"].numpy()
+        arrays[f"{name}_actions"] = actions.numpy()
+        said[name] = digests(folder / name)
+        print(name, "loaded, every weight equal; first action", actions[0, 0].tolist())
     said["prompts"] = prompts()
     np.savez_compressed(RECORDED, **arrays)
     RECORDED.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n")

@@ -49,11 +49,15 @@ class LeRobotPi0Checkpoint(LeRobotCheckpoint):
             return Pi0Model(Pi0ModelConfig.from_shapes(shapes, self.options.get(_VISION_HEADS))), entries
 
     def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
-        """Write the token embeddings by the names that they had: of two, LeRobot reads the one that comes last."""
+        """Write the token embeddings as the head that LeRobot asks for, and by their own name where they had it.
+
+        LeRobot reads the one that comes last in the file.
+        """
         stored = dict(weights)
         embeddings = stored.pop(EMBEDDINGS)
-        names = {EMBEDDINGS, LM_HEAD} & self.folder.model_weights.keys()
-        return super().write(folder, {**stored, **dict.fromkeys(names, embeddings)}, options)
+        if EMBEDDINGS in self.folder.model_weights:
+            stored[EMBEDDINGS] = embeddings
+        return super().write(folder, {**stored, LM_HEAD: embeddings}, options)
 
 
 class LeRobotPi0(LeRobotPolicy):

@@ -63,12 +63,14 @@ def assert_acts(found, actions):
     torch.testing.assert_close(found[keys.ACTION], actions[:, :3], rtol=0, atol=1e-5)
 
 
-def test_lerobot_loads_what_is_saved_and_acts_the_same(kind, lerobots, decide, tmp_path):
-    policy = save_trained(tmp_path / kind, kind)
-    assert cross.digests(tmp_path / kind) == SAID[kind]  # these files it was that LeRobot loaded
-    found, tokens = decide(policy), lerobots[f"{kind}_tokens"]
+@pytest.mark.parametrize("layout", ["", "_old"])
+def test_lerobot_loads_what_is_saved_and_acts_the_same(kind, layout, lerobots, decide, tmp_path):
+    name = f"{kind}{layout}"
+    policy = save_trained(tmp_path / name, kind, old=bool(layout))
+    assert cross.digests(tmp_path / name) == SAID[name]  # these files it was that LeRobot loaded
+    found, tokens = decide(policy), lerobots[f"{name}_tokens"]
     assert torch.equal(found[keys.PROMPT_TOKENS][:, : tokens.shape[1]], tokens)
-    assert_acts(found, lerobots[f"{kind}_actions"])
+    assert_acts(found, lerobots[f"{name}_actions"])
 
 
 def test_prompts_of_pi05_are_lerobots():
