@@ -54,6 +54,11 @@ class LeRobotCheckpoint:
         said = ("num_action_chunks", "n_action_steps"), ("num_steps", self.steps_entry)
         return {name: self.folder.config[entry] for name, entry in said if entry in self.folder.config}
 
+    @property
+    def other_files(self) -> dict[str, Any]:
+        """What else belongs to it, by name."""
+        return {}
+
     @cached_property
     def heads(self) -> StoredHeads:
         """Value head and noise network; headers only."""
@@ -83,4 +88,4 @@ class LeRobotCheckpoint:
         config = {"n_action_steps": options["num_action_chunks"], self.steps_entry: options["num_steps"]}
         if "use_peft" in self.folder.config:  # LeRobot would look for an adapter beside whole weights
             config["use_peft"] = False
-        return self.folder.write(folder, weights, options, config)
+        return self.folder.write(folder, weights, options, config, self.other_files)

@@ -10,7 +10,6 @@ LeRobot before 0.4 are names without ``model.``, and statistics among the weight
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +21,8 @@ from vla_common.plain import read_json, read_small
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.layout import CONFIG
 from vla_policies.checkpoint.lora import ADAPTER, is_adapter, read_base
-from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.settings import OPTIONS, read_options
-from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, load_file, save_weights
-from vla_policies.checkpoint.writing import write_safetensors
+from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, load_file, write_folder
 from vla_policies.lerobot.processors import (
     NORMALIZERS,
     PROCESSORS,
@@ -149,36 +146,29 @@ class LeRobotFolder:
         return sorted(range(len(meant)), key=lambda index: real.index(meant[index]))
 
     def write(
-        self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], config: Mapping[str, Any]
+        self,
+        folder: str | Path,
+        weights: Mapping[str, Tensor],
+        options: Mapping[str, Any],
+        config: Mapping[str, Any],
+        others: Mapping[str, Any],
     ) -> list[str]:
         """Write a folder in this layout; returns names of the files. Of sharded weights all processes must call it.
 
         ``weights`` are named as the module's, the unused ones included; ``config`` are entries of ``config.json`` to
-        set.
+        set; ``others`` are files, see :func:`write_folder`.
         """
-        folder = Path(folder)
         place = _tokenizer_folder(find_step(self.processors[0], TOKENIZER) or {})
         states = [_state_file(file, step) for file, step in zip(self.processors, NORMALIZERS, strict=True)]
-        texts = {
+        files = {
             CONFIG: {**self.config, **config},
             OPTIONS: options,
             **dict(zip(PROCESSORS, self.processors, strict=True)),
+            **{state: tensors for state, tensors in zip(states, self.tensors, strict=True) if state is not None},
+            **{f"{place}/{name}": content for name, content in self.tokenizer.items()},
+            **others,
         }
-
-        def write() -> None:
-            (folder / place).mkdir(parents=True, exist_ok=True)
-            for name, content in texts.items():
-                (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-            for name, file in self.tokenizer.items():
-                (folder / place / name).write_bytes(file)
-            for state, tensors in zip(states, self.tensors, strict=True):
-                if state is not None:
-                    write_safetensors(folder / state, tensors)
-
-        in_first(weights.values(), write)
-        stored = {f"{PREFIX}{key}": tensor for key, tensor in weights.items()}
-        files = save_weights(stored, folder, max_shard_size=sys.maxsize)  # LeRobot's loader wants one
-        return [*texts, *filter(None, states), *(f"{place}/{name}" for name in self.tokenizer), *files]
+        return write_folder(folder, {f"{PREFIX}{key}": tensor for key, tensor in weights.items()}, files)
 
 
 def check_type(path: Path, kinds: Iterable[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.flow import memory
@@ -87,16 +87,8 @@ class LeRobotPi0(LeRobotPolicy):
 
     def decision_memory(self) -> DecisionMemory:
         images, horizon = self.decision_sizes()
-        frozen, tokens = self.prefix_is_frozen, horizon + (0 if self.model.config.pi05 else 1)
-        return memory.decision_memory(self.model, self.config, frozen, images, self.image_tokens, tokens)
-
-    @property
-    def vlm(self) -> nn.Module:
-        return self.model.paligemma
-
-    @property
-    def image_tokens(self) -> int:
-        return self.model.config.vision.num_patches
+        tokens = horizon + (0 if self.model.config.pi05 else 1)
+        return memory.decision_memory(self.model, self.config, self.prefix_is_frozen, images, tokens)
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         if not self.model.config.pi05:

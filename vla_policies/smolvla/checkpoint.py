@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from vla_common.plain import read_json
 from vla_policies.checkpoint.layout import CONFIG
-from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.folder import LeRobotFolder, inside
@@ -58,18 +55,9 @@ class SmolVLACheckpoint(LeRobotCheckpoint):
         with torch.device("meta"):
             return SmolVLAModel(sizes), entries
 
-    def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
-        files = super().write(folder, weights, options)
-        if not self.vlm:
-            return files
-        place = inside(self.folder.config["vlm_model_name"])
-
-        def write() -> None:
-            (folder / place).mkdir(exist_ok=True)
-            (folder / place / CONFIG).write_text(json.dumps(self.vlm, indent=2) + "\n")
-
-        in_first(weights.values(), write)
-        return [*files, f"{place}/{CONFIG}"]
+    @property
+    def other_files(self) -> dict[str, Any]:
+        return {f"{inside(self.folder.config['vlm_model_name'])}/{CONFIG}": self.vlm} if self.vlm else {}
 
 
 def is_unused(key: str) -> bool:

@@ -62,7 +62,7 @@ def write_tiny(
     files = {"tokenizer.json": _tokenizer(words), "tokenizer_config.json": named}
     texts = {name: (json.dumps(content) + "\n").encode() for name, content in files.items()}
     whole = LeRobotFolder(folder, config, {}, make_processors(STEP, config, CONFIG), (found, found), texts, {})
-    whole.write(folder, weights, {}, {})
+    whole.write(folder, weights, {}, {}, {})
     (folder / OPTIONS).unlink()
 
 
