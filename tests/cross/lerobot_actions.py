@@ -97,9 +97,10 @@ def adapt(policy, folder: Path):
 
     torch.manual_seed(0)
     policy.config.pretrained_path, policy.config.load_vlm_weights = "lerobot/tiny_base", True  # no complaint
-    adapted = policy.wrap_with_peft(peft_cli_overrides={"r": 2})
+    whole = ["state_proj"] if policy.name == "smolvla" else []  # as LeRobot's page on LoRA has it
+    adapted = policy.wrap_with_peft(peft_cli_overrides={"r": 2, "full_training_modules": whole})
     for name, parameter in adapted.named_parameters():
-        if ".lora_B." in name:
+        if ".lora_B." in name or ".modules_to_save." in name:
             torch.nn.init.normal_(parameter, std=0.05)
     adapted.save_pretrained(str(folder))
     (folder / "README.md").unlink()

@@ -30,13 +30,14 @@ _FIELDS: dict[str, Any] = {
     "rank_pattern": dict[str, Width],
     "alpha_pattern": dict[str, Positive],
     "target_modules": list[str] | str,
+    "modules_to_save": list[str],
     "base_model_name_or_path": str,
     "lora_dropout": BelowOne,
     "bias": Literal["none", "all", "lora_only"],
     **dict.fromkeys(("use_rslora", "fan_in_fan_out", "lora_bias"), bool),
 }
 _OTHERS = (
-    *("use_dora", "modules_to_save", "use_qalora", "use_bdlora", "layer_replication", "target_parameters"),
+    *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "target_parameters"),
     *("trainable_token_indices", "megatron_config", "alora_invocation_tokens"),
 )
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -102,9 +103,9 @@ def add_lora(policy: Adaptable, rank: int = 32, alpha: int | None = None, target
 def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
     """Put the layers of an adapter in peft's layout on a policy, on the meta device too, before it is sharded.
 
-    Adapters on parts of the vision backbone that never affect the output are skipped. Returns what
-    :func:`fill_adapter` fills the layers with. FileNotFoundError: the folder is no adapter; ValueError: it is of
-    another kind or another model.
+    Adapters on parts of the vision backbone that never affect the output are skipped; layers that were trained whole
+    (``modules_to_save``) replace the base's. Returns what :func:`fill_adapter` fills the layers with.
+    FileNotFoundError: the folder is no adapter; ValueError: it is of another kind or another model.
     """
     folder = Path(folder)
     for file in (_CONFIG, _WEIGHTS):
@@ -115,16 +116,19 @@ def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
     known = {name for name, _ in policy.model.named_modules()}
     entries = {_own_name(key, known): entry for key, entry in list_weights(folder / _WEIGHTS).items()}
     entries = {key: entry for key, entry in entries.items() if not policy.unused(key)}
-    layers = {key.partition(".lora_")[0] for key in entries}
+    saved = {name.rpartition(".")[2] for name in config.modules_to_save or ()}
+    whole = {key for key in entries if key.rpartition(".")[0].rpartition(".")[2] in saved}
+    layers = {key.partition(".lora_")[0] for key in entries.keys() - whole}
     unknown = sorted(layers - known)
     if unknown or not layers:
         raise ValueError(f"{folder} adapts layers that this model does not have: {unknown[:5]}; it is of another model")
     _check_ranks(folder, config, entries)
-    config.target_modules, config.inference_mode = sorted(layers), False
+    config.target_modules, config.modules_to_save, config.inference_mode = sorted(layers), None, False
     _inject(policy, config)
-    parameters = _adapter_parameters(policy.model)
-    shapes = [{key: tuple(each.shape) for key, each in found.items()} for found in (parameters, entries)]
-    check_layout(*shapes, unused=lambda key: key not in parameters, what=str(folder))
+    parameters = {name: each for name, each in policy.model.named_parameters() if ".lora_" in name or name in whole}
+    expected = {_file_name(name): tuple(each.shape) for name, each in parameters.items()}
+    found = {key: entry.shape for key, entry in entries.items()}
+    check_layout(expected, found, unused=lambda key: key not in {*expected, *whole}, what=str(folder))
     return entries
 
 
@@ -147,7 +151,8 @@ def stored_adapter(folder: Path, options: Mapping[str, Any]) -> Path | None:
 
 def read_rank(folder: Path) -> dict[str, Any]:
     """Read ``lora_rank`` and ``lora_targets`` of a saved adapter, of its weights the names alone."""
-    layers = {key.partition(".lora_")[0].rpartition(".")[2] for key in list_weights(folder / _WEIGHTS)}
+    names = (key.partition(".lora_") for key in list_weights(folder / _WEIGHTS))
+    layers = {layer.rpartition(".")[2] for layer, adapted, _ in names if adapted}
     return {"lora_rank": _read_config(folder).r, "lora_targets": sorted(layers)}
 
 
@@ -215,7 +220,7 @@ def _read_config(folder: Path) -> LoraConfig:
     file = folder / _CONFIG
     content = read_json(file)
     if content.get("peft_type") != "LORA" or any(content.get(name) for name in _OTHERS):
-        raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA, modules_to_save and other kinds are refused")
+        raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA and other kinds are refused")
     always = ("r", "lora_alpha")
     chosen: dict[str, Any] = {name: content.get(name) for name in _FIELDS if name in always or content.get(name)}
     try:
@@ -272,7 +277,7 @@ def _own_name(key: str, layers: Set[str]) -> str:
     """Return the name here of a tensor in peft's file; LeRobot's policies have the network as their ``model``."""
     key = key.removeprefix(_PREFIX)
     inner = key.removeprefix("model.")
-    return inner if inner.partition(".lora_")[0] in layers else key
+    return inner if {inner.partition(".lora_")[0], inner.rpartition(".")[0]} & layers else key
 
 
 def _file_name(name: str) -> str:

@@ -81,6 +81,8 @@ class LeRobotFolder:
                 said = json.dumps(config[name])
                 raise ValueError(f"{path / CONFIG}: {name} is {said}, only {json.dumps(value)} is supported")
         options = read_options(path) | ({ADAPTER: True} if is_adapter(path) else {})
+        if config.get("use_peft") and not is_adapter(path):
+            raise FileNotFoundError(f"{path} has no adapter_config.json, which {CONFIG} asks for (use_peft); copy it")
         if is_adapter(path) and not has_weights(path):
             base = read_base(path)
             raise FileNotFoundError(

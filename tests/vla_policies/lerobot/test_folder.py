@@ -186,6 +186,8 @@ def spoil(folder, what):
         elif what.endswith("tokenizer"):
             (folder / "tokenizer").rename(folder / "elsewhere")
         save_file(weights, folder / "model.safetensors")
+    elif what == "no adapter":
+        change_json(folder / "config.json", use_peft=True)
     elif what == "adapter alone":
         (folder / "model.safetensors").unlink()
         (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "lerobot/smolvla_base"}')
@@ -221,6 +223,7 @@ def spoil(folder, what):
         ("before 0.4 infinite", "has numbers that are not finite in unnormalize_outputs.buffer_action.mean"),
         ("before 0.4 mapping", "config.json has no normalization_mapping; copy it again"),
         ("before 0.4 tokenizer", "has no tokenizer; .* type: hf download smolvlm_like tokenizer.json"),
+        ("no adapter", r"has no adapter_config.json, which config.json asks for \(use_peft\); copy it"),
         ("adapter alone", "is a LoRA adapter without the weights .* model.safetensors of 'lerobot/smolvla_base'"),
         ("tokenizer", "has no tokenizer; .* type: hf download HuggingFaceTB/SmolVLM2 tokenizer.json"),
         ("relative", "makes actions relative to the state, which is not supported"),

@@ -102,6 +102,34 @@ def test_an_adapter_of_lerobot_beside_its_weights(kind, lerobots, decide, tmp_pa
     assert_acts(decide(merged), lerobots[f"{kind}_lora_actions"])
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "is not a plain LoRA adapter; DoRA and other kinds are refused"),
+        ({"modules_to_save": None}, r"adapts layers that this model does not have: \['state_proj\.bias', 'state_proj"),
+        ({"modules_to_save": ["state_proj", "action_head"], "r": 3}, r"the rank is \[3\], that of the weights \[2\]"),
+        ({"base_model_name_or_path": "../../elsewhere", "auto_mapping": {"base_model_class": "Evil"}}, None),
+        ("pi0", "adapts layers that this model does not have"),
+        ("half", "is truncated or no safetensors file"),
+    ],
+)
+def test_a_wrong_adapter_is_one_line(change, message, tmp_path):
+    of = change if change == "pi0" else "smolvla"
+    adapter = shutil.copytree(CROSS.with_name(f"lerobot_lora_{of}"), tmp_path / "adapter")
+    if isinstance(change, dict):
+        change_json(adapter / "adapter_config.json", **change)
+    elif change == "half":
+        content = (adapter / "adapter_model.safetensors").read_bytes()
+        (adapter / "adapter_model.safetensors").write_bytes(content[: len(content) // 2])
+    base = make_checkpoint(tmp_path / "base", GOLDEN / "lerobot_smolvla_tiny")
+    if message is None:  # what its files name is neither opened nor imported
+        load_policy(base, benchmark="libero", lora_adapter=adapter)
+        return
+    with pytest.raises(ValueError, match=message) as refused:
+        load_policy(base, benchmark="libero", lora_adapter=adapter)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_folder_of_before_0_4_acts_the_same_and_is_saved_as_one_of_today(kind, decide, tmp_path):
     settings = {"benchmark": "libero", "method": "flow_ode", "value_head": False, "num_steps": 2}
     new, old = (make_checkpoint(tmp_path / name, GOLDEN / f"lerobot_{kind}_tiny") for name in ("new", "old"))
