@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from vla_envs.env import base_env
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.calls import reason
 
+TRAINING_ENV = "environment.json"  # of a policy's folder: in what a recipe trained it
 _NAMED = 5  # crashed episodes that a table names
 
 
@@ -322,7 +324,8 @@ def evaluate(
     Args:
         env: a :class:`~vla_envs.env.VLAEnv`, with or without transforms; returns are those of the environment itself.
         policy: any TensorDictModule that writes ``action``, or a callable that does. One of ours has to fit ``env``
-            (:meth:`~vla_policies.policy.VLAPolicy.check_environment`); behind transforms that is not checked.
+            (:meth:`~vla_policies.policy.VLAPolicy.check_environment`); behind transforms that is not checked. A
+            warning says if the folder that it was loaded from tells of training in another environment.
         episodes: what to run, see :func:`~vla_envs.episodes.evaluation_episodes`.
         greedy: take the policy's greedy action; sample if False.
         observe: changes what the policy sees, see :mod:`vla_algos.ablations`: gets and returns the policy's inputs, of
@@ -349,6 +352,7 @@ def evaluate(
         )
     if hasattr(policy, "check_environment") and not isinstance(env, TransformedEnv):  # which may show it what it reads
         policy.check_environment(spec)
+    _warn_of_other_training(policy, spec)
     wanted = list(episodes)
     shots: dict[int, list[tuple[np.ndarray, str]]] = {}
     results: dict[int, EpisodeResult] = {}
@@ -384,6 +388,27 @@ def evaluate(
     captions = {index: [*said] for index, (_, said) in filmed.items()}
     deviations = spec.protocol_deviations
     return EvaluationResult(ordered, videos, "", captions, spec.chain_length, protocol_deviations=deviations)
+
+
+def _warn_of_other_training(policy: Policy, spec: SimulatorSpec) -> None:
+    note = Path(getattr(policy, "loaded_from", None) or "") / TRAINING_ENV
+    if not note.is_file():
+        return
+    trained = read_json(note)
+    then = trained.get("evaluated_on"), _seen(trained.get("protocol_deviations"))
+    if then != (now := (spec.id, _seen(spec.protocol_deviations))):
+        ways = (f"{name} ({'; '.join(deviations) or 'as the benchmark has it'})" for name, deviations in (then, now))
+        warnings.warn(
+            f"{note.parent} was trained for {', and is evaluated on '.join(ways)}; "
+            "make_env(**vla_algos.run.env_of(FOLDER)) is the former",
+            stacklevel=3,
+        )
+
+
+def _seen(deviations: Any) -> list[str]:
+    """List what a policy sees of the deviations that a file, perhaps a stranger's, or a spec has."""
+    texts = map(str, deviations if isinstance(deviations, (list, tuple)) else ())
+    return [text for text in texts if not text.startswith("training reward")]
 
 
 @contextlib.contextmanager

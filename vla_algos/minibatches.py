@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torchrl.objectives import LossModule
 from vla_algos import distributed
 from vla_algos.advantages import trajectory_weights, valid_decisions
 from vla_algos.distributed import BalancedMinibatches, masked
+from vla_algos.levels import mean, to_level
 from vla_algos.losses import add_proximal_log_prob
 from vla_algos.metrics import WeightedMean, add_loss_metrics
 from vla_algos.optim import policy_of, step, trained_parameters
@@ -25,6 +26,7 @@ from vla_common.settings import Count, Positive, Whole, checked, setting_types
 from vla_policies import VLAPolicy
 from vla_policies.sharding import compute_device, gathered, sharded_modules
 
+_ROW = "row"  # place of a decision in the batches of all processes, joined
 _LITTLE = 0.1  # of the policy's weights, whose whole gradient a process may hold
 
 
@@ -60,6 +62,8 @@ class Minibatches:
         critic_warmup_steps: optimizer steps at the start of training in which only the critic learns.
         max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step; ``None`` for any. More means that
             the stored log-probabilities (of a ``decoupled`` loss the proximal ones) are not this policy's.
+        recompute_log_prob: compute these once more before the first step, without gradient, in the parts of the first
+            epoch: batches of other sizes round otherwise, most of all in bfloat16.
         steps: optimizer steps before this update.
         frozen: the policy of ``reference_kl_coeff``.
 
@@ -86,6 +90,7 @@ class Minibatches:
         target_kl: Positive | None = None,
         critic_warmup_steps: Whole = 0,
         max_log_ratio: Positive | None = 0.1,
+        recompute_log_prob: bool = False,
         steps: Whole = 0,
         frozen: FrozenPolicy | None = None,
     ):
@@ -96,6 +101,9 @@ class Minibatches:
         self.critic_warmup_steps, self.steps = critic_warmup_steps, steps
         self._before, self._skipped, self._mean = steps, 0, WeightedMean()
         self._at_start: dict[str, float] = {}  # measured before the first step
+        self._stored = PROXIMAL_LOG_PROB if getattr(loss_module, "decoupled", False) else ACTION_LOG_PROB
+        self._recompute = recompute_log_prob
+        self._recomputed: torch.Tensor | None = None  # the log-probabilities of the decisions of all processes
         self._takes_whole, self._names = takes_whole(loss_module), getattr(loss_module, "metric_names", {})
         trained = [parameter for some in trained_parameters(loss_module) for parameter in some]
         self._device = compute_device(next(iter(trained)))
@@ -117,6 +125,8 @@ class Minibatches:
             )
         if self.decisions:
             samples, computed = self._prepare(samples, frozen)
+            if recompute_log_prob and samples is not None:
+                samples[_ROW] = torch.arange(len(samples)) + sum(rows[: distributed.rank()])
             self._balanced = BalancedMinibatches(samples, rows, self._device, computed)
             joined = torch.cat([mask for mask in masks if mask is not None])
             self._masks = TensorDict({NEXT: TensorDict({STEP_MASK: joined}, joined.shape[:1])}, joined.shape[:1])
@@ -155,10 +165,28 @@ class Minibatches:
         """Yield the minibatches of all epochs."""
         for epoch in range(self.epochs if self.decisions else 0):
             parts = self._split(distributed.broadcast_object(torch.randperm(self.decisions)))
+            if self._recompute and not epoch:
+                self._recompute_log_prob(parts)
             for number, rows in enumerate(parts, epoch * len(parts)):
                 tell("updating", number, self.epochs * len(parts))
                 yield Minibatch(self, rows, self._masks[rows])
             tell("updating", (epoch + 1) * len(parts), self.epochs * len(parts))
+
+    @torch.no_grad()
+    def _recompute_log_prob(self, minibatches: Sequence[torch.Tensor]) -> None:
+        own, difference = [], WeightedMean()
+        for number, rows in enumerate(minibatches):
+            tell("recomputing log-probabilities", number, len(minibatches))
+            for part, counts in self._passes(rows):
+                log_prob = self.policy.evaluate_actions(part)[0]
+                if counts:
+                    changed, valid = to_level((log_prob - part[self._stored]).abs(), part[NEXT, STEP_MASK], "token")
+                    difference.add({"changed": mean(changed, valid)}, valid.sum())
+                    own.append((part[_ROW].cpu(), log_prob.cpu()))
+        everywhere = [each for process in distributed.all_gather_object(own) for each in process]
+        rows, log_probs = map(torch.cat, zip(*everywhere, strict=True))
+        self._recomputed = log_probs[rows.argsort()].to(self._device)
+        self._at_start["train/actor/log_ratio_recomputed"] = difference.of_all_processes().mean_of("changed")
 
     def metrics(self, optimizer: Optimizer) -> dict[str, float]:
         """Return what was measured, under ``train/``, see ``docs/metrics.md``; of all processes.
@@ -200,6 +228,8 @@ class Minibatches:
         for part, counts, last in self._balanced.passes(rows, self.micro_batch_size):
             if self._sums_late:
                 self._sharded[0].set_requires_gradient_sync(last)
+            if self._recomputed is not None:
+                part[self._stored] = self._recomputed[part[_ROW]]
             yield part if counts or not self._takes_whole else masked(part), counts
 
     def _logged(self, diagnostic: str) -> str:
@@ -211,15 +241,15 @@ class Minibatches:
             return
         mismatch = first.mean_of(name)
         if self.max_log_ratio is not None and mismatch > self.max_log_ratio:
-            stored, why = (
-                ACTION_LOG_PROB,
-                "they are stale, or of other actions; collect with the policy that is trained",
+            why = (
+                "they are stale, or of other actions; collect with the policy that is trained, or set "
+                "recompute_log_prob=true where only rounding differs"
             )
-            if getattr(self.loss_module, "decoupled", False):
-                stored, why = PROXIMAL_LOG_PROB, "evaluate_actions does not compute the same twice; look for dropout"
+            if self._recompute or self._stored == PROXIMAL_LOG_PROB:
+                why = "evaluate_actions does not compute the same twice; look for dropout"
             raise ValueError(
                 f"before the first step of this update the policy's log-probabilities are {mismatch:.3g} nats per "
-                f"token away from the stored {stored!r} (allowed: max_log_ratio={self.max_log_ratio:g}): {why}"
+                f"token away from the stored {self._stored!r} (allowed: max_log_ratio={self.max_log_ratio:g}): {why}"
             )
         self._at_start["train/actor/log_ratio_at_start"] = mismatch
 
@@ -322,6 +352,7 @@ def check_loss(
     aggregation: str = "token_mean",
     target_kl: float | None = None,
     critic_warmup_steps: int = 0,
+    recompute_log_prob: bool = False,
     **_: Any,
 ) -> None:
     """Refuse (``ValueError``) settings of :class:`Minibatches` that a loss cannot serve, before any work."""
@@ -332,6 +363,8 @@ def check_loss(
         raise ValueError(
             "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); set it to 0"
         )
+    if recompute_log_prob and not hasattr(policy_of(loss_module), "evaluate_actions"):
+        raise ValueError(f"recompute_log_prob needs a policy that has evaluate_actions, that of {name} has not; false")
     if target_kl is not None and "kl_k3" not in loss_module.out_keys:
         raise ValueError(f"target_kl needs a loss that returns kl_k3, {name} does not; null")
     if aggregation == "trajectory_mean" and not hasattr(loss_module, "log_prob_level"):

@@ -158,7 +158,7 @@ class Option(NamedTuple):
 
 
 def options(benchmark: str) -> dict[str, Option]:
-    """List the options of a benchmark, which :func:`vla_envs.make_env` and Gymnasium take, by name.
+    """List by name the options of a benchmark, or of an id, that :func:`vla_envs.make_env` and Gymnasium take.
 
     The descriptions are those of the ``Args:`` of its ``make_spec``.
 
@@ -169,16 +169,15 @@ def options(benchmark: str) -> dict[str, Option]:
         >>> options("metaworld")["hide_goals"].default
         False
     """
-    function = get_benchmark(benchmark).make_spec
+    found = find_benchmark(benchmark)[0] if "/" in benchmark else get_benchmark(benchmark)
+    function = found.make_spec
     arguments = re.search(r"^Args:\n((?:    .*\n|\n)*)", f"{inspect.getdoc(function)}\n", re.MULTILINE)
     entries = re.split(r"^    (?=\S)", arguments[1] if arguments else "", flags=re.MULTILINE)
     said: dict[str, str] = {}
     for names, _, text in (entry.partition(":") for entry in entries):
         said |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
     parameters = inspect.signature(function).parameters
-    return {
-        name: Option(parameters[name].default, said.get(name, "")) for name in option_types(get_benchmark(benchmark))
-    }
+    return {name: Option(parameters[name].default, said.get(name, "")) for name in option_types(found)}
 
 
 def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:

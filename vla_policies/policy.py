@@ -73,6 +73,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         config: its settings, an instance of ``config_class``.
         chunk_size, action_dim: ``C`` and ``A``.
         state_dim: length of ``states``.
+        loaded_from: the folder that :func:`~vla_policies.load_policy` has read, or ``None``.
         num_values: values per decision in ``state_value``: 1, ``C`` for one per primitive action, or 0 without a head.
         in_keys: the observations that it looks at.
         out_keys: what :meth:`forward` writes.
@@ -93,6 +94,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
     chunk_size: int
     action_dim: int
     state_dim: int
+    loaded_from: Path | None = None
     num_values: int = 0
     sample_key: str = ACTION
     in_keys: Sequence[str]

@@ -124,7 +124,9 @@ def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
         ValueError: an unknown architecture, settings or weights that do not fit, or a truncated file.
     """
     path = resolve(folder)
-    return find_policy_class(path).from_pretrained(path, **settings)
+    policy = find_policy_class(path).from_pretrained(path, **settings)
+    policy.loaded_from = path
+    return policy
 
 
 def inspect_policy(folder: str | Path) -> Report:

@@ -37,7 +37,7 @@ UPDATES = {
     "until the KL is too large": {"target_kl": 0.003, "epochs": 20},
     "so many steps": {"minibatch_size": None, "minibatches": 3},
     "the critic first": {"critic_warmup_steps": 3},
-    "in passes of three": {"micro_batch_size": 3},
+    "in passes of three": {"micro_batch_size": 3, "recompute_log_prob": True},
     "computed before": {"policy": "ComputesBefore"},
     "adapters": {"policy": "Adapted", "micro_batch_size": 3},
     "a gradient that is not finite": {"advantage": torch.inf},

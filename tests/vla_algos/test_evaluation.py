@@ -1,5 +1,6 @@
 """Evaluation works off a fixed grid, completely and in its order."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -9,10 +10,10 @@ from torchrl.envs import StepCounter, TransformedEnv
 from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv, ToyPolicy
 
 from vla_algos.ablations import blank_images, swapped_instructions
-from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
+from vla_algos.evaluation import TRAINING_ENV, EpisodeResult, EvaluationResult, evaluate
 from vla_common.keys import ACTION, IMAGES, TASK_DESCRIPTIONS
 from vla_envs.simulator import Episode
-from vla_policies import SmallVLA, SmallVLAConfig
+from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 
 GRID = [Episode(task_id=i % 2, trial_id=100 + i, seed=1) for i in range(10)]
 
@@ -79,6 +80,27 @@ def test_behind_transforms_a_policy_may_see_what_it_reads():
     with pytest.raises(ValueError, match="not here"):
         evaluate(ToyEnv(2), PickyPolicy(), GRID[:2])
     assert evaluate(TransformedEnv(ToyEnv(2), StepCounter()), PickyPolicy(), GRID[:2]).success_once == 1
+
+
+def test_a_policy_that_was_trained_in_another_environment(tmp_path, recwarn):
+    small = SmallVLA(SmallVLAConfig((-1.0,) * DIM, (1.0,) * DIM, state_dim=3, chunk_size=CHUNK))
+    small.save_pretrained(tmp_path)
+    policy, env = LookingPolicy(), ToyEnv(2)
+    policy.loaded_from, env.simulator_spec.id = load_policy(tmp_path).loaded_from, "toy"
+    assert policy.loaded_from == tmp_path
+    note = {"evaluated_on": "toy", "protocol_deviations": ["training reward with something"]}
+    evaluate(env, policy, GRID[:2])  # of whose training nothing is known
+    (tmp_path / TRAINING_ENV).write_text(json.dumps(note))
+    evaluate(env, policy, GRID[:2])
+    assert not [each for each in recwarn if "was trained" in str(each.message)]
+    (tmp_path / TRAINING_ENV).write_text(json.dumps(note | {"protocol_deviations": ["free camera"]}))
+    with pytest.warns(
+        UserWarning, match=r"was trained for toy \(free camera\), and is evaluated on toy \(as the bench"
+    ):
+        evaluate(env, policy, GRID[:2])
+    (tmp_path / TRAINING_ENV).write_text(json.dumps({"evaluated_on": "metaworld/reach-v3", "protocol_deviations": 5}))
+    with pytest.warns(UserWarning, match=r"was trained for metaworld/reach-v3 .*and is evaluated on toy .*env_of"):
+        evaluate(env, policy, GRID[:2])
 
 
 def test_numbers_and_table():

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vla_algos.evaluation import TRAINING_ENV
 from vla_algos.files import write_folder_atomically
 from vla_algos.run.folder import policy_folder
-from vla_algos.run.training_env import FILE
 from vla_common.checksums import add_checksum
 from vla_policies import load_policy
 from vla_policies.checkpoint.lora import ADAPTER, has_lora, merge_adapter
@@ -71,9 +71,9 @@ def _write(policy: PretrainedPolicy, folder: Path, to: Path) -> None:
 
     def write(place: Path) -> None:
         policy.save_pretrained(place)
-        if (folder / FILE).is_file():
-            shutil.copyfile(folder / FILE, place / FILE)
-            add_checksum(place, FILE)
+        if (folder / TRAINING_ENV).is_file():
+            shutil.copyfile(folder / TRAINING_ENV, place / TRAINING_ENV)
+            add_checksum(place, TRAINING_ENV)
 
     to.parent.mkdir(parents=True, exist_ok=True)
     write_folder_atomically(to, write)

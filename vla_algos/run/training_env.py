@@ -12,6 +12,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from vla_algos.evaluation import TRAINING_ENV
 from vla_algos.run.arguments import compose_settings, read_flags
 from vla_algos.run.environments import evaluated_env
 from vla_algos.run.evaluator import Evaluator
@@ -24,7 +25,6 @@ from vla_envs.make import env_types
 from vla_envs.registry import find_benchmark
 from vla_policies.checkpoint.hub import HUB, find_cached, is_hub_id
 
-FILE = "environment.json"
 EPISODES = ("trials", "repeats", "seed", "mean_of")  # settings of an evaluation that say which it has
 _TYPES = {
     "recipe": str,
@@ -72,8 +72,8 @@ def save_training_env(
         "protocol_deviations": list(spec.protocol_deviations),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps(known, indent=2) + "\n")
-    add_checksum(folder, FILE)
+    (folder / TRAINING_ENV).write_text(json.dumps(known, indent=2) + "\n")
+    add_checksum(folder, TRAINING_ENV)
 
 
 def load_training_env(folder: str | Path) -> dict[str, Any] | None:
@@ -87,11 +87,11 @@ def load_training_env(folder: str | Path) -> dict[str, Any] | None:
         ValueError: the file is not what was written, or has what no recipe writes.
     """
     folder = Path(folder).expanduser()
-    if not (folder / FILE).exists():
+    if not (folder / TRAINING_ENV).exists():
         return None
-    verify_checksums(folder, only=FILE)
+    verify_checksums(folder, only=TRAINING_ENV)
     try:
-        found: dict[str, Any] = read_json(folder / FILE)
+        found: dict[str, Any] = read_json(folder / TRAINING_ENV)
         if missing := [name for name in _NEEDED if name not in found]:
             raise ValueError(f"it has no {missing[0]}")
         check_settings("", found, _TYPES)
@@ -101,8 +101,8 @@ def load_training_env(folder: str | Path) -> dict[str, Any] | None:
         check_settings("evaluation", found.get("evaluation", {}), setting_types(Evaluator, only=EPISODES))
     except ValueError as error:
         raise ValueError(
-            f"{folder / FILE} is broken, or no recipe wrote it ({error}); remove it, with its line in {SUMS}, and type "
-            "env=NAME"
+            f"{folder / TRAINING_ENV} is broken, or no recipe wrote it ({error}); remove it, with its line in {SUMS}, "
+            "and type env=NAME"
         ) from error
     return found
 

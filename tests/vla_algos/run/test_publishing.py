@@ -12,10 +12,10 @@ from tiny_policies import SIZES
 from torch import nn
 
 from recipes.__main__ import main
-from vla_algos.evaluation import EvaluationResult
+from vla_algos.evaluation import TRAINING_ENV, EvaluationResult
 from vla_algos.results import EpisodeResult, as_lines
 from vla_algos.run.environments import make_env_spec
-from vla_algos.run.training_env import FILE, save_training_env
+from vla_algos.run.training_env import save_training_env
 from vla_common.checksums import add_checksum, identity, verify_checksums
 from vla_envs import Episode
 from vla_policies import OpenVLA, load_policy
@@ -56,8 +56,8 @@ def adapted(tmp_path):
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05, generator=generator)
     policy.save_pretrained(tmp_path / "policy")
-    (tmp_path / "policy" / FILE).write_text("{}")
-    add_checksum(tmp_path / "policy", FILE)
+    (tmp_path / "policy" / TRAINING_ENV).write_text("{}")
+    add_checksum(tmp_path / "policy", TRAINING_ENV)
     return policy
 
 
@@ -68,7 +68,7 @@ def test_a_merged_policy_acts_as_with_its_adapter(adapted, tmp_path, capsys, no_
     merged, base = load_policy(new), load_policy(tmp_path / "base", benchmark="metaworld")
     assert not has_lora(merged)
     assert not (new / "lora_adapter").exists()
-    assert (new / FILE).read_text() == "{}"
+    assert (new / TRAINING_ENV).read_text() == "{}"
     verify_checksums(new)
     weights = dict(base.model.named_parameters())
     for name, parameter in merged.model.named_parameters():

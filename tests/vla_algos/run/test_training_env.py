@@ -8,12 +8,13 @@ import pytest
 from omegaconf import OmegaConf
 from paths import CONF
 
+from vla_algos.evaluation import TRAINING_ENV
 from vla_algos.run import training_env as module
 from vla_algos.run.arguments import compose_settings
 from vla_algos.run.config import read_config
 from vla_algos.run.environments import make_env_spec
 from vla_algos.run.evaluator import Evaluator
-from vla_algos.run.training_env import FILE, differences, env_of, evaluation_defaults, is_chosen, save_training_env
+from vla_algos.run.training_env import differences, env_of, evaluation_defaults, is_chosen, save_training_env
 from vla_common import experiments
 from vla_common.experiments import find_experiments
 
@@ -89,7 +90,7 @@ def test_mt50_is_evaluated_by_its_folder_as_its_page_says(tmp_path):
 
 def test_episodes_of_another_suite_are_not_those_of_trainings_suite(tmp_path):
     assert not composed_evaluation(f"policy.checkpoint={trained_by('metaworld_45_ppo_openpi', tmp_path)}").eval.mean_of
-    noted = json.loads((tmp_path / FILE).read_text())
+    noted = json.loads((tmp_path / TRAINING_ENV).read_text())
     assert noted["env"]["id"] == "metaworld/ML45-train"
     assert noted["evaluation"] == {"trials": None, "repeats": 1, "seed": 9_000_000, "mean_of": []}
 
@@ -170,8 +171,8 @@ def test_a_sweep_over_policies_says_in_which_environment(policy):
 
 def test_a_broken_file_is_named(policy):
     for content in ("", "[]", '{"env": {}}', '{"env": 3}'):
-        (policy / FILE).write_text(content)
-        with pytest.raises(ValueError, match=f"{FILE} is broken"):
+        (policy / TRAINING_ENV).write_text(content)
+        with pytest.raises(ValueError, match=f"{TRAINING_ENV} is broken"):
             env_of(policy)
 
 
@@ -192,6 +193,6 @@ def test_where_assets_are_and_what_is_paid_differs_for_no_policy(tmp_path):
 
 
 def test_the_protocol_is_noted(policy):
-    noted = json.loads((policy / FILE).read_text())
+    noted = json.loads((policy / TRAINING_ENV).read_text())
     assert noted["chunk_size"] == 5
     assert "64 x 64 pixels instead of 480 x 480" in noted["protocol_deviations"]
