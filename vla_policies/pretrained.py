@@ -27,6 +27,7 @@ from vla_policies.checkpoint.lora import (
     put_adapter,
     read_rank,
     save_adapter,
+    stored_adapter,
 )
 from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.settings import defaults_of, merge_settings, saved_dtype
@@ -164,8 +165,8 @@ class PretrainedPolicy(VLAPolicy):
         model, entries = checkpoint.empty_model()
         cast_parameters(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=cls.needs_float32)
         policy = cls(model, checkpoint, config)
-        if lora_adapter is None and checkpoint.options.get(ADAPTER):
-            lora_adapter = path / ADAPTER
+        if lora_adapter is None:
+            lora_adapter = stored_adapter(path, checkpoint.options)
         adapter = {} if lora_adapter is None else put_adapter(policy, lora_adapter)
         entries = policy.check_heads(entries)
         check_weights(model, entries, unused=policy.unused)
@@ -207,7 +208,8 @@ class PretrainedPolicy(VLAPolicy):
     def meta_policy(cls, folder: Path | None = None, **settings: Any) -> Self:
         """See :meth:`VLAPolicy.meta_policy`; the networks are frozen and adapted as in training."""
         model, checkpoint, said = cls.meta_model(folder, settings)
-        rank = {} if folder is None or not said.get(ADAPTER) else read_rank(folder / ADAPTER)
+        adapter = None if folder is None else stored_adapter(folder, said)
+        rank = {} if adapter is None else read_rank(adapter)
         settings = {**defaults_of(cls), **said, **rank, **settings}
         policy = cls.__new__(cls)
         TensorDictModuleBase.__init__(policy)

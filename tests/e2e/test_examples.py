@@ -8,6 +8,7 @@ import pytest
 import torch
 from paths import ROOT
 
+from vla_envs import Episode
 from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
@@ -45,11 +46,14 @@ def test_the_gallery_films_a_world_that_moves():
 def test_two_policies_are_shown_on_the_same_episode():
     example = module_of("side_by_side")
     torch.manual_seed(0)
-    moves = example.episode(SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4, chunk_size=50)), 0)
-    first, *_, last = example.side_by_side(moves, moves[:1])
-    left, right = np.s_[:, : example.SIDE], np.s_[:, -example.SIDE :]
-    assert np.array_equal(first[left], first[right])  # the same initial state
-    assert not np.array_equal(last[left], last[right])  # one has moved
+    specs = example.make_specs({"env": {"id": "metaworld/reach-v3", "image_size": 64, "num_envs": 4}})
+    policy = SmallVLA(SmallVLAConfig((-1.0,) * 4, (1.0,) * 4, 4, chunk_size=50))
+    moves = example.film(policy, specs, Episode(0, 0, seed=1), "after")
+    first, *_, last = example.tiled([moves, moves[:1]])
+    left, right = np.hsplit(first, 2)
+    assert np.array_equal(left, right)  # the same initial state
+    left, right = np.hsplit(last, 2)
+    assert not np.array_equal(left, right)  # one has moved
 
 
 def test_a_loss_of_ones_own_is_trained_and_what_it_returns_is_logged():

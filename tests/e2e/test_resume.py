@@ -21,6 +21,7 @@ from vla_algos.imitation import BehaviourCloning
 from vla_algos.minibatches import Minibatch
 from vla_algos.run.checkpoints import CheckpointError, by_preference, open_checkpoint
 from vla_envs import EpisodeSampler
+from vla_policies.tiny import make_tiny
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
 pytestmark = pytest.mark.timeout(900)  # whole runs, several of them
@@ -126,6 +127,28 @@ def test_what_was_told_of_tasks_is_resumed(monkeypatch, tmp_path):
     run("ppo", tmp_path / "again", *settings)
     assert told == expected
     assert metrics(tmp_path / "again") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_policy_of_lerobot_resumes(name, monkeypatch, tmp_path):
+    checkpoint = make_tiny("smolvla_metaworld", tmp_path / "checkpoint")
+    settings = [*TOY, *TOY_OF[name], "iterations=3", "policy=smolvla", f"policy.checkpoint={checkpoint}"]
+    settings += ["policy.num_steps=2", "policy.num_action_chunks=3", "update.recompute_log_prob=true"]
+    settings += ["policy.value_head=false"] * (name == "grpo")
+
+    def train(folder):
+        main_of(name)(composed(name, settings, folder))
+        GlobalHydra.instance().clear()
+        return metrics(folder)
+
+    expected = train(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        interrupt(patch, StepCollector if name == "ppo" else EpisodeCollector, "state_dict", 2, terminate)
+        with pytest.raises(SystemExit):
+            train(tmp_path / "again")
+    GlobalHydra.instance().clear()
+    assert train(tmp_path / "again") == expected
+    assert not differing(tmp_path / "whole" / "policy", tmp_path / "again" / "policy")
 
 
 def test_stopping_again_and_again(whole, monkeypatch, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -112,10 +112,11 @@ def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
             raise FileNotFoundError(f"{folder} is not a LoRA adapter: it has no {file}; pass the folder that has it")
     verify_checksums(folder)
     config = _read_config(folder)
-    entries = {key.removeprefix(_PREFIX): entry for key, entry in list_weights(folder / _WEIGHTS).items()}
+    known = {name for name, _ in policy.model.named_modules()}
+    entries = {_own_name(key, known): entry for key, entry in list_weights(folder / _WEIGHTS).items()}
     entries = {key: entry for key, entry in entries.items() if not policy.unused(key)}
     layers = {key.partition(".lora_")[0] for key in entries}
-    unknown = sorted(layers - {name for name, _ in policy.model.named_modules()})
+    unknown = sorted(layers - known)
     if unknown or not layers:
         raise ValueError(f"{folder} adapts layers that this model does not have: {unknown[:5]}; it is of another model")
     _check_ranks(folder, config, entries)
@@ -127,10 +128,27 @@ def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
     return entries
 
 
+def is_adapter(folder: Path) -> bool:
+    """Tell whether a folder has an adapter in peft's layout."""
+    return (folder / _CONFIG).is_file()
+
+
+def read_base(folder: Path) -> str:
+    """Return the name that an adapter has of what it adapts, to show it: it is never opened."""
+    return str(read_json(folder / _CONFIG).get("base_model_name_or_path"))
+
+
+def stored_adapter(folder: Path, options: Mapping[str, Any]) -> Path | None:
+    """Return the folder of the adapter that a checkpoint was saved with, if any; LeRobot's is beside the weights."""
+    if not options.get(ADAPTER):
+        return None
+    return folder if is_adapter(folder) else folder / ADAPTER
+
+
 def read_rank(folder: Path) -> dict[str, Any]:
-    """Read ``lora_rank`` and ``lora_targets`` of a saved adapter, without its weights."""
-    config = _read_config(folder)
-    return {"lora_rank": config.r, "lora_targets": sorted({n.rpartition(".")[2] for n in config.target_modules or ()})}
+    """Read ``lora_rank`` and ``lora_targets`` of a saved adapter, of its weights the names alone."""
+    layers = {key.partition(".lora_")[0].rpartition(".")[2] for key in list_weights(folder / _WEIGHTS)}
+    return {"lora_rank": _read_config(folder).r, "lora_targets": sorted(layers)}
 
 
 def fill_adapter(policy: Adaptable, entries: Mapping[str, Entry]) -> None:
@@ -248,6 +266,13 @@ def _weights_without_memory(model: nn.Module) -> Iterator[None]:
 def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return parameters by their names in peft's files, without the prefix."""
     return {_file_name(name): parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+
+
+def _own_name(key: str, layers: Set[str]) -> str:
+    """Return the name here of a tensor in peft's file; LeRobot's policies have the network as their ``model``."""
+    key = key.removeprefix(_PREFIX)
+    inner = key.removeprefix("model.")
+    return inner if inner.partition(".lora_")[0] in layers else key
 
 
 def _file_name(name: str) -> str:

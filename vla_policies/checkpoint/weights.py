@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,6 +271,27 @@ def save_weights(
 
     in_first(weights.values(), finish)
     return names if len(names) == 1 else [*names, INDEX]
+
+
+def write_folder(folder: str | Path, weights: Mapping[str, Tensor], files: Mapping[str, Any]) -> list[str]:
+    """Write small files and all weights as one file, as official loaders want it; returns the names.
+
+    ``files`` by name: bytes, tensors by name (``.safetensors``), or what JSON can say. Of sharded weights all processes
+    must call it.
+    """
+    folder = Path(folder)
+
+    def write() -> None:
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith(".safetensors"):
+                write_safetensors(folder / name, content)
+            else:
+                data = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
+                (folder / name).write_bytes(data)
+
+    in_first(weights.values(), write)
+    return [*files, *save_weights(weights, folder, max_shard_size=sys.maxsize)]
 
 
 def _entries(file: Path) -> Iterator[Entry]:

@@ -12,7 +12,7 @@ from vla_policies.nn.gemma import Gemma
 
 
 def decision_memory(
-    model: Any, config: Any, frozen: bool, images: int, image_tokens: int, tokens: int, *, state: bool = False
+    model: Any, config: Any, frozen: bool, images: int, tokens: int, *, state: bool = False
 ) -> DecisionMemory:
     """Return the stacks that a gradient goes through: SigLIP and the language model unless ``frozen``, and the expert.
 
@@ -20,7 +20,7 @@ def decision_memory(
     stochastic. ``tokens`` are the expert's; with ``state`` that of the state passes the language model by itself.
     """
     sizes, language = model.config.vision, model.config.language
-    length = images * image_tokens + PROMPT_LENGTH
+    length = images * model.config.image_tokens + PROMPT_LENGTH
     stacks = []
     if not frozen:
         layers = model.vision.encoder.layers

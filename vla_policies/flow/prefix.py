@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common.keys import PREFIX_KEYS, PREFIX_VALID, PREFIX_VALUES
-from vla_policies.nn.gemma import KeysValues
+from vla_policies.nn.gemma import Gemma, KeysValues
+from vla_policies.nn.siglip import Siglip
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,59 @@ class PrefixCache:
             return None
         stored = (tensordict.get(key).unbind(1) for key in (PREFIX_KEYS, PREFIX_VALUES))
         return cls(list(zip(*stored, strict=True)), valid)
+
+
+class PrefixModel(nn.Module):
+    """A VLM that reads images and prompt once, and an expert that denoises actions, by a checkpoint's names.
+
+    A family adds ``embed_prefix``, which returns embeddings ``[N, P, width]`` and which of them are valid, and
+    ``velocity``.
+    """
+
+    vlm_path: ClassVar[str]  # where the module is, as those below
+    vision_path: ClassVar[str]
+    projector_path: ClassVar[str]
+    language_path: ClassVar[str]
+    expert_path: ClassVar[str]
+
+    embed_prefix: Callable[..., tuple[Tensor, Tensor]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stacks; see :func:`outside_stacks` for what is more precise."""
+        return self.language.embed_tokens.weight.dtype
+
+    @property
+    def vlm(self) -> nn.Module:
+        """What reads images and prompt."""
+        return self.get_submodule(self.vlm_path)
+
+    @property
+    def vision(self) -> Siglip:
+        return cast(Siglip, self.get_submodule(self.vision_path))
+
+    @property
+    def projector(self) -> nn.Module:
+        return self.get_submodule(self.projector_path)
+
+    @property
+    def language(self) -> Gemma:
+        return cast(Gemma, self.get_submodule(self.language_path))
+
+    @property
+    def expert(self) -> Gemma:
+        return cast(Gemma, self.get_submodule(self.expert_path))
+
+    def set_gradient_checkpointing(self, enabled: bool) -> None:
+        for part in (self.vision, self.language, self.expert):
+            part.gradient_checkpointing = enabled
+
+    def prefix(self, *inputs: Tensor | None, output: bool = False) -> PrefixCache:
+        """Compute keys and values of ``embed_prefix(*inputs)``, with ``output`` the last hidden states too."""
+        embeddings, valid = self.embed_prefix(*inputs)
+        mask = None if bool(valid.all()) else valid[:, None, None, :]
+        hidden, layers = self.language(embeddings, positions_of(valid), mask, output=output)
+        return PrefixCache(layers, valid, hidden)
 
 
 def positions_of(valid: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     """A flow policy of a published checkpoint, whose VLM reads images and prompt and may be frozen.
 
     Actions and states are padded with zeros to the network's size; probabilities are of the executed actions' real
-    dimensions only. A family's network has ``vision``, ``projector``, ``language``, ``expert`` and ``config``, its
-    checkpoint :class:`~vla_policies.flow.heads.StoredHeads`.
+    dimensions only. A family's network is a :class:`~vla_policies.flow.prefix.PrefixModel` with ``config``; its
+    checkpoint has :class:`~vla_policies.flow.heads.StoredHeads`.
 
     Attributes:
         vlm_name: in messages.
@@ -99,16 +99,6 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
 
     @property
     @abstractmethod
-    def vlm(self) -> nn.Module:
-        """What reads images and prompt."""
-
-    @property
-    @abstractmethod
-    def image_tokens(self) -> int:
-        """Tokens of one image."""
-
-    @property
-    @abstractmethod
     def padding(self) -> int:
         """The token that fills prompts up."""
 
@@ -153,6 +143,16 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def freeze(self) -> None:
         if self.config.train_expert_only:
             self.vlm.requires_grad_(False)
+
+    @property
+    def vlm(self) -> nn.Module:
+        """What reads images and prompt."""
+        return self.model.vlm
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of one image."""
+        return self.model.config.image_tokens
 
     @property
     def device(self) -> torch.device:

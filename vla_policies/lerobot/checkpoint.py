@@ -19,14 +19,21 @@ from vla_policies.lerobot.statistics import to_tensors
 
 @dataclass(frozen=True)
 class LeRobotCheckpoint:
-    """A checkpoint folder without its weights; a family adds ``read`` and ``empty_model``.
+    """A checkpoint folder without its weights; a family adds ``empty_model``.
 
-    ``steps_entry``: where its config says how many steps lead to an action.
+    ``kinds``: LeRobot's ``type`` of it, see :meth:`LeRobotFolder.read`; ``steps_entry``: where its config says how many
+    steps lead to an action.
     """
 
     folder: LeRobotFolder
 
+    kinds: ClassVar[Mapping[str, str]]
     steps_entry: ClassVar[str] = "num_steps"
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Self:
+        """Read a folder, or download ``hf:NAME`` first; errors of :meth:`LeRobotFolder.read`."""
+        return cls(LeRobotFolder.read(folder, cls.kinds))
 
     @property
     def path(self) -> Path:
@@ -48,6 +55,11 @@ class LeRobotCheckpoint:
         said = ("num_action_chunks", "n_action_steps"), ("num_steps", self.steps_entry)
         return {name: self.folder.config[entry] for name, entry in said if entry in self.folder.config}
 
+    @property
+    def other_files(self) -> dict[str, Any]:
+        """What else belongs to it, by name."""
+        return {}
+
     @cached_property
     def heads(self) -> StoredHeads:
         """Value head and noise network; headers only."""
@@ -57,11 +69,12 @@ class LeRobotCheckpoint:
         """Return facts of it for a report."""
         config, options = self.folder.config, self.options
         return {
+            "type": config["type"],
             "benchmark": options.get("benchmark", f"{NOT_SAID}; set benchmark"),
             "cameras": ", ".join(self.folder.cameras),
             "chunk": f"{self.horizon} actions, of which {config.get('n_action_steps')} are executed",
             "tokenizer": "yes",
-            "LoRA adapter": "lora_adapter/" if options.get("lora_adapter") else "no",
+            "LoRA adapter": "yes" if options.get("lora_adapter") else "no",
             "weights": describe_weights(self.folder.weights),
             "heads": self.heads.describe(),
         }
@@ -77,4 +90,6 @@ class LeRobotCheckpoint:
     def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
         """Write a folder in this layout, see :meth:`LeRobotFolder.write`."""
         config = {"n_action_steps": options["num_action_chunks"], self.steps_entry: options["num_steps"]}
-        return self.folder.write(folder, weights, options, config)
+        if "use_peft" in self.folder.config:  # LeRobot would look for an adapter beside whole weights
+            config["use_peft"] = False
+        return self.folder.write(folder, weights, options, config, self.other_files)

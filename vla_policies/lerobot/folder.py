@@ -3,14 +3,14 @@
 Layout of lerobot 0.6: ``config.json`` with the policy's ``type``; ``model.safetensors``, whose names begin with
 ``model.``; ``policy_preprocessor.json`` and ``policy_postprocessor.json``, lists of steps, of which those that
 normalise have their statistics in a file of their own; the tokenizer's folder. Ours are ``vla_torchrl.json`` and
-``vla_torchrl_heads.safetensors``. Nothing of a folder is executed.
+``vla_torchrl_heads.safetensors``. A LoRA adapter of LeRobot is read where the weights that it adapts are beside it. Of
+LeRobot before 0.4 are names without ``model.``, and statistics among the weights. Nothing of a folder is executed.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,37 @@ from torch import Tensor
 from vla_common.plain import read_json, read_small
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.layout import CONFIG
-from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.lora import ADAPTER, is_adapter, read_base
 from vla_policies.checkpoint.settings import OPTIONS, read_options
-from vla_policies.checkpoint.weights import Entry, list_weights, load_file, save_weights
-from vla_policies.checkpoint.writing import write_safetensors
+from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, load_file, write_folder
+from vla_policies.lerobot.processors import (
+    NORMALIZERS,
+    PROCESSORS,
+    RENAME,
+    TOKENIZER,
+    check_steps,
+    find_step,
+    make_processors,
+)
 from vla_policies.lerobot.statistics import FeatureStatistics, LeRobotStatistics
 
 LEROBOT = "lerobot"  # in a benchmark's schema: how its policies act there
 PREFIX = "model."  # of every tensor's name
 STATE, ACTION = "observation.state", "action"
-PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
-NORMALIZERS = ("normalizer_processor", "unnormalizer_processor")
 EMPTY_CAMERA = "observation.images.empty_camera_"
-RENAME, TOKENIZER = "rename_observations_processor", "tokenizer_processor"
-_PLAIN_STEPS = {"to_batch_processor", "device_processor"}  # what a policy here does by itself
-_RELATIVE = {"relative_actions_processor", "absolute_actions_processor"}  # must not be enabled
-_OLD_STATISTICS = "normalize_inputs."  # of LeRobot before 0.4: buffers among the weights
+# Statistics of LeRobot before 0.4 are buffers among the weights.
+_BUFFERS = ("normalize_inputs.buffer_", "normalize_targets.buffer_", "unnormalize_outputs.buffer_")
+_PALIGEMMA = "google/paligemma-3b-pt-224"  # its tokenizer is pi0's
+_FIXED = {  # entries of config.json that the networks have built in
+    "n_obs_steps": 1,
+    "min_period": 4e-3,
+    "max_period": 4.0,
+    "add_image_special_tokens": False,
+    "adapt_to_pi_aloha": False,
+    "use_delta_joint_actions_aloha": False,
+    "use_visual_memory": False,
+    "use_proprioceptive_memory": False,
+}
 _LARGEST = 50_000_000  # bytes of a file of a tokenizer
 
 
@@ -52,34 +67,36 @@ class LeRobotFolder:
     weights: Mapping[str, Entry] = field(repr=False)  # every tensor by name; headers only
 
     @classmethod
-    def read(cls, folder: str | Path, kind: str, steps: Sequence[str]) -> LeRobotFolder:
-        """Read a folder of the policy ``kind``, or download ``hf:NAME`` first.
+    def read(cls, folder: str | Path, kinds: Mapping[str, str]) -> LeRobotFolder:
+        """Read a folder of one of ``kinds`` of policies, or download ``hf:NAME`` first.
 
-        ``steps`` are those of its preprocessor that no other policy's has. FileNotFoundError: a part is missing.
-        ValueError: a checkpoint of another policy, or unusable files.
+        Each has a step of its preprocessor that no other policy has. FileNotFoundError: a part is missing. ValueError:
+        a checkpoint of another policy, or unusable files.
         """
         path = resolve(folder)
-        config = check_type(path, kind)
-        weights = list_weights(path)
-        if any(key.startswith(_OLD_STATISTICS) for key in weights) and not (path / PROCESSORS[0]).is_file():
-            raise ValueError(
-                f"{path} is of a LeRobot before 0.4, with its statistics among the weights; where LeRobot is installed "
-                f"type: python -m lerobot.processor.migrate_policy_normalization --pretrained-path {path}"
+        config = check_type(path, kinds)
+        kind, own = config["type"], kinds[config["type"]]
+        for name, value in _FIXED.items():
+            if config.get(name, value) != value:
+                said = json.dumps(config[name])
+                raise ValueError(f"{path / CONFIG}: {name} is {said}, only {json.dumps(value)} is supported")
+        options = read_options(path) | ({ADAPTER: True} if is_adapter(path) else {})
+        if is_adapter(path) and not has_weights(path):
+            base = read_base(path)
+            raise FileNotFoundError(
+                f"{path} is a LoRA adapter without the weights that it adapts: copy the model.safetensors of {base!r} "
+                "into it"
             )
-        if missing := [name for name in PROCESSORS if not (path / name).is_file()]:
-            raise FileNotFoundError(f"{path} has no {' and no '.join(missing)}; copy the whole checkpoint")
-        processors = [read_json(path / name) for name in PROCESSORS]
-        known = {RENAME, TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, *steps}
-        for name, content in zip(PROCESSORS, processors, strict=True):
-            _check_steps(path / name, content, kind, known)
-        if lost := [step for step in steps if find_step(processors[0], step) is None]:
-            raise ValueError(f"{path / PROCESSORS[0]} has no step {lost[0]}: it is not of {kind}; copy its own")
-        tensors = [
-            _read_tensors(path, path / name, find_step(content, step), step)
-            for name, content, step in zip(PROCESSORS, processors, NORMALIZERS, strict=True)
-        ]
+        entries = list_weights(path)
+        weights = {key: entry for key, entry in entries.items() if not key.startswith(_BUFFERS)}
+        if len(weights) < len(entries) and not (path / PROCESSORS[0]).is_file():
+            name = config.get("vlm_model_name", _PALIGEMMA)
+            processors = make_processors(own, config, str(path / CONFIG), name)
+            tensors = 2 * [_read_buffers(entries)]
+        else:
+            processors, tensors = _read_processors(path, kind, own)
         tokenizer = _read_tokenizer(path, find_step(processors[0], TOKENIZER) or {})
-        return cls(path, config, read_options(path), processors, tensors, tokenizer, weights)
+        return cls(path, config, options, processors, tensors, tokenizer, weights)
 
     @property
     def model_weights(self) -> dict[str, Entry]:
@@ -129,53 +146,47 @@ class LeRobotFolder:
         return sorted(range(len(meant)), key=lambda index: real.index(meant[index]))
 
     def write(
-        self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any], config: Mapping[str, Any]
+        self,
+        folder: str | Path,
+        weights: Mapping[str, Tensor],
+        options: Mapping[str, Any],
+        config: Mapping[str, Any],
+        others: Mapping[str, Any],
     ) -> list[str]:
         """Write a folder in this layout; returns names of the files. Of sharded weights all processes must call it.
 
         ``weights`` are named as the module's, the unused ones included; ``config`` are entries of ``config.json`` to
-        set.
+        set; ``others`` are files, see :func:`write_folder`.
         """
-        folder = Path(folder)
         place = _tokenizer_folder(find_step(self.processors[0], TOKENIZER) or {})
         states = [_state_file(file, step) for file, step in zip(self.processors, NORMALIZERS, strict=True)]
-        texts = {
+        files = {
             CONFIG: {**self.config, **config},
             OPTIONS: options,
             **dict(zip(PROCESSORS, self.processors, strict=True)),
+            **{state: tensors for state, tensors in zip(states, self.tensors, strict=True) if state is not None},
+            **{f"{place}/{name}": content for name, content in self.tokenizer.items()},
+            **others,
         }
-
-        def write() -> None:
-            (folder / place).mkdir(parents=True, exist_ok=True)
-            for name, content in texts.items():
-                (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-            for name, file in self.tokenizer.items():
-                (folder / place / name).write_bytes(file)
-            for state, tensors in zip(states, self.tensors, strict=True):
-                if state is not None:
-                    write_safetensors(folder / state, tensors)
-
-        in_first(weights.values(), write)
-        stored = {f"{PREFIX}{key}": tensor for key, tensor in weights.items()}
-        files = save_weights(stored, folder, max_shard_size=sys.maxsize)  # LeRobot's loader wants one
-        return [*texts, *filter(None, states), *(f"{place}/{name}" for name in self.tokenizer), *files]
+        return write_folder(folder, {f"{PREFIX}{key}": tensor for key, tensor in weights.items()}, files)
 
 
-def check_type(path: Path, kind: str) -> dict[str, Any]:
-    """Read ``config.json`` of a policy of this kind; FileNotFoundError without, ValueError for another kind."""
+def check_type(path: Path, kinds: Iterable[str]) -> dict[str, Any]:
+    """Read ``config.json`` of a policy of these kinds; FileNotFoundError without, ValueError for another kind."""
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(f"{path} has no {CONFIG}; pass LeRobot's pretrained_model folder")
     config: dict[str, Any] = read_json(path / CONFIG)
-    if config.get("type") != kind:
+    if config.get("type") not in (known := list(kinds)):
         found = f"of {config['type']!r}" if "type" in config else "no policy of LeRobot"
-        raise ValueError(f"{path} is {found}, {CONFIG} must be of {kind!r}; pass a checkpoint of {kind}")
+        must, others = " or ".join(map(repr, known)), " or ".join(known)
+        raise ValueError(f"{path} is {found}, {CONFIG} must be of {must}; pass a checkpoint of {others}")
     return config
 
 
-def is_type(path: Path, kind: str) -> bool:
-    """Tell whether a local folder is a checkpoint of LeRobot of this kind; raises nothing."""
+def is_type(path: Path, kinds: Iterable[str]) -> bool:
+    """Tell whether a local folder is a checkpoint of LeRobot of these kinds; raises nothing."""
     try:
-        return bool(check_type(path, kind))
+        return bool(check_type(path, kinds))
     except (OSError, ValueError):
         return False
 
@@ -188,22 +199,29 @@ def inside(name: Any) -> str:
     return last
 
 
-def find_step(processor: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """Return the step of a processor by its ``registry_name``, wherever it stands."""
-    return next((step for step in processor["steps"] if step.get("registry_name") == name), None)
+def _read_processors(path: Path, kind: str, own: str) -> tuple[list[Any], list[dict[str, Tensor]]]:
+    if missing := [name for name in PROCESSORS if not (path / name).is_file()]:
+        raise FileNotFoundError(f"{path} has no {' and no '.join(missing)}; copy the whole checkpoint")
+    processors = [read_json(path / name) for name in PROCESSORS]
+    for name, content in zip(PROCESSORS, processors, strict=True):
+        check_steps(path / name, content, kind, {own})
+    if find_step(processors[0], own) is None:
+        raise ValueError(f"{path / PROCESSORS[0]} has no step {own}: it is not of {kind}; copy its own")
+    tensors = [
+        _read_tensors(path, path / name, find_step(content, step), step)
+        for name, content, step in zip(PROCESSORS, processors, NORMALIZERS, strict=True)
+    ]
+    return processors, tensors
 
 
-def _check_steps(file: Path, content: Mapping[str, Any], kind: str, known: set[str]) -> None:
-    steps = content.get("steps")
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise ValueError(f"{file} has no list of steps; copy it again")
-    names = [step.get("registry_name") for step in steps]
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"{file} has a step {unknown[0]!r}, which is not of {kind} as known here; copy its own")
-    if any(step.get("config", {}).get("enabled") for step in steps if step["registry_name"] in _RELATIVE):
-        raise ValueError(
-            f"{file} makes actions relative to the state, which is not supported; train with absolute ones"
-        )
+def _read_buffers(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """Read statistics of states and actions, whose names have no dots, by the names of today's files."""
+    found = {}
+    for feature, prefix in ((STATE, _BUFFERS[0]), (ACTION, _BUFFERS[1]), (ACTION, _BUFFERS[2])):
+        old = f"{prefix}{feature.replace('.', '_')}."
+        for key in (key for key in entries if key.startswith(old)):
+            found[f"{feature}.{key.removeprefix(old)}"] = entries[key].check_finite(entries[key].read())
+    return found
 
 
 def _state_file(content: Mapping[str, Any], step: str) -> str | None:

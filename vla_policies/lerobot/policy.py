@@ -52,12 +52,10 @@ class LeRobotPolicy(VLMFlowPolicy):
     """A flow policy of a :class:`LeRobotCheckpoint`; a family adds its network.
 
     Attributes:
-        kind: LeRobot's ``type`` of it.
         checkpoint_class: what reads its folders.
         centred: images are padded on both sides, not on the left and top.
     """
 
-    kind: ClassVar[str]
     checkpoint_class: ClassVar[type[Any]]
     centred: ClassVar[bool]
     config_class: ClassVar[type[LeRobotConfig]] = LeRobotConfig
@@ -96,7 +94,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        return is_type(folder, cls.kind)
+        return is_type(folder, cls.checkpoint_class.kinds)
 
     @classmethod
     def describe(cls, folder: Path) -> Report:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from vla_common.plain import parse_json
-from vla_policies.processing.prompts import pad_prompts
+from vla_policies.processing.prompts import list_states, pad_prompts
 
 
 class LinePrompts:
-    """Instructions, each ended by a line break, to at most ``max_length`` tokens (SmolVLA, pi0).
+    """Instructions, each ended by a line break or with the state (pi0.5), to at most ``max_length`` tokens.
 
     ``files`` are those of a tokenizer's folder, ``tokenizer.json`` and ``tokenizer_config.json``, else ValueError.
     """
@@ -33,14 +33,18 @@ class LinePrompts:
         self.padding, self.max_length = int(padding), max_length
         self._cache: dict[str, list[int]] = {}
 
-    def __call__(self, instructions: Sequence[str]) -> Tensor:
-        """Return tokens int64 ``[N, L]``, padded with ``padding``.
+    def __call__(self, instructions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        """Return tokens int64 ``[N, L]``, padded with ``padding``; pi0.5's list the normalised ``states`` ``[N, S]``.
 
         ValueError for an empty instruction, SettingError for a prompt longer than ``L``, which LeRobot cuts off.
         """
-        return pad_prompts([self._tokens(text) for text in instructions], instructions, self.max_length, self.padding)
+        if states is None:
+            rows = [self._cached(text) for text in instructions]
+        else:
+            rows = [self._tokenizer.encode(text).ids for text in list_states(instructions, states)]
+        return pad_prompts(rows, instructions, self.max_length, self.padding)
 
-    def _tokens(self, text: str) -> list[int]:
+    def _cached(self, text: str) -> list[int]:
         if text not in self._cache:
             self._cache[text] = self._tokenizer.encode(text if text.endswith("\n") else f"{text}\n").ids
         return self._cache[text]

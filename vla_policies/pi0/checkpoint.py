@@ -9,8 +9,6 @@ among the weights.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,9 +21,8 @@ from torch import Tensor
 from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.layout import unconverted
-from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.settings import OPTIONS, read_options
-from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, save_weights
+from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, write_folder
 from vla_policies.flow.heads import StoredHeads, is_head
 from vla_policies.pi0.model import EXPERT, PREFIX, Pi0Model, Pi0ModelConfig
 from vla_policies.processing.normalization import check_order, numbers
@@ -158,21 +155,10 @@ class Pi0Checkpoint:
         ``weights`` are named as the module's, the unused ones included; ``config`` are entries of ``config.json`` to
         set.
         """
-        folder = Path(folder)
-        files = [TOKENIZERS[0], "config.json", OPTIONS, *(f"assets/{key}/{_STATISTICS}" for key in self.statistics)]
-
-        def write() -> None:
-            for key, entry in self.statistics.items():
-                place = folder / "assets" / key
-                place.mkdir(parents=True, exist_ok=True)
-                (place / _STATISTICS).write_text(json.dumps({"norm_stats": entry}, indent=2) + "\n")
-            (folder / TOKENIZERS[0]).write_bytes(self.tokenizer)
-            (folder / "config.json").write_text(json.dumps({**self.config, **config}, indent=2) + "\n")
-            (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
-
-        in_first(weights.values(), write)
+        statistics = {f"assets/{key}/{_STATISTICS}": {"norm_stats": entry} for key, entry in self.statistics.items()}
+        settings = {"config.json": {**self.config, **config}, OPTIONS: options}
         stored = {LM_HEAD if key == EMBEDDINGS else key: tensor for key, tensor in weights.items()}
-        return [*files, *save_weights(stored, folder, max_shard_size=sys.maxsize)]  # the official loader wants one
+        return write_folder(folder, stored, {TOKENIZERS[0]: self.tokenizer, **settings, **statistics})
 
 
 def _statistics(folder: Path) -> dict[str, Any]:
@@ -191,7 +177,8 @@ def is_pi0(folder: Path) -> bool:
     """Tell whether a local folder is a checkpoint of pi0, published or ours, PyTorch or JAX; reads headers only."""
     if has_weights(folder):
         try:
-            return any(key.startswith(PREFIX) for key in list_weights(folder))
+            lerobots = "type" in read_options(folder, "config.json")  # whose older ones have the same names
+            return not lerobots and any(key.startswith(PREFIX) for key in list_weights(folder))
         except (FileNotFoundError, ValueError):  # missing or truncated: loading says which
             pass
     return (folder / "params").is_dir() or any((folder / "assets").rglob(_STATISTICS))

@@ -12,9 +12,9 @@ from torch import Tensor
 from vla_common.plain import read_small
 from vla_common.schema import get_schema
 from vla_policies.flow.config import VLMFlowConfig
-from vla_policies.lerobot.folder import ACTION, LEROBOT, STATE
+from vla_policies.lerobot.folder import ACTION, LEROBOT, STATE, LeRobotFolder
 from vla_policies.lerobot.policy import LeRobotConfig, LeRobotPolicy
-from vla_policies.lerobot.processors import new_folder
+from vla_policies.lerobot.processors import make_processors
 from vla_policies.lerobot.statistics import MEAN_STD, to_tensors
 from vla_policies.pi0.checkpoint import TOKENIZERS, UNUSED, Pi0Checkpoint
 from vla_policies.pi0.config import Pi0Config
@@ -26,10 +26,7 @@ from vla_policies.processing.adapters import published_settings
 from vla_policies.processing.normalization import numbers
 
 OPENPI = "openpi"
-_KINDS = {  # by LeRobot's type: a step that no other policy has, and how states and actions are normalised
-    "pi0": ("pi0_new_line_processor", MEAN_STD),
-    "pi05": ("pi05_prepare_state_tokenizer_processor_step", "QUANTILES"),
-}
+_MODES = {"pi0": MEAN_STD, "pi05": "QUANTILES"}  # of normalisation, by LeRobot's type
 _NAMES = ("mean", "std", "min", "max", "q01", "q99")
 _PARTS = (("state", STATE), ("actions", ACTION))
 _LARGEST = 50_000_000  # bytes of a file of a tokenizer
@@ -67,7 +64,7 @@ def convert(policy: Any, layout: str, tokenizer: Path) -> tuple[Any, list[str]]:
 
 
 def _to_lerobot(policy: Pi0, kind: str, tokenizer: dict[str, bytes]) -> LeRobotPi0:
-    sizes, (step, mode) = policy.model.config, _KINDS[kind]
+    sizes, mode = policy.model.config, _MODES[kind]
     if policy.preset.relative:
         name = policy.config.config_name
         raise ValueError(f"actions of {name} are relative to the state, which is not supported in LeRobot's layout")
@@ -78,23 +75,27 @@ def _to_lerobot(policy: Pi0, kind: str, tokenizer: dict[str, bytes]) -> LeRobotP
         entry = policy.statistics.raw[what]
         found = {name: numbers(entry[name], f"norm_stats, {what}: {name}")[:size] for name in _NAMES if name in entry}
         statistics |= to_tensors(feature, found)
+    cameras = published_settings(policy.config.benchmark, LEROBOT).get("cameras", ())[: policy.num_images]
+    seen: dict[str, Any] = {name: {"type": "VISUAL", "shape": [3, *policy.model_image_size]} for name in cameras}
     config = {
         "type": kind,
+        "input_features": {**seen, STATE: {"type": "STATE", "shape": [policy.state_dim]}},
+        "output_features": {ACTION: {"type": "ACTION", "shape": [policy.action_dim]}},
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode},
         "chunk_size": policy.horizon,
         "max_state_dim": sizes.state_dim,
         "max_action_dim": sizes.action_dim,
         "tokenizer_max_length": policy.prompts.max_length,
         "dtype": str(policy.model.dtype).removeprefix("torch."),
     }
-    cameras = published_settings(policy.config.benchmark, LEROBOT).get("cameras", ())[: policy.num_images]
-    shapes = dict.fromkeys(cameras, (3, *policy.model_image_size))
-    folder = new_folder(policy.folder.path, config, shapes, statistics, mode, step, tokenizer)
+    processors = make_processors(LeRobotPi0Checkpoint.kinds[kind], config, kind)
+    folder = LeRobotFolder(policy.folder.path, config, {}, processors, (statistics, statistics), tokenizer, {})
     settings = LeRobotConfig(**_settings(policy), cameras=cameras)
     return LeRobotPi0(policy.model, LeRobotPi0Checkpoint(folder), settings)
 
 
 def _to_openpi(policy: LeRobotPi0, kind: str, tokenizer: bytes) -> Pi0:
-    sizes, benchmark, mode = policy.model.config, policy.config.benchmark, _KINDS[kind][1]
+    sizes, benchmark, mode = policy.model.config, policy.config.benchmark, _MODES[kind]
     if found := {policy.statistics.state.mode, policy.statistics.actions.mode} - {mode}:
         raise ValueError(f"{policy.folder.path} normalises by {found.pop()}; openpi's {kind} by {mode}")
     if policy.camera_order != sorted(policy.camera_order):

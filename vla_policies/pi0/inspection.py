@@ -77,5 +77,4 @@ def decision_memory(model: Pi0Model, config: Pi0Config, frozen: bool) -> Decisio
     """Return the stacks that a gradient goes through, see :func:`vla_policies.flow.memory.decision_memory`."""
     preset = get_preset(config.config_name).horizon if getattr(config, "config_name", None) else _HORIZON
     tokens = (config.action_horizon or preset) + (0 if model.config.pi05 else 1)
-    images = config.num_images_in_input
-    return memory.decision_memory(model, config, frozen, images, model.config.vision.num_patches, tokens)
+    return memory.decision_memory(model, config, frozen, config.num_images_in_input, tokens)

@@ -1,71 +1,74 @@
-"""pi0 in LeRobot's layout: openpi's network by its names, with LeRobot's images, prompts, statistics and cameras."""
+"""pi0 and pi0.5 in LeRobot's layout: openpi's networks, with LeRobot's images, prompts, statistics and cameras."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.flow import memory
 from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import Observed
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
-from vla_policies.lerobot.folder import LeRobotFolder
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.memory import DecisionMemory
-from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, UNUSED, model_weights
+from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, is_unused, model_weights
 from vla_policies.pi0.inspection import published_sizes
 from vla_policies.pi0.model import EXPERT, Pi0Model, Pi0ModelConfig, stays_float32
 
 FAMILY = "pi0_lerobot"
-_TYPE, _STEPS = "pi0", ("pi0_new_line_processor",)
 _VISION_HEADS = "vision_heads"  # of our options, where it is not SigLIP so400m
 
 
 class LeRobotPi0Checkpoint(LeRobotCheckpoint):
     """A checkpoint folder without its weights."""
 
+    kinds: ClassVar[Mapping[str, str]] = {
+        "pi0": "pi0_new_line_processor",
+        "pi05": "pi05_prepare_state_tokenizer_processor_step",
+    }
     steps_entry: ClassVar[str] = "num_inference_steps"
 
-    @classmethod
-    def read(cls, folder: str | Path) -> LeRobotPi0Checkpoint:
-        """Read a folder, or download ``hf:NAME`` first; errors of :meth:`LeRobotFolder.read`."""
-        return cls(LeRobotFolder.read(folder, _TYPE, _STEPS))
-
     def empty_model(self) -> tuple[Pi0Model, dict[str, Entry]]:
-        entries = self.folder.model_weights
-        if EMBEDDINGS not in entries:  # where both are stored, nothing reads the head
-            entries = model_weights(entries)
+        # As LeRobot: names of the other kind, and a projection that pi0.5 has no use for.
+        pi05, time, other = self.folder.config["type"] == "pi05", "action_time_mlp_", "time_mlp_"
+        if pi05:
+            time, other = other, time
+        entries = {
+            f"{time}{key.removeprefix(other)}" if key.startswith(other) else key: entry
+            for key, entry in model_weights(self.folder.model_weights).items()
+            if not (pi05 and key.startswith("state_proj."))
+        }
         shapes = {key: entry.shape for key, entry in entries.items()}
         with torch.device("meta"):
             return Pi0Model(Pi0ModelConfig.from_shapes(shapes, self.options.get(_VISION_HEADS))), entries
 
     def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
-        """Write the token embeddings by the name that they had."""
-        name = EMBEDDINGS if EMBEDDINGS in self.folder.model_weights else LM_HEAD
-        stored = {name if key == EMBEDDINGS else key: tensor for key, tensor in weights.items()}
-        return super().write(folder, stored, options)
+        """Write the token embeddings as the head that LeRobot asks for, and by their own name where they had it.
 
-
-def is_unused(key: str) -> bool:
-    """Tell whether the network reads no tensor of that name: the language models' heads."""
-    return key == LM_HEAD or key.startswith(UNUSED)
+        LeRobot reads the one that comes last in the file.
+        """
+        stored = dict(weights)
+        embeddings = stored.pop(EMBEDDINGS)
+        if EMBEDDINGS in self.folder.model_weights:
+            stored[EMBEDDINGS] = embeddings
+        return super().write(folder, {**stored, LM_HEAD: embeddings}, options)
 
 
 class LeRobotPi0(LeRobotPolicy):
-    """pi0 of LeRobot's checkpoints; pi0.5 of LeRobot is not read.
+    """pi0 and pi0.5 of LeRobot's checkpoints, which tell which one it is.
 
     Example:
         >>> policy = LeRobotPi0.from_pretrained("checkpoints/pi0-libero-finetuned", benchmark="libero")
     """
 
     family: ClassVar[str] = FAMILY
-    kind, vlm_name, expert_prefix, centred = _TYPE, "PaliGemma", EXPERT, True
+    vlm_name, expert_prefix, centred = "PaliGemma", EXPERT, True
 
     model: Pi0Model
     folder: LeRobotPi0Checkpoint
@@ -84,16 +87,15 @@ class LeRobotPi0(LeRobotPolicy):
 
     def decision_memory(self) -> DecisionMemory:
         images, horizon = self.decision_sizes()
-        frozen = self.prefix_is_frozen
-        return memory.decision_memory(self.model, self.config, frozen, images, self.image_tokens, horizon + 1)
+        tokens = horizon + (0 if self.model.config.pi05 else 1)
+        return memory.decision_memory(self.model, self.config, self.prefix_is_frozen, images, tokens)
 
-    @property
-    def vlm(self) -> nn.Module:
-        return self.model.paligemma
-
-    @property
-    def image_tokens(self) -> int:
-        return self.model.config.vision.num_patches
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        if not self.model.config.pi05:
+            return super().prompt_tokens(task_descriptions)
+        if states is None:
+            raise ValueError("prompts of pi0.5 list the state; pass states")
+        return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
 
     def observe(self, tensordict: TensorDictBase) -> Observed:
         state = self.padded_state(tensordict)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.flow.prefix import PrefixCache, outside_stacks, positions_of
+from vla_policies.flow.prefix import PrefixCache, PrefixModel, outside_stacks
 from vla_policies.flow.steps import embed_time
 from vla_policies.nn.gemma import Gemma, GemmaConfig
 from vla_policies.nn.siglip import Siglip, SiglipConfig
@@ -42,6 +41,11 @@ class Pi0ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "state_dim", self.state_dim or self.action_dim)
+
+    @property
+    def image_tokens(self) -> int:
+        """How many tokens an image is to the language model."""
+        return self.vision.num_patches
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], vision_heads: int | None = None) -> Pi0ModelConfig:
@@ -70,8 +74,12 @@ def stays_float32(name: str) -> bool:
     return outside_stacks(name, (PREFIX, EXPERT))
 
 
-class Pi0Model(nn.Module):
+class Pi0Model(PrefixModel):
     """Prefix once, then velocities of noisy actions."""
+
+    vlm_path, expert_path = PREFIX.removesuffix("."), f"{EXPERT}model"
+    vision_path, language_path = _VISION.removesuffix("."), _TEXT.removesuffix(".")
+    projector_path = f"{PREFIX}model.multi_modal_projector.linear"
 
     def __init__(self, config: Pi0ModelConfig):
         super().__init__()
@@ -97,36 +105,6 @@ class Pi0Model(nn.Module):
             self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
             self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the stacks; see :func:`stays_float32` for what is more precise."""
-        return self.language.embed_tokens.weight.dtype
-
-    @property
-    def vision(self) -> Siglip:
-        return cast(Siglip, self.get_submodule(_VISION.removesuffix(".")))
-
-    @property
-    def language(self) -> Gemma:
-        return cast(Gemma, self.get_submodule(_TEXT.removesuffix(".")))
-
-    @property
-    def expert(self) -> Gemma:
-        return cast(Gemma, self.get_submodule(f"{EXPERT}model"))
-
-    @property
-    def paligemma(self) -> nn.Module:
-        """SigLIP and its Gemma: what reads images and prompt."""
-        return self.get_submodule(PREFIX.removesuffix("."))
-
-    @property
-    def projector(self) -> nn.Module:
-        return self.get_submodule(f"{PREFIX}model.multi_modal_projector.linear")
-
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        for part in (self.vision, self.language, self.expert):
-            part.gradient_checkpointing = enabled
-
     def embed_prefix(
         self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -143,15 +121,6 @@ class Pi0Model(nn.Module):
             image_valid = token_valid.new_ones(len(tokens), count)
         patches = image_valid.repeat_interleave(self.config.vision.num_patches, dim=1)
         return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), torch.cat([patches, token_valid], dim=1)
-
-    def prefix(
-        self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor, *, output: bool = False
-    ) -> PrefixCache:
-        """Compute keys and values of :meth:`embed_prefix`, with ``output`` the last hidden states too."""
-        embeddings, valid = self.embed_prefix(pixels, image_valid, tokens, token_valid)
-        mask = None if bool(valid.all()) else valid[:, None, None, :]
-        hidden, layers = self.language(embeddings, positions_of(valid), mask, output=output)
-        return PrefixCache(layers, valid, hidden)
 
     def embed_suffix(self, noisy_actions: Tensor, time: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).

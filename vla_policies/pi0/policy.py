@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from vla_policies.flow.heads import save_heads
@@ -84,14 +84,6 @@ class Pi0(VLMFlowPolicy):
 
     def decision_memory(self) -> DecisionMemory:
         return decision_memory(self.model, self.config, self.prefix_is_frozen)
-
-    @property
-    def vlm(self) -> nn.Module:
-        return self.model.paligemma
-
-    @property
-    def image_tokens(self) -> int:
-        return self.model.config.vision.num_patches
 
     @property
     def padding(self) -> int:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from vla_policies.pi0.checkpoint import TOKENIZERS
-from vla_policies.processing.prompts import pad_prompts
+from vla_policies.processing.prompts import list_states, one_line, pad_prompts
 
 BOS, PAD = 2, 0
-_BINS = 256
 
 
 class Pi0Prompts:
@@ -40,23 +38,14 @@ class Pi0Prompts:
         if states is None:
             rows = [self._cached(text) for text in instructions]
         else:
-            edges = torch.linspace(-1, 1, _BINS + 1, dtype=torch.float64)[:-1]
-            bins = torch.bucketize(states.detach().cpu().double(), edges, right=True) - 1
-            rows = [
-                self._tokens([f"Task: {_clean(text)}, State: {' '.join(map(str, row.tolist()))};\nAction: "])
-                for text, row in zip(instructions, bins, strict=True)
-            ]
+            rows = [self._tokens([text]) for text in list_states(instructions, states)]
         return pad_prompts(rows, instructions, self.max_length, PAD)
 
     def _cached(self, text: str) -> list[int]:
         if text not in self._cache:
             # The line break is tokenised by itself, as the "start of answer".
-            self._cache[text] = self._tokens([_clean(text), "\n"])
+            self._cache[text] = self._tokens([one_line(text), "\n"])
         return self._cache[text]
 
     def _tokens(self, parts: list[str]) -> list[int]:
         return [BOS, *(token for part in parts for token in self._tokenizer.encode(part))]
-
-
-def _clean(text: str) -> str:
-    return text.strip().replace("_", " ").replace("\n", " ")

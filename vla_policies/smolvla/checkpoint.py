@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from vla_common.plain import read_json
 from vla_policies.checkpoint.layout import CONFIG
-from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.folder import LeRobotFolder, inside
 from vla_policies.smolvla.model import VLM, SmolVLAModel, SmolVLAModelConfig
 
 FAMILY = "smolvla"
-STEPS = ("smolvla_new_line_processor",)
+STEP = "smolvla_new_line_processor"
 UNUSED = f"{VLM}lm_head."
-_FIXED = {  # entries of config.json that the network has built in
-    "n_obs_steps": 1,
-    "min_period": 4e-3,
-    "max_period": 4.0,
-    "add_image_special_tokens": False,
-    "adapt_to_pi_aloha": False,
-    "use_delta_joint_actions_aloha": False,
-}
 
 
 @dataclass(frozen=True)
 class SmolVLACheckpoint(LeRobotCheckpoint):
     """A checkpoint folder without its weights."""
+
+    kinds: ClassVar[Mapping[str, str]] = {FAMILY: STEP}
 
     vlm: Mapping[str, Any]  # config.json of its VLM, empty for SmolVLM2-500M
 
@@ -44,11 +35,7 @@ class SmolVLACheckpoint(LeRobotCheckpoint):
 
         The ``config.json`` of a VLM other than SmolVLM2-500M is in a folder called ``vlm_model_name``, in this one.
         """
-        found = LeRobotFolder.read(folder, FAMILY, STEPS)
-        for name, value in _FIXED.items():
-            if found.config.get(name, value) != value:
-                said = json.dumps(found.config[name])
-                raise ValueError(f"{found.path / CONFIG}: {name} is {said}, only {json.dumps(value)} is supported")
+        found = LeRobotFolder.read(folder, cls.kinds)
         places = (found.path / inside(found.config.get("vlm_model_name", FAMILY)) / CONFIG,)
         return cls(found, next((read_json(place) for place in places if place.is_file()), {}))
 
@@ -68,18 +55,9 @@ class SmolVLACheckpoint(LeRobotCheckpoint):
         with torch.device("meta"):
             return SmolVLAModel(sizes), entries
 
-    def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
-        files = super().write(folder, weights, options)
-        if not self.vlm:
-            return files
-        place = inside(self.folder.config["vlm_model_name"])
-
-        def write() -> None:
-            (folder / place).mkdir(exist_ok=True)
-            (folder / place / CONFIG).write_text(json.dumps(self.vlm, indent=2) + "\n")
-
-        in_first(weights.values(), write)
-        return [*files, f"{place}/{CONFIG}"]
+    @property
+    def other_files(self) -> dict[str, Any]:
+        return {f"{inside(self.folder.config['vlm_model_name'])}/{CONFIG}": self.vlm} if self.vlm else {}
 
 
 def is_unused(key: str) -> bool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.flow.prefix import PrefixCache, outside_stacks, positions_of
+from vla_policies.flow.prefix import PrefixCache, PrefixModel, outside_stacks
 from vla_policies.flow.steps import embed_time
 from vla_policies.nn.gemma import Gemma, GemmaConfig
 from vla_policies.nn.siglip import Siglip, SiglipConfig
@@ -92,8 +92,12 @@ def stays_float32(name: str) -> bool:
     return outside_stacks(name, (VLM, EXPERT))
 
 
-class SmolVLAModel(nn.Module):
+class SmolVLAModel(PrefixModel):
     """Prefix once, then velocities of noisy actions."""
+
+    vlm_path, expert_path = VLM.removesuffix("."), EXPERT.removesuffix(".")
+    vision_path, language_path = _VISION.removesuffix("."), _TEXT.removesuffix(".")
+    projector_path = f"{_CONNECTOR}modality_projection.proj"
 
     def __init__(self, config: SmolVLAModelConfig):
         super().__init__()
@@ -115,36 +119,6 @@ class SmolVLAModel(nn.Module):
         self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
         self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the stacks; see :func:`stays_float32` for what is more precise."""
-        return self.language.embed_tokens.weight.dtype
-
-    @property
-    def vision(self) -> Siglip:
-        return cast(Siglip, self.get_submodule(_VISION.removesuffix(".")))
-
-    @property
-    def language(self) -> Gemma:
-        return cast(Gemma, self.get_submodule(_TEXT.removesuffix(".")))
-
-    @property
-    def expert(self) -> Gemma:
-        return cast(Gemma, self.get_submodule(EXPERT.removesuffix(".")))
-
-    @property
-    def vlm(self) -> nn.Module:
-        """SigLIP, connector and SmolLM2: what reads images, prompt and the projected state."""
-        return self.get_submodule(VLM.removesuffix("."))
-
-    @property
-    def projector(self) -> nn.Module:
-        return self.get_submodule(f"{_CONNECTOR}modality_projection.proj")
-
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        for part in (self.vision, self.language, self.expert):
-            part.gradient_checkpointing = enabled
-
     def embed_prefix(self, pixels: Tensor, tokens: Tensor, token_valid: Tensor) -> tuple[Tensor, Tensor]:
         """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
 
@@ -162,13 +136,6 @@ class SmolVLAModel(nn.Module):
         side, step = math.isqrt(self.config.vision.num_patches), self.config.shuffle
         squares = patches.unflatten(1, (side // step, step, side // step, step))
         return squares.transpose(2, 3).flatten(3).flatten(1, 2)
-
-    def prefix(self, pixels: Tensor, tokens: Tensor, token_valid: Tensor, *, output: bool = False) -> PrefixCache:
-        """Compute keys and values of :meth:`embed_prefix`, with ``output`` the last hidden states too."""
-        embeddings, valid = self.embed_prefix(pixels, tokens, token_valid)
-        mask = None if bool(valid.all()) else valid[:, None, None, :]
-        hidden, layers = self.language(embeddings, positions_of(valid), mask, output=output)
-        return PrefixCache(layers, valid, hidden)
 
     def embed_state(self, state: Tensor) -> Tensor:
         """Return the token ``[N, 1, width]`` of a padded state ``[N, state_dim]``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from vla_policies.flow import memory
 from vla_policies.flow.prefix import PrefixCache
@@ -27,7 +27,7 @@ class SmolVLA(LeRobotPolicy):
     """
 
     family: ClassVar[str] = FAMILY
-    kind, vlm_name, expert_prefix, centred = FAMILY, "the VLM", EXPERT, False
+    vlm_name, expert_prefix, centred = "the VLM", EXPERT, False
 
     model: SmolVLAModel
     folder: SmolVLACheckpoint
@@ -43,16 +43,7 @@ class SmolVLA(LeRobotPolicy):
     def decision_memory(self) -> DecisionMemory:
         """Return what it takes; layers of the expert that cross are counted as the others."""
         images, horizon = self.decision_sizes()
-        frozen = self.prefix_is_frozen
-        return memory.decision_memory(self.model, self.config, frozen, images, self.image_tokens, horizon, state=True)
-
-    @property
-    def vlm(self) -> nn.Module:
-        return self.model.vlm
-
-    @property
-    def image_tokens(self) -> int:
-        return self.model.config.image_tokens
+        return memory.decision_memory(self.model, self.config, self.prefix_is_frozen, images, horizon, state=True)
 
     def observe(self, tensordict: TensorDictBase) -> Observed:
         state = self.padded_state(tensordict)

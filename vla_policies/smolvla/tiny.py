@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
+from vla_policies.checkpoint.layout import CONFIG
 from vla_policies.checkpoint.settings import OPTIONS
-from vla_policies.lerobot.folder import ACTION, STATE
-from vla_policies.lerobot.processors import new_folder
-from vla_policies.lerobot.statistics import MEAN_STD
+from vla_policies.lerobot.folder import ACTION, STATE, LeRobotFolder
+from vla_policies.lerobot.processors import make_processors
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
-from vla_policies.smolvla.checkpoint import FAMILY, STEPS, UNUSED
+from vla_policies.smolvla.checkpoint import FAMILY, STEP, UNUSED
 from vla_policies.smolvla.model import SmolVLAModel, SmolVLAModelConfig, stays_float32
 
 _VISION = SiglipConfig(width=64, depth=2, heads=1, mlp_dim=96, patch_size=16, num_patches=64)
 _LANGUAGE = GemmaConfig(48, 4, 96, 2, 1, 64, llama=True)
 _EXPERT = GemmaConfig(36, 4, 64, 2, 1, 64, llama=True, cross=(1, 3))
-_VOCABULARY, _DIM, _PROMPT_LENGTH = 2048, 32, 48
+_VOCABULARY, _DIM = 2048, 32
+_NORMALIZATION = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the last one is the padding
 
 
@@ -35,15 +36,24 @@ def write_tiny(
     model = SmolVLAModel(SmolVLAModelConfig(_VISION, _LANGUAGE, _EXPERT, _VOCABULARY, _DIM, _DIM, shuffle=4))
     tensors = {**model.state_dict(), f"{UNUSED}weight": torch.randn(_VOCABULARY, _LANGUAGE.width)}
     weights = {name: each if stays_float32(name) else each.to(torch.bfloat16) for name, each in tensors.items()}
+    features = {
+        **{name: {"type": "VISUAL", "shape": [3, 256, 256]} for name in cameras},
+        STATE: {"type": "STATE", "shape": [state_dim]},
+        ACTION: {"type": "ACTION", "shape": [action_dim]},
+    }
     config = {
         "type": FAMILY,
+        "input_features": {name: feature for name, feature in features.items() if name != ACTION},
+        "output_features": {ACTION: features[ACTION]},
         "chunk_size": 10,
         "n_action_steps": 5,
+        "normalization_mapping": _NORMALIZATION,
         "max_state_dim": _DIM,
         "max_action_dim": _DIM,
         "resize_imgs_with_padding": 2 * [_VISION.image_size],
+        "tokenizer_max_length": 48,
+        "pad_language_to": "longest",
         "num_vlm_layers": _LANGUAGE.depth,
-        "tokenizer_max_length": _PROMPT_LENGTH,
     }
     values = {"mean": 0.0, "std": 0.5, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}
     sizes = (STATE, state_dim), (ACTION, action_dim)
@@ -51,9 +61,8 @@ def write_tiny(
     named = {"pad_token": _SPECIAL[-1], "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {"tokenizer.json": _tokenizer(words), "tokenizer_config.json": named}
     texts = {name: (json.dumps(content) + "\n").encode() for name, content in files.items()}
-    shapes = dict.fromkeys(cameras, (3, 256, 256))
-    whole = new_folder(folder, config, shapes, found, MEAN_STD, STEPS[0], texts)
-    whole.write(folder, weights, {}, {})
+    whole = LeRobotFolder(folder, config, {}, make_processors(STEP, config, CONFIG), (found, found), texts, {})
+    whole.write(folder, weights, {}, {}, {})
     (folder / OPTIONS).unlink()
 
 

@@ -35,12 +35,16 @@ def words(tmp_path_factory):
     return as_tokenizer_json(pi0_checkpoint.TOKENIZER, tmp_path_factory.mktemp("words") / "tokenizer")
 
 
-@pytest.fixture
-def lerobot(tmp_path, words):
-    folder = lerobot_checkpoint.make_checkpoint(tmp_path / "lerobot", lerobot_checkpoint.PI0)
+def make_lerobot(folder, words, of=lerobot_checkpoint.PI0):
+    lerobot_checkpoint.make_checkpoint(folder, of)
     for file in words.iterdir():
         (folder / "tokenizer" / file.name).write_bytes(file.read_bytes())
     return folder
+
+
+@pytest.fixture
+def lerobot(tmp_path, words):
+    return make_lerobot(tmp_path / "lerobot", words)
 
 
 @pytest.fixture
@@ -74,9 +78,11 @@ def difference(first, second, benchmark):
     return (found[0][keys.ACTION] - found[1][keys.ACTION]).abs().max().item()
 
 
-def test_from_lerobots_layout_and_back(lerobot, openpi, words, tmp_path, capsys, monkeypatch):
-    new, back = tmp_path / "new", tmp_path / "back"
-    export(lerobot, "--layout", "openpi", "--tokenizer", openpi, "--to", new, "--settings", LIBERO)
+@pytest.mark.parametrize("of", [lerobot_checkpoint.PI0, lerobot_checkpoint.PI05])
+def test_from_lerobots_layout_and_back(of, openpi, words, tmp_path, capsys, monkeypatch):
+    lerobot, new, back = make_lerobot(tmp_path / "lerobot", words, of), tmp_path / "new", tmp_path / "back"
+    longer = "policy.max_prompt_length=100"  # pi0.5 lists the state
+    export(lerobot, "--layout", "openpi", "--tokenizer", openpi, "--to", new, "--settings", LIBERO, longer)
     said = capsys.readouterr().out
     assert f"exported {lerobot} into {new}, of the family pi0" in said
     assert "openpi adds 1e-06 to deviations" in said
@@ -84,9 +90,8 @@ def test_from_lerobots_layout_and_back(lerobot, openpi, words, tmp_path, capsys,
     verify_checksums(new)
     export(new, "--layout", "lerobot", "--tokenizer", words, "--to", back)
     before, after = (load_file(folder / "model.safetensors") for folder in (lerobot, back))
-    before[f"model.{checkpoint.LM_HEAD}"] = before.pop(
-        f"model.{checkpoint.EMBEDDINGS}"
-    )  # stored twice there, and differ
+    embeddings, head = (f"model.{name}" for name in (checkpoint.EMBEDDINGS, checkpoint.LM_HEAD))
+    before[head] = before.pop(embeddings, before[head])  # stored twice in one, and differ
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].float(), tensor.float()) for name, tensor in after.items())
     assert "value_head.0.weight" in load_file(back / "vla_torchrl_heads.safetensors")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from lerobot_checkpoint import SMOLVLA, change_json, golden, make_checkpoint
+from lerobot_checkpoint import SMOLVLA, change_json, golden, make_checkpoint, make_old
 from safetensors.torch import load_file, save_file
 
 from vla_policies.checkpoint.weights import load_weights
@@ -174,11 +174,21 @@ def spoil(folder, what):
     elif what == "truncated":
         content = (folder / "model.safetensors").read_bytes()
         (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-    elif what == "before 0.4":
-        for name in PROCESSORS:
-            (folder / name).unlink()
-        buffers = {"normalize_inputs.buffer_observation_state.mean": torch.zeros(8)}
-        save_file({**load_file(folder / "model.safetensors"), **buffers}, folder / "model.safetensors")
+    elif what.startswith("before 0.4"):
+        make_old(folder)
+        weights = load_file(folder / "model.safetensors")
+        if what.endswith("without"):
+            del weights["normalize_inputs.buffer_observation_state.std"]
+        elif what.endswith("infinite"):  # as LeRobot leaves what it never saw
+            weights["unnormalize_outputs.buffer_action.mean"].fill_(torch.inf)
+        elif what.endswith("mapping"):
+            change_json(folder / "config.json", normalization_mapping=None)
+        elif what.endswith("tokenizer"):
+            (folder / "tokenizer").rename(folder / "elsewhere")
+        save_file(weights, folder / "model.safetensors")
+    elif what == "adapter alone":
+        (folder / "model.safetensors").unlink()
+        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "lerobot/smolvla_base"}')
     elif what == "tokenizer":
         change_step(folder, 0, "tokenizer_processor", artifacts={}, config={"tokenizer_name": "HuggingFaceTB/SmolVLM2"})
         (folder / "tokenizer").rename(folder / "elsewhere")
@@ -207,7 +217,11 @@ def spoil(folder, what):
         ("pi05", "has a step 'pi05_prepare_state_tokenizer_processor_step', which is not of smolvla"),
         ("no line break", "has no step smolvla_new_line_processor: it is not of smolvla; copy its own"),
         ("truncated", "is truncated or no safetensors file.*copy it again"),
-        ("before 0.4", "before 0.4.*type: python -m lerobot.processor.migrate_policy_normalization --pretrained-path"),
+        ("before 0.4 without", "has no statistics observation.state.std; copy them"),
+        ("before 0.4 infinite", "has numbers that are not finite in unnormalize_outputs.buffer_action.mean"),
+        ("before 0.4 mapping", "config.json has no normalization_mapping; copy it again"),
+        ("before 0.4 tokenizer", "has no tokenizer; .* type: hf download smolvlm_like tokenizer.json"),
+        ("adapter alone", "is a LoRA adapter without the weights .* model.safetensors of 'lerobot/smolvla_base'"),
         ("tokenizer", "has no tokenizer; .* type: hf download HuggingFaceTB/SmolVLM2 tokenizer.json"),
         ("relative", "makes actions relative to the state, which is not supported"),
         ("special tokens", "add_image_special_tokens is true, only false is supported"),
@@ -216,7 +230,7 @@ def spoil(folder, what):
     ],
 )
 def test_a_wrong_folder_is_one_line(folder, what, message):
-    assert is_type(folder, "smolvla")
+    assert is_type(folder, ["smolvla"])
     spoil(folder, what)
     with pytest.raises((ValueError, FileNotFoundError)) as refused:
         read_all(folder)
