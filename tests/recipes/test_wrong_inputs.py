@@ -240,7 +240,7 @@ LEROBOT = [  # folders of LeRobot, of SmolVLA unless they say otherwise
     ("ppo {smolvla}_diffusion", "is of 'diffusion', config.json must be of 'smolvla'"),
     ("evaluate {smolvla}_act", "is of 'act', config.json must be of 'smolvla'"),
     ("evaluate policy.checkpoint={place}/smolvla_act", "is a checkpoint of 'act'; known are .*smolvla"),
-    ("ppo {smolvla}_statistics", "has no policy_preprocessor_step_5_normalizer_.*, the statistics; copy it"),
+    ("ppo {smolvla}_statistics", "has no policy_preprocessor_step_.*, the statistics; copy it"),
     ("ppo {smolvla}_processors", "has a step 'pi0_new_line_processor', which is not of smolvla .* copy its own"),
     ("ppo {smolvla}_cut", "model.safetensors is truncated or no safetensors file.*copy it again"),
     ("ppo {smolvla} policy.cameras=[observation.images.top]", r"cameras=\[.* looks at observation\.image; set cameras"),
@@ -281,7 +281,7 @@ def make_wrong_smolvla(right):
         if what in ("act", "diffusion"):
             change_json(wrong / "config.json", type=what)
         elif what == "statistics":
-            (wrong / "policy_preprocessor_step_5_normalizer_processor.safetensors").unlink()
+            next(wrong.glob("policy_preprocessor_step_*")).unlink()
         elif what == "processors":
             file = wrong / "policy_preprocessor.json"
             file.write_text(file.read_text().replace("smolvla_new_line_processor", "pi0_new_line_processor"))

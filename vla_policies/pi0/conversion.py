@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from vla_common.plain import read_small
 from vla_common.schema import get_schema
 from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.lerobot.folder import ACTION, LEROBOT, STATE, LeRobotFolder
-from vla_policies.lerobot.policy import LeRobotConfig, LeRobotPolicy
+from vla_policies.lerobot.policy import LeRobotConfig
 from vla_policies.lerobot.processors import make_processors
 from vla_policies.lerobot.statistics import MEAN_STD, to_tensors
 from vla_policies.pi0.checkpoint import TOKENIZERS, UNUSED, Pi0Checkpoint
@@ -25,7 +26,6 @@ from vla_policies.policy import VLAPolicy
 from vla_policies.processing.adapters import published_settings
 from vla_policies.processing.normalization import numbers
 
-OPENPI = "openpi"
 _MODES = {"pi0": MEAN_STD, "pi05": "QUANTILES"}  # of normalisation, by LeRobot's type
 _NAMES = ("mean", "std", "min", "max", "q01", "q99")
 _PARTS = (("state", STATE), ("actions", ACTION))
@@ -34,11 +34,10 @@ _LARGEST = 50_000_000  # bytes of a file of a tokenizer
 
 def check_layout(policy_class: type[VLAPolicy], layout: str) -> None:
     """Refuse (ValueError) policies that have this layout already, or cannot have it."""
-    family, own = policy_class.family, LEROBOT if issubclass(policy_class, LeRobotPolicy) else OPENPI
     if not issubclass(policy_class, (Pi0, LeRobotPi0)):
-        raise ValueError(f"{family} has one layout; those of pi0 and pi0.5 are exported")
-    if layout == own:
-        raise ValueError(f"{family} has {layout}'s layout already; there is nothing to export")
+        raise ValueError(f"{policy_class.family} has one layout; those of pi0 and pi0.5 are exported")
+    if issubclass(policy_class, LeRobotPi0) == (layout == LEROBOT):
+        raise ValueError(f"{policy_class.family} has {layout}'s layout already; there is nothing to export")
 
 
 def convert(policy: Any, layout: str, tokenizer: Path) -> tuple[Any, list[str]]:
@@ -54,9 +53,7 @@ def convert(policy: Any, layout: str, tokenizer: Path) -> tuple[Any, list[str]]:
     rows = [(each.prompt_tokens(text, zeros)[0].tolist(), each.padding) for each in (policy, other)]
     first, second = ([token for token in row if token != padding] for row, padding in rows)
     if first != second:
-        raise ValueError(
-            f"{tokenizer} has another tokenizer: {text[0]!r} is {second} there and {first} in the checkpoint"
-        )
+        raise ValueError(f"{tokenizer} has another tokenizer: {text[0]!r} is {second} there, {first} in the checkpoint")
     other.value_head, other.noise_network = policy.value_head, policy.noise_network
     other.noise_level.copy_(policy.noise_level)
     other.unused_tensors = {key: each for key, each in policy.unused_tensors.items() if key.startswith(UNUSED)}
@@ -120,10 +117,9 @@ def _settings(policy: Any) -> dict[str, Any]:
 
 def _read_tokenizer(folder: Path, layout: str) -> dict[str, bytes]:
     sets = [("tokenizer.json", "tokenizer_config.json")] if layout == LEROBOT else [(name,) for name in TOKENIZERS]
-    for place in (folder, folder / "tokenizer"):
-        for names in sets:
-            if all((place / name).is_file() for name in names):
-                return {name: read_small(place / name, _LARGEST) for name in names}
+    for place, names in itertools.product((folder, folder / "tokenizer"), sets):
+        if all((place / name).is_file() for name in names):
+            return {name: read_small(place / name, _LARGEST) for name in names}
     raise FileNotFoundError(
         f"{folder} has no {' and '.join(sets[-1])}, PaliGemma's tokenizer; where there is a network type: "
         f"hf download google/paligemma-3b-pt-224 {' '.join(sets[-1])} --local-dir NEW, and add --tokenizer NEW"
@@ -131,16 +127,11 @@ def _read_tokenizer(folder: Path, layout: str) -> dict[str, bytes]:
 
 
 def _differences(policy: Any, other: Any) -> list[str]:
-    ones, zeros = torch.ones(policy.action_dim), torch.zeros(policy.state_dim)
+    ones = torch.ones(policy.action_dim)
     first, second = (each.statistics.unnormalize("actions", ones) for each in (policy, other))
-    scales = [
-        (normalize("state", zeros + 1) - normalize("state", zeros))
-        for normalize in (policy.statistics.normalize, other.statistics.normalize)
-    ]
-    apart = (scales[0] / scales[1] - 1).abs().max()
     lines = [
         "openpi adds 1e-06 to deviations (pi0.5: spans) in both directions, LeRobot 1e-08 to deviations that divide: "
-        f"actions differ by {(first - second).abs().max():.0e}, normalised states by {100 * apart:.1g} %",
+        f"actions differ by {(first - second).abs().max():.0e}, states that hardly move in the statistics by more",
         "openpi rounds resized images to 8 bits, LeRobot does not",
     ]
     if isinstance(other, Pi0):
