@@ -1,7 +1,8 @@
 """Run and copy recipes from any folder, show, compare and publish what came of them.
 
 ``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``, ``vla-recipe report runs/a runs/b``,
-``vla-recipe compare runs/a runs/b``, ``vla-recipe merge FOLDER --to NEW``, ``vla-recipe card FOLDER EVALUATION``.
+``vla-recipe compare runs/a runs/b``, ``vla-recipe merge FOLDER --to NEW``, ``vla-recipe card FOLDER EVALUATION``,
+``vla-recipe export FOLDER --layout lerobot``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "two evaluations, or prepare a policy for publication.",
         epilog="Settings of a recipe: vla-recipe run ppo --help",
     )
-    every = "list | run | copy | report | compare | merge | card"
+    every = "list | run | copy | report | compare | merge | export | card"
     commands = parser.add_subparsers(dest="command", required=True, metavar=every)
     listing = commands.add_parser("list", help="what there is: recipes, and experiments with what each of them trains")
     listing.set_defaults(do=lambda _: describe())
@@ -81,6 +82,14 @@ def _parser() -> argparse.ArgumentParser:
     merging.add_argument("folder", type=Path, metavar="FOLDER", help="of a run or a policy, such as runs/ppo/latest")
     merging.add_argument("--to", type=Path, required=True, metavar="NEW", help="a folder that is not there yet")
     merging.set_defaults(do=_merge)
+    exporting = commands.add_parser("export", help="pi0 and pi0.5 in the other layout, LeRobot's or openpi's")
+    exporting.add_argument("folder", type=Path, metavar="FOLDER", help="of a run, a policy or a published checkpoint")
+    exporting.add_argument("--layout", required=True, choices=("lerobot", "openpi"), help="to be written")
+    exporting.add_argument("--to", type=Path, metavar="NEW", help="else FOLDER-LAYOUT beside it")
+    exporting.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="with its files in that layout")
+    settings = "of a published checkpoint, such as policy.benchmark=metaworld"
+    exporting.add_argument("--settings", nargs="+", default=(), metavar="policy.NAME=VALUE", help=settings)
+    exporting.set_defaults(do=_export)
     card = commands.add_parser("card", help="write README.md, the model card, beside a policy; uploads nothing")
     card.add_argument("folder", type=Path, metavar="FOLDER", help="of a run or a policy, such as runs/ppo/latest")
     card.add_argument("evaluations", type=Path, nargs="*", metavar="EVALUATION", help="folders of recipes/evaluate.py")
@@ -122,6 +131,14 @@ def _merge(chosen: argparse.Namespace) -> Iterable[str]:
     from vla_algos.run.merging import merge_folder
 
     return merge_folder(chosen.folder, chosen.to)
+
+
+def _export(chosen: argparse.Namespace) -> Iterable[str]:
+    from vla_algos.run.merging import export_folder
+    from vla_policies.cli import read_setting
+
+    settings = dict(map(read_setting, chosen.settings))
+    return export_folder(chosen.folder, chosen.layout, chosen.to, chosen.tokenizer, settings)
 
 
 def _card(chosen: argparse.Namespace) -> Iterable[str]:

@@ -77,7 +77,7 @@ def _print_memory(chosen: argparse.Namespace, settings: Sequence[str]) -> int:
         raise ValueError(f"--shards {shards}: must divide --gpus {chosen.gpus}")
     if not 0 < chosen.gpu_memory < float("inf"):
         raise ValueError(f"--gpu-memory {chosen.gpu_memory}: must be the GB of a GPU, such as 80")
-    typed = dict(_read_setting(word) for word in ([chosen.settings] if chosen.settings else []) + [*settings])
+    typed = dict(read_setting(word) for word in ([chosen.settings] if chosen.settings else []) + [*settings])
     from vla_policies.memory import describe_memory
     from vla_policies.registry import meta_policy
 
@@ -92,7 +92,7 @@ def _policy_of(folder: str) -> str:
     return str(inside) if inside.is_dir() else folder
 
 
-def _read_setting(text: str) -> tuple[str, Any]:
+def read_setting(text: str) -> tuple[str, Any]:
     """Read ``policy.NAME=VALUE`` as recipes take them."""
     name, _, value = text.partition("=")
     if not name.startswith(_SETTING) or not value:

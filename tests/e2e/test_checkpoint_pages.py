@@ -12,16 +12,21 @@ import shlex
 from dataclasses import dataclass
 
 import forked
+import numpy as np
 import pytest
 from huggingface_hub import ModelCard
+from lerobot_writer import write_lerobot
+from paligemma_tokenizer import as_tokenizer_json
 from paths import ROOT
 from safetensors.torch import load_file
 from simulators import libero_assets
 
 from vla_envs.maniskill import assets
+from vla_envs.registry import make_spec
 from vla_envs.rendering import vulkan
 from vla_policies import OpenVLAOFT
 from vla_policies.checkpoint.lora import add_lora, save_adapter
+from vla_policies.smolvla import tiny as smolvla
 from vla_policies.tiny import KINDS, make_tiny
 
 DOCS = ROOT / "docs" / "checkpoints"
@@ -45,7 +50,12 @@ def small(row):
 
 BENCHMARKS = {"libero": small("LIBERO"), "metaworld": small("Meta-World"), "maniskill": small("plate-25")}
 UPDATE = small("`ppo.py`, `grpo.py`")
-RECIPES = {"evaluate": [], "ppo": [*UPDATE, *small("`ppo.py`")], "grpo": [*UPDATE, *small("`grpo.py`")]}
+RECIPES = {
+    "evaluate": [],
+    "sft": small("`sft.py`"),
+    "ppo": [*UPDATE, *small("`ppo.py`")],
+    "grpo": [*UPDATE, *small("`grpo.py`")],
+}
 FIRST, FURTHER = "iterations=1", "iterations=2"  # the latter where a page types a number of iterations itself
 
 
@@ -100,7 +110,12 @@ PAGES = {
         lambda: (plate25(), libero_assets()),
     ),
     "pi0.md": Page(
-        {"checkpoints/pi0-metaworld": "pi0"},
+        {
+            "checkpoints/pi0-metaworld": "pi0",
+            "checkpoints/paligemma": lambda folder: as_tokenizer_json(
+                folder.parent / "pi0-metaworld" / "paligemma_tokenizer.model", folder
+            ),
+        },
         ("runs/pi0/policy", "checkpoints/pi0-merged"),
         lambda: pytest.importorskip("metaworld"),
     ),
@@ -109,7 +124,36 @@ PAGES = {
         ("runs/pi05/policy", "checkpoints/pi05-merged"),
         libero_assets,
     ),
+    "smolvla.md": Page(
+        {"checkpoints/smolvla-libero": "smolvla"},
+        ("runs/smolvla/policy", "checkpoints/smolvla-merged"),
+        libero_assets,
+    ),
 }
+
+
+def smolvla_base(folder):
+    """As the published one: cameras, state and actions of another robot."""
+    folder.mkdir(parents=True)
+    cameras = [f"observation.images.camera{number}" for number in (1, 2, 3)]
+    words = make_spec("metaworld/reach-v3").tasks[0].instruction.split()
+    smolvla.write_tiny(folder, "tiny", words, cameras=cameras, state_dim=6, action_dim=6)
+
+
+def data_of_metaworld(folder):
+    """A data set of LeRobot with a task that the commands are tried on, in the size of their images."""
+    random, task = np.random.default_rng(0), make_spec("metaworld/reach-v3").tasks[0].instruction
+    episode = {"task": task, "images": {"observation.image": np.zeros((9, 64, 64, 3), np.uint8)}}
+    episode |= {name: random.uniform(-1, 1, (9, 4)).astype(np.float32) for name in ("states", "actions")}
+    write_lerobot(folder, [episode, episode])
+
+
+LEROBOT_PAGE = "../how-to/lerobot-checkpoint.md"
+LEROBOT = Page(
+    {"checkpoints/smolvla-base": smolvla_base, "data/metaworld": data_of_metaworld},
+    (),
+    lambda: [pytest.importorskip(name) for name in ("metaworld", "pyarrow", "av")],
+)
 
 
 def blocks(page):
@@ -130,7 +174,7 @@ def made_small(recipe, words):
     """What is typed for a recipe, and the settings that make it small."""
     (benchmark,) = (each for each in BENCHMARKS if any(re.match(f"(experiment|env)={each}", word) for word in words))
     settings = [*small("every recipe"), *BENCHMARKS[benchmark], *RECIPES[recipe]]
-    if recipe != "evaluate":
+    if recipe in ("ppo", "grpo"):
         settings.append(FURTHER if any(word.startswith("iterations=") for word in words) else FIRST)
     return [*words, *settings]
 
@@ -141,6 +185,32 @@ def test_the_commands_of_a_page(name, tmp_path, monkeypatch):
     page = PAGES[name]
     page.needs()
     monkeypatch.chdir(tmp_path)
+    ran = run_page(name, page, tmp_path)
+    check_resumed(ran)
+    check_folders(page, ran, tmp_path)
+    check_card(ran, tmp_path)
+
+
+@pytest.mark.timeout(1800)
+def test_the_commands_from_lerobots_base_to_a_folder_of_lerobot(tmp_path, monkeypatch):
+    LEROBOT.needs()
+    monkeypatch.chdir(tmp_path)
+    ran = run_page(LEROBOT_PAGE, LEROBOT, tmp_path)
+    check_card(ran, tmp_path)
+    before, after = tmp_path / "checkpoints/smolvla-base", tmp_path / "runs/smolvla/policy"
+    assert load_file(before / "model.safetensors").keys() == load_file(after / "model.safetensors").keys()
+    files = {str(file.relative_to(before)) for file in before.rglob("*") if file.is_file()}
+    assert files <= {str(file.relative_to(after)) for file in after.rglob("*")}
+    first, last = (json.loads((folder / "config.json").read_text()) for folder in (before, after))
+    last["input_features"]["observation.state"]["shape"] = last["output_features"]["action"]["shape"] = [6]
+    changed = {"n_action_steps": 5, "num_steps": 5}
+    assert last == {**first, **changed}
+    statistics = load_file(after / "policy_postprocessor_step_0_unnormalizer_processor.safetensors")
+    assert statistics["action.mean"].shape == (4,)
+
+
+def run_page(name, page, tmp_path):
+    """Run the commands of a page: each, as words, with what it printed."""
     downloaded, ran = set(), []
     for language, text in blocks(name):
         if language == "python":
@@ -157,9 +227,7 @@ def test_the_commands_of_a_page(name, tmp_path, monkeypatch):
             assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             ran.append((words, done.stdout))
     assert downloaded == page.checkpoints.keys()
-    check_resumed(ran)
-    check_folders(page, ran, tmp_path)
-    check_card(ran, tmp_path)
+    return ran
 
 
 def make(how, folder):

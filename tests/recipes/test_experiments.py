@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import lerobot_checkpoint
 import openvla_checkpoint
 import pi0_checkpoint
 import pytest
@@ -23,6 +24,7 @@ from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.training_env import evaluation_defaults
 from vla_common.experiments import find_experiments
 from vla_policies import SmallVLA, SmallVLAConfig
+from vla_policies.tiny import make_tiny
 
 EXPERIMENTS = find_experiments(CONF)
 FILES = [name for name, experiment in EXPERIMENTS.items() if not experiment.suite]
@@ -40,7 +42,7 @@ def evaluation(*typed):
 
 
 def test_there_are_few_files_and_each_explains_itself():
-    assert len(FILES) <= 32
+    assert len(FILES) <= 34
     for name in FILES:
         head = EXPERIMENTS[name].file.read_text().partition("\ndefaults:")[0]
         assert f"experiment={name}" in head, "the head of an experiment says how to run it"
@@ -128,6 +130,13 @@ RUNS += [("ppo", ["policy=small_flow"]), ("ppo", ["policy=pi0", "policy.config_n
 RUNS += [("ppo", ["policy=openvla"]), ("grpo", ["policy=openvla_oft", "policy.layout=official"])]
 OF_EXPERIMENTS = [(EXPERIMENTS[name].recipe, [f"experiment={name}"]) for name in FILES]
 OF_EXPERIMENTS += [("evaluate", [f"experiment={name}"]) for name in PUBLISHED if "libero" in name]
+OF_EXPERIMENTS += [
+    (
+        recipe,
+        [f"experiment=libero_{recipe}_lerobot", "policy=pi0_lerobot", "policy.lora_rank=4", "policy.dtype=bfloat16"],
+    )
+    for recipe in ("ppo", "grpo")
+]
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +150,9 @@ def checkpoints(tmp_path_factory):
     pi0_checkpoint.make_checkpoint(folder / "pi05", "pi05_tiny", horizon=10)
     pi0_checkpoint.make_bimanual(folder / "pi0_bimanual")
     pi0_checkpoint.make_bimanual(folder / "pi05_bimanual", "pi05_tiny")
+    lerobot_checkpoint.make_checkpoint(folder / "pi0_lerobot", lerobot_checkpoint.PI0, chunk_size=10)
+    make_tiny("smolvla", folder / "libero")
+    make_tiny("smolvla_metaworld", folder / "metaworld")
     return folder
 
 
@@ -158,13 +170,16 @@ def started(monkeypatch):
 
 def overrides_of(name, overrides, folder):
     """What a run needs beside ``overrides``: the folder of a checkpoint, of this family."""
-    chosen = next((o for o in overrides if o.startswith(("policy=", "experiment="))), "policy=small")
-    kinds = {"openvla": "openvla", "pi05": "pi05", "pi0": "pi0", "openpi": "pi0", "": "policy"}
+    chosen = next((o for o in reversed(overrides) if o.startswith(("policy=", "experiment="))), "policy=small")
+    kinds = {"openvla": "openvla", "pi05": "pi05", "pi0_lerobot": "pi0_lerobot", "pi0": "pi0", "openpi": "pi0"}
+    kinds |= {"libero_ppo_lerobot": "libero", "libero_grpo_lerobot": "libero", "smolvla": "metaworld", "": "policy"}
     kind = next(folder for part, folder in kinds.items() if part in chosen)
     if name != "evaluate" and kind == "policy":
         return overrides
     if kind == "openvla":
         overrides = [*overrides, "policy.unnorm_key=golden_ds"]  # all that this checkpoint has statistics of
+    if kind == "pi0_lerobot":
+        overrides = [*overrides, "policy.max_prompt_length=64"]  # its tokenizer spells
     arms = "_bimanual" if "robotwin" in chosen else ""
     return [*overrides, f"policy.checkpoint={folder / (kind + arms)}"]
 

@@ -10,6 +10,7 @@ import shutil
 
 import forked
 import pytest
+from lerobot_checkpoint import change_json
 from openvla_checkpoint import make_checkpoint
 from paths import ROOT
 from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
@@ -20,6 +21,7 @@ from vla_algos.run.checkpoints import CheckpointError
 from vla_common.program import FAILED, INTERRUPTED, WRONG_USE, one_line, report
 from vla_envs.calvin.chains import published_chains
 from vla_policies import SmallVLA, SmallVLAConfig
+from vla_policies.tiny import make_tiny
 
 NAMES = [  # what is typed, and the words that the line has
     ("ppo launcher=slurmm", "unknown launcher 'slurmm'; did you mean slurm"),
@@ -147,6 +149,7 @@ SHORT = {
     "robotwin": "env=robotwin demonstrations.episodes=0",
     "plate": "env=maniskill_small demonstrations.episodes=0",
     "pi0": "policy=pi0 policy.checkpoint={place}/pi0",
+    "smolvla": "experiment=metaworld_50_ppo_smolvla policy.checkpoint={place}/smolvla",
 }
 EVALUATED = [  # on another suite than the one trained on
     ("ppo eval.env=metaworld_faucet", ""),
@@ -232,6 +235,21 @@ ROBOTWIN = [
     ("sft env=robotwin", "place_empty_cup has no scripted expert, .*type demonstrations.episodes=0"),
     ("ppo {robotwin} {pi0} policy.config_name=pi0_aloha_robotwin", "room for 8 numbers, robotwin needs more"),
 ]
+LEROBOT = [  # folders of LeRobot, of SmolVLA unless they say otherwise
+    ("ppo {smolvla}_act", "is of 'act', config.json must be of 'smolvla'; pass a checkpoint of smolvla"),
+    ("ppo {smolvla}_diffusion", "is of 'diffusion', config.json must be of 'smolvla'"),
+    ("evaluate {smolvla}_act", "is of 'act', config.json must be of 'smolvla'"),
+    ("evaluate policy.checkpoint={place}/smolvla_act", "is a checkpoint of 'act'; known are .*smolvla"),
+    ("ppo {smolvla}_statistics", "has no policy_preprocessor_step_.*, the statistics; copy it"),
+    ("ppo {smolvla}_processors", "has a step 'pi0_new_line_processor', which is not of smolvla .* copy its own"),
+    ("ppo {smolvla}_cut", "model.safetensors is truncated or no safetensors file.*copy it again"),
+    ("ppo {smolvla} policy.cameras=[observation.images.top]", r"cameras=\[.* looks at observation\.image; set cameras"),
+    ("ppo {smolvla} policy.num_action_chunks=11", r"num_action_chunks is 11, must be 1 to 10, the horizon"),
+    ("ppo {smolvla} policy.checkpoint=hf:lerobot/smolvla_base", "hf download lerobot/smolvla_base --local-dir"),
+    ("ppo {smolvla} policy=pi0_lerobot", r"is a checkpoint of smolvla, not of pi0_lerobot; type policy=smolvla"),
+    ("ppo {smolvla} env=libero env.id=libero/goal", r"cameras=\[.* looks at observation\.image; set cameras"),
+    ("ppo {smolvla} policy.new_statistics=2", r"new_statistics=2: must be a valid boolean"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -251,13 +269,41 @@ def place(tmp_path_factory):
     (folder / "file").write_text("text")
     make_checkpoint(folder / "openvla")
     make_pi0_checkpoint(folder / "pi0", horizon=50)
+    make_wrong_smolvla(make_tiny("smolvla_metaworld", folder / "smolvla"))
     (folder / "chains.json").write_text(json.dumps(published_chains()[:1]))
     return folder
 
 
+def make_wrong_smolvla(right):
+    """Copy a folder to ``<name>_<what is wrong>``."""
+    for what in ("act", "diffusion", "statistics", "processors", "cut"):
+        wrong = shutil.copytree(right, right.with_name(f"{right.name}_{what}"))
+        if what in ("act", "diffusion"):
+            change_json(wrong / "config.json", type=what)
+        elif what == "statistics":
+            next(wrong.glob("policy_preprocessor_step_*")).unlink()
+        elif what == "processors":
+            file = wrong / "policy_preprocessor.json"
+            file.write_text(file.read_text().replace("smolvla_new_line_processor", "pi0_new_line_processor"))
+        else:
+            (wrong / "model.safetensors").write_bytes((right / "model.safetensors").read_bytes()[:100_000])
+
+
 @pytest.mark.parametrize(
     ("typed", "message"),
-    [*NAMES, *OTHER_ALGORITHM, *GRAMMAR, *FLAGS, *VALUES, *FILES, *ENVIRONMENT, *EVALUATED, *CALVIN, *ROBOTWIN],
+    [
+        *NAMES,
+        *OTHER_ALGORITHM,
+        *GRAMMAR,
+        *FLAGS,
+        *VALUES,
+        *FILES,
+        *ENVIRONMENT,
+        *EVALUATED,
+        *CALVIN,
+        *ROBOTWIN,
+        *LEROBOT,
+    ],
     ids=lambda text: text if "=" in text or text[:1] in tuple("pegs") else "",
 )
 def test_a_wrong_input_is_one_line(typed, message, place, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -81,7 +82,10 @@ class LeRobotCheckpoint:
     def with_statistics(self, actions: Mapping[str, Any], state: Mapping[str, Any]) -> Self:
         """Return it with other statistics, by name and dimension."""
         tensors = {**to_tensors(ACTION, actions), **to_tensors(STATE, state)}
-        return replace(self, folder=replace(self.folder, tensors=(tensors, tensors)))
+        config = copy.deepcopy(dict(self.folder.config))
+        for part, name in (("output_features", ACTION), ("input_features", STATE)):
+            config[part][name]["shape"] = list(tensors[f"{name}.mean"].shape)  # which LeRobot cuts actions by
+        return replace(self, folder=replace(self.folder, config=config, tensors=(tensors, tensors)))
 
     def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
         """Write a folder in this layout, see :meth:`LeRobotFolder.write`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -23,6 +23,7 @@ from vla_policies.flow.vlm import VLMFlowPolicy
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.folder import LEROBOT, is_type
 from vla_policies.lerobot.prompts import LinePrompts
+from vla_policies.lerobot.statistics import NO_STATISTICS
 from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import interpolate_with_pad
 from vla_policies.processing.normalization import summarise
@@ -39,9 +40,12 @@ class LeRobotConfig(VLMFlowConfig):
     Attributes:
         cameras: LeRobot's names of the cameras that the policy looks at, the third-person one first, then wrist
             cameras; ``None`` for those that LeRobot's data sets of the benchmark have.
+        new_statistics: the checkpoint's are of another robot, or it has none, as lerobot/smolvla_base: to be had of
+            ``demonstrations.statistics=demonstrations``.
     """
 
     cameras: tuple[str, ...] | None = None
+    new_statistics: bool = False
 
 
 class LeRobotPolicy(VLMFlowPolicy):
@@ -72,8 +76,10 @@ class LeRobotPolicy(VLMFlowPolicy):
         adapter = get_adapter(config.benchmark, LEROBOT)
         super().__init__(model, folder, config, adapter, horizon=folder.horizon, num_images=len(names))
         self.camera_order = order
-        self.statistics = folder.folder.statistics()
-        self.statistics.check(self.state_dim, self.action_dim)
+        self.statistics = NO_STATISTICS
+        if not config.new_statistics:
+            self.statistics = folder.folder.statistics()
+            self.statistics.check(self.state_dim, self.action_dim)
         longest = folder.folder.max_prompt_length if config.max_prompt_length is None else config.max_prompt_length
         self.prompts = LinePrompts(folder.folder.tokenizer, longest)
 
@@ -172,5 +178,5 @@ class LeRobotPolicy(VLMFlowPolicy):
     def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
         """Replace the checkpoint's statistics, which have no ``name``."""
         found = summarise(self.adapter.to_model(actions)[step_mask]), summarise(states)
-        self.folder = self.folder.with_statistics(*found)
+        self.folder, self.config = self.folder.with_statistics(*found), replace(self.config, new_statistics=False)
         self.statistics = self.folder.folder.statistics()

@@ -84,7 +84,8 @@ class LeRobotStatistics:
     actions: FeatureStatistics
 
     def normalize(self, what: str, values: Tensor) -> Tensor:
-        """Normalise ``state`` or ``actions`` ``[..., D]`` in physical units."""
+        """Normalise ``state`` or ``actions`` ``[..., D]`` in physical units; ValueError for those of another robot."""
+        self._of(what).check(values.shape[-1], what)
         return self._of(what).normalize(values)
 
     def unnormalize(self, what: str, values: Tensor) -> Tensor:
@@ -98,6 +99,9 @@ class LeRobotStatistics:
 
     def _of(self, what: str) -> FeatureStatistics:
         return {"state": self.state, "actions": self.actions}[what]
+
+
+NO_STATISTICS = LeRobotStatistics(*2 * [FeatureStatistics(MEAN_STD, torch.zeros(0), torch.zeros(0), 0.0)])
 
 
 def to_tensors(feature: str, summary: Mapping[str, Any]) -> dict[str, Tensor]:

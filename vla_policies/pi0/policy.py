@@ -48,6 +48,8 @@ class Pi0(VLMFlowPolicy):
 
     def __init__(self, model: Pi0Model, folder: Pi0Checkpoint, config: Pi0Config):
         preset = get_preset(config.config_name)
+        if folder.config.get("extra_delta_transform") is False:  # converted from LeRobot's layout; openpi's names
+            preset = replace(preset, relative=(), state_in_prompt=folder.config.get("discrete_state_input") is True)
         if preset.pi05 != model.config.pi05:
             kind = "pi0.5" if model.config.pi05 else "pi0"
             raise ValueError(f"the checkpoint is of {kind}, config_name is {config.config_name!r}; set its own")

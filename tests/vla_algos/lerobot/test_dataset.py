@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from lerobot_checkpoint import PI0
+from lerobot_checkpoint import make_checkpoint as make_lerobot
 from lerobot_writer import write_lerobot, write_video
 from openvla_checkpoint import make_checkpoint
 from pi0_checkpoint import make_checkpoint as make_pi0
@@ -23,8 +25,9 @@ from vla_algos.lerobot.frames import FrameReader
 from vla_common import keys
 from vla_common.texts import decode
 from vla_envs import make_spec
-from vla_policies import OpenVLA, OpenVLAOFT, Pi0, make_policy
+from vla_policies import OpenVLA, OpenVLAOFT, Pi0, load_policy, make_policy
 from vla_policies.processing.normalization import summarise
+from vla_policies.tiny import make_tiny
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'vla-torchrl[lerobot]'")
 pytest.importorskip("av", reason="av is not installed: pip install 'vla-torchrl[lerobot]'")
@@ -357,7 +360,7 @@ FAMILIES = ["pi0", "pi05", "openvla", "oft_tokens", "oft_l1"]
 def normalised(policy, samples):
     """All actions as the model is to predict them."""
     rows = samples[torch.arange(len(samples))]
-    states = [rows[keys.STATES]] if isinstance(policy, Pi0) else []
+    states = [] if isinstance(policy, (OpenVLA, OpenVLAOFT)) else [rows[keys.STATES]]
     return policy.to_model(rows[keys.ACTION], *states)[rows[keys.STEP_MASK]]
 
 
@@ -401,6 +404,33 @@ def test_what_is_saved_has_the_statistics(kind, plain, tmp_path):
     again = type(policy).from_pretrained(tmp_path / "saved")
     assert again.statistics == policy.statistics
     assert set(again.folder.statistics) == {"set", *checkpoint(kind, tmp_path / "other").folder.statistics}
+
+
+@pytest.mark.parametrize("kind", ["smolvla", "pi0_lerobot"])
+def test_a_checkpoint_of_lerobot_for_another_robot_takes_the_statistics(kind, plain, tmp_path):
+    """As lerobot/smolvla_base, whose states and actions have six numbers and whose cameras have other names."""
+    folder, camera = tmp_path / "checkpoint", "observation.images.image"
+    if kind == "smolvla":
+        make_tiny("smolvla", folder)  # of LIBERO: 8 and 7 numbers
+    else:
+        make_lerobot(folder, PI0)
+    chosen = {"family": kind, "checkpoint": folder, "cameras": (camera,), "max_prompt_length": 64}
+    with pytest.raises(ValueError, match=r"statistics of state have 8 numbers, the benchmark has 4"):
+        make_policy(SPEC, **chosen)
+    policy = make_policy(SPEC, **chosen, num_action_chunks=3, new_statistics=True)
+    with pytest.raises(ValueError, match=r"statistics of actions have 0 numbers"):
+        BehaviourCloning(policy, learnt_from(plain, policy), steps=1, batch_size=4).step()
+    samples = learnt_from(plain, policy, statistics="demonstrations")
+    found = normalised(policy, samples)
+    assert torch.allclose(found.mean(0), torch.zeros(4), atol=1e-4)
+    assert torch.allclose(found.std(0, correction=0), torch.ones(4), atol=1e-4)
+    assert np.isfinite(BehaviourCloning(policy, samples, steps=1, batch_size=4, state_noise=0.0).step())
+    policy.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["output_features"]["action"]["shape"] == config["input_features"]["observation.state"]["shape"] == [4]
+    again = load_policy(tmp_path / "saved")
+    assert not again.config.new_statistics
+    assert torch.equal(again.statistics.actions.first, policy.statistics.actions.first)
 
 
 def test_prompts_list_states_by_the_new_statistics(plain, tmp_path):
