@@ -357,7 +357,7 @@ def test_the_two_faucet_tasks_differ_in_nothing_but_the_instruction():
         ("metaworld/reach", {"reward_type": "dense"}, "progress"),
         ("metaworld/reach", {"cache_gigabytes": -1}, "cache_gigabytes=-1: must be"),
         ("metaworld/reach", {"max_episode_steps": "80"}, "max_episode_steps=.*: must be"),
-        ("metaworld/reach", {"settle_steps": None}, "settle_steps=null: must be"),
+        ("metaworld/reach", {"settle_steps": 1.5}, "settle_steps=1.5: must be"),
         ("metaworld/reach", {"reward_type": ["sparse"]}, "reward_type=.*: must be"),
         ("metaworld/reach", {"camera": {"lookat": [0, 0, 0]}}, "distance"),
         ("metaworld/reach", {"camera": "corner"}, "camera=corner: must be"),

@@ -108,7 +108,8 @@ def test_options_are_listed_with_their_defaults_and_descriptions():
     assert options("toy") == {"horizon": (4, "")}  # its docstring has no Args
     ours = {name: options(name) for name in ("metaworld", "libero", "maniskill", "calvin", "robotwin")}
     assert all(description for found in ours.values() for _, description in found.values())
-    assert ours["metaworld"]["settle_steps"] == (15, "zero actions after the reset.")
+    said = "zero actions after the reset; ``None`` for the protocol's."
+    assert ours["metaworld"]["settle_steps"] == (None, said)
     assert ours["libero"]["cache_gigabytes"].default == 2.0
     with pytest.raises(ValueError, match="did you mean metaworld"):
         options("metaword")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vla_envs.libero.package import check_versions, find_assets, initial_states
-from vla_envs.libero.spec import FIXTURE_SEEDS
+from vla_envs.libero.spec import FIXTURES
 from vla_envs.rendering.egl import check_gpus
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
@@ -53,9 +53,9 @@ class LiberoSimulator:
             with _numpy_seed(0):  # building draws as well
                 self._world = self._worlds.take_world(task, self.spec, self._assets)
             self._task = task
-        seed = FIXTURE_SEEDS[self.spec.options["fixtures"]]
-        with self._trusted(), _numpy_seed(trial if seed is None else seed):
-            self._world.reset(states[trial], earlier_resets=None if seed is None else trial)
+        fixtures = FIXTURES[self.spec.options["fixtures"]]
+        with self._trusted(), _numpy_seed(0):
+            self._world.reset(states[trial], fixtures.seeds(trial), fixtures.loads)
             for _ in range(self.spec.options["settle_steps"]):
                 self._world.step(_SETTLE[self.spec.options["reset_gripper_open"]])
 

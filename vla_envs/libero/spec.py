@@ -8,7 +8,7 @@ publications: :data:`PROTOCOLS`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -28,9 +28,22 @@ RENDER_QUALITIES = {  # and what each leaves out
     "benchmark": "",
     "fast": "no shadows, no multisampling, no reflections, no sky box",
 }
-# Whose draw of cabinets, stoves and racks an episode gets, which no initial state has: a seed of its own per trial, or
-# one seed per task and then a reset per trial, as evaluation scripts do. The seed of each; None is the trial's number.
-FIXTURE_SEEDS = {"trial": None, "openvla": 0, "openpi": 7}
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Whose draw of cabinets, stoves and racks an episode gets, which no initial state has."""
+
+    seeds: Callable[[int], Sequence[int | None]]  # before each reset up to a trial's; None: the draws go on
+    loads: tuple[int, int] = (2, 1)  # how often LIBERO has loaded its model by the first reset, and more by each other
+
+
+FIXTURES = {
+    "trial": Draws(lambda trial: [trial], (1, 0)),  # as nobody's script does, so that no trial depends on another
+    "openvla": Draws(lambda trial: [0, *[None] * trial]),
+    "openpi": Draws(lambda trial: [7, *[None] * trial]),
+    "lerobot": Draws(lambda trial: range(1000, 1001 + trial), (3, 1)),  # lerobot-eval's seeds; it resets once before
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,7 @@ class Protocol:
 
     settle_steps: int  # actions after the reset that move nothing but the gripper, so that objects come to rest
     horizons: dict[str, int]  # primitive actions by suite, settle steps not counted
+    fixtures: str = "trial"
 
 
 PROTOCOLS = {
@@ -46,7 +60,7 @@ PROTOCOLS = {
     "openvla": Protocol(10, {"spatial": 220, "object": 280, "goal": 300, "10": 520, "90": 400}),
     # RLinf; its GRPO runs of OpenVLA-OFT take 512 for every suite, its runs of pi0 take 480 for libero_10.
     "rlinf": Protocol(15, {"spatial": 240, "object": 240, "goal": 320, "10": 512, "90": 512}),
-    "lerobot": Protocol(10, {"spatial": 280, "object": 280, "goal": 300, "10": 520, "90": 400}),
+    "lerobot": Protocol(10, {"spatial": 280, "object": 280, "goal": 300, "10": 520, "90": 400}, fixtures="lerobot"),
 }
 _ORDER = ("spatial", "object", "goal", "90", "10")  # of LIBERO's list of suites, which RLinf makes its libero_130 of
 
@@ -75,7 +89,7 @@ def make_spec(
     max_episode_steps: Count | None = None,
     settle_steps: Whole | None = None,
     reset_gripper_open: bool = True,
-    fixtures: Literal["trial", "openvla", "openpi"] = "trial",
+    fixtures: Literal["trial", "openvla", "openpi", "lerobot"] | None = None,
     image_size: Pixels = IMAGE_SIZE,
     render_quality: Literal["benchmark", "fast"] = "benchmark",
     assets: str | None = None,
@@ -88,13 +102,14 @@ def make_spec(
     Args:
         suite: ``"spatial"``, ``"object"``, ``"goal"``, ``"10"``, ``"90"`` or ``"130"``; ``"libero_"`` may stand before.
         task_ids: only these tasks of the suite, by number; they are numbered from 0 again.
-        protocol: whose horizons and settle steps, see :data:`PROTOCOLS`.
+        protocol: whose horizons, settle steps and fixtures, see :data:`PROTOCOLS`.
         max_episode_steps: horizon in primitive actions, settle steps not counted; ``None`` for the protocol's.
         settle_steps: ``None`` for the protocol's.
         reset_gripper_open: open the gripper in the settle steps (-1); ``False`` sends 0, which leaves it half open, as
             RLinf's runs of OpenVLA-OFT do.
         fixtures: poses of cabinets, stoves and racks. ``"trial"``: drawn with the trial's number as the seed; or those
-            of the trial in the evaluation script of OpenVLA and OpenVLA-OFT (``"openvla"``) or ``"openpi"``.
+            of the trial in the evaluation script of OpenVLA and OpenVLA-OFT (``"openvla"``), ``"openpi"`` or
+            ``"lerobot"``; ``None`` for the protocol's, which are ``"trial"`` but for LeRobot.
         image_size: pixels of a side, of both cameras.
         render_quality: ``"benchmark"``, or ``"fast"`` (see :data:`RENDER_QUALITIES`); the pixels differ.
         assets: folder of meshes and textures; ``None`` looks for it, see :func:`vla_envs.libero.package.find_assets`.
@@ -115,6 +130,8 @@ def make_spec(
     horizon = max(horizons.values())
     steps = horizon if max_episode_steps is None else max_episode_steps
     settle = published.settle_steps if settle_steps is None else settle_steps
+    drawn = fixtures or published.fixtures
+    draws = "with the trial's number as the seed" if drawn == "trial" else f"by the evaluation script of {drawn}"
     several = ", ".join(f"{number} for {group}" for group, number in horizons.items())
     others = "; ".join(wrong_versions()) if allow_other_versions else ""
     deviations = list_deviations(
@@ -122,7 +139,7 @@ def make_spec(
         (steps, horizon, HORIZON),
         (settle, published.settle_steps, SETTLE_STEPS),
         (reset_gripper_open, True, "gripper command 0 instead of -1, open, in the settle steps"),
-        (fixtures not in ("trial", protocol), False, f"fixtures as drawn by the evaluation script of {fixtures}"),
+        (drawn not in (published.fixtures, protocol), False, f"fixtures as drawn {draws}"),
         (len(tasks), len(suites()[name]), "{value} of the suite's {usual} tasks"),
         (render_quality, "benchmark", RENDER_QUALITIES),
         ((image_size,) * 2, (IMAGE_SIZE,) * 2, PIXELS),
@@ -147,7 +164,7 @@ def make_spec(
         options={
             "settle_steps": settle,
             "reset_gripper_open": reset_gripper_open,
-            "fixtures": fixtures,
+            "fixtures": drawn,
             "render_quality": render_quality,
             "assets": assets,
             "download_assets": download_assets,

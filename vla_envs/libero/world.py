@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,11 @@ class World:
         """About what it takes: mujoco's model and data, and 1.7 times the model for what is there to draw it."""
         return (2.7 * mujoco.mj_sizeModel(self._model) + self._data.nbuffer + self._drawn.nbuffer) / 1e6
 
-    def reset(self, initial_state: np.ndarray, earlier_resets: int | None = None) -> None:
+    def reset(self, initial_state: np.ndarray, seeds: Sequence[int | None], loads: tuple[int, int]) -> None:
         """Reset everything and put the shipped state in place, float64 ``[1 + nq + nv]``, as in a world just built.
 
-        numpy's global generator decides about the poses of fixtures: as LIBERO's own environment draws them after
-        ``earlier_resets`` since it was seeded. ``None``: in its first reset, without what it was built with.
+        numpy's global generator, which is seeded here, decides about the poses of fixtures: as LIBERO's own environment
+        draws them in the last of so many resets (:class:`~vla_envs.libero.spec.Draws`).
         """
         expected = 1 + self._model.nq + self._model.nv
         if len(initial_state) != expected:
@@ -109,9 +109,11 @@ class World:
             )
         # LIBERO's own environment loads its model when it is made and at each attempt to reset, and each time it adds
         # the same samplers once more: they draw as often, and the last draw counts.
-        loads = itertools.repeat(1) if earlier_resets is None else itertools.count(2)
-        for _ in range(1 + (earlier_resets or 0)):
-            self._place(loads)
+        loaded = itertools.count(*loads)
+        for seed in seeds:
+            if seed is not None:
+                np.random.seed(seed)
+            self._place(loaded)
         self._arm.reset()
         self._env.sim.set_state_from_flattened(initial_state)
         self._env.sim.forward()

@@ -38,12 +38,14 @@ class MetaWorldSimulator:
             self._give_back()
             self._built = self._worlds.take_world(task.name, self.spec)
             self._world, self._task = self._built.env, task
-        # Meta-World ignores reset(seed=...): with seeded_rand_vec it draws from np_random instead. The task's
-        # name, not its index, goes into the seed: an episode is the same in MT50 and on its own.
-        name = zlib.crc32(self._task.name.encode())
-        self._world.np_random = np.random.default_rng([episode.seed, name, episode.trial_id])
-        _draw(self._world)
-        _place(self._world)
+        # Meta-World ignores reset(seed=...): with seeded_rand_vec it draws from np_random instead.
+        if self.spec.options["protocol"] == "lerobot":
+            _draw_twice(self._world, np.random.default_rng(episode.trial_id))
+        else:  # The task's name, not its index, goes into the seed: an episode is the same in MT50 and on its own.
+            name = zlib.crc32(self._task.name.encode())
+            self._world.np_random = np.random.default_rng([episode.seed, name, episode.trial_id])
+            _draw(self._world)
+            _place(self._world)
         self._world.max_path_length = sys.maxsize  # Meta-World raises past its own horizon; ours is in the spec
         self._shaped = 0.0
         for _ in range(self.spec.options["settle_steps"]):
@@ -109,6 +111,18 @@ def _place(world: Any) -> None:
         world.reset()
     finally:
         del world.reset_model
+
+
+def _draw_twice(world: Any, random: np.random.Generator) -> None:
+    """Reset as LeRobot, whose random vector is not frozen: the second placing draws again, on traces of the first.
+
+    Without the traces of the episode before, in which LeRobot begins: they would move a marker by 10 micrometres.
+    """
+    import mujoco
+
+    world.np_random, world._freeze_rand_vec = random, False
+    mujoco.mj_resetData(world.model, world.data)
+    world.reset()
 
 
 @cache

@@ -1,14 +1,15 @@
 """Meta-World v3: the 50 Sawyer tasks, MT50, ML45 and the difficulty groups, on MuJoCo.
 
-Protocol of the benchmark's users (RLinf, SmolVLA/LeRobot): camera ``corner4`` turned upright, 480 x 480 pixels, no
-wrist camera (no ``wrist_images``), state = hand position and gripper opening, 15 settle steps, horizon 100, sparse
-reward, instructions and task order of ``tasks.json``; :attr:`SimulatorSpec.protocol_deviations` says what deviates.
+RLinf's protocol: camera ``corner4`` turned upright, 480 x 480 pixels, no wrist camera (no ``wrist_images``), state =
+hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, instructions and task order of
+``tasks.json``; :attr:`SimulatorSpec.protocol_deviations` says what deviates. LeRobot has another one: ``PROTOCOLS``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -21,10 +22,7 @@ from vla_envs.protocol import HORIZON, PIXELS, SETTLE_STEPS, are_numbers, check_
 from vla_envs.rendering.egl import check_renderer
 from vla_envs.simulator import SimulatorSpec, Task
 
-CAMERA = "corner4"
 IMAGE_SIZE = 480
-USUAL_SETTLE_STEPS = 15
-MAX_EPISODE_STEPS = 100
 CONTROL_FREQUENCY = 80  # Hz
 DIFFICULTIES = ("easy", "medium", "hard", "very_hard")
 RENDER_QUALITIES = {  # and what each leaves out
@@ -32,6 +30,27 @@ RENDER_QUALITIES = {  # and what each leaves out
     "fast": "no shadows, no multisampling",
     "minimal": "no shadows, no multisampling, no reflections, no sky box",
     "coarse": "no shadows, no multisampling, no reflections, no sky box, coarser shapes and textures",
+}
+LEROBOT_SEED = 1000  # of the first episode of lerobot-eval
+_LEROBOT = (
+    "LeRobot's protocol: camera corner2, moved, instead of corner4, horizon 500 instead of 100, 0 settle steps instead "
+    "of 15, its own seeded initial states"
+)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What publications do not agree on. Their sentences are the same (LeRobot's: ``metaworld_config.json``)."""
+
+    camera: str  # of Meta-World's, which hang upside down
+    position: tuple[float, float, float] | None  # that it is moved to, metres
+    settle_steps: int
+    horizon: int  # primitive actions, settle steps not counted
+
+
+PROTOCOLS = {
+    "rlinf": Protocol("corner4", None, 15, 100),
+    "lerobot": Protocol("corner2", (0.75, 0.075, 0.7), 0, 500),
 }
 
 
@@ -56,7 +75,11 @@ def suites() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _check_camera(camera: Any) -> None:
+def _check_camera(camera: Any, protocol: str) -> None:
+    if protocol == "lerobot":
+        raise ValueError(
+            "camera cannot be set with protocol=lerobot, which has its own: leave it out (null), or take protocol=rlinf"
+        )
     angles = ("distance", "azimuth", "elevation")
     if (
         not isinstance(camera, Mapping)
@@ -106,9 +129,10 @@ def make_spec(
     suite: str,
     *,
     image_size: Pixels | tuple[Pixels, Pixels] = IMAGE_SIZE,
-    max_episode_steps: Count = MAX_EPISODE_STEPS,
+    protocol: Literal["rlinf", "lerobot"] = "rlinf",
+    max_episode_steps: Count | None = None,
     render_quality: Literal["benchmark", "fast", "minimal", "coarse"] = "benchmark",
-    settle_steps: Whole = USUAL_SETTLE_STEPS,
+    settle_steps: Whole | None = None,
     camera: Mapping[Literal["lookat", "distance", "azimuth", "elevation"], Any] | None = None,
     reset_ranges: Mapping[str, Sequence[Sequence[float]]] | None = None,
     hide_goals: bool = False,
@@ -121,12 +145,14 @@ def make_spec(
         suite: ``"MT50"``, ``"ML45-train"``, ``"ML45-test"``, a difficulty (``"easy"``, ``"medium"``, ``"hard"``,
             ``"very_hard"``), a task such as ``"reach-v3"``, or several of these joined by ``+``.
         image_size: pixels of a side, or ``(height, width)``.
-        max_episode_steps: horizon in primitive actions, settle steps not counted.
+        protocol: whose camera, horizon, settle steps and draws of initial states, see :data:`PROTOCOLS`. Trials of
+            ``"lerobot"`` are its seeds: evaluations run those from 1000 on, training those below.
+        max_episode_steps: horizon in primitive actions, settle steps not counted; ``None`` for the protocol's.
         render_quality: ``"benchmark"`` (shadows, 4x multisampling), ``"fast"`` (neither), ``"minimal"`` (no reflections
             and sky box either) or ``"coarse"`` (fewer faces of large meshes and smaller textures as well, for pictures
             of about 100 pixels); the pixels differ.
-        settle_steps: zero actions after the reset.
-        camera: ``None`` for the benchmark's camera, else the free camera's ``lookat`` (3 numbers, metres), ``distance``
+        settle_steps: zero actions after the reset; ``None`` for the protocol's.
+        camera: ``None`` for the protocol's camera, else the free camera's ``lookat`` (3 numbers, metres), ``distance``
             (metres), ``azimuth`` and ``elevation`` (degrees).
         reset_ranges: per task ``[low, high]`` of the random vector from which it draws its initial state, in metres; a
             task that is not named keeps the benchmark's. Equal bounds replay that vector.
@@ -141,8 +167,11 @@ def make_spec(
     """
     check_renderer()
     shape, names = image_shape(image_size), _tasks_of(suite)
+    published, by_lerobot = PROTOCOLS[protocol], protocol == "lerobot"
+    steps = published.horizon if max_episode_steps is None else max_episode_steps
+    settle = published.settle_steps if settle_steps is None else settle_steps
     if camera is not None:
-        _check_camera(camera)
+        _check_camera(camera, protocol)
     ranges = _checked_ranges(reset_ranges or {}, names)
     described = ", ".join(f"{key} {value}" for key, value in (camera or {}).items())
     by_name = {task["name"]: task for task in _table()["tasks"]}
@@ -157,12 +186,15 @@ def make_spec(
         action_high=(1.0,) * 4,
         gripper_dims=(3,),
         neutral_action=(0.0,) * 4,
-        max_episode_steps=max_episode_steps,
+        initial_states=LEROBOT_SEED if by_lerobot else None,
+        evaluation_trials=range(LEROBOT_SEED, 1_000_000) if by_lerobot else None,
+        max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
         protocol_deviations=list_deviations(
-            (max_episode_steps, MAX_EPISODE_STEPS, HORIZON),
-            (settle_steps, USUAL_SETTLE_STEPS, SETTLE_STEPS),
-            (described, "", f"free camera {{value}} instead of {CAMERA}"),
+            (protocol, "rlinf", _LEROBOT),
+            (steps, published.horizon, HORIZON),
+            (settle, published.settle_steps, SETTLE_STEPS),
+            (described, "", f"free camera {{value}} instead of {published.camera}"),
             (", ".join(ranges), "", "own reset ranges for {value}"),
             (hide_goals, False, "goal markers hidden"),
             (reward_type, "sparse", "training reward with Meta-World's shaped progress"),
@@ -171,7 +203,8 @@ def make_spec(
         ),
         options={
             "render_quality": render_quality,
-            "settle_steps": settle_steps,
+            "protocol": protocol,
+            "settle_steps": settle,
             "camera": None if camera is None else dict(camera),
             "reset_ranges": ranges,
             "hide_goals": hide_goals,

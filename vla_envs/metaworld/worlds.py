@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_envs.metaworld.spec import CAMERA
+from vla_envs.metaworld.spec import PROTOCOLS
 from vla_envs.rendering.mujoco import Renderer, mujoco, shared_renderer
 from vla_envs.simulator import SimulatorSpec
 from vla_envs.worlds import WorldCache
@@ -19,16 +19,18 @@ class World:
     """One task's world: Meta-World's own environment and what draws it. A reset leaves nothing of earlier episodes."""
 
     def __init__(self, name: str, spec: SimulatorSpec):
-        options = spec.options
+        options, protocol = spec.options, PROTOCOLS[spec.options["protocol"]]
         self.key = _key(name, spec)
         self.env = _build(name, options["reset_ranges"].get(name))
+        if protocol.position:
+            self.env.model.camera(protocol.camera).pos = protocol.position
         self.renderer: Renderer = shared_renderer(
             self.env.model_name,
             self.env.model,
             size=spec.image_shape,
             quality=options["render_quality"],
-            # corner4 hangs upside down, so its image is turned by 180 degrees.
-            cameras=[CAMERA if options["camera"] is None else options["camera"]],
+            # Meta-World's cameras hang upside down, so that images are turned by 180 degrees.
+            cameras=[protocol.camera if options["camera"] is None else options["camera"]],
             upside_down=options["camera"] is None,
             hide_sites=options["hide_goals"],
         )
@@ -54,7 +56,7 @@ def take_world(name: str, spec: SimulatorSpec) -> World:
 
 def _key(name: str, spec: SimulatorSpec) -> str:
     """Name what a world is built and drawn by; what happens in it belongs to the simulator."""
-    drawn = {option: spec.options[option] for option in ("render_quality", "camera", "hide_goals")}
+    drawn = {option: spec.options[option] for option in ("protocol", "render_quality", "camera", "hide_goals")}
     return repr((name, spec.options["reset_ranges"].get(name), spec.image_shape, drawn))
 
 
