@@ -34,12 +34,12 @@ RENDER_QUALITIES = {  # and what each leaves out
 class Draws:
     """Whose draw of cabinets, stoves and racks an episode gets, which no initial state has."""
 
-    seeds: Callable[[int], Sequence[int | None]]  # before each reset up to a trial's; None: the draws go on
+    seeds: Callable[[int], Sequence[int | None]]  # before each reset up to a trial's; None: the draws continue
     loads: tuple[int, int] = (2, 1)  # how often LIBERO has loaded its model by the first reset, and more by each other
 
 
 FIXTURES = {
-    "trial": Draws(lambda trial: [trial], (1, 0)),  # as nobody's script does, so that no trial depends on another
+    "trial": Draws(lambda trial: [trial], (1, 0)),  # as no published script does: no trial depends on another
     "openvla": Draws(lambda trial: [0, *[None] * trial]),
     "openpi": Draws(lambda trial: [7, *[None] * trial]),
     "lerobot": Draws(lambda trial: range(1000, 1001 + trial), (3, 1)),  # lerobot-eval's seeds; it resets once before
