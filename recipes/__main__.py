@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     exporting = commands.add_parser("export", help="pi0 and pi0.5 in the other layout, LeRobot's or openpi's")
     exporting.add_argument("folder", type=Path, metavar="FOLDER", help="of a run, a policy or a published checkpoint")
     exporting.add_argument("--layout", required=True, choices=("lerobot", "openpi"), help="to be written")
-    exporting.add_argument("--to", type=Path, metavar="NEW", help="else FOLDER-LAYOUT beside it")
+    exporting.add_argument("--to", type=Path, metavar="NEW", help="else FOLDER-LAYOUT")
     exporting.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="with its files in that layout")
     settings = "of a published checkpoint, such as policy.benchmark=metaworld"
     exporting.add_argument("--settings", nargs="+", default=(), metavar="policy.NAME=VALUE", help=settings)

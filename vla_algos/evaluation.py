@@ -395,9 +395,11 @@ def _warn_of_other_training(policy: Policy, spec: SimulatorSpec) -> None:
     if not note.is_file():
         return
     trained = read_json(note)
-    then = trained.get("evaluated_on"), _seen(trained.get("protocol_deviations"))
-    if then != (now := (spec.id, _seen(spec.protocol_deviations))):
-        ways = (f"{name} ({'; '.join(deviations) or 'as the benchmark has it'})" for name, deviations in (then, now))
+    env, then = trained.get("env"), _seen(trained.get("protocol_deviations"))
+    suites = [env.get("id") if isinstance(env, dict) else None, trained.get("evaluated_on")]  # may be another suite
+    if spec.id not in suites or then != _seen(spec.protocol_deviations):
+        both = (suites[0] or suites[1], then), (spec.id, _seen(spec.protocol_deviations))
+        ways = (f"{name} ({'; '.join(deviations) or 'as the benchmark has it'})" for name, deviations in both)
         warnings.warn(
             f"{note.parent} was trained for {', and is evaluated on '.join(ways)}; "
             "make_env(**vla_algos.run.env_of(FOLDER)) is the former",

@@ -90,8 +90,9 @@ def test_a_policy_that_was_trained_in_another_environment(tmp_path, recwarn):
     assert policy.loaded_from == tmp_path
     note = {"evaluated_on": "toy", "protocol_deviations": ["training reward with something"]}
     evaluate(env, policy, GRID[:2])  # of whose training nothing is known
-    (tmp_path / TRAINING_ENV).write_text(json.dumps(note))
-    evaluate(env, policy, GRID[:2])
+    for known in (note, {**note, "env": {"id": "toy"}, "evaluated_on": "toy/others"}):
+        (tmp_path / TRAINING_ENV).write_text(json.dumps(known))
+        evaluate(env, policy, GRID[:2])
     assert not [each for each in recwarn if "was trained" in str(each.message)]
     (tmp_path / TRAINING_ENV).write_text(json.dumps(note | {"protocol_deviations": ["free camera"]}))
     with pytest.warns(

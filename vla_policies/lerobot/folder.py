@@ -3,8 +3,9 @@
 Layout of lerobot 0.6: ``config.json`` with the policy's ``type``; ``model.safetensors``, whose names begin with
 ``model.``; ``policy_preprocessor.json`` and ``policy_postprocessor.json``, lists of steps, of which those that
 normalise have their statistics in a file of their own; the tokenizer's folder. Ours are ``vla_torchrl.json`` and
-``vla_torchrl_heads.safetensors``. A LoRA adapter of LeRobot is read where the weights that it adapts are beside it. Of
-LeRobot before 0.4 are names without ``model.``, and statistics among the weights. Nothing of a folder is executed.
+``vla_torchrl_heads.safetensors``. A LoRA adapter of LeRobot is read with the weights that it adapts in the same
+folder. Of LeRobot before 0.4 are names without ``model.``, and statistics among the weights. Nothing of a folder is
+executed.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def _read_processors(path: Path, kind: str, own: str) -> tuple[list[Any], list[d
         raise FileNotFoundError(f"{path} has no {' and no '.join(missing)}; copy the whole checkpoint")
     processors = [read_json(path / name) for name in PROCESSORS]
     for name, content in zip(PROCESSORS, processors, strict=True):
-        check_steps(path / name, content, kind, {own})
+        check_steps(path / name, content, kind, own)
     if find_step(processors[0], own) is None:
         raise ValueError(f"{path / PROCESSORS[0]} has no step {own}: it is not of {kind}; copy its own")
     tensors = [

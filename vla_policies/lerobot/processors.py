@@ -19,9 +19,9 @@ def find_step(processor: Mapping[str, Any], name: str) -> Mapping[str, Any] | No
     return next((step for step in processor["steps"] if step.get("registry_name") == name), None)
 
 
-def check_steps(file: Path, content: Mapping[str, Any], kind: str, own: set[str]) -> None:
+def check_steps(file: Path, content: Mapping[str, Any], kind: str, own: str) -> None:
     """Refuse steps that are not known, nor the policy's ``own``, or that are not supported (ValueError)."""
-    steps, known = content.get("steps"), {RENAME, TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, *own}
+    steps, known = content.get("steps"), {RENAME, TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, own}
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
         raise ValueError(f"{file} has no list of steps; copy it again")
     names = [step.get("registry_name") for step in steps]
