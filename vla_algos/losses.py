@@ -18,6 +18,7 @@ from vla_algos.levels import Level, count, expand, mean, reference_kl, to_level
 from vla_algos.policies import loss_keys
 from vla_common import keys
 from vla_common.settings import Count, Factor, Positive, checked
+from vla_policies.sharding import compute_device
 
 _Below = Annotated[float, Gt(0), Lt(1)]  # a ratio of 1 - x is positive
 _Above = Annotated[float, Gt(0), Le(10)]
@@ -136,6 +137,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
             critic_coeff=critic_coeff,
             clip_value=clip_value,
             functional=False,
+            device=next(map(compute_device, policy.parameters()), None),  # not where cpu_offload keeps them
         )
         self.log_prob_level, self.entropy_level = log_prob_level, entropy_level
         self.dual_clip, self.reference_kl_coeff = dual_clip, reference_kl_coeff

@@ -17,8 +17,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-
-from packaging.requirements import Requirement
+from typing import TYPE_CHECKING
 
 from vla_common.registry import benchmarks
 from vla_envs.probe import ASSETS, RENDERING, SIMULATOR, Finding, import_path, remedy_for, run_probe
@@ -26,6 +25,9 @@ from vla_envs.registry import Benchmark, describe_error, get_benchmark
 from vla_envs.rendering import vulkan
 from vla_envs.rendering.egl import egl_devices
 from vla_envs.rendering.gpus import describe_turns
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DISTRIBUTION = "vla-torchrl"
 APT_INSTALL = "sudo apt-get update && sudo apt-get install -y libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6"
@@ -172,6 +174,8 @@ def check_packages(
         except metadata.PackageNotFoundError:
             detail, remedy = "not installed, so versions cannot be checked", "pip install -e .  (in the checkout)"
             return [] if extra else [Finding("missing", DISTRIBUTION, detail, remedy)]
+    from packaging.requirements import Requirement  # takes time, and every benchmark imports this module
+
     found = []
     for requirement in map(Requirement, requirements):
         marker = requirement.marker

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from statistics import median
 
 from paths import ROOT
 
@@ -28,7 +29,7 @@ def test_import_adds_less_than_a_tenth_to_what_torchrl_costs():
         "theirs = time.process_time() - start; import vla_envs; from vla_envs import make_env\n"
         "print((time.process_time() - start - theirs) / theirs)"
     )
-    share = float(run(program))  # of CPU time: others may use the machine
+    share = median(float(run(program)) for _ in range(3))  # of CPU time: others may use the machine
     assert share < 0.1, f"{share:.0%} of the CPU time of importing torch and EnvBase"
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torchrl.objectives import ClipPPOLoss
 from toy import CHUNK, DIM, Given, ToyActorCritic, ToyEnv, ToyPolicy
 
+from vla_algos import losses
 from vla_algos.losses import ChunkClipPPOLoss, add_reference_log_prob
 from vla_common.keys import (
     ACTION_LOG_PROB,
@@ -410,6 +411,14 @@ def test_coefficients_can_be_scheduled(policy, batch):
     before = loss(batch)["loss_entropy"]
     loss.entropy_coeff = 0.05
     assert loss(batch)["loss_entropy"].item() == pytest.approx(before.item() / 2)
+
+
+def test_coefficients_lie_where_a_policy_computes_that_host_memory_keeps(policy, monkeypatch):
+    monkeypatch.setattr(losses, "compute_device", lambda parameter: torch.device("meta"))
+    own = ChunkClipPPOLoss(policy, clip_value=0.2).named_buffers(recurse=False)
+    assert {name: buffer.device.type for name, buffer in own} == dict.fromkeys(
+        ("entropy_coeff", "critic_coeff", "clip_value", "clip_epsilon"), "meta"
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
