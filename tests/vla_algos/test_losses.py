@@ -2,6 +2,7 @@
 
 import copy
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -414,11 +415,11 @@ def test_coefficients_can_be_scheduled(policy, batch):
 
 
 def test_coefficients_lie_where_a_policy_computes_that_host_memory_keeps(policy, monkeypatch):
-    monkeypatch.setattr(losses, "compute_device", lambda parameter: torch.device("meta"))
-    own = ChunkClipPPOLoss(policy, clip_value=0.2).named_buffers(recurse=False)
-    assert {name: buffer.device.type for name, buffer in own} == dict.fromkeys(
-        ("entropy_coeff", "critic_coeff", "clip_value", "clip_epsilon"), "meta"
-    )
+    monkeypatch.setattr(losses, "compute_device", lambda parameter: torch.device("cuda"))
+    with mock.patch.object(ClipPPOLoss, "__init__", side_effect=InterruptedError) as theirs:
+        with pytest.raises(InterruptedError):
+            ChunkClipPPOLoss(policy)
+    assert theirs.call_args.kwargs["device"] == torch.device("cuda")
 
 
 @pytest.mark.parametrize("level", LEVELS)
