@@ -32,7 +32,7 @@ DOCS_STAMP := $(VENV)/.set-up-docs
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run learn test test-e2e test-all test-storm test-cluster lint hooks docs docs-serve doctor wheelhouse container clean
+.PHONY: help setup run learn test test-e2e test-all test-storm test-cluster gpu-check lint hooks docs docs-serve doctor wheelhouse container clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 20
@@ -71,6 +71,9 @@ test-cluster: $(STAMP)  ## jobs on a SLURM of two nodes of its own (as root; ins
 	    apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge; \
 	fi
 	$(RUN) -m pytest tests/cluster $(ARGS)
+
+gpu-check: $(STAMP)  ## does the GPU compute what the CPU does? a table and gpu.json (TINY=1: the same on the CPU, in toy sizes)
+	$(RUN) benchmarks/gpu_check.py --output gpu.json $(if $(TINY),--tiny) $(ARGS)
 
 lint: $(STAMP)  ## style, spelling, doors between the rooms, sizes, types
 	$(RUN) -m ruff format --check .

@@ -21,8 +21,7 @@ inputs: on a CPU every allocation in torch's profiler, on CUDA ``max_memory_allo
 with its weights frozen, so that it is logits and intermediate results; that of the step has all gradients.
 
 The larger the backbone, the smaller the head's share of the step: compare ``--size`` before you expect the ratio of
-the whole step elsewhere. ``--device cuda --dtype bfloat16 --size 7b --lora 32`` is the real model; CUDA has not been
-tried.
+the whole step elsewhere. ``--device cuda --dtype bfloat16 --size 7b --lora 32`` is the real model.
 
     python benchmarks/policies.py --size middle --batch 4 --output policies.json
     python benchmarks/policies.py flow --help     # pi0: what keeping the prefix saves, see flow.py

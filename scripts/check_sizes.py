@@ -18,7 +18,7 @@ BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a packag
     "vla_algos/lerobot": 830,
     "vla_algos/disaggregated": 720,
     "vla_algos/run": 4_960,
-    "benchmarks": 2_700,
+    "benchmarks": 2_860,
 }
 TOLERANCE = 1.05
 RECIPE, FUNCTION, CLASS = 130, 60, 350  # lines; of a function without its signature and docstring

@@ -124,7 +124,7 @@ def resize_lanczos3(images: Tensor, size: tuple[int, int]) -> Tensor:
         values = part.float()
         for dim in (1, 2):
             if values.shape[dim] != size[dim - 1]:
-                first, weights = (table.to(images.device) for table in _lanczos3(values.shape[dim], size[dim - 1]))
+                first, weights = _lanczos3(values.shape[dim], size[dim - 1], images.device)
                 values = _filtered(values, dim, first, weights)
         return values.round_().clamp_(0, 255).to(torch.uint8)
 
@@ -188,8 +188,13 @@ def center_crop(images: Tensor) -> Tensor:
 def normalize(images: Tensor, means: tuple[float, ...], stds: tuple[float, ...]) -> Tensor:
     """Compute ``(images / 255 - means) / stds``: uint8 ``[N, H, W, 3]`` to float32 ``[N, 3, H, W]``."""
     _check(images)
-    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (means, stds))
+    mean, std = (_of_channels(values, images.device) for values in (means, stds))
     return images.permute(0, 3, 1, 2).div(255).contiguous().sub_(mean).div_(std)
+
+
+@lru_cache(maxsize=64)
+def _of_channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(3, 1, 1)
 
 
 def _check(images: Tensor) -> None:
@@ -201,7 +206,7 @@ def _resize_rows(images: Tensor, length: int, kernel: str) -> Tensor:
     """Sum weighted rows: uint8 ``[N, H, W, 3]`` to ``[N, length, W, 3]``. Sums fit into 32 bits as in Pillow."""
     if images.shape[1] == length:
         return images
-    first, weights = (values.to(images.device) for values in _weights(images.shape[1], length, kernel))
+    first, weights = _weights(images.shape[1], length, kernel, images.device)
     rows = images.to(torch.int32, memory_format=torch.contiguous_format)
     total = _filtered(rows, 1, first, weights, 1 << (PRECISION_BITS - 1))
     return (total >> PRECISION_BITS).clamp_(0, 255).to(torch.uint8)
@@ -219,7 +224,7 @@ def _filtered(values: Tensor, dim: int, first: Tensor, weights: Tensor, start: i
 
 
 @lru_cache(maxsize=64)
-def _weights(old: int, new: int, kernel: str) -> tuple[Tensor, Tensor]:
+def _weights(old: int, new: int, kernel: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first input of each output int64 ``[new]``, and its weights int32 ``[taps, new]``, fixed-point.
 
     Keys' cubic with ``a = -0.5``, or a triangle; as wide as the scale when it shrinks, cut at the border, of sum 1.
@@ -240,11 +245,11 @@ def _weights(old: int, new: int, kernel: str) -> tuple[Tensor, Tensor]:
         weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
     weights = weights * (position < last)
     weights = weights / weights.sum(0) * (1 << PRECISION_BITS)
-    return first, (weights + weights.sign() / 2).to(torch.int32)
+    return first.to(device), (weights + weights.sign() / 2).to(device, torch.int32)
 
 
 @lru_cache(maxsize=64)
-def _lanczos3(old: int, new: int) -> tuple[Tensor, Tensor]:
+def _lanczos3(old: int, new: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the first input of each output int64 ``[new]``, and its weights float32 ``[taps, new]`` of sum 1.
 
     ``3 sin(pi x) sin(pi x / 3) / (pi x)^2`` up to 3, as wide as the scale when it shrinks. float32 throughout, which
@@ -260,4 +265,4 @@ def _lanczos3(old: int, new: int) -> tuple[Tensor, Tensor]:
     angle = torch.pi * x
     weights = torch.where(x > 1e-3, 3 * angle.sin() * (angle / 3).sin() / angle.square(), 1.0)
     weights = weights * ((position < last) & (x <= 3))
-    return first, weights / weights.sum(0)
+    return first.to(device), (weights / weights.sum(0)).to(device)
