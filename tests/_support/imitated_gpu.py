@@ -2,10 +2,15 @@
 
 Its tensors say ``gpu:0``, hold real numbers, and do not mix with tensors in host memory: in operations, as indices of
 such, or in numpy. It has no kernels, streams or memory of its own, and no autocast. :func:`begin` is for the whole life
-of a process: begin it in one of its own.
+of a process: begin it in one of its own. ``WAITS`` counts, by place, where the host would wait for it: a number or a
+tensor that goes there or comes back, or a result whose size depends on numbers.
 """
 
+import traceback
+from collections import Counter
+
 import torch
+from paths import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -13,7 +18,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "gpu"
 _aten = torch.ops.aten
 _COPIES = {_aten.copy_.default, _aten._to_copy.default}
+_SIZED = {_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+WAITS = Counter()
 
 
 def begin():
@@ -71,6 +78,9 @@ def _run(function, args, kwargs):
     tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
     _refuse(function, args, tensors)
     asked = kwargs.get("device")
+    if _waits(function, args, tensors, asked):
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith(f"{ROOT}/vla_")]
+        WAITS[f"{frames[-1].filename.removeprefix(f'{ROOT}/')}:{frames[-1].name}" if frames else "elsewhere"] += 1
     inner_args, inner_kwargs = tree_map(_inner, (args, kwargs))
     result = function(*inner_args, **inner_kwargs)
     if function is _aten.copy_.default:
@@ -85,13 +95,25 @@ def _run(function, args, kwargs):
     return return_and_correct_aliasing(function, args, kwargs, result) if tensors and asked is None else result
 
 
+def _waits(function, args, tensors, asked):
+    here = [isinstance(tensor, OnGPU) for tensor in tensors]
+    if function in _COPIES:
+        there = (
+            here[1:] if function is _aten.copy_.default else [asked is not None and torch.device(asked).type == NAME]
+        )
+        return (asked is not None or len(here) > 1) and here[0] != there[0]
+    if function in _INDEXING and here and here[0]:
+        return any(each is not None and each.dtype == torch.bool for each in args[1])
+    return any(here) and (function in _SIZED or function is _aten._local_scalar_dense.default)
+
+
 def _refuse(function, args, tensors):
     gpu, host = ([t for t in tensors if isinstance(t, OnGPU) is on] for on in (True, False))
     if not gpu or not host or function in _COPIES or "_foreach" in str(function) or "_fused" in str(function):
         return
     if function in _INDEXING and isinstance(args[0], OnGPU):  # indices may be in host memory
         host = [value for value in args[2:3] if value.dim() and not isinstance(value, OnGPU)]
-    elif function not in _INDEXING and not function._schema.is_mutable:
+    elif function not in {*_INDEXING, _aten.clamp.Tensor} and not function._schema.is_mutable:
         host = [tensor for tensor in host if tensor.dim()]  # a number in host memory goes with everything
     if host:
         shapes = ([tuple(t.shape) for t in where] for where in (gpu, host))

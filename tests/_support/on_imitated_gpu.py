@@ -1,6 +1,7 @@
 """``python on_imitated_gpu.py``: a line of JSON for everything that policies, worlds and a learner do on either device.
 
 Each says what was tried, with ``null`` or the error. Worlds of a GPU are simulated together, as ManiSkill's on CUDA.
+A last line has how often the host waits for the GPU: ``{family: [in a decision, in an optimizer step]}``.
 """
 
 import json
@@ -79,6 +80,22 @@ def evaluation(policy, env):
     evaluate(env, policy, evaluation_episodes(env.simulator_spec, 2, seed=1), record=1)
 
 
+def count_waits(policy, env):
+    """Worlds in host memory, policy on the GPU; the second time, when what can be kept there is there."""
+    observed = env.reset()
+    batch = gae(StepCollector(env, policy, 4).rollout())
+    counts = []
+    for epochs in (1, 1, 2):
+        imitated_gpu.WAITS.clear()
+        policy(observed.clone())
+        counts.append(imitated_gpu.WAITS.total())
+        learner = Learner(ChunkClipPPOLoss(policy), lr=1e-3, minibatch_size=8, epochs=epochs, max_log_ratio=None)
+        imitated_gpu.WAITS.clear()
+        learner.update(batch.clone())
+        counts.append(imitated_gpu.WAITS.total())
+    return counts[2], counts[5] - counts[3]
+
+
 WORK = {"ppo": ppo, "grpo": group_relative, "cloning": cloning, "evaluation": evaluation}
 GPU = "gpu:0"
 DEVICES = {"small": [(GPU, GPU), (GPU, "cpu"), ("cpu", GPU)]}  # of policy and worlds
@@ -88,6 +105,7 @@ DEVICES |= {"small_flow": [(GPU, GPU)], "openvla_oft": [(GPU, GPU)], "pi0": [(GP
 def main():
     torch.set_num_threads(1)
     imitated_gpu.begin()
+    waits = {}
     with tempfile.TemporaryDirectory() as folder:
         for family, make in families(Path(folder)).items():
             for devices in DEVICES[family]:
@@ -101,6 +119,10 @@ def main():
                         error = traceback.format_exc()
                     print(json.dumps([family, *devices, name, error]), flush=True)
                 env.close()
+            policy, env = make(GPU), make_env("cpu")
+            waits[family] = count_waits(policy, env)
+            env.close()
+    print(json.dumps(waits))
 
 
 if __name__ == "__main__":

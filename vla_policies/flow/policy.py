@@ -127,6 +127,7 @@ class FlowPolicy(VLAPolicy):
         fresh = torch.randn_like(noise) if stochastic and not settings.joint else torch.zeros_like(noise)
         # Without a stochastic step the value is the mean over all, that of a step drawn at random.
         everywhere = settings.joint or not stochastic
+        drawn = range(settings.num_steps) if everywhere else set(step.tolist())
         x, chain = noise, [noise]
         log_prob = noise.new_zeros(batch, self.chunk_size, self.trained_dims)
         values = []
@@ -135,9 +136,9 @@ class FlowPolicy(VLAPolicy):
             speed, hidden = self.velocity(observed, x, schedule[now])
             following = flow.euler(x, speed, schedule[now], schedule[now + 1])
             chosen = torch.ones_like(step, dtype=torch.bool) if everywhere else step == number
-            if bool(chosen.any()):
+            if number in drawn:
                 values.append((chosen, self.value(observed, hidden)))
-            if stochastic and bool(chosen.any()):
+            if stochastic and number in drawn:
                 mean, std = self._gaussian(x, speed, hidden, schedule, now)
                 noisy = mean + std * (torch.randn_like(x) if settings.joint else fresh)
                 found = self._trained(flow.log_prob(noisy, mean, std))
