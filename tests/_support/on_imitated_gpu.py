@@ -52,7 +52,7 @@ def make_env(device):
 
 def learn(policy, batch, **settings):
     loss = ChunkClipPPOLoss(policy, reference_kl_coeff=0.1, **settings)
-    Learner(loss, lr=1e-3, minibatch_size=8, micro_batch_size=4).update(batch)
+    Learner(loss, lr=1e-3, minibatch_size=8, micro_batch_size=4, aggregation="trajectory_mean").update(batch)
 
 
 def ppo(policy, env):
