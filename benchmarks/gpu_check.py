@@ -253,7 +253,7 @@ def pi0(options: argparse.Namespace) -> Any:
     from vla_policies.checkpoint.lora import add_lora
     from vla_policies.checkpoint.weights import cast
 
-    policy = flow.make_policy("tiny" if options.tiny else "published", 4, True, options.device)
+    policy = flow.make_policy("tiny" if options.tiny else "published", 4, False, options.device)
     cast(policy.model, torch.bfloat16, float32=policy.needs_float32)
     add_lora(policy, 4 if options.tiny else 32)
     policy.model.set_gradient_checkpointing(True)

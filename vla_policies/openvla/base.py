@@ -137,7 +137,8 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         self.unused_tensors = {key: tensor for key, tensor in kept if not key.startswith(VALUE_HEAD)}
 
     def decision_memory(self) -> DecisionMemory:
-        return decision_memory(self.model, self.config)
+        said = self.config.action_dim  # by a folder, of which nothing else was read
+        return decision_memory(self.model, self.config, getattr(self, "token_dim", said) or 0)
 
     @classmethod
     def infer_settings(cls, checkpoint: OpenVLACheckpoint, settings: dict[str, Any], stored: bool) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def make_meta_model(
     return checkpoint.empty_model()[0], checkpoint, said
 
 
-def decision_memory(model: Prismatic, config: OpenVLAConfig) -> DecisionMemory:
+def decision_memory(model: Prismatic, config: OpenVLAConfig, action_dim: int) -> DecisionMemory:
     """Return the stacks of a decision, DINOv2, SigLIP and Llama, and its cache of tokens that are decoded in turn."""
     chunk, parallel = getattr(config, "num_action_chunks", 1), hasattr(config, "layout")  # OpenVLA-OFT
     images, vision = getattr(config, "num_images_in_input", 1), model.vision_backbone
@@ -136,7 +136,7 @@ def decision_memory(model: Prismatic, config: OpenVLAConfig) -> DecisionMemory:
         stacks.append(Stack(part.blocks[0], len(part.blocks), tokens, sizes.dim, see, rows=images))
     language, layers = model.config.language, model.language_model.model.layers
     before = 1 + images * vision.config.num_patches + bool(getattr(config, "use_proprio", False)) + PROMPT_LENGTH
-    length = before + (config.action_dim or 0) * chunk
+    length = before + action_dim * chunk
 
     def read(block: Callable[..., Any], hidden: Tensor) -> Any:
         rotation = 2 * (hidden.new_zeros(1, length, language.head_dim),)
