@@ -165,7 +165,7 @@ def resume(options: argparse.Namespace) -> Iterator[Row]:
         learn(policy, learner, 2)
         torch.save([policy.state_dict(), learner.state_dict(), random_state()], folder / "state")
         policy, learner = begin(kind, lora)
-        weights, state, numbers = torch.load(folder / "state", map_location="cpu", weights_only=False)  # written above
+        weights, state, numbers = torch.load(folder / "state", map_location="cpu", weights_only=True)
         policy.load_state_dict(weights)
         learner.load_state_dict(state)
         set_random_state(numbers)
@@ -348,7 +348,8 @@ def run_part(part: str, options: argparse.Namespace, arguments: Sequence[str]) -
     began = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, *arguments, "--part", part]
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile("w+") as output:
+        environment["TMPDIR"] = folder  # its checkpoints go with it
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
