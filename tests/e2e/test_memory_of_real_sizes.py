@@ -5,6 +5,7 @@ They are fake: shapes without memory. (torch.distributed._tools.mem_tracker take
 
 import sys
 import weakref
+from argparse import Namespace
 
 import pytest
 import torch
@@ -15,15 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from vla_common import keys
-from vla_policies.checkpoint.lora import add_lora
-from vla_policies.checkpoint.weights import cast
 from vla_policies.memory import GB, PROMPT_LENGTH, MemoryPlan, gigabytes
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import flow
+import gpu_check
 import policies
 
-ROWS, RANK = 8, 32
+REAL = Namespace(tiny=False, device="cpu")  # sizes
+ROWS = 8
 
 
 class Storages(TorchDispatchMode):
@@ -55,15 +55,13 @@ class Storages(TorchDispatchMode):
 
 def openvla_oft(monkeypatch):
     monkeypatch.setattr(policies, "PROMPT_LENGTH", PROMPT_LENGTH)
-    policy = policies.make_policy("7b", "cpu", torch.bfloat16, RANK, checkpointing=False)
+    policy = gpu_check.openvla_oft(REAL)
+    policy.model.set_gradient_checkpointing(False)
     return policy, policies.make_batch(policy, ROWS)
 
 
 def pi0(monkeypatch):
-    policy = flow.make_policy("published", 4, frozen=False)
-    cast(policy.model, torch.bfloat16, float32=policy.needs_float32)
-    add_lora(policy, RANK)
-    policy.model.set_gradient_checkpointing(True)
+    policy = gpu_check.pi0(REAL)
     chain = torch.zeros(ROWS, 2, policy.horizon, policy.model_action_dim)
     batch = {keys.DENOISE_CHAIN: chain, keys.DENOISE_STEP: torch.zeros(ROWS, dtype=torch.int64)}
     batch[keys.DENOISED] = torch.zeros(ROWS, policy.chunk_size, policy.action_dim)
