@@ -208,7 +208,7 @@ def card(options: argparse.Namespace) -> Iterator[Row]:
 
     from vla_algos import ChunkClipPPOLoss, Learner
     from vla_policies import make_example
-    from vla_policies.memory import GB, MemoryPlan, gigabytes
+    from vla_policies.memory import GB, MemoryPlan, PolicyMemory
 
     cuda = options.device == "cuda"
     if cuda:
@@ -216,7 +216,7 @@ def card(options: argparse.Namespace) -> Iterator[Row]:
     acting, learning = (2, 2) if options.tiny else (16, 8)
     for name, make in {"OpenVLA-OFT 7B, LoRA": openvla_oft, "pi0 3.3B, LoRA": pi0}.items():
         policy = make(options)
-        calculated = gigabytes(policy, MemoryPlan(), decisions=learning, num_envs=acting)
+        calculated = PolicyMemory(policy).gigabytes(MemoryPlan(), decisions=learning, num_envs=acting)
         loss = ChunkClipPPOLoss(policy)
         learner = Learner(loss, lr=1e-5, minibatch_size=2 * learning, micro_batch_size=learning, max_log_ratio=None)
         rollout = rollout_of(policy, 2 * learning)

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory.add_argument("--gpus", type=int, default=1, help="of the run; a process each")
     memory.add_argument("--shards", type=int, help="that the model is cut into; --gpus unless given")
-    memory.add_argument("--gpu-memory", type=float, default=80.0, metavar="GB", help="of a GPU: what fits")
+    memory.add_argument("--gpu", default="80gb", help="what a GPU has, such as 24gb: what fits")
     memory.add_argument("--micro-batch-size", type=int, default=1, help="decisions of a backward pass")
     memory.add_argument("--num-envs", type=int, default=1, help="of a process, that decide together")
     tiny = commands.add_parser("tiny", help="write a tiny checkpoint with random weights, to try commands with")
@@ -75,13 +75,11 @@ def _print_memory(chosen: argparse.Namespace, settings: Sequence[str]) -> int:
             raise ValueError(f"--{option.replace('_', '-')} {number}: must be at least 1")
     if chosen.gpus % shards:
         raise ValueError(f"--shards {shards}: must divide --gpus {chosen.gpus}")
-    if not 0 < chosen.gpu_memory < float("inf"):
-        raise ValueError(f"--gpu-memory {chosen.gpu_memory}: must be the GB of a GPU, such as 80")
     typed = dict(read_setting(word) for word in ([chosen.settings] if chosen.settings else []) + [*settings])
-    from vla_policies.memory import describe_memory
+    from vla_policies.memory import describe_memory, usable
     from vla_policies.registry import meta_policy
 
-    numbers = {"decisions": chosen.micro_batch_size, "num_envs": chosen.num_envs, "gpu_memory": chosen.gpu_memory}
+    numbers = {"decisions": chosen.micro_batch_size, "num_envs": chosen.num_envs, "gpu_memory": usable(chosen.gpu)}
     print(describe_memory(meta_policy(_policy_of(chosen.policy), **typed), shards=shards, **numbers))
     return 0
 

@@ -8,9 +8,11 @@ of the blocks, run on fake tensors.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -194,19 +196,42 @@ class DecisionMemory:
         return kept, self.held + sum(depth * hidden for depth, _, hidden in found) + largest, self.cache + largest
 
 
-def gigabytes(
-    policy: Any, plan: MemoryPlan, *, checkpointing: bool = True, decisions: int = 1, num_envs: int = 1
-) -> tuple[float, float]:
-    """Return GB of a GPU in an update and in a rollout, activations included as far as the family estimates them.
+class PolicyMemory:
+    """What a policy, which may be on the meta device, takes of a GPU; activations as far as the family estimates them.
 
-    ``policy`` may be on the meta device. ``checkpointing`` recomputes blocks in the backward pass, which is of
-    ``decisions``; ``num_envs`` decide together.
+    Attributes:
+        groups: of its parameters.
+        decision: what a decision takes besides.
     """
-    memory = calculate(group_parameters(policy, policy.stays_float32), plan)
-    decision = policy.decision_memory() or DecisionMemory(())
-    kept, recomputed, acting = decision.activations(plan.compute)
-    update = memory.update + decision.kept_for_update + decisions * (recomputed if checkpointing else kept)
-    return 0.0 if plan.acting else update / GB, (memory.rollout + num_envs * acting) / GB
+
+    def __init__(self, policy: Any):
+        self.groups = group_parameters(policy, policy.stays_float32)
+        self.decision = policy.decision_memory() or DecisionMemory(())
+        self.activations = cache(self.decision.activations)
+
+    def gigabytes(
+        self, plan: MemoryPlan, *, checkpointing: bool = True, decisions: int = 1, num_envs: int = 1
+    ) -> tuple[float, float]:
+        """Return GB in an update and in a rollout.
+
+        ``checkpointing`` recomputes blocks in the backward pass, which is of ``decisions``; ``num_envs`` decide
+        together.
+        """
+        memory = calculate(self.groups, plan)
+        kept, recomputed, acting = self.activations(plan.compute)
+        update = memory.update + self.decision.kept_for_update + decisions * (recomputed if checkpointing else kept)
+        return 0.0 if plan.acting else update / GB, (memory.rollout + num_envs * acting) / GB
+
+
+def usable(card: str) -> float:
+    """Return GB that are counted on of a GPU that is sold as ``card``, such as ``24gb``: nine tenths.
+
+    The rest is for what is left out, and for what the calculation misses. ValueError: no such size.
+    """
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)gb", card)
+    if size is None or not 0 < float(size[1]) <= 1000:
+        raise ValueError(f"gpu={card}: must be what a GPU has, such as 12gb, 16gb, 24gb, 48gb or 80gb")
+    return 0.9 * float(size[1])
 
 
 def _list_plans(shards: int, lowers: bool) -> list[MemoryPlan]:
@@ -218,7 +243,7 @@ def _list_plans(shards: int, lowers: bool) -> list[MemoryPlan]:
 
 
 def describe_memory(policy: Any, *, shards: int, gpu_memory: float, decisions: int, num_envs: int) -> str:
-    """Write the report, a line per plan; arguments as for :func:`gigabytes`, ``gpu_memory`` in GB."""
+    """Write the report, a line per plan; arguments as for :class:`PolicyMemory`, ``gpu_memory`` in GB."""
     counts: Counter[str] = Counter()
     for name, parameter in policy.named_parameters():
         kind = "adapters" if ".lora_" in name else name.partition(".")[0]
@@ -227,10 +252,11 @@ def describe_memory(policy: Any, *, shards: int, gpu_memory: float, decisions: i
     lines = [type(policy).__name__, *(f"{number / 1e6:>12,.1f} M  {key}" for key, number in counts.items()), ""]
     heads = ("weights", "gradients", "Adam", "gathered", "update", "rollout", "host")
     lines.append(f"{'GB per GPU':<42}" + "".join(f"{each:>10}" for each in heads))
-    groups = group_parameters(policy, policy.stays_float32)
+    whole = PolicyMemory(policy)
+    groups = whole.groups
     lowers = sum(group.lowered for group in groups) < sum(group.weights for group in groups)
     for plan in _list_plans(shards, lowers):
-        memory, peaks = calculate(groups, plan), gigabytes(policy, plan, decisions=decisions, num_envs=num_envs)
+        memory, peaks = calculate(groups, plan), whole.gigabytes(plan, decisions=decisions, num_envs=num_envs)
         gathered = f"{memory.gathered_in_update / GB:.1f}/{memory.gathered / GB:.1f}" if plan.gathers else "-"
         cells = [*(f"{number / GB:.1f}" for number in (memory.weights, memory.gradients, memory.adam)), gathered]
         cells += ["-" if plan.acting else f"{peaks[0]:.1f}", f"{peaks[1]:.1f}", f"{memory.host / GB:.1f}"]
@@ -238,9 +264,9 @@ def describe_memory(policy: Any, *, shards: int, gpu_memory: float, decisions: i
         lines.append(f"{plan!s:<42}{''.join(f'{cell:>10}' for cell in cells)}  {fits}")
     lines.append("gathered: at a time in an update / all for a rollout; host: host memory of each process")
     lines.append("settings: sharding.shards, sharding.compute=bf16, offload.optimizer=true, sharding.cpu_offload=true")
-    if (decision := policy.decision_memory()) is None:
+    if not whole.decision.stacks:
         return "\n".join([*lines, "activations: not estimated for this family", f"left out: {_LEFT_OUT}"])
-    kept, recomputed, acting = (number / GB for number in decision.activations())
+    kept, recomputed, acting = (number / GB for number in whole.activations(False))
     lines.append(
         f"activations, an estimate for prompts of {PROMPT_LENGTH} tokens: {recomputed:.2f} GB of each of {decisions} "
         f"decisions in an update ({kept:.2f} without gradient checkpointing), {acting:.2f} of each of {num_envs} in a "

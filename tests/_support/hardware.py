@@ -2,15 +2,17 @@
 
 import functools
 import math
+from importlib import import_module
 
 from omegaconf import OmegaConf
 from paths import CONF
 
 from vla_algos.run.arguments import compose_settings
+from vla_algos.run.config import read_config
+from vla_algos.run.gpu import CARDS, Fitting
 from vla_algos.run.training_env import evaluation_defaults
 from vla_common.experiments import find_experiments
-from vla_policies.memory import MemoryPlan
-from vla_policies.memory import gigabytes as gigabytes_of
+from vla_policies.memory import MemoryPlan, PolicyMemory, usable
 from vla_policies.registry import meta_policy
 
 GUIDE = 8  # GPUs of RLinf's runs
@@ -33,8 +35,8 @@ def compose_evaluation(experiment):
 
 
 @functools.cache
-def meta(family, settings):
-    return meta_policy(family, **dict(settings))
+def memory_of(family, settings):
+    return PolicyMemory(meta_policy(family, **dict(settings)))
 
 
 def settings_of(config):
@@ -51,8 +53,7 @@ def gigabytes(config, plan=None, processes=GUIDE, **other):
     """GB that each GPU needs, rounded up: the larger of update and rollout, activations included."""
     settings = {**settings_of(config), **other}
     frozen = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in settings.items())
-    both = gigabytes_of(
-        meta(config["policy"]["family"], frozen),
+    both = memory_of(config["policy"]["family"], frozen).gigabytes(
         plan or MemoryPlan(),
         checkpointing=bool(settings.get("gradient_checkpointing")),
         decisions=config.get("update", {}).get("micro_batch_size") or 0,
@@ -79,3 +80,23 @@ def row(experiment):
     acting = MemoryPlan(acting=True)
     numbers += [gigabytes(evaluated, acting, 1, dtype=dtype) for dtype in ("float32", "bfloat16")]
     return f"| `{experiment}` | {' | '.join(map(str, numbers))} |".replace("|  |", "| |").replace("|  |", "| |")
+
+
+def cards(experiment):
+    """Its row of docs/hardware.md: what ``gpu=`` makes of it alone on a GPU of each size, and GB that it then needs."""
+    recipe = find_experiments(CONF)[experiment].recipe
+    settings = read_config(
+        compose_settings(recipe, [f"experiment={experiment}"], CONF), import_module(f"recipes.{recipe}").SETTINGS
+    )
+    settings.policy.update(settings_of({"env": settings.env, "policy": settings.policy}))
+    fitting, cells = Fitting(settings, 1, ()), []
+    for card in CARDS:
+        changes = fitting.changes(usable(card))
+        if changes is None:
+            cells.append("no")
+            continue
+        load = fitting.load(changes)
+        needed = math.ceil(max(load.peaks(changes)))
+        assert needed <= usable(card) + 1
+        cells.append(f"adapter, {needed}" if load is fitting.adapted else f"same, {needed}" if changes else f"{needed}")
+    return f"| `{experiment}` | {' | '.join(cells)} |"

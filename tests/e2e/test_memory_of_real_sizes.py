@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from vla_common import keys
-from vla_policies.memory import GB, PROMPT_LENGTH, MemoryPlan, gigabytes
+from vla_policies.memory import GB, PROMPT_LENGTH, MemoryPlan, PolicyMemory
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
@@ -81,5 +81,5 @@ def test_an_update_takes_what_is_calculated_to_a_tenth(make, checkpointing, monk
         storages.most = storages.now  # not what making it took
         log_prob, entropy, value = policy.evaluate_actions(batch)
         (log_prob.mean() + entropy.mean() + value.mean()).backward()
-    calculated, _ = gigabytes(policy, MemoryPlan(), checkpointing=checkpointing, decisions=ROWS)
+    calculated, _ = PolicyMemory(policy).gigabytes(MemoryPlan(), checkpointing=checkpointing, decisions=ROWS)
     assert calculated == pytest.approx(storages.most / GB, rel=0.1), len(moments)

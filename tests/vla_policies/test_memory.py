@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from hardware import row
+from hardware import cards, row
 from lerobot_checkpoint import make_checkpoint as make_smolvla
 from openvla_checkpoint import make_checkpoint as make_openvla
 from paths import CONF, GOLDEN, ROOT
@@ -243,7 +243,7 @@ def test_the_command_prints_the_table(capsys):
         "8",
         "policy.value_head=false",
     ]
-    assert main([*words, "--micro-batch-size", "32", "--gpu-memory", "20"]) == 0
+    assert main([*words, "--micro-batch-size", "32", "--gpu", "20gb"]) == 0
     out = capsys.readouterr().out
     for part in (
         "109.1 M  adapters, trained, float32",
@@ -270,7 +270,10 @@ def test_the_command_prints_the_table(capsys):
         (["openvla", "policy.lora_rank=0"], "policy.lora_rank=0: must be greater than or equal to 1"),
         (["openvla", "--gpus", "8", "--shards", "3"], "--shards 3: must divide --gpus 8"),
         (["openvla", "--gpus", "0"], "--gpus 0: must be at least 1"),
-        (["openvla", "--gpu-memory", "nan"], "--gpu-memory nan: must be the GB of a GPU, such as 80"),
+        (
+            ["openvla", "--gpu", "nangb"],
+            "gpu=nangb: must be what a GPU has, such as 12gb, 16gb",
+        ),
         (["small"], "small has no published size, it is made for an environment; pass a folder"),
         (["pi0"], "policy.config_name: which variant is it? such as pi0_libero or pi05_libero"),
         (["opnvla"], "unknown family or folder 'opnvla'; did you mean openvla or openvla_oft or smolvla?"),
@@ -294,3 +297,9 @@ def test_the_table_of_hardware_has_what_an_experiments_settings_need(experiment)
     assert [int(each) for each in re.findall(r" (\d+) ", line)] == pytest.approx(
         [int(each) for each in re.findall(r" (\d+) ", needed)], abs=1
     ), f"put this row there: {needed}"
+
+
+@pytest.mark.parametrize("experiment", LARGE[1::7])
+def test_the_table_of_gpus_has_what_an_experiments_settings_become(experiment):
+    (line,) = re.findall(rf"\| `{experiment}` \|.*\|\n", (ROOT / "docs" / "hardware.md").read_text())
+    assert line.strip() == cards(experiment)

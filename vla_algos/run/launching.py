@@ -26,6 +26,7 @@ from vla_algos.distributed import process_group
 from vla_algos.files import remove_if_empty
 from vla_algos.run.config import Types, read_config
 from vla_algos.run.folder import check_folder, what_finished
+from vla_algos.run.gpu import fit_gpu
 from vla_algos.run.launcher_settings import SUBMITIT_NAMES, count_processes, launcher_types
 from vla_algos.run.program import report, reports_errors
 from vla_algos.run.provenance import record_submission
@@ -116,11 +117,12 @@ def launch(
             the recipe can use.
         OSError: no folder of the policy's checkpoint; or there is no SLURM, or it refuses the job; says why.
     """
-    checkpoint = read_config(config, types).policy.get("checkpoint")
+    found = read_config(config, types)
+    checkpoint = found.policy.get("checkpoint")
     if checkpoint and not is_hub_id(checkpoint):
         resolve(checkpoint)  # it is there, before a job waits for its turn
-    found = (source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "main")
-    conf = next((Path(path) for path in found if Path(path).is_dir()), None)
+    paths = (source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "main")
+    conf = next((Path(path) for path in paths if Path(path).is_dir()), None)
     recipe = functools.partial(run_recipe, train, types, conf)
     folder = Path(HydraConfig.get().runtime.output_dir).resolve()
     settings: Any = OmegaConf.to_container(config.launcher, resolve=True)
@@ -130,6 +132,8 @@ def launch(
             f"the recipe {HydraConfig.get().job.name} runs in one process, not in {processes}: leave out torchrun, or "
             "set launcher.nodes=1 launcher.tasks_per_node=1"
         )
+    for name, value in fit_gpu(found, processes, _typed()).items():
+        OmegaConf.update(config, name, value, force_add=True)
     if distributed.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
     if settings["name"] == "local":
@@ -144,6 +148,11 @@ def launch(
     for run in runs:
         check_folder(read_config(run.config, types), run.folder)
     _submit_runs(runs, folder, settings)
+
+
+def _typed() -> set[str]:
+    """Name the settings that were typed."""
+    return {each.lstrip("+").partition("=")[0] for each in HydraConfig.get().overrides.task}
 
 
 def _common_folder(folder: Path) -> Path:
