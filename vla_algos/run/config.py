@@ -46,7 +46,7 @@ TRAINING: Types = {
     **CLONING,
     "iterations": Count,
     "evaluate_every": Whole,
-    "gpu": str | None,  # fit_gpu says which
+    "gpu": str | Count | None,  # fit_gpu says which
     "episode_order": Literal["random", "balanced", "learnable", "ordered", "fixed"],
     "resume": RESUME_SHARED,
     "sharding": setting_types(Sharding),

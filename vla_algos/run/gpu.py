@@ -38,6 +38,7 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
     name = getattr(settings, "gpu", None)  # recipes that clone or evaluate have none
     if name is None:
         return {}
+    name = str(name)
     if any(each != "all" for role, each in getattr(settings, "placement", {}).items() if role != "env"):
         raise ValueError(f"gpu={name}: is for processes that both act and learn; leave out gpu, or placement")
     if name == "auto":
@@ -128,7 +129,7 @@ class Load:
     def read(self, name: str, changes: Mapping[str, Any]) -> Any:
         """Return a setting as it will be."""
         section, setting = name.split(".")
-        changes = self.others | changes
+        changes = {**self.others, **changes}
         return changes[name] if name in changes else getattr(self.settings, section).get(setting)
 
     @property
