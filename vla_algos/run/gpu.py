@@ -25,7 +25,7 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
     """Return settings with which a run fits GPUs of the size ``settings.gpu``, and print what they change.
 
     Parts of a minibatch, gradient checkpointing, prefixes that are not kept, Adam in host memory and stages leave the
-    updates as they are, up to rounding. Where that is not enough an adapter in bfloat16 is trained.
+    updates as they are, up to rounding (stages draw other random numbers). Where that is not enough an adapter in bfloat16 is trained.
 
     Args:
         settings: of the run, see :func:`vla_algos.run.config.read_config`; ``gpu`` may be ``None``.
@@ -98,7 +98,8 @@ class Fitting:
             if value != (was := before.read(setting, {})):
                 lines.append(f"  {setting:<31}{as_typed(was)} -> {as_typed(value)}")
         if load is before:
-            return "\n".join([*lines, "the updates are the same, but for the rounding of other batches"])
+            others = " and the random numbers" * ("pipeline.stages" in changes)
+            return "\n".join([*lines, f"the updates are the same, but for the rounding{others} of other batches"])
         lines.append("this is another experiment: an adapter is trained, in bfloat16")
         moved = {setting: value for setting, value in changes.items() if setting not in load.others}
         moved["sharding.cpu_offload"] = True
