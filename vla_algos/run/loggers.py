@@ -262,11 +262,7 @@ LOGGERS: Mapping[str, Mapping[str, Any]] = {  # settings of each and their types
 
 
 def check_loggers(chosen: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse settings (by logger) that it does not have, and services that are not installed or have no key.
-
-    Raises:
-        ValueError: says which, and what to type.
-    """
+    """Refuse (ValueError) settings that a logger does not have, and services that lack their package or key."""
     for name, settings in chosen.items():
         check_settings(f"logger.{name}", settings, LOGGERS[name])
     for name in (each for each in chosen if each in _SERVICES):
@@ -274,13 +270,10 @@ def check_loggers(chosen: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: int | None = None) -> list[Logger]:
-    """Open the loggers of a run, by their settings, in rank 0.
+    """Open the loggers of a run, by their settings, in rank 0; ValueError if a service of a new run cannot be reached.
 
     Of a resumed run ``after`` iterations are done: it continues in the same runs of the services, without those that
     cannot be reached, which is printed.
-
-    Raises:
-        ValueError: a service of a new run cannot be reached.
     """
     found: list[Logger] = []
     for name in chosen if distributed.is_main() else ():
