@@ -25,9 +25,7 @@ class ExecutableFileError(ValueError):
 def load_plain(file: Path, *, mmap: bool = False) -> Any:
     """Load tensors, numbers, text and their lists and dicts onto the CPU; nothing in the file is executed.
 
-    Raises:
-        ExecutableFileError: loading it would execute code.
-        ValueError: it is truncated, damaged, or of another kind.
+    ExecutableFileError: loading it would execute code. ValueError: it is truncated, damaged, or of another kind.
     """
     try:
         with warnings.catch_warnings():  # torch's, about what it finds in damaged files

@@ -479,9 +479,7 @@ class VLAEnv(EnvBase):
 def base_env(env: EnvBase) -> VLAEnv:
     """Find the :class:`VLAEnv` under the transforms of an environment; another class with its methods does as well.
 
-    Raises:
-        TypeError: there is none, or there are several.
-        ValueError: ``episodes`` was set on the transformed environment, where it is not read.
+    TypeError: there is none, or several. ValueError: ``episodes`` was set on the transformed one, where it is not read.
     """
     inner = env
     while isinstance(inner, TransformedEnv):

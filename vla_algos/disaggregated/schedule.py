@@ -32,13 +32,8 @@ class Schedule:
     iteration ``t`` batch ``t + lag`` is collected and batch ``t`` learnt from. Where no process does both and ``lag``
     is at least 1, these happen at the same time, elsewhere one after the other; that changes no number. With ``lag`` 0
     the random numbers of the ``i``-th rollout and of the ``i``-th actor are one sequence, which goes with the batch and
-    comes back with the weights; with more they are two.
-
-    Args:
-        policy: acts, and is trained.
-        seed: of the run.
-        lag: updates between the weights that have collected a batch and those that learn from it.
-        roles: of the processes.
+    comes back with the weights; with more they are two. The ``policy`` acts and is trained; ``seed`` is of the run, and
+    ``roles`` are of the processes.
     """
 
     def __init__(self, policy: VLAPolicy, seed: int, lag: int, roles: Roles):

@@ -74,9 +74,8 @@ def has_weights(folder: str | Path) -> bool:
 def list_weights(source: str | Path) -> dict[str, Entry]:
     """List every tensor of a folder (single file or shards) or of one safetensors file; reads headers only.
 
-    Raises:
-        FileNotFoundError: no weights, or shards that the index names are missing.
-        ValueError: a truncated or foreign file, or a shard without a tensor that the index promises.
+    FileNotFoundError: no weights, or shards that the index names are missing. ValueError: a truncated or foreign file,
+    or a shard without a tensor that the index promises.
     """
     source = Path(source)
     if source.is_file() or (source / WEIGHTS).is_file():

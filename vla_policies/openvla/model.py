@@ -76,14 +76,10 @@ class Prismatic(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Embed everything before the actions; FiLM takes the mean embedding of all tokens but images and actions.
 
-        Args:
-            pixel_values: float ``[N, 6 n, H, W]``.
-            prompt_tokens: int64 ``[N, L]``, each row one prompt that begins with BOS, with padding anywhere.
-            extra: ``[N, E, hidden]`` between patches and prompt, for the proprioception token.
-            stop: the sequence will end with STOP, which FiLM's mean includes.
-
-        Returns:
-            Embeddings ``[N, P, hidden]`` and which of them are valid, bool ``[N, P]``; the last one always is.
+        Takes ``pixel_values`` float ``[N, 6 n, H, W]`` and ``prompt_tokens`` int64 ``[N, L]``, each row one prompt that
+        begins with BOS, with padding anywhere. ``extra`` ``[N, E, hidden]`` goes between patches and prompt, for the
+        proprioception token; ``stop``: the sequence will end with STOP, which FiLM's mean includes. Returns embeddings
+        ``[N, P, hidden]`` and which of them are valid, bool ``[N, P]``; the last one always is.
         """
         text, text_valid = pack_right(prompt_tokens, self.config.pad_token)
         begin = self.language_model.embed(torch.full_like(text[:, :1], BOS))
