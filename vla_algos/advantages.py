@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from vla_algos.levels import Level
+from vla_algos.levels import ONE_RATIO, Level
 from vla_common import keys
 from vla_common.settings import Fraction, NonNegative, checked
 from vla_policies.policy import VLAPolicy
@@ -31,10 +31,7 @@ def check_levels(loss_module: nn.Module, policy: VLAPolicy, reward_level: Reward
     if getattr(loss_module, "has_critic", True):
         _check_values(reward_level, policy.num_values, policy.chunk_size)
     if reward_level == "action" and getattr(loss_module, "log_prob_level", None) == "chunk":
-        raise ValueError(
-            "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', or log_prob_level='action' "
-            "or 'token'"
-        )
+        raise ValueError(ONE_RATIO)
 
 
 def _check_values(reward_level: RewardLevel, num_values: int, chunk_size: int) -> None:

@@ -190,7 +190,10 @@ class Schedule:
         given: list[tuple[Any, dict[str, Any] | None]] = [(share, None) for share in shares]
         partner = dict(zip(source, target, strict=False)).get(self.roles.rank)
         if not self.lag and self.roles.disaggregated and partner is not None:
-            given[partner] = (shares[partner], _of_device(random_state()))
+            state = random_state()
+            if states := state.get("torch_cuda"):  # the partner has another GPU
+                state["torch_cuda"] = [states[torch.cuda.current_device()]] * len(states)
+            given[partner] = (shares[partner], state)
         come = distributed.all_to_all(given)
         for _, numbers in come:
             if numbers is not None:
@@ -207,13 +210,6 @@ class Schedule:
         if self.roles.learns:
             self._random = random_state()
             set_random_state(learning)
-
-
-def _of_device(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a random state for another process, which has another GPU."""
-    if states := state.get("torch_cuda"):
-        state["torch_cuda"] = [states[torch.cuda.current_device()]] * len(states)
-    return state
 
 
 def _plain(batch: Any) -> Any:

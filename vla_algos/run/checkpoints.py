@@ -346,16 +346,12 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
     path = checkpoint / _FILE
     content = _read_json(path, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
     content = content if isinstance(content, dict) else {}
-    found = str(content.get("format"))
-    if found != _FORMAT and found.startswith(_FORMAT.rpartition(" ")[0]):
-        raise CheckpointError(
-            f"{path} is a {found!r}, this version of the library reads {_FORMAT!r}: resume with the version that wrote "
-            "it (run.json in the folder of the run names its commit), or start a new run from the policy"
-        )
+    found = str(content.get("format", "foreign file"))
     if found != _FORMAT:
         raise CheckpointError(
-            f"{path} is not a training state of this library ({_FORMAT!r}); to start from foreign weights, "
-            "load them as a policy instead of resuming"
+            f"{path} is a {found!r}, this version of the library reads {_FORMAT!r}: resume with the version that wrote "
+            "it (run.json in the folder of the run names its commit), or start a new run from the policy; foreign "
+            "weights cannot be resumed, load them as a policy"
         )
     if not (checkpoint / SUMS).is_file():
         raise BrokenCheckpoint(

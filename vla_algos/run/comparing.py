@@ -78,11 +78,9 @@ def _compare_own(folder: Path, mean_of: Sequence[str]) -> Iterator[str]:
         return
     if not (ablations := ablations_of(folder)):
         raise ValueError(f"{folder} has one evaluation; with what? type: vla-recipe compare {folder} OTHER")
+    one = Found(folder, {"": folder / NAME}, folder)
     for name in ablations:
-        one, other = (
-            Found(folder, {"": folder / NAME}, folder),
-            Found(folder, {"": folder / ablated_file(name)}, folder),
-        )
+        other = Found(folder, {"": folder / ablated_file(name)}, folder)
         yield from _tables(one, other, mean_of, ("normal", name))
 
 

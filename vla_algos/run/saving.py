@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -268,14 +267,9 @@ def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, st
 
 def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:
     """Refuse (CheckpointError) a checkpoint with other names or shapes than ``weights``, the policy's trained ones."""
-    there = saved.state["weights"]
-    wrong = [name for name in weights.keys() | there.keys() if _shape(weights, name) != _shape(there, name)]
-    if wrong:
+    own, there = ({name: each.shape for name, each in some.items()} for some in (weights, saved.state["weights"]))
+    if wrong := [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]:
         raise CheckpointError(
             f"{saved.folder} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run with "
             "the policy settings of that run, or in a new folder"
         )
-
-
-def _shape(weights: Mapping[str, Tensor], name: str) -> torch.Size | None:
-    return weights[name].shape if name in weights else None

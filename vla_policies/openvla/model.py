@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from vla_policies.nn.dino_siglip import DualVisionBackbone
 from vla_policies.nn.dino_siglip_config import VisionConfig
 from vla_policies.nn.llama import Llama, LlamaConfig
+from vla_policies.nn.rotary import positions_of
 
 BOS, STOP = 1, 2  # token ids of Llama-2
 VALUE_HEAD = "value_head."  # prefix of its names among the weights
@@ -141,8 +142,3 @@ def pack_right(prompt_tokens: Tensor, pad_token: int) -> tuple[Tensor, Tensor]:
         raise ValueError("prompt_tokens has a row without a prompt; they come from the policy's prompt_tokens(texts)")
     order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, -int(lengths.max()) :]
     return prompt_tokens.gather(1, order), valid.gather(1, order)
-
-
-def positions_of(valid: Tensor) -> Tensor:
-    """Return positions int64 ``[N, S]`` that count the valid tokens from 0."""
-    return (valid.cumsum(1) - 1).clamp_min(0)
