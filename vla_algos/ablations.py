@@ -229,19 +229,10 @@ def other_trials(
 ) -> list[int]:
     """Choose for each episode one of another trial of the same task: the next trial, after the last one the first.
 
-    Of a trial that runs several times the second run gets the next one's second, and so on.
-
-    Args:
-        episodes: of an evaluation.
-        tasks: of these.
-        usable: indices to choose from, such as those of episodes that have not crashed; ``None`` for all.
-        needed: indices of the episodes that need another one; ``None`` for all.
-
-    Returns:
-        The index of the other episode, by that of an episode; -1 where none is needed.
-
-    Raises:
-        ValueError: a task has no other trial.
+    Of a trial that runs several times the second run gets the next one's second, and so on. The index of the other
+    episode is returned, by that of an episode; -1 where none is needed. ``usable`` are indices to choose from, such as
+    those of episodes that have not crashed, ``needed`` those of the episodes that need another one; ``None`` for all.
+    ValueError: a task has no other trial.
     """
     runs: dict[int, dict[tuple[int, int], list[int]]] = {}  # by task and trial
     for index, episode in enumerate(episodes):

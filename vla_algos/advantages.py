@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from vla_algos.levels import Level
+from vla_algos.levels import ONE_RATIO, Level
 from vla_common import keys
 from vla_common.settings import Fraction, NonNegative, checked
 from vla_policies.policy import VLAPolicy
@@ -31,10 +31,7 @@ def check_levels(loss_module: nn.Module, policy: VLAPolicy, reward_level: Reward
     if getattr(loss_module, "has_critic", True):
         _check_values(reward_level, policy.num_values, policy.chunk_size)
     if reward_level == "action" and getattr(loss_module, "log_prob_level", None) == "chunk":
-        raise ValueError(
-            "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', or log_prob_level='action' "
-            "or 'token'"
-        )
+        raise ValueError(ONE_RATIO)
 
 
 def _check_values(reward_level: RewardLevel, num_values: int, chunk_size: int) -> None:
@@ -220,16 +217,11 @@ def group_advantages(scores: Tensor, groups: Tensor, eps: NonNegative = 1e-6) ->
 def trajectory_weights(batch: TensorDictBase, log_prob_level: Level) -> TensorDictBase:
     """Write ``weight``, with which every trajectory of ``batch`` counts the same in the loss, however long it is.
 
-    A decision of a trajectory with ``n`` valid elements weighs ``1 / n``, scaled so that the mean weight of an
-    element is 1. The loss over all of ``batch`` is then the mean over trajectories of their own means, and that of a
-    random minibatch an unbiased estimate of it.
-
-    Args:
-        batch: ``[D]`` or ``[N, T]``, last dimension in time order; ``done`` ends a trajectory, as does a row.
-        log_prob_level: what an element is: with ``"chunk"`` a decision, else an executed primitive action.
-
-    Returns:
-        ``batch`` itself, with ``weight`` ``[..., 1]`` written; 0 for decisions without valid elements.
+    A decision of a trajectory with ``n`` valid elements weighs ``1 / n``, scaled so that the mean weight of an element
+    is 1. The loss over all of ``batch`` is then the mean over trajectories of their own means, and that of a random
+    minibatch an unbiased estimate of it. ``batch`` is ``[D]`` or ``[N, T]``, last dimension in time order, and
+    returned; ``done`` ends a trajectory, as does a row. An element is a decision at the level ``"chunk"``, else an
+    executed primitive action. ``weight`` is ``[..., 1]``, 0 for decisions without valid elements.
     """
     elements = valid_decisions(batch) if log_prob_level == "chunk" else batch[keys.NEXT, keys.STEP_MASK]
     elements = elements.sum(-1).float()

@@ -488,11 +488,7 @@ def _alike(samples: TensorDictBase | None, computed: Collection[Any]) -> TensorD
                 f"{key!r} of a decision is {first} in one process and {other} in another: environment and policy must "
                 "have the same settings in all of them"
             )
-        changed[key] = _filled_up(changed[key], [shape for _, shape in kinds])
+        largest = [max(sizes) for sizes in zip(*(shape for _, shape in kinds), strict=True)]
+        missing = [size - has for size, has in zip(largest, changed[key].shape[1:], strict=True)]
+        changed[key] = F.pad(changed[key], [side for count in reversed(missing) for side in (0, count)])
     return changed
-
-
-def _filled_up(entry: Tensor, shapes: Sequence[Sequence[int]]) -> Tensor:
-    """Fill an entry ``[D, ...]`` up to the largest of ``shapes`` of a row."""
-    missing = [max(sizes) - has for *sizes, has in zip(*shapes, entry.shape[1:], strict=True)]
-    return F.pad(entry, [side for count in reversed(missing) for side in (0, count)])

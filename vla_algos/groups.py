@@ -228,12 +228,8 @@ def concatenate(groups: Sequence[Group]) -> TensorDictBase:
 def check_signal(state: dict[str, Any], iteration: int, groups: Sequence[Group], learnt: bool, patience: int) -> str:
     """Return a line that no group of an iteration had something to learn from; end a run that finds none for long.
 
-    Args:
-        state: of the run, which counts such iterations in a row; its entry ``ended`` ends it, at ``patience`` of them.
-        iteration: the present one.
-        groups: of all processes.
-        learnt: whether some group was learnt from: then the line is empty.
-        patience: see ``state``.
+    ``groups`` are of all processes; if some was ``learnt`` from, the line is empty. ``state``, of the run, counts such
+    iterations in a row; at ``patience`` of them its entry ``ended`` ends it.
     """
     in_a_row = state["iterations_without_signal"] = 0 if learnt else state.get("iterations_without_signal", 0) + 1
     if learnt:

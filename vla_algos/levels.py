@@ -10,6 +10,9 @@ from torch import Tensor
 from vla_common import keys
 
 Level = Literal["token", "action", "chunk"]
+ONE_RATIO = (
+    "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', or log_prob_level='action' or 'token'"
+)
 _LARGEST_LOG_RATIO = 20.0  # in the KL to the reference, whose exponential would overflow
 
 
@@ -22,10 +25,7 @@ def expand(advantage: Tensor, log_weight: Tensor, mask: Tensor) -> Tensor:
         )
     if log_weight.ndim == 1:
         if advantage.shape[-1] > 1:
-            raise ValueError(
-                "one ratio per chunk needs one advantage per chunk: use reward_level='chunk', "
-                "or log_prob_level='action' or 'token'"
-            )
+            raise ValueError(ONE_RATIO)
         return advantage.squeeze(-1)
     return advantage.unsqueeze(-1) if log_weight.ndim == 3 else advantage
 

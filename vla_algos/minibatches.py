@@ -260,10 +260,7 @@ UPDATE = setting_types(Minibatches, without=["loss_module", "batch", "steps", "f
 class Minibatch:
     """One minibatch: iterated, it yields this process's parts; all of its gradients together are that of the whole.
 
-    Args:
-        update: the minibatches it is one of.
-        rows: which rows of the batches of all processes, joined.
-        whole: their masks.
+    ``rows`` are those of the batches of all processes, joined, and ``whole`` their masks.
     """
 
     def __init__(self, update: Minibatches, rows: torch.Tensor, whole: TensorDictBase):

@@ -204,8 +204,7 @@ def policy_of(loss_module: LossModule) -> Any:
 def trained_parameters(loss_module: LossModule) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """List the parameters of a loss that are trained: those of the policy, and those of the critic.
 
-    Raises:
-        ValueError: they are of a precision that rounds away the steps of a usual learning rate.
+    ValueError: they are of a precision that rounds away the steps of a usual learning rate.
     """
     policy = policy_of(loss_module)
     of_critic = {id(parameter) for parameter in getattr(policy, "critic_parameters", tuple)()}

@@ -14,11 +14,7 @@ from vla_policies.sharding import gathered
 
 
 class FrozenPolicy:
-    """The policy as it was at the first update: a copy of its trained weights.
-
-    Args:
-        policy: is copied when :meth:`add_log_prob` is called for the first time.
-    """
+    """The policy as it was at the first update: a copy of its trained weights, made by :meth:`add_log_prob`."""
 
     replicated = True  # the same in all processes, but for what is sharded
     optional = True  # a run may begin to need it when it is resumed
@@ -30,10 +26,8 @@ class FrozenPolicy:
     def add_log_prob(self, samples: TensorDictBase | None, size: int, device: torch.device) -> None:
         """Add what the frozen policy says of each decision; all processes that share the policy call it.
 
-        Args:
-            samples: ``[D]``, gets ``reference_log_prob``; ``None`` of a process without rows.
-            size: decisions of a forward pass.
-            device: on which it is computed.
+        ``samples`` ``[D]`` gets ``reference_log_prob``; ``None`` of a process without rows. It is computed on
+        ``device``, in forward passes of ``size`` decisions.
         """
         if self._weights is None:
             self._weights = self.policy.trained_weights()

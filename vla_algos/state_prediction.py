@@ -26,14 +26,9 @@ from vla_policies.sharding import compute_device, reshard
 class StatePrediction(nn.Module):
     """Predicts from what a policy has made of image and instruction where the states will go: an auxiliary task.
 
-    A ``ValueError`` if the policy has no ``vision_features``, or the demonstrations do not say what came later.
-
-    Args:
-        policy: whose ``vision_features`` is read.
-        demonstrations: with ``episode``, ``step`` and ``final_states``.
-        weight: of its loss.
-        steps: how far ahead, in primitive actions.
-        sigma: of the policy's ``imitation_loss``.
+    It reads the policy's ``vision_features``; its loss counts ``weight``. ``steps`` say how far ahead, in primitive
+    actions; ``sigma`` is of the policy's ``imitation_loss``. ValueError: the policy has no ``vision_features``, or the
+    demonstrations no ``episode``, ``step`` and ``final_states``, which say what came later.
     """
 
     targets: Tensor
@@ -109,15 +104,9 @@ def check_vision_features(policy: VLAPolicy, weight: float) -> None:
 def future_states(demonstrations: TensorDict | Samples, steps: Sequence[int]) -> Tensor:
     """Look up the states now, so many primitive actions later and at the end: ``[K, 2 + len(steps), S]``.
 
-    Later is the first recorded state that is at least so much later; past the end it is the last one.
-
-    Args:
-        demonstrations: ``[K]`` with ``states``, ``final_states`` (of the end of its episode), ``episode`` and
-            ``step`` (primitive actions before it); those of an episode are consecutive and in order.
-        steps: numbers of primitive actions.
-
-    Raises:
-        ValueError: the demonstrations do not have them.
+    Later is the first recorded state that is at least so much later; past the end it is the last one. The
+    demonstrations ``[K]`` have ``states``, ``final_states`` (of the end of its episode), ``episode`` and ``step``
+    (primitive actions before it), or it is a ValueError; those of an episode are consecutive and in order.
     """
     needed = (keys.EPISODE, keys.STEP, keys.FINAL_STATES)
     if missing := [key for key in needed if key not in demonstrations]:

@@ -77,14 +77,10 @@ def _differences(folder: Path, share: tuple[int, int], only: str | None) -> tupl
     own = there[share[0] :: share[1]]
     found = zip(own, _digests([folder / name for name in own]), strict=True)
     changed = [name for name, digest in found if digest != expected[name]]
-    extra = [name for name in _unlisted(folder, listed) if only in (None, name)]
-    return [name for name in expected if name not in there], changed, extra
-
-
-def _unlisted(folder: Path, listed: Iterable[str]) -> list[str]:
     places = {PurePosixPath(name).parent for name in listed}
     files = {(place / path.name).as_posix() for place in places for path in (folder / place).glob("*")}
-    return sorted(name for name in files.difference(listed) if name.endswith(_READ))
+    extra = [name for name in sorted(files.difference(listed)) if name.endswith(_READ) and only in (None, name)]
+    return [name for name in expected if name not in there], changed, extra
 
 
 def read_checksums(folder: Path) -> dict[str, str]:

@@ -21,9 +21,7 @@ _TAGS = [f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"
 def read_json(file: Path, kind: type = dict) -> Any:
     """Read a file of JSON, which has an object in it, or another ``kind`` of value.
 
-    Raises:
-        OSError: it is not there, or cannot be read.
-        ValueError: it is no JSON of that kind, or too large or deep; names the file.
+    OSError: it is not there, or cannot be read. ValueError: no JSON of that kind, or too large or deep; names the file.
     """
     try:
         content = parse_json(read_small(file, _LARGEST_JSON))

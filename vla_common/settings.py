@@ -9,6 +9,7 @@ and :func:`check_settings` refuses ``gae.gamma=1.5`` by that name before any wor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -40,6 +41,7 @@ Rate = Annotated[float, Gt(0), Lt(1)]  # of learning: 0 would learn nothing and 
 
 _LONGEST_TEXT = 4096  # characters, as of a path
 _SHOWN = 120  # characters of a value in a message
+_adapters: dict[str, TypeAdapter[Any] | None] = {}  # by the text of an annotation: not every one has a hash
 _BOOLEANS = {"true": "yes on y t always 1", "false": "no off n f none never 0"}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,7 +142,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 @cache
 def _types_of(function: Callable[..., Any]) -> dict[str, Any]:
     types = setting_types(function, without=["self"])
-    return {name: hint for name, hint in types.items() if hint is not Any and _is_plain(_adapter(_Hashed(hint)))}
+    return {name: hint for name, hint in types.items() if hint is not Any and _is_plain(_adapter(hint))}
 
 
 def _is_plain(adapter: TypeAdapter[Any] | None) -> bool:
@@ -153,17 +155,11 @@ def _is_plain(adapter: TypeAdapter[Any] | None) -> bool:
 
 def check_fields(config: Any) -> None:
     """Refuse values that the annotations of a dataclass do not allow: its ``__post_init__`` calls it."""
-    kind: Any = type(config)  # which has a hash
-    check_settings("", vars(config), _fields_of(kind))
-
-
-@cache
-def _fields_of(config_class: type) -> dict[str, Any]:
-    return get_type_hints(config_class, include_extras=True)
+    check_settings("", vars(config), get_type_hints(type(config), include_extras=True))
 
 
 def _problem(annotation: Any, value: Any) -> str | None:
-    adapter = _adapter(_Hashed(annotation))
+    adapter = _adapter(annotation)
     if adapter is None:
         return None
     try:
@@ -248,28 +244,16 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
 
 
-class _Hashed:
-    """An annotation by identity: lists in ``Annotated`` have no hash."""
-
-    def __init__(self, annotation: Any):
-        self.annotation = annotation
-
-    def __hash__(self) -> int:
-        return hash(repr(self.annotation))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and repr(other.annotation) == repr(self.annotation)
-
-
-@cache
-def _adapter(hashed: _Hashed) -> TypeAdapter[Any] | None:
+def _adapter(annotation: Any) -> TypeAdapter[Any] | None:
     """Make what checks values of an annotation; ``None`` for one that no configuration can hold, such as a tensor."""
-    try:
-        return TypeAdapter(hashed.annotation, config=ConfigDict(allow_inf_nan=False))
-    except PydanticSchemaGenerationError:
-        return None
-    except Exception:  # a class of ours has a configuration of its own
+    if (text := repr(annotation)) not in _adapters:
+        made: TypeAdapter[Any] | None = None
         try:
-            return TypeAdapter(hashed.annotation)
+            made = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
         except PydanticSchemaGenerationError:
-            return None
+            pass
+        except Exception:  # a class of ours has a configuration of its own
+            with contextlib.suppress(PydanticSchemaGenerationError):
+                made = TypeAdapter(annotation)
+        _adapters[text] = made
+    return _adapters[text]

@@ -7,7 +7,7 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ class ExecutableFileError(ValueError):
 def load_plain(file: Path, *, mmap: bool = False) -> Any:
     """Load tensors, numbers, text and their lists and dicts onto the CPU; nothing in the file is executed.
 
-    Raises:
-        ExecutableFileError: loading it would execute code.
-        ValueError: it is truncated, damaged, or of another kind.
+    ExecutableFileError: loading it would execute code. ValueError: it is truncated, damaged, or of another kind.
     """
     try:
         with warnings.catch_warnings():  # torch's, about what it finds in damaged files
@@ -42,7 +40,9 @@ def load_plain(file: Path, *, mmap: bool = False) -> Any:
                 "load it with other tools either, unless you trust its author: ask for a state_dict of "
                 "tensors alone, or safetensors"
             ) from None
-        raise ValueError(f"{file} is truncated or not a file of tensors ({_reason(error)}); copy it again") from error
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # not torch's advice to load it even so
+        reason = f"{type(error).__name__}: {reason.partition(chr(10))[0][:120]}"
+        raise ValueError(f"{file} is truncated or not a file of tensors ({reason}); copy it again") from error
 
 
 def load_tensors(file: Path, *, mmap: bool = False) -> dict[str, Tensor]:
@@ -83,17 +83,6 @@ def not_finite(tensors: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def check_finite(tensors: Mapping[str, Any], what: str) -> None:
-    """Refuse to save tensors that are not finite; the ``ValueError`` names one."""
-    refuse_not_finite(not_finite(tensors), what)
-
-
-def refuse_not_finite(names: Sequence[str], what: str) -> None:
-    """Refuse tensors of these names, if there are any."""
-    if names:
-        raise ValueError(f"{what} has weights that are not finite, such as {names[0]}; nothing is saved")
-
-
 def add_dimensions(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give single numbers that were saved without a dimension the shape ``[1]``, where that is ``expected`` now."""
     return {
@@ -130,9 +119,3 @@ def _code(file: Path, error: Exception) -> str | None:
     except Exception:  # nothing is promised of what it raises for other files
         pass
     return None
-
-
-def _reason(error: Exception) -> str:
-    """Return torch's reason without its advice to load the file in spite of it."""
-    text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
-    return f"{type(error).__name__}: {text.partition(chr(10))[0][:120]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
 from vla_envs.actions import refuse_actions, share_clipped
-from vla_envs.episodes import EpisodeSampler, EpisodeSource, pack, unpack
+from vla_envs.episodes import EpisodeSampler, EpisodeSource, unpack
 from vla_envs.instructions import Instructions
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.stages import TOGETHER, check_stages, divide
@@ -366,7 +367,7 @@ class VLAEnv(EnvBase):
         state: OrderedDict[str, Any] = OrderedDict(sampler=self.episodes.state_dict())
         if any(episode is not None for episode in self.current_episodes):
             running = list(zip(self.current_episodes, self.pool.executed, strict=True))
-            state["episodes"] = [None if episode is None else pack(episode) for episode, _ in running]
+            state["episodes"] = [None if episode is None else astuple(episode) for episode, _ in running]
             state["actions"] = [
                 torch.from_numpy(np.stack(chunks)) if episode is not None and chunks else None
                 for episode, chunks in running
@@ -479,9 +480,7 @@ class VLAEnv(EnvBase):
 def base_env(env: EnvBase) -> VLAEnv:
     """Find the :class:`VLAEnv` under the transforms of an environment; another class with its methods does as well.
 
-    Raises:
-        TypeError: there is none, or there are several.
-        ValueError: ``episodes`` was set on the transformed environment, where it is not read.
+    TypeError: there is none, or several. ValueError: ``episodes`` was set on the transformed one, where it is not read.
     """
     inner = env
     while isinstance(inner, TransformedEnv):

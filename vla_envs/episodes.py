@@ -215,7 +215,7 @@ class EpisodeQueue:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the episodes that wait."""
-        return {"waiting": [pack(episode) for episode in self._waiting], "length": self._length}
+        return {"waiting": [astuple(episode) for episode in self._waiting], "length": self._length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the episodes of ``state`` waiting, and no others; ``ValueError`` if it is of an ``EpisodeSampler``."""
@@ -226,13 +226,8 @@ class EpisodeQueue:
         self._length = state["length"]
 
 
-def pack(episode: Episode) -> tuple[int, ...]:
-    """Turn an episode into numbers."""
-    return astuple(episode)
-
-
 def unpack(values: tuple[int, ...]) -> Episode:
-    """Turn the numbers of :func:`pack` back into the episode."""
+    """Turn the numbers of an episode (``astuple``) back into it."""
     return QueuedEpisode(*values[:4], queue_index=values[4]) if len(values) == 5 else Episode(*values)
 
 

@@ -53,20 +53,17 @@ def demonstrate(
     noise_correlation: float,  # of the disturbance between successive actions, 0 to below 1
     max_steps: int,  # give up after that many actions
 ) -> dict[str, Any] | None:
-    """Let the scripted expert solve an episode while its actions are disturbed.
+    """Let the scripted expert solve an episode while its actions are disturbed; ``None`` if it was not solved.
 
     The labels are what the expert wanted to do, not what was done: the recording shows how to come back from states
     that a perfect execution never visits (DART, Laskey et al. 2017).
 
     The simulator has ``expert_action()``, float ``[A]``, or, where chunks are executed as a whole, ``expert_chunk(C)``,
     float ``[C, A]``, which is asked once for each and disturbed as a whole; ``None`` gives up. The episode also seeds
-    the disturbance.
-
-    Returns:
-        ``images`` uint8 ``[K, H, W, 3]``, ``wrist_images`` where there are any, ``states`` float32 ``[K, S]``,
-        ``task_descriptions`` (one text), ``action`` float32 ``[K, C, A]``, ``step_mask`` bool ``[K, C]`` (False past
-        the end of the episode), ``step`` int64 ``[K]`` (actions before the frame), ``episode_len`` (how many there
-        were) and ``final_states`` float32 ``[S]``; or ``None`` if it was not solved.
+    the disturbance. Returns ``images`` uint8 ``[K, H, W, 3]``, ``wrist_images`` where there are any, ``states`` float32
+    ``[K, S]``, ``task_descriptions`` (one text), ``action`` float32 ``[K, C, A]``, ``step_mask`` bool ``[K, C]`` (False
+    past the end of the episode), ``step`` int64 ``[K]`` (actions before the frame), ``episode_len`` (how many there
+    were) and ``final_states`` float32 ``[S]``.
     """
     spec, chunked = simulator.spec, executes_chunks(simulator)
     check_expert(simulator, spec)

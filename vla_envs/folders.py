@@ -65,11 +65,11 @@ def find_folder(
     raise FileNotFoundError(f"{heading}. Looked in\n{looked}\n  Type: {remedy}")
 
 
-def describe_stand_ins(find: Callable[[], Path], manifest: str = "MANIFEST.md") -> tuple[str, ...]:
-    """Say whether the assets that would be used are stand-ins: then ``manifest`` is in their folder."""
+def describe_stand_ins(find: Callable[[str | None], Path], assets: str | None = None) -> tuple[str, ...]:
+    """Say whether the assets that would be used are stand-ins: then ``MANIFEST.md`` is in their folder."""
     with suppress(FileNotFoundError):
-        if (find() / manifest).is_file():
-            return (f"stand-ins for meshes and textures, as {manifest} of the assets says",)  # on all machines the same
+        if (find(assets) / "MANIFEST.md").is_file():
+            return ("stand-ins for meshes and textures, as MANIFEST.md of the assets says",)  # on all machines the same
     return ()
 
 

@@ -19,30 +19,15 @@ import gymnasium
 
 from vla_common.errors import unknown_name
 from vla_common.registry import benchmarks
-from vla_common.schema import BenchmarkSchema, Gripper
+from vla_common.schema import BenchmarkSchema as BenchmarkSchema
+from vla_common.schema import Gripper as Gripper
 from vla_common.settings import check_settings, setting_types
 from vla_envs.folders import Download, Packages
 from vla_envs.probe import Finding
 from vla_envs.simulator import SimulatorSpec
 
-__all__ = [
-    "Benchmark",
-    "BenchmarkSchema",
-    "Gripper",
-    "get_benchmark",
-    "list_envs",
-    "make_spec",
-    "options",
-    "register_benchmark",
-    "register_installed",
-]
 NAMESPACE = "vla"  # of the Gymnasium ids
 _unfinished: set[str] = set()  # benchmarks whose module imported us before it had made its Benchmark
-
-
-def _without_version(suite: str) -> str:
-    """Turn ``"reach-v3"`` into ``"reach"``: the version in a Gymnasium id is ours, not the benchmark's."""
-    return re.sub(r"-v\d+$", "", suite)
 
 
 @dataclass(frozen=True)
@@ -56,7 +41,7 @@ class Benchmark:
         make_spec: ``make_spec(suite, **options)`` describes a suite or a task; its keyword-only parameters are the
             benchmark's options and their annotations say what each may be (:mod:`vla_common.settings`).
         suites: names that ``make_spec`` takes; none as long as the benchmark is not built.
-        suite_title: how a suite is written in a Gymnasium id.
+        suite_title: how a suite is written in a Gymnasium id; by default without a version (``-v3``): it gets ours.
         checks: what this machine has and lacks for it (:mod:`vla_envs.doctor` has the usual ones); may run in a thread.
         unseen: options that no policy sees, such as where assets are: none is evaluated with those of its training.
         downloads: what ``python -m vla_envs fetch`` brings for it (:mod:`vla_envs.fetch`).
@@ -73,7 +58,7 @@ class Benchmark:
     schema: BenchmarkSchema
     make_spec: Callable[..., SimulatorSpec]
     suites: Callable[[], Iterable[str]]
-    suite_title: Callable[[str], str] = _without_version
+    suite_title: Callable[[str], str] = lambda suite: re.sub(r"-v\d+$", "", suite)
     checks: Callable[[], Sequence[Finding]] = tuple
     unseen: Sequence[str] = ()
     downloads: Sequence[Download | Packages] = ()
@@ -181,6 +166,7 @@ def options(benchmark: str) -> dict[str, Option]:
 
 
 def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:
+    """Refuse (ValueError) settings beside a specification, which has them already."""
     if names := ", ".join(options):
         raise ValueError(
             f"{names} cannot be set beside the SimulatorSpec of {spec.id}, which is complete; change it with "

@@ -188,34 +188,27 @@ class SimulatorSpec:
 
     def __post_init__(self) -> None:
         bounds = list(zip(self.action_low, self.action_high, strict=False))
+        in_range = all(is_whole_number(dim) and 0 <= dim < self.action_dim for dim in self.gripper_dims)
+        rest, known = self.neutral_action, True
+        if rest is not None and not callable(rest):
+            known = len(rest) == self.action_dim and bool(np.isfinite(rest).all())
         for name, right, what in (
             ("tasks", bool(self.tasks) and all(task.instruction for task in self.tasks), "one or more, with sentences"),
             ("trials", is_whole_number(self.trials) and self.trials > 0, "a whole number, at least 1"),
             ("max_episode_steps", is_whole_number(self.max_episode_steps) and self.max_episode_steps > 0, "at least 1"),
             ("action_high", len(self.action_high) == self.action_dim, f"{self.action_dim} numbers like action_low"),
             ("action_low", all(low < high for low, high in bounds), f"below action_high, {self.action_high!r}"),
+            ("chain_length", is_whole_number(self.chain_length) and self.chain_length > 0, "a whole number from 1"),
+            ("gripper_dims", in_range, f"dimensions of an action, 0 to {self.action_dim - 1}, or () for no gripper"),
+            (
+                "neutral_action",
+                known,
+                f"the {self.action_dim} numbers of an action that does nothing, a function of the states, or None",
+            ),
+            ("protocol", isinstance(self.protocol, str) and "\n" not in self.protocol, "one line of text, or ''"),
         ):
             if not right:
                 raise ValueError(f"{self.id}: {name} is {getattr(self, name)!r}, must be {what}")
-        if not is_whole_number(self.chain_length) or self.chain_length < 1:
-            raise ValueError(
-                f"{self.id}: chain_length is {self.chain_length!r}, must be a whole number of tasks that an episode "
-                "asks for; type chain_length=1 where it asks for one"
-            )
-        if not all(is_whole_number(dim) and 0 <= dim < self.action_dim for dim in self.gripper_dims):
-            raise ValueError(
-                f"{self.id}: gripper_dims is {self.gripper_dims!r}, must be dimensions of an action, 0 to "
-                f"{self.action_dim - 1}; type gripper_dims=() where it has no gripper"
-            )
-        if not (self.neutral_action is None or callable(self.neutral_action)) and (
-            len(self.neutral_action) != self.action_dim or not np.isfinite(self.neutral_action).all()
-        ):
-            raise ValueError(
-                f"{self.id}: neutral_action is {self.neutral_action!r}, must be the {self.action_dim} numbers of an "
-                "action that does nothing, or a function of the states; leave it out (None) if it is not known"
-            )
-        if not isinstance(self.protocol, str) or "\n" in self.protocol:
-            raise ValueError(f"{self.id}: protocol is {self.protocol!r}, must be one line of text, or '' for none")
 
     @property
     def benchmark(self) -> str:

@@ -55,14 +55,8 @@ KINDS: dict[str, Callable[[Path, str, Sequence[str]], None]] = {
 def make_tiny(kind: str, folder: str | Path, statistics: str = "tiny") -> Path:
     """Write a tiny checkpoint, always of the same numbers; draws none of the caller's random numbers.
 
-    Args:
-        kind: one of :data:`KINDS`.
-        folder: which must not exist.
-        statistics: name of the data set whose statistics it has, which are invented too.
-
-    Raises:
-        FileExistsError: the folder is there already.
-        ValueError: there is no such kind.
+    ``kind`` is one of :data:`KINDS`, ``statistics`` the name of the data set whose statistics it has, which are
+    invented too. FileExistsError: the folder is there already. ValueError: there is no such kind.
     """
     if kind not in KINDS:
         raise ValueError(f"no tiny checkpoint of {kind!r}; take one of {', '.join(KINDS)}")

@@ -119,15 +119,9 @@ def write_demonstrations(
     """Record as :func:`record_demonstrations` does, into a new folder of the format of :mod:`.dataset`.
 
     Frames are written as they come, in the order of ``episodes``: hand them in sorted by task, and no more than a few
-    demonstrations are in memory at a time. Until this has returned the data set is not whole.
-
-    Args:
-        folder: is made.
-        env: see :func:`record_demonstrations`, also for the others and the errors.
-        episodes: there.
-        chunk_size: actions per label; policies with at most as many can learn from it.
-        on_episode: there.
-        **settings: there.
+    demonstrations are in memory at a time. Until this has returned the data set is not whole. Arguments and errors are
+    those of :func:`record_demonstrations`, and ``chunk_size`` is the actions per label: policies with at most as many
+    can learn from it.
     """
     spec, folder, recording_settings = env.simulator_spec, Path(folder), RecordingSettings(**settings)
     folder.mkdir(parents=True)
@@ -248,12 +242,7 @@ def _encoded(texts: Sequence[str]) -> Tensor:
 
 
 def count_by_task(spec: SimulatorSpec, outcomes: Sequence[tuple[Episode, int | None]]) -> list[dict[str, Any]]:
-    """Count, as :data:`FACTS` has it, what the expert tried and solved of each task, and within the horizon.
-
-    Args:
-        spec: of the tasks.
-        outcomes: episodes and the actions that the expert needed, ``None`` if it failed.
-    """
+    """Count as :data:`FACTS` has it; ``outcomes``: the actions that the expert needed, ``None`` if it failed."""
     found = []
     for number, task in enumerate(spec.tasks):
         needed = [steps for episode, steps in outcomes if episode.task_id == number]

@@ -32,13 +32,8 @@ class Schedule:
     iteration ``t`` batch ``t + lag`` is collected and batch ``t`` learnt from. Where no process does both and ``lag``
     is at least 1, these happen at the same time, elsewhere one after the other; that changes no number. With ``lag`` 0
     the random numbers of the ``i``-th rollout and of the ``i``-th actor are one sequence, which goes with the batch and
-    comes back with the weights; with more they are two.
-
-    Args:
-        policy: acts, and is trained.
-        seed: of the run.
-        lag: updates between the weights that have collected a batch and those that learn from it.
-        roles: of the processes.
+    comes back with the weights; with more they are two. The ``policy`` acts and is trained; ``seed`` is of the run, and
+    ``roles`` are of the processes.
     """
 
     def __init__(self, policy: VLAPolicy, seed: int, lag: int, roles: Roles):
@@ -195,7 +190,10 @@ class Schedule:
         given: list[tuple[Any, dict[str, Any] | None]] = [(share, None) for share in shares]
         partner = dict(zip(source, target, strict=False)).get(self.roles.rank)
         if not self.lag and self.roles.disaggregated and partner is not None:
-            given[partner] = (shares[partner], _of_device(random_state()))
+            state = random_state()
+            if states := state.get("torch_cuda"):  # the partner has another GPU
+                state["torch_cuda"] = [states[torch.cuda.current_device()]] * len(states)
+            given[partner] = (shares[partner], state)
         come = distributed.all_to_all(given)
         for _, numbers in come:
             if numbers is not None:
@@ -212,13 +210,6 @@ class Schedule:
         if self.roles.learns:
             self._random = random_state()
             set_random_state(learning)
-
-
-def _of_device(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a random state for another process, which has another GPU."""
-    if states := state.get("torch_cuda"):
-        state["torch_cuda"] = [states[torch.cuda.current_device()]] * len(states)
-    return state
 
 
 def _plain(batch: Any) -> Any:

@@ -14,6 +14,7 @@ can be code: JSON, parquet, PNG, JPEG and video. No path comes from the data set
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from vla_common.plain import parse_json, read_json
 
 INFO = Path("meta", "info.json")
 ACTIONS, STATES = ("action", "actions"), ("observation.state", "state")  # the names that there are for them
+PARQUET = ("pyarrow.parquet", "is a data set of LeRobot, and pyarrow, which reads it")  # of needs()
+VIDEOS = ("av", "has videos, and av, which decodes them")
 _EPISODE, _FRAME, _TASK = "episode_index", "frame_index", "task_index"
 _CONVERTERS = {  # by major and minor version; the modules are in LeRobot 0.3.3
     1: "python -m lerobot.datasets.v2.convert_dataset_v1_to_v2, then python -m lerobot.datasets.v21."
@@ -194,22 +197,18 @@ def damaged(path: Path, what: str) -> ValueError:
     return ValueError(f"{path}: damaged, {what}; copy the data set again")
 
 
-def parquet(path: Path) -> Any:
-    """Import what reads parquet; a ModuleNotFoundError says what to type."""
+def needs(path: Path, module: str, what: str) -> Any:
+    """Import what reads a data set; a ModuleNotFoundError says what to type."""
     try:
-        import pyarrow.parquet
+        return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"{path} is a data set of LeRobot, and pyarrow, which reads it, is not installed; type pip install "
-            "'vla-torchrl[lerobot]'"
-        ) from None
-    return pyarrow.parquet
+        raise ModuleNotFoundError(f"{path} {what}, is not installed; type pip install 'vla-torchrl[lerobot]'") from None
 
 
 @contextlib.contextmanager
 def reading(path: Path, file: Path) -> Iterator[Any]:
     """Open a parquet file of the data set in ``path``; a ValueError says which file cannot be read."""
-    reader = parquet(path)
+    reader = needs(path, *PARQUET)
     try:
         yield reader.ParquetFile(file)
     except (OSError, ValueError, KeyError) as error:  # pyarrow's are among them

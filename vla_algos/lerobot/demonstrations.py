@@ -15,8 +15,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from vla_algos.lerobot.dataset import Camera, LeRobotFolder, Table, parquet
-from vla_algos.lerobot.frames import FrameReader, check_decoder
+from vla_algos.lerobot.dataset import PARQUET, VIDEOS, Camera, LeRobotFolder, Table, needs
+from vla_algos.lerobot.frames import FrameReader
 from vla_algos.samples import CAMERAS, Samples
 from vla_common import keys
 from vla_common.texts import WIDTH, encode
@@ -67,7 +67,7 @@ class LeRobotDemonstrations:
             ModuleNotFoundError: what reads it is not installed.
         """
         folder = LeRobotFolder.read(path)
-        parquet(folder.path)
+        needs(folder.path, *PARQUET)
         _check_sizes(folder, spec)
         wrists = _wrists(folder, wrist_cameras)
         found = cls(folder, spec, _third_person(folder, camera, wrists), wrists, stride, tasks)
@@ -79,10 +79,10 @@ class LeRobotDemonstrations:
                 raise ValueError(
                     f"{folder.path}: {each.name} has {each.height} x {each.width} pixels, {spec.id} has "
                     f"{shape[0]} x {shape[1]} here; type image_size={_size(each)} (recipes: env.image_size), or "
-                    f"camera=NAME (recipes: demonstrations.camera), another one of {_names(folder)}"
+                    f"camera=NAME (recipes: demonstrations.camera), another one of {', '.join(folder.cameras)}"
                 )
         if any(each.video for each, _ in shapes):
-            check_decoder(folder.path)
+            needs(folder.path, *VIDEOS)
         if tasks == "environment" and not any(number >= 0 for number in found.task_ids.values()):
             raise ValueError(
                 f"{folder.path}: none of its instructions is one of {spec.id}: it has {_some(folder.tasks.values())}, "
@@ -168,7 +168,7 @@ class LeRobotDemonstrations:
                 raise ValueError(
                     f"{self.folder.path}: the policy looks at {wanted} wrist cameras, and the data set has "
                     f"{len(self.wrist_cameras)} whose names say so; type wrist_cameras=[NAME] (recipes: "
-                    f"demonstrations.wrist_cameras), of {_names(self.folder)}"
+                    f"demonstrations.wrist_cameras), of {', '.join(self.folder.cameras)}"
                 )
             cameras[keys.WRIST_IMAGES] = self.wrist_cameras
         table = self.folder.table
@@ -328,7 +328,7 @@ def _third_person(folder: LeRobotFolder, name: str | None, wrists: Sequence[Came
     if len(others) != 1:
         raise ValueError(
             f"{folder.path}: which of its cameras are images is not clear from their names; type "
-            f"camera=NAME (recipes: demonstrations.camera), one of {_names(folder)}"
+            f"camera=NAME (recipes: demonstrations.camera), one of {', '.join(folder.cameras)}"
         )
     return others[0]
 
@@ -336,14 +336,10 @@ def _third_person(folder: LeRobotFolder, name: str | None, wrists: Sequence[Came
 def _named(folder: LeRobotFolder, name: str, setting: str = "camera") -> Camera:
     if name not in folder.cameras:
         raise ValueError(
-            f"{setting}={name}: {folder.path} has no such camera; type one of {_names(folder)} (recipes: "
+            f"{setting}={name}: {folder.path} has no such camera; type one of {', '.join(folder.cameras)} (recipes: "
             f"demonstrations.{setting})"
         )
     return folder.cameras[name]
-
-
-def _names(folder: LeRobotFolder) -> str:
-    return ", ".join(folder.cameras)
 
 
 def _size(camera: Camera) -> str:

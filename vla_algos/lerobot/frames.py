@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from PIL import Image
 
-from vla_algos.lerobot.dataset import Camera, LeRobotFolder, damaged, reading
+from vla_algos.lerobot.dataset import VIDEOS, Camera, LeRobotFolder, damaged, needs, reading
 
 MEMORY = 2**30  # bytes of encoded images that are kept; more are read again
 _VIDEOS = 16  # that are kept open
@@ -91,20 +91,8 @@ class FrameReader:
         raise damaged(folder.path, f"{file.relative_to(folder.path)} has no frame at {wanted:.3f} s")
 
 
-def check_decoder(path: Path) -> None:
-    """Refuse videos without what decodes them; a ModuleNotFoundError says what to type."""
-    try:
-        import av  # noqa: F401
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"{path} has videos, and av, which decodes them, is not installed; type pip install 'vla-torchrl[lerobot]'"
-        ) from None
-
-
 def _open_video(path: Path, file: Path) -> Any:
-    check_decoder(path)
-    import av
-
+    av = needs(path, *VIDEOS)
     try:
         video = av.open(str(file), format="mp4")  # not what the content asks for, such as a list of addresses
         if not video.streams.video:

@@ -25,12 +25,7 @@ AblationName = Literal["blank_images", "do_nothing", "other_trial", "swapped_ins
 class AblatedEvaluation:
     """An evaluation in the folder of a run, and again with each ablation; episodes that are there are not run again.
 
-    Args:
-        run: has the settings (``eval``, ``ablation``, ``pipeline``) and the folder.
-        spec: of the environment.
-
-    Raises:
-        ValueError: an ablation stands there twice, or is not possible with these tasks and episodes.
+    ValueError: an ablation stands there twice, or is not possible with these tasks and episodes.
     """
 
     def __init__(self, run: Run, spec: SimulatorSpec):
@@ -48,11 +43,7 @@ class AblatedEvaluation:
             DoNothing(spec, 1)
 
     def __call__(self, env: VLAEnv, policy: VLAPolicy) -> dict[str, EvaluationResult]:
-        """Evaluate as it is, then with each ablation, until one has no result; all begin with the same random numbers.
-
-        Returns:
-            The results by the name of the ablation, of the evaluation as it is ``""``.
-        """
+        """Evaluate as it is, then with each ablation, until one has no result; all with the same random numbers."""
         results: dict[str, EvaluationResult] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(gathered(policy))
@@ -60,7 +51,7 @@ class AblatedEvaluation:
             if "other_trial" in self.names:
                 seen = stack.enter_context(SeenImages(self.run.folder))
                 seen.check_room(self.spec, len(self._episodes), policy.chunk_size)
-            for name in ["", *self.names]:
+            for name in ["", *self.names]:  # "" is the evaluation as it is
                 seed_rank(self.run.config.seed)
                 options = {"policy": policy, **self._options(name, policy.chunk_size, seen, results)}
                 results[name] = self._evaluate(name, env, **options)

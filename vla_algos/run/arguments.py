@@ -25,14 +25,10 @@ search_packages()
 
 
 def for_hydra(argument: str, conf: Path) -> str:
-    """Return what Hydra is given for an argument that was typed.
+    """Return what Hydra is given for an argument that was typed; ``conf`` is the folder of the configuration.
 
-    ``eval.env=NAME`` takes a file of the group ``env``. Other settings are forced (``++``), so that Hydra adds one
-    that there is not and :func:`~vla_algos.run.config.read_config` refuses it, with the nearest name.
-
-    Args:
-        argument: such as ``seed=1``, ``env=libero``, ``-m``.
-        conf: folder of the recipe's configuration.
+    ``eval.env=NAME`` takes a file of the group ``env``. Other settings are forced (``++``), so that Hydra adds one that
+    there is not and :func:`~vla_algos.run.config.read_config` refuses it, with the nearest name.
     """
     found = _SETTING.fullmatch(argument)
     if found is None or found[1].startswith("hydra.") or (conf / found[1]).is_dir():
@@ -43,12 +39,9 @@ def for_hydra(argument: str, conf: Path) -> str:
 
 
 def check_arguments(arguments: Sequence[str], conf: Path) -> None:
-    """Refuse an experiment that there is not, and warn of a setting that is typed twice: the last one counts.
+    """Refuse an experiment that there is not (ValueError, with the nearest names); warn of a setting typed twice.
 
-    Of experiments one that is named alone and without ``--config-dir`` is looked up.
-
-    Raises:
-        ValueError: offers the nearest names.
+    Of these the last one counts. Of experiments one that is named alone and without ``--config-dir`` is looked up.
     """
     settings = [(match[1], match[2]) for each in arguments if (match := _SETTING.fullmatch(each.lstrip("+")))]
     names = [name for name, _ in settings]

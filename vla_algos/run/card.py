@@ -39,50 +39,7 @@ _METRICS = {  # that are read
     "differs_from_training": dict[str, tuple[Any, Any]] | None,
 }
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_TEMPLATE = """---
-{{ card_data }}
----
-{{ ours }}
-
-# {{ name }}
-
-A policy of the family {{ family }} for `{{ suite }}`, trained by `{{ recipe }}` of vla-torchrl.
-
-| | |
-|---|---|
-{% for fact, text in facts.items() %}| {{ fact }} | {{ text }} |
-{% endfor %}
-{% if replay %}[An episode](replay.mp4), `{{ replay }}`: the first solved one that was filmed, or the first.
-
-{% endif %}## What it was trained on
-
-{% for line in training %}- {{ line }}
-{% endfor %}
-| setting of the environment | |
-|---|---|
-{% for setting, value in env.items() %}| `{{ setting }}` | `{{ value }}` |
-{% endfor %}
-## Results
-
-{% for each in evaluations %}### {{ each.title }}
-
-{% for line in each.lines %}- {{ line }}
-{% endfor %}
-```text
-{{ each.table }}
-```
-
-{% else %}No evaluation was given for this card (`vla-recipe card FOLDER EVALUATION`).
-
-{% endfor %}## Evaluate it
-
-```bash
-hf download {{ repository }} --local-dir {{ name }}
-{% for each in evaluations %}# {{ each.title }}
-vla-recipe run evaluate policy.checkpoint={{ name }}{{ each.again }}
-{% else %}vla-recipe run evaluate policy.checkpoint={{ name }}
-{% endfor %}```
-"""
+_TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
 
 def write_card(
@@ -96,21 +53,10 @@ def write_card(
 ) -> list[str]:
     """Write ``README.md`` into the folder of a policy, and ``replay.mp4`` if an episode of it was filmed.
 
-    Args:
-        folder: of a run, or of a policy that a recipe wrote.
-        evaluations: folders of ``recipes/evaluate.py``, of this policy.
-        repository: hub id that it is going to have.
-        base_model: hub id of the checkpoint that training began with.
-        license_name: by the hub's names, such as ``mit``.
-        force: replace a ``README.md`` that this did not write.
-
-    Returns:
-        Lines that say what was written and what to type now.
-
-    Raises:
-        FileNotFoundError: there is no such folder, or a folder has no finished evaluation.
-        FileExistsError: the folder has a ``README.md`` that this did not write.
-        ValueError: not a folder of a recipe, an evaluation of another policy, or a hub id that is none.
+    The options are those of ``vla-recipe card``. Returns lines that say what was written and what to type now.
+    FileNotFoundError: there is no such folder, or a folder has no finished evaluation. FileExistsError: the folder has
+    a ``README.md`` that this did not write. ValueError: not a folder of a recipe, an evaluation of another policy, or a
+    hub id that is none.
     """
     folder = policy_folder(folder)
     for flag, hub_id in (("--repository", repository), ("--base-model", base_model)):
@@ -144,7 +90,7 @@ def write_card(
     said |= {"env": {key: json.dumps(value) for key, value in env.items()}, "facts": facts, "training": training}
     video = _filmed(folder, evaluations)
     said["replay"] = video and video.stem
-    card = ModelCard.from_template(data, template_str=_TEMPLATE, evaluations=found, **said)
+    card = ModelCard.from_template(data, template_path=str(_TEMPLATE), evaluations=found, **said)
     if video is not None:
         write_atomically(folder / REPLAY, video.read_bytes())
     write_atomically(file, str(card))

@@ -86,14 +86,10 @@ class Snapshot:
     ) -> Snapshot:
         """Copy a state: nested dicts, lists and tuples of tensors, numbers and text.
 
-        Args:
-            replicated: the same in all processes, with tensors of which each may have a part (DTensors).
-            own: of this process.
-            process: its rank, and how many there are.
-            check: called with the tensors of ``replicated``, where they lie, before they are copied.
-
-        Raises:
-            CheckpointError: it holds something else, which could not be loaded again.
+        ``replicated`` is the same in all processes, with tensors of which each may have a part (DTensors); ``own`` is
+        of this ``process``, which is its rank and how many there are. ``check`` is called with the tensors of
+        ``replicated``, where they lie, before they are copied. CheckpointError: there is something else in the state,
+        which could not be loaded again.
         """
         rank, processes = process
         try:
@@ -130,11 +126,7 @@ def _writes(tensor: Tensor, rank: int) -> bool:
 
 
 def begin_checkpoint(root: Path, step: int) -> Path:
-    """Make the folder in which a checkpoint is written; by the first process, before the others write.
-
-    Raises:
-        OSError: no room, no permission.
-    """
+    """Make the folder of a checkpoint (OSError), by the first process, before the others write."""
     remove_unfinished(root)
     folder = unfinished(root, step)
     (folder / _TENSORS).mkdir(parents=True)
@@ -156,13 +148,11 @@ def unfinished(root: Path, step: int) -> Path:
 def save_checkpoint(root: Path, step: int, snapshot: Snapshot, keep: int = 2, gather: Gather = single_process) -> Path:
     """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until ``keep`` are left.
 
-    Everything is written and flushed to disk under another name in the same folder, read again, compared by its
-    SHA-256 and renamed at the end: a crash, a full or broken disk or a preemption at any time leaves the older
-    checkpoints as they were. Those of later steps (the run was resumed from an older one) are not touched. Each process
-    writes and compares its files, rank 0 does the rest; all return its folder, or raise if one could not.
-
-    Raises:
-        OSError: it could not be written, or what is on the disk is not what was written.
+    Everything is written and flushed to disk under another name in the same folder, read again, compared by its SHA-256
+    and renamed at the end: a crash, a full or broken disk or a preemption at any time leaves the older checkpoints as
+    they were. Those of later steps (the run was resumed from an older one) are not touched. Each process writes and
+    compares its files, rank 0 does the rest; all return its folder, or raise if one could not (OSError: it is not
+    written, or something else is on the disk).
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}, must be at least 1")
@@ -289,20 +279,13 @@ class SavedState:
     def fill(self, into: Mapping[str, Any]) -> None:
         """Read the tensors of a part of the state into tensors like them; of a sharded one the part of this process.
 
-        Args:
-            into: the state or some of its keys, with tensors in the places of those of :attr:`state`.
-
-        Raises:
-            BrokenCheckpoint: some cannot be read.
+        ``into`` is the state or some of its keys, with tensors in the places of those of :attr:`state`.
+        BrokenCheckpoint: some cannot be read.
         """
         self._read(to_json(into)[1])
 
     def of_process(self, rank: int) -> dict[str, Any]:
-        """Load what a process had of its own.
-
-        Raises:
-            BrokenCheckpoint: it cannot be read.
-        """
+        """Load what a process had of its own; BrokenCheckpoint if it cannot be read."""
         own = _of(rank)
         tensors: dict[str, Tensor] = {}
 
@@ -337,13 +320,8 @@ class SavedState:
 def verify_checkpoint(checkpoint: Path, process: tuple[int, int] = _ALONE) -> None:
     """Compare the files of a checkpoint with their digests; several processes hear of each other's before they open it.
 
-    Args:
-        checkpoint: the folder.
-        process: number of this process and of all that verify it together: each compares a part of the digests.
-
-    Raises:
-        BrokenCheckpoint: it is truncated or damaged.
-        CheckpointError: it is not one of ours.
+    ``process`` is the number of this process and of all that verify it together: each compares a part of the digests.
+    BrokenCheckpoint: it is truncated or damaged. CheckpointError: it is not one of ours.
     """
     path = checkpoint / _FILE
     if not path.is_file():
@@ -360,29 +338,20 @@ def verify_checkpoint(checkpoint: Path, process: tuple[int, int] = _ALONE) -> No
 def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
     """Open a checkpoint. Nothing in it is executed, wherever it comes from.
 
-    Args:
-        checkpoint: the folder.
-        verified: :func:`verify_checkpoint` was called, by all processes together; otherwise it is here.
-
-    Raises:
-        BrokenCheckpoint: it is truncated or damaged, by its checksums or by itself.
-        CheckpointError: it is not one of ours.
+    ``verified``: all processes together have called :func:`verify_checkpoint`, otherwise it is called here.
+    BrokenCheckpoint: it is truncated or damaged, by its checksums or by itself. CheckpointError: it is not one of ours.
     """
     if not verified:
         verify_checkpoint(checkpoint)
     path = checkpoint / _FILE
     content = _read_json(path, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
     content = content if isinstance(content, dict) else {}
-    found = str(content.get("format"))
-    if found != _FORMAT and found.startswith(_FORMAT.rpartition(" ")[0]):
-        raise CheckpointError(
-            f"{path} is a {found!r}, this version of the library reads {_FORMAT!r}: resume with the version that wrote "
-            "it (run.json in the folder of the run names its commit), or start a new run from the policy"
-        )
+    found = str(content.get("format", "foreign file"))
     if found != _FORMAT:
         raise CheckpointError(
-            f"{path} is not a training state of this library ({_FORMAT!r}); to start from foreign weights, "
-            "load them as a policy instead of resuming"
+            f"{path} is a {found!r}, this version of the library reads {_FORMAT!r}: resume with the version that wrote "
+            "it (run.json in the folder of the run names its commit), or start a new run from the policy; foreign "
+            "weights cannot be resumed, load them as a policy"
         )
     if not (checkpoint / SUMS).is_file():
         raise BrokenCheckpoint(

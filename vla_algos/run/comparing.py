@@ -30,14 +30,10 @@ class Found:
 def compare_folders(first: Path, second: Path | None = None, mean_of: Sequence[str] | None = None) -> Iterator[str]:
     """Compare evaluations that are on disk; yields what to print.
 
-    Args:
-        first: the folder of a run (its last evaluation counts), of one evaluation, or a file with results of episodes.
-        second: another one; ``None`` compares the first and last evaluation of a run, or one with its ablations.
-        mean_of: groups of which the mean is taken too; ``None`` for those of the runs' own ``eval.mean_of``.
-
-    Raises:
-        FileNotFoundError: there is no such folder or file.
-        ValueError: there are no results, they share no episode, or both are the same folder.
+    Each is the folder of a run (its last evaluation counts), of one evaluation, or a file with results of episodes.
+    Without a ``second`` the first and last evaluation of a run are compared, or one with its ablations. ``mean_of`` are
+    groups of which the mean is taken too, by default those of the runs' own ``eval.mean_of``. FileNotFoundError: there
+    is no such folder or file. ValueError: there are no results, they share no episode, or both are the same folder.
     """
     one = _find(first)
     if second is None:
@@ -82,11 +78,9 @@ def _compare_own(folder: Path, mean_of: Sequence[str]) -> Iterator[str]:
         return
     if not (ablations := ablations_of(folder)):
         raise ValueError(f"{folder} has one evaluation; with what? type: vla-recipe compare {folder} OTHER")
+    one = Found(folder, {"": folder / NAME}, folder)
     for name in ablations:
-        one, other = (
-            Found(folder, {"": folder / NAME}, folder),
-            Found(folder, {"": folder / ablated_file(name)}, folder),
-        )
+        other = Found(folder, {"": folder / ablated_file(name)}, folder)
         yield from _tables(one, other, mean_of, ("normal", name))
 
 

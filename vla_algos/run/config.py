@@ -86,7 +86,10 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
     settings = _plain(config)
     for name in _TABLES:
         settings.pop(name, None)
-    _check_recipe(settings.get("recipe"), types.get("recipe"))
+    typed, own = settings.get("recipe"), get_args(types.get("recipe"))
+    if isinstance(typed, str) and typed.isidentifier() and typed not in own:
+        said = f"this experiment is for {typed}.py, not for {own[0]}.py"
+        raise ValueError(f"recipe={typed}: {said}; run {typed}.py with it")
     for name in settings:
         if name not in types:
             raise unknown_setting(str(name), types)
@@ -107,12 +110,6 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
     check_loggers(found.get("logger", {}))
     _check_processes(found)
     return SimpleNamespace(**found)
-
-
-def _check_recipe(name: Any, expected: Any) -> None:
-    if isinstance(name, str) and name.isidentifier() and name not in get_args(expected):
-        this = get_args(expected)[0]
-        raise ValueError(f"recipe={name}: this experiment is for {name}.py, not for {this}.py; run {name}.py with it")
 
 
 def _read(name: str, value: Any, types: Types) -> Any:

@@ -25,11 +25,7 @@ def evaluated_env(env: Mapping[str, Any], evaluation: Mapping[str, Any]) -> dict
 
 
 def check_evaluated(env: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Refuse settings of ``eval.env`` that are unknown, of a wrong type or out of range, and another benchmark's.
-
-    Raises:
-        ValueError: names the setting as it is typed.
-    """
+    """Refuse (ValueError) settings of ``eval.env`` that are unknown or not possible, and another benchmark's."""
     check_settings("eval.env", {"id": other.get("id", env["id"])}, {"id": str})
     suite = str(other.get("id", env["id"]))
     theirs, own = suite.partition("/")[0], str(env["id"]).partition("/")[0]
@@ -48,15 +44,7 @@ def check_evaluated(env: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def make_env_spec(settings: Mapping[str, Any], section: str = "env") -> SimulatorSpec:
-    """Make the specification of what the section ``env`` describes; nothing is started.
-
-    Args:
-        settings: of the section.
-        section: how it is typed.
-
-    Raises:
-        ValueError: an unknown name or option.
-    """
+    """Make the specification of a section ``env``; nothing is started. ValueError: an unknown name or option."""
     starting = set(setting_types(make_env)) - {"id"}
     try:
         return make_spec(**{name: value for name, value in settings.items() if name not in starting})
@@ -75,17 +63,9 @@ def own_share(
     """Return the settings of an environment as this process starts it: with its part of the simulators.
 
     Where ``num_workers`` is ``None`` there are as many as this process has cores, but no more than environments of a
-    stage. Of several processes on several GPUs each draws on its own.
-
-    Args:
-        env: of the whole run.
-        spec: made of them.
-        pipeline: the section of that name: ``stages``, and ``overlap_resets`` where a recipe has it.
-        section: how ``env`` is typed.
-        processes: that share them; ``None`` for all.
-
-    Raises:
-        ValueError: they cannot be shared evenly, or there are fewer than stages.
+    stage. Of several processes on several GPUs each draws on its own. ``pipeline`` is the section of that name:
+    ``stages``, and ``overlap_resets`` where a recipe has it; ``processes`` share the simulators, ``None`` for all.
+    ValueError: they cannot be shared evenly, or there are fewer than stages.
     """
     pipeline = pipeline or {}
     stages = pipeline.get("stages", 1)
@@ -124,12 +104,7 @@ class EvalEnv:
     spec: SimulatorSpec
 
     def check(self, policy: VLAPolicy) -> None:
-        """Refuse before any work what could not be evaluated there.
-
-        Raises:
-            ValueError: the policy cannot act there, there are no such environments or GPUs here, or too many.
-            ImportError, FileNotFoundError: a package or assets are missing.
-        """
+        """Refuse (ValueError) what cannot be evaluated there; ImportError, FileNotFoundError: something is missing."""
         try:
             check_share(self.settings, policy)
             policy.check_environment(self.spec)
@@ -151,11 +126,7 @@ class EvalEnv:
 
 
 def check_share(settings: Mapping[str, Any], policy: VLAPolicy) -> None:
-    """Refuse environments of a process that could be on no machine, or not with this policy's length of chunks.
-
-    Raises:
-        ValueError: see :func:`~vla_envs.make_env`, whose keyword arguments ``settings`` are.
-    """
+    """Refuse (ValueError) environments of a process that :func:`~vla_envs.make_env` could not make for this policy."""
     use = {"ignore_terminations", "reward_coef", "step_penalty", "step_timeout", "start_timeout", "gpus"}
     what = {name: value for name, value in settings.items() if name not in use}
     check_env(**what, chunk_size=policy.chunk_size)

@@ -215,11 +215,7 @@ def _of_all_processes(observe: Observe, indices: Sequence[int]) -> Observe:
 
 
 def check_weights(folder: Path, policy: nn.Module) -> None:
-    """Refuse to resume in a folder with results of another policy; note the policy where there are none.
-
-    Raises:
-        ValueError: its weights are others.
-    """
+    """Refuse (ValueError) to resume in a folder with results of other weights; note the policy where there are none."""
     path, weights, before = folder / NAME, _fingerprint(policy), None
     if files_of(path):
         try:

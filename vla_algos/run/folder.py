@@ -34,18 +34,10 @@ _LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # Saver has
 
 
 def open_folder(config: SimpleNamespace, folder: Path) -> FileLock | None:
-    """Lock the run's folder; nothing of a run that it has already is changed yet.
+    """Lock the run's folder; nothing of a run that it has already is changed yet. Of several processes the first locks.
 
-    Args:
-        config: the settings; ``resume`` says what to do with a folder that has a run in it.
-        folder: of the run.
-
-    Returns:
-        The lock; of several processes the first one holds it.
-
-    Raises:
-        ValueError: the folder has a run of other settings, or something else in it.
-        FolderInUse: another process writes into the folder.
+    ``config.resume`` says what to do with a folder that has a run in it. ValueError: the folder has a run of other
+    settings, or something else in it. FolderInUse: another process writes into the folder.
     """
     lock, refusal = None, None
     if distributed.is_main():
@@ -78,11 +70,7 @@ def settle_auto(config: SimpleNamespace, folder: Path) -> None:
 
 
 def check_folder(config: SimpleNamespace, folder: Path) -> None:
-    """Refuse a folder that a run of these settings cannot have; it is not changed.
-
-    Raises:
-        ValueError: it has a run of other settings, or something else, in it.
-    """
+    """Refuse (ValueError) a folder that a run of these settings cannot have; it is not changed."""
     check_links(folder)
     _check_place(folder)
     _check_same_run(config, folder)
@@ -142,11 +130,7 @@ OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replac
 
 
 def _check_place(folder: Path) -> None:
-    """Refuse a folder in which another run would delete this one, or this one overwrite results.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse (ValueError) a folder in which another run would delete this one, or this one overwrite results."""
     if above := next((each for each in folder.absolute().parents if (each / "run.json").is_file()), None):
         raise ValueError(
             f"{folder} is inside of the run {above}, which replaces its folders; take another: hydra.run.dir=..."

@@ -67,12 +67,7 @@ def requeue() -> str:
 
 
 def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
-    """Refuse what would fail only when the job has waited in the queue; a ``ValueError`` says what would be right.
-
-    Args:
-        settings: of a launcher, of the right types.
-        shared: numbers that the processes of the job share, by their names.
-    """
+    """Refuse (ValueError) what would fail only after the queue; ``shared``: numbers that the job's processes share."""
     minutes, delay, seeds = (settings.get(name) for name in ("minutes", "signal_delay_s", "seeds"))
     if minutes and delay and delay >= 60 * minutes:
         raise ValueError(

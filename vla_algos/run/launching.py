@@ -74,22 +74,17 @@ def says_how_to_resume(folder: Path) -> Iterator[None]:
         raise
 
 
-def all_processes(config: DictConfig) -> tuple[int, ...] | None:
-    """Give all processes that a launcher starts a part."""
-    return None
-
-
 class SlurmRun(submitit.helpers.Checkpointable):
     """What a job runs, again each time that it is requeued: the run itself finds out where it stopped."""
 
-    def __init__(self, recipe: Recipe, config: DictConfig, folder: Path, members: Members = all_processes):
+    def __init__(self, recipe: Recipe, config: DictConfig, folder: Path, members: Members | None = None):
         self.recipe, self.config, self.folder, self.members = recipe, config, folder, members
 
     def __call__(self) -> None:
         """Run the recipe in the processes of the job."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
         try:
-            with process_group(self.members(self.config)) as has_part:
+            with process_group(self.members(self.config) if self.members else None) as has_part:
                 if has_part:
                     self.recipe(self.config, self.folder)
         except Exception as error:
@@ -101,7 +96,7 @@ class SlurmRun(submitit.helpers.Checkpointable):
 
 @reports_errors
 def launch(
-    train: Train, config: DictConfig, types: Types, *, single: bool = False, members: Members = all_processes
+    train: Train, config: DictConfig, types: Types, *, single: bool = False, members: Members | None = None
 ) -> None:
     """Run ``train(config, run)`` of a recipe where ``config.launcher`` says.
 
@@ -137,9 +132,13 @@ def launch(
     if distributed.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
     if settings["name"] == "local":
-        with process_group(members(config)) as has_part:
+        with process_group(members(config) if members else None) as has_part:
             if has_part:
-                recipe(config, _common_folder(folder))
+                # Of rank 0: its name has the time in it, and others may have come a second later.
+                common = distributed.broadcast_object(folder)
+                if folder != common:
+                    remove_if_empty(folder)
+                recipe(config, common)
         return
     runs = [SlurmRun(recipe, config, folder, members)]
     if (seeds := settings.pop("seeds", None)) is not None:
@@ -153,14 +152,6 @@ def launch(
 def _typed() -> set[str]:
     """Name the settings that were typed."""
     return {each.lstrip("+").partition("=")[0] for each in HydraConfig.get().overrides.task}
-
-
-def _common_folder(folder: Path) -> Path:
-    """Take the folder of rank 0: its name has the time in it, and others may have come a second later."""
-    common = distributed.broadcast_object(folder)
-    if folder != common:
-        remove_if_empty(folder)
-    return common
 
 
 def _submit_runs(runs: list[SlurmRun], folder: Path, settings: dict[str, Any]) -> None:

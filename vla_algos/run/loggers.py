@@ -9,7 +9,7 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -131,7 +131,7 @@ class _Service(Logger):
         self._run.config.update(dict(settings))
 
     def _give(self, metrics: dict[str, Any], step: int) -> None:
-        raise NotImplementedError
+        self._run.log(metrics, step=step)
 
     def _video(self, path: Path) -> Any:
         raise NotImplementedError
@@ -234,13 +234,10 @@ class _Trackio(_Service):
         others = {"space_id": space, "private": True, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         # It resumes by name. Of a run that stays here too it would ask Hugging Face who has logged in.
         offline = contextlib.nullcontext() if space else mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        with _silent(), offline:
+        with contextlib.redirect_stdout(io.StringIO()), offline:
             self._run = TrackioLogger(f"{self._name}-{self._id}", **self._where, **others).experiment
         shown = f"https://huggingface.co/spaces/{space}"
         self.where = shown if space else f"trackio show --project {self._where['project']}"
-
-    def _give(self, metrics: dict[str, Any], step: int) -> None:
-        self._run.log(metrics, step=step)
 
     def _video(self, path: Path) -> Any:
         import trackio
@@ -250,7 +247,7 @@ class _Trackio(_Service):
     def close(self, failed: bool) -> None:
         import trackio
 
-        with _silent():
+        with contextlib.redirect_stdout(io.StringIO()):
             trackio.finish()
 
 
@@ -262,11 +259,7 @@ LOGGERS: Mapping[str, Mapping[str, Any]] = {  # settings of each and their types
 
 
 def check_loggers(chosen: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse settings (by logger) that it does not have, and services that are not installed or have no key.
-
-    Raises:
-        ValueError: says which, and what to type.
-    """
+    """Refuse (ValueError) settings that a logger does not have, and services that lack their package or key."""
     for name, settings in chosen.items():
         check_settings(f"logger.{name}", settings, LOGGERS[name])
     for name in (each for each in chosen if each in _SERVICES):
@@ -274,13 +267,10 @@ def check_loggers(chosen: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: int | None = None) -> list[Logger]:
-    """Open the loggers of a run, by their settings, in rank 0.
+    """Open the loggers of a run, by their settings, in rank 0; ValueError if a service of a new run cannot be reached.
 
     Of a resumed run ``after`` iterations are done: it continues in the same runs of the services, without those that
     cannot be reached, which is printed.
-
-    Raises:
-        ValueError: a service of a new run cannot be reached.
     """
     found: list[Logger] = []
     for name in chosen if distributed.is_main() else ():
@@ -343,13 +333,6 @@ def _has_key(name: str) -> bool:
     import swanlab
 
     return swanlab.Settings().api_key is not None
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep from the terminal what a package prints."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:

@@ -26,13 +26,10 @@ class NotPlainError(TypeError):
 
 
 def to_json(state: Any) -> tuple[str, dict[str, Tensor]]:
-    """Take the tensors out of a state of dicts, lists, tuples, tensors, numbers and text.
+    """Take the tensors out of a state of dicts, lists, tuples, tensors, numbers and text; returns the rest as JSON.
 
-    Returns:
-        The rest as JSON, and the tensors themselves, by where they stand in the state: ``optimizer.state.0.exp_avg``.
-
-    Raises:
-        NotPlainError: it holds something else; says what and where.
+    Beside it the tensors themselves, by where they stand in the state: ``optimizer.state.0.exp_avg``. NotPlainError: it
+    holds something else; says what and where.
     """
     tensors: dict[str, Tensor] = {}
     return json.dumps(_encode(state, tensors, "")), tensors

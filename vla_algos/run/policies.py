@@ -29,21 +29,12 @@ def make_run_policy(
     sharding: Sharding | None = None,
     offload: bool = False,
 ) -> VLAPolicy:
-    """Make the policy of ``config.policy``, divided among the processes.
+    """Make the policy of ``config.policy``, divided among the processes as ``sharding`` says; ``None`` for not at all.
 
     It is complete and known to fit the environment, which is not started. What a machine chose for a setting ``auto``
-    is printed, and noted in ``config``; a resumed run keeps it.
-
-    Args:
-        run: has the settings.
-        spec: of the environment.
-        env: the settings with which this process starts it.
-        sharding: how the policy is divided; ``None`` for not at all.
-        offload: the optimizer's moments will be in host memory.
-
-    Raises:
-        ValueError: its chunks do not fit the environment, or there is no memory for it.
-        RuntimeError: the processes have drawn different weights.
+    is printed, and noted in ``config``; a resumed run keeps it. ``offload``: the optimizer's moments will be in host
+    memory. ValueError: its chunks do not fit the environment, which this process starts with the settings ``env``, or
+    there is no memory for it. RuntimeError: the processes have drawn different weights.
     """
     config = run.config
     settle_auto(config, run.folder)

@@ -33,11 +33,7 @@ _CODE = Path(__file__).resolve().parent.parent
 
 def record_submission(folder: Path) -> None:
     """Note in ``run.json`` what a job is to run, before it waits in a queue."""
-    record = {
-        **_read(folder),
-        "submitted": {"at": _now(), "command": sys.orig_argv, "code": code()},
-    }
-    _write(folder, record)
+    _write(folder, {**_read(folder), "submitted": {"at": _now(), "command": sys.orig_argv, "code": code()}})
 
 
 def differences(folder: Path) -> list[str]:

@@ -45,14 +45,9 @@ Pairs = Sequence[tuple[EpisodeResult | None, EpisodeResult | None]]  # of the sa
 def write_report(folders: Sequence[Path], to: Path | None = None, conf: Path | None = None) -> Path:
     """Write the page of runs. Those that differ in their seed alone are shown as one, with bands; others are compared.
 
-    Args:
-        folders: of runs, or of sweeps, which have runs in them.
-        to: the file, which is returned; ``None`` for ``report.html`` in the folder, or of several in the working one.
-        conf: folder of the recipes' configuration, for what the defaults are.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: a folder has no run, or a link out of it; or the file is there and is no such page.
+    ``folders`` are of runs, or of sweeps, which have runs in them. Returns the file ``to``: by default ``report.html``
+    in the folder, or of several in the working one. ``conf`` says what the defaults are. FileNotFoundError: there is no
+    such folder. ValueError: a folder has no run, or a link out of it; or the file is there and is no such page.
     """
     runs = [_Run(folder) for given in folders for folder in _runs_in(given)]
     file = to or (folders[0] if len(folders) == 1 else Path()) / PAGE

@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -65,15 +64,12 @@ class RandomNumbers:
 
 
 class Saver:
-    """Writes checkpoints of a run, and restores the last one that is whole.
+    """Writes checkpoints of a run into ``root``, and restores the last one that is whole.
 
     A state is copied into host memory at once; a thread writes it, and the next save waits for it. Several processes
-    write together: each its part of what is sharded, with its own parts and random numbers.
-
-    Args:
-        root: folder of the checkpoints.
-        elastic: continue from a checkpoint of another number of processes: weights and optimizer are exact, the parts
-            of each process begin afresh.
+    write together: each its part of what is sharded, with its own parts and random numbers. An ``elastic`` one also
+    continues from a checkpoint of another number of processes: weights and optimizer are exact, the parts of each
+    process begin afresh.
     """
 
     def __init__(self, root: Path, elastic: bool = False):
@@ -83,16 +79,10 @@ class Saver:
         self._group: dist.ProcessGroup | None = None  # of the threads that write
 
     def restore(self, parts: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Restore the last checkpoint that all processes can read, and say which are broken.
+        """Restore ``parts``, by name, of the last checkpoint that all processes can read, and say which are broken.
 
-        Args:
-            parts: by name; ``policy`` is the one whose trained weights are saved.
-
-        Returns:
-            The ``progress`` of :meth:`save`; ``None`` if there never was a checkpoint.
-
-        Raises:
-            CheckpointError: all are broken, or it is of another policy.
+        Returns the ``progress`` of :meth:`save`; ``None`` if there never was a checkpoint. Of ``policy`` the trained
+        weights are saved. CheckpointError: all are broken, or it is of another policy.
         """
         broken: list[str] = []
         process = (distributed.rank(), distributed.world_size())
@@ -162,11 +152,9 @@ class Saver:
     ) -> None:
         """Copy the state after an iteration, and begin to write it: ``parts``, random numbers, and ``progress`` beside.
 
-        ``publish`` writes the policy's own files into a folder of the checkpoint, all processes together.
-
-        Raises:
-            OSError: this checkpoint, or the one before it, could not be written.
-            CheckpointError: the weights are not finite; the last checkpoint is what it was.
+        ``publish`` writes the policy's own files into a folder of the checkpoint, all processes together. OSError: this
+        checkpoint, or the one before it, could not be written. CheckpointError: the weights are not finite; the last
+        checkpoint is what it was.
         """
         self.wait()
         states = {name: part.state_dict() for name, part in _replicated(parts).items()}
@@ -180,11 +168,7 @@ class Saver:
         self._writing = self._writer.submit(save_checkpoint, self.root, iteration, snapshot, gather=gather)
 
     def wait(self) -> None:
-        """Wait until the state that was saved last is on disk.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Wait until the state that was saved last is on disk; OSError if it could not be written."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -260,11 +244,7 @@ def _is_replicated(part: Any) -> bool:
 
 
 def _room(part: Any, saved: SavedState, name: str) -> dict[str, Any] | None:
-    """Return a state of a part to read into, like the saved one; ``None`` where the saved run had none.
-
-    Raises:
-        CheckpointError: it needs one.
-    """
+    """Return a state to read a part's into; ``None`` where the saved run had none, CheckpointError if it needs one."""
     state = saved.state["parts"].get(name)
     if state is None:
         if getattr(part, "optional", False):
@@ -286,19 +266,10 @@ def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, st
 
 
 def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:
-    """Compare names and shapes of :func:`~vla_policies.sharding.trained_tensors` with those of a checkpoint.
-
-    Raises:
-        CheckpointError: they are those of another policy.
-    """
-    there = saved.state["weights"]
-    wrong = [name for name in weights.keys() | there.keys() if _shape(weights, name) != _shape(there, name)]
-    if wrong:
+    """Refuse (CheckpointError) a checkpoint with other names or shapes than ``weights``, the policy's trained ones."""
+    own, there = ({name: each.shape for name, each in some.items()} for some in (weights, saved.state["weights"]))
+    if wrong := [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]:
         raise CheckpointError(
             f"{saved.folder} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run with "
             "the policy settings of that run, or in a new folder"
         )
-
-
-def _shape(weights: Mapping[str, Tensor], name: str) -> torch.Size | None:
-    return weights[name].shape if name in weights else None

@@ -40,11 +40,7 @@ class Sharding:
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse shards that the processes cannot be arranged in.
-
-        Raises:
-            ValueError: says which can be.
-        """
+        """Refuse (ValueError) shards that the processes cannot be arranged in."""
         check_shards(self.shards, distributed.world_size())
 
     @property
@@ -83,11 +79,7 @@ class Sharding:
 
 
 def check_shards(shards: int | Literal["all"], processes: int) -> None:
-    """Refuse shards that so many processes cannot be arranged in.
-
-    Raises:
-        ValueError: says which can be.
-    """
+    """Refuse (ValueError) shards that so many processes cannot be arranged in; says which can be."""
     if shards != "all" and processes % shards:
         possible = " or ".join(str(number) for number in range(1, processes + 1) if processes % number == 0)
         raise ValueError(
@@ -97,11 +89,7 @@ def check_shards(shards: int | Literal["all"], processes: int) -> None:
 
 
 def check_same_draws() -> None:
-    """Refuse weights that processes have drawn differently; told by torch's generator, which was seeded alike.
-
-    Raises:
-        RuntimeError: some process has drawn other numbers.
-    """
+    """Refuse (RuntimeError) weights drawn differently, told by torch's generator, which all processes seeded alike."""
     if len(set(distributed.all_gather_object(torch.get_rng_state().numpy().tobytes()))) > 1:
         raise RuntimeError(
             "the processes have drawn different random numbers while they made the policy, so that its new weights "
@@ -110,11 +98,7 @@ def check_same_draws() -> None:
 
 
 def say_host_memory(policy: VLAPolicy, plan: MemoryPlan) -> None:
-    """Say how much host memory the processes of this machine will take for weights and Adam, if they do.
-
-    Raises:
-        ValueError: it is not there.
-    """
+    """Say how much host memory weights and Adam will take on this machine, if they do; ValueError if there is less."""
     memory: Memory = calculate(group_parameters(policy, blocks=False), plan)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = processes * memory.host / 1e9

@@ -48,16 +48,11 @@ def save_training_env(
     evaluation: Mapping[str, Any],
     evaluated_on: str | None = None,
 ) -> None:
-    """Write into a policy's folder what it was trained in.
+    """Write into a policy's folder what it was trained in: the settings ``env``, of which ``spec`` was made.
 
-    Args:
-        folder: of the policy.
-        recipe: that has trained it.
-        env: the settings of the environment; what is of the machine or of the reward alone is left out.
-        spec: made of them.
-        chunk_size: primitive actions per decision.
-        evaluation: the settings of the run's evaluations, of which the episodes are noted.
-        evaluated_on: id of the suite of these; of another one than that of ``env`` the seed alone is noted.
+    What is of the machine or of the reward alone is left out. Of ``evaluation``, the settings of the run's evaluations,
+    the episodes are noted, and ``evaluated_on``, the id of their suite; of another one than that of ``env`` the seed
+    alone.
     """
     episodes = {name: evaluation[name] for name in EPISODES if name in evaluation}
     if evaluated_on not in (None, spec.id):
@@ -79,12 +74,8 @@ def save_training_env(
 def load_training_env(folder: str | Path) -> dict[str, Any] | None:
     """Read what :func:`save_training_env` wrote into a policy's folder, which may be a stranger's.
 
-    Returns:
-        ``None`` if the folder does not say, as those of published checkpoints do not. ``env`` has settings that could
-        be typed; of a benchmark that is not installed the id alone.
-
-    Raises:
-        ValueError: the file is not what was written, or has what no recipe writes.
+    ``None`` if the folder does not say, as those of published checkpoints do not. ``env`` has settings that could be
+    typed; of a benchmark that is not installed the id alone. ValueError: it has what no recipe writes.
     """
     folder = Path(folder).expanduser()
     if not (folder / TRAINING_ENV).exists():
@@ -152,9 +143,7 @@ def evaluation_defaults(arguments: Sequence[str], conf: Path) -> list[str]:
     The name of an experiment that trains stands for its policy, its evaluations and the environment of these
     (``eval.env``), with what its section ``evaluation`` has otherwise. Where neither an environment nor an experiment
     is named, environment and episodes are those that the policy's folder says it was trained in and evaluated on.
-
-    Raises:
-        ValueError: a sweep over policies, or a ``hf:NAME`` that is not downloaded yet, without an environment.
+    ValueError: a sweep over policies, or a ``hf:NAME`` that is not downloaded yet, without an environment.
     """
     flags = read_flags(arguments)
     typed = {name: value for name, _, value in (each.lstrip("+").partition("=") for each in flags.overrides)}

@@ -20,15 +20,7 @@ _WHITE = 255
 
 
 def caption(frames: np.ndarray, texts: Sequence[str]) -> np.ndarray:
-    """Enlarge small frames by repeating their pixels, and write a text below each, white on black.
-
-    Args:
-        frames: uint8 ``[T, H, W, 3]``.
-        texts: one for each, of one line or several.
-
-    Returns:
-        uint8 ``[T, H + lines, W, 3]``, the longer side of the frames 256 pixels or more.
-    """
+    """Enlarge frames, uint8 ``[T, H, W, 3]``, to 256 pixels or more; below each its text: ``[T, H + lines, W, 3]``."""
     factor = -(-_WATCHABLE // max(frames.shape[1:3]))
     frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
     width = frames.shape[2]
@@ -63,15 +55,10 @@ def _wrap(text: str, size: int, width: int) -> list[str]:
 
 
 def write_video(path: Path, frames: np.ndarray, fps: float) -> Path:
-    """Write an mp4 that plays everywhere (H.264, yuv420p).
+    """Write an mp4 that plays everywhere (H.264, yuv420p), of frames uint8 ``[T, H, W, 3]``.
 
-    Args:
-        path: ending in ``.mp4``; missing folders are made.
-        frames: uint8 ``[T, H, W, 3]``; the last row or column of odd sides is repeated.
-        fps: frames per second. With one frame per decision, control frequency / chunk length is real time.
-
-    Raises:
-        OSError: it could not be written whole; nothing is left of it.
+    Missing folders are made; the last row or column of odd sides is repeated. With one frame per decision, ``fps`` of
+    control frequency / chunk length is real time. OSError: it could not be written whole; nothing is left of it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")

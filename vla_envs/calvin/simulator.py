@@ -15,7 +15,7 @@ from vla_envs.calvin.package import CHECKOUT, check_packages
 from vla_envs.calvin.single import begin, start_of
 from vla_envs.calvin.spec import EVALUATION, SUBTASK_STEPS, spoken
 from vla_envs.calvin.states import published_state
-from vla_envs.calvin.world import World, check_egl
+from vla_envs.calvin.world import World, try_renderer
 from vla_envs.rendering import egl
 from vla_envs.rendering.gpus import show
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
@@ -41,8 +41,9 @@ class CalvinSimulator:
     @staticmethod
     def check(spec: SimulatorSpec) -> None:
         check_packages(spec.options["path"])
-        if spec.options["renderer"] == "egl":
-            check_egl()
+        ok, detail = try_renderer(egl=True) if spec.options["renderer"] == "egl" else (True, "")
+        if not ok:
+            raise RuntimeError(f"PyBullet's EGL renderer cannot be used on this machine ({detail}); type renderer=tiny")
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import types
 import zipfile
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -107,11 +107,7 @@ def missing_assets(folder: Path) -> list[str]:
     return [*missing, *(f"all of {path.name}" for path in (folder / ".cache").rglob("*.incomplete"))]
 
 
-def describe_assets(assets: str | None = None) -> tuple[str, ...]:
-    """Say whether the assets that would be used are stand-ins."""
-    return describe_stand_ins(lambda: find_assets(assets))
-
-
+describe_assets = partial(describe_stand_ins, find_assets)
 ASSETS = Download(
     name="libero-assets",
     title="LIBERO's assets",

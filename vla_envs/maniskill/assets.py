@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,7 @@ def visual_file(model: Path) -> Path:
     return next((model / name for name in _VISUALS if (model / name).is_file()), model / _VISUALS[-1])
 
 
-def describe_assets(assets: str | None = None) -> tuple[str, ...]:
-    """Say whether the assets that would be used are stand-ins."""
-    return describe_stand_ins(lambda: find_assets(assets))
+describe_assets = partial(describe_stand_ins, find_assets)
 
 
 @cache

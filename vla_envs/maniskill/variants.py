@@ -8,10 +8,12 @@ instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789, RL4V
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from importlib import resources
 from itertools import product
 from typing import Any
 
@@ -25,24 +27,8 @@ TEXTURES = ("rl4vla", "rlinf")
 FACTORS = ("object", "plate", "extra", "table", "position", "yaw")
 INITIAL_JOINTS = (-0.01840777, 0.0398835, 0.22242722, -0.00460194, 1.36524296, 0.00153398, 0.037, 0.037)  # rad, m
 MOVE_STEP = 5  # actions after which PositionChangeTo moves the object
-TEMPLATES = (  # of Instruct; 0 is that of all other variants
-    "put {object} on {plate}",
-    "Place the {object} on the {plate}",
-    "set {object} on {plate}",
-    "move the {object} to the {plate}",
-    "Take the {object} and put it on the {plate}",
-    "pick up {object} and set it down on {plate}",
-    "please put the {object} on the {plate}",
-    "Put {object} onto {plate}.",
-    "place the {object} onto the {plate} surface",
-    "Make sure {object} is on {plate}.",
-    "on the {plate}, put the {object}",
-    "put the {object} where the {plate} is",
-    "Move the {object} from the table to the {plate}",
-    "Move {object} so it’s on {plate}.",
-    "Can you put {object} on {plate}?",
-    "{object} on the {plate}, please.",
-    "the {object} should be placed on the {plate}.",
+TEMPLATES: tuple[str, ...] = tuple(  # of Instruct; 0 is that of all other variants
+    json.loads(resources.files("vla_envs.maniskill").joinpath("templates.json").read_text("utf-8"))
 )
 _CENTRE, _HALF_EDGE = np.array([-0.16, 0.0]), 0.075  # m, of the square that things are placed in
 _MINIMUM_DISTANCE, _FAR = 0.070, 0.150  # m, between object and plate, and of the third place

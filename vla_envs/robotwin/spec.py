@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
@@ -29,28 +31,9 @@ _DISTANCE = 0.6  # m between two arms, the guide's
 _Camera = Literal["D435", "L515", "Large_D435", "Large_L515"]
 _CAMERA: _Camera = "D435"  # of RoboTwin's task_config/
 
-# Each with its step limit in RoboTwin's own evaluation (task_config/_eval_step_limit.yml).
-TASKS = {
-    **dict.fromkeys(("adjust_bottle", "beat_block_hammer", "click_alarmclock", "click_bell", "grab_roller"), 400),
-    **dict.fromkeys(("lift_pot", "move_can_pot", "move_pillbottle_pad", "move_playingcard_away"), 400),
-    **dict.fromkeys(("move_stapler_pad", "pick_diverse_bottles", "pick_dual_bottles", "place_a2b_left"), 400),
-    **dict.fromkeys(("place_a2b_right", "place_container_plate", "place_mouse_pad", "place_object_stand"), 400),
-    **dict.fromkeys(("place_phone_stand", "press_stapler", "rotate_qrcode", "stamp_seal", "turn_switch"), 400),
-    **dict.fromkeys(("place_bread_skillet", "place_burger_fries", "place_empty_cup", "place_shoe", "scan_object"), 500),
-    **dict.fromkeys(("dump_bin_bigbin", "handover_mic", "place_dual_shoes"), 600),
-    **dict.fromkeys(("place_bread_basket", "place_can_basket", "place_object_basket", "shake_bottle"), 700),
-    "shake_bottle_horizontally": 700,
-    **dict.fromkeys(("handover_block", "place_cans_plasticbox", "stack_blocks_two"), 800),
-    **dict.fromkeys(("hanging_mug", "stack_bowls_two"), 900),
-    **dict.fromkeys(("blocks_ranking_rgb", "blocks_ranking_size", "stack_blocks_three", "stack_bowls_three"), 1200),
-    "open_microwave": 1500,
-    "put_bottles_dustbin": 1700,
-}
-_SET_BY_DEMONSTRATION = "its success check needs what only a scripted demonstration sets"
-REFUSED = {
-    "place_fan": "its reset fails",
-    **dict.fromkeys(("open_laptop", "place_object_scale", "put_object_cabinet"), _SET_BY_DEMONSTRATION),
-}
+_TABLE = json.loads(resources.files("vla_envs.robotwin").joinpath("tasks.json").read_text())
+TASKS: dict[str, int] = _TABLE["step_limits"]  # of RoboTwin's own evaluation (task_config/_eval_step_limit.yml)
+REFUSED: dict[str, str] = _TABLE["refused"]  # and why
 
 
 @cache

@@ -99,10 +99,6 @@ class WorkerProcess:
                 self._seen = self._state()
         return answer
 
-    def has_answer(self) -> bool:
-        """Tell whether a complete answer was read but not returned yet."""
-        return self._body() is not None
-
     def hangs(self) -> bool:
         """Tell whether its time is up; one that has got further gets as much time again."""
         if time.monotonic() < self.deadline:
@@ -193,7 +189,7 @@ class WorkerProcess:
 
 def wait(processes: Collection[WorkerProcess], timeout: float) -> None:
     """Wait until a process has something to say, can be sent more, or has ended."""
-    if any(process.has_answer() for process in processes):
+    if any(process._body() is not None for process in processes):  # read, but not returned yet
         return
     poll = select.poll()
     for process in processes:

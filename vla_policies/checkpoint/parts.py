@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from vla_common.tensor_files import not_finite, refuse_not_finite
+from vla_common.tensor_files import not_finite
 
 PIECE = 8_000_000  # bytes that are sent at once
 
@@ -101,7 +101,8 @@ def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
     )
     if (mesh := _mesh(tensors.values())) is not None:
         broken = _all_gather(mesh, broken)
-    refuse_not_finite(broken, what)
+    if broken:
+        raise ValueError(f"{what} has weights that are not finite, such as {broken[0]}; nothing is saved")
 
 
 def _mesh(tensors: Iterable[Tensor]) -> DeviceMesh | None:

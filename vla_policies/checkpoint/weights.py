@@ -74,9 +74,8 @@ def has_weights(folder: str | Path) -> bool:
 def list_weights(source: str | Path) -> dict[str, Entry]:
     """List every tensor of a folder (single file or shards) or of one safetensors file; reads headers only.
 
-    Raises:
-        FileNotFoundError: no weights, or shards that the index names are missing.
-        ValueError: a truncated or foreign file, or a shard without a tensor that the index promises.
+    FileNotFoundError: no weights, or shards that the index names are missing. ValueError: a truncated or foreign file,
+    or a shard without a tensor that the index promises.
     """
     source = Path(source)
     if source.is_file() or (source / WEIGHTS).is_file():
@@ -248,7 +247,7 @@ def save_weights(
 
     split = split_state_dict_into_shards_factory(
         dict(weights),
-        get_storage_size=_bytes,
+        get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
@@ -306,10 +305,6 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is truncated or no safetensors file ({error}); copy it again") from error
-
-
-def _bytes(tensor: Any) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _few(names: list[str], count: int = 5) -> str:

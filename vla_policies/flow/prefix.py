@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from vla_common.keys import PREFIX_KEYS, PREFIX_VALID, PREFIX_VALUES
 from vla_policies.nn.gemma import Gemma, KeysValues
+from vla_policies.nn.rotary import positions_of
 from vla_policies.nn.siglip import Siglip
 
 
@@ -111,11 +112,6 @@ class PrefixModel(nn.Module):
         mask = None if bool(valid.all()) else valid[:, None, None, :]
         hidden, layers = self.language(embeddings, positions_of(valid), mask, output=output)
         return PrefixCache(layers, valid, hidden)
-
-
-def positions_of(valid: Tensor) -> Tensor:
-    """Return positions int64 ``[N, P]`` of tokens, of which bool ``valid`` ``[N, P]`` are counted."""
-    return (valid.cumsum(1) - 1).clamp_min(0)
 
 
 def outside_stacks(name: str, stacks: tuple[str, ...]) -> bool:

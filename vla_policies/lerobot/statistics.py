@@ -85,20 +85,19 @@ class LeRobotStatistics:
 
     def normalize(self, what: str, values: Tensor) -> Tensor:
         """Normalise ``state`` or ``actions`` ``[..., D]`` in physical units; ValueError for those of another robot."""
-        self._of(what).check(values.shape[-1], what)
-        return self._of(what).normalize(values)
+        statistics: FeatureStatistics = getattr(self, what)
+        statistics.check(values.shape[-1], what)
+        return statistics.normalize(values)
 
     def unnormalize(self, what: str, values: Tensor) -> Tensor:
         """Invert :meth:`normalize`."""
-        return self._of(what).unnormalize(values)
+        statistics: FeatureStatistics = getattr(self, what)
+        return statistics.unnormalize(values)
 
     def check(self, state_dim: int, action_dim: int) -> None:
         """Refuse statistics of another robot (ValueError)."""
         self.state.check(state_dim, "state")
         self.actions.check(action_dim, "actions")
-
-    def _of(self, what: str) -> FeatureStatistics:
-        return {"state": self.state, "actions": self.actions}[what]
 
 
 NO_STATISTICS = LeRobotStatistics(*2 * [FeatureStatistics(MEAN_STD, torch.zeros(0), torch.zeros(0), 0.0)])

@@ -64,15 +64,12 @@ class Llama(nn.Module):
     def hidden_states(
         self, embeddings: Tensor, valid: Tensor, positions: Tensor, *, causal: bool, cache: DynamicCache | None = None
     ) -> Tensor:
-        """Return the hidden states ``[N, S, hidden]`` after the final norm.
+        """Return the hidden states ``[N, S, hidden]`` after the final norm, of the tokens that are new to ``cache``.
 
-        Args:
-            embeddings: ``[N, S, hidden]``, the tokens that are new to the cache.
-            valid: bool ``[N, T]``, which of the cached and the ``S`` new tokens may be attended to; the first is never
-                padding.
-            positions: int64 ``[N, S]`` of the new tokens; those of padding do not matter.
-            causal: attend to earlier tokens only; otherwise every token attends to all.
-            cache: is extended by the new tokens.
+        Of these are ``embeddings`` ``[N, S, hidden]`` and ``positions`` int64 ``[N, S]``, which do not matter of
+        padding; the cache is extended by them. ``valid``, bool ``[N, T]``, says which of the cached and the new tokens
+        may be attended to; the first is never padding. ``causal``: attend to earlier tokens only; otherwise every token
+        attends to all.
         """
         mask, is_causal = _attention_mask(valid, embeddings.shape[1], causal)
         rotation = rotary.rotation(positions, self.config.head_dim, self.config.rope_theta, embeddings.dtype)

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def positions_of(valid: Tensor) -> Tensor:
+    """Return positions int64 ``[N, S]`` of tokens, of which bool ``valid`` ``[N, S]`` are counted, from 0."""
+    return (valid.cumsum(1) - 1).clamp_min(0)
+
+
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosine and sine ``[N, 1, S, head_dim]`` of the angles ``position / theta ** (2 i / head_dim)``.
 

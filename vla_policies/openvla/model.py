@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from vla_policies.nn.dino_siglip import DualVisionBackbone
 from vla_policies.nn.dino_siglip_config import VisionConfig
 from vla_policies.nn.llama import Llama, LlamaConfig
+from vla_policies.nn.rotary import positions_of
 
 BOS, STOP = 1, 2  # token ids of Llama-2
 VALUE_HEAD = "value_head."  # prefix of its names among the weights
@@ -76,14 +77,10 @@ class Prismatic(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Embed everything before the actions; FiLM takes the mean embedding of all tokens but images and actions.
 
-        Args:
-            pixel_values: float ``[N, 6 n, H, W]``.
-            prompt_tokens: int64 ``[N, L]``, each row one prompt that begins with BOS, with padding anywhere.
-            extra: ``[N, E, hidden]`` between patches and prompt, for the proprioception token.
-            stop: the sequence will end with STOP, which FiLM's mean includes.
-
-        Returns:
-            Embeddings ``[N, P, hidden]`` and which of them are valid, bool ``[N, P]``; the last one always is.
+        Takes ``pixel_values`` float ``[N, 6 n, H, W]`` and ``prompt_tokens`` int64 ``[N, L]``, each row one prompt that
+        begins with BOS, with padding anywhere. ``extra`` ``[N, E, hidden]`` goes between patches and prompt, for the
+        proprioception token; ``stop``: the sequence will end with STOP, which FiLM's mean includes. Returns embeddings
+        ``[N, P, hidden]`` and which of them are valid, bool ``[N, P]``; the last one always is.
         """
         text, text_valid = pack_right(prompt_tokens, self.config.pad_token)
         begin = self.language_model.embed(torch.full_like(text[:, :1], BOS))
@@ -145,8 +142,3 @@ def pack_right(prompt_tokens: Tensor, pad_token: int) -> tuple[Tensor, Tensor]:
         raise ValueError("prompt_tokens has a row without a prompt; they come from the policy's prompt_tokens(texts)")
     order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, -int(lengths.max()) :]
     return prompt_tokens.gather(1, order), valid.gather(1, order)
-
-
-def positions_of(valid: Tensor) -> Tensor:
-    """Return positions int64 ``[N, S]`` that count the valid tokens from 0."""
-    return (valid.cumsum(1) - 1).clamp_min(0)

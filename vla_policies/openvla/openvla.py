@@ -9,8 +9,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn import functional as F
 
+from vla_policies.nn.rotary import positions_of
 from vla_policies.openvla.base import PrismaticPolicy
-from vla_policies.openvla.model import positions_of
 
 
 class OpenVLA(PrismaticPolicy):

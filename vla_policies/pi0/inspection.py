@@ -11,16 +11,13 @@ import torch
 from vla_policies.checkpoint.report import NOT_SAID, Report, describe_weights
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.checkpoint.weights import check_weights
-from vla_policies.flow import memory
-from vla_policies.memory import DecisionMemory
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.pi0.checkpoint import Pi0Checkpoint, is_unused
-from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig
 from vla_policies.pi0.presets import get_preset
 
-_VOCABULARY, _ACTION_DIM, _HORIZON = 257_152, 32, 50
+_VOCABULARY, _ACTION_DIM = 257_152, 32
 
 
 def describe_checkpoint(folder: Path) -> Report:
@@ -71,10 +68,3 @@ def published_sizes(pi05: bool) -> Pi0ModelConfig:
     language = GemmaConfig(2048, 18, 16_384, 8, 1, 256)
     expert = GemmaConfig(1024, 18, 4096, 8, 1, 256, conditioned=pi05)
     return Pi0ModelConfig(SiglipConfig(), language, expert, _VOCABULARY, _ACTION_DIM, pi05)
-
-
-def decision_memory(model: Pi0Model, config: Pi0Config, frozen: bool) -> DecisionMemory:
-    """Return the stacks that a gradient goes through, see :func:`vla_policies.flow.memory.decision_memory`."""
-    preset = get_preset(config.config_name).horizon if getattr(config, "config_name", None) else _HORIZON
-    tokens = (config.action_horizon or preset) + (0 if model.config.pi05 else 1)
-    return memory.decision_memory(model, config, frozen, config.num_images_in_input, tokens)

@@ -12,18 +12,21 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn import functional as F
 
+from vla_policies.flow import memory
 from vla_policies.flow.heads import save_heads
 from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import Observed, VLMFlowPolicy
 from vla_policies.memory import DecisionMemory
 from vla_policies.pi0.checkpoint import Pi0Checkpoint, is_pi0, is_unused
 from vla_policies.pi0.config import Pi0Config
-from vla_policies.pi0.inspection import decision_memory, describe_checkpoint, make_meta_model
+from vla_policies.pi0.inspection import describe_checkpoint, make_meta_model
 from vla_policies.pi0.model import EXPERT, Pi0Model, stays_float32
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.normalization import summarise
+
+_HORIZON = 50  # as published
 
 
 class Pi0(VLMFlowPolicy):
@@ -83,7 +86,10 @@ class Pi0(VLMFlowPolicy):
         return (get_preset(name).value_head if name else None) or super().value_widths()
 
     def decision_memory(self) -> DecisionMemory:
-        return decision_memory(self.model, self.config, self.prefix_is_frozen)
+        config, name = self.config, getattr(self.config, "config_name", None)
+        tokens = config.action_horizon or (get_preset(name).horizon if name else _HORIZON)
+        tokens += 0 if self.model.config.pi05 else 1
+        return memory.decision_memory(self.model, config, self.prefix_is_frozen, config.num_images_in_input, tokens)
 
     @property
     def padding(self) -> int:
