@@ -25,7 +25,8 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
     """Return settings with which a run fits GPUs of the size ``settings.gpu``, and print what they change.
 
     Parts of a minibatch, gradient checkpointing, prefixes that are not kept, Adam in host memory and stages leave the
-    updates as they are, up to rounding (stages draw other random numbers). Where that is not enough an adapter in bfloat16 is trained.
+    updates as they are, up to rounding (stages draw other random numbers). Where that is not enough an adapter in
+    bfloat16 is trained.
 
     Args:
         settings: of the run, see :func:`vla_algos.run.config.read_config`; ``gpu`` may be ``None``.
