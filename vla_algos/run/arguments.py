@@ -100,10 +100,11 @@ def _all_of_ours(recipe: str, arguments: Sequence[str], conf: Path) -> dict[str,
 
 def unknown_setting(name: str, known: Mapping[str, Any]) -> ValueError:
     """Name an unknown setting, and the one of the same name elsewhere, or those that are spelt like it."""
-    last = name.rpartition(".")[2]
-    if places := [*also_called(last, known), *find_setting(last, known)]:
+    last, section = name.rpartition(".")[2], name.partition(".")[0]
+    its = known.get(section) if section != name else None
+    longer = [f"{section}.{each}" for each in its if each.startswith(last)] if isinstance(its, Mapping) else []
+    if places := [*longer, *also_called(last, known), *find_setting(last, known)]:
         return ValueError(f"unknown setting {name!r}; did you mean {' or '.join(places[:3])}?")
-    section = name.partition(".")[0]
     if section != name and section in known:
         return unknown_name("setting", name, [f"{section}.{each}" for each in known[section]])
     return unknown_name("setting", section, known)
