@@ -19,7 +19,17 @@ from vla_algos import BehaviourCloning, EpisodeCollector, Learner, StepCollector
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common import keys
 from vla_envs import EpisodeSampler, VLAEnv, evaluation_episodes
-from vla_policies import OpenVLAOFT, Pi0, SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig
+from vla_policies import (
+    OpenVLA,
+    OpenVLAOFT,
+    Pi0,
+    SmallFlow,
+    SmallFlowConfig,
+    SmallVLA,
+    SmallVLAConfig,
+    SmolVLA,
+    load_policy,
+)
 from vla_policies.tiny import make_tiny
 
 SIZES = {"action_low": (-1.0,) * 4, "action_high": (1.0,) * 4, "state_dim": 4, "chunk_size": 2, "dim": 8, "heads": 2}
@@ -28,26 +38,32 @@ SIZES |= {"layers": 1, "channels": (4, 4, 4), "keypoints": 4, "text_buckets": 32
 
 def families(folder):
     """Functions of a device; those of checkpoints are slow, and tried on the GPU alone."""
-    for kind in ("openvla_oft_rlinf", "pi0"):
+    for kind in ("openvla_oft_rlinf", "pi0", "pi05", "smolvla_metaworld"):
         make_tiny(kind, folder / kind)
     oft = {"benchmark": "metaworld", "layout": "rlinf", "num_action_chunks": 2, "value_head": True}
     pi0 = {"benchmark": "metaworld", "config_name": "pi0_metaworld", "num_action_chunks": 2, "num_steps": 2}
+    pi05 = {**pi0, "config_name": "pi05_metaworld"}
+    openvla = {"benchmark": "metaworld", "value_head": True}
+    smolvla = {"benchmark": "metaworld", "num_action_chunks": 2, "num_steps": 2, "value_head": True}
     return {
         "small": lambda device: SmallVLA(SmallVLAConfig(num_bins=8, **SIZES)).to(device),
         "small_flow": lambda device: SmallFlow(SmallFlowConfig(value_head=True, num_steps=2, **SIZES)).to(device),
         "openvla_oft": lambda d: OpenVLAOFT.from_pretrained(folder / "openvla_oft_rlinf", device=d, **oft),
+        "openvla": lambda d: OpenVLA.from_pretrained(folder / "openvla_oft_rlinf", device=d, **openvla),
         "pi0": lambda d: Pi0.from_pretrained(folder / "pi0", device=d, value_head=True, **pi0),
+        "pi05": lambda d: Pi0.from_pretrained(folder / "pi05", device=d, value_head=True, **pi05),
+        "smolvla": lambda d: SmolVLA.from_pretrained(folder / "smolvla_metaworld", device=d, **smolvla),
     }
 
 
-def make_env(device):
+def make_env(device, chunk):
     """Two worlds of Meta-World's shape; with 0 as the goal about half of the episodes succeed."""
     spec = walker_spec(horizon=5, goal=0.0, action_dim=4)
     spec = replace(spec, id="metaworld/walker", state_dim=4, image_shape=(16, 16))
     if device != "cpu":
         where = {**spec.options, "device": device}
         spec = replace(spec, batched="batched_walkers:BatchedWalkers", options=where)
-    return VLAEnv(spec, 2, 2, EpisodeSampler(spec, 0), num_workers=1)
+    return VLAEnv(spec, 2, chunk, EpisodeSampler(spec, 0), num_workers=1)
 
 
 def learn(policy, batch, **settings):
@@ -70,7 +86,7 @@ def group_relative(policy, env):
 
 def cloning(policy, env):
     shown = policy(env.reset()).select(*policy.loss_keys, keys.STATES, keys.ACTION, strict=False).cpu()
-    shown[keys.STEP_MASK] = torch.ones(2, 2, dtype=torch.bool)
+    shown[keys.STEP_MASK] = torch.ones(2, policy.chunk_size, dtype=torch.bool)
     learner = BehaviourCloning(policy, shown, steps=2, batch_size=2)
     learner.step()
     learner.evaluate(shown)
@@ -78,6 +94,12 @@ def cloning(policy, env):
 
 def evaluation(policy, env):
     evaluate(env, policy, evaluation_episodes(env.simulator_spec, 2, seed=1), record=1)
+
+
+def saving(policy, env):
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save_pretrained(folder)
+        load_policy(folder, device=policy.device) if policy.needs_checkpoint else load_policy(folder).to(policy.device)
 
 
 def count_waits(policy, env):
@@ -96,10 +118,10 @@ def count_waits(policy, env):
     return counts[2], counts[5] - counts[3]
 
 
-WORK = {"ppo": ppo, "grpo": group_relative, "cloning": cloning, "evaluation": evaluation}
+WORK = {"ppo": ppo, "grpo": group_relative, "cloning": cloning, "evaluation": evaluation, "saving": saving}
 GPU = "gpu:0"
 DEVICES = {"small": [(GPU, GPU), (GPU, "cpu"), ("cpu", GPU)]}  # of policy and worlds
-DEVICES |= {"small_flow": [(GPU, GPU)], "openvla_oft": [(GPU, GPU)], "pi0": [(GPU, GPU)]}
+DEVICES |= {each: [(GPU, GPU)] for each in ("small_flow", "openvla_oft", "openvla", "pi0", "pi05", "smolvla")}
 
 
 def main():
@@ -110,7 +132,8 @@ def main():
         for family, make in families(Path(folder)).items():
             for devices in DEVICES[family]:
                 torch.manual_seed(0)
-                policy, env = make(devices[0]), make_env(devices[1])
+                policy = make(devices[0])
+                env = make_env(devices[1], policy.chunk_size)
                 for name, work in WORK.items():
                     try:
                         work(policy, env)
@@ -119,7 +142,8 @@ def main():
                         error = traceback.format_exc()
                     print(json.dumps([family, *devices, name, error]), flush=True)
                 env.close()
-            policy, env = make(GPU), make_env("cpu")
+            policy = make(GPU)
+            env = make_env("cpu", policy.chunk_size)
             waits[family] = count_waits(policy, env)
             env.close()
     print(json.dumps(waits))

@@ -1,4 +1,4 @@
-"""PPO, GRPO, cloning and evaluation with policy and worlds on a GPU or not: nothing mixes what lies on either.
+"""PPO, GRPO, cloning, evaluation and saving with policy and worlds on a GPU or not: nothing mixes what lies on either.
 
 The GPU is imitated: it shows tensors that are not where they should be, in a process of its own. It has no kernels.
 """
@@ -17,6 +17,7 @@ from vla_common import keys
 from vla_envs import EpisodeSampler, VLAEnv
 
 WAITS = {"small": (8, 27), "small_flow": (15, 31), "openvla_oft": (16, 29), "pi0": (24, 36)}
+WAITS |= {"openvla": (26, 29), "pi05": (25, 37), "smolvla": (22, 37)}
 CASES = [(family, *devices, work) for family, tried in DEVICES.items() for devices in tried for work in WORK]
 
 
