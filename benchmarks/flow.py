@@ -59,17 +59,17 @@ def tokenizer() -> bytes:
     return written.getvalue()
 
 
-def make_policy(size: str, steps: int, frozen: bool, device: str = "cpu") -> Pi0:
+def make_policy(size: str, steps: int, frozen: bool, device: str = "cpu", pi05: bool = False) -> Pi0:
     """A policy with random weights, and everything of a checkpoint folder that it needs to exist."""
     torch.manual_seed(0)
-    entry = {"mean": [0.0] * 32, "std": [1.0] * 32}
+    entry = {"mean": [0.0] * 32, "std": [1.0] * 32, "q01": [-1.0] * 32, "q99": [1.0] * 32}
     statistics_ = {"random": {"state": entry, "actions": entry}}
     folder = Pi0Checkpoint(Path("."), {}, {}, statistics_, tokenizer(), {})
     settings = {"num_steps": steps, "num_images_in_input": 2, "action_horizon": 10, "train_expert_only": frozen}
     settings["max_prompt_length"] = 100  # its tokenizer knows few words
-    config = Pi0Config(benchmark="libero", config_name="pi0_libero", **settings)
+    config = Pi0Config(benchmark="libero", config_name="pi05_libero" if pi05 else "pi0_libero", **settings)
     with torch.device(device):
-        return Pi0(Pi0Model(SIZES[size]), folder, config)
+        return Pi0(Pi0Model(published_sizes(pi05=True) if pi05 else SIZES[size]), folder, config)
 
 
 def sample_again(policy: Pi0, batch: TensorDictBase, noise: Tensor) -> Tensor:

@@ -94,7 +94,15 @@ def step(policy: OpenVLAOFT, batch: TensorDictBase, evaluate: Callable[..., Any]
     (-log_prob.mean() - ENTROPY_BONUS * entropy.mean()).backward()
 
 
-def make_policy(size: str, device: str, dtype: torch.dtype, lora: int, checkpointing: bool) -> OpenVLAOFT:
+def make_policy(
+    size: str,
+    device: str,
+    dtype: torch.dtype,
+    lora: int,
+    checkpointing: bool,
+    family: Any = OpenVLAOFT,
+    config_class: Any = OpenVLAOFTConfig,
+) -> Any:
     """A policy with random weights, and everything of a checkpoint folder that it needs to exist."""
     config = SIZES[size]
     torch.manual_seed(0)
@@ -110,7 +118,7 @@ def make_policy(size: str, device: str, dtype: torch.dtype, lora: int, checkpoin
         vocabulary = {"<unk>": 0, "<s>": BOS, "▁": SPACE}  # nothing is tokenised
         Tokenizer(WordLevel(vocabulary, unk_token="<unk>")).save(str(Path(path) / "tokenizer.json"))
         folder = OpenVLACheckpoint(Path(path), {}, PREPROCESSOR, {"random": {"action": bounds}})
-        policy = OpenVLAOFT(model, folder, OpenVLAOFTConfig(benchmark="libero", max_prompt_length=PROMPT_LENGTH))
+        policy = family(model, folder, config_class(benchmark="libero", max_prompt_length=PROMPT_LENGTH))
     if lora:
         add_lora(policy, lora)
     policy.model.set_gradient_checkpointing(checkpointing)

@@ -155,8 +155,11 @@ class Stack:
     call: Callable[[Callable[..., Any], Tensor], Any]
     rows: int = 1
 
-    def bytes_of_block(self, lowered: bool) -> tuple[int, int]:
-        """Return bytes that one block keeps for the backward pass, and those of its hidden states."""
+    def bytes_of_block(self, lowered: bool, frozen: bool = False) -> tuple[int, int]:
+        """Return bytes that one block keeps for the backward pass, and those of its hidden states.
+
+        Of a ``frozen`` one as if all of it were trained: so much there is at a time without a backward pass too.
+        """
         kept: dict[int, Any] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -166,7 +169,9 @@ class Stack:
         with FakeTensorMode(allow_non_fake_inputs=True):
             own = {
                 name: torch.empty(  # on the CPU, whose attention is fused as a GPU's is
-                    each.shape, dtype=torch.bfloat16 if lowered else each.dtype, requires_grad=each.requires_grad
+                    each.shape,
+                    dtype=torch.bfloat16 if lowered else each.dtype,
+                    requires_grad=frozen or each.requires_grad,
                 )
                 for name, each in self.block.named_parameters()
             }
@@ -187,13 +192,20 @@ class DecisionMemory:
     held: int = 0  # what an update keeps too, such as keys and values of a frozen part
     kept_for_update: int = 0  # at most, of all decisions of an update
     cache: int = 0  # while the policy acts
+    frozen: Sequence[Stack] = ()  # that run before, without gradients
+    frozen_rows: int = 0  # decisions of a pass of these when what comes of it is kept for the update
 
     def activations(self, lowered: bool = False) -> tuple[int, int, int]:
         """Estimate bytes in an update, in one with gradient checkpointing, and in a rollout."""
         found = [(stack.depth, *stack.bytes_of_block(lowered)) for stack in self.stacks]
         largest = max((saved for _, saved, _ in found), default=0)
         kept = self.held + sum(depth * saved for depth, saved, _ in found)
-        return kept, self.held + sum(depth * hidden for depth, _, hidden in found) + largest, self.cache + largest
+        recomputed = self.held + sum(depth * hidden for depth, _, hidden in found) + largest
+        return kept, recomputed, self.cache + max(largest, self.frozen_activations(lowered))
+
+    def frozen_activations(self, lowered: bool = False) -> int:
+        """Estimate bytes of the frozen part while it is computed."""
+        return max((stack.bytes_of_block(lowered, frozen=True)[0] for stack in self.frozen), default=0)
 
 
 class PolicyMemory:
@@ -208,18 +220,29 @@ class PolicyMemory:
         self.groups = group_parameters(policy, policy.stays_float32)
         self.decision = policy.decision_memory() or DecisionMemory(())
         self.activations = cache(self.decision.activations)
+        self.frozen_activations = cache(self.decision.frozen_activations)
 
     def gigabytes(
-        self, plan: MemoryPlan, *, checkpointing: bool = True, decisions: int = 1, num_envs: int = 1
+        self,
+        plan: MemoryPlan,
+        *,
+        checkpointing: bool = True,
+        decisions: int = 1,
+        num_envs: int = 1,
+        keeps: bool = True,
     ) -> tuple[float, float]:
         """Return GB in an update and in a rollout.
 
         ``checkpointing`` recomputes blocks in the backward pass, which is of ``decisions``; ``num_envs`` decide
-        together.
+        together. What comes of a frozen part is computed in each minibatch, or before if the policy ``keeps`` it.
         """
         memory = calculate(self.groups, plan)
         kept, recomputed, acting = self.activations(plan.compute)
-        update = memory.update + self.decision.kept_for_update + decisions * (recomputed if checkpointing else kept)
+        prefix, frozen = self.decision.kept_for_update if keeps else 0, self.frozen_activations(plan.compute)
+        parts = [prefix + decisions * (recomputed if checkpointing else kept), decisions * frozen]
+        if prefix:
+            parts.append(prefix + self.decision.frozen_rows * frozen)
+        update = memory.update + max(parts)
         return 0.0 if plan.acting else update / GB, (memory.rollout + num_envs * acting) / GB
 
 

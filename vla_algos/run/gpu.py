@@ -157,10 +157,9 @@ class Load:
                 "policy.gradient_checkpointing", getattr(config, "gradient_checkpointing", False)
             ),
             decisions=changes.get("update.micro_batch_size", self.decisions),
+            keeps="policy.prefix_cache_gb" not in changes,
             num_envs=-(-envs // (self.processes * self.read("pipeline.stages", changes))),
         )
-        if self.keeps_prefix and "policy.prefix_cache_gb" in changes:
-            update -= config.prefix_cache_gb
         frozen = 0.0  # copy of what is trained
         if self.settings.loss["reference_kl_coeff"]:
             frozen = calculate(self.memory.groups, plan).gradients / GB
@@ -174,7 +173,7 @@ class Load:
         if getattr(self.policy.config, "gradient_checkpointing", True) is False:
             ways.append({"policy.gradient_checkpointing": True})
         if self.keeps_prefix:
-            ways.append({**ways[-1], "policy.prefix_cache_gb": 0.0})
+            ways += [{**way, "policy.prefix_cache_gb": 0.0} for way in ways]
         yield from (way | part for way in ways for part in quick)
         yield from (ways[-1] | part for part in parts if part not in quick)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from vla_policies.memory import GB, PROMPT_LENGTH, DecisionMemory, Stack
 from vla_policies.nn.gemma import Gemma
 
+PREFIX_ROWS = 32  # decisions per pass of a frozen VLM
+
 
 def decision_memory(
     model: Any, config: Any, frozen: bool, images: int, tokens: int, *, state: bool = False
@@ -21,12 +23,11 @@ def decision_memory(
     """
     sizes, language = model.config.vision, model.config.language
     length = images * model.config.image_tokens + PROMPT_LENGTH
-    stacks = []
-    if not frozen:
-        layers = model.vision.encoder.layers
-        stacks.append(Stack(layers[0], len(layers), sizes.num_patches, sizes.width, lambda block, x: block(x), images))
-        read = config.value_head and config.value_after_vlm  # else the last layer is keys and values alone
-        stacks.append(_gemma(model.language, length, depth=language.depth - (0 if read else 1)))
+    layers = model.vision.encoder.layers
+    read = config.value_head and config.value_after_vlm  # else the last layer is keys and values alone
+    vlm = [Stack(layers[0], len(layers), sizes.num_patches, sizes.width, lambda block, x: block(x), images)]
+    vlm.append(_gemma(model.language, length, depth=language.depth - (0 if read else 1)))
+    stacks = [] if frozen else [*vlm]
     if state:
         stacks.append(_gemma(model.language, 1, before=length, depth=language.depth - 1))
     joint = config.method == "flow_noise" if config.joint_log_prob is None else config.joint_log_prob
@@ -34,7 +35,14 @@ def decision_memory(
     stacks.append(_gemma(model.expert, tokens, before=length + state, rows=max(rows, 1)))
     prefix = 2 * language.depth * language.kv_heads * language.head_dim * length * model.dtype.itemsize
     kept = int(config.prefix_cache_gb * GB) if frozen else 0
-    return DecisionMemory(stacks, held=prefix * (1 + rows), kept_for_update=kept, cache=prefix)
+    return DecisionMemory(
+        stacks,
+        held=prefix * (1 + rows),
+        kept_for_update=kept,
+        cache=prefix,
+        frozen=vlm if frozen else (),
+        frozen_rows=PREFIX_ROWS,
+    )
 
 
 def _gemma(gemma: Gemma, tokens: int, before: int = 0, rows: int = 1, depth: int | None = None) -> Stack:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vla_common import keys
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.flow.config import VLMFlowConfig
+from vla_policies.flow.memory import PREFIX_ROWS
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.steps import NOISE_WIDTHS, NoiseNetwork
@@ -25,7 +26,6 @@ from vla_policies.processing.model_images import CAMERAS, ModelImages
 from vla_policies.sharding import ShardGroup, compute_device
 
 _VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
-_ROWS = 32  # decisions per pass of a frozen VLM
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         length = self.num_images * self.image_tokens + longest
         read = tensordict.select(keys.MODEL_IMAGES, *CAMERAS, keys.PROMPT_TOKENS, strict=False)
         kept: dict[Any, Tensor] = {}
-        for start, part in zip(range(0, len(read), _ROWS), read.split(_ROWS), strict=True):
+        for start, part in zip(range(0, len(read), PREFIX_ROWS), read.split(PREFIX_ROWS), strict=True):
             with torch.no_grad():
                 prefix, pooled = self._prefix(part.to(self.device))
             entries = prefix.to_entries(length) | ({} if pooled is None else {keys.PREFIX_POOLED: pooled})

@@ -32,10 +32,11 @@ def test_a_policy_that_is_made_new_fits(capsys):
 
 def test_first_what_leaves_the_updates_as_they_are(capsys):
     changes = fit_gpu(settings_of(*PI0, "gpu=24gb"), 1, ())
-    assert changes == {"gpu": "24gb", "policy.gradient_checkpointing": True, "update.micro_batch_size": 16}
+    updates = {"update.micro_batch_size": 16, "policy.prefix_cache_gb": 0.0}
+    assert changes == {"gpu": "24gb", **updates, "offload.optimizer": True, "pipeline.stages": 2}
     out = capsys.readouterr().out
     assert "  update.micro_batch_size        128 -> 16\n" in out
-    assert out.endswith("the updates are the same, but for the rounding of other batches\n")
+    assert out.endswith("the updates are the same, but for the rounding and the random numbers of other batches\n")
 
 
 def test_what_was_chosen_is_kept_when_it_is_chosen_again():
