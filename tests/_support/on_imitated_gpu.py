@@ -38,11 +38,10 @@ SIZES |= {"layers": 1, "channels": (4, 4, 4), "keypoints": 4, "text_buckets": 32
 
 def families(folder):
     """Functions of a device; those of checkpoints are slow, and tried on the GPU alone."""
-    for kind in ("openvla_oft_rlinf", "pi0", "pi05", "smolvla_metaworld"):
+    for kind in ("openvla_oft_rlinf", "pi0", "smolvla_metaworld"):
         make_tiny(kind, folder / kind)
     oft = {"benchmark": "metaworld", "layout": "rlinf", "num_action_chunks": 2, "value_head": True}
     pi0 = {"benchmark": "metaworld", "config_name": "pi0_metaworld", "num_action_chunks": 2, "num_steps": 2}
-    pi05 = {**pi0, "config_name": "pi05_metaworld"}
     openvla = {"benchmark": "metaworld", "value_head": True}
     smolvla = {"benchmark": "metaworld", "num_action_chunks": 2, "num_steps": 2, "value_head": True}
     return {
@@ -51,7 +50,6 @@ def families(folder):
         "openvla_oft": lambda d: OpenVLAOFT.from_pretrained(folder / "openvla_oft_rlinf", device=d, **oft),
         "openvla": lambda d: OpenVLA.from_pretrained(folder / "openvla_oft_rlinf", device=d, **openvla),
         "pi0": lambda d: Pi0.from_pretrained(folder / "pi0", device=d, value_head=True, **pi0),
-        "pi05": lambda d: Pi0.from_pretrained(folder / "pi05", device=d, value_head=True, **pi05),
         "smolvla": lambda d: SmolVLA.from_pretrained(folder / "smolvla_metaworld", device=d, **smolvla),
     }
 
@@ -121,7 +119,7 @@ def count_waits(policy, env):
 WORK = {"ppo": ppo, "grpo": group_relative, "cloning": cloning, "evaluation": evaluation, "saving": saving}
 GPU = "gpu:0"
 DEVICES = {"small": [(GPU, GPU), (GPU, "cpu"), ("cpu", GPU)]}  # of policy and worlds
-DEVICES |= {each: [(GPU, GPU)] for each in ("small_flow", "openvla_oft", "openvla", "pi0", "pi05", "smolvla")}
+DEVICES |= {each: [(GPU, GPU)] for each in ("small_flow", "openvla_oft", "openvla", "pi0", "smolvla")}
 
 
 def main():
