@@ -43,8 +43,6 @@ from vla_common import keys
 from vla_common.experiments import find_experiments
 from vla_envs import Episode, SimulatorSpec, make_env
 from vla_policies import OpenVLAOFT, VLAPolicy, make_policy
-from vla_policies.checkpoint.lora import adapt
-from vla_policies.checkpoint.weights import cast
 from vla_policies.flow.vlm import VLMFlowPolicy
 from vla_policies.memory import GB, MemoryPlan, PolicyMemory, calculate
 
@@ -70,9 +68,8 @@ def seconds(ways: dict[str, Way], repetitions: int, device: torch.device) -> dic
 
 
 def most_memory(function: Way, device: torch.device) -> float | None:
-    """GB at most, on a GPU."""
+    """GB at most, on a GPU; without one nothing is run."""
     if device.type != "cuda":
-        function()
         return None
     torch.cuda.reset_peak_memory_stats()
     function()
@@ -154,17 +151,12 @@ def random_policy(settings: dict[str, Any], spec: SimulatorSpec, size: str) -> V
     family, rank = settings["family"], settings.get("lora_rank") or 0
     if spec.benchmark != "libero" or family not in ("openvla_oft", "pi0"):
         raise ValueError("--random: makes openvla_oft and pi0 for LIBERO; for others type policy.checkpoint=FOLDER")
-    dtype, device = getattr(torch, settings["dtype"] or "float32"), "cuda" if torch.cuda.is_available() else "cpu"
+    device, checkpointing = "cuda" if torch.cuda.is_available() else "cpu", bool(settings["gradient_checkpointing"])
+    how = {"dtype": getattr(torch, settings["dtype"] or "float32"), "lora": rank, "checkpointing": checkpointing}
     if family == "openvla_oft":
-        size = {"published": "7b"}.get(size, size)
-        policy = policies.make_policy(size, device, dtype, rank, bool(settings["gradient_checkpointing"]))
-        prompt = torch.tensor([[1, 290, 300, 310, 29871]], device=device)  # its tokenizer knows no words
-        policy.prompts = lambda texts: prompt.repeat(len(texts), 1)  # type: ignore[assignment]
-        return policy
-    made = flow.make_policy(size, settings["num_steps"] or 5, settings["train_expert_only"] is not False, device)
-    cast(made.model, dtype, float32=made.needs_float32)
-    adapt(made, settings.get("lora_rank"), None, None)
-    return made.to(device)
+        return policies.make_policy({"published": "7b"}.get(size, size), device, **how)
+    frozen = settings["train_expert_only"] is not False
+    return flow.make_policy(size, settings["num_steps"] or 5, frozen, device, **how)
 
 
 def collect(config: SimpleNamespace, spec: SimulatorSpec, policy: VLAPolicy) -> tuple[Any, Any, dict[str, Any]]:
@@ -172,10 +164,10 @@ def collect(config: SimpleNamespace, spec: SimulatorSpec, policy: VLAPolicy) -> 
     episodes = training_episodes(config, spec, config.env.get("group_size", 1))
     env = make_env(**own_share(config.env, spec, {}), chunk_size=policy.chunk_size, episodes=episodes)
     try:
-        collector, found = StepCollector(env, policy, DECISIONS, values=config.recipe == "ppo"), []
+        collector = StepCollector(env, policy, DECISIONS, values=config.recipe == "ppo")
         collector.rollout()  # warms up
-        most = most_memory(lambda: found.append(collector.rollout()), policy.device)
-        return found[0], env.reset(), {**collector.stats(), "GB": most}
+        most = most_memory(collector.rollout, policy.device)
+        return collector.rollout(), env.reset(), {**collector.stats(), "GB": most}
     finally:
         env.close()
 
@@ -191,10 +183,9 @@ def learn(config: SimpleNamespace, policy: VLAPolicy, rollout: TensorDictBase, r
     loss = (ChunkClipPPOLoss if config.recipe == "ppo" else ChunkGRPOLoss)(policy, **config.loss)
     sizes = {"minibatch_size": rollout.numel(), "micro_batch_size": micro_batch(config, rollout)}
     learner = Learner(loss, **config.optim, **sizes, epochs=1, updates=config.iterations, max_log_ratio=None)
-    learner.update(rollout.clone())
-    most = most_memory(lambda: learner.update(rollout.clone()), policy.device)
-    taken = seconds({"update": lambda: learner.update(rollout.clone())}, repetitions, policy.device)
-    return {"advantage": advantage, "GB": most, **taken}
+    ways = {"update": lambda: learner.update(rollout.clone())}
+    taken = seconds(ways, repetitions, policy.device)
+    return {"advantage": advantage, "GB": most_memory(ways["update"], policy.device), **taken}
 
 
 def micro_batch(config: SimpleNamespace, rollout: TensorDictBase) -> int:
@@ -252,7 +243,8 @@ def product(policy: VLAPolicy) -> float:
 
 def memory(policy: VLAPolicy, micro_batch_size: int, num_envs: int) -> dict[str, float]:
     """GB by part, calculated."""
-    whole, part = PolicyMemory(policy), calculate(PolicyMemory(policy).groups, MemoryPlan())
+    whole = PolicyMemory(policy)
+    part = calculate(whole.groups, MemoryPlan())
     checkpointing = bool(getattr(policy.config, "gradient_checkpointing", False))
     sizes = {"decisions": micro_batch_size, "num_envs": num_envs}
     update, rollout = whole.gigabytes(MemoryPlan(), checkpointing=checkpointing, **sizes)

@@ -13,6 +13,8 @@ from sentencepiece import SentencePieceTrainer
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from vla_policies.checkpoint.lora import add_lora
+from vla_policies.checkpoint.weights import cast
 from vla_policies.flow.steps import euler, times
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
@@ -59,7 +61,17 @@ def tokenizer() -> bytes:
     return written.getvalue()
 
 
-def make_policy(size: str, steps: int, frozen: bool, device: str = "cpu", pi05: bool = False) -> Pi0:
+def make_policy(
+    size: str,
+    steps: int,
+    frozen: bool,
+    device: str = "cpu",
+    *,
+    dtype: torch.dtype = torch.float32,
+    lora: int = 0,
+    checkpointing: bool = False,
+    pi05: bool = False,
+) -> Pi0:
     """A policy with random weights, and everything of a checkpoint folder that it needs to exist."""
     torch.manual_seed(0)
     entry = {"mean": [0.0] * 32, "std": [1.0] * 32, "q01": [-1.0] * 32, "q99": [1.0] * 32}
@@ -69,7 +81,12 @@ def make_policy(size: str, steps: int, frozen: bool, device: str = "cpu", pi05: 
     settings["max_prompt_length"] = 100  # its tokenizer knows few words
     config = Pi0Config(benchmark="libero", config_name="pi05_libero" if pi05 else "pi0_libero", **settings)
     with torch.device(device):
-        return Pi0(Pi0Model(published_sizes(pi05=True) if pi05 else SIZES[size]), folder, config)
+        policy = Pi0(Pi0Model(published_sizes(pi05=True) if pi05 else SIZES[size]), folder, config)
+    cast(policy.model, dtype, float32=policy.needs_float32)
+    if lora:
+        add_lora(policy, lora)
+    policy.model.set_gradient_checkpointing(checkpointing)
+    return policy.to(device)
 
 
 def sample_again(policy: Pi0, batch: TensorDictBase, noise: Tensor) -> Tensor:

@@ -241,24 +241,15 @@ def openvla_oft(options: argparse.Namespace) -> Any:
     import torch
 
     size, rank = ("tiny", 4) if options.tiny else ("7b", 32)
-    policy = policies.make_policy(size, options.device, torch.bfloat16, rank, True)
-    prompt = torch.tensor([[1, 290, 300, 310, 29871]])  # the tokenizer knows no words
-    policy.prompts = lambda texts: prompt.repeat(len(texts), 1)  # type: ignore[assignment]
-    return policy
+    return policies.make_policy(size, options.device, torch.bfloat16, rank, True)
 
 
 def pi0(options: argparse.Namespace) -> Any:
     import flow
     import torch
 
-    from vla_policies.checkpoint.lora import add_lora
-    from vla_policies.checkpoint.weights import cast
-
-    policy = flow.make_policy("tiny" if options.tiny else "published", 4, False, options.device)
-    cast(policy.model, torch.bfloat16, float32=policy.needs_float32)
-    add_lora(policy, 4 if options.tiny else 32)
-    policy.model.set_gradient_checkpointing(True)
-    return policy.to(options.device)
+    size, rank = ("tiny", 4) if options.tiny else ("published", 32)
+    return flow.make_policy(size, 4, False, options.device, dtype=torch.bfloat16, lora=rank, checkpointing=True)
 
 
 def egl(options: argparse.Namespace) -> Iterator[Row]:

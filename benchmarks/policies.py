@@ -122,6 +122,8 @@ def make_policy(
     if lora:
         add_lora(policy, lora)
     policy.model.set_gradient_checkpointing(checkpointing)
+    prompt = torch.tensor([[BOS, 290, 300, 310, SPACE]], device=device)
+    policy.prompts = lambda texts: prompt.repeat(len(texts), 1)
     return policy.to(device)
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
 from paths import GOLDEN, ROOT
 
@@ -14,7 +15,7 @@ pytest.importorskip("metaworld", reason="Meta-World is not installed: pip instal
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import cost as cost_of_a_run
-from benchmarks import flow
+from benchmarks import flow, policies
 
 PREFIX = ["decision: prefix at each step", "update: prefix in each minibatch"]
 RUNS = {
@@ -60,6 +61,15 @@ def test_mistakes_are_one_line(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         cost(*words)
     assert message in capsys.readouterr().err
+
+
+def test_a_way_that_computes_something_else_is_noticed(monkeypatch):
+    policy = policies.make_policy("tiny", "cpu", torch.float32, 0, False)
+    batch, right = policies.make_batch(policy, 1), policies.action_positions
+    assert next(cost_of_a_run.baselines(policy, batch))
+    monkeypatch.setattr(policies, "action_positions", lambda policy, hidden: right(policy, hidden.roll(-1, 1)))
+    with pytest.raises(AssertionError, match="not close"):
+        next(cost_of_a_run.baselines(policy, batch))
 
 
 def test_the_published_size_of_pi0_is_that_of_the_published_files():

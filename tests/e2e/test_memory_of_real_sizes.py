@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map_only
 
 from vla_common import keys
 from vla_policies import OpenVLA, OpenVLAOFT, SmolVLA
-from vla_policies.checkpoint.lora import adapt
-from vla_policies.checkpoint.weights import cast
 from vla_policies.memory import GB, PROMPT_LENGTH, MemoryPlan, PolicyMemory
 from vla_policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
 from vla_policies.tiny import make_tiny
@@ -63,10 +61,8 @@ def openvla(family, dtype, lora, checkpointing):
 
 
 def pi0(pi05, dtype, lora, checkpointing, frozen=False):
-    policy = flow.make_policy("published", 4, frozen, pi05=pi05)
-    cast(policy.model, dtype, float32=policy.needs_float32)
-    adapt(policy, lora, None, None)
-    policy.model.set_gradient_checkpointing(checkpointing)
+    how = {"dtype": dtype, "lora": lora, "checkpointing": checkpointing, "pi05": pi05}
+    policy = flow.make_policy("published", 4, frozen, **how)
     return policy, of_a_chain(policy, 224)
 
 
@@ -93,10 +89,10 @@ CASES = {  # what is made, and whether blocks are computed again
     "OpenVLA-OFT, whole": (partial(openvla, OFT, FULL, 0, True), True),
     "OpenVLA-OFT, LoRA": (partial(openvla, OFT, HALF, 32, False), False),
     "OpenVLA, LoRA": (partial(openvla, OPENVLA, HALF, 32, True), True),
-    "pi0, whole": (partial(pi0, False, FULL, None, False), False),
+    "pi0, whole": (partial(pi0, False, FULL, 0, False), False),
     "pi0, LoRA": (partial(pi0, False, HALF, 32, True), True),
-    "pi0, expert": (partial(pi0, False, FULL, None, False, frozen=True), False),
-    "pi0.5, expert": (partial(pi0, True, FULL, None, False, frozen=True), False),
+    "pi0, expert": (partial(pi0, False, FULL, 0, False, frozen=True), False),
+    "pi0.5, expert": (partial(pi0, True, FULL, 0, False, frozen=True), False),
     "pi0.5, LoRA": (partial(pi0, True, HALF, 32, True), True),
 }
 

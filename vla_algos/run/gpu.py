@@ -31,7 +31,7 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
     Args:
         settings: of the run, see :func:`vla_algos.run.config.read_config`; ``gpu`` may be ``None``.
         processes: of the run, each with a GPU.
-        typed: names of the settings that the user has typed.
+        typed: names of the settings that the user has typed, which are not changed.
 
     Raises:
         ValueError: it does not fit; says which GPU would do.
@@ -44,9 +44,10 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
         raise ValueError(f"gpu={name}: is for processes that both act and learn; leave out gpu, or placement")
     if name == "auto":
         name = _own_gpu(settings.launcher["name"])
-    limit, family = usable(name), settings.policy["family"]
+    limit, family, first = usable(name), settings.policy["family"], os.environ.get("RANK", "0") == "0"  # of torchrun
     if not get_policy_class(family).needs_checkpoint:
-        print(f"gpu={name}: {family} is made new and small, nothing is changed")
+        if first:
+            print(f"gpu={name}: {family} is made new and small, nothing is changed")
         return {"gpu": name}
     fitting = Fitting(settings, processes, typed)
     changes = fitting.changes(limit)
@@ -56,7 +57,7 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
             f"gpu={name}: {family} does not fit, a decision at a time and with all that saves memory; "
             + (f"the smallest that would do is gpu={would}" if would else "take more GPUs, or larger ones")
         )
-    if os.environ.get("RANK", "0") == "0":  # of torchrun
+    if first:
         print(fitting.describe(name, changes))
     return {"gpu": name, **changes}
 
@@ -65,15 +66,15 @@ class Fitting:
     """What makes a run fit; arguments as of :func:`fit_gpu`."""
 
     def __init__(self, settings: SimpleNamespace, processes: int, typed: Collection[str]):
-        self.settings, self.processes, self.typed = settings, processes, typed
+        self.settings, self.processes, self.typed = settings, processes, {*typed}
         self.as_it_is = Load(settings, processes, {})
 
     @cached_property
     def adapted(self) -> Load | None:
         """The run with an adapter in bfloat16; ``None`` where it trains one already, or cannot."""
-        policy, typed = self.settings.policy, {"policy.lora_rank", "policy.dtype"} & {*self.typed}
+        policy = self.settings.policy
         own = issubclass(get_policy_class(policy["family"]), PretrainedPolicy)
-        if not own or typed or policy.get("lora_adapter") or policy.get("dtype"):
+        if not own or self.typed & _ADAPTERS.keys() or policy.get("lora_adapter") or policy.get("dtype"):
             return None
         rank = policy.get("lora_rank")
         changes = _ADAPTERS if rank is None else {**_ADAPTERS, "policy.lora_rank": rank}
@@ -82,8 +83,8 @@ class Fitting:
 
     def changes(self, limit: float) -> Changes | None:
         """Return what makes it fit into ``limit`` GB; ``None`` if nothing does."""
-        found = self.as_it_is.fit(limit)
-        return self.adapted.fit(limit) if found is None and self.adapted else found
+        found = self.as_it_is.fit(limit, self.typed)
+        return self.adapted.fit(limit, self.typed) if found is None and self.adapted else found
 
     def load(self, changes: Changes) -> Load:
         """Return that of which they are the changes."""
@@ -187,10 +188,14 @@ class Load:
             yield moved | {"pipeline.stages": stages}
             stages *= 2
 
-    def fit(self, limit: float) -> Changes | None:
+    def fit(self, limit: float, typed: set[str]) -> Changes | None:
         """Return changes with which update and rollout are at most ``limit`` GB; ``None`` if there are none."""
-        update = next((each for each in self.updates() if self.peaks(each)[0] <= limit), None)
-        rollout = next((each for each in self.rollouts() if self.peaks(each)[1] <= limit), None)
+
+        def first(ways: Iterator[Changes], part: int) -> Changes | None:
+            free = ({name: value for name, value in way.items() if name not in typed} for way in ways)
+            return next((way for way in free if self.peaks(way)[part] <= limit), None)
+
+        update, rollout = first(self.updates(), 0), first(self.rollouts(), 1)
         return None if update is None or rollout is None else {**self.others, **update, **rollout}
 
 

@@ -28,7 +28,7 @@ class NotPlainError(TypeError):
 def to_json(state: Any) -> tuple[str, dict[str, Tensor]]:
     """Take the tensors out of a state of dicts, lists, tuples, tensors, numbers and text; returns the rest as JSON.
 
-    Beside it the tensors themselves, by where they stand in the state: ``optimizer.state.0.exp_avg``. NotPlainError: it
+    The tensors come second, by where they stand in the state: ``optimizer.state.0.exp_avg``. NotPlainError: it
     holds something else; says what and where.
     """
     tensors: dict[str, Tensor] = {}

@@ -57,6 +57,15 @@ def test_an_adapter_only_if_it_must_be(capsys):
     assert "policy.lora_rank" not in fit_gpu(large, 8, ()), "they share the model"
 
 
+def test_what_is_typed_stays(capsys):
+    typed = ("update.micro_batch_size", "offload.optimizer")
+    changes = fit_gpu(settings_of(*PI0, "gpu=48gb", "update.micro_batch_size=128", "env.num_envs=256"), 1, typed)
+    assert not changes.keys() & {*typed}
+    assert "pipeline.stages" in changes, "enough without them"
+    with pytest.raises(ValueError, match="gpu=24gb: pi0 does not fit"):
+        fit_gpu(settings_of(*PI0, "gpu=24gb"), 1, {*typed, "pipeline.stages", "policy.dtype"})
+
+
 def test_a_frozen_copy_counts():
     plain, held = (
         Fitting(settings_of(*PI0, f"loss.reference_kl_coeff={coeff}"), 1, ()).as_it_is.peaks({}) for coeff in (0, 0.1)
