@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchrl.objectives import LossModule
 
 from vla_common.settings import BelowOne, Count, Fraction, Rate, Whole, checked, setting_types
 from vla_common.tensor_files import make_room
@@ -27,7 +27,7 @@ _SMOKE = 10  # so few updates only try whether everything works
 
 @checked
 def make_optimizer(
-    loss_module: LossModule,
+    loss_module: nn.Module,
     *,
     lr: Rate,
     value_lr: Rate | None = None,
@@ -49,7 +49,7 @@ def make_optimizer(
     they are those of the loss's ``critic_network``.
 
     Args:
-        loss_module: the loss, with the policy in it.
+        loss_module: the loss, with the policy in it; or the policy.
         lr: learning rate of the policy.
         value_lr: that of the critic; ``None`` for the same.
         betas: of AdamW.
@@ -196,12 +196,14 @@ def empty_state(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     return {**saved, "state": state}
 
 
-def policy_of(loss_module: LossModule) -> Any:
-    """Return the policy in a loss: its ``policy``, or what TorchRL's losses call ``actor_network``."""
-    return loss_module.policy if hasattr(loss_module, "policy") else loss_module.actor_network
+def policy_of(loss_module: nn.Module) -> Any:
+    """Return the policy in a loss: its ``policy``, or what TorchRL's losses call ``actor_network``; or it is one."""
+    return next(
+        (getattr(loss_module, name) for name in ("policy", "actor_network") if hasattr(loss_module, name)), loss_module
+    )
 
 
-def trained_parameters(loss_module: LossModule) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+def trained_parameters(loss_module: nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """List the parameters of a loss that are trained: those of the policy, and those of the critic.
 
     ValueError: they are of a precision that rounds away the steps of a usual learning rate.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from vla_algos import distributed
 from vla_algos.imitation import Sigma, share_of_imitation_loss
-from vla_common.keys import ACTION, DONE, NEXT, STEP_MASK, SUCCESS
+from vla_common.keys import ACTION, DONE, NEXT, STEP_MASK, SUCCESS, TASK_ID, TRIAL_ID
 from vla_common.settings import Count, Factor, checked
 from vla_policies import VLAPolicy
 
 _BEGIN = 4  # batches that are stored before the first is drawn
+_IDENTITY = {"decisions": (), "episodes": (TASK_ID, TRIAL_ID), "tasks": (TASK_ID,)}
 
 
 class SelfImitation:
@@ -37,6 +38,8 @@ class SelfImitation:
         capacity: decisions that are kept, the newest. Their images are the most of a checkpoint.
         batch_size: decisions of an optimizer step, of all processes together. Four times as many are stored first.
         label_sigma: see ``cloning.label_sigma``.
+        equal: what is drawn equally often: ``"decisions"``; ``"episodes"`` (initial states), so that a short one counts
+            as much as a long one; or ``"tasks"``.
 
     Raises:
         ValueError: ``coeff`` with a policy that has no ``imitation_loss``.
@@ -54,11 +57,12 @@ class SelfImitation:
         capacity: Count = 4096,
         batch_size: Count = 128,
         label_sigma: Sigma = 0.1,
+        equal: Literal["decisions", "episodes", "tasks"] = "decisions",
     ):
         if coeff and getattr(type(policy), "imitation_loss", None) in (None, VLAPolicy.imitation_loss):
             raise ValueError(f"{type(policy).__name__} has no imitation_loss: write it, or set self_imitation.coeff=0")
         self.policy, self.coeff, self.capacity = policy, coeff, capacity
-        self.batch_size, self.label_sigma = batch_size, label_sigma
+        self.batch_size, self.label_sigma, self.equal = batch_size, label_sigma, equal
         self._stored: TensorDict | None = None  # [K], oldest first
         self._losses: list[torch.Tensor] = []  # shares of this process
 
@@ -67,7 +71,7 @@ class SelfImitation:
         if not self.coeff:
             return
         solved = in_solved_episodes(batch[NEXT, SUCCESS], batch[NEXT, DONE]).squeeze(-1)
-        new = batch.select(*self.policy.loss_keys, ACTION)[solved].cpu()
+        new = batch.select(*self.policy.loss_keys, ACTION, *_IDENTITY[self.equal])[solved].cpu()
         new[STEP_MASK] = batch[NEXT, STEP_MASK][solved].cpu()
         everywhere = distributed.all_gather(new)
         parts = [part for part in (self._stored, everywhere) if part is not None]
@@ -78,10 +82,17 @@ class SelfImitation:
         stored = self._stored
         if stored is None or len(stored) < min(_BEGIN * self.batch_size, self.capacity):
             return
-        rows = distributed.broadcast_object(torch.randint(len(stored), (self.batch_size,)))
+        rows = distributed.broadcast_object(self._draw(stored))
         loss = share_of_imitation_loss(self.policy, stored[rows], self.label_sigma)
         (self.coeff * loss).backward()
         self._losses.append(loss.detach())
+
+    def _draw(self, stored: TensorDict) -> torch.Tensor:
+        if not (identity := _IDENTITY[self.equal]):
+            return torch.randint(len(stored), (self.batch_size,))
+        which = torch.stack([stored[key] for key in identity])
+        _, number, counts = which.unique(return_inverse=True, return_counts=True, dim=1)
+        return torch.multinomial(1 / counts[number], self.batch_size, replacement=True)
 
     def metrics(self) -> dict[str, float]:
         """Return how many decisions are kept, and the mean loss since the last call, of all processes, which call it.

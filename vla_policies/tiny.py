@@ -13,6 +13,7 @@ import torch
 
 from vla_policies.openvla.tiny import write_tiny as write_openvla
 from vla_policies.pi0.tiny import write_tiny as write_pi0
+from vla_policies.smolvla.tiny import SMALL
 from vla_policies.smolvla.tiny import write_tiny as write_smolvla
 
 _SEED = 0
@@ -49,6 +50,7 @@ KINDS: dict[str, Callable[[Path, str, Sequence[str]], None]] = {
         action_dim=7,
     ),
     "smolvla_metaworld": partial(write_smolvla, cameras=("observation.image",), state_dim=4, action_dim=4),
+    "smolvla_small": partial(write_smolvla, cameras=("observation.image",), state_dim=4, action_dim=4, sizes=SMALL),
 }
 
 

@@ -20,9 +20,8 @@ from tests.storm.lives import Board
 from tests.storm.tally import Tally
 
 MORE = ("iterations=2", "evaluate_every=0")  # of lives that die at an operation
-NAMES = ("ppo", "grpo")
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-NAMES = ("ppo", "grpo")
+NAMES = ("ppo", "grpo", "rs")
 SOON = 60.0  # seconds in which a process ends whose other is gone
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _AUDITED = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.symlink": 2, "os.truncate": 1}  # paths
@@ -48,7 +47,7 @@ def at_operations(count: int, seed: int) -> Tally:
 
 
 def at_moments(count: int, seed: int) -> Tally:
-    """End ``count`` lives of PPO and GRPO by a signal at a random moment, up to three of each run."""
+    """End ``count`` lives of all of ``NAMES`` by a signal at a random moment, up to three of each run."""
     draw, tally, board = random.Random(seed), Tally(), Board()
     with lives.work_folder() as temporary:
         whole, seconds = {}, {}
@@ -57,7 +56,7 @@ def at_moments(count: int, seed: int) -> Tally:
             _finish(name, Path(temporary) / name, board)
             whole[name], seconds[name] = lives.outcome(Path(temporary) / name), time.monotonic() - began
         while tally.tried < count:
-            name = NAMES[tally.tried % 2]
+            name = NAMES[tally.tried % len(NAMES)]
             folder, sent, strange = Path(temporary) / f"{name}_{tally.tried}", [], ""
             for _ in range(min(draw.randint(1, 3), count - tally.tried)):
                 process, what = lives.live(name, folder, board), draw.choice(SIGNALS)

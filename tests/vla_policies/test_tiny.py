@@ -25,6 +25,7 @@ LAYOUTS = {
     "pi05": "pi05",
     "smolvla": "smolvla",
     "smolvla_metaworld": "smolvla",
+    "smolvla_small": "smolvla",
 }
 LOADED = {
     "openvla": (OpenVLA, "libero", {}),
@@ -36,6 +37,7 @@ LOADED = {
     "pi05": (Pi0, "libero", {"config_name": "pi05_libero"}),
     "smolvla": (SmolVLA, "libero", {}),
     "smolvla_metaworld": (SmolVLA, "metaworld", {}),
+    "smolvla_small": (SmolVLA, "metaworld", {}),
 }
 HEADS = {
     "openvla_oft_official": {"action_head--150000_checkpoint.pt", "proprio_projector--150000_checkpoint.pt"},

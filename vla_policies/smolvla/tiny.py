@@ -18,23 +18,41 @@ from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.smolvla.checkpoint import FAMILY, STEP, UNUSED
 from vla_policies.smolvla.model import SmolVLAModel, SmolVLAModelConfig, stays_float32
 
-_VISION = SiglipConfig(width=64, depth=2, heads=1, mlp_dim=96, patch_size=16, num_patches=64)
-_LANGUAGE = GemmaConfig(48, 4, 96, 2, 1, 64, llama=True)
-_EXPERT = GemmaConfig(36, 4, 64, 2, 1, 64, llama=True, cross=(1, 3))
 _VOCABULARY, _DIM = 2048, 32
+TINY = SmolVLAModelConfig(
+    SiglipConfig(width=64, depth=2, heads=1, mlp_dim=96, patch_size=16, num_patches=64),
+    GemmaConfig(48, 4, 96, 2, 1, 64, llama=True),
+    GemmaConfig(36, 4, 64, 2, 1, 64, llama=True, cross=(1, 3)),
+    *(_VOCABULARY, _DIM, _DIM),
+    shuffle=4,
+)
+SMALL = SmolVLAModelConfig(  # which learns on a CPU
+    SiglipConfig(width=128, depth=3, heads=2, mlp_dim=256, patch_size=8, num_patches=64),
+    GemmaConfig(128, 4, 256, 2, 1, 64, llama=True),
+    GemmaConfig(96, 4, 192, 2, 1, 64, llama=True, cross=(1, 3)),
+    *(_VOCABULARY, _DIM, _DIM),
+    shuffle=2,
+)
 _NORMALIZATION = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the last one is the padding
 
 
 def write_tiny(
-    folder: Path, statistics: str, words: Sequence[str], *, cameras: Sequence[str], state_dim: int, action_dim: int
+    folder: Path,
+    statistics: str,
+    words: Sequence[str],
+    *,
+    cameras: Sequence[str],
+    state_dim: int,
+    action_dim: int,
+    sizes: SmolVLAModelConfig = TINY,
 ) -> None:
     """Write the files of a checkpoint into a folder; weights are drawn from torch's own generator.
 
     LeRobot's ``statistics`` have no name; the tokenizer spells all but ``words``.
     """
-    model = SmolVLAModel(SmolVLAModelConfig(_VISION, _LANGUAGE, _EXPERT, _VOCABULARY, _DIM, _DIM, shuffle=4))
-    tensors = {**model.state_dict(), f"{UNUSED}weight": torch.randn(_VOCABULARY, _LANGUAGE.width)}
+    model = SmolVLAModel(sizes)
+    tensors = {**model.state_dict(), f"{UNUSED}weight": torch.randn(_VOCABULARY, sizes.language.width)}
     weights = {name: each if stays_float32(name) else each.to(torch.bfloat16) for name, each in tensors.items()}
     features = {
         **{name: {"type": "VISUAL", "shape": [3, 256, 256]} for name in cameras},
@@ -50,14 +68,14 @@ def write_tiny(
         "normalization_mapping": _NORMALIZATION,
         "max_state_dim": _DIM,
         "max_action_dim": _DIM,
-        "resize_imgs_with_padding": 2 * [_VISION.image_size],
+        "resize_imgs_with_padding": 2 * [sizes.vision.image_size],
         "tokenizer_max_length": 48,
         "pad_language_to": "longest",
-        "num_vlm_layers": _LANGUAGE.depth,
+        "num_vlm_layers": sizes.language.depth,
     }
     values = {"mean": 0.0, "std": 0.5, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}
-    sizes = (STATE, state_dim), (ACTION, action_dim)
-    found = {f"{name}.{key}": torch.full((size,), value) for name, size in sizes for key, value in values.items()}
+    dims = (STATE, state_dim), (ACTION, action_dim)
+    found = {f"{name}.{key}": torch.full((dim,), value) for name, dim in dims for key, value in values.items()}
     named = {"pad_token": _SPECIAL[-1], "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {"tokenizer.json": _tokenizer(words), "tokenizer_config.json": named}
     texts = {name: (json.dumps(content) + "\n").encode() for name, content in files.items()}
