@@ -10,6 +10,7 @@ from typing import Any, Literal
 import hydra
 import torch
 from omegaconf import DictConfig
+from tensordict import TensorDictBase
 
 from vla_algos import Demonstrations, EpisodeCollector, SelfImitation, clone, distributed
 from vla_algos.collectors.crashes import check_crashes
@@ -76,7 +77,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
         policy.start_iteration(iteration)
         collector.extend(episodes.next() for _ in range(wanted))
         with gathered(policy), films.of(iteration, policy.chunk_size):
-            batch = torch.cat(list(collector.iterator()))
+            batch: TensorDictBase = torch.cat(list(collector.iterator()))
 
         # ---- reject what was not solved, and clone what was, with what was kept before
         began = run.seconds
@@ -89,9 +90,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
         schedule.step()
         update = {"time/train": run.seconds - began, **solved.metrics()}
         if "self_imitation/loss" not in update:
-            run.say(
-                f"iteration {iteration}: too little is solved to clone it (self_imitation.batch_size); see the reward"
-            )
+            kept = update["self_imitation/decisions"]
+            run.say(f"iteration {iteration}: {kept:.0f} solved decisions are too few (4 self_imitation.batch_size)")
 
         # ---- tell
         all_rows = distributed.all_gather(batch.select(NEXT, TASK_ID))

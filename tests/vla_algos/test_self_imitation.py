@@ -4,12 +4,13 @@ import pytest
 import torch
 from decisions import decisions
 from forked import together
+from tensordict import TensorDict
 from toy import ToyActorCritic
 
 from vla_algos import SelfImitation, distributed
 from vla_algos.run.plain_state import from_json, to_json
 from vla_algos.self_imitation import in_solved_episodes
-from vla_common.keys import DONE, NEXT, STATES, STEP_MASK, SUCCESS
+from vla_common.keys import DONE, NEXT, STATES, STEP_MASK, SUCCESS, TASK_ID, TRIAL_ID
 from vla_policies import SmallVLA, SmallVLAConfig
 from vla_policies.sharding import shard
 
@@ -76,6 +77,18 @@ def test_the_newest_solved_decisions_are_cloned():
     assert solved.metrics()["self_imitation/loss"] == pytest.approx(loss.item())
     for name, expected in gradients(policy).items():
         torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(("equal", "share"), [("decisions", 0.1), ("episodes", 0.25), ("tasks", 0.5)])
+def test_what_is_drawn_equally_often(equal, share):
+    """Of a task one episode of two decisions, of another two of eight and one of two."""
+    solved = SelfImitation(make_policy(), coeff=1.0, batch_size=4000, equal=equal)
+    task, trial = (
+        torch.tensor(each).repeat_interleave(torch.tensor([2, 8, 8, 2])) for each in ([0, 1, 1, 1], [5, 5, 6, 7])
+    )
+    drawn = solved._draw(TensorDict({TASK_ID: task, TRIAL_ID: trial}, [20]))
+    assert (task[drawn] == 0).float().mean().item() == pytest.approx(share, abs=0.03)
+    assert drawn.unique().tolist() == list(range(20))
 
 
 def test_a_checkpoint_keeps_them():
