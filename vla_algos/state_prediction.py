@@ -75,7 +75,7 @@ class StatePrediction(nn.Module):
             rows: of the demonstrations, int64 ``[B]``, of which this process has just passed every ``world_size``-th.
         """
         own = rows[distributed.rank() :: distributed.world_size()]
-        seen, self._seen = self._seen, torch.empty(0)
+        seen, self._seen = self._seen.reshape(max(len(own), 1), -1, self._seen.shape[-1]).mean(1), torch.empty(0)
         if not len(own):
             return 0.0 * self.predict(seen).sum()
         loss = F.smooth_l1_loss(self.predict(seen), self.targets[own.to(self.targets.device)])
@@ -97,7 +97,7 @@ def check_vision_features(policy: VLAPolicy, weight: float) -> None:
     if weight and policy.vision_features is None:
         raise ValueError(
             f"cloning.auxiliary={weight}: {type(policy).__name__} does not say what it has made of image and "
-            "instruction (it has no vision_features); type cloning.auxiliary=0"
+            "instruction (it has no vision_features, or does not train them); type cloning.auxiliary=0"
         )
 
 

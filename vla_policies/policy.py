@@ -176,9 +176,10 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
 
     @property
     def vision_features(self) -> nn.Module | None:
-        """The module whose output ``[N, F]`` is of images and instruction alone, without the states; ``None`` for none.
+        """The module whose output ``[N, F]``, or ``[.., F]`` of tokens row by row, is not of states; ``None`` for none.
 
-        It runs once in :meth:`imitation_loss`; behaviour cloning may train it to predict future states as well.
+        It sees images, and the instruction or not, runs once in :meth:`imitation_loss`, and is trained. Behaviour
+        cloning may train it to predict future states as well.
         """
         return None
 

@@ -193,6 +193,11 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     # ---- the prefix of a frozen VLM, kept during an update
 
     @property
+    def vision_features(self) -> nn.Module | None:
+        """What makes tokens of images, if it is trained."""
+        return None if self.prefix_is_frozen else self.model.projector
+
+    @property
     def prefix_is_frozen(self) -> bool:
         """Whether nothing of the VLM is trained."""
         return not any(p.requires_grad for p in self.vlm.parameters())

@@ -14,6 +14,7 @@ from tensordict import NonTensorData, NonTensorStack
 from torch.distributions import Normal
 from torchrl.envs.utils import ExplorationType
 
+from vla_algos import BehaviourCloning
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common import keys
@@ -307,3 +308,26 @@ def test_imitation(make, seen):
     assert math.isfinite(loss.sum().item())
     loss.mean().backward()
     assert policy.model.state_proj.weight.grad.any()
+
+
+# ---- where to look, while it clones
+
+
+def test_state_prediction_trains_what_makes_tokens_of_both_cameras(make, seen):
+    rows = seen.clone()
+    rows[keys.PROMPT_TOKENS] = make().prompt_tokens(["open the drawer"] * 3)
+    rows[keys.ACTION], rows[keys.STEP_MASK] = torch.randn(3, 5, 7), torch.ones(3, 5, dtype=torch.bool)
+    rows[keys.EPISODE], rows[keys.STEP] = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    rows[keys.FINAL_STATES] = torch.randn(3, 8)
+    policy = make(train_expert_only=False).train()
+    cloning = BehaviourCloning(policy, rows, steps=1, batch_size=3, auxiliary=1.0, auxiliary_steps=(1,))
+    found = []
+    for first in (seen[keys.IMAGES], seen[keys.IMAGES].flip(0)):
+        with cloning.state_prediction.watching():
+            policy.imitation_loss(rows.clone().update({keys.IMAGES: first}), sigma=0.1)
+        found.append(cloning.state_prediction.share_of_loss(torch.arange(3)))
+    assert found[0] != found[1]
+    found[0].backward()
+    assert policy.model.vision.embeddings.patch_embedding.weight.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match=r"cloning\.auxiliary=1.*or does not train them\); type cloning\.auxiliary=0"):
+        BehaviourCloning(make(), rows, steps=1, auxiliary=1.0)
