@@ -60,7 +60,8 @@ class SelfImitation:
         equal: Literal["decisions", "episodes", "tasks"] = "decisions",
     ):
         if coeff and getattr(type(policy), "imitation_loss", None) in (None, VLAPolicy.imitation_loss):
-            raise ValueError(f"{type(policy).__name__} has no imitation_loss: write it, or set self_imitation.coeff=0")
+            name = type(policy).__name__
+            raise ValueError(f"{name} has no imitation_loss: write it, or set self_imitation.coeff=0 (recipe ppo)")
         self.policy, self.coeff, self.capacity = policy, coeff, capacity
         self.batch_size, self.label_sigma, self.equal = batch_size, label_sigma, equal
         self._stored: TensorDict | None = None  # [K], oldest first

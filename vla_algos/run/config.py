@@ -54,7 +54,8 @@ TRAINING: Types = {
     "train_videos": setting_types(TrainVideos, without=["run", "spec"]),
 }
 _TABLES = ("suites", "evaluation")  # of an experiment: what interpolations read, and evaluate.py
-_SHARED = (("env", "num_envs"), ("collector", "groups"), ("collector", "max_groups"))  # by the processes of a job
+# Shared by the processes of a job:
+_SHARED = (("env", "num_envs"), *(("collector", name) for name in ("groups", "max_groups", "episodes")))
 _CHOSEN_BY = {"env": "id", "policy": "family", "launcher": "name"}  # the setting that says which others there are
 
 
