@@ -91,8 +91,10 @@ class SelfImitation:
     def _draw(self, stored: TensorDict) -> torch.Tensor:
         if not (identity := _IDENTITY[self.equal]):
             return torch.randint(len(stored), (self.batch_size,))
-        which = torch.stack([stored[key] for key in identity])
-        _, number, counts = which.unique(return_inverse=True, return_counts=True, dim=1)
+        which = torch.zeros(len(stored), dtype=torch.int64)  # one number each: rows are slow to compare
+        for key in identity:
+            which = which * (stored[key].max() + 1) + stored[key]
+        _, number, counts = which.unique(return_inverse=True, return_counts=True)
         return torch.multinomial(1 / counts[number], self.batch_size, replacement=True)
 
     def metrics(self) -> dict[str, float]:

@@ -190,12 +190,12 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
             prefix = self.compute_prefix(tensordict, tokens[:, :longest], valid[:, :longest], output=read is not None)
         return prefix, None if read is None else prefix.pool(read)
 
-    # ---- the prefix of a frozen VLM, kept during an update
-
     @property
     def vision_features(self) -> nn.Module | None:
         """What makes tokens of images, if it is trained."""
         return None if self.prefix_is_frozen else self.model.projector
+
+    # ---- the prefix of a frozen VLM, kept during an update
 
     @property
     def prefix_is_frozen(self) -> bool:
