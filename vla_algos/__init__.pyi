@@ -23,6 +23,7 @@ from .demonstrations import record_demonstrations as record_demonstrations
 from .demonstrations import write_demonstrations as write_demonstrations
 from .evaluation import EvaluationResult as EvaluationResult
 from .evaluation import evaluate as evaluate
+from .expert_labels import ExpertLabels as ExpertLabels
 from .groups import Group as Group
 from .groups import collect_groups as collect_groups
 from .groups import grpo as grpo

@@ -38,7 +38,7 @@ def check_state_noise(state_noise: Any, state_dim: int) -> None:
 
 
 def clone(
-    policy: VLAPolicy, demonstrations: Samples, heldout: Samples, folder: Path, *, steps: Count, **settings: Any
+    policy: VLAPolicy, demonstrations: Samples, heldout: Samples | None, folder: Path, *, steps: Count, **settings: Any
 ) -> None:
     """Clone demonstrations into ``policy``, in all processes at once: ``recipes/sft.py`` within another recipe.
 

@@ -104,6 +104,47 @@ def demonstrate(
     }
 
 
+def label(
+    simulator: Any, visit: tuple[Episode, np.ndarray, np.ndarray], *, ignore_terminations: bool
+) -> dict[str, np.ndarray]:
+    """Ask the scripted expert in each state of an episode in which a policy has acted.
+
+    The episode is simulated once more, which leads to the same states, and nothing is drawn. What the expert says is
+    not done, so that the action at place ``c`` of a chunk is for the state that the policy's ``c`` actions led to.
+    Where chunks are executed as a whole, it is asked once for each.
+
+    Args:
+        simulator: has ``expert_action()`` or ``expert_chunk(C)``, see :func:`demonstrate`.
+        visit: the episode, the policy's actions, float32 ``[T, C, A]``, and which were executed, bool ``[T, C]``.
+        ignore_terminations: whether the policy acted on after a success.
+
+    Returns:
+        ``action`` float32 ``[T, C, A]``, ``step_mask`` bool ``[T, C]`` (False where nothing was executed, or the expert
+        gave up) and ``final_states`` float32 ``[S]``.
+
+    Raises:
+        RuntimeError: the episode went another way than before.
+    """
+    episode, actions, executed = visit
+    chunked, done = executes_chunks(simulator), 0
+    wanted, answered = np.zeros_like(actions), np.zeros_like(executed)
+    simulator.reset(episode)
+    for time, chunk in enumerate(actions):
+        count = int(executed[time].sum())
+        for place in range(1 if chunked else count):
+            plan = _ask(simulator, len(chunk), chunked)
+            if plan is not None:
+                wanted[time, place : place + len(plan)] = plan
+                answered[time, place : place + len(plan)] = True
+            given = chunk if chunked else chunk[place : place + 1]
+            outcomes = run_chunk(simulator.spec, simulator, given, done, ignore_terminations=ignore_terminations)
+            done += len(list(outcomes))
+        if done != executed[: time + 1].sum():
+            raise RuntimeError(f"{simulator.spec.id} does not repeat {episode}, so that no expert can be asked in it")
+    final = np.array(check_observation(simulator.spec, simulator.observe()))
+    return {keys.ACTION: wanted, keys.STEP_MASK: answered & executed, keys.FINAL_STATES: final}
+
+
 class _Disturbance:
     """Noise on one action after the other, clipped to the bounds."""
 
