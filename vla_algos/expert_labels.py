@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from vla_algos.samples import Samples
 from vla_common import keys
 from vla_common.settings import Count, checked
 from vla_envs import Episode, VLAEnv
+from vla_envs.workers.calls import reason
 from vla_policies import VLAPolicy
 
 _SHRUNK = 256  # demonstrations whose images are made smaller at a time
@@ -68,11 +70,22 @@ class ExpertLabels:
         visits = [
             (episode, each[keys.ACTION].numpy(), each[keys.NEXT, keys.STEP_MASK].numpy()) for episode, each in chosen
         ]
-        answers = env.pool.map("vla_envs.experts:label", visits, ignore_terminations=env.ignore_terminations)
-        new = [self._labelled(decisions, answer) for (_, decisions), answer in zip(chosen, answers, strict=True)]
-        for rows in (each for part in distributed.all_gather_object(new) for each in part):
-            rows[keys.EPISODE] = torch.full([len(rows)], 0 if self._rows is None else self._rows[keys.EPISODE][-1] + 1)
-            self._rows = rows if self._rows is None else torch.cat([self._rows, rows])
+        left_out: list[str] = []
+        answers = env.pool.map(
+            "vla_envs.experts:label",
+            visits,
+            on_error=lambda visit, error: left_out.append(f"{env.simulator_spec.describe(visit[0])}: {reason(error)}"),
+            ignore_terminations=env.ignore_terminations,
+        )
+        if left_out:
+            warnings.warn(f"the expert said nothing about {len(left_out)} episodes, first {left_out[0]}", stacklevel=2)
+        answered = [(each, answer) for (_, each), answer in zip(chosen, answers, strict=True) if answer is not None]
+        everywhere = distributed.all_gather_object([self._labelled(*each) for each in answered])
+        kept, first = ([], 0) if self._rows is None else ([self._rows], int(self._rows[keys.EPISODE][-1]) + 1)
+        new = [rows for part in everywhere for rows in part]
+        for number, rows in enumerate(new, first):
+            rows[keys.EPISODE] = torch.full([len(rows)], number)
+        self._rows = torch.cat(kept + new) if kept + new else None
         self.asked += sum(distributed.all_gather_object(asked))
 
     def _labelled(self, decisions: TensorDictBase, answer: dict[str, np.ndarray]) -> TensorDict:

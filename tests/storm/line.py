@@ -43,6 +43,9 @@ class Line:
         self.steps += 1
         return Outcome(reward=way * self.side, success=bool(self.position * self.side >= 0.6))
 
+    def expert_action(self) -> np.ndarray:
+        return np.full(2, self.side, np.float32)
+
     def observe(self) -> Observation:
         image = np.full((32, 32, 3), 128 + int(60 * self.side), np.uint8)
         column = int(np.clip(16 + 10 * self.position, 0, 31))

@@ -45,15 +45,16 @@ COMMON = [
         "demonstrations.episodes=0",
         f"iterations={ITERATIONS}",
     ),
-    *("evaluate_every=2", "eval.trials=1", "eval.videos=0", "eval.sampled=false", "optim.lr=1e-3"),
+    *("evaluate_every=2", "eval.trials=1", "eval.videos=0", "eval.sampled=false"),
     *("policy.chunk_size=3", "policy.dim=32", "policy.layers=1"),
 ]
-_EPOCHS = ["update.epochs=2", "update.minibatch_size=8"]
+_EPOCHS = ["update.epochs=2", "update.minibatch_size=8", "optim.lr=1e-3"]
 OF = {
     "ppo_async": [*_EPOCHS, "collector.decisions=4", "update.critic_warmup_steps=0"],
     "ppo": [*_EPOCHS, "collector.decisions=4", "update.critic_warmup_steps=0"],
     "grpo": [*_EPOCHS, "group_size=4", "collector.groups=2", "collector.max_groups=3"],
-    "rs": ["collector.episodes=8", "self_imitation.batch_size=4", "update.steps=3"],
+    "dagger": ["collector.episodes=8", "update.steps=3"],
+    "rs": ["collector.episodes=8", "optim.lr=1e-3", "self_imitation.batch_size=4", "update.steps=3"],
 }
 _TIMES = re.compile(r"^(sync/|time/|decisions_per_s|env_steps_per_s|fps|.*per_second)")
 _CELL = struct.Struct("q")
