@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig
 from tensordict import TensorDictBase
 
-from vla_algos import Demonstrations, EpisodeCollector, ExpertLabels, clone, distributed
+from vla_algos import Demonstrations, EpisodeCollector, Interventions, clone, distributed
 from vla_algos.collectors.crashes import check_crashes
 from vla_algos.metrics import collector_stats, env_metrics, outcomes_by_task, throughput
 from vla_algos.run import TRAINING, HeldOut, Run, TrainVideos, launch, run_program
@@ -30,7 +30,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "recipe": Literal["dagger"],
     "collector": {"episodes": Count},
     "pipeline": setting_types(EpisodeCollector, only=["stages", "overlap_resets"]),
-    "labels": setting_types(ExpertLabels, only=["budget"]),
+    "interventions": setting_types(Interventions, only=["budget"]),
     "update": {"steps": Count, "lr": Rate},
 }
 
@@ -55,12 +55,14 @@ def train(config: SimpleNamespace, run: Run) -> None:
     episodes = training_episodes(config, spec, 1)
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
     shown, heldout = demonstrations.record(env, policy) if demonstrations.wanted else (None, None)
-    labels = ExpertLabels(policy, shown, **config.labels)
+    taken_over = Interventions(policy, shown, **config.interventions, **demonstrations.settings.recording)
     collector = EpisodeCollector(env, policy, **config.pipeline, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
-    start = run.restore(demonstrations.facts, policy=policy, labels=labels, collector=collector, episodes=episodes)
+    start = run.restore(
+        demonstrations.facts, policy=policy, taken_over=taken_over, collector=collector, episodes=episodes
+    )
     if start is None:
         if shown is not None and not config.policy.get("checkpoint"):
             clone(policy, shown, heldout, run.folder / "warm_start", **config.cloning)
@@ -76,12 +78,12 @@ def train(config: SimpleNamespace, run: Run) -> None:
         with gathered(policy), films.of(iteration, policy.chunk_size):
             visited: list[TensorDictBase] = list(collector.iterator())
 
-        # ---- ask the expert what it would have done there, and clone all that it has ever said
+        # ---- let the expert take over on the way, and clone all that it has ever done
         began = run.seconds
-        labels.extend(env, tried, visited)
+        taken_over.extend(env, tried, visited)
         folder = run.folder / "cloning" / f"iteration_{iteration:04d}"
-        clone(policy, labels.samples(), heldout, folder, **config.cloning | config.update)
-        update = {"time/train": run.seconds - began, **labels.metrics()}
+        clone(policy, taken_over.samples(), heldout, folder, **config.cloning | config.update)
+        update = {"time/train": run.seconds - began, **taken_over.metrics()}
 
         # ---- tell
         batch: TensorDictBase = torch.cat(visited)

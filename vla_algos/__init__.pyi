@@ -23,12 +23,12 @@ from .demonstrations import record_demonstrations as record_demonstrations
 from .demonstrations import write_demonstrations as write_demonstrations
 from .evaluation import EvaluationResult as EvaluationResult
 from .evaluation import evaluate as evaluate
-from .expert_labels import ExpertLabels as ExpertLabels
 from .groups import Group as Group
 from .groups import collect_groups as collect_groups
 from .groups import grpo as grpo
 from .imitation import BehaviourCloning as BehaviourCloning
 from .imitation import clone as clone
+from .interventions import Interventions as Interventions
 from .learner import Learner as Learner
 from .lerobot.demonstrations import LeRobotDemonstrations as LeRobotDemonstrations
 from .losses import ChunkClipPPOLoss as ChunkClipPPOLoss

@@ -37,15 +37,18 @@ def noise_of_dimensions(noise: float | Sequence[float], spec: SimulatorSpec) -> 
     return np.array(noise, float)
 
 
-def record_numbered(simulator: Any, item: tuple[int, Episode], **settings: Any) -> tuple[int, dict[str, Any] | None]:
-    """Return :func:`demonstrate` of an episode with its number."""
-    number, episode = item
-    return number, demonstrate(simulator, episode, **settings)
+def record_numbered(
+    simulator: Any, item: tuple[int, Episode, Sequence[np.ndarray]], **settings: Any
+) -> tuple[int, dict[str, Any] | None]:
+    """Return :func:`demonstrate` of an episode, after chunks of a policy, with its number."""
+    number, episode, before = item
+    return number, demonstrate(simulator, episode, before, **settings)
 
 
 def demonstrate(
     simulator: Any,
     episode: Episode,
+    before: Sequence[np.ndarray] = (),  # chunks that a policy has executed, float32 [C, A]: the expert takes over
     *,
     chunk_size: int,  # C, actions per label
     stride: int,  # record every so many actions, or decisions where chunks are executed as a whole
@@ -69,6 +72,9 @@ def demonstrate(
     check_expert(simulator, spec)
     disturb = _Disturbance(spec, episode, noise, noise_correlation)
     simulator.reset(episode)
+    elapsed = 0
+    for chunk in before:
+        elapsed += len(list(run_chunk(spec, simulator, chunk, elapsed)))
     seen: list[Observation] = []
     recorded: list[int] = []  # how many actions came before each observation
     wanted: list[np.ndarray] = []  # of each action that was executed
@@ -82,10 +88,10 @@ def demonstrate(
         if plan is None:
             break
         actions = np.array([disturb(action) for action in plan], np.float32)
-        outcomes = list(run_chunk(spec, simulator, actions, len(wanted)))
+        outcomes = list(run_chunk(spec, simulator, actions, elapsed + len(wanted)))
         wanted += list(plan[: len(outcomes)])
         solved = outcomes[-1].success
-        if chunked and (outcomes[-1].ends_episode or len(wanted) >= spec.max_episode_steps):
+        if chunked and (outcomes[-1].ends_episode or elapsed + len(wanted) >= spec.max_episode_steps):
             break
     if not solved:
         return None
@@ -102,47 +108,6 @@ def demonstrate(
         keys.EPISODE_LEN: len(wanted),
         keys.FINAL_STATES: np.array(check_observation(spec, simulator.observe())),
     }
-
-
-def label(
-    simulator: Any, visit: tuple[Episode, np.ndarray, np.ndarray], *, ignore_terminations: bool
-) -> dict[str, np.ndarray]:
-    """Ask the scripted expert in each state of an episode in which a policy has acted.
-
-    The episode is simulated once more, which leads to the same states, and nothing is drawn. What the expert says is
-    not done, so that the action at place ``c`` of a chunk is for the state that the policy's ``c`` actions led to.
-    Where chunks are executed as a whole, it is asked once for each.
-
-    Args:
-        simulator: has ``expert_action()`` or ``expert_chunk(C)``, see :func:`demonstrate`.
-        visit: the episode, the policy's actions, float32 ``[T, C, A]``, and which were executed, bool ``[T, C]``.
-        ignore_terminations: whether the policy acted on after a success.
-
-    Returns:
-        ``action`` float32 ``[T, C, A]``, ``step_mask`` bool ``[T, C]`` (False where nothing was executed, or the expert
-        gave up) and ``final_states`` float32 ``[S]``.
-
-    Raises:
-        RuntimeError: the episode went another way than before.
-    """
-    episode, actions, executed = visit
-    chunked, done = executes_chunks(simulator), 0
-    wanted, answered = np.zeros_like(actions), np.zeros_like(executed)
-    simulator.reset(episode)
-    for time, chunk in enumerate(actions):
-        count = int(executed[time].sum())
-        for place in range(1 if chunked else count):
-            plan = _ask(simulator, len(chunk), chunked)
-            if plan is not None:
-                wanted[time, place : place + len(plan)] = plan
-                answered[time, place : place + len(plan)] = True
-            given = chunk if chunked else chunk[place : place + 1]
-            outcomes = run_chunk(simulator.spec, simulator, given, done, ignore_terminations=ignore_terminations)
-            done += len(list(outcomes))
-        if done != executed[: time + 1].sum():
-            raise RuntimeError(f"{simulator.spec.id} does not repeat {episode}, so that no expert can be asked in it")
-    final = np.array(check_observation(simulator.spec, simulator.observe()))
-    return {keys.ACTION: wanted, keys.STEP_MASK: answered & executed, keys.FINAL_STATES: final}
 
 
 class _Disturbance:

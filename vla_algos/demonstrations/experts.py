@@ -58,6 +58,7 @@ def record_demonstrations(
     policy: VLAPolicy,
     episodes: Sequence[Episode],
     *,
+    before: Sequence[Sequence[np.ndarray]] | None = None,
     on_episode: Finished | None = None,
     **settings: Any,
 ) -> TensorDict:
@@ -68,6 +69,8 @@ def record_demonstrations(
     Args:
         env: its workers record; the episodes in its slots stay where they are.
         policy: tokenises the instructions, shrinks the images if it resizes, and sets the length of the chunks.
+        before: chunks of actions, float32 ``[C, A]``, that are executed first in each, before the expert takes over;
+            ``step`` and ``episode_len`` count from there.
         episodes: what to solve; those that the expert fails are left out, and those whose simulator fails again and
             again, with a warning that counts them.
         on_episode: called after each with it and with the actions that the expert needed, ``None`` if it failed.
@@ -95,7 +98,7 @@ def record_demonstrations(
         recording["frames"] = policy.shrink_images(images.to(policy.device)).cpu()  # before the next are recorded
         solved[number] = recording
 
-    _record(env, episodes, policy.chunk_size, keep, on_episode, RecordingSettings(**settings))
+    _record(env, episodes, policy.chunk_size, keep, on_episode, RecordingSettings(**settings), before)
     recordings = [(episode, each) for episode, each in zip(episodes, solved, strict=True) if each is not None]
     data: TensorDict = torch.cat([recording["frames"] for _, recording in recordings])
     rows = [_rows(number, episode, each) for number, (episode, each) in enumerate(recordings)]
@@ -174,6 +177,7 @@ def _record(
     take: Callable[[int, dict[str, Any] | None], object],
     on_episode: Finished | None,
     settings: RecordingSettings,
+    before: Sequence[Sequence[np.ndarray]] | None = None,
 ) -> None:
     """Have workers record episodes task by task, and hand each to ``take``, by its number, as it is done."""
     if not episodes:
@@ -198,13 +202,14 @@ def _record(
         if on_episode is not None:
             on_episode(episodes[number], steps)
 
-    def skip(item: tuple[int, Episode], error: str) -> None:
-        number, episode = item
+    def skip(item: tuple[int, Episode, Any], error: str) -> None:
+        number, episode, _ = item
         crashed.append((episode, reason(error)))
         note((number, None))
 
     shared = {"chunk_size": chunk_size, **asdict(settings)}
-    items = sorted(enumerate(episodes), key=lambda item: item[1].task_id)
+    chunks = [()] * len(episodes) if before is None else before
+    items = sorted(zip(range(len(episodes)), episodes, chunks, strict=True), key=lambda item: item[1].task_id)
     env.pool.map("vla_envs.experts:record_numbered", items, on_result=note, on_error=skip, **shared)
     if crashed:
         episode, error = crashed[0]

@@ -1,0 +1,123 @@
+"""DAgger: a scripted expert takes over where a policy has led, and what it does there is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from vla_algos import distributed
+from vla_algos.demonstrations import record_demonstrations
+from vla_algos.samples import Samples
+from vla_common import keys
+from vla_common.settings import Count, checked
+from vla_envs import Episode, VLAEnv
+from vla_policies import VLAPolicy
+
+_SHRUNK = 256  # demonstrations whose images are made smaller at a time
+
+
+class Interventions:
+    """Keeps what the benchmark's scripted expert does when it takes over from a policy: the data set of DAgger.
+
+    Ross et al., 2011 (arXiv:1011.0686), in the form in which the policy acts first and the expert then. All processes
+    have the same.
+
+    ::
+
+        interventions.extend(env, episodes, visited)
+        clone(policy, interventions.samples(), ...)
+
+    Args:
+        policy: it is the policy's decisions that lead there.
+        demonstrations: of :class:`~vla_algos.Demonstrations`, which are learnt from too.
+        budget: actions that the expert is asked for in a call of :meth:`extend`, of all processes together; the last
+            episode may exceed it. ``None``: it takes over in all.
+        **recording: of :class:`~vla_algos.demonstrations.RecordingSettings`.
+
+    Attributes:
+        asked: actions that the expert was asked for so far, in all processes, where it solved the episode.
+    """
+
+    replicated = True  # the same in all processes
+
+    @checked
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        demonstrations: Samples | None = None,
+        *,
+        budget: Count | None = None,
+        **recording: Any,
+    ):
+        self.policy, self.budget, self.asked, self._recording = policy, budget, 0, recording
+        self._demonstrations = None if demonstrations is None else self._as_recorded(demonstrations)
+        self._rows: TensorDict | None = None  # [K], oldest first
+
+    def extend(self, env: VLAEnv, episodes: Sequence[Episode], visited: Sequence[TensorDictBase]) -> None:
+        """Let the expert take over in ``episodes``, each before a decision of its ``[T]`` that is drawn evenly.
+
+        Workers of ``env`` simulate them once more, with the policy's actions up to there: a repeated episode is the
+        same to the bit. ``visited`` is as a collector yields it; what crashed, and what the expert does not solve from
+        there, is left out.
+        """
+        if self.budget is not None and self.asked >= self.budget:
+            return
+        begun = [(episode, each) for episode, each in zip(episodes, visited, strict=True) if not _crashed(each)]
+        before = [[*each[keys.ACTION][: int(torch.randint(len(each), ()))].cpu().numpy()] for _, each in begun]
+        new = record_demonstrations(
+            env, self.policy, [episode for episode, _ in begun], before=before, **self._recording
+        )
+        everywhere = distributed.all_gather(new)
+        assert everywhere is not None
+        self.asked += int(everywhere[keys.EPISODE_LEN][_firsts(everywhere)].sum())
+        self._rows = everywhere if self._rows is None else _joined(self._rows, everywhere)
+
+    def _as_recorded(self, demonstrations: Samples) -> TensorDict:
+        """Read demonstrations into memory as the expert's are kept: with smaller images, if the policy resizes."""
+        data: TensorDict = demonstrations[torch.arange(len(demonstrations))]
+        if keys.MODEL_IMAGES not in self.policy.loss_keys or keys.MODEL_IMAGES in data:
+            return data
+        parts = data.split(_SHRUNK)
+        return torch.cat([self.policy.shrink_images(part.to(self.policy.device)).cpu() for part in parts])
+
+    def samples(self) -> Samples:
+        """Return all that there is to clone: the demonstrations, and what was kept; ``RuntimeError`` if nothing is."""
+        parts = [each for each in (self._demonstrations, self._rows) if each is not None]
+        if not parts:
+            raise RuntimeError("there is nothing to clone: the expert has not taken over in any episode")
+        return Samples(parts[0] if len(parts) == 1 else _joined(*parts))
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many decisions are kept, and how many actions the expert was asked for so far."""
+        kept = 0 if self._rows is None else len(self._rows)
+        return {"interventions/decisions": float(kept), "interventions/asked": float(self.asked)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept, by its keys."""
+        return {"asked": self.asked, "rows": {} if self._rows is None else dict(self._rows.items())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what :meth:`state_dict` returned."""
+        self.asked, rows = state["asked"], state["rows"]
+        self._rows = TensorDict(rows, [len(rows[keys.STEP])]) if rows else None
+
+
+def _crashed(decisions: TensorDictBase) -> bool:
+    return bool(decisions[keys.NEXT, keys.CRASHED].any())
+
+
+def _firsts(rows: TensorDict) -> torch.Tensor:
+    """Tell which rows are the first of their demonstration, bool ``[K]``."""
+    return rows[keys.STEP] == 0
+
+
+def _joined(first: TensorDict, then: TensorDict) -> TensorDict:
+    """Put demonstrations after others, in order, and each a number of its own."""
+    both = [name for name in then.keys() if name in first.keys()]  # noqa: SIM118  a TensorDict iterates over rows
+    joined: TensorDict = torch.cat([first.select(*both), then.select(*both)])
+    number = (joined[keys.STEP] == 0).cumsum(0) - 1
+    joined[keys.EPISODE] = number
+    return joined
