@@ -33,12 +33,12 @@ class Interventions:
     Args:
         policy: it is the policy's decisions that lead there.
         demonstrations: of :class:`~vla_algos.Demonstrations`, which are learnt from too.
-        budget: actions that the expert is asked for in a call of :meth:`extend`, of all processes together; the last
-            episode may exceed it. ``None``: it takes over in all.
+        budget: actions of the expert that are kept in the whole run, of all processes together. A call of
+            :meth:`extend` that begins below it may exceed it, those after do nothing. ``None``: no limit.
         **recording: of :class:`~vla_algos.demonstrations.RecordingSettings`.
 
     Attributes:
-        asked: actions that the expert was asked for so far, in all processes, where it solved the episode.
+        actions: of the expert that are kept so far, of all processes.
     """
 
     replicated = True  # the same in all processes
@@ -52,7 +52,7 @@ class Interventions:
         budget: Count | None = None,
         **recording: Any,
     ):
-        self.policy, self.budget, self.asked, self._recording = policy, budget, 0, recording
+        self.policy, self.budget, self.actions, self._recording = policy, budget, 0, recording
         self._demonstrations = None if demonstrations is None else self._as_recorded(demonstrations)
         self._rows: TensorDict | None = None  # [K], oldest first
 
@@ -63,17 +63,18 @@ class Interventions:
         same to the bit. ``visited`` is as a collector yields it; what crashed, and what the expert does not solve from
         there, is left out.
         """
-        if self.budget is not None and self.asked >= self.budget:
+        if self.budget is not None and self.actions >= self.budget:
             return
-        begun = [(episode, each) for episode, each in zip(episodes, visited, strict=True) if not _crashed(each)]
+        begun = [each for each in zip(episodes, visited, strict=True) if not each[1][keys.NEXT, keys.CRASHED].any()]
         before = [[*each[keys.ACTION][: int(torch.randint(len(each), ()))].cpu().numpy()] for _, each in begun]
-        new = record_demonstrations(
-            env, self.policy, [episode for episode, _ in begun], before=before, **self._recording
-        )
+        alone = [episode for episode, _ in begun]
+        new = record_demonstrations(env, self.policy, alone, before=before, **self._recording) if begun else None
         everywhere = distributed.all_gather(new)
-        assert everywhere is not None
-        self.asked += int(everywhere[keys.EPISODE_LEN][_firsts(everywhere)].sum())
-        self._rows = everywhere if self._rows is None else _joined(self._rows, everywhere)
+        if everywhere is not None:
+            firsts = everywhere[keys.STEP] == 0  # of each time that the expert took over
+            self.actions += int(everywhere[keys.EPISODE_LEN][firsts].sum())
+            everywhere[keys.EPISODE] = firsts.cumsum(0) - 1
+            self._rows = everywhere if self._rows is None else _one_after_the_other(self._rows, everywhere)
 
     def _as_recorded(self, demonstrations: Samples) -> TensorDict:
         """Read demonstrations into memory as the expert's are kept: with smaller images, if the policy resizes."""
@@ -88,36 +89,26 @@ class Interventions:
         parts = [each for each in (self._demonstrations, self._rows) if each is not None]
         if not parts:
             raise RuntimeError("there is nothing to clone: the expert has not taken over in any episode")
-        return Samples(parts[0] if len(parts) == 1 else _joined(*parts))
+        return Samples(parts[0] if len(parts) == 1 else _one_after_the_other(*parts))
 
     def metrics(self) -> dict[str, float]:
-        """Return how many decisions are kept, and how many actions the expert was asked for so far."""
-        kept = 0 if self._rows is None else len(self._rows)
-        return {"interventions/decisions": float(kept), "interventions/asked": float(self.asked)}
+        """Return how many decisions, and how many actions of the expert, are kept."""
+        decisions = 0 if self._rows is None else len(self._rows)
+        return {"interventions/decisions": float(decisions), "interventions/actions": float(self.actions)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept, by its keys."""
-        return {"asked": self.asked, "rows": {} if self._rows is None else dict(self._rows.items())}
+        return {"actions": self.actions, "rows": {} if self._rows is None else dict(self._rows.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep what :meth:`state_dict` returned."""
-        self.asked, rows = state["asked"], state["rows"]
+        self.actions, rows = state["actions"], state["rows"]
         self._rows = TensorDict(rows, [len(rows[keys.STEP])]) if rows else None
 
 
-def _crashed(decisions: TensorDictBase) -> bool:
-    return bool(decisions[keys.NEXT, keys.CRASHED].any())
-
-
-def _firsts(rows: TensorDict) -> torch.Tensor:
-    """Tell which rows are the first of their demonstration, bool ``[K]``."""
-    return rows[keys.STEP] == 0
-
-
-def _joined(first: TensorDict, then: TensorDict) -> TensorDict:
-    """Put demonstrations after others, in order, and each a number of its own."""
+def _one_after_the_other(first: TensorDict, then: TensorDict) -> TensorDict:
+    """Join demonstrations, which keep their order; each has a number of its own."""
     both = [name for name in then.keys() if name in first.keys()]  # noqa: SIM118  a TensorDict iterates over rows
+    numbers = [first[keys.EPISODE], then[keys.EPISODE] + first[keys.EPISODE].max() + 1]
     joined: TensorDict = torch.cat([first.select(*both), then.select(*both)])
-    number = (joined[keys.STEP] == 0).cumsum(0) - 1
-    joined[keys.EPISODE] = number
-    return joined
+    return joined.set(keys.EPISODE, torch.cat(numbers))

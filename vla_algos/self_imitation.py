@@ -72,7 +72,7 @@ class SelfImitation:
         if not self.coeff:
             return
         solved = in_solved_episodes(batch[NEXT, SUCCESS], batch[NEXT, DONE]).squeeze(-1)
-        new = batch.select(*self.policy.loss_keys, ACTION, *_IDENTITY[self.equal])[solved].cpu()
+        new = batch.select(*self.policy.loss_keys, ACTION, TASK_ID, TRIAL_ID)[solved].cpu()
         new[STEP_MASK] = batch[NEXT, STEP_MASK][solved].cpu()
         everywhere = distributed.all_gather(new)
         parts = [part for part in (self._stored, everywhere) if part is not None]

@@ -31,7 +31,7 @@ def lines_of(folder):
 
 
 def test_it_learns_from_what_the_expert_does_where_it_has_led(whole):
-    lines = [line for line in lines_of(whole) if "interventions/asked" in line]
+    lines = [line for line in lines_of(whole) if "interventions/actions" in line]
     tried = [line["env/success_once"] for line in lines]
     assert tried[0] < 0.7 < 0.9 < tried[-1]
     kept = [line["interventions/decisions"] for line in lines]
@@ -59,9 +59,9 @@ def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path):
 def test_two_processes_keep_the_same_within_the_budget_of_both(tmp_path):
     folder, more = tmp_path / "two", (*MORE, "interventions.budget=60")
     assert [lives.wait(each) for each in lives.live_together("dagger", folder, 2, more=more)] == [0, 0]
-    lines = [line for line in lines_of(folder) if "interventions/asked" in line]
-    asked = [line["interventions/asked"] for line in lines]
-    assert asked[-1] == min(number for number in asked if number >= 60)
+    lines = [line for line in lines_of(folder) if "interventions/actions" in line]
+    kept = [line["interventions/actions"] for line in lines]
+    assert kept[-1] == min(number for number in kept if number >= 60)
     assert lines[-1]["env/success_once"] > 0.9
 
 

@@ -56,7 +56,7 @@ def test_the_expert_begins_in_the_states_that_the_policy_has_visited():
             assert mask[0]
             twin.step(asked)
     assert len({*began}) > 1  # drawn for each
-    assert taken_over.metrics() == {"interventions/decisions": len(rows), "interventions/asked": len(rows)}
+    assert taken_over.metrics() == {"interventions/decisions": len(rows), "interventions/actions": len(rows)}
     twin.close()
     env.close()
 
@@ -100,7 +100,7 @@ def test_what_crashes_is_left_out_and_a_budget_ends_it(tmp_path):
     taken_over = Interventions(policy, budget=10, **UNDISTURBED)
     taken_over.extend(env, episodes, visited)
     assert taken_over.samples()[keys.TRIAL_ID].unique().tolist() == [0, 1, 2, 4, 5, 6, 7]
-    assert taken_over.asked > 10
+    assert taken_over.actions > 10
     kept = len(taken_over.samples())
     taken_over.extend(env, episodes, visited)
     assert len(taken_over.samples()) == kept

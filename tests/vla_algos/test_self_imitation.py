@@ -46,6 +46,7 @@ def rollout(policy, rows=4, steps=5, seed=0):
     batch[NEXT, DONE][:, -1] = True
     batch[NEXT, SUCCESS] = batch[NEXT, DONE].clone()
     batch[NEXT, SUCCESS][1::2] = False
+    batch[TASK_ID] = batch[TRIAL_ID] = torch.arange(rows)[:, None].expand(rows, steps).clone()
     return batch
 
 
@@ -106,6 +107,11 @@ def test_a_checkpoint_keeps_them():
         found.append(gradients(policy))
         policy.zero_grad()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    other = SelfImitation(policy, coeff=1.0, capacity=8, batch_size=2, equal="tasks")  # a run resumed otherwise
+    other.load_state_dict(solved.state_dict())
+    other.add_gradient()
+    assert gradients(policy)
+    policy.zero_grad()
     without = SelfImitation(policy)
     without.load_state_dict(solved.state_dict())
     assert without.state_dict() == {}
