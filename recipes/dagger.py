@@ -55,13 +55,13 @@ def train(config: SimpleNamespace, run: Run) -> None:
     episodes = training_episodes(config, spec, 1)
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
     shown, heldout = demonstrations.record(env, policy) if demonstrations.wanted else (None, None)
-    taken_over = Interventions(policy, shown, **config.interventions, **demonstrations.settings.recording)
+    interventions = Interventions(policy, shown, **config.interventions, **demonstrations.settings.recording)
     collector = EpisodeCollector(env, policy, **config.pipeline, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where the policy begins: at the last checkpoint, a published one, or a clone of the expert
     start = run.restore(
-        demonstrations.facts, policy=policy, taken_over=taken_over, collector=collector, episodes=episodes
+        demonstrations.facts, policy=policy, interventions=interventions, collector=collector, episodes=episodes
     )
     if start is None:
         if shown is not None and not config.policy.get("checkpoint"):
@@ -80,10 +80,10 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
         # ---- let the expert take over on the way, and clone all that it has ever done
         began = run.seconds
-        taken_over.extend(env, tried, visited)
+        interventions.extend(env, tried, visited)
         folder = run.folder / "cloning" / f"iteration_{iteration:04d}"
-        clone(policy, taken_over.samples(), heldout, folder, **config.cloning | config.update)
-        update = {"time/train": run.seconds - began, **taken_over.metrics()}
+        clone(policy, interventions.samples(), heldout, folder, **config.cloning | config.update)
+        update = {"time/train": run.seconds - began, **interventions.metrics()}
 
         # ---- tell
         batch: TensorDictBase = torch.cat(visited)

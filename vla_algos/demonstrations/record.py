@@ -84,7 +84,7 @@ class Demonstrations:
         spec: of its environment.
 
     Attributes:
-        wanted: whether there is something to clone: a policy of a checkpoint begins as it is.
+        wanted: whether there is something to clone: in RL a policy of a checkpoint begins as it is.
         facts: for the run's record, of a LeRobot data set.
 
     Raises:
@@ -107,7 +107,7 @@ class Demonstrations:
             noise_of_dimensions(self.settings.noise, spec)
         if "state_noise" in cloning:
             check_state_noise(cloning["state_noise"], spec.state_dim)
-        begins = not config.policy.get("checkpoint") or config.recipe == "sft"
+        begins = not config.policy.get("checkpoint") or config.recipe in ("sft", "dagger")
         self.wanted = bool(self.settings.episodes) and begins
         if self.wanted:
             self._check_folder()
