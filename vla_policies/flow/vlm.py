@@ -142,17 +142,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
 
     def freeze(self) -> None:
         if self.config.train_expert_only:
-            self.vlm.requires_grad_(False)
-
-    @property
-    def vlm(self) -> nn.Module:
-        """What reads images and prompt."""
-        return self.model.vlm
-
-    @property
-    def image_tokens(self) -> int:
-        """Tokens of one image."""
-        return self.model.config.image_tokens
+            self.model.vlm.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
@@ -200,7 +190,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     @property
     def prefix_is_frozen(self) -> bool:
         """Whether nothing of the VLM is trained."""
-        return not any(p.requires_grad for p in self.vlm.parameters())
+        return not any(p.requires_grad for p in self.model.vlm.parameters())
 
     def precompute(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add what a frozen VLM makes of each decision, if ``prefix_cache_gb`` suffice."""
@@ -215,7 +205,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
                 stacklevel=2,
             )
             return tensordict
-        length = self.num_images * self.image_tokens + longest
+        length = self.num_images * self.model.config.image_tokens + longest
         read = tensordict.select(keys.MODEL_IMAGES, *CAMERAS, keys.PROMPT_TOKENS, strict=False)
         kept: dict[Any, Tensor] = {}
         for start, part in zip(range(0, len(read), PREFIX_ROWS), read.split(PREFIX_ROWS), strict=True):
@@ -233,7 +223,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def prefix_bytes(self, decisions: int, prompt_length: int) -> int:
         """Return bytes of keys and values that :meth:`precompute` keeps."""
         language = self.model.config.language
-        tokens = self.num_images * self.image_tokens + prompt_length
+        tokens = self.num_images * self.model.config.image_tokens + prompt_length
         numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
         return decisions * numbers * self.model.dtype.itemsize
 
