@@ -23,6 +23,7 @@ from vla_policies.nn.value_head import make_value_layers
 from vla_policies.pretrained import PretrainedPolicy
 from vla_policies.processing.adapters import Adapter
 from vla_policies.processing.model_images import CAMERAS, ModelImages
+from vla_policies.processing.prompts import PromptTokens
 from vla_policies.sharding import ShardGroup, compute_device
 
 _VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
@@ -60,6 +61,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     model: Any
     config: Any
     folder: Any
+    prompts: PromptTokens
 
     def __init__(
         self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, num_images: int
@@ -96,11 +98,6 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         self.value_head = self._make_value_head()
 
     # ---- what a family says
-
-    @property
-    @abstractmethod
-    def padding(self) -> int:
-        """The token that fills prompts up."""
 
     @abstractmethod
     def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
@@ -173,7 +170,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
 
     def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
         tokens = tensordict.get(keys.PROMPT_TOKENS)
-        valid = tokens != self.padding
+        valid = tokens != self.prompts.padding
         longest = int(valid.sum(1).max())
         read = self.config.value_after_vlm if self.value_head is not None else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
@@ -196,7 +193,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         """Add what a frozen VLM makes of each decision, if ``prefix_cache_gb`` suffice."""
         if not self.prefix_is_frozen:
             return tensordict
-        longest = int((tensordict.get(keys.PROMPT_TOKENS) != self.padding).sum(1).max())
+        longest = int((tensordict.get(keys.PROMPT_TOKENS) != self.prompts.padding).sum(1).max())
         needed = self.prefix_bytes(len(tensordict), longest)
         if needed > self.config.prefix_cache_gb * 1e9:
             warnings.warn(
