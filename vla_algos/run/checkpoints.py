@@ -49,11 +49,6 @@ _ALONE = (0, 1)  # rank and number of processes
 Gather = Callable[[Any], list[Any]]  # gives what each process has, in the order of their ranks
 
 
-def single_process(mine: Any) -> list[Any]:
-    """Gather of a single process."""
-    return [mine]
-
-
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message says what to do."""
 
@@ -145,7 +140,9 @@ def unfinished(root: Path, step: int) -> Path:
     return root / f"{_UNFINISHED}step_{step:08d}"
 
 
-def save_checkpoint(root: Path, step: int, snapshot: Snapshot, keep: int = 2, gather: Gather = single_process) -> Path:
+def save_checkpoint(
+    root: Path, step: int, snapshot: Snapshot, keep: int = 2, gather: Gather = lambda mine: [mine]
+) -> Path:
     """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until ``keep`` are left.
 
     Everything is written and flushed to disk under another name in the same folder, read again, compared by its SHA-256
