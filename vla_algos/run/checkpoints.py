@@ -1,13 +1,4 @@
-"""Checkpoint folders that are whole or not there at all, written by one process or by several.
-
-::
-
-    <root>/step_00000012/training.json           what all processes have in common: counters, settings of the optimizer
-                        /process_00000.json      what a process has of its own: episodes, random states; one of each
-                        /tensors/process_00000.safetensors    the tensors of both, and its part of what is sharded
-                        /SHA256SUMS     digests of these, verified after writing and before reading
-                        /policy/...     the policy's own files, for evaluation and publishing; not in all
-          /latest                       link to the newest
+"""Checkpoint folders that are whole or not there at all, by one process or several; ``docs/runs.md`` lists their files.
 
 The files of ``tensors`` are those of ``torch.distributed.checkpoint`` (``HuggingFaceStorageWriter``), whose reader puts
 a tensor together for any number of processes. They are written here because its writer keeps each file a second time in
