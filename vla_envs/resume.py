@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,7 +77,7 @@ def _transforms(env: EnvBase) -> Iterator[nn.Module]:
 def _state_of(transform: nn.Module) -> dict[str, Any]:
     """Copy what a transform keeps from step to step; buffers that have not seen a frame yet are left out."""
     empty = {name for name, buffer in transform.named_buffers() if is_lazy(buffer)}
-    return {name: _copy(value) for name, value in transform.state_dict().items() if name not in empty}
+    return {name: copy.deepcopy(value) for name, value in transform.state_dict().items() if name not in empty}
 
 
 def _load(transform: nn.Module, state: dict[str, Any]) -> None:
@@ -85,17 +86,11 @@ def _load(transform: nn.Module, state: dict[str, Any]) -> None:
             owner, _, attribute = name.rpartition(".")
             setattr(transform.get_submodule(owner), attribute, torch.empty_like(state[name], device=buffer.device))
     empty = {name for name, buffer in transform.named_buffers() if is_lazy(buffer)}
-    missing, unexpected = transform.load_state_dict({name: _copy(value) for name, value in state.items()}, strict=False)
+    missing, unexpected = transform.load_state_dict(copy.deepcopy(state), strict=False)
     if wrong := sorted({*missing, *unexpected} - empty):
         raise ValueError(
             f"the saved run had other transforms, they differ in {', '.join(wrong)}; resume with those of the saved run"
         )
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return {name: _copy(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _same(value: Any, raw: Any) -> bool:

@@ -57,22 +57,17 @@ def any_batch(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_name(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``forward`` take its ``in_keys`` by name too and return its ``out_keys``, as modules of tensordict do."""
+    """Let ``forward`` take its ``in_keys`` by name too and return its ``out_keys``, as modules of tensordict do.
 
-    @_named_right
+    A TypeError for observations by names that the policy does not look at.
+    """
+
     @dispatch(auto_batch_size=False)  # the batch is that of the observations
     def forward(self: Any, tensordict: TensorDictBase) -> Any:
         refuse_vmap(tensordict)
         return method(self, tensordict)
 
-    functools.update_wrapper(forward, method)
-    return forward
-
-
-def _named_right(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse observations by names that the policy does not look at."""
-
-    @functools.wraps(forward)
+    @functools.wraps(method)
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
         known = {*_FORWARD, *(str(key) for key in self.in_keys)}
         for name in named:

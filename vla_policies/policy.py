@@ -8,10 +8,8 @@
 * A policy that starts from a published checkpoint derives from :class:`vla_policies.PretrainedPolicy` and adds how that
   checkpoint is recognised, read, written and described. :class:`vla_policies.openvla.OpenVLA` is one.
 
-Recipes find either by its ``family`` after :func:`vla_policies.register_policy`, or by an entry point::
-
-    [project.entry-points."vla_torchrl.policies"]
-    toy = "toy_package.policy:ToyPolicy"
+Recipes find either by its ``family`` after :func:`vla_policies.register_policy`, or by an entry point
+(:mod:`vla_common.registry`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,4 @@
-"""Checkpoint folders that are whole or not there at all, written by one process or by several.
-
-::
-
-    <root>/step_00000012/training.json           what all processes have in common: counters, settings of the optimizer
-                        /process_00000.json      what a process has of its own: episodes, random states; one of each
-                        /tensors/process_00000.safetensors    the tensors of both, and its part of what is sharded
-                        /SHA256SUMS     digests of these, verified after writing and before reading
-                        /policy/...     the policy's own files, for evaluation and publishing; not in all
-          /latest                       link to the newest
+"""Checkpoint folders that are whole or not there at all, by one process or several; ``docs/runs.md`` lists their files.
 
 The files of ``tensors`` are those of ``torch.distributed.checkpoint`` (``HuggingFaceStorageWriter``), whose reader puts
 a tensor together for any number of processes. They are written here because its writer keeps each file a second time in
@@ -47,11 +38,6 @@ _WRITING = (OSError, ChecksumError)  # what is raised where something cannot be 
 _ALONE = (0, 1)  # rank and number of processes
 
 Gather = Callable[[Any], list[Any]]  # gives what each process has, in the order of their ranks
-
-
-def single_process(mine: Any) -> list[Any]:
-    """Gather of a single process."""
-    return [mine]
 
 
 class CheckpointError(RuntimeError):
@@ -145,7 +131,9 @@ def unfinished(root: Path, step: int) -> Path:
     return root / f"{_UNFINISHED}step_{step:08d}"
 
 
-def save_checkpoint(root: Path, step: int, snapshot: Snapshot, keep: int = 2, gather: Gather = single_process) -> Path:
+def save_checkpoint(
+    root: Path, step: int, snapshot: Snapshot, keep: int = 2, gather: Gather = lambda mine: [mine]
+) -> Path:
     """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until ``keep`` are left.
 
     Everything is written and flushed to disk under another name in the same folder, read again, compared by its SHA-256

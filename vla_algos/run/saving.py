@@ -29,7 +29,6 @@ from vla_algos.run.checkpoints import (
     open_checkpoint,
     remove_unfinished,
     save_checkpoint,
-    single_process,
     unfinished,
     verify_checkpoint,
 )
@@ -205,7 +204,7 @@ class Saver:
     def _gather_of_threads(self) -> Gather:
         """Return what gathers objects of the threads that write: collectives of their own, beside those of training."""
         if distributed.world_size() == 1:
-            return single_process
+            return lambda mine: [mine]
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         group = self._group

@@ -48,26 +48,17 @@ def read_scene(folder: Path, scene: str, fixes: bool) -> Any:
 
 def read_robot(folder: Path, scene: Any) -> dict[str, Any]:
     """Read the keyword arguments of ``Robot``, a Panda with longer fingers, as it stands in a scene."""
-    robot = _read(folder, "robot/panda") | _read(folder, "robot/panda_longer_finger")
-    for place in ("base_position", "base_orientation", "initial_joint_positions"):
-        robot[place] = list(scene[f"robot_{place}"])
-    return {name: value for name, value in robot.items() if name not in ("_target_", "defaults")}
+    robot = read_arguments(folder, "robot/panda") | read_arguments(folder, "robot/panda_longer_finger")
+    return robot | {
+        place: list(scene[f"robot_{place}"])
+        for place in ("base_position", "base_orientation", "initial_joint_positions")
+    }
 
 
-def read_camera(folder: Path, name: str) -> dict[str, Any]:
-    """Read the description of a camera, ``"static"`` or ``"gripper"``: keyword arguments of its class."""
-    return {key: value for key, value in _read(folder, f"cameras/cameras/{name}").items() if key != "_target_"}
-
-
-def read_oracle(folder: Path) -> dict[str, list[Any]]:
-    """Read the parameters of the 34 tasks for calvin_env's ``Tasks``."""
-    tasks: dict[str, list[Any]] = _read(folder, "tasks/new_playtable_tasks")["tasks"]
-    return tasks
-
-
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def read_arguments(folder: Path, name: str) -> dict[str, Any]:
+    """Read a file of ``conf/``, such as ``"cameras/cameras/static"``: keyword arguments of what it describes."""
     from omegaconf import OmegaConf
 
     settings = OmegaConf.to_container(OmegaConf.load(folder / "conf" / f"{name}.yaml"))
     assert isinstance(settings, dict)
-    return {str(key): value for key, value in settings.items()}
+    return {str(key): value for key, value in settings.items() if key not in ("_target_", "defaults")}

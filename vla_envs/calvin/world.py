@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vla_envs.calvin.package import import_calvin, import_pybullet, silence
-from vla_envs.calvin.scenes import read_camera, read_oracle, read_robot, read_scene
+from vla_envs.calvin.scenes import read_arguments, read_robot, read_scene
 from vla_envs.calvin.states import FIRST_BLOCK
 from vla_envs.probe import run_probe
 
@@ -25,18 +25,13 @@ class World:
     """
 
     def __init__(self, folder: Path, *, fixes: bool, egl: bool):
-        pybullet = import_pybullet()
-        from pybullet_utils.bullet_client import BulletClient
-
         self._folder, self._fixes = folder, fixes
         self._settings: dict[str, tuple[Any, Any]] = {}  # of scenes that were loaded and the robot in them
-        self._camera_settings = [read_camera(folder, name) for name in ("static", "gripper")]
+        self._camera_settings = [read_arguments(folder, f"cameras/cameras/{name}") for name in ("static", "gripper")]
         self._calvin = import_calvin(folder)
-        self._oracle = self._calvin.Tasks(read_oracle(folder))
+        self._oracle = self._calvin.Tasks(**read_arguments(folder, "tasks/new_playtable_tasks"))
         with silence():
-            self._client: Any = BulletClient(pybullet.DIRECT)
-            if egl:
-                _load_egl(self._client)
+            self._client: Any = _connect(egl)
 
     def reset(self, scene: str, robot: np.ndarray, objects: np.ndarray) -> None:
         """Load a scene by its letter and put all in place: ``robot_obs`` ``[15]`` and ``scene_obs`` ``[24]``, float64.
@@ -145,14 +140,9 @@ def try_renderer(*, egl: bool) -> tuple[bool, str]:
 
 def draw_ball(*, egl: bool) -> None:
     """Draw a red ball; what :func:`try_renderer` runs."""
-    pybullet = import_pybullet()
-    from pybullet_utils.bullet_client import BulletClient
-
-    client = BulletClient(pybullet.DIRECT)
-    if egl:
-        _load_egl(client)
+    client = _connect(egl)
     client.createMultiBody(
-        baseVisualShapeIndex=client.createVisualShape(pybullet.GEOM_SPHERE, radius=0.5, rgbaColor=[1, 0, 0, 1])
+        baseVisualShapeIndex=client.createVisualShape(client.GEOM_SPHERE, radius=0.5, rgbaColor=[1, 0, 0, 1])
     )
     view = client.computeViewMatrix([2, 0, 0], [0, 0, 0], [0, 0, 1])
     image = client.getCameraImage(64, 64, view, client.computeProjectionMatrixFOV(60, 1, 0.1, 10))[2]
@@ -160,11 +150,17 @@ def draw_ball(*, egl: bool) -> None:
         raise RuntimeError("the frame is empty")
 
 
-def _load_egl(client: Any) -> None:
-    """Have a client draw with EGL, and draw its first two frames, which have other shadows than all that follow."""
-    found = find_spec("eglRenderer")
-    library = (found.origin, "_eglRendererPlugin") if found and found.origin else ("eglRendererPlugin",)
-    if client.loadPlugin(*library) < 0:
-        raise RuntimeError("PyBullet's EGL renderer cannot be loaded; type renderer=tiny")
-    for _ in range(2):
-        client.getCameraImage(200, 200)
+def _connect(egl: bool) -> Any:
+    """Make a client of PyBullet; with EGL its first two frames are drawn, which have other shadows than all others."""
+    pybullet = import_pybullet()
+    from pybullet_utils.bullet_client import BulletClient
+
+    client: Any = BulletClient(pybullet.DIRECT)
+    if egl:
+        found = find_spec("eglRenderer")
+        library = (found.origin, "_eglRendererPlugin") if found and found.origin else ("eglRendererPlugin",)
+        if client.loadPlugin(*library) < 0:
+            raise RuntimeError("PyBullet's EGL renderer cannot be loaded; type renderer=tiny")
+        for _ in range(2):
+            client.getCameraImage(200, 200)
+    return client

@@ -51,7 +51,7 @@ class LiberoSimulator:
         if task != self._task:
             self._give_back()
             with _numpy_seed(0):  # building draws as well
-                self._world = self._worlds.take_world(task, self.spec, self._assets)
+                self._world = self._worlds.world_cache.take(task, self.spec, self._assets)
             self._task = task
         fixtures = FIXTURES[self.spec.options["fixtures"]]
         with self._trusted(), _numpy_seed(0):

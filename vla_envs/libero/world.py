@@ -176,16 +176,11 @@ class World:
         self._states = np.concatenate([position, _axis_angle(x, y, z, w), fingers]).astype(np.float32)
 
 
-world_cache = WorldCache()
-
-
-def take_world(task: Task, spec: SimulatorSpec, assets: Path) -> World:
-    """Take an idle world of a task, or build one."""
-    return world_cache.take(_key(task, spec, assets), lambda: World(task, spec, assets))
-
-
 def _key(task: Task, spec: SimulatorSpec, assets: Path) -> tuple:
     return task, assets, spec.image_shape, spec.options["render_quality"]
+
+
+world_cache = WorldCache(World, _key)
 
 
 def _prepared(domain: type) -> type:

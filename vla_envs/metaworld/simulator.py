@@ -36,7 +36,7 @@ class MetaWorldSimulator:
         task = self.spec.task_of(episode)
         if task != self._task:
             self._give_back()
-            self._built = self._worlds.take_world(task.name, self.spec)
+            self._built = self._worlds.world_cache.take(task.name, self.spec)
             self._world, self._task = self._built.env, task
         # Meta-World ignores reset(seed=...): with seeded_rand_vec it draws from np_random instead.
         if self.spec.options["protocol"] == "lerobot":

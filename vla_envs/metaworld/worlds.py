@@ -46,18 +46,13 @@ class World:
         self.env.close()
 
 
-world_cache = WorldCache()
-
-
-def take_world(name: str, spec: SimulatorSpec) -> World:
-    """Take an idle world of a task, or build one: a tenth of a second."""
-    return world_cache.take(_key(name, spec), lambda: World(name, spec))
-
-
 def _key(name: str, spec: SimulatorSpec) -> str:
     """Name what a world is built and drawn by; what happens in it belongs to the simulator."""
     drawn = {option: spec.options[option] for option in ("protocol", "render_quality", "camera", "hide_goals")}
     return repr((name, spec.options["reset_ranges"].get(name), spec.image_shape, drawn))
+
+
+world_cache = WorldCache(World, _key)
 
 
 def _build(name: str, reset_range: Any) -> Any:

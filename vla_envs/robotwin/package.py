@@ -164,17 +164,10 @@ def describe_package(path: str | None = None, assets_path: str | None = None) ->
 
 def describe_assets(assets_path: str | None = None, path: str | None = None) -> tuple[str, ...]:
     """Say whether the assets that would be used are stand-ins."""
-    with contextlib.suppress(FileNotFoundError):
-        if is_standin(find_assets(assets_path, path)):
+    with contextlib.suppress(OSError, ValueError):
+        if "standin" in read_json(find_assets(assets_path, path) / _STANDIN):
             return ("STAND-IN objects and arms: pictures, dynamics and success rates are of no benchmark",)
     return ()
-
-
-def is_standin(assets: Path) -> bool:
-    """Tell whether a folder of assets says of itself that it is not the benchmark's."""
-    with contextlib.suppress(OSError, ValueError):
-        return "standin" in read_json(assets / _STANDIN)
-    return False
 
 
 def check_packages(

@@ -272,8 +272,10 @@ def save_weights(
     return names if len(names) == 1 else [*names, INDEX]
 
 
-def write_folder(folder: str | Path, weights: Mapping[str, Tensor], files: Mapping[str, Any]) -> list[str]:
-    """Write small files and all weights as one file, as official loaders want it; returns the names.
+def write_folder(
+    folder: str | Path, weights: Mapping[str, Tensor], files: Mapping[str, Any], *, shards: bool = False
+) -> list[str]:
+    """Write small files and all weights, as one file unless ``shards`` may be several; returns the names.
 
     ``files`` by name: bytes, tensors by name (``.safetensors``), or what JSON can say. Of sharded weights all processes
     must call it.
@@ -290,7 +292,7 @@ def write_folder(folder: str | Path, weights: Mapping[str, Tensor], files: Mappi
                 (folder / name).write_bytes(data)
 
     in_first(weights.values(), write)
-    return [*files, *save_weights(weights, folder, max_shard_size=sys.maxsize)]
+    return [*files, *save_weights(weights, folder, max_shard_size=MAX_SHARD_SIZE if shards else sys.maxsize)]
 
 
 def _entries(file: Path) -> Iterator[Entry]:

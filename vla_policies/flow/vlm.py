@@ -23,6 +23,7 @@ from vla_policies.nn.value_head import make_value_layers
 from vla_policies.pretrained import PretrainedPolicy
 from vla_policies.processing.adapters import Adapter
 from vla_policies.processing.model_images import CAMERAS, ModelImages
+from vla_policies.processing.prompts import PromptTokens
 from vla_policies.sharding import ShardGroup, compute_device
 
 _VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
@@ -60,6 +61,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     model: Any
     config: Any
     folder: Any
+    prompts: PromptTokens
 
     def __init__(
         self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, num_images: int
@@ -96,11 +98,6 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         self.value_head = self._make_value_head()
 
     # ---- what a family says
-
-    @property
-    @abstractmethod
-    def padding(self) -> int:
-        """The token that fills prompts up."""
 
     @abstractmethod
     def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
@@ -142,17 +139,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
 
     def freeze(self) -> None:
         if self.config.train_expert_only:
-            self.vlm.requires_grad_(False)
-
-    @property
-    def vlm(self) -> nn.Module:
-        """What reads images and prompt."""
-        return self.model.vlm
-
-    @property
-    def image_tokens(self) -> int:
-        """Tokens of one image."""
-        return self.model.config.image_tokens
+            self.model.vlm.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
@@ -183,7 +170,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
 
     def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
         tokens = tensordict.get(keys.PROMPT_TOKENS)
-        valid = tokens != self.padding
+        valid = tokens != self.prompts.padding
         longest = int(valid.sum(1).max())
         read = self.config.value_after_vlm if self.value_head is not None else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
@@ -200,13 +187,13 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     @property
     def prefix_is_frozen(self) -> bool:
         """Whether nothing of the VLM is trained."""
-        return not any(p.requires_grad for p in self.vlm.parameters())
+        return not any(p.requires_grad for p in self.model.vlm.parameters())
 
     def precompute(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add what a frozen VLM makes of each decision, if ``prefix_cache_gb`` suffice."""
         if not self.prefix_is_frozen:
             return tensordict
-        longest = int((tensordict.get(keys.PROMPT_TOKENS) != self.padding).sum(1).max())
+        longest = int((tensordict.get(keys.PROMPT_TOKENS) != self.prompts.padding).sum(1).max())
         needed = self.prefix_bytes(len(tensordict), longest)
         if needed > self.config.prefix_cache_gb * 1e9:
             warnings.warn(
@@ -215,7 +202,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
                 stacklevel=2,
             )
             return tensordict
-        length = self.num_images * self.image_tokens + longest
+        length = self.num_images * self.model.config.image_tokens + longest
         read = tensordict.select(keys.MODEL_IMAGES, *CAMERAS, keys.PROMPT_TOKENS, strict=False)
         kept: dict[Any, Tensor] = {}
         for start, part in zip(range(0, len(read), PREFIX_ROWS), read.split(PREFIX_ROWS), strict=True):
@@ -233,7 +220,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def prefix_bytes(self, decisions: int, prompt_length: int) -> int:
         """Return bytes of keys and values that :meth:`precompute` keeps."""
         language = self.model.config.language
-        tokens = self.num_images * self.image_tokens + prompt_length
+        tokens = self.num_images * self.model.config.image_tokens + prompt_length
         numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
         return decisions * numbers * self.model.dtype.itemsize
 

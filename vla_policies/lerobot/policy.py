@@ -132,10 +132,6 @@ class LeRobotPolicy(VLMFlowPolicy):
         files = self.folder.write(folder, weights, options)
         return [*files, save_heads(folder, self.heads(), self.noise_level, self.parameters())]
 
-    @property
-    def padding(self) -> int:
-        return self.prompts.padding
-
     # ---- observations
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:

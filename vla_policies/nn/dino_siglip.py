@@ -8,6 +8,8 @@ OpenVLA-OFT, Kim et al. 2025 (arXiv 2502.19645).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,7 +51,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
-        self.patch_embed = PatchEmbedding(config.dim, config.patch_size)
+        self.patch_embed: Any = nn.Module()
+        self.patch_embed.proj = nn.Conv2d(3, config.dim, config.patch_size, stride=config.patch_size)
         self.pos_embed = nn.Parameter(0.02 * torch.randn(1, config.num_patches, config.dim))
         if config.registers is not None:
             self.cls_token = nn.Parameter(torch.zeros(1, 1, config.dim))
@@ -64,24 +67,14 @@ class VisionTransformer(nn.Module):
                 if language is None
                 else "a language embedding was passed to a vision backbone without FiLM layers"
             )
-        hidden = self.patch_embed(pixels.to(self.pos_embed.dtype)) + self.pos_embed
+        patches = self.patch_embed.proj(pixels.to(self.pos_embed.dtype))
+        hidden = patches.flatten(2).transpose(1, 2) + self.pos_embed
         prefix = [getattr(self, name) for name in ("cls_token", "reg_token") if hasattr(self, name)]
         if prefix:
             hidden = torch.cat([*(token.expand(len(hidden), -1, -1) for token in prefix), hidden], dim=1)
         for block in self.blocks:
             hidden = run_block(block, hidden, language, recompute=self.gradient_checkpointing)
         return hidden[:, -self.config.num_patches :]
-
-
-class PatchEmbedding(nn.Module):
-    """Pixels ``[B, 3, H, W]`` to one token per patch ``[B, num_patches, dim]``."""
-
-    def __init__(self, dim: int, patch_size: int):
-        super().__init__()
-        self.proj = nn.Conv2d(3, dim, patch_size, stride=patch_size)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.proj(pixels).flatten(2).transpose(1, 2)
 
 
 class Block(nn.Module):

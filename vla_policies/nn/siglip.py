@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,11 @@ class Siglip(nn.Module):
     def __init__(self, config: SiglipConfig):
         super().__init__()
         self.config, self.gradient_checkpointing = config, False
-        self.embeddings = SiglipEmbeddings(config)
-        self.encoder = SiglipEncoder(config)
+        self.embeddings: Any = nn.Module()
+        self.embeddings.patch_embedding = nn.Conv2d(3, config.width, config.patch_size, stride=config.patch_size)
+        self.embeddings.position_embedding = nn.Embedding(config.num_patches, config.width)
+        self.encoder: Any = nn.Module()
+        self.encoder.layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.depth))
         self.post_layernorm = nn.LayerNorm(config.width, eps=1e-6)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -68,23 +71,6 @@ class Siglip(nn.Module):
         for layer in self.encoder.layers:
             hidden = run_block(layer, hidden, recompute=self.gradient_checkpointing)
         return self.post_layernorm(hidden)
-
-
-class SiglipEmbeddings(nn.Module):
-    """Patches and their positions."""
-
-    def __init__(self, config: SiglipConfig):
-        super().__init__()
-        self.patch_embedding = nn.Conv2d(3, config.width, config.patch_size, stride=config.patch_size)
-        self.position_embedding = nn.Embedding(config.num_patches, config.width)
-
-
-class SiglipEncoder(nn.Module):
-    """All layers."""
-
-    def __init__(self, config: SiglipConfig):
-        super().__init__()
-        self.layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.depth))
 
 
 class SiglipLayer(nn.Module):

@@ -8,7 +8,6 @@ published layout has no place for: family, head, sequence layout, chunk and the 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.parts import in_first
 from vla_policies.checkpoint.settings import OPTIONS, read_options
-from vla_policies.checkpoint.weights import Entry, check_weights, list_weights, load_head, load_weights, save_weights
+from vla_policies.checkpoint.weights import Entry, check_weights, list_weights, load_head, load_weights, write_folder
 from vla_policies.checkpoint.writing import write_pickled
 from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
@@ -148,16 +147,8 @@ class OpenVLACheckpoint:
         """
         (dtype, _), *_ = Counter(tensor.dtype for tensor in weights.values()).most_common()
         config = {**self.config, "torch_dtype": str(dtype).removeprefix("torch.")}
-
-        def write() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in self.files.items():
-                (folder / name).write_bytes(content)
-            for name, entries in (("config.json", config), (_STATISTICS, self.statistics), (OPTIONS, options)):
-                (folder / name).write_text(json.dumps(entries, indent=2) + "\n")
-
-        in_first(weights.values(), write)
-        return [*self.files, "config.json", _STATISTICS, OPTIONS, *save_weights(weights, folder)]
+        files = {**self.files, "config.json": config, _STATISTICS: self.statistics, OPTIONS: options}
+        return write_folder(folder, weights, files, shards=True)
 
 
 def save_heads(folder: Path, heads: Mapping[str, nn.Module]) -> list[str]:

@@ -50,7 +50,7 @@ def convert(policy: Any, layout: str, tokenizer: Path) -> tuple[Any, list[str]]:
     if other.adapter != policy.adapter:
         raise ValueError(f"gripper or joints of {policy.config.benchmark} are not converted in {layout}'s layout")
     text, zeros = [get_schema(policy.config.benchmark).instruction], torch.zeros(1, policy.state_dim)
-    rows = [(each.prompt_tokens(text, zeros)[0].tolist(), each.padding) for each in (policy, other)]
+    rows = [(each.prompt_tokens(text, zeros)[0].tolist(), each.prompts.padding) for each in (policy, other)]
     first, second = ([token for token in row if token != padding] for row, padding in rows)
     if first != second:
         raise ValueError(f"{tokenizer} has another tokenizer: {text[0]!r} is {second} there, {first} in the checkpoint")

@@ -22,7 +22,7 @@ from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.inspection import describe_checkpoint, make_meta_model
 from vla_policies.pi0.model import EXPERT, Pi0Model, stays_float32
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
-from vla_policies.pi0.prompts import PAD, Pi0Prompts
+from vla_policies.pi0.prompts import Pi0Prompts
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.normalization import summarise
 
@@ -90,10 +90,6 @@ class Pi0(VLMFlowPolicy):
         tokens = config.action_horizon or (get_preset(name).horizon if name else _HORIZON)
         tokens += 0 if self.model.config.pi05 else 1
         return memory.decision_memory(self.model, config, self.prefix_is_frozen, config.num_images_in_input, tokens)
-
-    @property
-    def padding(self) -> int:
-        return PAD
 
     # ---- observations
 

@@ -141,7 +141,6 @@ def numbers(values: Any, what: str) -> tuple[float, ...]:
     """Return a list of finite numbers, at least one; ValueError, which begins with ``what``, for anything else."""
     plain = isinstance(values, list | tuple) and all(type(value) in (int, float) for value in values)
     if not plain or not values or not all(abs(value) <= sys.float_info.max for value in values):
-        repr(values)
         raise ValueError(f"{what} is {repr(values)[:100]}, must be a list of finite numbers; copy the statistics again")
     return tuple(map(float, values))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -30,18 +31,34 @@ def list_states(instructions: Sequence[str], states: Tensor) -> list[str]:
     ]
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], texts: Sequence[str], length: int, padding: int) -> Tensor:
-    """Fill prompts up to ``length`` (``max_prompt_length``) tokens: int64 ``[N, length]``.
+class PromptTokens(ABC):
+    """Prompts to at most ``max_length`` tokens, filled up with ``padding``; an instruction is tokenised once."""
 
-    ``texts`` are their instructions. ValueError: one is empty. SettingError: a prompt is longer; says how long the
-    longest is.
-    """
-    if not all(text.strip() for text in texts):
-        raise ValueError("the instruction is empty; fill task_descriptions, for example 'push the puck'")
-    longest, text = max(zip(map(len, prompts), texts, strict=True), default=(0, ""))
-    if longest > length:
-        raise SettingError(
-            f"max_prompt_length={length}: the prompt of {text[:80]!r} has {longest} tokens; "
-            f"type policy.max_prompt_length={longest}, or use shorter instructions"
-        )
-    return torch.tensor([[*prompt, *[padding] * (length - len(prompt))] for prompt in prompts])
+    def __init__(self, max_length: int, padding: int):
+        self.max_length, self.padding = max_length, padding
+        self._cache: dict[str, list[int]] = {}
+
+    @abstractmethod
+    def tokenize(self, text: str, listed: bool = False) -> list[int]:
+        """Return the tokens of an instruction; ``listed``: of a whole prompt of :func:`list_states`."""
+
+    def __call__(self, instructions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        """Return tokens int64 ``[N, max_length]``; normalised ``states`` ``[N, S]`` are listed in the prompt.
+
+        ValueError: an instruction is empty. SettingError: a prompt is longer, which others cut off; says how long the
+        longest is.
+        """
+        if states is None:
+            self._cache |= {text: self.tokenize(text) for text in set(instructions) - self._cache.keys()}
+            prompts = [self._cache[text] for text in instructions]
+        else:
+            prompts = [self.tokenize(text, listed=True) for text in list_states(instructions, states)]
+        if not all(text.strip() for text in instructions):
+            raise ValueError("the instruction is empty; fill task_descriptions, for example 'push the puck'")
+        longest, text = max(zip(map(len, prompts), instructions, strict=True), default=(0, ""))
+        if longest > self.max_length:
+            raise SettingError(
+                f"max_prompt_length={self.max_length}: the prompt of {text[:80]!r} has {longest} tokens; "
+                f"type policy.max_prompt_length={longest}, or use shorter instructions"
+            )
+        return torch.tensor([[*prompt, *[self.padding] * (self.max_length - len(prompt))] for prompt in prompts])

@@ -219,7 +219,7 @@ def test_checkout_and_assets_are_found_where_they_are_named(folders, monkeypatch
     monkeypatch.setenv("ASSETS_PATH", str(assets))
     assert package.CHECKOUT.find() == checkout
     assert package.find_assets() == assets
-    assert not package.is_standin(assets)
+    assert package.describe_assets() == ()
     assert package.missing_assets(assets, ["click_bell"], ["aloha-agilex"], checkout) == []
     assert package.describe_package() == (f"{checkout} is not RoboTwin at {package.CHECKOUT.commit[:12]}",)
     (assets / "STANDIN.json").write_text('{"standin": "robotwin"}')

@@ -137,7 +137,7 @@ def test_prompts_equal_those_of_transformers():
 def test_an_instruction_is_tokenised_once(monkeypatch):
     prompts = Prompts(TOKENIZER, max_length=40)
     first = prompts(["push the puck"] * 3)
-    monkeypatch.setattr(prompts, "_tokenize", lambda instruction: pytest.fail(f"{instruction!r} again"))
+    monkeypatch.setattr(prompts, "tokenize", lambda instruction: pytest.fail(f"{instruction!r} again"))
     assert torch.equal(prompts(["push the puck"]), first[:1])
 
 
