@@ -58,8 +58,18 @@ class ChunkPolicyLoss(ClipPPOLoss):
 
     The output of ``forward`` has the terms to add up, ``loss_objective``, ``loss_entropy`` and ``loss_reference_kl``
     (with that coefficient), and detached diagnostics, all of them means over the valid elements of what was passed:
-    ``docs/metrics.md`` says what each is, by what the log calls it (:attr:`metric_names`). The old log-probability of
-    ``kl_approx``, ``kl_k3`` and ``log_ratio_per_token`` is with ``decoupled`` that of ``proximal_log_prob``.
+
+    * ``policy_loss``: the clipped objective that is minimised, weights included;
+    * ``kl_approx``: mean of ``log_prob_old - log_prob`` (k1: unbiased, may be negative); ``kl_k3``: mean of
+      ``ratio - 1 - log(ratio)`` (never negative), both per element of the chosen level;
+    * ``clip_fraction``: share of elements where clipping changes the objective, so that they get no gradient;
+    * ``dual_clip_fraction``: share of elements at the bound of ``dual_clip``, where it is used;
+    * ``ratio``, ``clipped_ratio``: means of the ratio before and after clipping;
+    * ``log_ratio_per_token``: mean of ``|log_prob - log_prob_old|``; before the first step only rounding;
+    * with ``decoupled``, where ``log_prob_old`` above is ``proximal_log_prob``: ``behaviour_weight``, their mean before
+      they are bounded; ``behaviour_log_ratio``, mean of ``|proximal_log_prob - log_prob_old|`` per token, how old the
+      weights are that acted; ``behaviour_weight_bounded``, the share at ``max_behaviour_weight``;
+    * ``entropy``: at ``entropy_level``, in nats; ``reference_kl`` per token, in nats.
 
     ``"weights"`` has, by the same names, how many valid elements each of them is a mean over: its weight in means over
     minibatches. A subclass that adds a diagnostic to both has it logged as ``train/<name>``.
