@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "two evaluations, or prepare a policy for publication.",
         epilog="Settings of a recipe: vla-recipe run ppo --help",
     )
-    every = "list | run | copy | report | compare | merge | export | card"
+    every = "list | run | copy | report | compare | rollouts | merge | export | card"
     commands = parser.add_subparsers(dest="command", required=True, metavar=every)
     listing = commands.add_parser("list", help="what there is: recipes, and experiments with what each of them trains")
     listing.set_defaults(do=lambda _: describe())
@@ -78,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     comparing.add_argument("second", type=Path, metavar="B", nargs="?", help="likewise; else A's before and after")
     comparing.add_argument("--mean-of", metavar="GROUPS", help="such as easy,medium,hard,very_hard; else eval.mean_of")
     comparing.set_defaults(do=_compare)
+    rollouts = commands.add_parser("rollouts", help="what a policy did in an evaluation, as a data set of LeRobot")
+    rollouts.add_argument("evaluation", type=Path, metavar="EVALUATION", help="folder of recipes/evaluate.py")
+    rollouts.add_argument("--to", type=Path, required=True, metavar="NEW", help="a folder that is not there yet")
+    rollouts.add_argument("--only-success", action="store_true", help="leave out what was not solved")
+    rollouts.set_defaults(do=_rollouts)
     merging = commands.add_parser("merge", help="a policy with its adapter added to its weights")
     merging.add_argument("folder", type=Path, metavar="FOLDER", help="of a run or a policy, such as runs/ppo/latest")
     merging.add_argument("--to", type=Path, required=True, metavar="NEW", help="a folder that is not there yet")
@@ -125,6 +130,12 @@ def _compare(chosen: argparse.Namespace) -> Iterable[str]:
 
     groups = None if chosen.mean_of is None else [name for name in chosen.mean_of.split(",") if name]
     return compare_folders(chosen.first, chosen.second, groups)
+
+
+def _rollouts(chosen: argparse.Namespace) -> Iterable[str]:
+    from vla_algos.run.rollouts import write_rollouts
+
+    return write_rollouts(chosen.evaluation, chosen.to, only_success=chosen.only_success)
 
 
 def _merge(chosen: argparse.Namespace) -> Iterable[str]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +315,7 @@ def evaluate(
     observe: Observe | None = None,
     on_episode: Callable[[EpisodeResult], None] | None = None,
     record: int = 0,
+    keep_actions: bool = False,
     max_attempts: int = 3,
     stages: Count = 1,
     overlap_resets: bool = False,
@@ -332,6 +333,7 @@ def evaluate(
             which ``episode_index`` is the place among ``episodes`` (-1: none) and ``decision_index`` counts from 0.
         on_episode: called with each result, in the order of finishing.
         record: keep the frames of the first so many episodes.
+        keep_actions: keep in each result what was executed, but of chunks that are one motion.
         max_attempts: runs of an episode whose simulator dies before it counts as crashed; one that could not begin
             counts at once.
         stages: of :class:`~vla_algos.collectors.EpisodeCollector`; other batches round otherwise.
@@ -362,7 +364,9 @@ def evaluate(
         film(shots, outcome, {slot: index for slot, index in deciding.items() if index < record}, restart=True)
 
     def note(index: int, decisions: TensorDictBase) -> None:
-        results[index] = _result(spec, wanted[index], index, decisions[keys.NEXT][-1], collector)
+        result = _result(spec, wanted[index], index, decisions[keys.NEXT][-1], collector)
+        keeps = keep_actions and not result.crashed and spec.control_frequency is not None
+        results[index] = replace(result, actions=_executed(decisions)) if keeps else result
         if on_episode is not None:
             on_episode(results[index])
 
@@ -444,6 +448,11 @@ def _result(
         subtasks=int(outcome[keys.SUBTASKS]) if spec.chain_length > 1 else None,
         remark=collector.remarks.get(index, ""),
     )
+
+
+def _executed(decisions: TensorDictBase) -> list[list[float]]:
+    actions = decisions[keys.ACTION][decisions[keys.NEXT, keys.STEP_MASK]]
+    return [[float(f"{number:.9g}") for number in action] for action in actions.tolist()]  # all digits of a float32
 
 
 class _Observing(TensorDictModuleBase):

@@ -31,8 +31,9 @@ _FIELDS: dict[str, Any] = {  # of a line, in its order
     SUBTASKS: (int, type(None)),
     "error": str,
     "remark": str,
+    "actions": (list, type(None)),
 }
-_OPTIONAL = {SUBTASKS: None, "error": "", "remark": ""}
+_OPTIONAL = {SUBTASKS: None, "error": "", "remark": "", "actions": None}
 _ATTRIBUTES = {"return": "episode_return", "length": "episode_len"}  # where they are not named as in a line
 
 
@@ -54,6 +55,7 @@ class EpisodeResult:
         error: why it crashed, where that is known.
         subtasks: how many tasks of its chain were solved; ``None`` where episodes are no chains.
         remark: what its simulator has said of it, such as another seed than the one asked for.
+        actions: what was executed, ``[L, A]``, where that was kept.
     """
 
     episode: Episode
@@ -69,6 +71,7 @@ class EpisodeResult:
     error: str = ""
     subtasks: int | None = None
     remark: str = ""
+    actions: list[list[float]] | None = None
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from vla_common import keys
 from vla_envs.protocol import are_numbers
+from vla_envs.replay import Visit
 from vla_envs.simulator import Episode, Observation, SimulatorSpec
 from vla_envs.workers.answers import WrongAnswer, check_observation
 from vla_envs.workers.chunks import executes_chunks, run_chunk
@@ -37,12 +38,9 @@ def noise_of_dimensions(noise: float | Sequence[float], spec: SimulatorSpec) -> 
     return np.array(noise, float)
 
 
-def record_numbered(
-    simulator: Any, item: tuple[int, Episode, Sequence[np.ndarray]], **settings: Any
-) -> tuple[int, dict[str, Any] | None]:
-    """Return :func:`demonstrate` of an episode, after chunks of a policy, with its number."""
-    number, episode, before = item
-    return number, demonstrate(simulator, episode, before, **settings)
+def record_visit(simulator: Any, visit: Visit, **settings: Any) -> tuple[int, dict[str, Any] | None]:
+    """Return :func:`demonstrate` of an episode, after what a policy has done in it, with its number."""
+    return visit.number, demonstrate(simulator, visit.episode, visit.chunks, **settings)
 
 
 def demonstrate(

@@ -21,6 +21,7 @@ from vla_common.settings import BelowOne, Count, Fraction, check_fields
 from vla_common.texts import WIDTH, encode
 from vla_envs.env import VLAEnv
 from vla_envs.experts import check_expert, noise_of_dimensions
+from vla_envs.replay import Visit
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.calls import reason
 from vla_policies import VLAPolicy
@@ -202,15 +203,15 @@ def _record(
         if on_episode is not None:
             on_episode(episodes[number], steps)
 
-    def skip(item: tuple[int, Episode, Any], error: str) -> None:
-        number, episode, _ = item
-        crashed.append((episode, reason(error)))
-        note((number, None))
+    def skip(visit: Visit, error: str) -> None:
+        crashed.append((visit.episode, reason(error)))
+        note((visit.number, None))
 
     shared = {"chunk_size": chunk_size, **asdict(settings)}
     chunks = [()] * len(episodes) if before is None else before
-    items = sorted(zip(range(len(episodes)), episodes, chunks, strict=True), key=lambda item: item[1].task_id)
-    env.pool.map("vla_envs.experts:record_numbered", items, on_result=note, on_error=skip, **shared)
+    visits = [Visit(*each) for each in zip(range(len(episodes)), episodes, chunks, strict=True)]
+    visits.sort(key=lambda visit: visit.episode.task_id)
+    env.pool.map("vla_envs.experts:record_visit", visits, on_result=note, on_error=skip, **shared)
     if crashed:
         episode, error = crashed[0]
         warnings.warn(

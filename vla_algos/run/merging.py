@@ -29,7 +29,7 @@ def merge_folder(folder: Path, to: Path) -> list[str]:
     options = read_options(folder)
     if not options.get(ADAPTER):
         raise ValueError(f"{folder} has no adapter to merge; type the folder of a policy trained with policy.lora_rank")
-    _check_free(to)
+    check_free(to)
     policy = load_policy(folder)
     assert isinstance(policy, PretrainedPolicy)
     merge_adapter(policy)
@@ -51,7 +51,7 @@ def export_folder(
     folder = policy_folder(folder)
     to = to or folder.with_name(f"{folder.resolve().name}-{layout}")
     check_layout(find_policy_class(folder), layout)
-    _check_free(to)
+    check_free(to)
     policy = load_policy(folder, **settings)
     assert isinstance(policy, PretrainedPolicy)
     if has_lora(policy):
@@ -61,7 +61,8 @@ def export_folder(
     return [f"exported {folder} into {to}, of the family {other.family}", *lines]
 
 
-def _check_free(to: Path) -> None:
+def check_free(to: Path) -> None:
+    """Refuse (FileExistsError) to write where something is."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise FileExistsError(f"{to} is there already; type another folder: --to NEW")
 

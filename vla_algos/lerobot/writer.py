@@ -1,0 +1,190 @@
+"""Writes a data set of LeRobot's format v3.0, with images as PNG; see :mod:`.dataset` for what that is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_algos.lerobot.dataset import ACTIONS, INFO, PARQUET, STATES, needs
+
+VERSION = "v3.0"
+_DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+_EPISODES = "meta/episodes/chunk-000/file-000.parquet"
+_FULL = 100 * 2**20  # bytes of images after which another file is begun
+_QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+_IMAGE = {"_type": "Image"}
+_NUMBERS = {  # a frame's, besides state and action
+    "next.reward": "float32",
+    "next.success": "bool",
+    "next.done": "bool",
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
+
+
+class LeRobotWriter:
+    """Writes episodes into a folder, one after the other; it is a data set once :meth:`finish` has returned.
+
+    Args:
+        folder: is made.
+        fps: actions per second.
+        cameras: height and width of each by its name.
+        robot_type: what LeRobot calls the robot.
+
+    Raises:
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+
+    def __init__(self, folder: Path, fps: float, cameras: Mapping[str, tuple[int, int]], robot_type: str):
+        self.folder, self.fps, self.cameras, self.robot_type = folder, fps, cameras, robot_type
+        self._parquet = needs(folder, *PARQUET)
+        self._arrow = needs(folder, "pyarrow", PARQUET[1])
+        self._tasks: dict[str, int] = {}
+        self._rows: list[dict[str, Any]] = []  # of meta/episodes
+        self._numbers: dict[str, list[np.ndarray]] = {STATES[0]: [], ACTIONS[0]: []}
+        self._pixels: dict[str, list[np.ndarray]] = {name: [] for name in cameras}
+        self._file, self._bytes, self._frames = 0, 0, 0
+        self._data: Any = None
+
+    def append(self, episode: Mapping[str, Any], actions: np.ndarray, facts: Mapping[str, Any]) -> None:
+        """Write an episode as :func:`~vla_envs.replay.replay` returns it.
+
+        Args:
+            episode: its frames, ``L``.
+            actions: float32 ``[L, A]``.
+            facts: columns of its row in ``meta/episodes`` beside those of LeRobot's.
+        """
+        length, texts = len(actions), episode["task_descriptions"]
+        for text in texts:
+            self._tasks.setdefault(text, len(self._tasks))
+        numbers = {
+            "next.reward": episode["reward"],
+            "next.success": episode["success"],
+            "next.done": np.arange(length) == length - 1,
+            "timestamp": np.arange(length) / self.fps,
+            "frame_index": np.arange(length),
+            "episode_index": np.full(length, len(self._rows)),
+            "index": np.arange(self._frames, self._frames + length),
+            "task_index": np.array([self._tasks[text] for text in texts]),
+        }
+        pa, vectors = self._arrow, {STATES[0]: episode["states"], ACTIONS[0]: actions}
+        columns = {name: self._vectors(values) for name, values in vectors.items()}
+        columns |= {name: pa.array(numbers[name].astype(kind)) for name, kind in _NUMBERS.items()}
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        for name, camera in zip(self.cameras, episode["cameras"], strict=True):
+            columns[name] = pa.array([{"bytes": image, "path": None} for image in camera], kind)
+            self._bytes += sum(map(len, camera))
+        self._write(pa.table(columns))
+        row = {"episode_index": len(self._rows), "tasks": list(dict.fromkeys(texts)), "length": length}
+        row |= {"data/chunk_index": 0, "data/file_index": self._file, **facts}
+        row |= {"dataset_from_index": self._frames, "dataset_to_index": self._frames + length}
+        row |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
+        self._rows.append(row)
+        self._frames += length
+        for name, values in vectors.items():
+            self._numbers[name].append(values)
+        for name, each in zip(self.cameras, episode["pixels"], strict=True):
+            self._pixels[name].append(each)
+
+    def finish(self) -> None:
+        """Write ``meta/``."""
+        self._close()
+        pa, pq, meta = self._arrow, self._parquet, self.folder / "meta"
+        (self.folder / _EPISODES).parent.mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(self._rows), self.folder / _EPISODES)
+        lengths = [row["length"] for row in self._rows]
+        stats = {name: _of_numbers(np.concatenate(values)) for name, values in self._numbers.items()}
+        stats |= {name: _of_pixels(values, lengths) for name, values in self._pixels.items()}
+        (meta / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
+        tasks = pa.table({"task_index": pa.array([*self._tasks.values()]), "task": pa.array([*self._tasks])})
+        column = {"pandas_type": "int64", "numpy_type": "int64", "metadata": None}
+        text = {"pandas_type": "unicode", "numpy_type": "object", "metadata": None}
+        names = {"task_index": column, "task": text}
+        columns = [{"name": name, "field_name": name, **kind} for name, kind in names.items()]
+        index = {"index_columns": ["task"], "column_indexes": [], "columns": columns}  # as pandas keeps it
+        pq.write_table(tasks.replace_schema_metadata({"pandas": json.dumps(index)}), meta / "tasks.parquet")
+        (self.folder / INFO).write_text(json.dumps(self._info(), indent=1) + "\n")
+
+    def _info(self) -> dict[str, Any]:
+        shapes = {name: len(values[0][0]) for name, values in self._numbers.items()}
+        features: dict[str, Any] = {name: _feature("float32", size) for name, size in shapes.items()}
+        features |= {name: _feature(kind, 1) for name, kind in _NUMBERS.items()}
+        for name, (height, width) in self.cameras.items():
+            features[name] = {
+                "dtype": "image",
+                "shape": [height, width, 3],
+                "names": ["height", "width", "channels"],
+            }
+        return {
+            "codebase_version": VERSION,
+            "robot_type": self.robot_type,
+            "total_episodes": len(self._rows),
+            "total_frames": self._frames,
+            "total_tasks": len(self._tasks),
+            "chunks_size": 1000,
+            "data_files_size_in_mb": _FULL >> 20,
+            "video_files_size_in_mb": 200,
+            "fps": self.fps,
+            "splits": {"train": f"0:{len(self._rows)}"},
+            "data_path": _DATA,
+            "video_path": None,
+            "features": features,
+        }
+
+    def _write(self, table: Any) -> None:
+        """Append a row group to the present file; the ``datasets`` library learns which columns are images."""
+        if self._data is not None and self._bytes > _FULL:
+            self._close()
+            self._file, self._bytes = self._file + 1, 0
+        kinds = {
+            name: _IMAGE if name in self.cameras else _hugging_face(table.schema.field(name).type)
+            for name in table.column_names
+        }
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": kinds}})})
+        if self._data is None:
+            path = self.folder / _DATA.format(chunk_index=0, file_index=self._file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._data = self._parquet.ParquetWriter(path, table.schema)
+        self._data.write_table(table)
+
+    def _close(self) -> None:
+        if self._data is not None:
+            self._data.close()
+        self._data = None
+
+    def _vectors(self, values: np.ndarray) -> Any:
+        flat = self._arrow.array(np.ascontiguousarray(values, np.float32).reshape(-1))
+        return self._arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
+
+
+def _feature(kind: str, size: int) -> dict[str, Any]:
+    return {"dtype": kind, "shape": [size], "names": None}
+
+
+def _hugging_face(kind: Any) -> dict[str, Any]:
+    """Say what a column is as the ``datasets`` library does."""
+    if str(kind).startswith("fixed_size_list"):
+        return {"feature": {"dtype": "float32", "_type": "Value"}, "length": kind.list_size, "_type": "Sequence"}
+    return {"dtype": {"float": "float32"}.get(str(kind), str(kind)), "_type": "Value"}
+
+
+def _of_numbers(values: np.ndarray) -> dict[str, Any]:
+    values = values.astype(np.float64)
+    found = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0)}
+    found |= {name: np.quantile(values, share, axis=0) for name, share in _QUANTILES.items()}
+    return {name: value.tolist() for name, value in found.items()} | {"count": [len(values)]}
+
+
+def _of_pixels(episodes: Sequence[np.ndarray], lengths: Sequence[int]) -> dict[str, Any]:
+    """Statistics of a camera by colour, as LeRobot has them ``[3, 1, 1]``; ``episodes`` as ``pixels`` of a replay."""
+    mean, square = (np.average([each[row] for each in episodes], 0, lengths) for row in range(2))
+    least, most = np.min([each[2] for each in episodes], 0), np.max([each[3] for each in episodes], 0)
+    found = {"min": least, "max": most, "mean": mean, "std": np.sqrt(np.maximum(square - mean**2, 0))}
+    return {name: value.reshape(3, 1, 1).tolist() for name, value in found.items()} | {"count": [sum(lengths)]}
