@@ -54,7 +54,7 @@ def write_rollouts(evaluation: Path, to: Path, *, only_success: bool = False) ->
     env.close()
     frames, solved = sum(each.episode_len for each in wanted), sum(each.success_once for each in wanted)
     yield f"wrote {len(wanted):,} episodes with {frames:,} frames, {solved:,} of them solved, to {to}"
-    yield f"now type: vla-recipe run sft env=NAME demonstrations.folder={to}"
+    yield f"now type: vla-recipe run sft env=NAME demonstrations.folder={to}, with the environment of the evaluation"
 
 
 def _write(env: VLAEnv, results: list[EpisodeResult], folder: Path, settings: dict[str, Any]) -> None:
