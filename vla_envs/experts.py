@@ -16,7 +16,12 @@ from vla_envs.workers.chunks import executes_chunks, run_chunk
 
 
 def check_expert(simulator: Any, spec: SimulatorSpec) -> None:
-    """Refuse demonstrations of a benchmark whose ``simulator``, or its class, has no scripted expert."""
+    """Refuse demonstrations of a benchmark whose ``simulator``, or its class, has no scripted expert, or no worker."""
+    if spec.batched:
+        raise ValueError(
+            f"{spec.id} simulates all worlds together, where no expert acts; type env.backend=processes, or "
+            "policy.checkpoint=FOLDER and demonstrations.episodes=0"
+        )
     if not hasattr(simulator, "expert_chunk" if executes_chunks(simulator) else "expert_action"):
         raise ValueError(
             f"{spec.id} has no scripted expert, which demonstrations are from; type demonstrations.episodes=0, and "

@@ -33,38 +33,37 @@ class Visit:
 def replay(simulator: Any, visit: Visit) -> tuple[int, dict[str, Any]]:
     """Return the number of a visit, and what was to be seen before each of its ``L`` actions, and what each did.
 
-    ``images`` and ``wrist_images``: for each camera ``L`` PNG files; ``pixels``: of each camera its mean, mean square,
-    least and largest value by colour, float64 ``[4, 3]``, 0 to 1; ``states`` float32 ``[L, S]``; ``task_descriptions``,
-    ``L`` texts; ``reward`` float32 and ``success`` bool ``[L]``. For a simulator that executes one action at a time.
+    ``cameras``: of each, the wrists' last, ``L`` PNG files; ``pixels`` float64 ``[L, cameras, 4, 3]``: mean, mean
+    square, least and largest value of each image by colour, 0 to 1; ``states`` float32 ``[L, S]``;
+    ``task_descriptions``, ``L`` texts; ``reward`` float32 and ``success`` bool ``[L]``. For a simulator that executes
+    one action at a time.
     """
-    spec, frames = simulator.spec, list[list[np.ndarray]]()
-    states, texts, rewards, successes = list[Any](), list[str](), list[float](), list[bool]()
+    spec, rows = simulator.spec, list[tuple[Any, ...]]()
     simulator.reset(visit.episode)
     for action in np.concatenate(visit.chunks):
         seen = simulator.observe()
-        states.append(np.array(check_observation(spec, seen)))
-        frames.append([seen.images.copy(), *([] if seen.wrist_images is None else seen.wrist_images.copy())])
-        texts.append(seen.task_description)
+        states = np.array(check_observation(spec, seen))
+        frames = [seen.images, *([] if seen.wrist_images is None else seen.wrist_images)]
+        files, pixels = [_png(frame) for frame in frames], np.stack([_pixels(frame) for frame in frames])
         outcome = check_outcome(spec, simulator.step(action), "step returned")
-        rewards.append(outcome.reward)
-        successes.append(outcome.success)
-    cameras = [list(each) for each in zip(*frames, strict=True)]
+        rows.append((files, pixels, states, seen.task_description, outcome.reward, outcome.success))
+    columns = [list(column) for column in zip(*rows, strict=True)]
     return visit.number, {
-        "cameras": [[_png(frame) for frame in camera] for camera in cameras],
-        "pixels": [_pixels(camera) for camera in cameras],
-        keys.STATES: np.stack(states),
-        keys.TASK_DESCRIPTIONS: texts,
-        keys.REWARD: np.array(rewards, np.float32),
-        keys.SUCCESS: np.array(successes),
+        "cameras": [*zip(*columns[0], strict=True)],
+        "pixels": np.stack(columns[1]),
+        keys.STATES: np.stack(columns[2]),
+        keys.TASK_DESCRIPTIONS: columns[3],
+        keys.REWARD: np.array(columns[4], np.float32),
+        keys.SUCCESS: np.array(columns[5]),
     }
 
 
 def _png(frame: np.ndarray) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(frame).save(file, "PNG", compress_level=1)  # nine times as fast as the best, and little larger
+    Image.fromarray(frame).save(file, "PNG", compress_level=1)  # much faster than the smallest
     return file.getvalue()
 
 
-def _pixels(camera: Sequence[np.ndarray]) -> np.ndarray:
-    colours = np.stack(camera).reshape(-1, 3) / 255.0
+def _pixels(frame: np.ndarray) -> np.ndarray:
+    colours = frame.reshape(-1, 3) / 255.0
     return np.stack([colours.mean(0), (colours**2).mean(0), colours.min(0), colours.max(0)])

@@ -99,6 +99,17 @@ def test_what_lerobot_asks_of_a_data_set(evaluation, written):
     assert np.ravel(stats[CAMERA]["std"]) == pytest.approx(frames.reshape(-1, 3).std(0), abs=0.01)
 
 
+def test_many_images_are_in_several_files(evaluation, written, tmp_path, monkeypatch):
+    monkeypatch.setattr("vla_algos.lerobot.writer._FULL", 1)
+    [*write_rollouts(evaluation[0], tmp_path / "set")]
+    assert len([*(tmp_path / "set").glob("data/chunk-000/*.parquet")]) == 4
+    one, several = (
+        LeRobotDemonstrations.open(each, evaluation[3]).for_policy(evaluation[2])
+        for each in (written, tmp_path / "set")
+    )
+    assert (one[torch.arange(12)] == several[torch.arange(12)]).all()
+
+
 def changed(folder, to, **changes):
     """Another evaluation, of which each result has some other entries."""
     lines = [{**json.loads(line), **changes} for line in (folder / NAME).read_text().splitlines()]
@@ -127,6 +138,25 @@ def test_what_cannot_be_written_is_one_line(evaluation, written, tmp_path, capsy
 
 def test_an_episode_that_went_another_way_is_not_written(evaluation, tmp_path):
     other = changed(evaluation[0], tmp_path / "b", success_once=True)
-    with pytest.raises(RuntimeError, match="went another way than in the evaluation; nothing is written"):
+    with pytest.raises(ValueError, match="reach-v3 trial 0 seed 0 goes another way than in the evaluation"):
         [*write_rollouts(other, tmp_path / "set")]
+    assert {path.name for path in tmp_path.iterdir()} == {"b"}
+
+
+def test_a_folder_of_a_stranger_is_data(evaluation, tmp_path):
+    for number, (actions, said) in enumerate(
+        {
+            "[[1, 2]]": r"12 of 4 numbers are wanted, not \(1, 2\)",
+            '[["x"]]': "its actions are none of metaworld",
+            "[[0, 0, 0, NaN]]": "its actions are none of metaworld",
+            "[[1], [2, 3]]": "its actions are none of metaworld",
+        }.items()
+    ):
+        other = changed(evaluation[0], tmp_path / str(number), actions=json.loads(actions))
+        with pytest.raises(ValueError, match=said):
+            [*write_rollouts(other, tmp_path / "set")]
+    for text, said in {"env: {id: no/where}": "no/where", "env: {id: metaworld/reach-v3, run: rm}": "env.run"}.items():
+        (other / "config.yaml").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            [*write_rollouts(other, tmp_path / "set")]
     assert not (tmp_path / "set").exists()

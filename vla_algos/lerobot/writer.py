@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class LeRobotWriter:
         self._tasks: dict[str, int] = {}
         self._rows: list[dict[str, Any]] = []  # of meta/episodes
         self._numbers: dict[str, list[np.ndarray]] = {STATES[0]: [], ACTIONS[0]: []}
-        self._pixels: dict[str, list[np.ndarray]] = {name: [] for name in cameras}
+        self._pixels: list[np.ndarray] = []
         self._file, self._bytes, self._frames = 0, 0, 0
         self._data: Any = None
 
@@ -90,8 +90,7 @@ class LeRobotWriter:
         self._frames += length
         for name, values in vectors.items():
             self._numbers[name].append(values)
-        for name, each in zip(self.cameras, episode["pixels"], strict=True):
-            self._pixels[name].append(each)
+        self._pixels.append(episode["pixels"])
 
     def finish(self) -> None:
         """Write ``meta/``."""
@@ -99,9 +98,9 @@ class LeRobotWriter:
         pa, pq, meta = self._arrow, self._parquet, self.folder / "meta"
         (self.folder / _EPISODES).parent.mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(self._rows), self.folder / _EPISODES)
-        lengths = [row["length"] for row in self._rows]
         stats = {name: _of_numbers(np.concatenate(values)) for name, values in self._numbers.items()}
-        stats |= {name: _of_pixels(values, lengths) for name, values in self._pixels.items()}
+        pixels = np.concatenate(self._pixels)
+        stats |= {name: _of_pixels(pixels[:, number]) for number, name in enumerate(self.cameras)}
         (meta / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
         tasks = pa.table({"task_index": pa.array([*self._tasks.values()]), "task": pa.array([*self._tasks])})
         column = {"pandas_type": "int64", "numpy_type": "int64", "metadata": None}
@@ -182,9 +181,9 @@ def _of_numbers(values: np.ndarray) -> dict[str, Any]:
     return {name: value.tolist() for name, value in found.items()} | {"count": [len(values)]}
 
 
-def _of_pixels(episodes: Sequence[np.ndarray], lengths: Sequence[int]) -> dict[str, Any]:
-    """Statistics of a camera by colour, as LeRobot has them ``[3, 1, 1]``; ``episodes`` as ``pixels`` of a replay."""
-    mean, square = (np.average([each[row] for each in episodes], 0, lengths) for row in range(2))
-    least, most = np.min([each[2] for each in episodes], 0), np.max([each[3] for each in episodes], 0)
-    found = {"min": least, "max": most, "mean": mean, "std": np.sqrt(np.maximum(square - mean**2, 0))}
-    return {name: value.reshape(3, 1, 1).tolist() for name, value in found.items()} | {"count": [sum(lengths)]}
+def _of_pixels(frames: np.ndarray) -> dict[str, Any]:
+    """Return statistics by colour, as LeRobot has them ``[3, 1, 1]``; ``frames`` as a replay's ``pixels`` has them."""
+    mean, square = frames[:, :2].mean(0)
+    found = {"min": frames[:, 2].min(0), "max": frames[:, 3].max(0), "mean": mean}
+    found["std"] = np.sqrt(np.maximum(square - mean**2, 0))
+    return {name: value.reshape(3, 1, 1).tolist() for name, value in found.items()} | {"count": [len(frames)]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from vla_algos.lerobot.writer import LeRobotWriter
 from vla_algos.results import NAME, EpisodeResult, read_episodes
 from vla_algos.run.folder import settings_of
 from vla_algos.run.merging import check_free
-from vla_common.keys import TASK_ID, TRIAL_ID
-from vla_envs import EpisodeQueue, VLAEnv, make_env
+from vla_common.keys import SUCCESS, TASK_ID, TRIAL_ID
+from vla_common.settings import check_settings
+from vla_envs import EpisodeQueue, SimulatorSpec, VLAEnv, make_env
+from vla_envs.actions import refuse_actions
+from vla_envs.make import env_types
 from vla_envs.replay import Visit
 
 CAMERA, WRIST = "observation.images.image", "observation.images.wrist_image{}"
@@ -25,12 +29,13 @@ CAMERA, WRIST = "observation.images.image", "observation.images.wrist_image{}"
 def write_rollouts(evaluation: Path, to: Path, *, only_success: bool = False) -> Iterator[str]:
     """Write the episodes of a folder of ``evaluate.py`` into a new folder, drawn before each action.
 
-    They are simulated once more; an episode that went another way than in the evaluation is a RuntimeError. Those that
-    crashed are left out. Yields lines that say what was written.
+    They are simulated once more; those that crashed are left out. Yields lines that say what was written. The folder,
+    which may be a stranger's, is read as data.
 
     Raises:
         FileExistsError: ``to`` is there.
-        ValueError: the folder has no actions, or the benchmark executes chunks as one motion.
+        FileNotFoundError: no evaluation is there.
+        ValueError: it has no actions, or an episode goes another way than it did: nothing is written.
         ModuleNotFoundError: pyarrow is not installed.
     """
     check_free(to)
@@ -48,22 +53,23 @@ def write_rollouts(evaluation: Path, to: Path, *, only_success: bool = False) ->
             f"{evaluation} has no actions: its episodes are chunks that are one motion, or of an older version"
         )
     needs(to, *PARQUET)
-    env = make_env(**settings["env"], chunk_size=1, episodes=EpisodeQueue())
+    check_settings("env", settings["env"], env_types(settings["env"].get("id", "")))
     to.parent.mkdir(parents=True, exist_ok=True)
-    write_folder_atomically(to, lambda folder: _write(env, wanted, folder, settings))
-    env.close()
+    policy = str(settings.get("policy", {}).get("checkpoint", ""))
+    with contextlib.closing(make_env(**settings["env"], chunk_size=1, episodes=EpisodeQueue())) as env:
+        write_folder_atomically(to, lambda folder: _write(env, wanted, folder, policy))
     frames, solved = sum(each.episode_len for each in wanted), sum(each.success_once for each in wanted)
     yield f"wrote {len(wanted):,} episodes with {frames:,} frames, {solved:,} of them solved, to {to}"
     yield f"now type: vla-recipe run sft env=NAME demonstrations.folder={to}, with the environment of the evaluation"
 
 
-def _write(env: VLAEnv, results: list[EpisodeResult], folder: Path, settings: dict[str, Any]) -> None:
+def _write(env: VLAEnv, results: list[EpisodeResult], folder: Path, policy: str) -> None:
     spec, waiting, due = env.simulator_spec, dict[int, dict[str, Any]](), 0
     count, *size = spec.wrist_image_shape or (0, 0, 0)
     cameras = {CAMERA: spec.image_shape, **{WRIST.format(number): (size[0], size[1]) for number in range(count)}}
     assert spec.control_frequency is not None  # otherwise no actions were kept
+    visits = [Visit(number, each.episode, [_actions(each, spec)]) for number, each in enumerate(results)]
     writer = LeRobotWriter(folder, spec.control_frequency, cameras, spec.id)
-    visits = [Visit(n, each.episode, [np.array(each.actions, np.float32)]) for n, each in enumerate(results)]
     with tqdm(total=len(visits), desc="rollouts", unit="episode") as bar:
 
         def write(answer: tuple[int, dict[str, Any]]) -> None:
@@ -72,13 +78,25 @@ def _write(env: VLAEnv, results: list[EpisodeResult], folder: Path, settings: di
             answer[1].clear()  # the pool keeps all results to the end
             while due in waiting:
                 result, episode = results[due], waiting.pop(due)
-                if bool(episode["success"].any()) != result.success_once:
-                    raise RuntimeError(f"{result.name} went another way than in the evaluation; nothing is written")
+                if bool(episode[SUCCESS].any()) != result.success_once:
+                    raise ValueError(f"{result.name} goes another way than in the evaluation: nothing is written")
                 identity = {name: getattr(result.episode, name) for name in (TASK_ID, TRIAL_ID, "seed")}
-                facts = {**identity, "success": result.success_once, "policy": settings["policy"]["checkpoint"]}
+                facts = {**identity, "success": result.success_once, "policy": policy}
                 writer.append(episode, visits[due].chunks[0], facts)
                 due += 1
             bar.update()
 
         env.pool.map("vla_envs.replay:replay", visits, on_result=write)
     writer.finish()
+
+
+def _actions(result: EpisodeResult, spec: SimulatorSpec) -> np.ndarray:
+    """Return what was executed, float32 ``[L, A]``; a ValueError if it is nothing of that kind."""
+    try:
+        actions = np.array(result.actions, np.float32)
+        if actions.shape != (result.episode_len, spec.action_dim):
+            raise ValueError(f"{result.episode_len} of {spec.action_dim} numbers are wanted, not {actions.shape}")
+        refuse_actions(spec, actions)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{result.name}: its actions are none of {spec.id}: {error}") from None
+    return actions

@@ -128,10 +128,7 @@ class BatchedWorlds:
 
     def map(self, *_: Any, **__: Any) -> list[Any]:
         """Refuse: no world can be simulated alone."""
-        raise ValueError(
-            "demonstrations are recorded by simulators in worker processes: type env.backend=processes, or start from "
-            "a policy with policy.checkpoint=FOLDER and demonstrations.episodes=0"
-        )
+        raise ValueError("worlds that are simulated together cannot be simulated alone; type env.backend=processes")
 
     def close(self) -> None:
         """Free the world."""
