@@ -15,9 +15,9 @@ BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a packag
     "vla_algos/": 4_440,
     "vla_algos/collectors": 845,
     "vla_algos/demonstrations": 845,
-    "vla_algos/lerobot": 830,
+    "vla_algos/lerobot": 940,
     "vla_algos/disaggregated": 720,
-    "vla_algos/run": 4_960,
+    "vla_algos/run": 4_990,
     "benchmarks": 2_860,
 }
 TOLERANCE = 1.05

@@ -99,17 +99,6 @@ def test_what_lerobot_asks_of_a_data_set(evaluation, written):
     assert np.ravel(stats[CAMERA]["std"]) == pytest.approx(frames.reshape(-1, 3).std(0), abs=0.01)
 
 
-def test_many_images_are_in_several_files(evaluation, written, tmp_path, monkeypatch):
-    monkeypatch.setattr("vla_algos.lerobot.writer._FULL", 1)
-    [*write_rollouts(evaluation[0], tmp_path / "set")]
-    assert len([*(tmp_path / "set").glob("data/chunk-000/*.parquet")]) == 4
-    one, several = (
-        LeRobotDemonstrations.open(each, evaluation[3]).for_policy(evaluation[2])
-        for each in (written, tmp_path / "set")
-    )
-    assert (one[torch.arange(12)] == several[torch.arange(12)]).all()
-
-
 def changed(folder, to, **changes):
     """Another evaluation, of which each result has some other entries."""
     lines = [{**json.loads(line), **changes} for line in (folder / NAME).read_text().splitlines()]

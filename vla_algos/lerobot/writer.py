@@ -12,11 +12,9 @@ import numpy as np
 from vla_algos.lerobot.dataset import ACTIONS, INFO, PARQUET, STATES, needs
 
 VERSION = "v3.0"
-_DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+_DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"  # one file is written, with a row group for each
 _EPISODES = "meta/episodes/chunk-000/file-000.parquet"
-_FULL = 100 * 2**20  # bytes of images after which another file is begun
 _QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-_IMAGE = {"_type": "Image"}
 _NUMBERS = {  # a frame's, besides state and action
     "next.reward": "float32",
     "next.success": "bool",
@@ -50,7 +48,7 @@ class LeRobotWriter:
         self._rows: list[dict[str, Any]] = []  # of meta/episodes
         self._numbers: dict[str, list[np.ndarray]] = {STATES[0]: [], ACTIONS[0]: []}
         self._pixels: list[np.ndarray] = []
-        self._file, self._bytes, self._frames = 0, 0, 0
+        self._frames = 0
         self._data: Any = None
 
     def append(self, episode: Mapping[str, Any], actions: np.ndarray, facts: Mapping[str, Any]) -> None:
@@ -80,10 +78,9 @@ class LeRobotWriter:
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         for name, camera in zip(self.cameras, episode["cameras"], strict=True):
             columns[name] = pa.array([{"bytes": image, "path": None} for image in camera], kind)
-            self._bytes += sum(map(len, camera))
         self._write(pa.table(columns))
         row = {"episode_index": len(self._rows), "tasks": list(dict.fromkeys(texts)), "length": length}
-        row |= {"data/chunk_index": 0, "data/file_index": self._file, **facts}
+        row |= {"data/chunk_index": 0, "data/file_index": 0, **facts}
         row |= {"dataset_from_index": self._frames, "dataset_to_index": self._frames + length}
         row |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
         self._rows.append(row)
@@ -94,7 +91,7 @@ class LeRobotWriter:
 
     def finish(self) -> None:
         """Write ``meta/``."""
-        self._close()
+        self._data.close()
         pa, pq, meta = self._arrow, self._parquet, self.folder / "meta"
         (self.folder / _EPISODES).parent.mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(self._rows), self.folder / _EPISODES)
@@ -128,7 +125,7 @@ class LeRobotWriter:
             "total_frames": self._frames,
             "total_tasks": len(self._tasks),
             "chunks_size": 1000,
-            "data_files_size_in_mb": _FULL >> 20,
+            "data_files_size_in_mb": 100,
             "video_files_size_in_mb": 200,
             "fps": self.fps,
             "splits": {"train": f"0:{len(self._rows)}"},
@@ -138,25 +135,15 @@ class LeRobotWriter:
         }
 
     def _write(self, table: Any) -> None:
-        """Append a row group to the present file; the ``datasets`` library learns which columns are images."""
-        if self._data is not None and self._bytes > _FULL:
-            self._close()
-            self._file, self._bytes = self._file + 1, 0
-        kinds = {
-            name: _IMAGE if name in self.cameras else _hugging_face(table.schema.field(name).type)
-            for name in table.column_names
-        }
+        """Append a row group; the ``datasets`` library learns which columns are images."""
+        fields = {field.name: _hugging_face(field.type) for field in table.schema}
+        kinds = fields | {name: {"_type": "Image"} for name in self.cameras}
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": kinds}})})
         if self._data is None:
-            path = self.folder / _DATA.format(chunk_index=0, file_index=self._file)
+            path = self.folder / _DATA.format(chunk_index=0, file_index=0)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._data = self._parquet.ParquetWriter(path, table.schema)
         self._data.write_table(table)
-
-    def _close(self) -> None:
-        if self._data is not None:
-            self._data.close()
-        self._data = None
 
     def _vectors(self, values: np.ndarray) -> Any:
         flat = self._arrow.array(np.ascontiguousarray(values, np.float32).reshape(-1))
