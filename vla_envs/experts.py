@@ -51,7 +51,7 @@ def record_visit(simulator: Any, visit: Visit, **settings: Any) -> tuple[int, di
 def demonstrate(
     simulator: Any,
     episode: Episode,
-    before: Sequence[np.ndarray] = (),  # chunks that a policy has executed, float32 [C, A]: the expert takes over
+    before: Sequence[np.ndarray] = (),  # chunks that a policy has executed, float32 [C, A]: the expert takes over then
     *,
     chunk_size: int,  # C, actions per label
     stride: int,  # record every so many actions, or decisions where chunks are executed as a whole
@@ -77,7 +77,7 @@ def demonstrate(
     simulator.reset(episode)
     elapsed = 0
     for chunk in before:
-        elapsed += len(list(run_chunk(spec, simulator, chunk, elapsed)))
+        elapsed += len(list(run_chunk(spec, simulator, chunk, elapsed, ignore_terminations=True)))
     seen: list[Observation] = []
     recorded: list[int] = []  # how many actions came before each observation
     wanted: list[np.ndarray] = []  # of each action that was executed

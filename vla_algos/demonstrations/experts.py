@@ -70,10 +70,10 @@ def record_demonstrations(
     Args:
         env: its workers record; the episodes in its slots stay where they are.
         policy: tokenises the instructions, shrinks the images if it resizes, and sets the length of the chunks.
-        before: chunks of actions, float32 ``[C, A]``, that are executed first in each, before the expert takes over;
-            ``step`` and ``episode_len`` count from there.
         episodes: what to solve; those that the expert fails are left out, and those whose simulator fails again and
             again, with a warning that counts them.
+        before: chunks of actions, float32 ``[C, A]``, that are executed first in each, before the expert takes over;
+            ``step`` and ``episode_len`` count from there.
         on_episode: called after each with it and with the actions that the expert needed, ``None`` if it failed.
         **settings: of :class:`RecordingSettings`.
 

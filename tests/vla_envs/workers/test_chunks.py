@@ -165,6 +165,8 @@ def test_demonstrations_record_decisions():
     assert demonstrate(simulator, Episode(0, 0), stride=1, **{**settings, "chunk_size": 1}) is None  # the horizon
     with pytest.raises(ValueError, match="toy/whole has no scripted expert"):
         check_expert(type("Dumb", (), {"execute": None, "expert_action": None}), whole_spec())
+    with pytest.raises(ValueError, match="toy/whole simulates all worlds together, where no expert acts"):
+        check_expert(WholeSimulator, whole_spec(batched="module:Batch"))
 
 
 def test_a_run_goes_on_from_its_saved_state():
