@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vla_algos.lerobot.dataset import ACTIONS, INFO, PARQUET, STATES, needs
+from vla_common import keys
 
 VERSION = "v3.0"
 _DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"  # one file is written, with a row group for each
@@ -59,12 +60,12 @@ class LeRobotWriter:
             actions: float32 ``[L, A]``.
             facts: columns of its row in ``meta/episodes`` beside those of LeRobot's.
         """
-        length, texts = len(actions), episode["task_descriptions"]
+        length, texts = len(actions), episode[keys.TASK_DESCRIPTIONS]
         for text in texts:
             self._tasks.setdefault(text, len(self._tasks))
         numbers = {
-            "next.reward": episode["reward"],
-            "next.success": episode["success"],
+            "next.reward": episode[keys.REWARD],
+            "next.success": episode[keys.SUCCESS],
             "next.done": np.arange(length) == length - 1,
             "timestamp": np.arange(length) / self.fps,
             "frame_index": np.arange(length),
@@ -72,7 +73,7 @@ class LeRobotWriter:
             "index": np.arange(self._frames, self._frames + length),
             "task_index": np.array([self._tasks[text] for text in texts]),
         }
-        pa, vectors = self._arrow, {STATES[0]: episode["states"], ACTIONS[0]: actions}
+        pa, vectors = self._arrow, {STATES[0]: episode[keys.STATES], ACTIONS[0]: actions}
         columns = {name: self._vectors(values) for name, values in vectors.items()}
         columns |= {name: pa.array(numbers[name].astype(kind)) for name, kind in _NUMBERS.items()}
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -166,8 +166,8 @@ class Recorder:
         self.simulator_spec = make_spec("metaworld/reach-v3")  # one with an expert
 
     def map(self, function, items, *, on_result, **settings):
-        for (number, _), recording in zip(items, self.recordings, strict=True):
-            on_result((number, recording))
+        for visit, recording in zip(items, self.recordings, strict=True):
+            on_result((visit.number, recording))
 
 
 def demonstration(images, chunk_size, action_dim):
