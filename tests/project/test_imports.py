@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-from statistics import median
 
 from paths import ROOT
 
@@ -27,10 +26,11 @@ def test_import_adds_less_than_a_tenth_to_what_torchrl_costs():
     program = (
         "import time; start = time.process_time(); import torch; from torchrl.envs import EnvBase\n"
         "theirs = time.process_time() - start; import vla_envs; from vla_envs import make_env\n"
-        "print((time.process_time() - start - theirs) / theirs)"
+        "print(theirs, time.process_time() - start - theirs)"
     )
-    share = median(float(run(program)) for _ in range(3))  # of CPU time: others may use the machine
-    assert share < 0.1, f"{share:.0%} of the CPU time of importing torch and EnvBase"
+    runs = [[float(each) for each in run(program).split()] for _ in range(5)]
+    theirs, ours = map(min, zip(*runs, strict=True))  # CPU time, which others who use the machine lengthen
+    assert ours < 0.1 * theirs, f"{ours:.2f} s beside {theirs:.2f} s of CPU time of importing torch and EnvBase"
 
 
 def test_imports_load_neither_torch_nor_a_simulator_nor_a_library_of_models():
