@@ -1,4 +1,4 @@
-"""DAgger: the expert is asked where the policy went. ``python recipes/dagger.py``; settings: ``conf/dagger.yaml``."""
+"""DAgger, an expert takes over where the policy led: ``python recipes/dagger.py``; settings: ``conf/dagger.yaml``."""
 
 from vla_common.program import begin_program
 

@@ -1,4 +1,4 @@
-"""Rejection sampling: a policy clones what it has solved. ``python recipes/rs.py``; settings: ``conf/rs.yaml``."""
+"""Rejection sampling, which clones what was solved: ``python recipes/rs.py``; settings are in ``conf/rs.yaml``."""
 
 from vla_common.program import begin_program
 

@@ -20,7 +20,7 @@ class Visit:
     """What a policy has done in an episode.
 
     Attributes:
-        number: whose it is among others.
+        number: its place among others.
         episode: its identity.
         chunks: what was executed, float32 ``[C, A]`` each.
     """
