@@ -1,7 +1,6 @@
 """``recipes/dagger.py``: it learns from what the expert does alone, and resumes bit by bit; on a toy benchmark."""
 
 import json
-import os
 import signal
 
 import pytest
@@ -39,19 +38,9 @@ def test_it_learns_from_what_the_expert_does_where_it_has_led(whole):
 
 
 def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path):
-    def dies_after_it_has_asked():
-        extend, calls = Interventions.extend, []
-
-        def dies(*given):
-            extend(*given)
-            calls.append(1)
-            if len(calls) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        Interventions.extend = dies
-
+    dies = lives.dies_in_extend(Interventions, 3)
     folder = tmp_path / "again"
-    assert lives.wait(lives.live("dagger", folder, None, dies_after_it_has_asked, MORE)) == 128 + signal.SIGKILL
+    assert lives.wait(lives.live("dagger", folder, None, dies, MORE)) == 128 + signal.SIGKILL
     assert lives.wait(lives.live("dagger", folder, more=MORE)) == 0, lives.last_words(folder)
     assert lives.difference(folder, lives.outcome(whole)) == ""
 

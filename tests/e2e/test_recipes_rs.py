@@ -1,7 +1,6 @@
 """``recipes/rs.py``: it learns from what it has solved alone, and resumes bit by bit; on a toy benchmark."""
 
 import json
-import os
 import signal
 
 import pytest
@@ -34,19 +33,9 @@ def test_it_solves_more_by_cloning_what_it_has_solved(whole):
 
 
 def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path):
-    def dies_as_it_clones():
-        extend, calls = SelfImitation.extend, []
-
-        def dies(*given):
-            extend(*given)
-            calls.append(1)
-            if len(calls) == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        SelfImitation.extend = dies
-
+    dies = lives.dies_in_extend(SelfImitation, 4)
     folder = tmp_path / "again"
-    assert lives.wait(lives.live("rs", folder, None, dies_as_it_clones, MORE)) == 128 + signal.SIGKILL
+    assert lives.wait(lives.live("rs", folder, None, dies, MORE)) == 128 + signal.SIGKILL
     assert lives.wait(lives.live("rs", folder, more=MORE)) == 0, lives.last_words(folder)
     assert lives.difference(folder, lives.outcome(whole)) == ""
 

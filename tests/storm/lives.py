@@ -214,6 +214,23 @@ def live_together(
     return [live(name, folder, None, functools.partial(prepared, rank), more) for rank in range(processes)]
 
 
+def dies_in_extend(kind: type, call: int) -> Callable[[], None]:
+    """Return what to prepare for a life that is killed when ``kind.extend`` has done its ``call``-th call."""
+
+    def prepare() -> None:
+        extend, calls = kind.extend, []
+
+        def dies(*given: Any) -> None:
+            extend(*given)
+            calls.append(1)
+            if len(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        kind.extend = dies
+
+    return prepare
+
+
 def last_words(folder: Path) -> str:
     """Return the end of what a run's lives have printed."""
     return folder.with_suffix(".log").read_text()[-4000:]
