@@ -72,11 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     reporting.add_argument("--to", type=Path, metavar="FILE.html", help="else report.html in the run's folder, or here")
     reporting.set_defaults(do=_report)
-    comparing = commands.add_parser("compare", help="two evaluations of the same episodes, with paired differences")
-    results = "a run's folder (its last evaluation), that of an evaluation, or a .jsonl file of one"
-    comparing.add_argument("first", type=Path, metavar="A", help=results)
-    comparing.add_argument("second", type=Path, metavar="B", nargs="?", help="likewise; else A's before and after")
-    comparing.add_argument("--mean-of", metavar="GROUPS", help="such as easy,medium,hard,very_hard; else eval.mean_of")
+    comparing = commands.add_parser("compare", help="two evaluations, episode by episode; seeds; a published rate")
+    results = "A and B: folders of runs (their last evaluation), evaluations, .jsonl files; A alone: before and after"
+    comparing.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=results)
+    only = comparing.add_mutually_exclusive_group()
+    only.add_argument("--with", type=Path, nargs="+", dest="others", metavar="RUN", help="the seeds of B")
+    only.add_argument("--published", type=float, metavar="PERCENT", help="a rate instead of B, such as 97.1")
+    comparing.add_argument("--episodes", type=int, metavar="NUMBER", help="that the published rate is of, such as 500")
+    only.add_argument("--mean-of", metavar="GROUPS", help="such as easy,medium,hard,very_hard; else eval.mean_of")
     comparing.set_defaults(do=_compare)
     rollouts = commands.add_parser("rollouts", help="what a policy did in an evaluation, as a data set of LeRobot")
     rollouts.add_argument("evaluation", type=Path, metavar="EVALUATION", help="folder of recipes/evaluate.py")
@@ -126,10 +129,18 @@ def _report(chosen: argparse.Namespace) -> Iterable[str]:
 
 
 def _compare(chosen: argparse.Namespace) -> Iterable[str]:
-    from vla_algos.run.comparing import compare_folders
+    from vla_algos.run.comparing import compare_folders, compare_published, compare_seeds
 
+    if (chosen.published is None) != (chosen.episodes is None):
+        raise ValueError("a rate and its episodes belong together; type: --published 97.1 --episodes 500")
+    if chosen.published is not None:
+        return compare_published(chosen.runs, chosen.published, chosen.episodes)
+    if chosen.others:
+        return compare_seeds(chosen.runs, chosen.others)
+    if len(chosen.runs) > 2:
+        raise ValueError("which of them are A, which are B? type: vla-recipe compare A1 A2 --with B1 B2")
     groups = None if chosen.mean_of is None else [name for name in chosen.mean_of.split(",") if name]
-    return compare_folders(chosen.first, chosen.second, groups)
+    return compare_folders(chosen.runs[0], chosen.runs[1] if chosen.runs[1:] else None, groups)
 
 
 def _rollouts(chosen: argparse.Namespace) -> Iterable[str]:

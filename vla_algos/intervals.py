@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from vla_common.settings import Whole, checked
+from vla_common.settings import NonNegative, Whole, checked
 
 _Z = NormalDist().inv_cdf(0.975)
 
@@ -21,8 +21,10 @@ class Estimate:
 
 
 @checked
-def wilson_interval(successes: Whole, trials: Whole) -> tuple[float, float]:
+def wilson_interval(successes: NonNegative, trials: Whole) -> tuple[float, float]:
     """Score interval of a success rate (Wilson 1927), good for few trials and for rates near 0 and 1.
+
+    Successes need not be a whole number: a published rate may be a mean of groups.
 
     Returns:
         Lower and upper bound; ``(0, 1)`` without trials.
@@ -77,6 +79,20 @@ def paired_difference(pairs: Sequence[tuple[bool, bool]]) -> Estimate:
     margin = _Z * (first_alone + second_alone - gained * gained / number) ** 0.5 / number
     low, high = gained / number - margin, gained / number + margin
     return Estimate(gained / len(pairs), max(-1.0, low), min(1.0, high))
+
+
+def independent_difference(first: Estimate, second: Estimate) -> Estimate:
+    """Subtract the first from the second, of two estimates from other episodes.
+
+    Of rates ``x`` with Wilson's bounds ``l`` and ``u`` it has the score interval of Newcombe (1998, Statistics in
+    Medicine 17:873, method 10); of others it is that of Zou and Donner (2008, Statistics in Medicine 27:1693)::
+
+        d - sqrt((x_2 - l_2)^2 + (u_1 - x_1)^2)   to   d + sqrt((u_2 - x_2)^2 + (x_1 - l_1)^2)
+    """
+    difference = second.value - first.value
+    below = ((second.value - second.low) ** 2 + (first.high - first.value) ** 2) ** 0.5
+    above = ((second.high - second.value) ** 2 + (first.value - first.low) ** 2) ** 0.5
+    return Estimate(difference, difference - below, difference + above)
 
 
 def mean_of_estimates(estimates: Sequence[Estimate]) -> Estimate:

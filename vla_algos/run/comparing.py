@@ -1,18 +1,23 @@
-"""``vla-recipe compare A B``: the results of two evaluations that are on disk, episode by episode."""
+"""``vla-recipe compare``: two evaluations that are on disk, episode by episode; several seeds; a published rate."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vla_algos.comparison import compare
+from vla_algos.intervals import Estimate, independent_difference, wilson_interval
 from vla_algos.results import IN_TRAINING, NAME, files_of, read_episodes
 from vla_algos.run.environments import evaluated_env
 from vla_algos.run.folder import flat, settings_of
 from vla_algos.run.provenance import read_record
+from vla_algos.seeds import Seeds, hierarchical_bootstrap, interquartile_mean, probability_of_improvement
+from vla_common.settings import Count, checked
 
 _OF_THE_MACHINE = ("num_envs", "num_workers", "gpus", "step_timeout", "start_timeout", "group_size")
 _OF_TRAINING = ("reward_type", "reward_coef", "relative_reward", "step_penalty")
@@ -50,6 +55,41 @@ def compare_folders(first: Path, second: Path | None = None, mean_of: Sequence[s
             yield f"  differs: {kind} and {theirs}"
         one, other = Found(one.place, {"": file}, one.run), Found(other.place, {"": their_file}, other.run)
     yield from _tables(one, other, groups, ("A", "B"), f"A {one.place}, B {other.place}")
+
+
+@checked
+def compare_published(runs: Sequence[Path], published: float, episodes: Count) -> Iterator[str]:
+    """Compare a run, or the mean of several seeds, with a ``published`` rate, in percent; yields what to print."""
+    if not (published == 0 or 1 <= published <= 100):
+        percent = f"{100 * published:g}" if 0 < published < 1 else "97.1"
+        raise ValueError(f"--published {published:g} is no percentage of 1 to 100, or 0; type --published {percent}")
+    theirs = Estimate(published / 100, *wilson_interval(published / 100 * episodes, episodes))
+    for said, seeds in _seeds_of(runs):
+        solved, number = int(seeds.solved.sum()), int(seeds.episodes.sum())
+        ours = Estimate(solved / number, *wilson_interval(solved, number))
+        if len(runs) > 1:
+            ours = hierarchical_bootstrap(np.mean, seeds.pooled())
+        gained = independent_difference(theirs, ours)
+        verdict = "above" if gained.low > 0 else "below" if gained.high < 0 else "consistent"
+        yield f"{said}\npublished   {_shown(theirs)} of {episodes} episodes\nhere        {_shown(ours)}"
+        yield f"difference  {_shown(gained, '+.1f', '')}: {verdict}"
+
+
+def compare_seeds(first: Sequence[Path], second: Sequence[Path]) -> Iterator[str]:
+    """Compare the seeds of two trainings, each as of :func:`compare_folders`; yields what to print."""
+    if len(first) == len(second) == 1:
+        raise ValueError(f"--with is for several seeds; type: vla-recipe compare {first[0]} {second[0]}")
+    for said, seeds in _seeds_of([*first, *second]):
+        a, b = (Seeds(seeds.episodes[of], seeds.solved[of]) for of in np.split(range(len(seeds.solved)), [len(first)]))
+        yield f"{said}\n{'':<18}  {'A':>22}  {'B':>22}  B - A"
+        rows: list[tuple[str, Callable[..., float], Seeds, Seeds]]
+        rows = [("mean", np.mean, a.pooled(), b.pooled()), ("interquartile mean", interquartile_mean, a, b)]
+        for name, mean, *of in rows:
+            alone = "  ".join(f"{_shown(hierarchical_bootstrap(mean, each)):>22}" for each in of)
+            gained = hierarchical_bootstrap(lambda x, y, mean=mean: mean(y) - mean(x), *of)
+            yield f"{name:<18}  {alone}  {_shown(gained, '+.1f', '')}"
+        better = hierarchical_bootstrap(probability_of_improvement, a, b)
+        yield f"a seed of B is better than one of A on a task: {_shown(better)}"
 
 
 def before_and_after(folder: Path, mean_of: Sequence[str]) -> list[str]:
@@ -121,6 +161,31 @@ def _find(path: Path) -> Found:
         f"{path} has no results of episodes: neither {NAME} nor evaluations/; type the folder of a run, of "
         "an evaluation, or such a file"
     )
+
+
+def _seeds_of(runs: Sequence[Path]) -> Iterator[tuple[str, Seeds]]:
+    """Yield what to say, and the counts, of each kind of evaluation that all have."""
+    found = [_find(path) for path in runs]
+    if len({each.place.resolve() for each in found}) < len(found):
+        raise ValueError("one of them is there twice; type each seed once")
+    if not (kinds := [kind for kind in found[0].files if all(kind in each.files for each in found)]):
+        raise ValueError(
+            "they share no kind of evaluation, greedy or sampled; type folders alone, or .jsonl files alone"
+        )
+    texts = [f"differs: {text}" for each in found[1:] for text in _differences(found[0].run, each.run)]
+    texts += [f"not the benchmark's: {text}" for text in read_record(found[0].run).get("protocol_deviations") or ()]
+    for kind in kinds:
+        results = {str(each.place): read_episodes(each.files[kind]) for each in found}
+        seeds = Seeds.of(results)
+        crashed = sum(map(len, results.values())) - seeds.episodes.sum()
+        rates = [f"{place} {100 * rate:.1f}%" for place, rate in zip(results, seeds.pooled().scores[:, 0], strict=True)]
+        title = f"{seeds.episodes.sum()} episodes of {seeds.episodes.shape[1]} tasks, with 95 % intervals"
+        title = "; ".join(filter(None, [title, kind, crashed and f"{crashed} crashed and are not counted"]))
+        yield "\n".join(["", *(f"  {text}" for text in dict.fromkeys(texts)), title, ", ".join(rates)]), seeds
+
+
+def _shown(found: Estimate, form: str = ".1f", unit: str = "%") -> str:
+    return f"{100 * found.value:{form}}{unit} ({100 * found.low:{form}} to {100 * found.high:{form}})"
 
 
 def evaluations_of(run: Path) -> list[Found]:
