@@ -36,7 +36,7 @@ def test_import_adds_less_than_a_tenth_to_what_torchrl_costs():
 def test_imports_load_neither_torch_nor_a_simulator_nor_a_library_of_models():
     program = f"""
 import sys
-import vla_envs
+import vla_envs.gym  # LeRobot takes it into an environment with another torch
 import vla_policies
 print("at first:", *({{'torch', *{MODELS}, *{SIMULATORS}}} & set(sys.modules)))
 from torchrl.envs import EnvBase  # TorchRL loads mujoco where it is installed
