@@ -3,12 +3,14 @@
     python3.12 -m venv FOLDER
     FOLDER/bin/pip install "lerobot[dataset]==0.6.1" "torch<2.12" pydantic annotated-types lazy-loader hydra-core scipy
     FOLDER/bin/pip install metaworld==3.1.1 mujoco==3.3.0 mani_skill==3.0.1 pybullet==3.2.7 numpy-quaternion gitpython
-    FOLDER/bin/pip install --no-deps .
-    HF_HUB_OFFLINE=1 FOLDER/bin/python tests/cross/lerobot_envhub.py metaworld/MT50 calvin/D maniskill/plate25-ood
+    FOLDER/bin/pip install --no-deps . ./examples/add_benchmark
+    export HF_HUB_OFFLINE=1
+    FOLDER/bin/python tests/cross/lerobot_envhub.py metaworld/MT50 calvin/D maniskill/plate25-ood toy/discs
 
 LeRobot loads the file as that of a hub repository, which lies in a cache made here, and its ``eval_policy`` runs two
 episodes of the first and the last task side by side. The policy is a function of the state. Each episode is run again
-by :class:`vla_envs.gym.SimulatorEnv` as trial 0 or 1: states, images, rewards and success have to be equal.
+by :class:`vla_envs.gym.SimulatorEnv` as trial 0 or 1: states, images, rewards and success have to be equal. One of
+toy/discs is solved, others are not.
 """
 
 import sys
@@ -25,7 +27,8 @@ REPOSITORY, REVISION = "somebody/vla", "0" * 40
 
 def steer(states, actions):
     """Return actions ``[N, A]`` that depend on the states ``[N, S]``, within the bounds of a Box."""
-    turn = np.sin(7 * states.sum(1, keepdims=True) + np.arange(actions.shape[-1]))
+    order = np.arange(actions.shape[-1])
+    turn = np.sin(3 * states[:, :1] * (order + 1) + 4 * states[:, -1:] + order)
     return (actions.low + (turn + 1) / 2 * (actions.high - actions.low)).astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""What LeRobot's evaluation asks of ``examples/envhub/env.py``; LeRobot itself does in tests/cross/lerobot_envhub.py."""
+"""What LeRobot asks of ``examples/envhub/env.py``; LeRobot itself does in tests/cross/lerobot_envhub.py."""
 
 import importlib.util
 from dataclasses import replace
