@@ -38,17 +38,15 @@ class _OneTask(VectorEnv):
             trials = self.simulator_spec.evaluation_trials or range(self.simulator_spec.initial_states or 1_000_000)
             chosen["trial_id"] = [trials[(each - self.first_seed) % len(trials)] for each in seed]
             seed = [self.first_seed] * self.num_envs
-        observation, info = self.envs.reset(seed=seed, options=chosen)
-        return self.seen(observation), info
+        return self.seen(*self.envs.reset(seed=seed, options=chosen))
 
     def step(self, actions):
-        observation, *rest = self.envs.step(actions)
-        return self.seen(observation), *rest
+        return self.seen(*self.envs.step(actions))
 
-    def seen(self, observation):
+    def seen(self, observation, *rest):
         wrists = np.moveaxis(observation["wrist_images"], 1, 0) if "wrist_images" in observation else ()
         pixels = dict(zip(self.single_observation_space["pixels"], [observation["images"], *wrists], strict=True))
-        return {"pixels": pixels, "agent_pos": observation["states"], "task": observation["task_descriptions"]}
+        return {"pixels": pixels, "agent_pos": observation["states"], "task": observation["task_descriptions"]}, *rest
 
     def call(self, name, *args, **kwargs):
         if name == "_max_episode_steps":
@@ -80,9 +78,7 @@ if importlib.util.find_spec("lerobot"):  # lerobot-eval --env.type=vla
         def __post_init__(self):
             env = _OneTask(make_spec(self.task, **OPTIONS), 0, 1)
             self.features = {"action": PolicyFeature(FeatureType.ACTION, env.single_action_space.shape)}
-            self.features["agent_pos"] = PolicyFeature(
-                FeatureType.STATE, env.single_observation_space["agent_pos"].shape
-            )
+            self.features["agent_pos"] = PolicyFeature(FeatureType.STATE, (env.simulator_spec.state_dim,))
             for camera, images in env.single_observation_space["pixels"].items():
                 self.features[f"observation.images.{camera}"] = PolicyFeature(FeatureType.VISUAL, images.shape)
             self.features_map = {name: name for name in self.features} | {"agent_pos": "observation.state"}

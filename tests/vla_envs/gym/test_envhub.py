@@ -87,7 +87,7 @@ def test_wrist_cameras_have_names_of_their_own(hub):
     envs = hub._OneTask(replace(counting_spec(), wrist_image_shape=(2, 4, 4)), 0, 3)
     wrists = np.arange(3 * 2 * 48, dtype=np.uint8).reshape(3, 2, 4, 4, 3)
     states, images = np.zeros((3, 1), np.float32), np.zeros((3, 2, 2, 3), np.uint8)
-    seen = envs.seen({"images": images, "wrist_images": wrists, "states": states, "task_descriptions": ("a",) * 3})
+    (seen,) = envs.seen({"images": images, "wrist_images": wrists, "states": states, "task_descriptions": ("a",) * 3})
     assert list(seen["pixels"]) == ["image", "wrist_image0", "wrist_image1"]
     assert np.array_equal(seen["pixels"]["wrist_image1"], wrists[:, 1])
     seen.pop("task")
