@@ -47,6 +47,8 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     served = config.policy.get("url")
     if not (served or config.policy.get("checkpoint")):
         raise ValueError("which policy? type: vla-recipe run evaluate policy.checkpoint=runs/ppo/latest/policy")
+    if served and not config.greedy:
+        raise ValueError("greedy=false: whether a policy of a server samples is said there; leave it out")
     spec = make_env_spec(config.env)
     own_env = own_share(config.env, spec, config.pipeline)
     evaluation = AblatedEvaluation(run, spec)

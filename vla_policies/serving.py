@@ -1,8 +1,8 @@
 """A policy behind a websocket, for robots and other people's benchmarks, in openpi's protocol or vla-eval's.
 
 Observations of several clients that wait at the same time are computed together. One that holds several, as
-``policy=server`` sends those of all its environments, is computed by itself: as large a batch as in the client's process,
-and the same bits.
+``policy=server`` sends those of all its environments, is computed by itself: as large a batch as in the client's
+process, and the same bits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from websockets.asyncio.server import Server, ServerConnection, serve
@@ -29,12 +30,14 @@ from websockets.http11 import Request, Response
 from vla_common.checksums import identity
 from vla_common.keys import ACTION, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.program import one_line
+from vla_common.settings import Count, NonNegative, checked
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.policy import VLAPolicy
 from vla_policies.registry import load_policy
-from vla_policies.remote.names import Names, complete_names, from_message
+from vla_policies.remote.names import Names, ProtocolName, complete_names, from_message
 from vla_policies.remote.wire import LARGEST, pack, unpack
 
+Port = Annotated[int, Ge(0), Le(65_535)]
 _CLIENTS = 256  # connections at a time; each may hold a message of LARGEST bytes
 _PATIENCE = 60.0  # seconds in which a client has to take its answer
 
@@ -67,15 +70,16 @@ class PolicyServer:
         served: what it is, for a client to tell it from another.
     """
 
+    @checked
     def __init__(
         self,
         policy: VLAPolicy,
-        protocol: str = "openpi",
+        protocol: ProtocolName = "openpi",
         names: Names | None = None,
         *,
         sample: bool = False,
-        max_batch: int = 16,
-        max_wait: float = 0.005,
+        max_batch: Count = 16,
+        max_wait: NonNegative = 0.005,
         served: str | None = None,
     ):
         self.policy, self.protocol = policy.eval(), protocol
@@ -87,6 +91,7 @@ class PolicyServer:
         self.counts: Counter[str] = Counter()
         self._latencies: deque[float] = deque(maxlen=1000)  # seconds, of the last answers
         self._queue: asyncio.Queue[_Request] = asyncio.Queue()
+        self._waiting: set[asyncio.Future[np.ndarray]] = set()
         self._thread = ThreadPoolExecutor(1, "policy")
 
     async def run(self, host: str, port: int, ready: asyncio.Future[int] | None = None) -> None:
@@ -96,7 +101,11 @@ class PolicyServer:
             assert isinstance(self._server, Server)
             if ready is not None:
                 ready.set_result(next(iter(self._server.sockets)).getsockname()[1])
-            await self._work()
+            try:
+                await self._work()
+            finally:  # or their clients would be waited for
+                for answer in self._waiting:
+                    answer.cancel()
 
     # ---- clients
 
@@ -116,7 +125,7 @@ class PolicyServer:
                     async with asyncio.timeout(_PATIENCE):
                         await client.send(answer)
 
-    async def _answer(self, message: str | bytes, chunk: deque[np.ndarray]) -> bytes | None:
+    async def _answer(self, message: str | bytes, chunk: deque[np.ndarray]) -> str | bytes | None:
         content = unpack(message)
         if self.protocol == "openpi":
             rows, alone = self._rows(content)
@@ -172,8 +181,12 @@ class PolicyServer:
 
     async def _actions(self, rows: dict[str, Any]) -> np.ndarray:
         request = _Request(rows, asyncio.get_running_loop().create_future())
+        self._waiting.add(request.answer)
         self._queue.put_nowait(request)
-        actions = await request.answer
+        try:
+            actions = await request.answer
+        finally:
+            self._waiting.discard(request.answer)
         self._latencies.append(time.monotonic() - request.came)
         return actions
 
@@ -191,7 +204,8 @@ class PolicyServer:
                 continue
             self.counts["decisions"] += len(actions)
             self.counts["batches"] += 1
-            for request, own in zip(batch, np.split(actions, np.cumsum([each.number for each in batch])[:-1])):
+            ends = np.cumsum([request.number for request in batch])
+            for request, own in zip(batch, np.split(actions, ends[:-1]), strict=True):
                 if not request.answer.done():  # its client is gone
                     request.answer.set_result(own)
 
@@ -243,8 +257,9 @@ def _joined(values: Sequence[Any]) -> Any:
     return [text for texts in values for text in texts]
 
 
+@checked
 def serve_folder(
-    folder: str, protocol: str, host: str, port: int, settings: Mapping[str, Any], **options: Any
+    folder: str, protocol: ProtocolName, host: str, port: Port, settings: Mapping[str, Any], **options: Any
 ) -> None:
     """Load the policy of a folder and serve it until Ctrl-C; ``options`` are of :class:`PolicyServer`.
 
@@ -256,11 +271,14 @@ def serve_folder(
     async def run() -> None:
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         running = asyncio.ensure_future(server.run(host, port, ready))
-        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [running, ready]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             print(f"{policy.family} at ws://{host}:{ready.result()} ({protocol}); Ctrl-C ends it", flush=True)
             shown = {key: ", ".join(names) for key, names in server.names.items()}
-            print(f"observations are {json.dumps(shown)}; actions [{policy.chunk_size}, {policy.action_dim}]", flush=True)
+            print(
+                f"observations are {json.dumps(shown)}; actions [{policy.chunk_size}, {policy.action_dim}]", flush=True
+            )
             print(f"health and numbers: http://{host}:{ready.result()}/health, /metrics", flush=True)
         await running
 

@@ -24,8 +24,8 @@ class ServerError(ConnectionError):
 class Connections:
     """One connection per episode, since servers keep what belongs to one, and remember which.
 
-    ``timeout`` is what a decision may take, seconds, with all attempts to reach a server that is gone. After a break the
-    same observation is sent again: openpi's servers keep nothing, of vla-eval's the episode begins once more.
+    ``timeout`` is what a decision may take, seconds, with all attempts to reach a server that is gone. After a break
+    the same observation is sent again: openpi's servers keep nothing, of vla-eval's the episode begins once more.
     """
 
     def __init__(self, url: str, protocol: str, timeout: float):
@@ -56,8 +56,8 @@ class Connections:
                 if time.monotonic() + _PAUSE > deadline:
                     what = "answer" if isinstance(error, TimeoutError) else "policy server"
                     raise ServerError(
-                        f"no {what} at {self.url} within policy.timeout={self.timeout:g} seconds ({error or 'silent'}); "
-                        "start it, then type the same again: what was evaluated is kept"
+                        f"no {what} at {self.url} within policy.timeout={self.timeout:g} seconds "
+                        f"({error or 'silent'}); start it, then type the same again: what was evaluated is kept"
                     ) from error
                 time.sleep(_PAUSE)
         if gone:
@@ -91,9 +91,11 @@ class Connections:
     def _greet(self, episode: int, observation: dict[str, Any], deadline: float) -> None:
         if self.protocol == "vla_eval":
             self._say(episode, "hello", {"harness_version": "vla-torchrl", "protocol_version": 1})
-        greeting = self._read(episode, deadline)
-        self.metadata = greeting.get("payload", {}) if self.protocol == "vla_eval" else greeting
+        self.metadata = self._read(episode, deadline)
         if self.protocol == "vla_eval":
+            if self.metadata.get("type") != "hello":
+                raise ServerError(f"the server at {self.url} does not speak vla_eval; set policy.protocol")
+            self.metadata = self.metadata["payload"]
             self._say(episode, "episode_start", {"task": {"name": observation.get("task_description", "")}})
 
     def _say(self, episode: int, kind: str, payload: Any) -> int:

@@ -39,7 +39,7 @@ def complete_names(protocol: str, names: Names | None) -> dict[str, tuple[str, .
 
 
 def to_message(observation: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Name what is observed: arrays ``[...]`` and texts by our keys; ``wrist_images`` ``[..., V, H, W, 3]`` by camera."""
+    """Name what is observed, arrays and texts by our keys; ``wrist_images`` ``[..., V, H, W, 3]`` by camera."""
     found: dict[str, Any] = {}
     for key, value in observation.items():
         cameras = np.moveaxis(value, -4, 0) if key == WRIST_IMAGES else [value]

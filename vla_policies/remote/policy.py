@@ -92,10 +92,8 @@ class RemotePolicy(VLAPolicy):
     ) -> Self:
         """Ask a server once what it answers to a black image, and make the policy of it.
 
-        ValueError: ``checkpoint``, or actions that are not the environment's. ConnectionError: there is no answer.
+        ValueError: actions that are not the environment's. ConnectionError: there is no answer.
         """
-        if checkpoint is not None:
-            raise SettingError(f"checkpoint={checkpoint}: is the server's; leave it out")
         check_settings("", settings, cls.setting_types())
         given = {name: getattr(shape, name) for name in cls.shape_settings}
         wrists = shape.wrist_image_shape
@@ -143,7 +141,9 @@ class RemotePolicy(VLAPolicy):
         answers = self.connections.ask(asked, begins)
         shapes = {answer.shape for answer in answers.values()}
         if len(shapes) > 1:
-            raise ValueError(f"the policy server at {self.config.url} answers with {sorted(shapes)}, of several lengths")
+            raise ValueError(
+                f"the policy server at {self.config.url} answers with {sorted(shapes)}, of several lengths"
+            )
         nothing = np.zeros(next(iter(shapes), (self.chunk_size, self.action_dim)), np.float32)
         return np.stack([answers.get(episode, nothing) for episode in episodes])
 

@@ -40,14 +40,12 @@ def unpack(message: Any) -> Any:
         raise ValueError("it is text, and a message is bytes of msgpack")
     try:
         return msgpack.unpackb(message, object_hook=_restore, ext_hook=_refuse)
-    except ValueError:
-        raise
-    except Exception as error:  # what msgpack and Pillow raise of broken data
-        raise ValueError(f"it cannot be read: {error}") from error
+    except Exception as error:  # whatever msgpack, numpy and Pillow raise of broken data
+        raise ValueError(f"it cannot be read: {error or type(error).__name__}") from error
 
 
 def _refuse(code: int, _: bytes) -> Any:
-    raise ValueError(f"it has an extension of msgpack, type {code}")
+    raise ValueError(f"an extension of msgpack, type {code}")
 
 
 def _restore(found: dict[Any, Any]) -> Any:
@@ -64,18 +62,18 @@ def _restore(found: dict[Any, Any]) -> Any:
 def _shape(named: dict[str, Any]) -> tuple[int, ...]:
     shape = tuple(named["shape"])
     if not all(type(size) is int and 0 <= size <= LARGEST for size in shape) or math.prod(shape) > LARGEST:
-        raise ValueError(f"it has an array of shape {str(shape)[:80]}")
+        raise ValueError(f"an array of shape {str(shape)[:80]}")
     return shape
 
 
 def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if not _DTYPE.fullmatch(dtype):
-        raise ValueError(f"it has an array of {dtype[:20]!r}; numbers are sent")
+        raise ValueError(f"an array of {dtype[:20]!r}; numbers are sent")
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def _image(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
     with Image.open(io.BytesIO(data), formats=["PNG", "JPEG"]) as image:
         if (image.height, image.width) != shape[:2]:  # before it is decoded
-            raise ValueError(f"it has an image of {image.height} x {image.width} pixels, said to be {shape[:2]}")
+            raise ValueError(f"an image of {image.height} x {image.width} pixels, said to be {shape[:2]}")
         return np.asarray(image).reshape(shape).copy()
