@@ -2,7 +2,7 @@
 
 ``vla-recipe list``, ``vla-recipe run ppo seed=1``, ``vla-recipe copy ppo``, ``vla-recipe report runs/a runs/b``,
 ``vla-recipe compare runs/a runs/b``, ``vla-recipe merge FOLDER --to NEW``, ``vla-recipe card FOLDER EVALUATION``,
-``vla-recipe export FOLDER --layout lerobot``.
+``vla-recipe export FOLDER --layout lerobot``, ``vla-recipe serve FOLDER``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "two evaluations, or prepare a policy for publication.",
         epilog="Settings of a recipe: vla-recipe run ppo --help",
     )
-    every = "list | run | copy | report | compare | rollouts | merge | export | card"
+    every = "list | run | copy | report | compare | rollouts | merge | export | card | serve"
     commands = parser.add_subparsers(dest="command", required=True, metavar=every)
     listing = commands.add_parser("list", help="what there is: recipes, and experiments with what each of them trains")
     listing.set_defaults(do=lambda _: describe())
@@ -106,6 +106,18 @@ def _parser() -> argparse.ArgumentParser:
     card.add_argument("--license", metavar="NAME", help="by the hub's names, such as mit")
     card.add_argument("--force", action="store_true", help="replace a README.md that was not written by this command")
     card.set_defaults(do=_card)
+    serving = commands.add_parser("serve", help="a policy behind a websocket, for robots and other benchmarks")
+    serving.add_argument("folder", metavar="FOLDER", help="of a run, a policy or a published checkpoint, or hf:NAME")
+    serving.add_argument("--protocol", choices=("openpi", "vla-eval"), default="openpi", help="of its clients")
+    serving.add_argument("--host", default="127.0.0.1", help="to listen on; this machine alone unless given")
+    serving.add_argument("--port", type=int, default=8000, help="0 for a free one")
+    serving.add_argument("--sample", action="store_true", help="sample actions instead of the greedy ones")
+    serving.add_argument("--max-batch", type=int, default=16, help="observations that are computed together")
+    serving.add_argument("--max-wait", type=float, default=5.0, metavar="MS", help="of the first of them, for others")
+    named = "such as images=observation/exterior_image_1_left; wrist_images=A,B for two cameras"
+    serving.add_argument("--names", nargs="+", default=(), metavar="KEY=NAME", help=named)
+    serving.add_argument("--settings", nargs="+", default=(), metavar="policy.NAME=VALUE", help=settings)
+    serving.set_defaults(do=_serve)
     return parser
 
 
@@ -168,6 +180,18 @@ def _card(chosen: argparse.Namespace) -> Iterable[str]:
 
     names = {"repository": chosen.repository, "base_model": chosen.base_model, "license_name": chosen.license}
     return write_card(chosen.folder, chosen.evaluations, **names, force=chosen.force)
+
+
+def _serve(chosen: argparse.Namespace) -> Iterable[str]:
+    from vla_policies.cli import policy_of, read_setting
+    from vla_policies.serving import serve_folder
+
+    settings = dict(map(read_setting, chosen.settings))
+    names = {key: name.split(",") for key, _, name in (each.partition("=") for each in chosen.names)}
+    options = {"sample": chosen.sample, "max_batch": chosen.max_batch, "max_wait": chosen.max_wait / 1000}
+    place = chosen.protocol.replace("-", "_"), chosen.host, chosen.port
+    serve_folder(policy_of(chosen.folder), *place, settings, names=names, **options)
+    return ()
 
 
 def _copy(chosen: argparse.Namespace) -> Iterable[str]:

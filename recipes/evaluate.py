@@ -44,8 +44,11 @@ def main(config: DictConfig) -> None:
 
 def evaluate(config: SimpleNamespace, run: Run) -> None:
     # ---- parts
-    if not config.policy.get("checkpoint"):
+    served = config.policy.get("url")
+    if not (served or config.policy.get("checkpoint")):
         raise ValueError("which policy? type: vla-recipe run evaluate policy.checkpoint=runs/ppo/latest/policy")
+    if served and not config.greedy:
+        raise ValueError("greedy=false: whether a policy of a server samples is said there; leave it out")
     spec = make_env_spec(config.env)
     own_env = own_share(config.env, spec, config.pipeline)
     evaluation = AblatedEvaluation(run, spec)
@@ -76,8 +79,8 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
             difference = compare(results[""].episodes, result.episodes, config.eval["mean_of"])
             metrics |= difference.metrics(prefix)
             print(f"\nablation {name}, paired\n{difference.table('normal', name)}")
-    checkpoint = Path(config.policy["checkpoint"]).expanduser()
-    setting = {"greedy": config.greedy, "ablation": config.ablation, "policy_identity": identity(checkpoint)}
+    written = served or identity(Path(config.policy["checkpoint"]).expanduser())
+    setting = {"greedy": config.greedy, "ablation": config.ablation, "policy_identity": written}
     setting |= {**facts_of(spec), "differs_from_training": run.differs}
     if distributed.is_main():
         write_atomically(run.folder / "metrics.json", json.dumps(finite_or_none(metrics | setting), indent=2) + "\n")

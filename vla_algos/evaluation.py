@@ -371,9 +371,10 @@ def evaluate(
             on_episode(results[index])
 
     actor = as_module(policy, env)
+    asks_where = keys.DECISION_INDEX in actor.in_keys
     collector = EpisodeCollector(
         env,
-        _Observing(actor, observe, lambda: collector) if observe else actor,
+        _Observing(actor, observe or _as_it_is, lambda: collector) if observe or asks_where else actor,
         wanted,
         exploration=ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM,
         for_learning=False,
@@ -464,12 +465,17 @@ class _Observing(TensorDictModuleBase):
         self.in_keys, self.out_keys, self.loss_keys = policy.in_keys, [keys.ACTION], ()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        collector, inputs = self.collector(), tensordict.select(*self.in_keys)
+        collector, inputs = self.collector(), tensordict.select(*self.in_keys, strict=False)
         deciding = [-1 if episode is None else episode.queue_index for episode in collector.deciding]
         inputs[keys.EPISODE_INDEX] = torch.tensor(deciding)
         inputs[keys.DECISION_INDEX] = torch.tensor(collector.decided)
-        decision = self.policy(self.observe(inputs).exclude(keys.EPISODE_INDEX, keys.DECISION_INDEX))
+        where = {keys.EPISODE_INDEX, keys.DECISION_INDEX}.difference(self.in_keys)
+        decision = self.policy(self.observe(inputs).exclude(*where))
         return tensordict.set(keys.ACTION, decision[keys.ACTION])
+
+
+def _as_it_is(observations: TensorDictBase) -> TensorDictBase:
+    return observations
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -12,6 +12,7 @@ from .registry import load_policy as load_policy
 from .registry import make_policy as make_policy
 from .registry import policy_types as policy_types
 from .registry import register_policy as register_policy
+from .remote import RemotePolicy as RemotePolicy
 from .small import SmallFlow as SmallFlow
 from .small import SmallFlowConfig as SmallFlowConfig
 from .small import SmallVLA as SmallVLA
@@ -26,6 +27,7 @@ __all__ = [
     "OpenVLAOFT",
     "Pi0",
     "PretrainedPolicy",
+    "RemotePolicy",
     "SmallFlow",
     "SmallFlowConfig",
     "SmallVLA",

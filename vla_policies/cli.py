@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 def _inspect(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     from vla_policies.registry import inspect_policy
 
-    found = inspect_policy(_policy_of(chosen.folder))
+    found = inspect_policy(policy_of(chosen.folder))
     print(found)
     return 1 if found.missing else 0
 
@@ -80,11 +80,11 @@ def _print_memory(chosen: argparse.Namespace, settings: Sequence[str]) -> int:
     from vla_policies.registry import meta_policy
 
     numbers = {"decisions": chosen.micro_batch_size, "num_envs": chosen.num_envs, "gpu_memory": usable(chosen.gpu)}
-    print(describe_memory(meta_policy(_policy_of(chosen.policy), **typed), shards=shards, **numbers))
+    print(describe_memory(meta_policy(policy_of(chosen.policy), **typed), shards=shards, **numbers))
     return 0
 
 
-def _policy_of(folder: str) -> str:
+def policy_of(folder: str) -> str:
     """Return the policy's folder of a run's; other names as they are."""
     inside = Path(folder, "policy")
     return str(inside) if inside.is_dir() else folder

@@ -55,6 +55,8 @@ def make_run_policy(
         config.policy[name] = became = getattr(policy.config, name)
         print(f"policy.{name}=auto: {became} on this machine")
     check_share(env, policy)
+    if config.recipe != "evaluate" and not any(True for _ in policy.parameters()):
+        raise ValueError(f"policy={policy.family} has no weights here to learn with; type vla-recipe run evaluate")
     said = [describe_policy(policy), "" if sharding is None else sharding.describe(offload)]
     print("; ".join(filter(None, said)))
     if policy.chunk_size > (steps := spec.max_episode_steps):
@@ -70,15 +72,16 @@ def _training_differences(
 
     One line says so, or that its folder does not tell.
     """
-    checkpoint = config.policy.get("checkpoint")
+    checkpoint, known = config.policy.get("checkpoint"), HydraConfig.initialized()  # a job does not know what was typed
     if not checkpoint:
+        if config.policy.get("url") and known and not is_chosen(HydraConfig.get().overrides.task):
+            raise ValueError("a server does not say where its policy acts; type env=NAME or experiment=NAME too")
         return {}
     trained, differs = load_training_env(resolve(checkpoint)), {}
     if trained is not None:
         differs = {f"env.{name}": each for name, each in differences(trained["env"], config.env).items()}
         if trained.get("chunk_size", policy.chunk_size) != policy.chunk_size:
             differs["actions per decision"] = (trained["chunk_size"], policy.chunk_size)
-    known = HydraConfig.initialized()  # a job does not know what was typed
     if not distributed.is_main():
         return differs
     if trained is None and config.recipe == "evaluate" and known and not is_chosen(HydraConfig.get().overrides.task):

@@ -40,6 +40,8 @@ def describe_policy(policy: VLAPolicy) -> str:
     """Say how large a policy is and how much of it learns, for printing."""
     total = sum(parameter.numel() for parameter in policy.parameters())
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    if not total:
+        return "policy without weights here"
     return f"policy of {total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
 
 

@@ -1,0 +1,79 @@
+"""Messages of openpi's and of vla-eval's servers: msgpack, in which an array is a map of its bytes, dtype and shape.
+
+Both are read, whichever was written: openpi (``openpi_client/msgpack_numpy.py``) has keys of bytes, vla-eval
+(``vla_eval/protocol``, protocol version 1) keys of text, and images as PNG or JPEG too. What is read becomes numbers,
+texts, lists, dicts and arrays of numbers, and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from typing import Any
+
+import msgpack
+import numpy as np
+from PIL import Image
+
+LARGEST = 32 * 2**20  # bytes of a message: 32 environments with two cameras of 384 pixels
+_DTYPE = re.compile(r"[<>|=]?(b1|[iuf][1248])")
+
+
+def pack(content: Any, *, text_keys: bool = False) -> bytes:
+    """Write a message; arrays as openpi does, or with ``text_keys`` as vla-eval does, images as they are."""
+
+    def array(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"a message has numbers, texts and arrays, not {type(value).__name__}")
+        found = {"__ndarray__": True, "data": value.tobytes(), "dtype": value.dtype.str, "shape": value.shape}
+        return found if text_keys else {name.encode(): each for name, each in found.items()}
+
+    return msgpack.packb(content, default=array)
+
+
+def unpack(message: Any) -> Any:
+    """Read a message; ``ValueError`` if it is none, or has something else than plain data and arrays in it."""
+    if not isinstance(message, bytes):
+        raise ValueError("it is text, and a message is bytes of msgpack")
+    try:
+        return msgpack.unpackb(message, object_hook=_restore, ext_hook=_refuse)
+    except Exception as error:  # whatever msgpack, numpy and Pillow raise of broken data
+        raise ValueError(f"it cannot be read: {error or type(error).__name__}") from error
+
+
+def _refuse(code: int, _: bytes) -> Any:
+    raise ValueError(f"an extension of msgpack, type {code}")
+
+
+def _restore(found: dict[Any, Any]) -> Any:
+    named = {name.decode() if isinstance(name, bytes) else name: value for name, value in found.items()}
+    if "__npgeneric__" in named:
+        return named["data"]
+    if "__image__" in named and named.get("format") != "raw":
+        return _image(named["data"], _shape(named))
+    if "__image__" in named or "__ndarray__" in named:
+        return _array(named["data"], str(named["dtype"]), _shape(named))
+    return found
+
+
+def _shape(named: dict[str, Any]) -> tuple[int, ...]:
+    shape = tuple(named["shape"])
+    if not all(type(size) is int and 0 <= size <= LARGEST for size in shape) or math.prod(shape) > LARGEST:
+        raise ValueError(f"an array of shape {str(shape)[:80]}")
+    return shape
+
+
+def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    if not _DTYPE.fullmatch(dtype):
+        raise ValueError(f"an array of {dtype[:20]!r}; numbers are sent")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _image(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
+    with Image.open(io.BytesIO(data), formats=["PNG", "JPEG"]) as image:
+        if (image.height, image.width) != shape[:2]:  # before it is decoded
+            raise ValueError(f"an image of {image.height} x {image.width} pixels, said to be {shape[:2]}")
+        return np.asarray(image).reshape(shape).copy()

@@ -1,0 +1,285 @@
+"""A policy behind a websocket, for robots and other people's benchmarks, in openpi's protocol or vla-eval's.
+
+Observations of several clients that wait at the same time are computed together. One that holds several, as
+``policy=server`` sends those of all its environments, is computed by itself: as large a batch as in the client's
+process, and the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import Ge, Le
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from vla_common.checksums import identity
+from vla_common.keys import ACTION, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
+from vla_common.program import one_line
+from vla_common.settings import Count, NonNegative, checked
+from vla_policies.checkpoint.hub import resolve
+from vla_policies.policy import VLAPolicy
+from vla_policies.registry import load_policy
+from vla_policies.remote.names import Names, ProtocolName, complete_names, from_message
+from vla_policies.remote.wire import LARGEST, pack, unpack
+
+Port = Annotated[int, Ge(0), Le(65_535)]
+_CLIENTS = 256  # connections at a time; each may hold a message of LARGEST bytes
+_PATIENCE = 60.0  # seconds in which a client has to take its answer
+
+
+@dataclass
+class _Request:
+    rows: dict[str, Any]  # [n, ...] by our keys
+    answer: asyncio.Future[np.ndarray]  # [n, C, A]
+    came: float = field(default_factory=time.monotonic)
+
+    @property
+    def number(self) -> int:
+        return len(self.rows[TASK_DESCRIPTIONS])
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        return tuple(value.shape[1:] for value in self.rows.values() if isinstance(value, np.ndarray))
+
+
+class PolicyServer:
+    """Serves a policy until it is stopped.
+
+    Args:
+        policy: is asked by one thread alone.
+        protocol: ``openpi`` or ``vla_eval``.
+        names: of observations where the clients have others than :data:`~vla_policies.remote.names.NAMES`.
+        sample: sample actions; else greedy ones.
+        max_batch: observations that are computed together at most.
+        max_wait: seconds that the first of them waits for others.
+        served: what it is, for a client to tell it from another.
+    """
+
+    @checked
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        protocol: ProtocolName = "openpi",
+        names: Names | None = None,
+        *,
+        sample: bool = False,
+        max_batch: Count = 16,
+        max_wait: NonNegative = 0.005,
+        served: str | None = None,
+    ):
+        self.policy, self.protocol = policy.eval(), protocol
+        self.exploration = ExplorationType.RANDOM if sample else ExplorationType.DETERMINISTIC
+        self.max_batch, self.max_wait = max_batch, max_wait
+        every = complete_names(protocol, names)
+        self.names = {key: name for key, name in every.items() if key in policy.in_keys or key == TASK_DESCRIPTIONS}
+        self.metadata = {"policy": policy.family, "batches": protocol == "openpi", "identity": served}
+        self.counts: Counter[str] = Counter()
+        self._latencies: deque[float] = deque(maxlen=1000)  # seconds, of the last answers
+        self._queue: asyncio.Queue[_Request] = asyncio.Queue()
+        self._waiting: set[asyncio.Future[np.ndarray]] = set()
+        self._thread = ThreadPoolExecutor(1, "policy")
+
+    async def run(self, host: str, port: int, ready: asyncio.Future[int] | None = None) -> None:
+        """Listen until cancelled; ``ready`` gets the port, which may have been 0 for a free one."""
+        options: dict[str, Any] = {"max_size": LARGEST, "max_queue": 1, "compression": None}
+        async with serve(self._converse, host, port, process_request=self._page, **options) as self._server:
+            assert isinstance(self._server, Server)
+            if ready is not None:
+                ready.set_result(next(iter(self._server.sockets)).getsockname()[1])
+            try:
+                await self._work()
+            finally:  # or their clients would be waited for
+                for answer in self._waiting:
+                    answer.cancel()
+
+    # ---- clients
+
+    async def _converse(self, client: ServerConnection) -> None:
+        self.counts["connections"] += 1
+        chunk: deque[np.ndarray] = deque()  # of vla-eval's episode: actions that are still to be executed
+        with contextlib.suppress(ConnectionClosed, TimeoutError):
+            if self.protocol == "openpi":
+                await client.send(pack(self.metadata))
+            async for message in client:
+                try:
+                    answer = await self._answer(message, chunk)
+                except (ValueError, RuntimeError) as error:  # what the client sent, or the policy says of it
+                    self.counts["errors"] += 1
+                    answer = self._failure(one_line(str(error)))
+                if answer is not None:
+                    async with asyncio.timeout(_PATIENCE):
+                        await client.send(answer)
+
+    async def _answer(self, message: str | bytes, chunk: deque[np.ndarray]) -> str | bytes | None:
+        content = unpack(message)
+        if self.protocol == "openpi":
+            rows, alone = self._rows(content)
+            began = time.monotonic()
+            actions = await self._actions(rows)
+            timing = {"infer_ms": 1000 * (time.monotonic() - began)}
+            return pack({"actions": actions[0] if alone else actions, "server_timing": timing})
+        kind, number = (content.get("type"), content.get("seq")) if isinstance(content, dict) else (None, None)
+        payload: dict[str, Any]
+        if kind == "hello":
+            wants = {"send_wrist_image": WRIST_IMAGES in self.names, "send_state": STATES in self.names}
+            payload = {"harness_version": "vla-torchrl", "protocol_version": 1, "model_server": self.policy.family}
+            payload |= {"capabilities": {}, "observation_params": wants, "identity": self.metadata["identity"]}
+        elif kind == "observation":
+            if not chunk:
+                chunk.extend((await self._actions(self._rows(content.get("payload"))[0]))[0])
+            kind, payload = "action", {"actions": chunk.popleft()}
+        elif kind in ("episode_start", "episode_end"):
+            chunk.clear()
+            return None
+        else:
+            raise ValueError(f"a message of the type {kind!r} is not understood; is this a client of vla-eval?")
+        return pack({"type": kind, "payload": payload, "seq": number, "timestamp": time.time()}, text_keys=True)
+
+    def _failure(self, text: str) -> str | bytes:
+        if self.protocol == "openpi":
+            return text
+        content = {"type": "error", "payload": {"error": text}, "seq": 0, "timestamp": time.time()}
+        return pack(content, text_keys=True)
+
+    def _rows(self, content: Any) -> tuple[dict[str, Any], bool]:
+        """Return the observations ``[n, ...]`` of a message, and whether it has just one, without ``n``."""
+        found = from_message(content, self.names)
+        texts = found[TASK_DESCRIPTIONS]
+        alone = isinstance(texts, str)
+        found[TASK_DESCRIPTIONS] = texts = [texts] if alone else texts
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{self.names[TASK_DESCRIPTIONS][0]!r} must be a text, or a list of them")
+        for key, dimensions in {IMAGES: 3, WRIST_IMAGES: 4, STATES: 1}.items():
+            if (value := found.get(key)) is None:
+                continue
+            kinds = "fiu" if key == STATES else "u"
+            value = value[None] if alone and isinstance(value, np.ndarray) else value
+            last = self.policy.state_dim if key == STATES else 3
+            right = isinstance(value, np.ndarray) and value.dtype.kind in kinds and value.ndim == dimensions + 1
+            if not right or len(value) != len(texts) or value.shape[-1] != last or 0 in value.shape:
+                wanted = f"{last} numbers" if key == STATES else "uint8 [height, width, 3]"
+                raise ValueError(f"{', '.join(self.names[key])!r} must be {wanted} for each of {len(texts)} texts")
+            found[key] = value.astype(np.float32 if key == STATES else np.uint8, copy=False)
+        return found, alone
+
+    # ---- the policy
+
+    async def _actions(self, rows: dict[str, Any]) -> np.ndarray:
+        request = _Request(rows, asyncio.get_running_loop().create_future())
+        self._waiting.add(request.answer)
+        self._queue.put_nowait(request)
+        try:
+            actions = await request.answer
+        finally:
+            self._waiting.discard(request.answer)
+        self._latencies.append(time.monotonic() - request.came)
+        return actions
+
+    async def _work(self) -> None:
+        loop, left = asyncio.get_running_loop(), list[_Request]()
+        while True:
+            batch = [left.pop() if left else await self._queue.get()]
+            await self._gather(batch, left)
+            rows = {key: _joined([request.rows[key] for request in batch]) for key in batch[0].rows}
+            try:
+                actions = await loop.run_in_executor(self._thread, self._compute, rows)
+            except Exception as error:  # whatever a policy raises of what strangers send
+                for request in batch:
+                    request.answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+                continue
+            self.counts["decisions"] += len(actions)
+            self.counts["batches"] += 1
+            ends = np.cumsum([request.number for request in batch])
+            for request, own in zip(batch, np.split(actions, ends[:-1]), strict=True):
+                if not request.answer.done():  # its client is gone
+                    request.answer.set_result(own)
+
+    async def _gather(self, batch: list[_Request], left: list[_Request]) -> None:
+        """Add to the first request those that come within ``max_wait`` and fit; one that does not is ``left``."""
+        deadline = batch[0].came + self.max_wait
+        while batch[0].number == 1 and len(batch) < self.max_batch:
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    request = await self._queue.get()
+            except TimeoutError:
+                return
+            if request.number > 1 or request.shapes != batch[0].shapes:
+                left.append(request)
+                return
+            batch.append(request)
+
+    def _compute(self, rows: Mapping[str, Any]) -> np.ndarray:
+        texts = rows[TASK_DESCRIPTIONS]
+        observations = TensorDict(batch_size=[len(texts)])
+        for key, value in rows.items():
+            if key != TASK_DESCRIPTIONS:
+                observations.set(key, torch.from_numpy(value))
+        observations.set(TASK_DESCRIPTIONS, NonTensorStack(*map(NonTensorData, texts)))
+        with torch.no_grad(), set_exploration_type(self.exploration):
+            return self.policy(observations.to(self.policy.device))[ACTION].cpu().numpy()
+
+    # ---- pages
+
+    def _page(self, client: ServerConnection, request: Request) -> Response | None:
+        """Answer what a browser or a monitor asks; ``None`` for a websocket, of which there are not too many."""
+        waits = np.percentile([*self._latencies] or [0.0], [50, 95])
+        now = {"clients": len(self._server.connections), "queue": self._queue.qsize()}
+        now |= {"latency_p50_ms": round(1000 * waits[0], 2), "latency_p95_ms": round(1000 * waits[1], 2)}
+        if request.path in ("/health", "/healthz"):
+            about = {**self.metadata, "protocol": self.protocol, "chunk_size": self.policy.chunk_size}
+            return client.respond(HTTPStatus.OK, json.dumps({"status": "ok", **about, **now}) + "\n")
+        if request.path == "/metrics":  # as Prometheus reads it
+            lines = (f"vla_policy_{name} {value}" for name, value in {**self.counts, **now}.items())
+            return client.respond(HTTPStatus.OK, "\n".join(lines) + "\n")
+        if len(self._server.connections) > _CLIENTS:
+            return client.respond(HTTPStatus.SERVICE_UNAVAILABLE, f"{_CLIENTS} clients are here already\n")
+        return None
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], np.ndarray):
+        return np.concatenate(values)
+    return [text for texts in values for text in texts]
+
+
+@checked
+def serve_folder(
+    folder: str, protocol: ProtocolName, host: str, port: Port, settings: Mapping[str, Any], **options: Any
+) -> None:
+    """Load the policy of a folder and serve it until Ctrl-C; ``options`` are of :class:`PolicyServer`.
+
+    OSError: the port is taken, or there is no such folder. ValueError: a policy that cannot be loaded so.
+    """
+    policy = load_policy(folder, **settings)
+    server = PolicyServer(policy, protocol, served=identity(resolve(folder)), **options)
+
+    async def run() -> None:
+        ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        running = asyncio.ensure_future(server.run(host, port, ready))
+        either: list[asyncio.Future[Any]] = [running, ready]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            print(f"{policy.family} at ws://{host}:{ready.result()} ({protocol}); Ctrl-C ends it", flush=True)
+            shown = {key: ", ".join(names) for key, names in server.names.items()}
+            print(
+                f"observations are {json.dumps(shown)}; actions [{policy.chunk_size}, {policy.action_dim}]", flush=True
+            )
+            print(f"health and numbers: http://{host}:{ready.result()}/health, /metrics", flush=True)
+        await running
+
+    asyncio.run(run())
