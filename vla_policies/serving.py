@@ -246,7 +246,7 @@ class PolicyServer:
         if request.path == "/metrics":  # as Prometheus reads it
             lines = (f"vla_policy_{name} {value}" for name, value in {**self.counts, **now}.items())
             return client.respond(HTTPStatus.OK, "\n".join(lines) + "\n")
-        if len(self._server.connections) > _CLIENTS:
+        if len(self._server.connections) >= _CLIENTS:
             return client.respond(HTTPStatus.SERVICE_UNAVAILABLE, f"{_CLIENTS} clients are here already\n")
         return None
 
