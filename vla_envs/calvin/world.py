@@ -124,6 +124,11 @@ class World:
         images = [np.asarray(camera.render()[0], np.uint8) for camera in ([static, gripper] if wrist else [static])]
         return images[0], images[1] if wrist else None
 
+    def move_camera(self, motion: np.ndarray) -> None:
+        """Move the static camera until the next reset, by float64 ``[4, 4]`` in its own axes (right, up, back)."""
+        view = np.reshape(self._cameras[0].viewMatrix, (4, 4)).T
+        self._cameras[0].viewMatrix = (np.linalg.inv(motion) @ view).T.ravel().tolist()
+
     def close(self) -> None:
         """Free the world."""
         if self._client is not None:
