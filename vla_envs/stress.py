@@ -21,7 +21,10 @@ Kind = Literal["start", "camera", "light", "distractors", "noise", "wording"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 GENERIC = ("noise", "wording")  # that need nothing of a benchmark
 NOISE = 50.0  # standard deviation at strength 1, of 255
-SHIFT, TURN = 0.05, np.radians(8.0)  # of a camera at strength 1: at most, m along and rad about each of its axes
+# Of a camera at strength 1, at most: rad around what it looks at, up or down and sideways each; rad about its own axis;
+# shares of its distance and of its view, by which it is nearer and looks past.
+ORBIT, ROLL, NEARER, PAN = np.radians(10.0), np.radians(5.0), 0.1, 0.1
+BRIGHTER, TINT, AROUND = 3.0, 0.2, np.radians(60.0)  # factors of light and of each colour; rad about the vertical
 REACH = 0.06  # m; how far the hand begins from its usual start, at most, at strength 1
 _ATTEMPTS = 20  # to begin where the task is not solved
 
@@ -186,15 +189,35 @@ def _reworded_task(task: Task) -> Task:
     return replace(task, instructions=(*known, *longest), sentence_per_episode=True)
 
 
-def camera_motion(strength: float, random: np.random.Generator) -> np.ndarray:
-    """Draw where a camera hangs by mistake: float64 ``[4, 4]``, from its axes (right, up, back) to the right ones."""
-    shift, turn = strength * random.uniform(-1, 1, (2, 3)) * [[SHIFT], [TURN]]
-    x, y, z = turn
-    cross, angle = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]), np.linalg.norm(turn)
-    motion = np.eye(4)  # by Rodrigues' formula
-    motion[:3, :3] += np.sinc(angle / np.pi) * cross + 0.5 * np.sinc(angle / 2 / np.pi) ** 2 * cross @ cross
-    motion[:3, 3] = shift
-    return motion
+def camera_draw(strength: float, random: np.random.Generator) -> np.ndarray:
+    """Draw how a camera hangs by mistake, for :func:`camera_motion`: float64 ``[6]``."""
+    return strength * random.uniform(-1, 1, 6)
+
+
+def camera_motion(draw: np.ndarray, distance: float, view: float) -> np.ndarray:
+    """Return the pose of a camera in the axes (right, up, back) of where it should hang, float64 ``[4, 4]``, m.
+
+    It moves around what it looks at, at a ``distance`` (m), which changes too; then it rolls, and turns by a part of its
+    ``view`` (rad).
+    """
+    up_down, sideways, nearer, roll, pan, tilt = draw
+    orbit, turned, there, back = np.eye(4)[None].repeat(4, 0)
+    orbit[:3, :3] = _rotation(np.array([ORBIT * up_down, ORBIT * sideways, 0]))
+    turned[:3, :3] = _rotation(np.array([PAN * view * tilt, PAN * view * pan, ROLL * roll]))
+    there[2, 3], back[2, 3] = -distance, distance * (1 + NEARER * nearer)
+    return there @ orbit @ back @ turned
+
+
+def _rotation(vector: np.ndarray) -> np.ndarray:
+    (x, y, z), angle = vector, np.linalg.norm(vector)
+    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])  # Rodrigues' formula
+    return np.eye(3) + np.sinc(angle / np.pi) * cross + 0.5 * np.sinc(angle / 2 / np.pi) ** 2 * cross @ cross
+
+
+def light_draw(strength: float, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a light: factors of red, green and blue, ``[3]``, and how it turns about the vertical, ``[3, 3]``."""
+    draw = strength * random.uniform(-1, 1, 5)
+    return BRIGHTER ** draw[0] * (1 + TINT * draw[2:]), _rotation(np.array([0, 0, AROUND * draw[1]]))
 
 
 def hand_way(strength: float, random: np.random.Generator) -> np.ndarray:

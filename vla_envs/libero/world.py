@@ -153,8 +153,8 @@ class World:
 
     def draw(self, kind: str, strength: float, random: np.random.Generator) -> None:
         """Have the running episode look otherwise, by one kind of stress."""
-        self._look = self._look or Look(_TABLE)
-        self._look.draw(kind, strength, random, self._model, self._data)
+        self._look = self._look or Look(_TABLE, self._model, self._data)
+        self._look.draw(kind, strength, random)
 
     def render(self, camera: int) -> np.ndarray:
         """Draw the remembered moment: uint8 ``[H, W, 3]``, a view that the next call overwrites."""

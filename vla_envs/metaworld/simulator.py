@@ -62,8 +62,8 @@ class MetaWorldSimulator:
             move = np.append(hand_way(strength, random) / _ACTIONS / _MOVE, 0).astype(np.float32)
             moves = [*[move] * _ACTIONS, *[0 * move] * _REST]
             return not any([self.step(each).success for each in moves])
-        self._look = self._look or self._worlds.Look(_TABLE)
-        self._look.draw(kind, strength, random, self._world.model, self._world.data)
+        self._look = self._look or self._worlds.Look(_TABLE, self._world.model, self._world.data)
+        self._look.draw(kind, strength, random)
         return True
 
     def step(self, action: np.ndarray) -> Outcome:

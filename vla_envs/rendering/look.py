@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mujoco
 import numpy as np
 
-from vla_envs.stress import camera_motion
+from vla_envs.stress import camera_draw, camera_motion, light_draw
 
-_BRIGHTER = 3.0  # at most, at strength 1; or that much darker
-_TINT = 0.2  # of each colour
-_AROUND = np.radians(60.0)  # that lights move about the vertical
-_THINGS = 8
-_CANDIDATES = 400
+_THINGS, _ATTEMPTS = 8, 200  # at strength 1, and to find places for them
+_SIZES = 0.015, 0.035  # m; half of a thing
 _AWAY = 0.06  # m that a thing keeps from the middle of a site, such as a goal, beside its own size
 _SHAPES = [mujoco.mjtGeom.mjGEOM_BOX, mujoco.mjtGeom.mjGEOM_SPHERE, mujoco.mjtGeom.mjGEOM_CYLINDER]
 
@@ -29,84 +26,70 @@ class Thing(NamedTuple):
 
 
 class Look:
-    """How an episode looks; ``area`` are the lowest and highest x and y, m, between which things may stand."""
+    """How an episode looks; ``area`` are the lowest and highest x and y, m, of the part of the table that is in view."""
 
-    def __init__(self, area: tuple[tuple[float, float], tuple[float, float]]):
-        self._area = area
+    def __init__(self, area: tuple[tuple[float, float], tuple[float, float]], model: Any, data: Any):
+        self._area, self._model, self._data = np.array(area), model, data
+        self._sky = data.geom_xpos[:, 2].max() + 1
+        grid = np.linspace(*self._area, 12)
+        self._table = np.median([self._height((x, y)) for x in grid[:, 0] for y in grid[:, 1]])
+        self._middle = np.append(self._area.mean(0), self._table)
         self.camera: np.ndarray | None = None
-        self._brightness, self._around = np.ones(3), 0.0
+        self._brightness, self._turn = np.ones(3), np.eye(3)
         self._things: list[Thing] = []
 
-    def draw(
-        self, kind: str, strength: float, random: np.random.Generator, model: mujoco.MjModel, data: mujoco.MjData
-    ) -> None:
+    def draw(self, kind: str, strength: float, random: np.random.Generator) -> None:
         """Draw one kind of stress for the world as it is."""
         if kind == "camera":
-            self.camera = camera_motion(strength, random)
+            self.camera = camera_draw(strength, random)
         elif kind == "light":
-            brightness, around, tint = np.split(strength * random.uniform(-1, 1, 5), [1, 2])
-            self._brightness, self._around = _BRIGHTER**brightness * (1 + _TINT * tint), float(_AROUND * around[0])
+            self._brightness, self._turn = light_draw(strength, random)
         else:
-            self._things = _things(int(np.ceil(_THINGS * strength)), random, self._area, model, data)
+            self._place(int(np.ceil(_THINGS * strength)), random)
 
-    def apply(self, scene: mujoco.MjvScene, middle: np.ndarray, first_camera: bool) -> None:
-        """Change what is about to be drawn; lights move around ``middle``."""
-        if self.camera is not None and first_camera:
-            for eye in scene.camera:
-                axes = np.stack([np.cross(eye.forward, eye.up), eye.up, -eye.forward], 1)
-                eye.pos = eye.pos + axes @ self.camera[:3, 3]
-                _, eye.up, back = (axes @ self.camera[:3, :3]).T
-                eye.forward = -back
-        sine, cosine = np.sin(self._around), np.cos(self._around)
-        turn = np.array([[cosine, -sine, 0], [sine, cosine, 0], [0, 0, 1]])
+    def apply(self, scene: mujoco.MjvScene, first_camera: bool) -> None:
+        """Change what is about to be drawn."""
+        for eye in scene.camera if self.camera is not None and first_camera else ():
+            axes = np.stack([np.cross(eye.forward, eye.up), eye.up, -eye.forward], 1).astype(np.float64)
+            view = 2 * np.arctan(eye.frustum_top / eye.frustum_near)
+            motion = camera_motion(self.camera, (self._middle - eye.pos) @ eye.forward, view)
+            eye.pos = eye.pos + axes @ motion[:3, 3]
+            _, eye.up, back = (axes @ motion[:3, :3]).T
+            eye.forward = -back
         for light in scene.lights[: scene.nlight]:
             for part in ("ambient", "diffuse", "specular"):
                 setattr(light, part, getattr(light, part) * self._brightness)
             if not light.headlight:
-                light.pos, light.dir = middle + turn @ (light.pos - middle), turn @ light.dir
+                light.pos = self._middle + self._turn @ (light.pos - self._middle)
+                light.dir = self._turn @ light.dir
         for thing in self._things:
             geom = scene.geoms[scene.ngeom]
             mujoco.mjv_initGeom(geom, *thing)
             geom.category = mujoco.mjtCatBit.mjCAT_DYNAMIC  # which throws shadows
             scene.ngeom += 1
 
+    def _place(self, count: int, random: np.random.Generator) -> None:
+        """Find free places on the table, without any site, such as a goal."""
+        sites, self._things = self._data.site_xpos[:, :2], []
+        for _ in range(_ATTEMPTS):
+            place, size, shape = random.uniform(*self._area), random.uniform(*_SIZES, 3), random.choice(_SHAPES)
+            angle, color = random.uniform(0, np.pi), np.append(random.uniform(0.1, 0.9, 3), 1).astype(np.float32)
+            wide = max(size)
+            others = np.array([*sites, *(thing.position[:2] for thing in self._things)]).reshape(-1, 2)
+            rim = [(r * np.cos(a), r * np.sin(a)) for r in (0, wide, 1.5 * wide) for a in np.arange(0, 6, np.pi / 4)]
+            if len(self._things) == count:
+                return
+            if (np.linalg.norm(others - place, axis=1) < wide + _AWAY).any():
+                continue
+            if any(abs(self._height(place + each) - self._table) > 0.005 for each in rim):
+                continue
+            if shape == mujoco.mjtGeom.mjGEOM_CYLINDER:
+                size = np.array([size[0], size[2], 0])  # radius and half of its height
+            half = size[{mujoco.mjtGeom.mjGEOM_BOX: 2, mujoco.mjtGeom.mjGEOM_CYLINDER: 1}.get(shape, 0)]
+            axes = np.array([np.cos(angle), -np.sin(angle), 0, np.sin(angle), np.cos(angle), 0, 0, 0, 1])
+            self._things.append(Thing(shape, size, np.array([*place, self._table + half]), axes, color))
 
-def _things(
-    count: int,
-    random: np.random.Generator,
-    area: tuple[tuple[float, float], tuple[float, float]],
-    model: mujoco.MjModel,
-    data: mujoco.MjData,
-) -> list[Thing]:
-    """Find free places on the table: where rays from above hit what most of them hit, and no site is near."""
-    places, found = random.uniform(*area, (_CANDIDATES, 2)), list[Thing]()
-    sizes, shapes = random.uniform(0.015, 0.035, (_CANDIDATES, 3)), random.integers(len(_SHAPES), size=_CANDIDATES)
-    angles, colors = random.uniform(0, np.pi, _CANDIDATES), random.uniform(0.1, 0.9, (_CANDIDATES, 3))
-    sky = data.geom_xpos[:, 2].max() + 1
-    heights = np.array([_height(model, data, place, sky) for place in places])
-    table = np.median(heights)
-    for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
-        if len(found) == count:
-            break
-        shape, wide = _SHAPES[shapes[number]], float(np.hypot(*size[:2]))
-        rim = wide * np.array([(np.cos(a), np.sin(a)) for a in np.arange(0, 2 * np.pi, np.pi / 4)])
-        others = [*data.site_xpos[:, :2], *(thing.position[:2] for thing in found)]
-        if any(np.linalg.norm(place - other) < wide + _AWAY for other in others):
-            continue
-        if any(abs(_height(model, data, place + each, sky) - table) > 0.005 for each in (*rim, 0.5 * rim[0])):
-            continue
-        if abs(heights[number] - table) > 0.005:
-            continue
-        sine, cosine = np.sin(angles[number]), np.cos(angles[number])
-        if shape == mujoco.mjtGeom.mjGEOM_CYLINDER:
-            size = np.array([size[0], size[2], 0])
-        half = size[{"BOX": 2, "SPHERE": 0, "CYLINDER": 1}[shape.name.removeprefix("mjGEOM_")]]
-        axes = np.array([cosine, -sine, 0, sine, cosine, 0, 0, 0, 1])
-        position = np.array([*place, table + half])
-        found.append(Thing(shape, size, position, axes, np.array([*colors[number], 1], np.float32)))
-    return found
-
-
-def _height(model: mujoco.MjModel, data: mujoco.MjData, place: np.ndarray, sky: float) -> float:
-    hit = np.zeros(1, np.int32)
-    return sky - mujoco.mj_ray(model, data, np.array([*place, sky]), np.array([0.0, 0, -1]), None, 1, -1, hit)
+    def _height(self, place: Any) -> float:
+        """Return how high what a ray from above hits is, m."""
+        start, hit = np.array([*place, self._sky]), np.zeros(1, np.int32)
+        return self._sky - mujoco.mj_ray(self._model, self._data, start, np.array([0.0, 0, -1]), None, 1, -1, hit)

@@ -97,7 +97,7 @@ class Renderer:
         culled = look is None or look.camera is None or camera > 0
         self._update_scene(model, data, self._cameras[camera], self._culling if culled else None)
         if look is not None:
-            look.apply(self._scene, model.stat.center, camera == 0)
+            look.apply(self._scene, camera == 0)
         # Several renderers share the process's graphics context: draw into our own framebuffer, not the last one made.
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         mujoco.mjr_render(self._viewport, self._scene, self._context)
