@@ -28,7 +28,9 @@ from vla_envs.simulator import SimulatorSpec
 from vla_envs.stress import Kind, stressed
 
 NAMESPACE = "vla"  # of the Gymnasium ids
-_STRESS = "strengths, 0 to 1, by kind, under which each episode runs (vla_envs.stress); None for the episodes themselves"
+_STRESS = (
+    "strengths, 0 to 1, by kind, under which each episode runs (vla_envs.stress); None for the episodes themselves"
+)
 _unfinished: set[str] = set()  # benchmarks whose module imported us before it had made its Benchmark
 
 
@@ -130,14 +132,14 @@ def make_spec(id: str, *, stress: Mapping[Kind, Fraction] | None = None, **optio
     benchmark, suite = find_benchmark(id)
     check_options(benchmark, options)
     types = option_types(benchmark)
-    given = {"stress": stress, **options}
-    check_settings("", {name: value for name, value in given.items() if name in types}, types)
+    check_settings("", {name: value for name, value in options.items() if name in types}, types)
     try:
-        return stressed(benchmark.make_spec(suite, **options), stress)
+        spec = benchmark.make_spec(suite, **options)
     except TypeError as error:
         raise ValueError(
             f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options"
         ) from error
+    return stressed(spec, stress)
 
 
 class Option(NamedTuple):
@@ -163,13 +165,11 @@ def options(benchmark: str) -> dict[str, Option]:
     function = found.make_spec
     arguments = re.search(r"^Args:\n((?:    .*\n|\n)*)", f"{inspect.getdoc(function)}\n", re.MULTILINE)
     entries = re.split(r"^    (?=\S)", arguments[1] if arguments else "", flags=re.MULTILINE)
-    said: dict[str, str] = {}
+    said = {"stress": _STRESS}
     for names, _, text in (entry.partition(":") for entry in entries):
         said |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
-    parameters = inspect.signature(function).parameters
-    own = setting_types(function, without=("suite",))
-    listed = {name: Option(parameters[name].default, said.get(name, "")) for name in own}
-    return {**listed, "stress": Option(None, _STRESS)}
+    parameters = {**inspect.signature(make_spec).parameters, **inspect.signature(function).parameters}
+    return {name: Option(parameters[name].default, said.get(name, "")) for name in option_types(found)}
 
 
 def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:

@@ -73,8 +73,8 @@ class Simulator(Protocol):
     """One world. ``step`` never renders, ``observe`` does: a decision costs C steps and one frame.
 
     It may have a text ``remark`` on the running episode, such as that another seed runs in the place of an unstable
-    one; and a method ``perturb(kind, strength, random)`` for the stress that ``spec.perturbs`` names, which changes the
-    episode that was just reset as :mod:`vla_envs.stress` says, or returns ``False`` for another draw after another reset.
+    one; and, for the kinds of stress in ``spec.perturbs``, a method ``perturb(kind, strength, random)``: it changes the
+    episode that was just reset (:mod:`vla_envs.stress`), or returns ``False`` for another reset and draw (``"start"``).
     """
 
     spec: SimulatorSpec

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vla_common import keys
+from vla_common.settings import Fraction, checked
 from vla_envs.simulator import Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
 
 Kind = Literal["start", "camera", "light", "distractors", "noise", "wording"]
@@ -24,43 +25,20 @@ NOISE = 50.0  # standard deviation at strength 1, of 255
 # Of a camera at strength 1, at most: rad around what it looks at, up or down and sideways each; rad about its own axis;
 # shares of its distance and of its view, by which it is nearer and looks past.
 ORBIT, ROLL, NEARER, PAN = np.radians(10.0), np.radians(5.0), 0.1, 0.1
-BRIGHTER, TINT, AROUND = 3.0, 0.2, np.radians(60.0)  # factors of light and of each colour; rad about the vertical
 REACH = 0.06  # m; how far the hand begins from its usual start, at most, at strength 1
 _ATTEMPTS = 20  # to begin where the task is not solved
 
 _FRAMES = ("please {}", "could you {}?", "I want you to {}", "your task is to {}", "{}, please")
-_SYNONYMS = {
-    "pick up": ("grab", "take"),
-    "turn on": ("switch on",),
-    "turn off": ("switch off",),
-    "go to": ("reach",),
-    "bypass": ("go around", "avoid"),
-    "close": ("shut",),
-    "get": ("fetch",),
-    "grasp": ("grab", "take hold of"),
-    "insert": ("stick",),
-    "into": ("in",),
-    "lift": ("raise",),
-    "move": ("shift",),
-    "onto": ("on",),
-    "open": ("open up",),
-    "pick": ("take",),
-    "place": ("put", "set"),
-    "press": ("push on",),
-    "pull": ("tug",),
-    "push": ("shove",),
-    "put": ("place", "set"),
-    "reach": ("go to", "move to"),
-    "rotate": ("turn",),
-    "slide": ("move",),
-    "stack": ("pile",),
-    "sweep": ("brush",),
-    "take": ("get",),
-}
+_LIST = """pick up: grab/take, turn on: switch on, turn off: switch off, go to: reach, bypass: go around/avoid,
+close: shut, get: fetch, grasp: grab/take hold of, insert: stick, into: in, lift: raise, move: shift, onto: on,
+open: open up, pick: take, place: put/set, press: push on, pull: tug, push: shove, put: place/set,
+reach: go to/move to, rotate: turn, slide: move, stack: pile, sweep: brush, take: get"""
+_SYNONYMS = {phrase: tuple(ways.split("/")) for phrase, ways in re.findall(r"(\w[\w ]*): ([\w/ ]+)", _LIST)}
 _PHRASE = re.compile(rf"\b({'|'.join(_SYNONYMS)})\b(?! to\b)", re.IGNORECASE)
 
 
-def stressed(spec: SimulatorSpec, stress: Mapping[Kind, float] | None) -> SimulatorSpec:
+@checked
+def stressed(spec: SimulatorSpec, stress: Mapping[Kind, Fraction] | None) -> SimulatorSpec:
     """Describe the same environment with its episodes under stress.
 
     Args:
@@ -69,27 +47,18 @@ def stressed(spec: SimulatorSpec, stress: Mapping[Kind, float] | None) -> Simula
 
     Raises:
         ValueError: a kind that the benchmark does not have, or a strength that is none.
-
-    Example:
-        >>> from vla_envs import make_env, make_spec
-        >>> spec = stressed(make_spec("metaworld/MT50"), {"camera": 0.5, "noise": 0.3})
-        >>> env = make_env(spec, num_envs=8)  # doctest: +SKIP
     """
-    given = {} if stress is None else dict(stress)
+    strengths = {kind: float(stress[kind]) for kind in KINDS if stress and stress.get(kind)}
     known = [kind for kind in KINDS if kind in (*GENERIC, *spec.perturbs)]
-    if missing := [kind for kind in given if kind not in known]:
+    if missing := [kind for kind in strengths if kind not in known]:
         raise ValueError(f"{spec.id} has no stress by {missing[0]}; it has {', '.join(known)}")
-    if wrong := [kind for kind, strength in given.items() if not 0 <= strength <= 1]:
-        raise ValueError(f"stress.{wrong[0]}={given[wrong[0]]}: a strength is 0 to 1")
-    strengths = {kind: float(given[kind]) for kind in known if given.get(kind)}
     if not strengths:
         return spec
     if spec.batched:
         raise ValueError(f"stress: worlds of {spec.id} that are simulated together have none; type backend=processes")
     said = f"stress: {', '.join(f'{kind} {strength:g}' for kind, strength in strengths.items())}"
     tasks = tuple(map(_reworded_task, spec.tasks)) if "wording" in strengths else spec.tasks
-    deviations = (*spec.protocol_deviations, said)
-    return replace(spec, stress=strengths, tasks=tasks, protocol_deviations=deviations)
+    return replace(spec, stress=strengths, tasks=tasks, protocol_deviations=(*spec.protocol_deviations, said))
 
 
 class Stressed:
@@ -189,35 +158,23 @@ def _reworded_task(task: Task) -> Task:
     return replace(task, instructions=(*known, *longest), sentence_per_episode=True)
 
 
-def camera_draw(strength: float, random: np.random.Generator) -> np.ndarray:
-    """Draw how a camera hangs by mistake, for :func:`camera_motion`: float64 ``[6]``."""
-    return strength * random.uniform(-1, 1, 6)
-
-
 def camera_motion(draw: np.ndarray, distance: float, view: float) -> np.ndarray:
-    """Return the pose of a camera in the axes (right, up, back) of where it should hang, float64 ``[4, 4]``, m.
+    """Return where a camera hangs, in its usual axes (right, up, back): float64 ``[4, 4]``, m.
 
-    It moves around what it looks at, at a ``distance`` (m), which changes too; then it rolls, and turns by a part of its
-    ``view`` (rad).
+    ``draw``: six numbers of -1 to 1; ``distance``: to what it looks at, m, around which it moves; ``view``: rad.
     """
     up_down, sideways, nearer, roll, pan, tilt = draw
     orbit, turned, there, back = np.eye(4)[None].repeat(4, 0)
-    orbit[:3, :3] = _rotation(np.array([ORBIT * up_down, ORBIT * sideways, 0]))
-    turned[:3, :3] = _rotation(np.array([PAN * view * tilt, PAN * view * pan, ROLL * roll]))
+    orbit[:3, :3] = rotation(ORBIT * up_down, ORBIT * sideways, 0)
+    turned[:3, :3] = rotation(PAN * view * tilt, PAN * view * pan, ROLL * roll)
     there[2, 3], back[2, 3] = -distance, distance * (1 + NEARER * nearer)
     return there @ orbit @ back @ turned
 
 
-def _rotation(vector: np.ndarray) -> np.ndarray:
-    (x, y, z), angle = vector, np.linalg.norm(vector)
-    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])  # Rodrigues' formula
+def rotation(x: float, y: float, z: float) -> np.ndarray:
+    """Return the matrix ``[3, 3]`` of a rotation vector, rad, by Rodrigues' formula."""
+    angle, cross = np.linalg.norm([x, y, z]), np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
     return np.eye(3) + np.sinc(angle / np.pi) * cross + 0.5 * np.sinc(angle / 2 / np.pi) ** 2 * cross @ cross
-
-
-def light_draw(strength: float, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a light: factors of red, green and blue, ``[3]``, and how it turns about the vertical, ``[3, 3]``."""
-    draw = strength * random.uniform(-1, 1, 5)
-    return BRIGHTER ** draw[0] * (1 + TINT * draw[2:]), _rotation(np.array([0, 0, AROUND * draw[1]]))
 
 
 def hand_way(strength: float, random: np.random.Generator) -> np.ndarray:

@@ -19,7 +19,7 @@ from vla_envs.calvin.world import World, try_renderer
 from vla_envs.rendering import egl
 from vla_envs.rendering.gpus import show
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
-from vla_envs.stress import camera_draw, hand_way
+from vla_envs.stress import hand_way
 
 _MOVE, _ACTIONS, _REST = 0.02, 10, 5  # m, by an action of 1; of the hand's way to its start
 
@@ -86,7 +86,7 @@ class CalvinSimulator:
 
     def perturb(self, kind: str, strength: float, random: np.random.Generator) -> None:
         if kind == "camera":
-            self.world.move_camera(camera_draw(strength, random))
+            self.world.move_camera(strength * random.uniform(-1, 1, 6))
             return
         move, grip = hand_way(strength, random) / _ACTIONS / _MOVE, self.world.states()[0][14]
         for place in range(_ACTIONS + _REST):

@@ -17,14 +17,12 @@ from vla_envs.maniskill.variants import FACTORS, VariantSplit
 from vla_envs.rendering.gpus import WORKER, gpu_of_worker, refuse_fork, show
 from vla_envs.rendering.vulkan import NO_CUDA, check_driver, check_gpus, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
-from vla_envs.stress import camera_draw, camera_motion, light_draw
 from vla_envs.urdf import remembered_descriptions
 
 if TYPE_CHECKING:
     from vla_envs.maniskill.expert import Expert
 
 INSTALL = "pip install -c constraints.txt 'vla-torchrl[maniskill]'"
-_CAMERA_AXES = np.array([[0, 0, -1, 0], [-1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]])  # right, up and back of SAPIEN's
 _ROUNDS = 4  # of a Feistel network: enough to look random
 
 
@@ -154,25 +152,6 @@ class BuiltInSimulator(ManiSkillSimulator):
             task_description=self.spec.tasks[0].instruction,
             wrist_images=wrist,
         )
-
-    def perturb(self, kind: str, strength: float, random: np.random.Generator) -> None:
-        """Change what the next reset builds again: the pose of the camera, or the lights."""
-        import sapien
-
-        if kind == "camera":
-            camera = self._world._sensors["base_camera"].camera._render_cameras[0]
-            pose = camera.local_pose.to_transformation_matrix()
-            distance = pose[2, 3] / -pose[2, 0]  # to the table, ahead
-            motion = _CAMERA_AXES @ camera_motion(camera_draw(strength, random), distance, camera.fovy) @ _CAMERA_AXES.T
-            camera.local_pose = sapien.Pose(pose @ motion)
-            return
-        colors, turn = light_draw(strength, random)
-        scene = self._world.scene.sub_scenes[0]
-        scene.render_system.ambient_light = scene.render_system.ambient_light * colors
-        for light in scene.render_system.lights:
-            turned = np.eye(4)
-            turned[:3, :3] = turn
-            light.color, light.entity.pose = light.color * colors, sapien.Pose(turned) * light.entity.pose
 
     def _build(self) -> Any:
         import mani_skill.envs  # noqa: F401  registers the tasks

@@ -231,7 +231,6 @@ def _built_in(
         action_high=(1.0,) * CONTROL_MODES[control_mode],
         gripper_dims=(CONTROL_MODES[control_mode] - 1,),
         neutral_action=(*(0.0,) * (CONTROL_MODES[control_mode] - 1), 1.0),
-        perturbs=("camera", "light"),
         max_episode_steps=horizon,
         control_frequency=20,
         protocol_deviations=list_deviations(

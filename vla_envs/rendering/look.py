@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import mujoco
 import numpy as np
 
-from vla_envs.stress import camera_draw, camera_motion, light_draw
+from vla_envs.stress import camera_motion, rotation
 
+# At strength 1, at most: factors of the light and of each of its colours, rad about the vertical.
+_BRIGHTER, _TINT, _AROUND = 3.0, 0.2, np.radians(60.0)
 _THINGS, _ATTEMPTS = 8, 200  # at strength 1, and to find places for them
 _SIZES = 0.015, 0.035  # m; half of a thing
 _AWAY = 0.06  # m that a thing keeps from the middle of a site, such as a goal, beside its own size
 _SHAPES = [mujoco.mjtGeom.mjGEOM_BOX, mujoco.mjtGeom.mjGEOM_SPHERE, mujoco.mjtGeom.mjGEOM_CYLINDER]
 
 
-class Thing(NamedTuple):
-    """A coloured body that stands somewhere, as MuJoCo's scene takes it."""
-
-    shape: int
-    size: np.ndarray
-    position: np.ndarray
-    axes: np.ndarray
-    color: np.ndarray
-
-
 class Look:
-    """How an episode looks; ``area`` are the lowest and highest x and y, m, of the part of the table that is in view."""
+    """How an episode looks; ``area``: the lowest and highest x and y, m, of the part of the table that is in view."""
 
     def __init__(self, area: tuple[tuple[float, float], tuple[float, float]], model: Any, data: Any):
         self._area, self._model, self._data = np.array(area), model, data
@@ -36,14 +28,16 @@ class Look:
         self._middle = np.append(self._area.mean(0), self._table)
         self.camera: np.ndarray | None = None
         self._brightness, self._turn = np.ones(3), np.eye(3)
-        self._things: list[Thing] = []
+        self._things: list[tuple[Any, ...]] = []  # shape, size, position, axes and color of each
 
     def draw(self, kind: str, strength: float, random: np.random.Generator) -> None:
         """Draw one kind of stress for the world as it is."""
         if kind == "camera":
-            self.camera = camera_draw(strength, random)
+            self.camera = strength * random.uniform(-1, 1, 6)
         elif kind == "light":
-            self._brightness, self._turn = light_draw(strength, random)
+            brightness, turn, *tint = strength * random.uniform(-1, 1, 5)
+            self._brightness = _BRIGHTER**brightness * (1 + _TINT * np.array(tint))
+            self._turn = rotation(0, 0, _AROUND * turn)
         else:
             self._place(int(np.ceil(_THINGS * strength)), random)
 
@@ -75,19 +69,18 @@ class Look:
             place, size, shape = random.uniform(*self._area), random.uniform(*_SIZES, 3), random.choice(_SHAPES)
             angle, color = random.uniform(0, np.pi), np.append(random.uniform(0.1, 0.9, 3), 1).astype(np.float32)
             wide = max(size)
-            others = np.array([*sites, *(thing.position[:2] for thing in self._things)]).reshape(-1, 2)
+            others = np.array([*sites, *(thing[2][:2] for thing in self._things)]).reshape(-1, 2)
             rim = [(r * np.cos(a), r * np.sin(a)) for r in (0, wide, 1.5 * wide) for a in np.arange(0, 6, np.pi / 4)]
             if len(self._things) == count:
                 return
-            if (np.linalg.norm(others - place, axis=1) < wide + _AWAY).any():
-                continue
-            if any(abs(self._height(place + each) - self._table) > 0.005 for each in rim):
+            near = (np.linalg.norm(others - place, axis=1) < wide + _AWAY).any()
+            if near or any(abs(self._height(place + each) - self._table) > 0.005 for each in rim):
                 continue
             if shape == mujoco.mjtGeom.mjGEOM_CYLINDER:
                 size = np.array([size[0], size[2], 0])  # radius and half of its height
             half = size[{mujoco.mjtGeom.mjGEOM_BOX: 2, mujoco.mjtGeom.mjGEOM_CYLINDER: 1}.get(shape, 0)]
-            axes = np.array([np.cos(angle), -np.sin(angle), 0, np.sin(angle), np.cos(angle), 0, 0, 0, 1])
-            self._things.append(Thing(shape, size, np.array([*place, self._table + half]), axes, color))
+            position = np.array([*place, self._table + half])
+            self._things.append((shape, size, position, rotation(0, 0, angle).ravel(), color))
 
     def _height(self, place: Any) -> float:
         """Return how high what a ray from above hits is, m."""
