@@ -48,7 +48,7 @@ def stressed(spec: SimulatorSpec, stress: Mapping[Kind, Fraction] | None) -> Sim
     Raises:
         ValueError: a kind that the benchmark does not have, or a strength that is none.
     """
-    strengths = {kind: float(stress[kind]) for kind in KINDS if stress and stress.get(kind)}
+    strengths: dict[str, float] = {kind: float(stress[kind]) for kind in KINDS if stress and stress.get(kind)}
     known = [kind for kind in KINDS if kind in (*GENERIC, *spec.perturbs)]
     if missing := [kind for kind in strengths if kind not in known]:
         raise ValueError(f"{spec.id} has no stress by {missing[0]}; it has {', '.join(known)}")

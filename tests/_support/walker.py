@@ -53,7 +53,7 @@ class Walker:
 
 
 class Shoved(Walker):
-    """One that starts elsewhere under stress, in the middle of the line rather than at its goal, and is drawn darker."""
+    """One that starts elsewhere under stress, though never at its goal."""
 
     def reset(self, episode: Episode) -> None:
         super().reset(episode)

@@ -23,7 +23,7 @@ class Look:
     def __init__(self, area: tuple[tuple[float, float], tuple[float, float]], model: Any, data: Any):
         self._area, self._model, self._data = np.array(area), model, data
         self._sky = data.geom_xpos[:, 2].max() + 1
-        grid = np.linspace(*self._area, 12)
+        grid = np.linspace(self._area[0], self._area[1], 12)
         self._table = np.median([self._height((x, y)) for x in grid[:, 0] for y in grid[:, 1]])
         self._middle = np.append(self._area.mean(0), self._table)
         self.camera: np.ndarray | None = None
@@ -43,10 +43,11 @@ class Look:
 
     def apply(self, scene: mujoco.MjvScene, first_camera: bool) -> None:
         """Change what is about to be drawn."""
-        for eye in scene.camera if self.camera is not None and first_camera else ():
+        draw = self.camera if first_camera and self.camera is not None else np.zeros(6)
+        for eye in scene.camera if draw.any() else ():
             axes = np.stack([np.cross(eye.forward, eye.up), eye.up, -eye.forward], 1).astype(np.float64)
             view = 2 * np.arctan(eye.frustum_top / eye.frustum_near)
-            motion = camera_motion(self.camera, (self._middle - eye.pos) @ eye.forward, view)
+            motion = camera_motion(draw, (self._middle - eye.pos) @ eye.forward, view)
             eye.pos = eye.pos + axes @ motion[:3, 3]
             _, eye.up, back = (axes @ motion[:3, :3]).T
             eye.forward = -back
