@@ -1,7 +1,7 @@
 """Episodes that are harder to see, to read and to begin, each paired with its clean twin: ``stress`` of an environment.
 
 What is drawn depends on the episode and the kind alone, and grows with the strength: of a stronger one every change is
-larger. Success is what it was. Strength 0 is the episode itself, to the bit.
+larger. Conditions of success are the benchmark's own. Strength 0 is the episode itself, to the bit.
 """
 
 from __future__ import annotations
