@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,12 +21,16 @@ from vla_common.errors import unknown_name
 from vla_common.registry import benchmarks
 from vla_common.schema import BenchmarkSchema as BenchmarkSchema
 from vla_common.schema import Gripper as Gripper
-from vla_common.settings import check_settings, setting_types
+from vla_common.settings import Fraction, check_settings, setting_types
 from vla_envs.folders import Download, Packages
 from vla_envs.probe import Finding
 from vla_envs.simulator import SimulatorSpec
+from vla_envs.stress import Kind, stressed
 
 NAMESPACE = "vla"  # of the Gymnasium ids
+_STRESS = (
+    "strengths, 0 to 1, by kind, under which each episode runs (vla_envs.stress); None for the episodes themselves"
+)
 _unfinished: set[str] = set()  # benchmarks whose module imported us before it had made its Benchmark
 
 
@@ -117,8 +121,10 @@ def list_envs() -> list[str]:
     return names
 
 
-def make_spec(id: str, **options: Any) -> SimulatorSpec:
+def make_spec(id: str, *, stress: Mapping[Kind, Fraction] | None = None, **options: Any) -> SimulatorSpec:
     """Describe an environment, such as ``"metaworld/MT50"`` of :func:`list_envs`, without starting its simulator.
+
+    ``stress`` is an option of every benchmark, see :func:`~vla_envs.stress.stressed`.
 
     Raises:
         ValueError: an unknown benchmark, suite, task or option, with the nearest names; or a value that cannot be.
@@ -128,11 +134,12 @@ def make_spec(id: str, **options: Any) -> SimulatorSpec:
     types = option_types(benchmark)
     check_settings("", {name: value for name, value in options.items() if name in types}, types)
     try:
-        return benchmark.make_spec(suite, **options)
+        spec = benchmark.make_spec(suite, **options)
     except TypeError as error:
         raise ValueError(
             f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options"
         ) from error
+    return stressed(spec, stress)
 
 
 class Option(NamedTuple):
@@ -158,10 +165,10 @@ def options(benchmark: str) -> dict[str, Option]:
     function = found.make_spec
     arguments = re.search(r"^Args:\n((?:    .*\n|\n)*)", f"{inspect.getdoc(function)}\n", re.MULTILINE)
     entries = re.split(r"^    (?=\S)", arguments[1] if arguments else "", flags=re.MULTILINE)
-    said: dict[str, str] = {}
+    said = {"stress": _STRESS}
     for names, _, text in (entry.partition(":") for entry in entries):
         said |= dict.fromkeys(re.split(r",\s*", names), " ".join(text.split()))
-    parameters = inspect.signature(function).parameters
+    parameters = {**inspect.signature(make_spec).parameters, **inspect.signature(function).parameters}
     return {name: Option(parameters[name].default, said.get(name, "")) for name in option_types(found)}
 
 
@@ -190,7 +197,7 @@ def find_benchmark(id: str) -> tuple[Benchmark, str]:
 
 def option_types(benchmark: Benchmark) -> dict[str, Any]:
     """Return the annotations of a benchmark's options by name."""
-    return setting_types(benchmark.make_spec, without=("suite",))
+    return {**setting_types(benchmark.make_spec, without=("suite",)), **setting_types(make_spec, only=("stress",))}
 
 
 def check_options(benchmark: Benchmark, options: Iterable[str], others: Iterable[str] = ()) -> None:

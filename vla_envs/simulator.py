@@ -73,7 +73,8 @@ class Simulator(Protocol):
     """One world. ``step`` never renders, ``observe`` does: a decision costs C steps and one frame.
 
     It may have a text ``remark`` on the running episode, such as that another seed runs in the place of an unstable
-    one.
+    one; and, for the kinds of stress in ``spec.perturbs``, a method ``perturb(kind, strength, random)``: it changes the
+    episode that was just reset (:mod:`vla_envs.stress`), or returns ``False`` for another reset and draw (``"start"``).
     """
 
     spec: SimulatorSpec
@@ -160,6 +161,8 @@ class SimulatorSpec:
         protocol: under which results are measured, in a line, where there are several; shown with every result.
         protocol_deviations: what differs from the benchmark's own protocol, or from the one named; shown likewise.
         options: further keyword arguments of the entry point (camera, render quality, ...).
+        perturbs: the kinds of stress that the simulator's ``perturb`` knows.
+        stress: strengths by kind under which episodes run, none of them 0; set by :func:`vla_envs.stress.stressed`.
     """
 
     id: str
@@ -185,6 +188,8 @@ class SimulatorSpec:
     protocol: str = ""
     protocol_deviations: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    perturbs: tuple[str, ...] = ()
+    stress: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         bounds = list(zip(self.action_low, self.action_high, strict=False))
@@ -239,7 +244,8 @@ class SimulatorSpec:
 
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""
-        return self.simulator_class()(self)
+        simulator = self.simulator_class()(self)
+        return _named("vla_envs.stress:Stressed")(simulator) if self.stress else simulator
 
     def make_batched(
         self, num_envs: int, chunk_size: int, ignore_terminations: bool, gpus: Sequence[int] | None = None

@@ -50,3 +50,18 @@ class Walker:
         return Observation(image, states, self.task.instruction)
 
     def close(self) -> None: ...
+
+
+class Shoved(Walker):
+    """One that starts elsewhere under stress, though never at its goal."""
+
+    def reset(self, episode: Episode) -> None:
+        super().reset(episode)
+        self.perturbed: list[tuple[str, float, float]] = []
+
+    def perturb(self, kind: str, strength: float, random: np.random.Generator) -> bool:
+        drawn = random.uniform(-3, 3)
+        self.perturbed.append((kind, strength, drawn))
+        if kind == "start":
+            self.position += strength * drawn
+        return self.position * self.side < self.spec.options["goal"]

@@ -105,7 +105,8 @@ def test_what_no_policy_sees_is_among_a_benchmarks_options():
 
 def test_options_are_listed_with_their_defaults_and_descriptions():
     register_benchmark(make_toy())
-    assert options("toy") == {"horizon": (4, "")}  # its docstring has no Args
+    # Its docstring has no Args.
+    assert options("toy") == {"horizon": (4, ""), "stress": options("metaworld")["stress"]}
     ours = {name: options(name) for name in ("metaworld", "libero", "maniskill", "calvin", "robotwin")}
     assert all(description for found in ours.values() for _, description in found.values())
     said = "zero actions after the reset; ``None`` for the protocol's."

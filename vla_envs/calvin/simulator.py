@@ -19,6 +19,9 @@ from vla_envs.calvin.world import World, try_renderer
 from vla_envs.rendering import egl
 from vla_envs.rendering.gpus import show
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
+from vla_envs.stress import hand_way
+
+_MOVE, _ACTIONS, _REST = 0.02, 10, 5  # m, by an action of 1; of the hand's way to its start
 
 
 class CalvinSimulator:
@@ -80,6 +83,15 @@ class CalvinSimulator:
         if episode.trial_id >= len(chains):
             raise ValueError(f"{self.spec.id} has chains 0 to {len(chains) - 1}, got trial_id={episode.trial_id}")
         return chains[episode.trial_id]
+
+    def perturb(self, kind: str, strength: float, random: np.random.Generator) -> None:
+        if kind == "camera":
+            self.world.move_camera(strength * random.uniform(-1, 1, 6))
+            return
+        move, grip = hand_way(strength, random) / _ACTIONS / _MOVE, self.world.states()[0][14]
+        for place in range(_ACTIONS + _REST):
+            self.world.step(np.array([*(move if place < _ACTIONS else 0 * move), 0, 0, 0, grip]))
+        self._before = self.world.info()  # what was done on the way does not count
 
     def step(self, action: np.ndarray) -> Outcome:
         command = np.asarray(action, np.float64).copy()

@@ -136,6 +136,7 @@ def make_spec(
         action_high=(1.0,) * 7,
         gripper_dims=(6,),
         neutral_action=stay,
+        perturbs=("start", "camera"),
         clips_actions=False,
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,

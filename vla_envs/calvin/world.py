@@ -13,6 +13,7 @@ from vla_envs.calvin.package import import_calvin, import_pybullet, silence
 from vla_envs.calvin.scenes import read_arguments, read_robot, read_scene
 from vla_envs.calvin.states import FIRST_BLOCK
 from vla_envs.probe import run_probe
+from vla_envs.stress import camera_motion
 
 PHYSICS_RATE = 240  # Hz
 PHYSICS_STEPS = 8  # per action
@@ -123,6 +124,13 @@ class World:
         static.width = static.height = size
         images = [np.asarray(camera.render()[0], np.uint8) for camera in ([static, gripper] if wrist else [static])]
         return images[0], images[1] if wrist else None
+
+    def move_camera(self, draw: np.ndarray) -> None:
+        """Move the static camera until the next reset, as :func:`~vla_envs.stress.camera_motion` says."""
+        camera = self._cameras[0]
+        distance = float(np.linalg.norm(np.subtract(camera.look_from, camera.look_at)))
+        motion = camera_motion(draw, distance, np.radians(camera.fov))
+        camera.viewMatrix = (np.linalg.inv(motion) @ np.reshape(camera.viewMatrix, (4, 4)).T).T.ravel().tolist()
 
     def close(self) -> None:
         """Free the world."""

@@ -12,7 +12,9 @@ from vla_envs.libero.package import check_versions, find_assets, initial_states
 from vla_envs.libero.spec import FIXTURES
 from vla_envs.rendering.egl import check_gpus
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
+from vla_envs.stress import hand_way
 
+_MOVE, _ACTIONS = 0.05, 15  # m; of the hand's target, by an action of 1; of the hand's way to its start
 _SETTLE = {True: np.array([0, 0, 0, 0, 0, 0, -1.0]), False: np.zeros(7)}  # by reset_gripper_open
 
 
@@ -29,6 +31,7 @@ class LiberoSimulator:
         self._worlds = world
         self._world: Any = None  # a World, of the running episode
         self._task: Any = None
+        self._settling = _SETTLE[options["reset_gripper_open"]]
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:
@@ -57,7 +60,19 @@ class LiberoSimulator:
         with self._trusted(), _numpy_seed(0):
             self._world.reset(states[trial], fixtures.seeds(trial), fixtures.loads)
             for _ in range(self.spec.options["settle_steps"]):
-                self._world.step(_SETTLE[self.spec.options["reset_gripper_open"]])
+                self._world.step(self._settling)
+
+    def perturb(self, kind: str, strength: float, random: np.random.Generator) -> bool:
+        if kind == "start":
+            start, action = self._world.states()[:3] + hand_way(strength, random), self._settling.copy()
+            solved = False
+            for _ in range(_ACTIONS):
+                action[:3] = np.clip((start - self._world.states()[:3]) / _MOVE, -1, 1)
+                solved |= self.step(action).success
+            return not solved
+        with self._trusted():
+            self._world.draw(kind, strength, random)
+        return True
 
     def step(self, action: np.ndarray) -> Outcome:
         with self._trusted():

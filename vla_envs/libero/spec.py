@@ -158,6 +158,7 @@ def make_spec(
         action_high=(1.0,) * 7,
         gripper_dims=(6,),
         neutral_action=(*(0.0,) * 6, -1.0 if reset_gripper_open else 0.0),  # as in the settle steps
+        perturbs=("start", "camera", "light", "distractors"),
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
         protocol_deviations=(*deviations, *describe_assets(assets)),

@@ -15,13 +15,14 @@ import numpy as np
 from vla_envs.libero.arm import Arm
 from vla_envs.libero.package import import_libero, task_file
 from vla_envs.libero.spec import CONTROL_FREQUENCY
-from vla_envs.rendering.mujoco import Renderer, mujoco, shared_renderer
+from vla_envs.rendering.mujoco import Look, Renderer, mujoco, shared_renderer
 from vla_envs.simulator import SimulatorSpec, Task
 from vla_envs.worlds import WorldCache
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 _COLLISION_SHAPES = 0  # geom group that robosuite does not draw
 _PLACEMENT_ATTEMPTS = 20
+_TABLE = (-0.25, -0.35), (0.25, 0.35)  # m; the part in view
 # What drawing reads of mujoco's data.
 _POSES = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir")
 _QUALITY = {"benchmark": "benchmark", "fast": "minimal"}  # of the renderer
@@ -64,6 +65,7 @@ class World:
         self._drawn = mujoco.MjData(self._model)
         self._drawn_sites = np.empty_like(self._model.site_rgba)
         self._states = np.zeros(8, np.float32)
+        self._look: Look | None = None  # under stress
         self.renderer: Renderer = shared_renderer(
             f"{assets}|{file}",  # meshes and textures are the assets folder's
             self._model,
@@ -107,6 +109,7 @@ class World:
                 f"initial state of {self.task.name} has {len(initial_state)} numbers, the world {expected}: "
                 "the assets are of another version of LIBERO"
             )
+        self._look = None
         # LIBERO's own environment loads its model when it is made and at each attempt to reset, and each time it adds
         # the same samplers once more: they draw as often, and the last draw counts.
         loaded = itertools.count(*loads)
@@ -148,12 +151,17 @@ class World:
         self._env._post_process()  # shows burners that are on
         return solved
 
+    def draw(self, kind: str, strength: float, random: np.random.Generator) -> None:
+        """Have the running episode look otherwise, by one kind of stress."""
+        self._look = self._look or Look(_TABLE, self._model, self._data)
+        self._look.draw(kind, strength, random)
+
     def render(self, camera: int) -> np.ndarray:
         """Draw the remembered moment: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
         sites = self._model.site_rgba.copy()
         self._model.site_rgba[:] = self._drawn_sites
         try:
-            return self.renderer.render(self._model, self._drawn, camera).copy()
+            return self.renderer.render(self._model, self._drawn, camera, self._look).copy()
         finally:
             self._model.site_rgba[:] = sites
 

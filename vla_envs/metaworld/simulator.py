@@ -13,6 +13,11 @@ import numpy as np
 
 from vla_envs.rendering.egl import check_gpus
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
+from vla_envs.stress import hand_way
+
+_TABLE = (-0.4, 0.45), (0.4, 0.95)  # m; the part in view
+_MOVE = 0.01  # m; of the hand, by an action of 1
+_ACTIONS, _REST = 10, 5  # of the hand's way to its start
 
 
 class MetaWorldSimulator:
@@ -27,6 +32,7 @@ class MetaWorldSimulator:
         self._world: Any = None  # Meta-World's environment in it
         self._task: Any = None  # of the running episode
         self._shaped = 0.0  # Meta-World's shaped reward of the current state, 0 to 10
+        self._look: Any = None  # a Look, under stress
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
@@ -47,9 +53,18 @@ class MetaWorldSimulator:
             _draw(self._world)
             _place(self._world)
         self._world.max_path_length = sys.maxsize  # Meta-World raises past its own horizon; ours is in the spec
-        self._shaped = 0.0
+        self._shaped, self._look = 0.0, None
         for _ in range(self.spec.options["settle_steps"]):
             self._shaped = self._world.step(np.zeros(4, np.float32))[1]
+
+    def perturb(self, kind: str, strength: float, random: np.random.Generator) -> bool:
+        if kind == "start":
+            move = np.append(hand_way(strength, random) / _ACTIONS / _MOVE, 0).astype(np.float32)
+            moves = [*[move] * _ACTIONS, *[0 * move] * _REST]
+            return not any([self.step(each).success for each in moves])
+        self._look = self._look or self._worlds.Look(_TABLE, self._world.model, self._world.data)
+        self._look.draw(kind, strength, random)
+        return True
 
     def step(self, action: np.ndarray) -> Outcome:
         _, shaped, _, _, info = self._world.step(action)
@@ -62,7 +77,7 @@ class MetaWorldSimulator:
     def observe(self) -> Observation:
         states = self._world._get_curr_obs_combined_no_goal()[:4]
         return Observation(
-            images=self._built.renderer.render(self._world.model, self._world.data),
+            images=self._built.renderer.render(self._world.model, self._world.data, look=self._look),
             states=states.astype(np.float32),
             task_description=self._task.instruction,
         )

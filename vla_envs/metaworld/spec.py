@@ -186,6 +186,7 @@ def make_spec(
         action_high=(1.0,) * 4,
         gripper_dims=(3,),
         neutral_action=(0.0,) * 4,
+        perturbs=("start", "camera", "light", "distractors"),
         initial_states=LEROBOT_SEED if by_lerobot else None,
         evaluation_trials=range(LEROBOT_SEED, 1_000_000) if by_lerobot else None,
         max_episode_steps=steps,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from vla_envs.metaworld.spec import PROTOCOLS
+from vla_envs.rendering.mujoco import Look as Look
 from vla_envs.rendering.mujoco import Renderer, mujoco, shared_renderer
 from vla_envs.simulator import SimulatorSpec
 from vla_envs.worlds import WorldCache

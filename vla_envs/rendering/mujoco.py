@@ -19,6 +19,7 @@ import mujoco  # noqa: E402
 
 from vla_envs.rendering.coarse import coarse_model  # noqa: E402
 from vla_envs.rendering.culling import Culling  # noqa: E402
+from vla_envs.rendering.look import Look  # noqa: E402
 
 _UNSEEN = 5  # a geom group, which MuJoCo does not draw unless asked
 _renderers: WeakValueDictionary[tuple, Renderer] = WeakValueDictionary()
@@ -85,21 +86,31 @@ class Renderer:
         self._order = slice(None, None, rows), slice(None, None, columns)
         self._pixels = np.empty((height, width, 3), np.uint8)
 
-    def render(self, model: mujoco.MjModel, data: mujoco.MjData, camera: int = 0) -> np.ndarray:
-        """Render one world with one of the cameras: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
+    def render(
+        self, model: mujoco.MjModel, data: mujoco.MjData, camera: int = 0, look: Look | None = None
+    ) -> np.ndarray:
+        """Render one world with one of the cameras: uint8 ``[H, W, 3]``, a view that the next call overwrites.
+
+        A ``look`` changes what is drawn, and the pose of the first camera alone.
+        """
         _make_gl_context_current()  # other code in this process may draw too
-        self._update_scene(model, data, self._cameras[camera])
+        culled = look is None or look.camera is None or camera > 0
+        self._update_scene(model, data, self._cameras[camera], self._culling if culled else None)
+        if look is not None:
+            look.apply(self._scene, camera == 0)
         # Several renderers share the process's graphics context: draw into our own framebuffer, not the last one made.
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
         mujoco.mjr_render(self._viewport, self._scene, self._context)
         mujoco.mjr_readPixels(self._pixels, None, self._viewport, self._context)
         return self._pixels[self._order]
 
-    def _update_scene(self, model: mujoco.MjModel, data: mujoco.MjData, camera: mujoco.MjvCamera) -> None:
+    def _update_scene(
+        self, model: mujoco.MjModel, data: mujoco.MjData, camera: mujoco.MjvCamera, culling: Culling | None
+    ) -> None:
         groups = model.geom_group.copy()
-        if self._culling is not None:
+        if culling is not None:
             mujoco.mjv_updateCamera(model, data, camera, self._scene)
-            model.geom_group[self._culling.unseen(data, self._scene.camera)] = _UNSEEN
+            model.geom_group[culling.unseen(data, self._scene.camera)] = _UNSEEN
         everything = mujoco.mjtCatBit.mjCAT_ALL
         mujoco.mjv_updateScene(model, data, self._options, self._perturbation, camera, everything, self._scene)
         model.geom_group[:] = groups
