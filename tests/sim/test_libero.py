@@ -188,6 +188,18 @@ def test_episodes_are_those_of_an_evaluation_script(suite, task, script, seed):
     simulator.close()
 
 
+def test_episodes_of_simplevla_each_begin_in_an_environment_of_their_own():
+    spec = make_spec("libero/spatial", protocol="simplevla", image_size=64)
+    simulator = spec.make()
+    for trial in (3, 1):
+        env = benchmark_env("spatial", spec.tasks[4].name)
+        env.seed(0)
+        theirs = benchmark_episode(env, spec.tasks[4], trial, actions(3))
+        env.close()
+        assert_same_episode(simulator, Episode(4, trial), theirs, actions(3))
+    simulator.close()
+
+
 # Two kinds of scenes; all 130 with: VLA_TORCHRL_SLOW=1 make test ARGS="-k every_task" (a quarter of an hour)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("task", range(130) if SLOW else (21, 80))

@@ -42,6 +42,7 @@ FIXTURES = {
     "trial": Draws(lambda trial: [trial], (1, 0)),  # as no published script does: no trial depends on another
     "openvla": Draws(lambda trial: [0, *[None] * trial]),
     "openpi": Draws(lambda trial: [7, *[None] * trial]),
+    "simplevla": Draws(lambda trial: [0]),
     "lerobot": Draws(lambda trial: range(1000, 1001 + trial), (3, 1)),  # lerobot-eval's seeds; it resets once before
 }
 
@@ -55,9 +56,13 @@ class Protocol:
     fixtures: str = "trial"
 
 
+_HORIZONS = {"spatial": 220, "object": 280, "goal": 300, "10": 520, "90": 400}
 PROTOCOLS = {
-    # The evaluation scripts of OpenVLA and OpenVLA-OFT, used by most papers.
-    "openvla": Protocol(10, {"spatial": 220, "object": 280, "goal": 300, "10": 520, "90": 400}),
+    # The evaluation scripts of OpenVLA and OpenVLA-OFT, used by most papers, and of openpi.
+    "openvla": Protocol(10, _HORIZONS),
+    "openpi": Protocol(10, _HORIZONS, fixtures="openpi"),
+    # SimpleVLA-RL (verl/workers/rollout/rob_rollout.py), in training and evaluation.
+    "simplevla": Protocol(10, dict.fromkeys(_HORIZONS, 512), fixtures="simplevla"),
     # RLinf; its GRPO runs of OpenVLA-OFT take 512 for every suite, its runs of pi0 take 480 for libero_10.
     "rlinf": Protocol(15, {"spatial": 240, "object": 240, "goal": 320, "10": 512, "90": 512}),
     "lerobot": Protocol(10, {"spatial": 280, "object": 280, "goal": 300, "10": 520, "90": 400}, fixtures="lerobot"),
@@ -85,11 +90,11 @@ def make_spec(
     suite: str,
     *,
     task_ids: Sequence[Whole] | None = None,
-    protocol: Literal["openvla", "rlinf", "lerobot"] = "openvla",
+    protocol: Literal["openvla", "openpi", "simplevla", "rlinf", "lerobot"] = "openvla",
     max_episode_steps: Count | None = None,
     settle_steps: Whole | None = None,
     reset_gripper_open: bool = True,
-    fixtures: Literal["trial", "openvla", "openpi", "lerobot"] | None = None,
+    fixtures: Literal["trial", "openvla", "openpi", "simplevla", "lerobot"] | None = None,
     image_size: Pixels = IMAGE_SIZE,
     render_quality: Literal["benchmark", "fast"] = "benchmark",
     assets: str | None = None,
@@ -108,8 +113,8 @@ def make_spec(
         reset_gripper_open: open the gripper in the settle steps (-1); ``False`` sends 0, which leaves it half open, as
             RLinf's runs of OpenVLA-OFT do.
         fixtures: poses of cabinets, stoves and racks. ``"trial"``: drawn with the trial's number as the seed; or those
-            of the trial in the evaluation script of OpenVLA and OpenVLA-OFT (``"openvla"``), ``"openpi"`` or
-            ``"lerobot"``; ``None`` for the protocol's, which are ``"trial"`` but for LeRobot.
+            of the trial in the evaluation script of OpenVLA and OpenVLA-OFT (``"openvla"``), ``"openpi"``,
+            ``"simplevla"`` or ``"lerobot"``; ``None`` for the protocol's, ``"trial"`` of the openvla and rlinf ones.
         image_size: pixels of a side, of both cameras.
         render_quality: ``"benchmark"``, or ``"fast"`` (see :data:`RENDER_QUALITIES`); the pixels differ.
         assets: folder of meshes and textures; ``None`` looks for it, see :func:`vla_envs.libero.package.find_assets`.
