@@ -95,7 +95,7 @@ class Plot:
         least, most = min(point.low for point in every), max(point.high for point in every)
         pad = 0.06 * (most - least) or 0.5 * abs(most) or 1.0
         self._low = max(least - pad, panel.least) if panel.low is None else panel.low
-        self._high = most + pad if panel.high is None else panel.high
+        self._high = max(most, self._low) + pad if panel.high is None else panel.high
         self._last = max(1.0, *(point.step for point in every))
         self.x_ticks = [(self.x(value), f"{value:.0f}") for value in _ticks(0, self._last) if value == round(value)]
         self.y_ticks = [(self.y(value), f"{value:.4g}") for value in _ticks(self._low, self._high)]

@@ -101,3 +101,9 @@ def test_everything_is_within_the_picture_and_ticks_are_round():
     success = plot_of("success", {"": [PPO]})
     assert success.y_ticks == [(100, "0"), (80, "20"), (60, "40"), (40, "60"), (20, "80"), (0, "100")]
     assert [text for _, text in success.x_ticks] == ["0", "20", "40"]
+
+
+@pytest.mark.parametrize("kl", [[-1.2e-9], [-1.2e-9, -1e-9], [0.0, 0.0]])
+def test_a_kl_that_rounding_made_negative_is_drawn(kl):
+    lines = [{"step": step, "train/actor/kl_k3": value} for step, value in enumerate(kl, 1)]
+    assert len(plots({"": [lines]})) == (len(kl) > 1)
