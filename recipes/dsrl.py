@@ -15,10 +15,11 @@ from torchrl.objectives import SoftUpdate
 
 from vla_algos import Demonstrations, EpisodeCollector, Replay, clone, make_sac_loss
 from vla_algos.collectors.crashes import check_crashes
-from vla_algos.metrics import WeightedMean, add_loss_metrics, collector_stats, env_metrics, outcomes_by_task, throughput
+from vla_algos.metrics import WeightedMean, collector_stats, env_metrics, outcomes_by_task, throughput
 from vla_algos.run import CLONING, TRAINING, HeldOut, Run, TrainVideos, launch, run_program
 from vla_algos.run.environments import make_env_spec, own_share, training_episodes
 from vla_algos.run.policies import make_run_policy, policy_writer
+from vla_algos.run.sharding import say_room
 from vla_common.settings import Count, Positive, Rate, Whole, setting_types
 from vla_envs import make_env
 from vla_policies.steered import SteeredConfig, SteeredPolicy
@@ -54,6 +55,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     policy = SteeredPolicy(base, SteeredConfig(**config.steering))
     most = -(-spec.max_episode_steps // policy.chunk_size)  # decisions of an episode
     replay = Replay(run.folder / "replay", config.iterations * config.collector["episodes"] * most, **config.replay)
+    run.say(say_room(replay.bytes_of(policy), run.folder))
     loss_module = make_sac_loss(policy, replay.gamma, **config.loss)
     soft_update = SoftUpdate(loss_module, tau=update["tau"])
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=update["lr"])
@@ -98,7 +100,13 @@ def train(config: SimpleNamespace, run: Run) -> None:
         # ---- tell
         rows = torch.cat(visited)
         outcomes, speed = env_metrics(rows), throughput(rows, run.seconds)
-        run.log(iteration, outcomes, {name: float(value) for name, value in learnt.items()}, collector_stats(collector), speed)
+        run.log(
+            iteration,
+            outcomes,
+            {name: float(value) for name, value in learnt.items()},
+            collector_stats(collector),
+            speed,
+        )
         run.say(check_crashes(run.state, iteration, outcomes))
         episodes.tell(*outcomes_by_task(rows))  # episode_order=learnable draws accordingly
         evaluates = run.is_due(iteration, config.evaluate_every, config.iterations)

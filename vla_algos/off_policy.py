@@ -1,4 +1,4 @@
-"""Off-policy learning of decisions: transitions of chunks, a buffer of them that outlives its process, and SAC's loss."""
+"""Off-policy learning of decisions: transitions of chunks, a buffer of them that outlives its process, SAC's loss."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DONE = "done"
 
 
 def transitions(episode: TensorDictBase, gamma: float, n_steps: int = 1) -> TensorDict:
-    """Return the transitions ``[K]`` of an episode ``[T]``: ``features``, ``noise``, and under ``next`` what came of it.
+    """Return the transitions ``[K]`` of an episode ``[T]``: ``features``, ``noise``, and what follows under ``next``.
 
     A decision is an action: its reward is that of its executed actions, each discounted by ``gamma`` to the power of
     those before it, and the value of what follows by ``gamma`` to the power of all that were executed
@@ -98,6 +98,11 @@ class Replay:
         """See the class."""
         return len(self._buffer)
 
+    def bytes_of(self, policy: SteeredPolicy) -> int:
+        """Return what all decisions of the run take at most, in memory and as much on the disk."""
+        numbers = 2 * 2 * policy.num_features + 4 * policy.num_noise  # features are float16, here and afterwards
+        return self._buffer.storage.max_size * (numbers + 4 + 8 + 2)  # reward, steps, two flags
+
     def extend(self, episodes: Sequence[TensorDictBase]) -> int:
         """Keep the transitions of episodes, each ``[T]``; returns how many those are.
 
@@ -105,9 +110,9 @@ class Replay:
         """
         whole = [episode.cpu() for episode in episodes if not episode[NEXT, CRASHED].any()]
         parts = [transitions(episode, self.gamma, self.n_steps) for episode in whole]
-        rows = torch.cat(parts) if parts else ()
-        if not len(rows):
+        if not sum(map(len, parts)):
             return 0
+        rows: TensorDictBase = torch.cat(parts)
         content = save({name: tensor.contiguous() for name, tensor in rows.flatten_keys(".").items()})
         self.folder.mkdir(exist_ok=True)
         write_atomically(self._segment(len(self._digests)), content)
@@ -159,12 +164,19 @@ def make_sac_loss(
         policy: whose actor is trained, in place.
         gamma: of a primitive action.
         critics: layer-normalised networks of which the smallest value counts.
-        width, layers: of each of them.
+        width: of their layers.
+        layers: how many each has between.
         target_entropy: of each number of the noise, in nats, where the range is -1 to 1; 0.7 is that of even noise.
         alpha: the entropy's weight to begin with.
     """
     config, sizes = policy.config, (policy.num_features + policy.num_noise, 1)
-    network = MLP(*sizes, num_cells=[width] * layers, activation_class=nn.ReLU, norm_class=nn.LayerNorm, norm_kwargs=[{"normalized_shape": width}] * layers)
+    network = MLP(
+        *sizes,
+        num_cells=[width] * layers,
+        activation_class=nn.ReLU,
+        norm_class=nn.LayerNorm,
+        norm_kwargs=[{"normalized_shape": width}] * layers,
+    )
     critic = ValueOperator(network.to(policy.device), in_keys=[FEATURES, NOISE], out_keys=["state_action_value"])
     wanted = policy.num_noise * (target_entropy + torch.tensor(config.noise_range).log().item())
     loss = SACLoss(policy.actor, critic, num_qvalue_nets=critics, target_entropy=wanted, alpha_init=alpha)

@@ -144,7 +144,9 @@ class SteeredPolicy(VLAPolicy):
 
     @classmethod
     def meta_policy(cls, folder: Path | None = None, **settings: Any) -> Self:
-        raise ValueError(f"a steered policy takes the memory of the one that it steers; type {folder or 'FOLDER'}/{BASE}")
+        raise ValueError(
+            f"a steered policy takes the memory of the one that it steers; type {folder or 'FOLDER'}/{BASE}"
+        )
 
 
 def _make_actor(config: SteeredConfig, features: int, noise: int) -> ProbabilisticActor:

@@ -1,4 +1,4 @@
-"""``recipes/dsrl.py``: it learns what its base does not do, resumes bit by bit, and is evaluated; pi0 and SmolVLA run."""
+"""``recipes/dsrl.py``: it learns what its base does not do and resumes bit by bit; it steers pi0 and SmolVLA."""
 
 import json
 import math
@@ -45,7 +45,9 @@ def test_it_learns_what_its_base_does_not_do_and_the_base_stays(whole):
 @pytest.mark.parametrize("call", [1, 4])
 def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path, call):
     folder = tmp_path / "again"
-    assert lives.wait(lives.live("dsrl", folder, None, lives.dies_in_extend(Replay, call), MORE)) == 128 + signal.SIGKILL
+    assert (
+        lives.wait(lives.live("dsrl", folder, None, lives.dies_in_extend(Replay, call), MORE)) == 128 + signal.SIGKILL
+    )
     assert lives.wait(lives.live("dsrl", folder, more=MORE)) == 0, lives.last_words(folder)
     assert lives.difference(folder, lives.outcome(whole)) == ""
     for file in (whole / "replay").iterdir():

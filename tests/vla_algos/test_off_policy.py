@@ -11,6 +11,7 @@ from toy import ToyEnv
 
 from vla_algos import EpisodeCollector, Replay, make_sac_loss, transitions
 from vla_algos.off_policy import STEPS
+from vla_algos.run.sharding import say_room
 from vla_common import keys
 from vla_envs import Episode
 from vla_policies import SmallFlow, SmallFlowConfig
@@ -51,7 +52,9 @@ def test_rewards_are_discounted_by_executed_actions_and_truncation_bootstraps(n_
     for time in range(last):
         stop, total, steps = min(time + n_steps, last), 0.0, 0
         for at in range(time, stop):
-            for reward, done in zip(*(whole[keys.NEXT, k][at] for k in (keys.STEP_REWARDS, keys.STEP_MASK)), strict=True):
+            for reward, done in zip(
+                *(whole[keys.NEXT, k][at] for k in (keys.STEP_REWARDS, keys.STEP_MASK)), strict=True
+            ):
                 if done:
                     total, steps = total + GAMMA**steps * float(reward), steps + 1
         assert rows[keys.NEXT, keys.REWARD][time].item() == pytest.approx(total, rel=1e-5)
@@ -94,7 +97,9 @@ def test_a_stored_decision_was_looked_at_once(tmp_path):
     assert sum(looks) == stored
     replay = Replay(tmp_path / "replay", 100, gamma=GAMMA)
     kept = replay.extend(episodes)
-    ends = [(len(each), bool(each[keys.NEXT, keys.TERMINATED][-1])) for number, each in enumerate(episodes) if number != 2]
+    ends = [
+        (len(each), bool(each[keys.NEXT, keys.TERMINATED][-1])) for number, each in enumerate(episodes) if number != 2
+    ]
     assert kept == sum(count if terminated else count - 1 for count, terminated in ends)
     make_sac_loss(policy, GAMMA, width=8)(replay.sample())
     assert sum(looks) == stored
@@ -125,7 +130,7 @@ def test_the_loss_is_torchrls_to_the_bit(tmp_path):
         torch.manual_seed(3)
         results.append(each(batch.clone()))
     assert {*results[0].keys()} == {*results[1].keys()} >= {"loss_actor", "loss_qvalue", "loss_alpha"}
-    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0].keys())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in [*results[0].keys()])
 
 
 def test_what_was_saved_continues_bit_by_bit(tmp_path):
@@ -165,5 +170,14 @@ def test_a_segment_that_was_changed_is_refused(tmp_path):
     state = replay.state_dict()
     file = tmp_path / "replay" / "segment_00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match="segment_00001.safetensors is not what the run wrote"):
+    with pytest.raises(ValueError, match=r"segment_00001\.safetensors is not what the run wrote"):
         Replay(tmp_path / "replay", 100).load_state_dict(state)
+
+
+def test_what_decisions_take_is_said_and_refused_where_it_is_not_there(tmp_path):
+    policy, row = steered(), transitions(episode(2), GAMMA)[0]
+    replay = Replay(tmp_path / "replay", 100)
+    assert replay.bytes_of(policy) == 100 * sum(tensor.nbytes for tensor in row.values(True, True))
+    assert say_room(10**6, tmp_path) == "decisions take up to 0.001 GB of host memory and of the disk"
+    with pytest.raises(ValueError, match="GB of host memory are free; type fewer iterations"):
+        say_room(10**18, tmp_path)
