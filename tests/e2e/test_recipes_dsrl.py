@@ -14,7 +14,7 @@ from vla_algos import Replay
 from vla_policies.tiny import make_tiny
 
 MORE = ("iterations=6", "evaluate_every=0", "eval.trials=8", "collector.episodes=32", "update.update_to_data=3")
-MORE += ("update.lr=1e-3", "loss.width=32", "replay.batch_size=64")
+MORE += ("update.lr=1e-3", "loss.width=32", "loss.alpha=0.01", "replay.batch_size=64", "replay.gamma=0.9")
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=8", "env.image_size=32", "eval.trials=2"]
 TOY += ["eval.videos=0", "iterations=2", "collector.episodes=2", "replay.batch_size=8", "update.warmup=1"]
 
