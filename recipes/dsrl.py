@@ -52,7 +52,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     base = make_run_policy(run, spec, own_env)
     demonstrations.check_policy(base)
     held_out.check_policy(base)
-    policy = SteeredPolicy(base, SteeredConfig(**config.steering))
+    policy = SteeredPolicy(base, SteeredConfig(**config.steering)).eval()
     most = -(-spec.max_episode_steps // policy.chunk_size)  # decisions of an episode
     replay = Replay(run.folder / "replay", config.iterations * config.collector["episodes"] * most, **config.replay)
     run.say(say_room(replay.bytes_of(policy), run.folder))
@@ -72,10 +72,9 @@ def train(config: SimpleNamespace, run: Run) -> None:
         if demonstrations.wanted:
             base.requires_grad_(True)
             clone(base, *demonstrations.record(env, base), run.folder / "warm_start", **config.cloning)
-            base.requires_grad_(False)
+            base.requires_grad_(False).eval()
         held_out(env, policy, 0, collector)
         run.save(0, publish)
-    policy.eval()
 
     for iteration in run.iterations(config.iterations):
         # ---- act: whole episodes, whose noise the actor draws; the frozen policy looks at each decision once

@@ -19,6 +19,7 @@ from vla_algos.files import write_atomically
 from vla_common.checksums import ChecksumError
 from vla_common.keys import (
     CRASHED,
+    DONE,
     FEATURES,
     NEXT,
     NOISE,
@@ -31,11 +32,10 @@ from vla_common.settings import BelowOne, Count, Positive, Width, checked
 from vla_policies.steered import SteeredPolicy
 
 STEPS = "steps_to_next_obs"  # int64 [K, 1], executed actions of a transition: by this name TorchRL's TD(0) discounts
-_DONE = "done"
 
 
 def transitions(episode: TensorDictBase, gamma: float, n_steps: int = 1) -> TensorDict:
-    """Return the transitions ``[K]`` of an episode ``[T]``: ``features``, ``noise``, and what follows under ``next``.
+    """Return the transitions ``[K]`` of an episode ``[T]``: features, noise, and under ``next`` what follows.
 
     A decision is an action: its reward is that of its executed actions, each discounted by ``gamma`` to the power of
     those before it, and the value of what follows by ``gamma`` to the power of all that were executed
@@ -63,7 +63,7 @@ def transitions(episode: TensorDictBase, gamma: float, n_steps: int = 1) -> Tens
         FEATURES: episode[FEATURES][stop.clamp(max=count - 1)],
         REWARD: total.unsqueeze(-1),
         TERMINATED: over.unsqueeze(-1),
-        _DONE: over.unsqueeze(-1),
+        DONE: over.unsqueeze(-1),
     }
     decided = episode.select(FEATURES, NOISE)[:last].to_dict()
     return TensorDict({**decided, STEPS: steps.unsqueeze(-1), NEXT: following}, [last])
@@ -87,7 +87,7 @@ class Replay:
 
     @checked
     def __init__(
-        self, folder: Path, capacity: int, *, gamma: BelowOne = 0.98, n_steps: Count = 1, batch_size: Count = 256
+        self, folder: Path, capacity: int, *, gamma: BelowOne = 0.98, n_steps: Count = 3, batch_size: Count = 128
     ):
         self.folder, self.gamma, self.n_steps = folder, gamma, n_steps
         self._buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=batch_size)
@@ -152,11 +152,11 @@ def make_sac_loss(
     policy: SteeredPolicy,
     gamma: float,
     *,
-    critics: Count = 2,
-    width: Width = 256,
+    critics: Count = 4,
+    width: Width = 128,
     layers: Count = 2,
-    target_entropy: float = -1.0,
-    alpha: Positive = 0.1,
+    target_entropy: float = 0.0,
+    alpha: Positive = 0.005,
 ) -> SACLoss:
     """Make TorchRL's loss of Soft Actor-Critic (arXiv:1812.05905) in the noise of a policy.
 

@@ -44,9 +44,9 @@ class SteeredConfig:
         layers: how many there are between.
     """
 
-    noise_range: Positive = 1.5
+    noise_range: Positive = 2.0
     noise: Literal["repeated", "whole"] = "repeated"
-    width: Width = 256
+    width: Width = 128
     layers: Count = 2
 
     def __post_init__(self) -> None:
@@ -57,11 +57,12 @@ class SteeredPolicy(VLAPolicy):
     """Draws the noise of a frozen :class:`~vla_policies.flow.policy.FlowPolicy`, by which its actions are steered.
 
     An actor that has learnt nothing draws nearly normal noise, and greedy takes zeros: the frozen policy's own greedy
-    actions, to the bit. In ``features`` (float16 ``[N, F]``) and ``noise`` is all that learning reads.
+    actions, to the bit. In ``features`` (float16 ``[N, F]``) and ``steering_noise`` is all that learning
+    reads.
 
     Attributes:
         base: the frozen policy.
-        actor: TorchRL's, of ``features`` as float32, a :class:`~torchrl.modules.TanhNormal` of ``noise``.
+        actor: TorchRL's, of ``features`` as float32, a :class:`~torchrl.modules.TanhNormal` of noise.
         num_features, num_noise: lengths of both.
     """
 

@@ -14,7 +14,14 @@ from vla_algos import Replay
 from vla_policies.tiny import make_tiny
 
 MORE = ("iterations=6", "evaluate_every=0", "eval.trials=8", "collector.episodes=32", "update.update_to_data=3")
-MORE += ("update.lr=1e-3", "loss.width=32", "loss.alpha=0.01", "replay.batch_size=64", "replay.gamma=0.9")
+MORE += (
+    "update.lr=1e-3",
+    "loss.width=32",
+    "loss.alpha=0.01",
+    "replay.batch_size=64",
+    "replay.gamma=0.9",
+    "replay.n_steps=1",
+)
 TOY = ["env.num_envs=2", "env.num_workers=1", "env.max_episode_steps=8", "env.image_size=32", "eval.trials=2"]
 TOY += ["eval.videos=0", "iterations=2", "collector.episodes=2", "replay.batch_size=8", "update.warmup=1"]
 
@@ -69,3 +76,13 @@ def test_it_steers_a_checkpoint_and_evaluate_reads_what_it_wrote(kind, tmp_path)
     policy = f"policy.checkpoint={tmp_path / 'run' / 'policy'}"
     recipe("evaluate", tmp_path / "evaluated", policy, "eval.trials=2", "eval.videos=0")
     assert json.loads((tmp_path / "evaluated" / "metrics.json").read_text())["eval/num_episodes"] == 2
+
+
+def test_a_clone_of_the_expert_is_the_base_after_a_kill_too(tmp_path):
+    folder, more = tmp_path / "cloned", ("iterations=2", "demonstrations.episodes=4", "cloning.steps=20")
+    assert lives.wait(lives.live("dsrl", folder, None, lives.dies_in_extend(Replay, 1), more)) == 128 + signal.SIGKILL
+    cloned = base_of(folder / "checkpoints" / "step_00000000" / "policy")
+    assert lives.wait(lives.live("dsrl", folder, more=more)) == 0, lives.last_words(folder)
+    assert (folder / "warm_start" / "metrics.jsonl").read_text().count("train/loss") == 20
+    assert cloned["action_out.weight"].any(), "a new one has zeros there"
+    assert all(torch.equal(tensor, cloned[name]) for name, tensor in base_of(folder / "policy").items())

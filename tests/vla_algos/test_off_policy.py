@@ -69,7 +69,7 @@ def test_time_limits_bootstrap_in_the_targets_and_successes_do_not(tmp_path):
     policy = steered()
     loss = make_sac_loss(policy, GAMMA, width=8)
     for ended, bootstraps in ((keys.TRUNCATED, True), (keys.TERMINATED, False)):
-        replay = Replay(tmp_path / ended, 100, gamma=GAMMA, batch_size=64)
+        replay = Replay(tmp_path / ended, 100, gamma=GAMMA, n_steps=1, batch_size=64)
         replay.extend([episode(2, ended)])
         batch = replay.sample()
         batch = batch[batch[keys.NEXT, keys.TERMINATED].squeeze(-1) != bootstraps]
@@ -117,8 +117,8 @@ def test_the_loss_is_torchrls_to_the_bit(tmp_path):
     by_hand = SACLoss(
         policy.actor,
         loss.qvalue_network,
-        num_qvalue_nets=2,
-        target_entropy=4 * (-1 + torch.tensor(1.5).log().item()),
+        num_qvalue_nets=4,
+        target_entropy=4 * (-1 + torch.tensor(2.0).log().item()),
         alpha_init=0.2,
     )
     by_hand.make_value_estimator(ValueEstimators.TD0, gamma=GAMMA)
