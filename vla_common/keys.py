@@ -29,6 +29,8 @@ DENOISE_CHAIN = "denoise_chain"  # float32 [N, 2 or K + 1, H, A_model], flow pol
 DENOISE_STEP = "denoise_step"  # int64 [N], flow policies: which step was stochastic
 DENOISED = "denoised"  # float32 [N, C, A], flow policies: what was sampled; [N, C, A, K] if all K steps are stochastic
 ACTION_LOG_PROB = "action_log_prob"  # float32 [N, C, A]
+FEATURES = "features"  # float16 [N, F], steered policies: what the frozen one makes of an observation
+NOISE = "steering_noise"  # float32 [N, A_model] or [N, H A_model], steered policies: what the frozen one denoises
 MODEL_IMAGES = (
     "model_images"  # uint8 [N, n, h, w, 3], the cameras that the policy looks at, no larger than it sees them
 )

@@ -54,6 +54,13 @@ OF = {
     "ppo": [*_EPOCHS, "collector.decisions=4", "update.critic_warmup_steps=0"],
     "grpo": [*_EPOCHS, "group_size=4", "collector.groups=2", "collector.max_groups=3"],
     "dagger": ["collector.episodes=8", "update.steps=3"],
+    "dsrl": [
+        "policy=small_flow",
+        "collector.episodes=8",
+        "update.warmup=8",
+        "replay.batch_size=16",
+        "steering.width=16",
+    ],
     "rs": ["collector.episodes=8", "optim.lr=1e-3", "self_imitation.batch_size=4", "update.steps=3"],
 }
 _TIMES = re.compile(r"^(sync/|time/|decisions_per_s|env_steps_per_s|fps|.*per_second)")
@@ -220,11 +227,12 @@ def dies_in_extend(kind: type, call: int) -> Callable[[], None]:
     def prepare() -> None:
         extend, calls = kind.extend, []
 
-        def dies(*given: Any) -> None:
-            extend(*given)
+        def dies(*given: Any) -> Any:
+            found = extend(*given)
             calls.append(1)
             if len(calls) == call:
                 os.kill(os.getpid(), signal.SIGKILL)
+            return found
 
         kind.extend = dies
 

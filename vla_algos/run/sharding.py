@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -114,6 +115,19 @@ def say_host_memory(policy: VLAPolicy, plan: MemoryPlan) -> None:
             "or machines, or a job with more memory (launcher.memory_gb)"
         )
     print(text + ("" if free is None else f"; {free:.3g} GB of this machine are free"))
+
+
+def say_room(needed: int, folder: Path) -> str:
+    """Say what a run will keep of its decisions, so many bytes in host memory and in ``folder``.
+
+    ValueError: there is less of either.
+    """
+    disk, memory = shutil.disk_usage(folder).free / 1e9, _free()
+    text = f"decisions take up to {needed / 1e9:.3g} GB of host memory and of the disk"
+    for free, what in ((memory, "host memory"), (disk, "the disk")):
+        if free is not None and needed / 1e9 > free:
+            raise ValueError(f"{text}, and {free:.3g} GB of {what} are free; type fewer iterations, or make room")
+    return text
 
 
 def _kind(policy: VLAPolicy, device: str | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vla_common import keys
 from vla_policies.checkpoint.weights import Entry
@@ -62,6 +63,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     config: Any
     folder: Any
     prompts: PromptTokens
+    pooled_by: str | None = None  # without a value head that reads the prefix
 
     def __init__(
         self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, num_images: int
@@ -172,7 +174,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         tokens = tensordict.get(keys.PROMPT_TOKENS)
         valid = tokens != self.prompts.padding
         longest = int(valid.sum(1).max())
-        read = self.config.value_after_vlm if self.value_head is not None else None
+        read = (self.config.value_after_vlm if self.value_head is not None else None) or self.pooled_by
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
             prefix = self.compute_prefix(tensordict, tokens[:, :longest], valid[:, :longest], output=read is not None)
         return prefix, None if read is None else prefix.pool(read)
@@ -230,10 +232,19 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         pooled = None if observed.pooled is None else observed.pooled.repeat_interleave(count, dim=0)
         return Observed(observed.prefix.repeat(count), observed.state.repeat_interleave(count, dim=0), pooled)
 
+    def keep_features(self) -> int:
+        self.pooled_by = "mean"
+        return self.model.config.language.width + self.model.config.state_dim
+
+    def features(self, observed: Observed) -> Tensor:
+        assert observed.pooled is not None  # since keep_features
+        pooled = observed.pooled.float()
+        return torch.cat([F.layer_norm(pooled, pooled.shape[1:]), observed.state.float()], dim=1)
+
     def value(self, observed: Observed, hidden: Tensor | None) -> Tensor | None:
         if self.value_head is None:
             return None
-        features = observed.pooled
+        features = observed.pooled if self.config.value_after_vlm else None
         if features is None:
             assert hidden is not None  # a value head that does not read the prefix reads the expert
             read = hidden[:, : self.chunk_size] if self.config.chunk_critic_input else hidden

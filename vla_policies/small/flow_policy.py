@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vla_common import keys
 from vla_common.texts import to_strings
@@ -102,6 +103,12 @@ class SmallFlow(SmallPolicy, FlowPolicy):
             return None
         features = observed.flatten(1)
         return self.value_head(features.detach() if self.flow.detach_critic else features)
+
+    def keep_features(self) -> int:
+        return 3 * self.config.dim
+
+    def features(self, observed: Tensor) -> Tensor:
+        return F.layer_norm(observed, observed.shape[2:]).flatten(1)
 
     def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
         low, high = self.center - self.half_range, self.center + self.half_range

@@ -1,0 +1,185 @@
+"""Off-policy learning of decisions: transitions of chunks, a buffer of them that outlives its process, SAC's loss."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.modules import MLP, ValueOperator
+from torchrl.objectives import SACLoss, ValueEstimators
+
+from vla_algos.files import write_atomically
+from vla_common.checksums import ChecksumError
+from vla_common.keys import (
+    CRASHED,
+    DONE,
+    FEATURES,
+    NEXT,
+    NOISE,
+    REWARD,
+    STEP_MASK,
+    STEP_REWARDS,
+    TERMINATED,
+)
+from vla_common.settings import BelowOne, Count, Positive, Width, checked
+from vla_policies.steered import SteeredPolicy
+
+STEPS = "steps_to_next_obs"  # int64 [K, 1], executed actions of a transition: by this name TorchRL's TD(0) discounts
+
+
+def transitions(episode: TensorDictBase, gamma: float, n_steps: int = 1) -> TensorDict:
+    """Return the transitions ``[K]`` of an episode ``[T]``: features, noise, and under ``next`` what follows.
+
+    A decision is an action: its reward is that of its executed actions, each discounted by ``gamma`` to the power of
+    those before it, and the value of what follows by ``gamma`` to the power of all that were executed
+    (``steps_to_next_obs``). With ``n_steps`` the rewards of so many decisions are added, as far as the episode goes.
+
+    What terminates an episode has no value afterwards. Where the time limit ended it, its last decision is what those
+    before it bootstrap from: the observation after it was never looked at, so that of itself nothing is learnt.
+    """
+    after, count = episode[NEXT], len(episode)
+    mask = after[STEP_MASK]
+    executed = mask.sum(-1)
+    reward = (after[STEP_REWARDS] * mask * gamma ** (mask.cumsum(-1) - 1)).sum(-1)
+    terminated = bool(after[TERMINATED][-1])
+    last = count if terminated else count - 1
+    start = torch.arange(last)
+    stop = (start + n_steps).clamp(max=last)
+    total, steps = torch.zeros(last), torch.zeros(last, dtype=torch.int64)
+    for ahead in range(n_steps):
+        at = (start + ahead).clamp(max=count - 1)
+        within = start + ahead < last
+        total += torch.where(within, gamma**steps * reward[at], 0.0)
+        steps += torch.where(within, executed[at], 0)
+    over = (stop == last) & terminated
+    following = {
+        FEATURES: episode[FEATURES][stop.clamp(max=count - 1)],
+        REWARD: total.unsqueeze(-1),
+        TERMINATED: over.unsqueeze(-1),
+        DONE: over.unsqueeze(-1),
+    }
+    decided = episode.select(FEATURES, NOISE)[:last].to_dict()
+    return TensorDict({**decided, STEPS: steps.unsqueeze(-1), NEXT: following}, [last])
+
+
+class Replay:
+    """All transitions of a run: in TorchRL's buffer, and in the run's folder, where a checkpoint refers to them.
+
+    Each :meth:`extend` writes one segment, a file that is never written again; a checkpoint has the digests of those
+    that there were. There is room for every decision of the run, so that none is overwritten.
+
+    Args:
+        folder: of the segments.
+        capacity: decisions of the whole run, at most.
+        gamma, n_steps: see :func:`transitions`.
+        batch_size: transitions that :meth:`sample` draws, with replacement.
+
+    Attributes:
+        decisions: transitions that are kept.
+    """
+
+    @checked
+    def __init__(
+        self, folder: Path, capacity: int, *, gamma: BelowOne = 0.98, n_steps: Count = 3, batch_size: Count = 128
+    ):
+        self.folder, self.gamma, self.n_steps = folder, gamma, n_steps
+        self._buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=batch_size)
+        self._digests: list[str] = []  # of the segments
+
+    @property
+    def decisions(self) -> int:
+        """See the class."""
+        return len(self._buffer)
+
+    def bytes_of(self, policy: SteeredPolicy) -> int:
+        """Return what all decisions of the run take at most, in memory and as much on the disk."""
+        numbers = 2 * 2 * policy.num_features + 4 * policy.num_noise  # features are float16, here and afterwards
+        return self._buffer.storage.max_size * (numbers + 4 + 8 + 2)  # reward, steps, two flags
+
+    def extend(self, episodes: Sequence[TensorDictBase]) -> int:
+        """Keep the transitions of episodes, each ``[T]``; returns how many those are.
+
+        An episode whose simulator crashed has no result, and is left out. OSError: there is no room on the disk.
+        """
+        whole = [episode.cpu() for episode in episodes if not episode[NEXT, CRASHED].any()]
+        parts = [transitions(episode, self.gamma, self.n_steps) for episode in whole]
+        if not sum(map(len, parts)):
+            return 0
+        rows: TensorDictBase = torch.cat(parts)
+        content = save({name: tensor.contiguous() for name, tensor in rows.flatten_keys(".").items()})
+        self.folder.mkdir(exist_ok=True)
+        write_atomically(self._segment(len(self._digests)), content)
+        self._digests.append(hashlib.sha256(content).hexdigest())
+        self._buffer.extend(rows)
+        return len(rows)
+
+    def sample(self) -> TensorDictBase:
+        """Draw a batch, from torch's global generator; ``features`` are float32, for networks."""
+        batch: TensorDictBase = self._buffer.sample().exclude("index")
+        for key in (FEATURES, (NEXT, FEATURES)):
+            batch[key] = batch[key].float()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the digests of the segments."""
+        return {"digests": list(self._digests)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Read the segments of :meth:`state_dict`; ``ChecksumError`` if one is not what was written."""
+        self._buffer.empty()
+        self._digests = state["digests"]
+        for number, digest in enumerate(self._digests):
+            content = self._segment(number).read_bytes()
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise ChecksumError(f"{self._segment(number)} is not what the run wrote; begin again in another folder")
+            tensors = load(content)
+            count = len(next(iter(tensors.values())))
+            self._buffer.extend(TensorDict(tensors, [count]).unflatten_keys("."))
+
+    def _segment(self, number: int) -> Path:
+        return self.folder / f"segment_{number + 1:05d}.safetensors"
+
+
+@checked
+def make_sac_loss(
+    policy: SteeredPolicy,
+    gamma: float,
+    *,
+    critics: Count = 4,
+    width: Width = 128,
+    layers: Count = 2,
+    target_entropy: float = 0.0,
+    alpha: Positive = 0.005,
+) -> SACLoss:
+    """Make TorchRL's loss of Soft Actor-Critic (arXiv:1812.05905) in the noise of a policy.
+
+    Args:
+        policy: whose actor is trained, in place.
+        gamma: of a primitive action.
+        critics: layer-normalised networks of which the smallest value counts.
+        width: of their layers.
+        layers: how many each has between.
+        target_entropy: of each number of the noise, in nats, where the range is -1 to 1; 0.7 is that of even noise.
+        alpha: the entropy's weight to begin with.
+    """
+    config, sizes = policy.config, (policy.num_features + policy.num_noise, 1)
+    network = MLP(
+        *sizes,
+        num_cells=[width] * layers,
+        activation_class=nn.ReLU,
+        norm_class=nn.LayerNorm,
+        norm_kwargs=[{"normalized_shape": width}] * layers,
+    )
+    critic = ValueOperator(network.to(policy.device), in_keys=[FEATURES, NOISE], out_keys=["state_action_value"])
+    wanted = policy.num_noise * (target_entropy + torch.tensor(config.noise_range).log().item())
+    loss = SACLoss(policy.actor, critic, num_qvalue_nets=critics, target_entropy=wanted, alpha_init=alpha)
+    loss.make_value_estimator(ValueEstimators.TD0, gamma=gamma)
+    loss.target_entropy  # noqa: B018  it is a buffer from then on, which a state has to have
+    return loss
