@@ -399,7 +399,7 @@ def test_every_configuration_passes_the_annotations(path):
         ("metaworld/MT50", "camera", {"lookat": [0, 0, 0], "dist": 1}, "'lookat', 'distance'"),
         ("metaworld/MT50", "img_size", 64, "unknown setting 'env.img_size'; did you mean env.image_size"),
         ("metaworld/MT50", "seed", 1, "unknown setting 'env.seed'"),
-        ("libero/10", "protocol", "rlnf", "must be 'openvla', 'rlinf' or 'lerobot'"),
+        ("libero/10", "protocol", "rlnf", "must be 'openvla', 'openpi', 'simplevla', 'rlinf' or 'lerobot'"),
         ("libero/10", "task_ids", [0, -1], "entry 1: must be greater"),
         ("libero/10", "cache_gigabytes", -1, "env.cache_gigabytes=-1"),
         ("maniskill/PickCube-v1", "backend", "gpu", "must be 'processes' or 'cuda'"),
