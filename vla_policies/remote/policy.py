@@ -67,6 +67,7 @@ class RemotePolicy(VLAPolicy):
 
     family: ClassVar[str] = "server"
     config_class: ClassVar[type[RemotePolicyConfig]] = RemotePolicyConfig
+    needs_checkpoint: ClassVar[bool] = True  # of no other family; the server has it
     out_keys = (keys.ACTION,)
 
     def __init__(self, config: RemotePolicyConfig):
@@ -92,8 +93,10 @@ class RemotePolicy(VLAPolicy):
     ) -> Self:
         """Ask a server once what it answers to a black image, and make the policy of it.
 
-        ValueError: actions that are not the environment's. ConnectionError: there is no answer.
+        ValueError: ``checkpoint``, or actions that are not the environment's. ConnectionError: there is no answer.
         """
+        if checkpoint is not None:
+            raise SettingError(f"checkpoint={checkpoint}: the weights are the server's; leave it out, or policy=server")
         check_settings("", settings, cls.setting_types())
         given = {name: getattr(shape, name) for name in cls.shape_settings}
         wrists = shape.wrist_image_shape

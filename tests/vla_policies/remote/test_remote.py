@@ -310,6 +310,8 @@ def test_a_server_that_is_not_there_or_does_not_fit_is_one_line():
             remote(served.url, num_action_chunks=9)
         with pytest.raises(ServerError, match=r"does not speak vla_eval; set policy\.protocol"):
             remote(served.url, protocol="vla_eval")
+        with pytest.raises(ValueError, match=r"policy.checkpoint=x: the weights are the server's; leave it out"):
+            remote(served.url, checkpoint="x")
         with pytest.raises(ValueError, match="leave greedy=false out"):
             evaluate(toy_env(2), remote(served.url), GRID, greedy=False)
     finally:
