@@ -27,17 +27,9 @@ from vla_envs.gym.env import frames_per_second
 from vla_policies import VLAPolicy
 from vla_policies.sharding import gathered
 
+_Otherwise = Literal["mirrored_images", "rotated_images", "jpeg_images", "cropped_images", "resized_images"]
 AblationName = Literal[
-    "blank_images",
-    "do_nothing",
-    "other_trial",
-    "swapped_instructions",
-    "mirrored_images",
-    "rotated_images",
-    "jpeg_images",
-    "cropped_images",
-    "resized_images",
-    "other_axis_angle",
+    "blank_images", "do_nothing", "other_trial", "swapped_instructions", _Otherwise, "other_axis_angle"
 ]
 
 
