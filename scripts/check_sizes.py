@@ -17,7 +17,7 @@ BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a packag
     "vla_algos/demonstrations": 845,
     "vla_algos/lerobot": 940,
     "vla_algos/disaggregated": 720,
-    "vla_algos/run": 5_080,
+    "vla_algos/run": 5_090,
     "benchmarks": 2_950,
 }
 TOLERANCE = 1.05

@@ -8,20 +8,23 @@ An ``observe`` gets the policy's inputs, batch ``[N]``, with ``episode_index`` (
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from tensordict import NonTensorStack, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from vla_algos import distributed
 from vla_common.keys import ACTION, DECISION_INDEX, EPISODE_INDEX, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
+from vla_common.schema import get_schema
 from vla_common.texts import encode, to_strings
 from vla_envs.simulator import Episode, SimulatorSpec, Task
 
@@ -35,6 +38,68 @@ def blank_images(td: TensorDictBase) -> TensorDictBase:
         if (images := td.get(key, None)) is not None:
             td[key] = torch.zeros_like(images)
     return td
+
+
+def _of_pictures(change: Callable[[np.ndarray], np.ndarray], what: str) -> Observe:
+    """Make an ablation of a function of pictures uint8 ``[K, H, W, 3]``."""
+
+    def observe(td: TensorDictBase) -> TensorDictBase:
+        for key in (IMAGES, WRIST_IMAGES):
+            if (images := td.get(key, None)) is not None:
+                flat = images.flatten(0, -4).cpu().numpy()
+                td[key] = torch.from_numpy(np.ascontiguousarray(change(flat))).view(images.shape).to(images.device)
+        return td
+
+    observe.__doc__ = f"Ablation: the policy sees its pictures {what}."
+    return observe
+
+
+def _by_pillow(change: Callable[[Image.Image], Image.Image]) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda images: np.stack([np.asarray(change(Image.fromarray(image))) for image in images])
+
+
+def _as_jpeg(image: Image.Image) -> Image.Image:
+    content = io.BytesIO()
+    image.save(content, "JPEG", quality=95)
+    return Image.open(content)
+
+
+def _middle(image: Image.Image) -> Image.Image:
+    (width, height), cut = image.size, (1 - math.sqrt(0.9)) / 2
+    box = (cut * width, cut * height, (1 - cut) * width, (1 - cut) * height)
+    return image.resize(image.size, Image.Resampling.BILINEAR, box)
+
+
+def _once_smaller(image: Image.Image) -> Image.Image:
+    size = [round(side * 7 / 8) for side in image.size]
+    return image.resize(size, Image.Resampling.BILINEAR).resize(image.size, Image.Resampling.BILINEAR)
+
+
+PICTURES: Mapping[str, Observe] = {  # what evaluation scripts do otherwise with the same pictures
+    "mirrored_images": _of_pictures(lambda images: images[:, :, ::-1], "with left and right exchanged"),
+    "rotated_images": _of_pictures(lambda images: images[:, ::-1, ::-1], "turned by 180 degrees"),
+    "jpeg_images": _of_pictures(_by_pillow(_as_jpeg), "after JPEG of quality 95"),
+    "cropped_images": _of_pictures(_by_pillow(_middle), "cut to the middle 90 % of their area, in the same size"),
+    "resized_images": _of_pictures(_by_pillow(_once_smaller), "after 7/8 of their size, as 256 to 224, and back"),
+}
+
+
+def other_axis_angle(benchmark: str) -> Observe:
+    """Ablation: rotations in ``states`` are the same ones the other way round: ``a (1 - 2 pi / |a|)``, rad.
+
+    It is what a script has that leaves the sign of a quaternion as it comes. A ``ValueError`` if the benchmark's states
+    have no axis-angle.
+    """
+    if not (place := [i for i, name in enumerate(get_schema(benchmark).states) if "axis-angle" in name]):
+        raise ValueError(f"ablation=other_axis_angle: states of {benchmark} have no axis-angle; leave it out")
+
+    def observe(td: TensorDictBase) -> TensorDictBase:
+        states = td[STATES].clone()
+        turn = states[..., place]
+        states[..., place] = turn * (1 - 2 * math.pi / turn.norm(dim=-1, keepdim=True).clamp(min=1e-6))
+        return td.set(STATES, states)
+
+    return observe
 
 
 class DoNothing(TensorDictModuleBase):

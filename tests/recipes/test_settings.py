@@ -20,6 +20,11 @@ from vla_algos.run.run import Run
 from vla_common.settings import check_settings
 from vla_envs import EpisodeSampler
 
+ABLATIONS = (
+    "'blank_images', 'do_nothing', 'other_trial', 'swapped_instructions', 'mirrored_images', 'rotated_images', "
+    "'jpeg_images', 'cropped_images', 'resized_images' or 'other_axis_angle'"
+)
+
 
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
@@ -110,13 +115,12 @@ from vla_envs import EpisodeSampler
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=blank"],
-            "ablation=blank: must be 'blank_images', 'do_nothing', 'other_trial' or 'swapped_instructions' or "
-            "a list; did you mean blank_images",
+            f"ablation=blank: must be {ABLATIONS} or a list; did you mean blank_images",
         ),
         (
             "evaluate",
             ["policy.checkpoint=x", "ablation=[swap_instructions]"],
-            "entry 0: must be 'blank_images', 'do_nothing', 'other_trial' or 'swapped_instructions'",
+            f"entry 0: must be {ABLATIONS}",
         ),
         (
             "evaluate",

@@ -231,3 +231,46 @@ def test_tasks_that_share_words_get_others():
     assert found["shove it"] == "pull it", "it is what both of the others may be told"
     assert found["push it"] == "pull it" or found["push it"] == "slide it"
     assert not [text for text, other in found.items() if text == other]
+
+
+def pictures():
+    random = np.random.default_rng(0)
+    smooth = np.kron(random.integers(0, 256, (2, 4, 4, 3)), np.ones((1, 8, 8, 1))).astype(np.uint8)
+    wrists = np.stack([smooth, smooth[:, ::-1]], 1)
+    return TensorDict({IMAGES: torch.from_numpy(smooth), WRIST_IMAGES: torch.from_numpy(wrists.copy())}, [2])
+
+
+@pytest.mark.parametrize("name", ablations.PICTURES)
+def test_pictures_are_changed_alike_of_all_cameras_and_keep_their_size(name):
+    own = pictures()
+    changed = ablations.PICTURES[name](own.clone())
+    for key in (IMAGES, WRIST_IMAGES):
+        assert changed[key].shape == own[key].shape
+        assert changed[key].dtype == torch.uint8
+        assert not torch.equal(changed[key], own[key])
+    assert torch.equal(changed[WRIST_IMAGES][:, 0], changed[IMAGES])
+    assert torch.equal(changed[IMAGES], ablations.PICTURES[name](own.select(IMAGES))[IMAGES])
+
+
+def test_what_scripts_do_with_pictures_is_what_their_names_say():
+    own = pictures()[IMAGES].int()
+    seen = {name: observe(pictures())[IMAGES].int() for name, observe in ablations.PICTURES.items()}
+    assert torch.equal(seen["mirrored_images"], own.flip(2))
+    assert torch.equal(seen["rotated_images"], own.flip(1, 2))
+    assert (seen["jpeg_images"] - own).abs().float().mean() < 8
+    assert torch.equal(seen["resized_images"][:, :2, :2], own[:, :2, :2])  # far from edges
+
+
+def test_the_other_axis_angle_is_the_same_rotation():
+    from scipy.spatial.transform import Rotation
+
+    states = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 8)).astype(np.float32))
+    states[0, 3:6] = 0.0
+    other = ablations.other_axis_angle("libero")(TensorDict({STATES: states.clone()}, [6]))[STATES]
+    assert torch.equal(other[:, :3], states[:, :3])
+    assert torch.equal(other[:, 6:], states[:, 6:])
+    assert (other[1:, 3:6] - states[1:, 3:6]).norm(dim=1).min() > 6.28
+    same = Rotation.from_rotvec(states[:, 3:6]).inv() * Rotation.from_rotvec(other[:, 3:6])
+    assert same.magnitude().max() < 1e-5
+    with pytest.raises(ValueError, match="states of metaworld have no axis-angle"):
+        ablations.other_axis_angle("metaworld")

@@ -6,7 +6,15 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from vla_algos.ablations import DoNothing, SeenImages, blank_images, other_trials, swapped_instructions
+from vla_algos.ablations import (
+    PICTURES,
+    DoNothing,
+    SeenImages,
+    blank_images,
+    other_axis_angle,
+    other_trials,
+    swapped_instructions,
+)
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.results import NAME, finished_episodes
 from vla_algos.run.comparing import ablated_file
@@ -19,7 +27,10 @@ from vla_envs.gym.env import frames_per_second
 from vla_policies import VLAPolicy
 from vla_policies.sharding import gathered
 
-AblationName = Literal["blank_images", "do_nothing", "other_trial", "swapped_instructions"]
+_Otherwise = Literal["mirrored_images", "rotated_images", "jpeg_images", "cropped_images", "resized_images"]
+AblationName = Literal[
+    "blank_images", "do_nothing", "other_trial", "swapped_instructions", _Otherwise, "other_axis_angle"
+]
 
 
 class AblatedEvaluation:
@@ -41,6 +52,8 @@ class AblatedEvaluation:
             other_trials(self._episodes, spec.tasks)
         if "do_nothing" in self.names:
             DoNothing(spec, 1)
+        if "other_axis_angle" in self.names:
+            other_axis_angle(spec.benchmark)
 
     def __call__(self, env: VLAEnv, policy: VLAPolicy) -> dict[str, EvaluationResult]:
         """Evaluate as it is, then with each ablation, until one has no result; all with the same random numbers."""
@@ -64,6 +77,10 @@ class AblatedEvaluation:
     ) -> dict[str, Any]:
         if name == "blank_images":
             return {"observe": blank_images}
+        if name in PICTURES:
+            return {"observe": PICTURES[name]}
+        if name == "other_axis_angle":
+            return {"observe": other_axis_angle(self.spec.benchmark)}
         if name == "swapped_instructions":
             return {"observe": swapped_instructions(self.spec.tasks)}
         if name == "do_nothing":
