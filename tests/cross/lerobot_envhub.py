@@ -22,7 +22,7 @@ import numpy as np
 
 SEED, STEPS = 1000, 40
 ENV = Path(__file__).parents[2] / "examples/envhub/env.py"
-REPOSITORY, REVISION = "somebody/vla", "0" * 40
+REPOSITORY, REVISION = "owner/vla", "0" * 40
 
 
 def steer(states, actions):
