@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ from vla_common.program import one_line
 from vla_common.settings import Count, NonNegative, checked
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.policy import VLAPolicy
-from vla_policies.registry import load_policy
+from vla_policies.registry import find_policy_class, load_policy
 from vla_policies.remote.names import Names, ProtocolName, complete_names, from_message
 from vla_policies.remote.wire import LARGEST, pack, unpack
 
@@ -47,6 +47,7 @@ class _Request:
     rows: dict[str, Any]  # [n, ...] by our keys
     answer: asyncio.Future[np.ndarray]  # [n, C, A]
     came: float = field(default_factory=time.monotonic)
+    alone: bool = False  # it failed with others
 
     @property
     def number(self) -> int:
@@ -195,12 +196,17 @@ class PolicyServer:
         while True:
             batch = [left.pop() if left else await self._queue.get()]
             await self._gather(batch, left)
+            batch = [request for request in batch if not request.answer.done()]  # whose client is still there
+            if not batch:
+                continue
             rows = {key: _joined([request.rows[key] for request in batch]) for key in batch[0].rows}
             try:
                 actions = await loop.run_in_executor(self._thread, self._compute, rows)
             except Exception as error:  # whatever a policy raises of what strangers send
-                for request in batch:
-                    request.answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+                if len(batch) > 1:
+                    left += [replace(request, alone=True) for request in batch]  # which of them is it?
+                elif not batch[0].answer.done():
+                    batch[0].answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
                 continue
             self.counts["decisions"] += len(actions)
             self.counts["batches"] += 1
@@ -212,7 +218,7 @@ class PolicyServer:
     async def _gather(self, batch: list[_Request], left: list[_Request]) -> None:
         """Add to the first request those that come within ``max_wait`` and fit; one that does not is ``left``."""
         deadline = batch[0].came + self.max_wait
-        while batch[0].number == 1 and len(batch) < self.max_batch:
+        while batch[0].number == 1 and not batch[0].alone and len(batch) < self.max_batch:
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     request = await self._queue.get()
@@ -265,8 +271,9 @@ def serve_folder(
 
     OSError: the port is taken, or there is no such folder. ValueError: a policy that cannot be loaded so.
     """
-    policy = load_policy(folder, **settings)
-    server = PolicyServer(policy, protocol, served=identity(resolve(folder)), **options)
+    path = resolve(folder)
+    policy = load_policy(path, **{"device": find_policy_class(path).default_device(), **settings})
+    server = PolicyServer(policy, protocol, served=identity(path), **options)
 
     async def run() -> None:
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()

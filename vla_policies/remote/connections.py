@@ -91,11 +91,15 @@ class Connections:
     def _greet(self, episode: int, observation: dict[str, Any], deadline: float) -> None:
         if self.protocol == "vla_eval":
             self._say(episode, "hello", {"harness_version": "vla-torchrl", "protocol_version": 1})
-        self.metadata = self._read(episode, deadline)
+        before, greeting = self.metadata.get("identity"), self._read(episode, deadline)
         if self.protocol == "vla_eval":
-            if self.metadata.get("type") != "hello":
+            if greeting.get("type") != "hello" or not isinstance(greeting.get("payload"), dict):
                 raise ServerError(f"the server at {self.url} does not speak vla_eval; set policy.protocol")
-            self.metadata = self.metadata["payload"]
+            greeting = greeting["payload"]
+        self.metadata = greeting
+        if before not in (None, greeting.get("identity")):
+            raise ServerError(f"the server at {self.url} came back with another policy; start the one that it had")
+        if self.protocol == "vla_eval":
             self._say(episode, "episode_start", {"task": {"name": observation.get("task_description", "")}})
 
     def _say(self, episode: int, kind: str, payload: Any) -> int:

@@ -275,6 +275,48 @@ def test_an_observation_that_does_not_fit_is_said_to_its_client(served, changes,
         assert asked(client, one()).shape == (CHUNK, DIM)
 
 
+def test_what_one_client_says_wrong_is_not_the_others_error():
+    served = Served(max_wait=0.5)
+    compute = served.server._compute
+
+    def picky(rows):
+        if "wrong" in rows[TASK_DESCRIPTIONS]:
+            raise ValueError("cannot read it")
+        return compute(rows)
+
+    served.server._compute = picky
+    contents = [one(0), {**one(1), "prompt": "wrong"}, one(2)]
+    try:
+        with ThreadPoolExecutor(3) as pool, contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connect(served.url)) for _ in contents]
+            for client in clients:
+                client.recv()
+
+            def said(client, content):
+                client.send(pack(content))
+                return client.recv(timeout=20)
+
+            first, second, third = pool.map(said, clients, contents)
+        assert second == "ValueError: cannot read it"
+        for number, answer in ((0, first), (2, third)):
+            expected = greedy(small(), observations(4))[number]
+            torch.testing.assert_close(torch.from_numpy(unpack(answer)["actions"]), expected)
+    finally:
+        served.stop()
+
+
+def test_a_server_that_comes_back_with_another_policy_is_not_asked():
+    served = Served(served="a")
+    policy, port = remote(served.url), served.port
+    served.stop()
+    served = Served(port, served="b")
+    try:
+        with pytest.raises(ServerError, match="came back with another policy"):
+            greedy(policy, observations(2))
+    finally:
+        served.stop()
+
+
 def test_strangers_do_not_end_it(served, monkeypatch):
     with connect(served.url, max_size=None) as huge:
         huge.recv()
