@@ -366,7 +366,7 @@ def evaluate(
     def note(index: int, decisions: TensorDictBase) -> None:
         result = _result(spec, wanted[index], index, decisions[keys.NEXT][-1], collector)
         keeps = keep_actions and not result.crashed and spec.control_frequency is not None
-        results[index] = replace(result, actions=_executed(decisions)) if keeps else result
+        results[index] = replace(result, actions=executed(decisions)) if keeps else result
         if on_episode is not None:
             on_episode(results[index])
 
@@ -451,7 +451,8 @@ def _result(
     )
 
 
-def _executed(decisions: TensorDictBase) -> list[list[float]]:
+def executed(decisions: TensorDictBase) -> list[list[float]]:
+    """Return the actions that were executed in decisions ``[T]`` of an episode, or in one of them, as ``[L, A]``."""
     actions = decisions[keys.ACTION][decisions[keys.NEXT, keys.STEP_MASK]]
     return [[float(f"{number:.9g}") for number in action] for action in actions.tolist()]  # all digits of a float32
 

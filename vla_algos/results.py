@@ -1,4 +1,4 @@
-"""Results of episodes, and the file that has them: ``episodes.jsonl``, a line per episode."""
+"""Results of episodes, and the files that have them: ``episodes.jsonl``, a line per episode, and of training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vla_envs.simulator import Episode
 
 NAME = "episodes.jsonl"
 IDENTITY = "evaluation.json"  # in a recipe's folder: of which policy the results are
+TRAINED = "training_episodes.jsonl"  # what was executed in training
 IN_TRAINING = "eval.jsonl"  # the episodes of an evaluation within a training run
 _FIELDS: dict[str, Any] = {  # of a line, in its order
     "index": int,
@@ -79,9 +80,9 @@ class EpisodeResult:
         return f"{self.task} trial {self.episode.trial_id} seed {self.episode.seed}"
 
 
-def as_lines(results: Iterable[EpisodeResult]) -> str:
-    """Write results as lines of JSON, in their order; those that were never tried have none."""
-    return "".join(f"{json.dumps(_entry(result))}\n" for result in results if result.attempts)
+def as_lines(results: Iterable[EpisodeResult], **more: Any) -> str:
+    """Write results as lines of JSON, in their order, each with ``more``; those that were never tried have none."""
+    return "".join(f"{json.dumps({**_entry(result), **more})}\n" for result in results if result.attempts)
 
 
 def _entry(result: EpisodeResult) -> dict[str, Any]:
@@ -99,6 +100,11 @@ def _result(entry: Mapping[str, Any]) -> EpisodeResult:
     episode = {name: entry[name] for name in (TASK_ID, TRIAL_ID, "seed")}
     rest = {_ATTRIBUTES.get(name, name): entry[name] for name in _FIELDS if name not in episode}
     return EpisodeResult(Episode(**episode), **rest)
+
+
+def part_of(path: Path, rank: int) -> Path:
+    """Return the file that the process of a rank writes."""
+    return path.with_name(f"{path.stem}_rank{rank}{path.suffix}") if rank else path
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -123,16 +129,39 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
 
 def read_episodes(path: Path) -> list[EpisodeResult]:
     """Read all results in the order of the episodes; ``ValueError`` if there are none, or lines of something else."""
-    found: dict[int, EpisodeResult] = {}
-    for place, entry in _entries(path):
-        try:
-            result = _result(entry)
-        except (KeyError, TypeError):
-            raise ValueError(f"{place} is no result of an episode; type another file") from None
-        found[result.index] = result
+    found = {result.index: result for _, result in _results(path)}
     if not found:
         raise ValueError(f"{path} has no result of an episode; type the folder of a run")
     return [found[index] for index in sorted(found)]
+
+
+def read_training(path: Path) -> list[EpisodeResult]:
+    """Read the episodes of training that have ended; ``ValueError`` if a line is something else.
+
+    A line has what one environment (``slot``, of all processes) has executed of an episode in one iteration (``step``),
+    and how the episode is by then: ``length`` counts from its beginning, and ``done`` says that it has ended. Of an
+    episode that crashed or was abandoned there is no such line.
+    """
+    found, running = list[EpisodeResult](), dict[str, EpisodeResult]()
+    for entry, part in _results(path):
+        slot, actions = str(entry.get("slot")), part.actions or []
+        before = running.pop(slot, None)
+        if len(actions) < part.episode_len and before is not None and before.episode == part.episode:
+            actions = [*(before.actions or []), *actions]  # it had begun in an earlier iteration
+        if len(actions) == part.episode_len and entry.get("done"):
+            found.append(replace(part, actions=actions, index=len(found)))
+        elif len(actions) == part.episode_len:
+            running[slot] = replace(part, actions=actions)
+    return found
+
+
+def _results(path: Path) -> Iterator[tuple[Mapping[str, Any], EpisodeResult]]:
+    """Yield each line and its result; ``ValueError`` if it has none."""
+    for place, entry in _entries(path):
+        try:
+            yield entry, _result(entry)
+        except (KeyError, TypeError):
+            raise ValueError(f"{place} is no result of an episode; type another file") from None
 
 
 def finished_episodes(path: Path, episodes: Sequence[Episode], chain_length: int = 1) -> dict[int, EpisodeResult]:

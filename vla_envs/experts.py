@@ -69,7 +69,7 @@ def demonstrate(
     the disturbance. Returns ``images`` uint8 ``[K, H, W, 3]``, ``wrist_images`` where there are any, ``states`` float32
     ``[K, S]``, ``task_descriptions`` (one text), ``action`` float32 ``[K, C, A]``, ``step_mask`` bool ``[K, C]`` (False
     past the end of the episode), ``step`` int64 ``[K]`` (actions before the frame), ``episode_len`` (how many there
-    were) and ``final_states`` float32 ``[S]``.
+    were), ``executed`` float32 ``[L, A]``, ``reward`` (their sum) and ``final_states`` float32 ``[S]``.
     """
     spec, chunked = simulator.spec, executes_chunks(simulator)
     check_expert(simulator, spec)
@@ -81,7 +81,8 @@ def demonstrate(
     seen: list[Observation] = []
     recorded: list[int] = []  # how many actions came before each observation
     wanted: list[np.ndarray] = []  # of each action that was executed
-    solved, decisions = False, 0
+    executed: list[np.ndarray] = []
+    solved, decisions, total = False, 0, 0.0
     while not solved and len(wanted) < max_steps:
         if decisions % stride == 0:
             seen.append(_observe(simulator))
@@ -93,6 +94,8 @@ def demonstrate(
         actions = np.array([disturb(action) for action in plan], np.float32)
         outcomes = list(run_chunk(spec, simulator, actions, elapsed + len(wanted)))
         wanted += list(plan[: len(outcomes)])
+        executed += list(actions[: len(outcomes)])
+        total += sum(outcome.reward for outcome in outcomes)
         solved = outcomes[-1].success
         if chunked and (outcomes[-1].ends_episode or elapsed + len(wanted) >= spec.max_episode_steps):
             break
@@ -109,6 +112,8 @@ def demonstrate(
         keys.STEP_MASK: steps < len(wanted),
         keys.STEP: np.array(recorded, np.int64),
         keys.EPISODE_LEN: len(wanted),
+        keys.EXECUTED: np.stack(executed),
+        keys.REWARD: total,
         keys.FINAL_STATES: np.array(check_observation(spec, simulator.observe())),
     }
 

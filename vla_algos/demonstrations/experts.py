@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from vla_algos.demonstrations.dataset import FACTS, FORMAT, KIND, Arrays, env_facts
+from vla_algos.results import NAME, EpisodeResult, as_lines
 from vla_algos.samples import CAMERAS
 from vla_common import __version__, keys
 from vla_common.settings import BelowOne, Count, Fraction, check_fields
@@ -125,12 +126,12 @@ def write_demonstrations(
     Frames are written as they come, in the order of ``episodes``: hand them in sorted by task, and no more than a few
     demonstrations are in memory at a time. Until this has returned the data set is not whole. Arguments and errors are
     those of :func:`record_demonstrations`, and ``chunk_size`` is the actions per label: policies with at most as many
-    can learn from it.
+    can learn from it. ``episodes.jsonl`` has what was executed, but of chunks that are one motion.
     """
     spec, folder, recording_settings = env.simulator_spec, Path(folder), RecordingSettings(**settings)
     folder.mkdir(parents=True)
     waiting: dict[int, dict[str, Any] | None] = {}  # solved, but not yet those before
-    outcomes, texts = list[tuple[Episode, int | None]](), list[str]()
+    outcomes, texts, results = list[tuple[Episode, int | None]](), list[str](), list[EpisodeResult]()
     arrays, due, written = Arrays(folder), 0, 0
 
     def write(number: int, recording: dict[str, Any] | None) -> None:
@@ -140,6 +141,8 @@ def write_demonstrations(
             if (ready := waiting.pop(due)) is not None:
                 cameras = {name: ready[name] for name in CAMERAS if name in ready}
                 arrays.append({**cameras, **_rows(written, episodes[due], ready)})
+                if spec.control_frequency is not None:
+                    results.append(_result(spec, written, episodes[due], ready))
                 texts.extend([ready[keys.TASK_DESCRIPTIONS]] * len(ready[keys.STATES]))
                 written += 1
             due += 1
@@ -168,6 +171,7 @@ def write_demonstrations(
         "demonstrations": written,
         "frames": len(texts),
     }
+    (folder / NAME).write_text(as_lines(results))
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
 
 
@@ -224,6 +228,12 @@ def _record(
             f"the scripted expert solved none of {len(episodes)} episodes of {spec.id} within "
             f"{settings.max_steps} steps; raise max_steps, lower the noise, or take other tasks"
         )
+
+
+def _result(spec: SimulatorSpec, number: int, episode: Episode, recording: Mapping[str, Any]) -> EpisodeResult:
+    task, actions, length = spec.tasks[episode.task_id], recording[keys.EXECUTED].tolist(), recording[keys.EPISODE_LEN]
+    how = {"group": task.group, "index": number, "actions": actions}
+    return EpisodeResult(episode, task.name, True, True, float(recording[keys.REWARD]), length, **how)
 
 
 def _rows(number: int, episode: Episode, recording: Mapping[str, Any]) -> dict[str, np.ndarray]:

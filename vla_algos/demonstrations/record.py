@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,6 +100,7 @@ class Demonstrations:
             )
         self.settings, self.spec, self.facts = DemonstrationSettings(**settings), spec, dict[str, Any]()
         self._lerobot: LeRobotDemonstrations | None = None
+        self._env = dict(config.env)
         self._auxiliary = cloning.get("auxiliary", 0.0)
         self._seed, self._evaluation_seed = config.seed + _SEED_OFFSET, config.eval["seed"]
         if self._evaluation_seed in (config.seed, self._seed):
@@ -167,6 +169,7 @@ class Demonstrations:
         def write(folder: Path) -> None:
             with _progress(self.spec, len(episodes)) as note:
                 write_demonstrations(folder, env, episodes, chunk_size=policy.chunk_size, **settings, on_episode=note)
+            (folder / "config.yaml").write_text(json.dumps({"env": self._env}) + "\n")  # for vla-recipe rollouts
 
         if isinstance(found, LeRobotDemonstrations):
             tqdm.write("\n".join(filter(None, [found.describe(), found.outside()])))

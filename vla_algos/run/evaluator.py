@@ -30,6 +30,7 @@ from vla_algos.results import (
     as_lines,
     files_of,
     finished_episodes,
+    part_of,
     parts_of,
 )
 from vla_algos.run.environments import at_temperature
@@ -186,7 +187,7 @@ class Evaluator:
 @contextlib.contextmanager
 def _open_log(path: Path, *, keep: bool) -> Iterator[Callable[[EpisodeResult], None]]:
     """Let a process write results, each at once, behind those that are there or in their place."""
-    own = path if distributed.is_main() else path.with_name(f"{path.stem}_rank{distributed.rank()}{path.suffix}")
+    own = part_of(path, distributed.rank())
     own.parent.mkdir(parents=True, exist_ok=True)
     torn = keep and own.exists() and not own.read_bytes().endswith(b"\n")  # by a process that died while writing
     with open(own, "ab" if keep else "wb") as file:

@@ -33,7 +33,7 @@ class RunLogger:
         self._path, self._loggers, self._failed = folder / "metrics.jsonl", loggers, set[str]()
         self._open = distributed.is_main()
         if self._open and after is not None:
-            _forget(self._path, after)
+            forget(self._path, after)
 
     def log(self, metrics: Mapping[str, float], step: int, notes: Mapping[str, str] | None = None) -> None:
         """Write numbers of an iteration, ``null`` for those that are not finite, and ``notes`` into the file."""
@@ -147,7 +147,7 @@ def last_steps(path: Path) -> dict[str, int]:
     return found
 
 
-def _forget(path: Path, after: int) -> None:
+def forget(path: Path, after: int) -> None:
     """Keep the lines of iterations up to ``after``, and what is not ours."""
 
     def stays(line: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""``vla-recipe rollouts``: what a policy did in an evaluation as a data set of LeRobot."""
+"""``vla-recipe rollouts``: what a policy did, in an evaluation or in training, as a data set of LeRobot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from vla_algos.files import write_folder_atomically
 from vla_algos.lerobot.dataset import PARQUET, needs
 from vla_algos.lerobot.writer import LeRobotWriter
-from vla_algos.results import NAME, EpisodeResult, read_episodes
+from vla_algos.results import NAME, TRAINED, EpisodeResult, files_of, read_episodes, read_training
 from vla_algos.run.folder import settings_of
 from vla_algos.run.merging import check_free
 from vla_common.keys import SUCCESS, TASK_ID, TRIAL_ID
@@ -27,24 +27,27 @@ CAMERA, WRIST = "observation.images.image", "observation.images.wrist_image{}"
 
 
 def write_rollouts(evaluation: Path, to: Path, *, only_success: bool = False) -> Iterator[str]:
-    """Write the episodes of a folder of ``evaluate.py`` into a new folder, drawn before each action.
+    """Write the episodes of a folder of ``evaluate.py``, or of a training run, into a new folder.
 
-    They are simulated once more; those that crashed are left out. Yields lines that say what was written. The folder,
-    which may be a stranger's, is read as data.
+    They are simulated once more and drawn before each action; those that crashed are left out. Yields lines that say
+    what was written. The folder, which may be a stranger's, is read as data.
 
     Raises:
         FileExistsError: ``to`` is there.
-        FileNotFoundError: no evaluation is there.
+        FileNotFoundError: no episodes are there.
         ValueError: it has no actions, or an episode goes another way than it did: nothing is written.
         ModuleNotFoundError: pyarrow is not installed.
     """
     check_free(to)
     settings = settings_of(evaluation)
-    if "env" not in settings or not (evaluation / NAME).is_file():
+    trained = files_of(evaluation / TRAINED)
+    if "env" not in settings or not (trained or (evaluation / NAME).is_file()):
         raise FileNotFoundError(
-            f"{evaluation}: no evaluation is here; type the folder of one, such as runs/evaluate/latest"
+            f"{evaluation}: no evaluation is here; type the folder of one, such as runs/evaluate/latest, or of a "
+            "training with train_videos.keep_actions=true"
         )
-    results = [each for each in read_episodes(evaluation / NAME) if not each.crashed]
+    results = read_training(evaluation / TRAINED) if trained else read_episodes(evaluation / NAME)
+    results = [each for each in results if not each.crashed]
     wanted = [each for each in results if each.success_once or not only_success]
     if not wanted:
         raise ValueError(f"{evaluation}: {'none of its episodes was solved' if results else 'it has no episodes'}")
@@ -55,12 +58,12 @@ def write_rollouts(evaluation: Path, to: Path, *, only_success: bool = False) ->
     needs(to, *PARQUET)
     check_settings("env", settings["env"], env_types(settings["env"].get("id", "")))
     to.parent.mkdir(parents=True, exist_ok=True)
-    policy = str(settings.get("policy", {}).get("checkpoint", ""))
+    policy = str(evaluation if trained else settings.get("policy", {}).get("checkpoint", ""))
     with contextlib.closing(make_env(**settings["env"], chunk_size=1, episodes=EpisodeQueue())) as env:
         write_folder_atomically(to, lambda folder: _write(env, wanted, folder, policy))
     frames, solved = sum(each.episode_len for each in wanted), sum(each.success_once for each in wanted)
     yield f"wrote {len(wanted):,} episodes with {frames:,} frames, {solved:,} of them solved, to {to}"
-    yield f"now type: vla-recipe run sft env=NAME demonstrations.folder={to}, with the environment of the evaluation"
+    yield f"now type: vla-recipe run sft env=NAME demonstrations.folder={to}, with the environment of {evaluation}"
 
 
 def _write(env: VLAEnv, results: list[EpisodeResult], folder: Path, policy: str) -> None:
@@ -79,7 +82,7 @@ def _write(env: VLAEnv, results: list[EpisodeResult], folder: Path, policy: str)
             while due in waiting:
                 result, episode = results[due], waiting.pop(due)
                 if bool(episode[SUCCESS].any()) != result.success_once:
-                    raise ValueError(f"{result.name} goes another way than in the evaluation: nothing is written")
+                    raise ValueError(f"{result.name} goes another way than it did: nothing is written")
                 identity = {name: getattr(result.episode, name) for name in (TASK_ID, TRIAL_ID, "seed")}
                 facts = {**identity, "success": result.success_once, "policy": policy}
                 writer.append(episode, visits[due].chunks[0], facts)
