@@ -10,16 +10,19 @@ import time
 
 import imageio.v3
 import pytest
+from forked import Started
 from hydra.core.global_hydra import GlobalHydra
 from paths import ROOT
 from running import TOY, TOY_OF, differing, metrics, recipe_here, train
 
 from vla_algos.minibatches import Minibatches
+from vla_algos.results import TRAINED, read_training
+from vla_algos.run.rollouts import write_rollouts
 from vla_envs import make_spec
 from vla_policies import SmallVLA, SmallVLAConfig
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
-FILMED = ["train_videos.environments=2", "train_videos.every=2"]
+FILMED = ["train_videos.environments=2", "train_videos.every=2", "train_videos.keep_actions=true"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +43,8 @@ def test_a_run_that_is_filmed_is_the_same_run(name, stages, tmp_path):
     found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
     assert found == [f"iteration_0002/environment_{slot}.mp4" for slot in (0, 1)]
     assert not (tmp_path / "plain" / "videos").exists()
+    assert not (tmp_path / "plain" / TRAINED).exists()
+    assert {each.episode_len for each in read_training(tmp_path / "filmed" / TRAINED)} == {8}
 
 
 def test_an_iteration_that_is_run_again_is_filmed_again(tmp_path, monkeypatch):
@@ -63,6 +68,29 @@ def test_an_iteration_that_is_run_again_is_filmed_again(tmp_path, monkeypatch):
     recipe_here("ppo", tmp_path / "run", *settings, *FILMED)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
     assert len(list((tmp_path / "run" / "videos" / "training" / "iteration_0002").glob("*.mp4"))) == 2
+
+
+def test_what_is_kept_of_episodes_survives_a_kill(tmp_path):
+    """With checkpoints after every second iteration, killed in the middle of one: as if it had not been."""
+    settings = [*TOY, *TOY_OF["ppo"], "demonstrations.episodes=0", "policy.chunk_size=3", "train_videos.keep_actions=true"]
+    settings += ["iterations=12", "checkpoint_every=2"]
+    recipe_here("ppo", tmp_path / "whole", *settings)
+    whole, path = (tmp_path / "whole" / TRAINED).read_bytes(), tmp_path / "run" / TRAINED
+    process, deadline = Started("ppo", *settings, f"hydra.run.dir={tmp_path / 'run'}"), time.monotonic() + 200
+    while not (path.exists() and b'"step": 3' in path.read_bytes()):
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert b'"step": 12' not in path.read_bytes()
+    assert read_training(path)
+    GlobalHydra.instance().clear()
+    recipe_here("ppo", tmp_path / "run", *settings)
+    assert path.read_bytes() == whole
+    said = list(write_rollouts(tmp_path / "run", tmp_path / "set"))
+    assert said[0].startswith(f"wrote {len(read_training(path))} episodes with ")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
 def test_more_environments_than_there_are_cannot_be_filmed(tmp_path):

@@ -20,6 +20,8 @@ from tests.storm.toy import make_toy_env, tiny_policy, toy_spec
 from vla_algos import BehaviourCloning, for_policy, load_demonstrations, record_demonstrations, write_demonstrations
 from vla_algos.demonstrations import FACTS
 from vla_algos.files import FolderInUse, lock_folder
+from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
+from vla_algos.run.rollouts import write_rollouts
 from vla_algos.samples import Samples, is_held_out
 from vla_common import keys
 from vla_common.texts import decode
@@ -313,6 +315,22 @@ def clone(folder, *settings):
     main_of("sft")(composed("sft", [*SFT, *settings], folder))
     GlobalHydra.instance().clear()
     return metrics(folder)
+
+
+def test_what_the_expert_did_becomes_a_data_set_of_lerobot(tmp_path):
+    """The frames are those that were recorded, the actions what was executed, with its noise."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'vla-torchrl[lerobot]'")
+    folder, to = tmp_path / "set", tmp_path / "lerobot"
+    clone(tmp_path / "run", f"demonstrations.folder={folder}", "demonstrations.stride=3", "policy.chunk_size=3")
+    assert next(write_rollouts(folder, to, only_success=True)).startswith("wrote 4 episodes")
+    recorded, spec = load_demonstrations(folder).frames, make_spec("metaworld/button-press-topdown-v3", **OPTIONS)
+    found = LeRobotDemonstrations.open(to, spec, stride=3)
+    rows = found.for_policy(make_policy(spec, family="small", chunk_size=3))[torch.arange(len(recorded))]
+    assert torch.equal(rows[keys.IMAGES], recorded[keys.IMAGES])
+    assert torch.equal(rows[keys.STATES], recorded[keys.STATES])
+    noise = (rows[keys.ACTION] - recorded[keys.ACTION])[recorded[keys.STEP_MASK]]
+    assert noise[:, :3].abs().amax(0).min() > 0.1
+    assert not noise[:, 3].any(), "the gripper has none"
 
 
 def test_sft_records_once_and_does_not_notice(tmp_path, capfd):

@@ -1,6 +1,7 @@
 """What a policy did in an evaluation as a data set of LeRobot: the frames that it saw, the actions that it took."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,12 +9,13 @@ import torch
 import yaml
 
 from recipes.__main__ import main
-from vla_algos import evaluate
+from vla_algos import StepCollector, evaluate
 from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
-from vla_algos.results import NAME, as_lines, read_episodes
+from vla_algos.results import NAME, TRAINED, as_lines, read_episodes, read_training
+from vla_algos.run import TrainVideos
 from vla_algos.run.rollouts import CAMERA, write_rollouts
 from vla_common import keys
-from vla_envs import EpisodeQueue, evaluation_episodes, make_env
+from vla_envs import EpisodeQueue, EpisodeSampler, evaluation_episodes, make_env
 from vla_policies import make_policy
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
@@ -97,6 +99,40 @@ def test_what_lerobot_asks_of_a_data_set(evaluation, written):
     frames = np.stack([each for _, each in sorted(evaluation[1].items())]) / 255  # every fifth
     assert np.ravel(stats[CAMERA]["mean"]) == pytest.approx(frames.mean((0, 1, 2)), abs=0.01)
     assert np.ravel(stats[CAMERA]["std"]) == pytest.approx(frames.reshape(-1, 3).std(0), abs=0.01)
+
+
+def test_episodes_of_training_too(evaluation, tmp_path):
+    """Frames are those that the policy saw before each decision, of episodes that span iterations."""
+    policy, spec, folder, seen = *evaluation[2:], tmp_path / "run", []
+    folder.mkdir()
+    films = TrainVideos(SimpleNamespace(folder=folder, config=SimpleNamespace(env=ENV, seed=3)), spec, keep_actions=True)
+
+    def hook(outcome):
+        films(outcome)
+        begins = outcome[keys.NEXT, keys.EPISODE_LEN] - outcome[keys.NEXT, keys.STEP_MASK].sum(-1, keepdim=True)
+        where = zip(outcome[keys.TRIAL_ID].tolist(), begins.flatten().tolist(), outcome[keys.IMAGES], strict=True)
+        seen.extend(((trial, begin), images.clone()) for trial, begin, images in where)
+
+    env = make_env(**ENV, chunk_size=5, episodes=EpisodeSampler(spec, 3))
+    collector = StepCollector(env, policy, decisions=2, step_hook=hook)
+    for iteration in range(1, 5):
+        with films.of(iteration, 5):
+            collector.rollout()
+    env.close()
+    (folder / "config.yaml").write_text((evaluation[0] / "config.yaml").read_text())
+    kept = read_training(folder / TRAINED)
+    assert [each.episode_len for each in kept] == 4 * [12]
+    assert main(["rollouts", str(folder), "--to", str(tmp_path / "set")]) == 0
+    rows = LeRobotDemonstrations.open(tmp_path / "set", spec, stride=5).for_policy(policy)[torch.arange(12)]
+    places, found = [(each.episode.trial_id, begin) for each in kept for begin in (0, 5, 10)], dict(seen)
+    assert len(found) == len(seen) == 16
+    for place, images in zip(places, rows[keys.IMAGES], strict=True):
+        assert torch.equal(images, found[place])
+    done = rows[keys.ACTION][rows[keys.STEP_MASK]]
+    assert torch.equal(done[:5], torch.tensor(kept[0].actions[:5]))
+    rows = pq.read_table(tmp_path / "set" / "meta" / "episodes" / "chunk-000" / "file-000.parquet").to_pylist()
+    assert {row["policy"] for row in rows} == {str(folder)}
+    assert main(["rollouts", str(folder), "--to", str(tmp_path / "solved"), "--only-success"]) == 2  # it solves none
 
 
 def changed(folder, to, **changes):
