@@ -81,8 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     comparing.add_argument("--episodes", type=int, metavar="NUMBER", help="that the published rate is of, such as 500")
     only.add_argument("--mean-of", metavar="GROUPS", help="such as easy,medium,hard,very_hard; else eval.mean_of")
     comparing.set_defaults(do=_compare)
-    rollouts = commands.add_parser("rollouts", help="what a policy did in an evaluation, as a data set of LeRobot")
-    rollouts.add_argument("evaluation", type=Path, metavar="EVALUATION", help="folder of recipes/evaluate.py")
+    rollouts = commands.add_parser("rollouts", help="what a policy or an expert did, as a data set of LeRobot")
+    rollouts.add_argument(
+        "evaluation", type=Path, metavar="FOLDER", help="of evaluate.py, a training or demonstrations"
+    )
     rollouts.add_argument("--to", type=Path, required=True, metavar="NEW", help="a folder that is not there yet")
     rollouts.add_argument("--only-success", action="store_true", help="leave out what was not solved")
     rollouts.set_defaults(do=_rollouts)

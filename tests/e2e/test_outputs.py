@@ -72,7 +72,13 @@ def test_an_iteration_that_is_run_again_is_filmed_again(tmp_path, monkeypatch):
 
 def test_what_is_kept_of_episodes_survives_a_kill(tmp_path):
     """With checkpoints after every second iteration, killed in the middle of one: as if it had not been."""
-    settings = [*TOY, *TOY_OF["ppo"], "demonstrations.episodes=0", "policy.chunk_size=3", "train_videos.keep_actions=true"]
+    settings = [
+        *TOY,
+        *TOY_OF["ppo"],
+        "demonstrations.episodes=0",
+        "policy.chunk_size=3",
+        "train_videos.keep_actions=true",
+    ]
     settings += ["iterations=12", "checkpoint_every=2"]
     recipe_here("ppo", tmp_path / "whole", *settings)
     whole, path = (tmp_path / "whole" / TRAINED).read_bytes(), tmp_path / "run" / TRAINED

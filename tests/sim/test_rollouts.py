@@ -105,7 +105,9 @@ def test_episodes_of_training_too(evaluation, tmp_path):
     """Frames are those that the policy saw before each decision, of episodes that span iterations."""
     policy, spec, folder, seen = *evaluation[2:], tmp_path / "run", []
     folder.mkdir()
-    films = TrainVideos(SimpleNamespace(folder=folder, config=SimpleNamespace(env=ENV, seed=3)), spec, keep_actions=True)
+    films = TrainVideos(
+        SimpleNamespace(folder=folder, config=SimpleNamespace(env=ENV, seed=3)), spec, keep_actions=True
+    )
 
     def hook(outcome):
         films(outcome)

@@ -69,14 +69,16 @@ class TrainActions:
         slots = range(len(outcome)) if places is None else places.tolist()
         rows = zip(*(outcome[key].flatten().tolist() for key in _READ), strict=True)
         counts = outcome[keys.NEXT, keys.STEP_MASK].sum(-1).tolist()
-        for slot, count, (task, trial, *reached, total, length, crashed, done) in zip(slots, counts, rows, strict=True):
+        for slot, count, row in zip(slots, counts, rows, strict=True):
+            task, trial, once, at_end, total, length, crashed, done = row
             before, new = self._running.pop(slot, None), [*islice(actions, count)]
             if task < 0 or crashed:
                 continue
             if before is not None and length > count:  # otherwise it begins
                 new = [*(before.actions or []), *new]
             what, episode = self._spec.tasks[task], Episode(task, trial, self._seed)
-            result = EpisodeResult(episode, what.name, *reached, total, length, group=what.group, actions=new)
+            how = {"group": what.group, "actions": new}
+            result = EpisodeResult(episode, what.name, once, at_end, total, length, **how)
             if done:
                 self._ended.append((slot, result))
             else:

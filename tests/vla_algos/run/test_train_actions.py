@@ -86,7 +86,9 @@ def test_an_iteration_that_is_run_again_has_no_twin(tmp_path):
     with pytest.raises(KeyboardInterrupt), films.of(2, chunk_size=3):
         raise KeyboardInterrupt
     lines = path.read_text().splitlines(keepends=True)
-    assert lines == [line for line in torn if '"step": 1' in line], "and of an iteration that breaks off there is nothing"
+    assert lines == [line for line in torn if '"step": 1' in line], (
+        "and of an iteration that breaks off there is nothing"
+    )
     assert part_of(path, 1).read_text() == torn[0]
     part_of(path, 1).unlink()
 
