@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vla_common.keys import CRASHED, SUBTASKS, SUCCESS_AT_END, TASK_ID, TRIAL_ID
+from vla_common.keys import CRASHED, DONE, SUBTASKS, SUCCESS_AT_END, TASK_ID, TRIAL_ID
 from vla_common.plain import parse_json
 from vla_envs.simulator import Episode
 
@@ -148,7 +148,7 @@ def read_training(path: Path) -> list[EpisodeResult]:
         before = running.pop(slot, None)
         if len(actions) < part.episode_len and before is not None and before.episode == part.episode:
             actions = [*(before.actions or []), *actions]  # it had begun in an earlier iteration
-        if len(actions) == part.episode_len and entry.get("done"):
+        if len(actions) == part.episode_len and entry.get(DONE):
             found.append(replace(part, actions=actions, index=len(found)))
         elif len(actions) == part.episode_len:
             running[slot] = replace(part, actions=actions)

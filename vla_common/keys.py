@@ -55,7 +55,7 @@ ACTIONS_CLIPPED = "actions_clipped"  # float32 [N, 1], share of the executed act
 # With observation, ``action`` and ``episode_len`` in recorded demonstrations, one row per recorded frame.
 EPISODE = "episode"  # int64 [K], which demonstration; its rows are consecutive and in order
 STEP = "step"  # int64 [K], primitive actions executed before the frame
-EXECUTED = "executed"  # float32 [L, A], all actions of a demonstration, with their noise
+EXECUTED = "executed_actions"  # float32 [L, A], all actions of a demonstration, with their noise
 FINAL_STATES = "final_states"  # float32 [K, S], the states in which the demonstration ends
 
 # Written by the learner, one row per decision. Per decision [N, 1], or per primitive action [N, C].

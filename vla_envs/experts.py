@@ -69,7 +69,7 @@ def demonstrate(
     the disturbance. Returns ``images`` uint8 ``[K, H, W, 3]``, ``wrist_images`` where there are any, ``states`` float32
     ``[K, S]``, ``task_descriptions`` (one text), ``action`` float32 ``[K, C, A]``, ``step_mask`` bool ``[K, C]`` (False
     past the end of the episode), ``step`` int64 ``[K]`` (actions before the frame), ``episode_len`` (how many there
-    were), ``executed`` float32 ``[L, A]``, ``reward`` (their sum) and ``final_states`` float32 ``[S]``.
+    were), ``executed_actions`` float32 ``[L, A]``, ``reward`` (their sum) and ``final_states`` float32 ``[S]``.
     """
     spec, chunked = simulator.spec, executes_chunks(simulator)
     check_expert(simulator, spec)
