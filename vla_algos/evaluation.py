@@ -316,7 +316,6 @@ def evaluate(
     on_episode: Callable[[EpisodeResult], None] | None = None,
     record: int = 0,
     keep_actions: bool = False,
-    max_attempts: int = 3,
     stages: Count = 1,
     overlap_resets: bool = False,
 ) -> EvaluationResult:
@@ -334,13 +333,11 @@ def evaluate(
         on_episode: called with each result, in the order of finishing.
         record: keep the frames of the first so many episodes.
         keep_actions: keep in each result what was executed, but of chunks that are one motion.
-        max_attempts: runs of an episode whose simulator dies before it counts as crashed; one that could not begin
-            counts at once.
         stages: of :class:`~vla_algos.collectors.EpisodeCollector`; other batches round otherwise.
         overlap_resets: likewise.
 
     Returns:
-        Results in the order of ``episodes``.
+        Results in the order of ``episodes``; crashes count as :class:`~vla_algos.collectors.EpisodeCollector` does.
 
     Raises:
         ValueError: the policy cannot act there; or it should record, but a transform has changed the images.
@@ -378,7 +375,6 @@ def evaluate(
         wanted,
         exploration=ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM,
         for_learning=False,
-        max_attempts=max_attempts,
         stages=stages,
         overlap_resets=overlap_resets,
         on_episode=note,

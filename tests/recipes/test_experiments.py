@@ -258,7 +258,7 @@ def test_unknown_names_are_refused_by_name(recipe, typed, message):
             "ppo",
             ["launcher=slurm", "launcher.gpus=2", "env=libero", "env.assets=x", "policy=pi0", "policy.checkpoint=x"],
         ),
-        ("ppo", ["experiment=libero_10_ppo_openpi", "+optim.mine=1", "logger=[csv]", "logger.csv.columns=[a]"]),
+        ("ppo", ["experiment=libero_10_ppo_openpi", "+optim.mine=1", "logger=[wandb]", "logger.wandb.project=a"]),
         ("ppo", ["-m", "optim.mine=1,2"]),
         ("ppo", ["-sc", "install=bash"]),
         ("ppo", ["--config-dir", "mine", "optim.mine=1"]),

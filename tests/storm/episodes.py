@@ -24,7 +24,7 @@ from vla_common.keys import CRASHED, DONE, NEXT, STEP_MASK, TRIAL_ID
 from vla_envs import Episode, EpisodeSampler, SimulatorCrash
 from vla_envs.simulator import SimulatorSpec
 
-ATTEMPTS = 3
+ATTEMPTS = 3  # the usual number
 _SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 1.0)
 _BROKEN = 0.3  # from this share on ten in a row may be lost, so that a simulator may be said to be broken
 
@@ -92,7 +92,7 @@ def _evaluation(faults: Faults, folder: Path, chance: random.Random, share: floa
     with _env(spec, chance) as env:
         while left := [episode for episode in episodes if episode not in results]:
             try:
-                evaluate(env, straight, left, on_episode=note, max_attempts=ATTEMPTS)
+                evaluate(env, straight, left, on_episode=note)
             except SimulatorCrash:
                 crashes += 1
                 if crashes > len(episodes) or share < _BROKEN:

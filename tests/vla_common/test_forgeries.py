@@ -31,7 +31,7 @@ from vla_algos.run.comparing import compare_folders
 from vla_algos.run.config import read_config
 from vla_algos.run.environments import make_env_spec
 from vla_algos.run.folder import check_folder, note_start, open_folder, settings_of
-from vla_algos.run.logging import RunLogger, as_table
+from vla_algos.run.logging import RunLogger, entries
 from vla_algos.run.training_env import env_of, evaluation_defaults, save_training_env
 from vla_common.checksums import SUMS, identity, read_checksums, write_checksums
 from vla_common.plain import read_yaml
@@ -144,7 +144,7 @@ def record(folder):
 
 def log_on(folder):
     RunLogger(folder, 1).close()
-    return as_table(folder / "metrics.jsonl"), (folder / "metrics.jsonl").read_text()
+    return entries(folder / "metrics.jsonl"), (folder / "metrics.jsonl").read_text()
 
 
 def read_robotwin(folder):

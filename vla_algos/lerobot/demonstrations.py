@@ -193,29 +193,6 @@ class LeRobotDemonstrations:
         shares = ", ".join(f"{100 * share:.0f} %" for share in beyond)
         return f"actions outside of the bounds of {spec.id}, by dimension: {shares}; they may be in other units"
 
-    def columns(self, cameras: Collection[str] = ()) -> dict[str, Any]:
-        """Return the data set as columns, as ``torchrl.data.datasets.LeRobotExperienceReplay.from_columns`` takes them.
-
-        All of it is in memory, with the images uint8 ``[F, 3, H, W]`` of the ``cameras`` that are named. A
-        ``ValueError`` if there is no such camera, or frames are missing or damaged.
-        """
-        table, reader = self.folder.table, FrameReader(self.folder)
-        frames, folder = np.arange(len(table.step)), self.folder
-        read = {name: torch.from_numpy(reader.read(_named(folder, name), frames)) for name in cameras}
-        last = np.append(table.episode[1:] != table.episode[:-1], True)
-        return {
-            "observation.state": torch.from_numpy(table.states),
-            **{
-                f"observation.images.{name.removeprefix('observation.images.')}": images.permute(0, 3, 1, 2)
-                for name, images in read.items()
-            },
-            "action": torch.from_numpy(table.actions),
-            "episode_index": torch.from_numpy(table.episode),
-            "frame_index": torch.from_numpy(table.step),
-            "next.done": torch.from_numpy(last),
-            "task": [self.folder.tasks[int(index)] for index in table.task],
-        }
-
 
 class _Rows:
     """Rows of a data set that are made when they are asked for: what :class:`Samples` needs of a ``TensorDict``."""

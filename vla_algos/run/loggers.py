@@ -1,4 +1,4 @@
-"""The loggers that can be chosen: TensorBoard, a table, and services that collect runs."""
+"""The loggers that can be chosen: TensorBoard, and services that collect runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,6 @@ from unittest import mock
 
 import huggingface_hub
 import imageio
-from annotated_types import MinLen
 from pydantic import StringConstraints
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
@@ -25,9 +24,8 @@ from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from vla_algos import distributed
-from vla_algos.files import write_atomically
 from vla_algos.run.folder import flat
-from vla_algos.run.logging import Logger, as_table, kind_of, last_steps
+from vla_algos.run.logging import Logger, kind_of, last_steps
 from vla_algos.run.provenance import last_sent, run_id
 from vla_common.settings import check_settings, setting_types
 
@@ -73,25 +71,6 @@ class _TensorBoard(Logger):
 
     def close(self, failed: bool) -> None:
         self._writer.close()
-
-
-class _Table(Logger):
-    """``metrics.csv``: a row for each step, a column for each name, written with each checkpoint.
-
-    TorchRL's ``CSVLogger`` writes a file for each name, in which the lines of an interrupted process stand twice.
-    ``columns`` are patterns of the names that get a column, such as ``eval/*``.
-    """
-
-    name = "csv"
-
-    def __init__(self, folder: Path, after: int | None, columns: Annotated[Sequence[str], MinLen(1)] = ("*",)):
-        self._path, self._columns, self.where = folder / "metrics.csv", columns, str(folder / "metrics.csv")
-
-    def sync(self) -> None:
-        write_atomically(self._path, as_table(self._path.with_name("metrics.jsonl"), self._columns))
-
-    def close(self, failed: bool) -> None:
-        self.sync()
 
 
 class _Service(Logger):
@@ -252,7 +231,7 @@ class _Trackio(_Service):
 
 
 _SERVICES: dict[str, Callable[..., Logger]] = {"wandb": _Wandb, "swanlab": _SwanLab, "trackio": _Trackio}
-_CLASSES: dict[str, Callable[..., Logger]] = {"tensorboard": _TensorBoard, "csv": _Table, **_SERVICES}
+_CLASSES: dict[str, Callable[..., Logger]] = {"tensorboard": _TensorBoard, **_SERVICES}
 LOGGERS: Mapping[str, Mapping[str, Any]] = {  # settings of each and their types
     name: setting_types(each, without=["folder", "after"]) for name, each in _CLASSES.items()
 }

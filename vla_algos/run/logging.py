@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -109,20 +106,6 @@ def entries(path: Path) -> list[dict[str, Any]]:
     """Read the lines of ``metrics.jsonl`` that are of a run; none if there is no file."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [entry for entry in map(_entry, lines) if entry is not None]
-
-
-def as_table(path: Path, columns: Sequence[str] = ("*",)) -> str:
-    """Read ``metrics.jsonl`` and return it as comma-separated values; lines that are not of a run are passed over."""
-    rows: dict[int, dict[str, Any]] = {}
-    names = {"step": None}
-    for entry in entries(path):
-        rows.setdefault(entry["step"], {}).update(entry)
-        names |= dict.fromkeys(name for name in entry if any(fnmatchcase(name, column) for column in columns))
-    table = io.StringIO()
-    writer = csv.DictWriter(table, list(names), extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows[step] for step in sorted(rows))
-    return table.getvalue()
 
 
 def kind_of(names: Iterable[str]) -> str:

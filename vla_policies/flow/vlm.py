@@ -63,6 +63,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     config: Any
     folder: Any
     prompts: PromptTokens
+    statistics: Any
     pooled_by: str | None = None  # without a value head that reads the prefix
 
     def __init__(
@@ -227,6 +228,15 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         return decisions * numbers * self.model.dtype.itemsize
 
     # ---- flow
+
+    def observe(self, tensordict: TensorDictBase) -> Observed:
+        states = self.statistics.normalize("state", self.adapter.states(tensordict))
+        state = F.pad(states, (0, self.model.config.state_dim - self.state_dim))
+        prefix, pooled = self.read_prefix(tensordict)
+        return Observed(prefix, state, pooled)
+
+    def velocity(self, observed: Observed, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model.velocity(observed.prefix, noisy, time, observed.state)
 
     def repeat(self, observed: Observed, count: int) -> Observed:
         pooled = None if observed.pooled is None else observed.pooled.repeat_interleave(count, dim=0)

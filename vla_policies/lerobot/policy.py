@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vla_common import keys
 from vla_policies.checkpoint.report import Report
@@ -136,11 +135,6 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         return self.prompts(task_descriptions).to(self.device)
-
-    def padded_state(self, tensordict: TensorDictBase) -> Tensor:
-        """Return the normalised states, padded to the network's size, ``[N, state_dim]``."""
-        states = self.statistics.normalize("state", self.adapter.states(tensordict))
-        return F.pad(states, (0, self.model.config.state_dim - self.state_dim))
 
     def pixels(self, tensordict: TensorDictBase) -> Tensor:
         """Return the cameras as the network sees them: float32 ``[N, n, 3, h, w]`` from -1 to 1."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.flow import memory
 from vla_policies.flow.prefix import PrefixCache
-from vla_policies.flow.vlm import Observed
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.memory import DecisionMemory
@@ -97,13 +96,5 @@ class LeRobotPi0(LeRobotPolicy):
             raise ValueError("prompts of pi0.5 list the state; pass states")
         return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
 
-    def observe(self, tensordict: TensorDictBase) -> Observed:
-        state = self.padded_state(tensordict)
-        prefix, pooled = self.read_prefix(tensordict)
-        return Observed(prefix, state, pooled)
-
     def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
         return self.model.prefix(self.pixels(tensordict), None, tokens, valid, output=output)
-
-    def velocity(self, observed: Observed, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        return self.model.velocity(observed.prefix, noisy, time, observed.state)

@@ -10,12 +10,11 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torch.nn import functional as F
 
 from vla_policies.flow import memory
 from vla_policies.flow.heads import save_heads
 from vla_policies.flow.prefix import PrefixCache
-from vla_policies.flow.vlm import Observed, VLMFlowPolicy
+from vla_policies.flow.vlm import VLMFlowPolicy
 from vla_policies.memory import DecisionMemory
 from vla_policies.pi0.checkpoint import Pi0Checkpoint, is_pi0, is_unused
 from vla_policies.pi0.config import Pi0Config
@@ -101,12 +100,6 @@ class Pi0(VLMFlowPolicy):
         states = self.adapter.joints.states(states)
         return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
 
-    def observe(self, tensordict: TensorDictBase) -> Observed:
-        states = self.statistics.normalize("state", self.adapter.states(tensordict))
-        state = F.pad(states, (0, self.model.config.state_dim - self.state_dim))
-        prefix, pooled = self.read_prefix(tensordict)
-        return Observed(prefix, state, pooled)
-
     def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
         images = self.model_images(tensordict).permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
         return self.model.prefix(images, None, tokens, valid, output=output)
@@ -118,9 +111,6 @@ class Pi0(VLMFlowPolicy):
         return torch.stack([resize_with_pad(camera, self.model_image_size) for camera in cameras], dim=1)
 
     # ---- flow
-
-    def velocity(self, observed: Observed, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        return self.model.velocity(observed.prefix, noisy, time, observed.state)
 
     def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
         actions = self.statistics.unnormalize("actions", actions)

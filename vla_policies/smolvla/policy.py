@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from tensordict import TensorDictBase
@@ -46,9 +47,8 @@ class SmolVLA(LeRobotPolicy):
         return memory.decision_memory(self.model, self.config, self.prefix_is_frozen, images, horizon, state=True)
 
     def observe(self, tensordict: TensorDictBase) -> Observed:
-        state = self.padded_state(tensordict)
-        prefix, pooled = self.read_prefix(tensordict)
-        return Observed(self.model.add_state(prefix, state), state, pooled)
+        seen = super().observe(tensordict)
+        return replace(seen, prefix=self.model.add_state(seen.prefix, seen.state))
 
     def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
         return self.model.prefix(self.pixels(tensordict), tokens, valid, output=output)

@@ -190,22 +190,6 @@ def test_a_small_policy_learns_from_it(plain, policy):
     assert torch.allclose(policy.encoder.state_mean.cpu(), samples[keys.STATES].mean(0))
 
 
-def test_torchrls_replay_buffer_takes_the_columns(plain):
-    """In memory, in slices, for loops of one's own: what ``LeRobotExperienceReplay`` is for."""
-    from torchrl.data.datasets.lerobot import LeRobotExperienceReplay
-
-    columns = LeRobotDemonstrations.open(plain, SPEC).columns([CAMERA])
-    replay = LeRobotExperienceReplay.from_columns(columns, batch_size=8, slice_len=4)
-    batch = replay.sample()
-    assert batch["observation", "image", "top"].shape == (8, 3, 16, 16)
-    for part in batch.reshape(2, 4):
-        assert part["episode"].unique().numel() == 1
-        assert part["frame"].diff().tolist() == [1, 1, 1]
-        first = sum(LENGTHS[: int(part["episode"][0])]) + int(part["frame"][0])
-        assert (part["observation", "image", "top"][0] == 8 + 15 * first).all()
-        assert part["language_instruction"][0] == TASKS[int(part["episode"][0]) % 2]
-
-
 # ---- refusing
 
 

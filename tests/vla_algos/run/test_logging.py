@@ -1,6 +1,5 @@
-"""The loggers of a run: TensorBoard, csv, wandb, swanlab, trackio; what comes again after a resume, and what fails."""
+"""The loggers of a run: TensorBoard, wandb, swanlab, trackio; what comes again after a resume, and what fails."""
 
-import csv
 import importlib.machinery
 import importlib.util
 import io
@@ -23,7 +22,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from vla_algos.run import loggers
 from vla_algos.run.loggers import _Service, as_gif, check_loggers, open_loggers
-from vla_algos.run.logging import RunLogger
+from vla_algos.run.logging import RunLogger, entries
 from vla_algos.run.videos import write_video
 from vla_common.settings import check_settings
 
@@ -106,8 +105,8 @@ def test_loggers_are_chosen_one_or_several_with_settings_of_their_own():
 
     assert chosen() == {"tensorboard": {"videos": True}}
     assert chosen("logger=[]") == {}
-    assert list(chosen("logger=[csv,wandb]", "logger.wandb.mode=offline")) == ["csv", "wandb"]
-    everything = chosen("logger=[tensorboard,csv,wandb,swanlab,trackio]")
+    assert list(chosen("logger=[tensorboard,wandb]", "logger.wandb.mode=offline")) == ["tensorboard", "wandb"]
+    everything = chosen("logger=[tensorboard,wandb,swanlab,trackio]")
     assert everything.keys() == loggers.LOGGERS.keys()
     for name, settings in everything.items():  # the files have all settings, of the right types
         assert settings.keys() == loggers.LOGGERS[name].keys()
@@ -129,7 +128,7 @@ def test_the_mode_is_that_of_the_environment_where_none_is_typed(monkeypatch):
             {"swanlab": {"projekt": "x"}},
             "unknown setting 'logger.swanlab.projekt'; did you mean logger.swanlab.project",
         ),
-        ({"csv": {"videos": True}}, "unknown setting 'logger.csv.videos'"),
+        ({"tensorboard": {"columns": ["x"]}}, "unknown setting 'logger.tensorboard.columns'"),
         ({"wandb": {}}, r"logger=wandb: .*not installed; type: pip install 'vla-torchrl\[wandb\]', or leave wandb out"),
     ],
 )
@@ -147,7 +146,7 @@ def test_a_service_without_a_key_is_refused(monkeypatch):
     )
     with pytest.raises(ValueError, match=r"type: wandb login, or logger\.wandb\.mode=offline"):
         check_loggers({"wandb": {"mode": "online"}})
-    check_loggers({"wandb": {"mode": "offline"}, "csv": {}})
+    check_loggers({"wandb": {"mode": "offline"}, "tensorboard": {}})
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_trackio_sends_a_run_where_is_typed_and_nowhere_else(settings, variable,
 def test_nothing_stands_twice_after_a_resume(tmp_path, given, monkeypatch):
     # Files of one second are read in the order of their names: number 10 of a process before number 9.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-    chosen = {"tensorboard": {}, "csv": {}, "wandb": {}}
+    chosen = {"tensorboard": {}, "wandb": {}}
     interrupted_twice(tmp_path, chosen).close()
 
     losses = [(step, 1.0 / step) for step in (1, 2, 3, 4, 5)]
@@ -188,10 +187,9 @@ def test_nothing_stands_twice_after_a_resume(tmp_path, given, monkeypatch):
     curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in curves.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert {event.step for event in curves.Scalars("eval/success_once")} == {2, 4}
-    with open(tmp_path / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(int(row["step"]), float(row["train/loss"])) for row in rows] == losses
-    assert [row["eval/success_once"] for row in rows] == ["", "0.2", "", "0.4", ""]
+    rows = entries(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row] == losses
+    assert {row["step"]: row["eval/success_once"] for row in rows if "eval/success_once" in row} == {2: 0.2, 4: 0.4}
 
 
 def test_a_run_that_is_killed_before_its_first_checkpoint_begins_its_curves_again(tmp_path):
@@ -202,14 +200,6 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_begins_its_curves_agai
         time.sleep(1.1)  # the names of its files have the second in them
     curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert len(curves.Scalars("eval/success_once")) == 1
-
-
-def test_a_table_has_the_columns_that_are_asked_for(tmp_path):
-    logger = begin(tmp_path, {"csv": {"columns": ["eval/*", "train/loss"]}})
-    logger.log({"train/loss": 1.0, "train/entropy": 2.0}, 1)
-    logger.log({"eval/success_once": 0.5, "eval/length": 9.0}, 1)
-    logger.close()
-    assert (tmp_path / "metrics.csv").read_text() == "step,train/loss,eval/success_once,eval/length\n1,1.0,0.5,9.0\n"
 
 
 def numbers(given):
@@ -231,7 +221,7 @@ def test_the_run_elsewhere_is_the_same_one_and_a_new_run_is_another(tmp_path, gi
 
 
 def test_settings_and_videos_go_to_those_that_have_a_place_for_them(tmp_path, given, video):
-    logger = begin(tmp_path, {"tensorboard": {"videos": True}, "csv": {}, "wandb": {}})
+    logger = begin(tmp_path, {"tensorboard": {"videos": True}, "wandb": {}})
     logger.log_settings(SETTINGS)
     logger.log_videos("eval", [video], 3)
     logger.close()
@@ -256,7 +246,7 @@ def test_a_gif_is_small_and_moves(video):
 
 
 def test_a_service_that_fails_ends_nothing_and_says_so_once(tmp_path, capsys, given, monkeypatch):
-    logger = begin(tmp_path, {"wandb": {}, "csv": {}})
+    logger = begin(tmp_path, {"wandb": {}, "tensorboard": {}})
 
     def fail(*_):
         raise ConnectionError("no network")
@@ -267,7 +257,8 @@ def test_a_service_that_fails_ends_nothing_and_says_so_once(tmp_path, capsys, gi
         logger.sync()
     logger.close()
     assert capsys.readouterr().out.count("warning: wandb fails (no network); the run continues") == 1
-    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 5  # the others have everything
+    curves = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert len(curves.Scalars("x")) == len(entries(tmp_path / "metrics.jsonl")) == 4  # the others have everything
 
 
 def test_a_full_disk_ends_the_run(tmp_path):
@@ -283,14 +274,14 @@ def test_a_service_that_cannot_begin_refuses_a_new_run_and_not_one_that_is_resum
 
     monkeypatch.setitem(loggers._CLASSES, "wandb", fail)
     with pytest.raises(ValueError, match=r"^logger=wandb: timed out; .* type logger\.wandb\.mode=offline$"):
-        open_loggers({"csv": {}, "wandb": {}}, tmp_path)
-    assert [logger.name for logger in open_loggers({"csv": {}, "wandb": {}}, tmp_path, after=3)] == ["csv"]
+        open_loggers({"tensorboard": {}, "wandb": {}}, tmp_path)
+    assert [logger.name for logger in open_loggers({"tensorboard": {}, "wandb": {}}, tmp_path, 3)] == ["tensorboard"]
     assert "logger=wandb: timed out; the run continues without it" in capsys.readouterr().out
 
 
 def test_of_several_processes_the_first_logs(tmp_path, given, monkeypatch):
     monkeypatch.setattr("vla_algos.distributed.is_main", lambda: False)
-    logger = begin(tmp_path, {"tensorboard": {}, "csv": {}, "wandb": {}})
+    logger = begin(tmp_path, {"tensorboard": {}, "wandb": {}})
     log(logger, 1)
     logger.sync()
     logger.close()
