@@ -61,8 +61,10 @@ class ChunkCollector(BaseCollector):
         stages: int,
         halves: bool = False,
         step_hook: Hook | None,
+        pre_collect_hook: Callable[[], None] | None,
+        post_collect_hook: Hook | None,
     ):
-        super().__init__()
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
         self.step_hook, self.stages = step_hook, stages

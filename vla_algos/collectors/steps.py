@@ -45,8 +45,7 @@ class StepCollector(ChunkCollector):
             transforms.
         step_hook: called with the outcome of every decision (batch ``[N]``); of every stage's, with ``env_index``,
             where there are several.
-
-    TorchRL's attributes ``pre_collect_hook`` and ``post_collect_hook`` are called before and with each batch.
+        pre_collect_hook, post_collect_hook: TorchRL's hooks, called before and with each batch.
     """
 
     @checked
@@ -61,8 +60,19 @@ class StepCollector(ChunkCollector):
         bootstrap: Bootstrap = "truncation",
         stages: Count = 1,
         step_hook: Hook | None = None,
+        pre_collect_hook: Callable[[], None] | None = None,
+        post_collect_hook: Hook | None = None,
     ):
-        super().__init__(env, policy, ExplorationType.RANDOM, values=values, stages=stages, step_hook=step_hook)
+        super().__init__(
+            env,
+            policy,
+            ExplorationType.RANDOM,
+            values=values,
+            stages=stages,
+            step_hook=step_hook,
+            pre_collect_hook=pre_collect_hook,
+            post_collect_hook=post_collect_hook,
+        )
         self.decisions, self.bootstrap, self.total_frames = decisions, bootstrap, total_frames
         self.frames_per_batch = self.requested_frames_per_batch = env.batch_size.numel() * decisions
         self._observation: TensorDictBase | None = None
