@@ -37,7 +37,9 @@ from .losses import ChunkPolicyLoss as ChunkPolicyLoss
 from .losses import add_proximal_log_prob as add_proximal_log_prob
 from .losses import add_reference_log_prob as add_reference_log_prob
 from .off_policy import Replay as Replay
+from .off_policy import demonstrated as demonstrated
 from .off_policy import make_sac_loss as make_sac_loss
+from .off_policy import paid_by_success as paid_by_success
 from .off_policy import transitions as transitions
 from .results import EpisodeResult as EpisodeResult
 from .samples import Samples as Samples

@@ -16,16 +16,21 @@ from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SACLoss, ValueEstimators
 
 from vla_algos.files import write_atomically
+from vla_algos.samples import Samples
 from vla_common.checksums import ChecksumError
 from vla_common.keys import (
     CRASHED,
     DONE,
+    EPISODE,
+    EPISODE_LEN,
     FEATURES,
     NEXT,
-    NOISE,
     REWARD,
+    STEERING,
+    STEP,
     STEP_MASK,
     STEP_REWARDS,
+    SUCCESS,
     TERMINATED,
 )
 from vla_common.settings import BelowOne, Count, Positive, Width, checked
@@ -65,8 +70,39 @@ def transitions(episode: TensorDictBase, gamma: float, n_steps: int = 1) -> Tens
         TERMINATED: over.unsqueeze(-1),
         DONE: over.unsqueeze(-1),
     }
-    decided = episode.select(FEATURES, NOISE)[:last].to_dict()
+    decided = episode.select(FEATURES, STEERING)[:last].to_dict()
     return TensorDict({**decided, STEPS: steps.unsqueeze(-1), NEXT: following}, [last])
+
+
+def demonstrated(samples: Samples, policy: SteeredPolicy) -> list[TensorDict]:
+    """Return demonstrations as episodes ``[T]`` of decisions, each solved by its last action; rewards are not known.
+
+    ValueError: no row for each decision, as ``demonstrations.stride`` does not divide the policy's chunks.
+    """
+    steps, numbers = samples[STEP], samples[EPISODE]
+    episodes = []
+    for number in numbers.unique():
+        length = samples.choose(numbers == number)[EPISODE_LEN].max().item()
+        rows: TensorDict = samples.choose((numbers == number) & (steps % policy.chunk_size == 0))[:]
+        if not torch.equal(rows[STEP], torch.arange(0, length, policy.chunk_size)):
+            raise ValueError(
+                f"demonstrations lack the start of each chunk of {policy.chunk_size}; type demonstrations.stride=1"
+            )
+        mask, over = rows[STEP_MASK], torch.zeros(len(rows), 1, dtype=torch.bool)
+        ends = over.clone()
+        ends[-1] = True
+        after = {STEP_MASK: mask, SUCCESS: ends, TERMINATED: ends, CRASHED: over}
+        seen = policy.explain(rows.to(policy.device)).cpu()
+        episodes.append(seen.set(NEXT, TensorDict(after, seen.batch_size)))
+    return episodes
+
+
+def paid_by_success(episode: TensorDictBase) -> TensorDictBase:
+    """Return an episode ``[T]`` whose only reward is 1, for the action that solves it: what demonstrations tell too."""
+    after = episode[NEXT]
+    first = after[SUCCESS] & (after[SUCCESS].cumsum(0) == 1)
+    left = after[STEP_MASK].flip(-1).cumsum(-1).flip(-1)  # executed actions of the chunk from each on
+    return episode.copy().set((NEXT, STEP_REWARDS), (first & after[STEP_MASK] & (left == 1)).float())
 
 
 class Replay:
@@ -77,7 +113,7 @@ class Replay:
 
     Args:
         folder: of the segments.
-        capacity: decisions of the whole run, at most.
+        capacity: decisions of the whole run, at most; ``None``: what the first :meth:`extend` brings, and no more.
         gamma, n_steps: see :func:`transitions`.
         batch_size: transitions that :meth:`sample` draws, with replacement.
 
@@ -87,21 +123,28 @@ class Replay:
 
     @checked
     def __init__(
-        self, folder: Path, capacity: int, *, gamma: BelowOne = 0.98, n_steps: Count = 3, batch_size: Count = 128
+        self,
+        folder: Path,
+        capacity: int | None = None,
+        *,
+        gamma: BelowOne = 0.98,
+        n_steps: Count = 3,
+        batch_size: Count = 128,
     ):
-        self.folder, self.gamma, self.n_steps = folder, gamma, n_steps
-        self._buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=batch_size)
+        self.folder, self.capacity, self.batch_size = folder, capacity, batch_size
+        self.gamma, self.n_steps = gamma, n_steps
+        self._buffer: TensorDictReplayBuffer | None = None
         self._digests: list[str] = []  # of the segments
 
     @property
     def decisions(self) -> int:
         """See the class."""
-        return len(self._buffer)
+        return 0 if self._buffer is None else len(self._buffer)
 
     def bytes_of(self, policy: SteeredPolicy) -> int:
         """Return what all decisions of the run take at most, in memory and as much on the disk."""
-        numbers = 2 * 2 * policy.num_features + 4 * policy.num_noise  # features are float16, here and afterwards
-        return self._buffer.storage.max_size * (numbers + 4 + 8 + 2)  # reward, steps, two flags
+        numbers = 2 * 2 * policy.num_features + 4 * policy.num_drawn  # features are float16, here and afterwards
+        return (self.capacity or 0) * (numbers + 4 + 8 + 2)  # reward, steps, two flags
 
     def extend(self, episodes: Sequence[TensorDictBase]) -> int:
         """Keep the transitions of episodes, each ``[T]``; returns how many those are.
@@ -117,11 +160,18 @@ class Replay:
         self.folder.mkdir(exist_ok=True)
         write_atomically(self._segment(len(self._digests)), content)
         self._digests.append(hashlib.sha256(content).hexdigest())
-        self._buffer.extend(rows)
+        self._keep(rows)
         return len(rows)
+
+    def _keep(self, rows: TensorDictBase) -> None:
+        if self._buffer is None:
+            storage = LazyTensorStorage(self.capacity or len(rows))
+            self._buffer = TensorDictReplayBuffer(storage=storage, batch_size=self.batch_size)
+        self._buffer.extend(rows)
 
     def sample(self) -> TensorDictBase:
         """Draw a batch, from torch's global generator; ``features`` are float32, for networks."""
+        assert self._buffer is not None, "there is nothing to sample"
         batch: TensorDictBase = self._buffer.sample().exclude("index")
         for key in (FEATURES, (NEXT, FEATURES)):
             batch[key] = batch[key].float()
@@ -133,7 +183,7 @@ class Replay:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Read the segments of :meth:`state_dict`; ``ChecksumError`` if one is not what was written."""
-        self._buffer.empty()
+        self._buffer = None
         self._digests = state["digests"]
         for number, digest in enumerate(self._digests):
             content = self._segment(number).read_bytes()
@@ -141,7 +191,7 @@ class Replay:
                 raise ChecksumError(f"{self._segment(number)} is not what the run wrote; begin again in another folder")
             tensors = load(content)
             count = len(next(iter(tensors.values())))
-            self._buffer.extend(TensorDict(tensors, [count]).unflatten_keys("."))
+            self._keep(TensorDict(tensors, [count]).unflatten_keys("."))
 
     def _segment(self, number: int) -> Path:
         return self.folder / f"segment_{number + 1:05d}.safetensors"
@@ -169,7 +219,7 @@ def make_sac_loss(
         target_entropy: of each number of the noise, in nats, where the range is -1 to 1; 0.7 is that of even noise.
         alpha: the entropy's weight to begin with.
     """
-    config, sizes = policy.config, (policy.num_features + policy.num_noise, 1)
+    config, sizes = policy.config, (policy.num_features + policy.num_drawn, 1)
     network = MLP(
         *sizes,
         num_cells=[width] * layers,
@@ -177,8 +227,8 @@ def make_sac_loss(
         norm_class=nn.LayerNorm,
         norm_kwargs=[{"normalized_shape": width}] * layers,
     )
-    critic = ValueOperator(network.to(policy.device), in_keys=[FEATURES, NOISE], out_keys=["state_action_value"])
-    wanted = policy.num_noise * (target_entropy + torch.tensor(config.noise_range).log().item())
+    critic = ValueOperator(network.to(policy.device), in_keys=[FEATURES, STEERING], out_keys=["state_action_value"])
+    wanted = policy.num_drawn * (target_entropy + torch.tensor(config.limit).log().item())
     loss = SACLoss(policy.actor, critic, num_qvalue_nets=critics, target_entropy=wanted, alpha_init=alpha)
     loss.make_value_estimator(ValueEstimators.TD0, gamma=gamma)
     loss.target_entropy  # noqa: B018  it is a buffer from then on, which a state has to have

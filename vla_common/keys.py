@@ -30,7 +30,7 @@ DENOISE_STEP = "denoise_step"  # int64 [N], flow policies: which step was stocha
 DENOISED = "denoised"  # float32 [N, C, A], flow policies: what was sampled; [N, C, A, K] if all K steps are stochastic
 ACTION_LOG_PROB = "action_log_prob"  # float32 [N, C, A]
 FEATURES = "features"  # float16 [N, F], steered policies: what the frozen one makes of an observation
-NOISE = "steering_noise"  # float32 [N, A_model] or [N, H A_model], steered policies: what the frozen one denoises
+STEERING = "steering"  # float32 [N, U], steered policies: what the actor draws, noise or a change of the actions
 MODEL_IMAGES = (
     "model_images"  # uint8 [N, n, h, w, 3], the cameras that the policy looks at, no larger than it sees them
 )

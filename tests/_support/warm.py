@@ -16,7 +16,7 @@ import vla_policies.pi0
 import vla_policies.small  # noqa: F401
 
 torch.set_num_threads(1)  # threads do not survive a fork
-for recipe in ("ppo", "grpo", "ppo_async", "rs", "dagger", "dsrl", "sft", "evaluate"):
+for recipe in ("ppo", "grpo", "ppo_async", "rs", "dagger", "dsrl", "sac", "sft", "evaluate"):
     runpy.run_path(str(RECIPES / f"{recipe}.py"), run_name="imported")
     with initialize_config_dir(str(CONF), version_base=None):
         compose(recipe, ["seed=1", "launcher=slurm"])

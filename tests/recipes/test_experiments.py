@@ -125,7 +125,7 @@ def test_the_asynchronous_recipe_has_the_values_of_ppo():
     assert {name for name in theirs.keys() & ours.keys() if theirs[name] != ours[name]} == {"recipe"}
 
 
-RUNS = [(name, []) for name in ("ppo", "grpo", "rs", "dagger", "dsrl", "sft", "evaluate")]
+RUNS = [(name, []) for name in ("ppo", "grpo", "rs", "dagger", "dsrl", "sac", "sft", "evaluate")]
 RUNS += [("ppo", ["policy=small_flow"]), ("ppo", ["policy=pi0", "policy.config_name=pi0_metaworld"])]
 RUNS += [("ppo", ["policy=openvla"]), ("grpo", ["policy=openvla_oft", "policy.layout=official"])]
 OF_EXPERIMENTS = [(EXPERIMENTS[name].recipe, [f"experiment={name}"]) for name in FILES]
@@ -218,7 +218,7 @@ def test_a_key_that_nobody_reads_is_an_error_wherever_it_stands(name, overrides,
             main_of(name)(OmegaConf.create(changed))
 
 
-@pytest.mark.parametrize("recipe", ["ppo", "grpo", "ppo_async", "rs", "dagger", "dsrl", "sft", "evaluate"])
+@pytest.mark.parametrize("recipe", ["ppo", "grpo", "ppo_async", "rs", "dagger", "dsrl", "sac", "sft", "evaluate"])
 def test_our_files_have_all_settings_that_there_are(recipe):
     """So that a name that they do not have can be refused without the code that reads it."""
     chosen_by = {"env": "id", "policy": "family", "launcher": "name"}

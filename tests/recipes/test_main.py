@@ -13,7 +13,7 @@ from recipes.__main__ import main
 def test_list_names_each_recipe_and_what_each_experiment_is(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for name in ("ppo", "grpo", "rs", "dagger", "dsrl", "sft", "evaluate"):
+    for name in ("ppo", "grpo", "rs", "dagger", "dsrl", "sac", "sft", "evaluate"):
         assert any(line.split()[:1] == [name] and len(line.split()) > 3 for line in lines), name
     for path in (CONF / "experiment").glob("*.yaml"):
         (line,) = (line for line in lines if line.split()[:1] == [path.stem])

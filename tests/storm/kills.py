@@ -21,7 +21,7 @@ from tests.storm.tally import Tally
 
 MORE = ("iterations=2", "evaluate_every=0")  # of lives that die at an operation
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-NAMES = ("ppo", "grpo", "rs", "dagger", "dsrl")
+NAMES = ("ppo", "grpo", "rs", "dagger", "dsrl", "sac")
 SOON = 60.0  # seconds in which a process ends whose other is gone
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _AUDITED = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.symlink": 2, "os.truncate": 1}  # paths

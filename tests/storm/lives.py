@@ -61,6 +61,13 @@ OF = {
         "replay.batch_size=16",
         "steering.width=16",
     ],
+    "sac": [
+        "collector.episodes=8",
+        "update.warmup=8",
+        "update.update_to_data=0.5",
+        "replay.batch_size=8",
+        "steering.width=16",
+    ],
     "rs": ["collector.episodes=8", "optim.lr=1e-3", "self_imitation.batch_size=4", "update.steps=3"],
 }
 _TIMES = re.compile(r"^(sync/|time/|decisions_per_s|env_steps_per_s|fps|.*per_second)")

@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 from tensordict import TensorDict
-from tiny_policies import SIZES, small_flow
+from tiny_policies import SIZES, small, small_flow
 from torchrl.objectives import SACLoss, SoftUpdate, ValueEstimators
 from toy import ToyEnv
 
-from vla_algos import EpisodeCollector, Replay, make_sac_loss, transitions
+from vla_algos import EpisodeCollector, Replay, demonstrated, make_sac_loss, paid_by_success, transitions
 from vla_algos.off_policy import STEPS
 from vla_algos.run.sharding import say_room
+from vla_algos.samples import Samples
 from vla_common import keys
 from vla_envs import Episode
 from vla_policies import SmallFlow, SmallFlowConfig
@@ -33,7 +34,7 @@ def episode(count, ended=keys.TERMINATED, features=24, noise=4, seed=0):
     after = {keys.STEP_REWARDS: rewards, keys.STEP_MASK: mask, **flags}
     seen = torch.randn(count, features, generator=generator).half()
     return TensorDict(
-        {keys.FEATURES: seen, keys.NOISE: torch.randn(count, noise, generator=generator), keys.NEXT: after}, [count]
+        {keys.FEATURES: seen, keys.STEERING: torch.randn(count, noise, generator=generator), keys.NEXT: after}, [count]
     )
 
 
@@ -83,6 +84,56 @@ def test_a_crashed_episode_is_left_out(tmp_path):
     assert replay.extend([episode(4, keys.CRASHED)]) == 0
     assert replay.extend([episode(4, keys.CRASHED), episode(3)]) == 3
     assert replay.decisions == 3
+
+
+def shown(steps, length):
+    """One demonstration, with a row at each of ``steps`` of its ``length`` actions; chunks of the tiny policy."""
+    policy = SteeredPolicy(small(None), SteeredConfig(by="residual", width=8))
+    rows, at = len(steps), torch.tensor(steps)
+    mask = at.unsqueeze(1) + torch.arange(policy.chunk_size) < length
+    seen = {
+        keys.IMAGES: torch.zeros(rows, 32, 32, 3, dtype=torch.uint8),
+        keys.STATES: torch.rand(rows, policy.state_dim),
+    }
+    seen[keys.PROMPT_TOKENS] = policy.base.prompt_tokens(["push"] * rows)
+    acted = {keys.ACTION: torch.rand(rows, policy.chunk_size, policy.action_dim), keys.STEP_MASK: mask}
+    number = {keys.STEP: at, keys.EPISODE: torch.full((rows,), 3), keys.EPISODE_LEN: torch.full((rows, 1), length)}
+    return policy, Samples(TensorDict({**seen, **acted, **number}, [rows]))
+
+
+def test_a_demonstration_earns_1_where_it_ends_and_every_chunk_counts_once(tmp_path):
+    chunk = SIZES["chunk_size"]
+    policy, samples = shown(range(2 * chunk + 1), 2 * chunk + 1)
+    (episode,) = map(paid_by_success, demonstrated(samples, policy))
+    assert len(episode) == 3
+    rewards, mask = episode[keys.NEXT, keys.STEP_REWARDS], episode[keys.NEXT, keys.STEP_MASK]
+    assert mask.sum(1).tolist() == [chunk, chunk, 1]
+    assert rewards.nonzero().tolist() == [[2, 0]]
+    prior = Replay(tmp_path / "prior", gamma=GAMMA, n_steps=3, batch_size=8)
+    assert prior.decisions == 0
+    assert prior.extend([episode]) == 3
+    first = prior.sample()
+    worth = {round(GAMMA**steps, 5) for steps in (2 * chunk, chunk, 0)}
+    assert {round(reward, 5) for reward in first[keys.NEXT, keys.REWARD].flatten().tolist()} <= worth
+    assert first[keys.NEXT, keys.TERMINATED].all()  # three decisions lead to the end
+    again = Replay(tmp_path / "prior", gamma=GAMMA, n_steps=3, batch_size=8)
+    again.load_state_dict(prior.state_dict())
+    assert again.decisions == 3
+
+
+def test_the_action_that_solves_it_is_paid_whatever_the_environment_pays():
+    whole = episode(3, keys.TRUNCATED)
+    whole[keys.NEXT, keys.SUCCESS] = torch.tensor([[False], [True], [True]])  # and it was not ended then
+    assert paid_by_success(whole)[keys.NEXT, keys.STEP_REWARDS].nonzero().tolist() == [[1, 2]]
+    whole[keys.NEXT, keys.SUCCESS] = torch.tensor([[False], [False], [True]])
+    assert paid_by_success(whole)[keys.NEXT, keys.STEP_REWARDS].nonzero().tolist() == [[2, 1]]  # two were executed
+    assert whole[keys.NEXT, keys.STEP_REWARDS].count_nonzero() == 9
+
+
+def test_demonstrations_without_a_row_for_each_chunk_are_refused():
+    policy, samples = shown([0, 1], 2 * SIZES["chunk_size"])
+    with pytest.raises(ValueError, match=r"type demonstrations\.stride=1"):
+        demonstrated(samples, policy)
 
 
 def test_a_stored_decision_was_looked_at_once(tmp_path):

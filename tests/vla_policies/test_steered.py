@@ -43,11 +43,11 @@ def base(request, tmp_path_factory):
 @pytest.mark.parametrize("noise", ["repeated", "whole"])
 def test_without_learning_greedy_is_the_base_to_the_bit_and_noise_nearly_normal(base, noise):
     expected = act(base.eval().requires_grad_(False), seen(base))[keys.ACTION]
-    policy = SteeredPolicy(base, SteeredConfig(noise=noise, noise_range=3.0, width=8))
+    policy = SteeredPolicy(base, SteeredConfig(noise=noise, limit=3.0, width=8))
     acted = act(policy, seen(base))
     assert torch.equal(acted[keys.ACTION], expected)
-    assert acted[keys.NOISE].shape == (3, base.model_action_dim * (base.horizon if noise == "whole" else 1))
-    sampled = act(policy, seen(base, 200), ExplorationType.RANDOM)[keys.NOISE]
+    assert acted[keys.STEERING].shape == (3, base.model_action_dim * (base.horizon if noise == "whole" else 1))
+    sampled = act(policy, seen(base, 200), ExplorationType.RANDOM)[keys.STEERING]
     assert 0.85 < sampled.std() < 1.0
     assert sampled.abs().max() < 3
 
@@ -88,7 +88,7 @@ def test_features_take_at_most_8_kb_and_one_look(base):
     assert looks == [3]
     assert acted[keys.FEATURES].dtype == torch.float16
     assert 2 * policy.num_features <= 8192
-    assert {*policy.loss_keys} == {keys.FEATURES, keys.NOISE}
+    assert {*policy.loss_keys} == {keys.FEATURES, keys.STEERING}
 
 
 @pytest.mark.parametrize("settings", [{"name": "pi0", "config_name": "pi0_libero"}, {"name": "smolvla"}])
@@ -96,6 +96,39 @@ def test_published_sizes_take_at_most_8_kb(settings):
     assert 2 * meta_policy(**settings).keep_features() <= 8192
 
 
+@pytest.mark.parametrize("by", ["residual", "action"])
+@pytest.mark.parametrize("make", [small, small_flow])
+def test_actions_are_changed_and_what_was_done_is_explained(make, by, tmp_path):
+    base = make(None).eval()
+    expected = act(base, seen(base, 50))[keys.ACTION]
+    policy = SteeredPolicy(base, SteeredConfig(by=by, width=8, limit=1.0, deviation=0.3, reach=0.5))
+    greedy, sampled = act(policy, seen(base, 50)), act(policy, seen(base, 50), ExplorationType.RANDOM)
+    count = base.chunk_size * base.action_dim
+    assert policy.num_features == base.keep_features() + count * (by == "residual")
+    if by == "residual":
+        assert torch.allclose(greedy[keys.ACTION], expected, atol=1e-6)
+        difference = sampled[keys.ACTION] - greedy[keys.ACTION]
+        within = (sampled[keys.ACTION].abs() < 1) & (greedy[keys.ACTION].abs() < 1)
+        added = 0.5 * sampled[keys.STEERING].view_as(difference)  # of a range of -1 to 1
+        assert torch.allclose(difference[within], added[within], atol=1e-5)
+    else:
+        assert not greedy[keys.ACTION].any()
+    shown = base.write_prompt(seen(base, 50)).set(keys.ACTION, sampled[keys.ACTION])
+    explained = policy.explain(shown)
+    within = (sampled[keys.ACTION].abs() < 1).flatten(1)  # what was not clipped
+    assert torch.allclose(explained[keys.STEERING][within], sampled[keys.STEERING][within], atol=1e-4)
+    assert torch.equal(explained[keys.FEATURES], sampled[keys.FEATURES])
+    policy.save_pretrained(tmp_path / "steered")
+    loaded = load_policy(tmp_path / "steered").eval()
+    assert torch.equal(act(loaded, seen(base, 50))[keys.ACTION], greedy[keys.ACTION])
+
+
+def test_of_noise_no_action_is_explained():
+    policy = SteeredPolicy(small_flow(None), SteeredConfig(width=8))
+    with pytest.raises(ValueError, match=r"type steering\.by=residual"):
+        policy.explain(policy.base.write_prompt(seen(policy.base)))
+
+
 def test_what_does_not_denoise_cannot_be_steered():
-    with pytest.raises(ValueError, match="small does not; take policy=small_flow"):
+    with pytest.raises(ValueError, match=r"small does not denoise.*; take policy=small_flow"):
         SteeredPolicy(small(None), SteeredConfig())

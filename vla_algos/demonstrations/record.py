@@ -109,7 +109,7 @@ class Demonstrations:
             noise_of_dimensions(self.settings.noise, spec)
         if "state_noise" in cloning:
             check_state_noise(cloning["state_noise"], spec.state_dim)
-        begins = not config.policy.get("checkpoint") or config.recipe in ("sft", "dagger")
+        begins = not config.policy.get("checkpoint") or config.recipe in ("sft", "dagger", "sac")
         self.wanted = bool(self.settings.episodes) and begins
         if self.wanted:
             self._check_folder()
@@ -127,6 +127,25 @@ class Demonstrations:
         """Refuse a policy that cannot clone as asked: ``cloning.auxiliary`` of one without ``vision_features``."""
         if self.wanted:
             check_vision_features(policy, self._auxiliary)
+
+    def check_executed(self, chunk_size: int) -> None:
+        """Refuse demonstrations that do not show what came of each chunk: of a disturbed expert, or of some rows."""
+        if not self.wanted:
+            return
+        found, noise, stride = self._find(), self.settings.noise, self.settings.stride
+        if isinstance(found, DemonstrationSet):
+            noise, stride = found.facts["recording"]["noise"], found.facts["recording"]["stride"]
+        other = "" if found is None else " and another demonstrations.folder"
+        if torch.as_tensor(noise).any() and not isinstance(found, LeRobotDemonstrations):
+            raise ValueError(
+                f"demonstrations.noise={noise}: what a disturbed expert wanted is not what was executed; type "
+                f"demonstrations.noise=0{other}"
+            )
+        if (1 if self.spec.control_frequency is None else chunk_size) % stride:
+            raise ValueError(
+                f"demonstrations.stride={stride}: not every chunk of {chunk_size} begins with a row; type "
+                f"demonstrations.stride=1{other}"
+            )
 
     def record(self, env: VLAEnv, policy: VLAPolicy, by: int = 0) -> tuple[Samples, Samples]:
         """Record them one task after the other, or read them from their folder; of several processes one records.

@@ -78,14 +78,6 @@ class FlowPolicy(VLAPolicy):
     def value(self, observed: Any, hidden: Tensor | None) -> Tensor | None:
         """Return values ``[N, num_values]`` from :meth:`observe` or from the hidden states of :meth:`velocity`."""
 
-    def keep_features(self) -> int:
-        """Have :meth:`observe` keep what :meth:`features` reads; returns ``F``, how many features there are."""
-        raise NotImplementedError(f"{type(self).__name__} has no features to be steered by; write it, and features")
-
-    def features(self, observed: Any) -> Tensor:
-        """Return ``[N, F]`` of :meth:`observe`, image, instruction and states, for small networks; about 1 each."""
-        raise NotImplementedError(f"{type(self).__name__} has no features to be steered by; write them")
-
     @abstractmethod
     def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
         """Convert normalised actions ``[N, C, trained_dims]`` to the simulator's units; ``states`` are ``[N, S]``."""
@@ -128,6 +120,10 @@ class FlowPolicy(VLAPolicy):
         """Return normalised actions ``[N, C, trained_dims]``: noise ``[N, H, A_model]`` after deterministic steps."""
         chain, *_ = self._denoise(observed, noise, stochastic=False)
         return chain[:, -1, : self.chunk_size, : self.trained_dims]
+
+    def plan(self, observed: Any, batch: int) -> Tensor:
+        """Return the greedy actions ``[N, C, trained_dims]``, normalised."""
+        return self.denoise(observed, torch.zeros(batch, self.horizon, self.model_action_dim, device=self.device))
 
     def _denoise(self, observed: Any, noise: Tensor, stochastic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the chain ``[N, K + 1, H, A_model]``, stochastic step ``[N]``, its log-probability and the value."""

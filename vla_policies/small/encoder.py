@@ -14,13 +14,16 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge, Le
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vla_common import keys
 from vla_common.settings import Length, Width
+from vla_common.texts import to_strings
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.policy import VLAPolicy
-from vla_policies.small.precision import Compute, settle
+from vla_policies.small.precision import Compute, computing, settle
 from vla_policies.small.text import HashedText
 
 Part = Annotated[float, Ge(0), Le(1)]  # of the image's height or width
@@ -157,6 +160,23 @@ class SmallPolicy(VLAPolicy):
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         return self.encoder.text.tokenize(task_descriptions).to(self.encoder.state_mean.device)
+
+    # ---- to be steered: vla_policies.steered.Steerable
+
+    def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict)))
+        return tensordict.select(keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS).to(self.encoder.state_mean.device)
+
+    def observe(self, tensordict: TensorDictBase) -> Tensor:
+        images, *others = (tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS))
+        with computing(self.config, images.device):
+            return self.encoder(images, *others).float()
+
+    def keep_features(self) -> int:
+        return 3 * self.config.dim
+
+    def features(self, observed: Tensor) -> Tensor:
+        return F.layer_norm(observed, observed.shape[2:]).flatten(1)
 
 
 class KeypointEncoder(nn.Module):

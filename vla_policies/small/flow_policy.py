@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vla_common import keys
-from vla_common.texts import to_strings
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.config import FlowConfig
 from vla_policies.flow.policy import FlowPolicy
@@ -83,11 +80,6 @@ class SmallFlow(SmallPolicy, FlowPolicy):
         self.num_values = 1 if config.value_head else 0
         self.value_head = make_value_head(dim, 1) if config.value_head else None
 
-    def observe(self, tensordict: TensorDictBase) -> Tensor:
-        images, *others = (tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS))
-        with computing(self.config, images.device):
-            return self.encoder(images, *others).float()
-
     def repeat(self, observed: Tensor, count: int) -> Tensor:
         return observed.repeat_interleave(count, dim=0)
 
@@ -104,19 +96,9 @@ class SmallFlow(SmallPolicy, FlowPolicy):
         features = observed.flatten(1)
         return self.value_head(features.detach() if self.flow.detach_critic else features)
 
-    def keep_features(self) -> int:
-        return 3 * self.config.dim
-
-    def features(self, observed: Tensor) -> Tensor:
-        return F.layer_norm(observed, observed.shape[2:]).flatten(1)
-
     def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
         low, high = self.center - self.half_range, self.center + self.half_range
         return (self.center + self.half_range * actions).clamp(low, high)
 
     def to_model(self, actions: Tensor, states: Tensor) -> Tensor:
         return (actions - self.center) / self.half_range
-
-    def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict)))
-        return tensordict.select(keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS).to(self.center.device)

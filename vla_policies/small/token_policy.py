@@ -73,7 +73,7 @@ class SmallVLA(SmallPolicy):
 
     def __init__(self, config: SmallVLAConfig):
         super().__init__()
-        self.config = config
+        self.config, self.trained_dims = config, len(config.action_low)
         self.chunk_size, self.action_dim, self.state_dim = config.chunk_size, len(config.action_low), config.state_dim
         dim = config.dim
         self.bins = ActionBins(config.action_low, config.action_high, config.num_bins)
@@ -97,13 +97,14 @@ class SmallVLA(SmallPolicy):
         ``images`` are uint8 ``[N, H, W, 3]``, ``states`` float32 ``[N, S]``, ``prompt_tokens`` int64 ``[N, L]``.
         """
         with computing(self.config, images.device):
-            context = self.encoder(images, states, prompt_tokens)
-            queries = self.queries.expand(len(images), -1, -1)
-            hidden = self.trunk(torch.cat([context, queries], dim=1))
-            logits = self.action_head(hidden[:, 3:]).unflatten(-1, (self.action_dim, self.config.num_bins))
+            hidden, logits = self._read(self.encoder(images, states, prompt_tokens))
             features = hidden[:, :3].flatten(1)
             value = self.value_head(features.detach() if self.config.critic_detach else features)
         return logits.float(), value.float()
+
+    def _read(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(torch.cat([context, self.queries.expand(len(context), -1, -1)], dim=1))
+        return hidden, self.action_head(hidden[:, 3:]).unflatten(-1, (self.action_dim, self.config.num_bins))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tokens = self.prompt_tokens(to_strings(tensordict))
@@ -139,6 +140,21 @@ class SmallVLA(SmallPolicy):
         logits, _ = self._stored(tensordict)
         target = self.bins.encode(tensordict.get(keys.ACTION))
         return soft_cross_entropy(logits.log_softmax(-1), target, sigma).mean(-1)
+
+    # ---- to be steered: vla_policies.steered.Steerable
+
+    def plan(self, observed: Tensor, batch: int) -> Tensor:
+        with computing(self.config, observed.device):
+            logits = self._read(observed)[1].float()
+        return self.to_model(self.bins.decode(self.bins.expectation(logits)), observed)
+
+    def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
+        low, high = self.bins.low, self.bins.high
+        return ((low + high + (high - low) * actions) / 2).clamp(low, high)
+
+    def to_model(self, actions: Tensor, states: Tensor) -> Tensor:
+        low, high = self.bins.low, self.bins.high
+        return (2 * actions - low - high) / (high - low)
 
     def _stored(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         return self.logits_and_value(*(tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS)))
