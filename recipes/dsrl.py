@@ -30,7 +30,7 @@ SETTINGS = {  # by section: the keyword arguments of one callable
     "recipe": Literal["dsrl"],
     "collector": {"episodes": Count},
     "pipeline": setting_types(EpisodeCollector, only=["stages", "overlap_resets"]),
-    "steering": setting_types(SteeredConfig),
+    "steering": setting_types(SteeredConfig, without=["by", "deviation", "reach"]),
     "replay": setting_types(Replay, without=["folder", "capacity"]),
     "loss": setting_types(make_sac_loss, without=["policy", "gamma"]),
     "update": {"update_to_data": Positive, "warmup": Whole, "lr": Rate, "tau": Rate},

@@ -29,6 +29,7 @@ def begin_program(module: str, checks: str = "") -> None:
     """
     # A thread that waits must sleep, because the simulators need the cores meanwhile.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # TorchRL says of each buffer that it is there
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "10")  # seconds: a log gets no more of a progress bar
     if module == "__main__":
