@@ -331,6 +331,7 @@ def test_what_the_expert_did_becomes_a_data_set_of_lerobot(tmp_path):
     noise = (rows[keys.ACTION] - recorded[keys.ACTION])[recorded[keys.STEP_MASK]]
     assert noise[:, :3].abs().amax(0).min() > 0.1
     assert not noise[:, 3].any(), "the gripper has none"
+    assert found.folder.unsolved == 0
 
 
 def test_sft_records_once_and_does_not_notice(tmp_path, capfd):

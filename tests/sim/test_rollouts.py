@@ -10,6 +10,7 @@ import yaml
 
 from recipes.__main__ import main
 from vla_algos import StepCollector, evaluate
+from vla_algos.lerobot.dataset import LeRobotFolder
 from vla_algos.lerobot.demonstrations import LeRobotDemonstrations
 from vla_algos.results import NAME, TRAINED, as_lines, read_episodes, read_training
 from vla_algos.run import TrainVideos
@@ -81,6 +82,7 @@ def test_what_lerobot_asks_of_a_data_set(evaluation, written):
     assert table["timestamp"].to_pylist() == pytest.approx(4 * [number / info["fps"] for number in range(12)])
     assert table["next.done"].to_pylist() == 4 * ([False] * 11 + [True])
     assert sum(table["next.reward"].to_pylist()) == pytest.approx(sum(each.episode_return for each in results))
+    assert LeRobotFolder.read(written).unsolved == sum(not each.success_once for each in results) == 4
     rows = pq.read_table(written / "meta" / "episodes" / "chunk-000" / "file-000.parquet").to_pylist()
     assert [(row["dataset_from_index"], row["dataset_to_index"]) for row in rows] == [
         (0, 12),

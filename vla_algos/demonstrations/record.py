@@ -129,14 +129,20 @@ class Demonstrations:
             check_vision_features(policy, self._auxiliary)
 
     def check_executed(self, chunk_size: int) -> None:
-        """Refuse demonstrations that do not show what came of each chunk: of a disturbed expert, or of some rows."""
+        """Refuse demonstrations that do not show what came of each chunk, or in which something failed."""
         if not self.wanted:
             return
         found, noise, stride = self._find(), self.settings.noise, self.settings.stride
         if isinstance(found, DemonstrationSet):
             noise, stride = found.facts["recording"]["noise"], found.facts["recording"]["stride"]
         other = "" if found is None else " and another demonstrations.folder"
-        if torch.as_tensor(noise).any() and not isinstance(found, LeRobotDemonstrations):
+        if isinstance(found, LeRobotDemonstrations):
+            if found.folder.unsolved:
+                raise ValueError(
+                    f"{found.folder.path}: {found.folder.unsolved} of its {found.folder.episodes} episodes were not "
+                    "solved, and each counts as solved here; write them with vla-recipe rollouts --only-success"
+                )
+        elif torch.as_tensor(noise).any():
             raise ValueError(
                 f"demonstrations.noise={noise}: what a disturbed expert wanted is not what was executed; type "
                 f"demonstrations.noise=0{other}"

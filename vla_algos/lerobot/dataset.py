@@ -31,7 +31,7 @@ INFO = Path("meta", "info.json")
 ACTIONS, STATES = ("action", "actions"), ("observation.state", "state")  # the names that there are for them
 PARQUET = ("pyarrow.parquet", "is a data set of LeRobot, and pyarrow, which reads it")  # of needs()
 VIDEOS = ("av", "has videos, and av, which decodes them")
-_EPISODE, _FRAME, _TASK = "episode_index", "frame_index", "task_index"
+_EPISODE, _FRAME, _TASK, _SUCCESS = "episode_index", "frame_index", "task_index", "next.success"
 _CONVERTERS = {  # by major and minor version; the modules are in LeRobot 0.3.3
     1: "python -m lerobot.datasets.v2.convert_dataset_v1_to_v2, then python -m lerobot.datasets.v21."
     "convert_dataset_v20_to_v21",
@@ -162,6 +162,19 @@ class LeRobotFolder:
                 column = opened.read(columns=[_TASK])[_TASK]
             counted.update(_numbers(self.path, f"{file.relative_to(self.path)}: {_TASK}", column, 1)[:, 0].tolist())
         return dict(counted)
+
+    @cached_property
+    def unsolved(self) -> int:
+        """How many episodes were never solved by ``next.success``; 0 where no such column is."""
+        solved: dict[int, bool] = {}
+        for file in sorted((self.path / "data").rglob("*.parquet")):
+            with reading(self.path, file) as opened:
+                if _SUCCESS not in opened.schema_arrow.names:
+                    return 0
+                read = opened.read(columns=[_EPISODE, _SUCCESS])
+            for episode, success in zip(*(read[name].to_pylist() for name in (_EPISODE, _SUCCESS)), strict=True):
+                solved[episode] = bool(success) or solved.get(episode, False)
+        return sum(not each for each in solved.values())
 
     @cached_property
     def table(self) -> Table:
