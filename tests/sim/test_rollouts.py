@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from huggingface_hub import DatasetCard
 
 from recipes.__main__ import main
 from vla_algos import StepCollector, evaluate
@@ -95,6 +96,10 @@ def test_what_lerobot_asks_of_a_data_set(evaluation, written):
     assert identities == [
         (*each, "somewhere", result.success_once) for each, result in zip(expected, results, strict=True)
     ]
+    card = DatasetCard.load(written / "README.md")
+    assert card.data.configs[0]["data_files"] == "data/*/*.parquet"
+    assert f"| {results[0].task} | 0 | 2 |" in card.text
+    assert "not the benchmark's: " in card.text
     stats = json.loads((written / "meta" / "stats.json").read_text())
     actions = np.concatenate([each.actions for each in results])
     assert stats["action"]["q99"] == pytest.approx(np.quantile(actions, 0.99, axis=0))

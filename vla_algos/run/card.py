@@ -84,7 +84,7 @@ def write_card(
         model_name=name if reported else None,
         eval_results=reported or None,
     )
-    training = [*_protocol(origin), f"{origin['chunk_size']} actions per decision"]
+    training = [*protocol_lines(origin), f"{origin['chunk_size']} actions per decision"]
     said = {"ours": _OURS, "repository": repository, "name": name, "family": family, "recipe": origin["recipe"]}
     said |= {"suite": env["id"]}
     said |= {"env": {key: json.dumps(value) for key, value in env.items()}, "facts": facts, "training": training}
@@ -131,7 +131,7 @@ class _Evaluation:
         )
 
     def _said(self) -> Iterator[str]:
-        yield from _protocol(self._metrics)
+        yield from protocol_lines(self._metrics)
         yield f"episodes of `eval.seed={self._eval.get('seed')}`"
         yield from (f"`policy.{name}={value}`" for name, value in self._policy.items())
         differs = self._metrics.get("differs_from_training") or {}
@@ -188,7 +188,8 @@ def _read_metrics(evaluation: Path, policy: Path) -> dict[str, Any]:
     return metrics
 
 
-def _protocol(record: Mapping[str, Any]) -> Iterator[str]:
+def protocol_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """Say what ``protocol`` and ``protocol_deviations`` of a record are."""
     if protocol := record.get("protocol"):
         yield f"protocol: {protocol}"
     deviations = [f"not the benchmark's: {text}" for text in record.get("protocol_deviations") or ()]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import DatasetCardData
 from tqdm import tqdm
 
 from vla_algos.files import write_folder_atomically
 from vla_algos.lerobot.dataset import PARQUET, needs
 from vla_algos.lerobot.writer import LeRobotWriter
 from vla_algos.results import NAME, TRAINED, EpisodeResult, files_of, read_episodes, read_training
+from vla_algos.run.card import NAME as CARD
+from vla_algos.run.card import protocol_lines
 from vla_algos.run.folder import settings_of
 from vla_algos.run.merging import check_free
 from vla_common.keys import SUCCESS, TASK_ID, TRIAL_ID
@@ -64,6 +68,7 @@ def write_rollouts(evaluation: Path, to: Path, *, only_success: bool = False) ->
     frames, solved = sum(each.episode_len for each in wanted), sum(each.success_once for each in wanted)
     yield f"wrote {len(wanted):,} episodes with {frames:,} frames, {solved:,} of them solved, to {to}"
     yield f"now type: vla-recipe run sft env=NAME demonstrations.folder={to}, with the environment of {evaluation}"
+    yield f"or: hf upload NAME/SET {to} . --repo-type dataset --private"
 
 
 def _write(env: VLAEnv, results: list[EpisodeResult], folder: Path, policy: str) -> None:
@@ -91,6 +96,24 @@ def _write(env: VLAEnv, results: list[EpisodeResult], folder: Path, policy: str)
 
         env.pool.map("vla_envs.replay:replay", visits, on_result=write)
     writer.finish()
+    (folder / CARD).write_text(_card(spec, results, policy))
+
+
+def _card(spec: SimulatorSpec, results: list[EpisodeResult], policy: str) -> str:
+    """Return the hub's card of a data set."""
+    data = DatasetCardData(
+        task_categories=["robotics"],
+        tags=["LeRobot", "vla-torchrl", spec.id.partition("/")[0]],
+        configs=[{"config_name": "default", "data_files": "data/*/*.parquet"}],
+    )
+    tasks = Counter((each.task, each.success_once) for each in results)
+    author = f"`{policy}`" if policy else "a scripted expert"
+    lines = [f"# {spec.id}", "", f"What {author} has done, written by `vla-recipe rollouts`.", ""]
+    lines += [f"- {text}" for text in protocol_lines(vars(spec))]
+    lines += ["", "| task | solved | of episodes |", "|---|---|---|"]
+    for name in dict.fromkeys(each.task for each in results):
+        lines.append(f"| {name} | {tasks[name, True]} | {tasks[name, True] + tasks[name, False]} |")
+    return "\n".join(["---", data.to_yaml(), "---", "", *lines, ""])
 
 
 def _actions(result: EpisodeResult, spec: SimulatorSpec) -> np.ndarray:
