@@ -1,5 +1,6 @@
 """``policy=server``: an evaluation through ``vla-recipe serve`` is that of the policy's folder, bit by bit."""
 
+import functools
 import os
 import signal
 import socket
@@ -29,9 +30,9 @@ def folder(tmp_path):
 
 def serve(folder, port, *more):
     command = [sys.executable, "-m", "recipes", "serve", str(folder), "--port", str(port), *more]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs ignore
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=listens)
 
 
 def free_port():
