@@ -48,7 +48,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     with contextlib.suppress(ImportError):  # what starts it says what to install
         check_expert(spec.simulator_class(), spec)
     own_env = own_share(config.env, spec, config.pipeline)  # of several processes each has some of the environments
-    held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec)
+    held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec, always=True)
     films = TrainVideos(run, spec, **config.train_videos)
     run.say(held_out.describe())
     policy = make_run_policy(run, spec, own_env, Sharding(**config.sharding))

@@ -46,7 +46,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     # ---- parts: each section is the keyword arguments of one of them; what is cheap comes first, and is checked
     update, spec = config.update, make_env_spec(config.env)
     own_env = own_share(config.env, spec, config.pipeline)
-    held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec)
+    held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec, always=True)
     films = TrainVideos(run, spec, **config.train_videos)
     run.say(held_out.describe())
     base = make_run_policy(run, spec, own_env)

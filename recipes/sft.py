@@ -34,7 +34,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     # ---- parts
     spec = make_env_spec(config.env)
     own_env = own_share(config.env, spec)
-    held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec)
+    held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec, always=True)
     run.say(held_out.describe())
     policy = make_run_policy(run, spec, own_env)
     held_out.check_policy(policy)

@@ -83,16 +83,17 @@ class Demonstrations:
     Args:
         config: the settings of the run.
         spec: of its environment.
+        always: learn from them whatever the policy is; otherwise a policy of a checkpoint begins as it is.
 
     Attributes:
-        wanted: whether there is something to clone: in RL a policy of a checkpoint begins as it is.
+        wanted: whether there is something to learn from.
         facts: for the run's record, of a LeRobot data set.
 
     Raises:
         ValueError: settings that do not fit each other or the environment, or the evaluation would repeat episodes.
     """
 
-    def __init__(self, config: SimpleNamespace, spec: SimulatorSpec):
+    def __init__(self, config: SimpleNamespace, spec: SimulatorSpec, always: bool = False):
         settings, cloning = config.demonstrations, config.cloning
         if settings["episodes"] and "steps" not in cloning:
             raise ValueError(
@@ -109,8 +110,7 @@ class Demonstrations:
             noise_of_dimensions(self.settings.noise, spec)
         if "state_noise" in cloning:
             check_state_noise(cloning["state_noise"], spec.state_dim)
-        begins = not config.policy.get("checkpoint") or config.recipe in ("sft", "dagger", "sac")
-        self.wanted = bool(self.settings.episodes) and begins
+        self.wanted = bool(self.settings.episodes) and (always or not config.policy.get("checkpoint"))
         if self.wanted:
             self._check_folder()
 
