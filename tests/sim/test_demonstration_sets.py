@@ -446,3 +446,13 @@ def test_a_toy_policy_learns_from_a_toy_folder(tmp_path):
     assert load_demonstrations(tmp_path / "set").facts["recording"]["noise_of_dimensions"] == [0.25, 0.25]
     learner = BehaviourCloning(policy, samples, steps=5)
     assert all(0 < learner.step() < 10 for _ in range(5))
+
+
+def test_sft_learns_the_same_from_the_set(tmp_path):
+    """From undisturbed demonstrations, and without what lies after the last frame, which LeRobot's format has not."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'vla-torchrl[lerobot]'")
+    plain = ["demonstrations.noise=0", "demonstrations.stride=3", "cloning.auxiliary=0"]
+    clone(tmp_path / "own", f"demonstrations.folder={tmp_path / 'set'}", *plain)
+    assert [*write_rollouts(tmp_path / "set", tmp_path / "lerobot", only_success=True)]
+    clone(tmp_path / "theirs", f"demonstrations.folder={tmp_path / 'lerobot'}", *plain)
+    assert not differing(tmp_path / "own" / "policy", tmp_path / "theirs" / "policy")
