@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.envs import EnvBase
@@ -36,27 +36,6 @@ def loss_keys(policy: TensorDictModuleBase) -> list[Any]:
     if own is not None:
         return list(own)
     return [key for key in dict.fromkeys([*policy.in_keys, *policy.out_keys]) if key != STATE_VALUE]
-
-
-def load_weights(policy: nn.Module, source: nn.Module | TensorDictBase | Mapping[str, Any]) -> None:
-    """Copy weights into a policy, in place: of a module, of ``TensorDict.from_module(module)`` or a ``state_dict``.
-
-    A ``ValueError`` if names of the weights differ.
-    """
-    if source is policy:
-        return
-    own = TensorDict.from_module(policy).data.flatten_keys(".")
-    if isinstance(source, nn.Module):
-        source = TensorDict.from_module(source)
-    given = source.data.flatten_keys(".") if isinstance(source, TensorDictBase) else source
-    differ = sorted(set(map(str, own.keys())) ^ set(map(str, given.keys())))
-    if differ:
-        raise ValueError(
-            f"these are not the weights of a {type(policy).__name__}: {len(differ)} names differ, such as "
-            f"{differ[0]!r}; pass a module of the same kind, TensorDict.from_module(module) or module.state_dict()"
-        )
-    for name, weight in own.items():
-        weight.copy_(given[name])
 
 
 class _Callable(TensorDictModuleBase):
