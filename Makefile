@@ -10,8 +10,6 @@ EXTRAS ?= metaworld,libero,maniskill,calvin,robotwin,dev
 # A build of torch by its name on download.pytorch.org (cpu, cu130, ...) for `make wheelhouse`; pip's choice if empty.
 CUDA ?=
 WHEELHOUSE ?= wheelhouse
-# The commit whose list of modules with type errors must hold all of today's (make lint).
-BASE ?= HEAD
 # Arguments for what is run: make run ARGS="seed=1", make test ARGS="-k determinism".
 ARGS ?=
 
@@ -81,7 +79,7 @@ lint: $(STAMP)  ## style, spelling, doors between the rooms, sizes, types
 	$(RUN) -m codespell_lib
 	$(VENV)/bin/lint-imports
 	$(RUN) scripts/check_sizes.py
-	$(RUN) scripts/check_types.py --base $(BASE)
+	$(RUN) -m mypy
 
 hooks: $(STAMP)  ## git runs the checks of `make lint` at every commit, on what changed
 	$(RUN) -m pre_commit install

@@ -11,8 +11,7 @@ from __future__ import annotations
 import io
 import math
 import shutil
-from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,19 @@ from tensordict import NonTensorStack, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from vla_algos import distributed
+from vla_algos.samples import CAMERAS
 from vla_common.keys import ACTION, DECISION_INDEX, EPISODE_INDEX, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
 from vla_common.schema import get_schema
 from vla_common.texts import encode, to_strings
 from vla_envs.simulator import Episode, SimulatorSpec, Task
 
 Observe = Callable[[TensorDictBase], TensorDictBase]
-_FILE = ".seen_images_rank"
+_FOLDER = ".seen_images"
 
 
 def blank_images(td: TensorDictBase) -> TensorDictBase:
     """Ablation: the policy sees black pictures, which may be new to it; :meth:`SeenImages.others` shows real ones."""
-    for key in (IMAGES, WRIST_IMAGES):
+    for key in CAMERAS:
         if (images := td.get(key, None)) is not None:
             td[key] = torch.zeros_like(images)
     return td
@@ -44,7 +44,7 @@ def _of_pictures(change: Callable[[np.ndarray], np.ndarray], what: str) -> Obser
     """Make an ablation of a function of pictures uint8 ``[K, H, W, 3]``."""
 
     def observe(td: TensorDictBase) -> TensorDictBase:
-        for key in (IMAGES, WRIST_IMAGES):
+        for key in CAMERAS:
             if (images := td.get(key, None)) is not None:
                 flat = images.flatten(0, -4).cpu().numpy()
                 td[key] = torch.from_numpy(np.ascontiguousarray(change(flat))).view(images.shape).to(images.device)
@@ -185,8 +185,8 @@ def _next_words(said: dict[str, list[str]]) -> dict[str, str]:
 class SeenImages:
     """Images of all cameras that a policy has seen in an evaluation, for another one in which it sees those of others.
 
-    They are in ``folder``, a file of each process, which all have to reach: as observed, uint8. As a context manager
-    it removes the file.
+    They are in ``folder``, which all processes have to reach, a file of each decision: as observed. As a context
+    manager it removes them.
 
     Example:
         >>> with SeenImages(folder) as seen:  # doctest: +SKIP
@@ -196,24 +196,19 @@ class SeenImages:
     """
 
     def __init__(self, folder: Path):
-        self._folder, self._path = folder, folder / f"{_FILE}{distributed.rank()}"
-        self._file = open(self._path, "wb")  # noqa: SIM115 as long as this is
-        self._decisions: dict[int, list[int]] = {}  # by episode, the place in the file of each
-        self._kept = 0
-        self._shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = {}  # by key
-        self._all: dict[int, tuple[int, list[int]]] = {}  # by episode of any process: its rank, and places in its file
-        self._images: list[np.ndarray | None] = []  # of each process, uint8 [decisions, bytes of all cameras]
+        self._folder = folder / _FOLDER
+        if distributed.is_main():
+            shutil.rmtree(self._folder, ignore_errors=True)  # of a process that was killed
+        distributed.barrier()
+        self._folder.mkdir(exist_ok=True)
+        self._decisions: dict[int, int] = {}  # how many there are of an episode, here and, once joined, elsewhere
 
     def __enter__(self) -> SeenImages:
         return self
 
     def __exit__(self, failed: object, *_: object) -> None:
-        self._file.close()
-        self._images.clear()
-        self._path.unlink(missing_ok=True)
-        if distributed.is_main() and failed is None:  # what others read is read, and what killed ones left can go
-            for path in self._folder.glob(f"{_FILE}*"):
-                path.unlink(missing_ok=True)
+        if distributed.is_main() or failed is not None:  # what others read is read
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def check_room(self, spec: SimulatorSpec, episodes: int, chunk_size: int) -> None:
         """Refuse (``ValueError``), before any work, so many episodes that the disk has no room for their images."""
@@ -228,62 +223,47 @@ class SeenImages:
 
     def keep(self, td: TensorDictBase) -> TensorDictBase:
         """Keep what the policy sees in every decision: an ``observe``; ``ValueError`` if it sees no images."""
-        rows = (td[EPISODE_INDEX] >= 0).nonzero().flatten()
-        images = {key: td[key][rows].cpu().numpy() for key in (IMAGES, WRIST_IMAGES) if key in td}
+        images = {key: td[key].cpu().numpy() for key in CAMERAS if key in td}
         if not images:
             raise ValueError(f"the policy reads neither {IMAGES!r} nor {WRIST_IMAGES!r}: there is nothing to look at")
-        self._shapes = {key: (array.shape[1:], array.dtype) for key, array in images.items()}
-        whole = [np.ascontiguousarray(array).reshape(len(rows), -1).view(np.uint8) for array in images.values()]
-        self._file.write(np.concatenate(whole, 1).tobytes())
-        episodes, decisions = td[EPISODE_INDEX][rows].tolist(), td[DECISION_INDEX][rows].tolist()
-        for episode, decision, place in zip(episodes, decisions, count(self._kept)):
-            del self._decisions.setdefault(episode, [])[decision:]  # of an attempt that crashed
-            self._decisions[episode].append(place)
-        self._kept += len(rows)
+        for row, (episode, decision) in enumerate(_places(td)):
+            if episode >= 0:
+                np.savez(self._file(episode, decision), **{key: array[row] for key, array in images.items()})
+                self._decisions[episode] = decision + 1  # fewer than there were, after an attempt that crashed
         return td
 
     def join(self) -> set[int]:
         """Have all processes see the images of all of them; returns the episodes of which there are some."""
-        self._file.close()
-        self._images.clear()
-        self._all.clear()
-        everything = distributed.all_gather_object((self._path, self._kept, self._shapes, self._decisions))
-        for rank, (path, kept, shapes, decisions) in enumerate(everything):
-            self._shapes = self._shapes or shapes
-            self._images.append(np.memmap(path, np.uint8, "r").reshape(kept, -1) if kept else None)
-            self._all |= {episode: (rank, places) for episode, places in decisions.items()}
-        return set(self._all)
+        for each in distributed.all_gather_object(self._decisions):
+            self._decisions |= each
+        return set(self._decisions)
 
     def others(self, donors: Sequence[int]) -> Observe:
         """Ablation: the policy sees the images of another episode at the same decision; its last ones once it is over.
 
-        State and instruction stay its own. ``donors`` are the other episodes, see :func:`other_trials`. Calls
-        :meth:`join`, as all processes do, if that has not been.
+        State and instruction stay its own. ``donors`` are the other episodes, see :func:`other_trials`. All processes
+        call it, since it calls :meth:`join`.
         """
-        if not self._all:
-            self.join()
+        self.join()
 
         def observe(td: TensorDictBase) -> TensorDictBase:
-            shown = {key: td[key].clone() for key in self._shapes}
-            places = zip(td[EPISODE_INDEX].tolist(), td[DECISION_INDEX].tolist(), strict=True)
-            for row, (episode, decision) in enumerate(places):
+            shown = {key: td[key].clone() for key in CAMERAS if key in td}
+            for row, (episode, decision) in enumerate(_places(td)):
                 if episode >= 0:
-                    for key, image in self._read(donors[episode], decision).items():
-                        shown[key][row] = torch.from_numpy(image)
+                    donor = donors[episode]
+                    with np.load(self._file(donor, min(decision, self._decisions[donor] - 1))) as images:
+                        for key in shown:
+                            shown[key][row] = torch.from_numpy(images[key])
             return td.update(shown)
 
         return observe
 
-    def _read(self, episode: int, decision: int) -> dict[str, np.ndarray]:
-        rank, places = self._all[episode]
-        images = self._images[rank]
-        assert images is not None  # it has places
-        data, found, begin = images[places[min(decision, len(places) - 1)]], {}, 0
-        for key, (shape, dtype) in self._shapes.items():
-            end = begin + math.prod(shape) * dtype.itemsize
-            found[key] = np.array(data[begin:end]).view(dtype).reshape(shape)
-            begin = end
-        return found
+    def _file(self, episode: int, decision: int) -> Path:
+        return self._folder / f"{episode}_{decision}.npz"
+
+
+def _places(td: TensorDictBase) -> Iterator[tuple[int, int]]:
+    return zip(td[EPISODE_INDEX].tolist(), td[DECISION_INDEX].tolist(), strict=True)
 
 
 def other_trials(

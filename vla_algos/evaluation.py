@@ -371,7 +371,7 @@ def evaluate(
     asks_where = keys.DECISION_INDEX in actor.in_keys
     collector = EpisodeCollector(
         env,
-        _Observing(actor, observe or _as_it_is, lambda: collector) if observe or asks_where else actor,
+        _Observing(actor, observe or (lambda seen: seen), lambda: collector) if observe or asks_where else actor,
         wanted,
         exploration=ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM,
         for_learning=False,
@@ -469,10 +469,6 @@ class _Observing(TensorDictModuleBase):
         where = {keys.EPISODE_INDEX, keys.DECISION_INDEX}.difference(self.in_keys)
         decision = self.policy(self.observe(inputs).exclude(*where))
         return tensordict.set(keys.ACTION, decision[keys.ACTION])
-
-
-def _as_it_is(observations: TensorDictBase) -> TensorDictBase:
-    return observations
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import nn
 from torchrl.envs import EnvBase
 
 from vla_common.keys import ACTION, STATE_VALUE
@@ -38,27 +37,6 @@ def loss_keys(policy: TensorDictModuleBase) -> list[Any]:
     return [key for key in dict.fromkeys([*policy.in_keys, *policy.out_keys]) if key != STATE_VALUE]
 
 
-def load_weights(policy: nn.Module, source: nn.Module | TensorDictBase | Mapping[str, Any]) -> None:
-    """Copy weights into a policy, in place: of a module, of ``TensorDict.from_module(module)`` or a ``state_dict``.
-
-    A ``ValueError`` if names of the weights differ.
-    """
-    if source is policy:
-        return
-    own = TensorDict.from_module(policy).data.flatten_keys(".")
-    if isinstance(source, nn.Module):
-        source = TensorDict.from_module(source)
-    given = source.data.flatten_keys(".") if isinstance(source, TensorDictBase) else source
-    differ = sorted(set(map(str, own.keys())) ^ set(map(str, given.keys())))
-    if differ:
-        raise ValueError(
-            f"these are not the weights of a {type(policy).__name__}: {len(differ)} names differ, such as "
-            f"{differ[0]!r}; pass a module of the same kind, TensorDict.from_module(module) or module.state_dict()"
-        )
-    for name, weight in own.items():
-        weight.copy_(given[name])
-
-
 class _Callable(TensorDictModuleBase):
     """A callable without keys: it gets all observations, and its action alone is kept."""
 
@@ -75,16 +53,10 @@ class _Callable(TensorDictModuleBase):
         self.in_keys, self.out_keys, self.loss_keys = list(env.observation_spec.keys()), [ACTION], ()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        name, problem = type(self.function).__name__, None
-        try:
-            decision: Any = self.function(tensordict)
-        except TypeError as error:
-            if not isinstance(self.function, nn.Module):
-                raise
-            decision, problem = None, error  # a network of tensors, such as nn.Linear
+        decision: Any = self.function(tensordict)
         if not isinstance(decision, TensorDictBase) or decision.get(ACTION, None) is None:
             raise TypeError(
-                f"a policy takes a TensorDict and returns it with {ACTION!r}, {name} does not; wrap what takes "
-                f"tensors: TensorDictModule(network, in_keys=['states'], out_keys=[{ACTION!r}])"
-            ) from problem
+                f"a policy takes a TensorDict and returns it with {ACTION!r}, {type(self.function).__name__} does not; "
+                f"wrap what takes tensors: TensorDictModule(network, in_keys=['states'], out_keys=[{ACTION!r}])"
+            )
         return decision

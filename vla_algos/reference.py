@@ -40,19 +40,11 @@ class FrozenPolicy:
         return dict(self._weights or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; ``ValueError`` if it is of another policy."""
-        if not state:
-            return
-        weights = self.policy.trained_weights()
-        own, saved = ({name: tensor.shape for name, tensor in some.items()} for some in (weights, state))
-        if wrong := sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)):
-            raise ValueError(
-                f"the frozen policy of this state is another one: {len(wrong)} tensors differ, such as {wrong[0]}; "
-                "resume with the policy settings of that run"
-            )
+        """Restore what :meth:`state_dict` returned, of the same policy."""
+        weights = self.policy.trained_weights() if state else {}
         for name, tensor in weights.items():
             tensor.copy_(state[name])
-        self._weights = weights
+        self._weights = weights or None
 
     def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""

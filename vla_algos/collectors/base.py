@@ -15,7 +15,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from vla_algos.policies import Policy, as_module, load_weights, loss_keys
+from vla_algos.policies import Policy, as_module, loss_keys
 from vla_common import keys
 from vla_envs.env import VLAEnv, base_env
 from vla_envs.stages import check_stages
@@ -61,10 +61,8 @@ class ChunkCollector(BaseCollector):
         stages: int,
         halves: bool = False,
         step_hook: Hook | None,
-        pre_collect_hook: Callable[[], None] | None,
-        post_collect_hook: Hook | None,
     ):
-        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        super().__init__()
         self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
         self.step_hook, self.stages = step_hook, stages
@@ -182,7 +180,7 @@ class ChunkCollector(BaseCollector):
         """Copy weights into the policy; without arguments there is nothing to do, it acts with its own.
 
         They are a module of the same kind, its weights as a TensorDict, or a ``state_dict``, in ``weights_dict`` under
-        ``"policy"``. A ``ValueError`` if they do not fit, or workers or other models are named.
+        ``"policy"``; if they do not fit, the error is torch's. A ``ValueError`` if workers or other models are named.
         """
         if worker_ids is not None:
             raise ValueError(f"worker_ids is {worker_ids}, but the policy of {type(self).__name__} is in this process")
@@ -195,8 +193,13 @@ class ChunkCollector(BaseCollector):
     def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
         if model_id not in (None, "policy"):
             raise ValueError(f"there is one model, 'policy', and no {model_id!r}")
+        if isinstance(policy_or_weights, nn.Module):
+            policy_or_weights = policy_or_weights.state_dict()
+        if isinstance(policy_or_weights, TensorDictBase):  # it has what a state_dict leaves out, too
+            weights = policy_or_weights.flatten_keys(".")
+            policy_or_weights = {name: weights[name] for name in self.policy.state_dict()}
         if policy_or_weights is not None:
-            load_weights(self.policy, policy_or_weights)
+            self.policy.load_state_dict(policy_or_weights)
 
     def start(self) -> None:
         """Refuse: a batch is collected when it is asked for, by the policy of that moment."""

@@ -53,10 +53,10 @@ class EpisodeCollector(ChunkCollector):
         on_episode: called with the index in the queue and each finished episode, in the order of finishing.
         step_hook: called with the outcome of every decision (batch ``[N]``; idle slots have task id -1; with
             ``stages`` or ``overlap_resets`` of those that decided, with ``env_index``).
-        pre_collect_hook, post_collect_hook: TorchRL's hooks: before each iteration over the queue, and with each
-            episode that is yielded.
 
     Attributes:
+        pre_collect_hook, post_collect_hook: TorchRL's, ``None`` at first: called before each iteration over the queue,
+            and with each episode that is yielded.
         attempts: by index in the queue, how often an episode was run.
         errors: by index in the queue, why its last attempt crashed, where that is known.
         deciding: the episode, or ``None``, of each row of the last decision.
@@ -81,8 +81,6 @@ class EpisodeCollector(ChunkCollector):
         overlap_resets: bool = False,
         on_episode: Callable[[int, TensorDictBase], None] | None = None,
         step_hook: Hook | None = None,
-        pre_collect_hook: Callable[[], None] | None = None,
-        post_collect_hook: Hook | None = None,
     ):
         super().__init__(
             env,
@@ -92,8 +90,6 @@ class EpisodeCollector(ChunkCollector):
             stages=stages,
             halves=overlap_resets,
             step_hook=step_hook,
-            pre_collect_hook=pre_collect_hook,
-            post_collect_hook=post_collect_hook,
         )
         if not for_learning:
             self.stored_keys = [key for key in self.stored_keys if key in OUTCOME_KEYS]

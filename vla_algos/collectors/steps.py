@@ -45,7 +45,9 @@ class StepCollector(ChunkCollector):
             transforms.
         step_hook: called with the outcome of every decision (batch ``[N]``); of every stage's, with ``env_index``,
             where there are several.
-        pre_collect_hook, post_collect_hook: TorchRL's hooks, called before and with each batch.
+
+    Attributes:
+        pre_collect_hook, post_collect_hook: TorchRL's, ``None`` at first: called before and with each batch.
     """
 
     @checked
@@ -60,8 +62,6 @@ class StepCollector(ChunkCollector):
         bootstrap: Bootstrap = "truncation",
         stages: Count = 1,
         step_hook: Hook | None = None,
-        pre_collect_hook: Callable[[], None] | None = None,
-        post_collect_hook: Hook | None = None,
     ):
         super().__init__(
             env,
@@ -70,8 +70,6 @@ class StepCollector(ChunkCollector):
             values=values,
             stages=stages,
             step_hook=step_hook,
-            pre_collect_hook=pre_collect_hook,
-            post_collect_hook=post_collect_hook,
         )
         self.decisions, self.bootstrap, self.total_frames = decisions, bootstrap, total_frames
         self.frames_per_batch = self.requested_frames_per_batch = env.batch_size.numel() * decisions

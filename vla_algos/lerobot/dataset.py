@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,11 +31,6 @@ ACTIONS, STATES = ("action", "actions"), ("observation.state", "state")  # the n
 PARQUET = ("pyarrow.parquet", "is a data set of LeRobot, and pyarrow, which reads it")  # of needs()
 VIDEOS = ("av", "has videos, and av, which decodes them")
 _EPISODE, _FRAME, _TASK, _SUCCESS = "episode_index", "frame_index", "task_index", "next.success"
-_CONVERTERS = {  # by major and minor version; the modules are in LeRobot 0.3.3
-    1: "python -m lerobot.datasets.v2.convert_dataset_v1_to_v2, then python -m lerobot.datasets.v21."
-    "convert_dataset_v20_to_v21",
-    2: "python -m lerobot.datasets.v21.convert_dataset_v20_to_v21",
-}
 
 
 @dataclass(frozen=True)
@@ -154,16 +148,6 @@ class LeRobotFolder:
         return {int(row[_EPISODE]): row for row in rows}
 
     @cached_property
-    def frames_of_tasks(self) -> dict[int, int]:
-        """How many frames there are of each ``task_index`` that has some; nothing else of them is read."""
-        counted: Counter[int] = Counter()
-        for file in sorted((self.path / "data").rglob("*.parquet")):
-            with reading(self.path, file) as opened:
-                column = opened.read(columns=[_TASK])[_TASK]
-            counted.update(_numbers(self.path, f"{file.relative_to(self.path)}: {_TASK}", column, 1)[:, 0].tolist())
-        return dict(counted)
-
-    @cached_property
     def unsolved(self) -> int:
         """How many episodes were never solved by ``next.success``; 0 where no such column is."""
         solved: dict[int, bool] = {}
@@ -234,15 +218,11 @@ def _version(path: Path, stored: str) -> tuple[int, int]:
     if found is None:
         raise damaged(path, f"{INFO} has codebase_version {stored!r}")
     major, minor = int(found[1]), int(found[2])
-    if major < 2 or (major, minor) == (2, 0):
-        raise ValueError(
-            f"{path}: is in LeRobot's format {stored}, and v2.1 and v3.0 are read; convert it with LeRobot 0.3.3: "
-            f"{_CONVERTERS[max(major, 1)]} --repo-id=NAME"
-        )
     if (major, minor) != (2, 1) and major != 3:
         raise ValueError(
-            f"{path}: is in LeRobot's format {stored}, and this version of the library reads v2.1 and v3.0; type pip "
-            "install --upgrade vla-torchrl, or take a data set in one of those"
+            f"{path}: is in LeRobot's format {stored}, and v2.1 and v3.0 are read; convert an older one with LeRobot "
+            "0.3.3 (python -m lerobot.datasets.v2.convert_dataset_v1_to_v2 and .v21.convert_dataset_v20_to_v21), for a "
+            "newer one type pip install --upgrade vla-torchrl"
         )
     return major, minor
 

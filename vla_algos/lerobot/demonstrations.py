@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,8 +124,8 @@ class LeRobotDemonstrations:
     def _foreign(self) -> dict[int, int]:
         """Count the frames of each ``task_index`` that is left out, as its instruction is none of the environment's."""
         foreign = [index for index, task_id in self.task_ids.items() if task_id < 0 and self.tasks == "environment"]
-        counts = self.folder.frames_of_tasks if foreign else {}
-        return {index: counts[index] for index in foreign if index in counts}
+        counts = Counter(self.folder.table.task.tolist() if foreign else ())
+        return {index: counts[index] for index in foreign if counts[index]}
 
     def facts(self) -> dict[str, Any]:
         """Return what ``run.json`` keeps of it."""

@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vla_algos import distributed
 from vla_algos.evaluation import EvaluationResult
+from vla_algos.files import write_atomically
 
 _WATCHABLE = 256  # pixels of the longer side
 _SMALLEST, _SHARE = 9, 0.05  # height of the letters: pixels, and of the frame's width
@@ -62,16 +63,11 @@ def write_video(path: Path, frames: np.ndarray, fps: float) -> Path:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
-    unfinished = path.with_name(f".unfinished_{path.name}")
     how: dict[str, Any] = {"codec": "libx264", "macro_block_size": 1, "quality": 8, "ffmpeg_log_level": "fatal"}
-    try:
-        imageio.mimwrite(unfinished, list(frames), fps=fps, **how)
-        if b"moov" not in unfinished.read_bytes():  # the index, which comes last; ffmpeg's failure goes unnoticed
-            raise OSError("ffmpeg broke off; is there room?")
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise OSError(f"{path}: {str(error).partition(chr(10))[0]}") from error
+    content = imageio.mimwrite("<bytes>", list(frames), "mp4", fps=fps, **how)
+    if b"moov" not in content:  # the index, which comes last; ffmpeg's failure goes unnoticed
+        raise OSError(f"{path}: ffmpeg broke off; is there room?")
+    write_atomically(path, content)
     return path
 
 

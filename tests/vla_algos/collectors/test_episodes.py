@@ -166,13 +166,9 @@ def test_same_seed_same_episodes(policy):
 
 def test_hooks_shutdown_and_state(policy):
     seen = []
-    collector = EpisodeCollector(
-        ToyEnv(2),
-        policy,
-        queue(3),
-        pre_collect_hook=lambda: seen.append("start"),
-        post_collect_hook=lambda episode: seen.append(int(episode[TRIAL_ID][0])),
-    )
+    collector = EpisodeCollector(ToyEnv(2), policy, queue(3))
+    collector.pre_collect_hook = lambda: seen.append("start")
+    collector.post_collect_hook = lambda episode: seen.append(int(episode[TRIAL_ID][0]))
     list(collector)
     assert seen == ["start", 100, 101, 102]
     assert collector.stats()["batches"] == 1
