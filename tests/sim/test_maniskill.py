@@ -834,40 +834,6 @@ def test_rotations_are_to_the_bit_those_of_maniskill():
         assert np.array_equal(np.array(_quaternion(each), np.float32), expected), each
 
 
-def test_a_robots_description_is_taken_apart_once_for_each_text(monkeypatch, tmp_path):
-    from sapien.wrapper import urdf_loader
-
-    from vla_envs.urdf import _take_apart, remembered_descriptions
-
-    text = """<robot name="r"><link name="a"/><link name="b"/>
-      <joint name="j" type="revolute"><parent link="a"/><child link="b"/><axis xyz="1 2 3"/>
-      <origin xyz="0.1 0 0"/><limit lower="-1" upper="1" effort="1" velocity="1"/></joint></robot>"""
-
-    def built(text, scale=1.0):
-        (tmp_path / "r.urdf").write_text(text)
-        loader = urdf_loader.URDFLoader()
-        loader.scale, loader.scene = scale, sapien.Scene()
-        (builder,), _, _ = loader.parse(str(tmp_path / "r.urdf"))
-        record = builder.link_builders[1].joint_record
-        return [np.concatenate([pose.p, pose.q]).tolist() for pose in (record.pose_in_parent, record.pose_in_child)]
-
-    vulkan.choose_driver()
-    import sapien
-
-    other = text.replace("0.1", "0.2")
-    expected = [built(text, 3.0), built(other, 3.0)]
-    _take_apart.cache_clear()
-    with remembered_descriptions():
-        assert [built(text, 3.0), built(text, 3.0), built(other, 3.0), built(text, 3.0)] == [
-            expected[0],
-            expected[0],
-            expected[1],
-            expected[0],
-        ]
-    assert _take_apart.cache_info()[:2] == (2, 2)  # hits, misses
-    assert urdf_loader.URDF.__module__.startswith("sapien")
-
-
 @needs_maniskill_driver
 def test_the_goal_of_pick_cube_is_seen():
     """ManiSkill hides it from cameras, and a policy is given no coordinates."""
