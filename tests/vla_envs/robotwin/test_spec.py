@@ -1,6 +1,5 @@
 """RoboTwin without its simulator: names, options, seeds, packages and assets that lack, what is refused."""
 
-import io
 import json
 import sys
 from contextlib import nullcontext
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import yaml
 
 from vla_envs import Episode, EpisodeSampler, evaluation_episodes, list_envs, make_spec, robotwin
 from vla_envs.folders import digest_of
@@ -415,10 +413,6 @@ def test_what_a_reset_asks_again_is_remembered():
     assert found == [distance(lying, other) for other in (lying, turned, lying, turned)]
     assert [second.dtype for _, second in asked[:3]] == [np.float32, np.float32, np.float64]
     assert len(asked) == 3 + 4  # which are those of the comparison
-    text = "D435: {w: 320, h: 240}"
-    first, second = (package._RememberedFiles.load(text, Loader=yaml.FullLoader) for _ in range(2))
-    first["D435"]["w"] = 0
-    assert second == package._RememberedFiles.safe_load(io.StringIO(text)) == {"D435": {"w": 320, "h": 240}}
 
 
 def test_the_order_of_files_is_not_the_file_systems(monkeypatch):
