@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import gymnasium
@@ -317,15 +318,15 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "meaning"),
+    "said",
     [  # what SAPIEN 3.0.3 says without a driver, and with Mesa 22.3
-        ("RuntimeError: vk::createInstanceUnique: ErrorIncompatibleDriver", "no Vulkan driver"),
-        ('RuntimeError: Failed to find a supported physical device "cpu"', "too old"),
-        ("crashed", "SAPIEN cannot draw: crashed"),
+        "RuntimeError: vk::createInstanceUnique: ErrorIncompatibleDriver",
+        'RuntimeError: Failed to find a supported physical device "cpu"',
     ],
 )
-def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, meaning):
+def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said):
     monkeypatch.setattr(vulkan, "try_driver", lambda: (False, said))
+    meaning = re.escape(f"no Vulkan driver that SAPIEN can draw with ({said})")
     with pytest.raises(vulkan.VulkanError, match=meaning) as found:
         vulkan.check_driver()
     assert "scripts/install_vulkan_driver.py" in str(found.value)
