@@ -19,8 +19,7 @@ from vla_policies.flow.steps import euler, times
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.pi0.checkpoint import Pi0Checkpoint
-from vla_policies.pi0.inspection import published_sizes
-from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig
+from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig, published_sizes
 from vla_policies.pi0.policy import Pi0, Pi0Config
 
 

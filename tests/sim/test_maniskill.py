@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import gymnasium
@@ -317,15 +318,15 @@ def test_missing_and_half_downloaded_assets(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "meaning"),
+    "said",
     [  # what SAPIEN 3.0.3 says without a driver, and with Mesa 22.3
-        ("RuntimeError: vk::createInstanceUnique: ErrorIncompatibleDriver", "no Vulkan driver"),
-        ('RuntimeError: Failed to find a supported physical device "cpu"', "too old"),
-        ("crashed", "SAPIEN cannot draw: crashed"),
+        "RuntimeError: vk::createInstanceUnique: ErrorIncompatibleDriver",
+        'RuntimeError: Failed to find a supported physical device "cpu"',
     ],
 )
-def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said, meaning):
+def test_a_missing_or_old_vulkan_driver_is_one_clear_error(monkeypatch, said):
     monkeypatch.setattr(vulkan, "try_driver", lambda: (False, said))
+    meaning = re.escape(f"no Vulkan driver that SAPIEN can draw with ({said})")
     with pytest.raises(vulkan.VulkanError, match=meaning) as found:
         vulkan.check_driver()
     assert "scripts/install_vulkan_driver.py" in str(found.value)
@@ -832,40 +833,6 @@ def test_rotations_are_to_the_bit_those_of_maniskill():
     for each in torch.from_numpy(angles)[:, None]:
         expected = matrix_to_quaternion(euler_angles_to_matrix(each, "XYZ"))[0].numpy()
         assert np.array_equal(np.array(_quaternion(each), np.float32), expected), each
-
-
-def test_a_robots_description_is_taken_apart_once_for_each_text(monkeypatch, tmp_path):
-    from sapien.wrapper import urdf_loader
-
-    from vla_envs.urdf import _take_apart, remembered_descriptions
-
-    text = """<robot name="r"><link name="a"/><link name="b"/>
-      <joint name="j" type="revolute"><parent link="a"/><child link="b"/><axis xyz="1 2 3"/>
-      <origin xyz="0.1 0 0"/><limit lower="-1" upper="1" effort="1" velocity="1"/></joint></robot>"""
-
-    def built(text, scale=1.0):
-        (tmp_path / "r.urdf").write_text(text)
-        loader = urdf_loader.URDFLoader()
-        loader.scale, loader.scene = scale, sapien.Scene()
-        (builder,), _, _ = loader.parse(str(tmp_path / "r.urdf"))
-        record = builder.link_builders[1].joint_record
-        return [np.concatenate([pose.p, pose.q]).tolist() for pose in (record.pose_in_parent, record.pose_in_child)]
-
-    vulkan.choose_driver()
-    import sapien
-
-    other = text.replace("0.1", "0.2")
-    expected = [built(text, 3.0), built(other, 3.0)]
-    _take_apart.cache_clear()
-    with remembered_descriptions():
-        assert [built(text, 3.0), built(text, 3.0), built(other, 3.0), built(text, 3.0)] == [
-            expected[0],
-            expected[0],
-            expected[1],
-            expected[0],
-        ]
-    assert _take_apart.cache_info()[:2] == (2, 2)  # hits, misses
-    assert urdf_loader.URDF.__module__.startswith("sapien")
 
 
 @needs_maniskill_driver

@@ -56,6 +56,6 @@ BENCHMARK = Benchmark(
     suites=suites,
     suite_title=str.capitalize,
     checks=check,
-    unseen=("assets", "cache_gigabytes", "download_assets"),
+    unseen=("assets", "cache_gigabytes"),
     downloads=(package.PACKAGES, package.ASSETS),
 )

@@ -14,7 +14,6 @@ import tempfile
 import types
 import zipfile
 from functools import cache, lru_cache, partial
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,29 +43,9 @@ _FOLDERS = ("textures", "articulated_objects", "stable_scanned_objects", "turbos
 _LARGEST_STATES = 64 * 2**20  # bytes; those of LIBERO have 0.1 MB
 
 
-@cache
-def wrong_versions() -> tuple[str, ...]:
-    """List what is installed in another version than :data:`VERSIONS`; what is not installed does not count."""
-    found = []
-    for name, wanted in VERSIONS.items():
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if version != wanted:
-            found.append(f"{name} {version}, needs {wanted}")
-    return tuple(found)
-
-
-def check_versions(allow_other_versions: bool = False) -> None:
+def check_versions() -> None:
     """Check that LIBERO is installed, in the right versions."""
-    check_installed("LIBERO", {name: name for name in ("libero", "robosuite", "bddl", "mujoco")}, {}, INSTALL)
-    if wrong_versions() and not allow_other_versions:
-        pins = " ".join(f"'{name}=={version}'" for name, version in VERSIONS.items())
-        raise RuntimeError(
-            f"LIBERO's results belong to other versions: {'; '.join(wrong_versions())}. Type: pip install --no-deps "
-            f"{pins}; to run all the same and have it said with the results: allow_other_versions=true"
-        )
+    check_installed("LIBERO", {name: name for name in ("libero", "robosuite", "bddl", "mujoco")}, VERSIONS, INSTALL)
 
 
 def package_folder() -> Path:
@@ -86,19 +65,14 @@ def asset_places(assets: str | None = None) -> list[Path]:
     return list_places(assets, "", ["libero/assets"], [*installed, Path.home() / ".cache" / "libero" / "assets"])
 
 
-def find_assets(assets: str | None = None, download: bool = False) -> Path:
+def find_assets(assets: str | None = None) -> Path:
     """Find the folder of meshes, textures and object descriptions: ``assets``, or the first complete one of these.
 
     ``$VLA_TORCHRL_ASSETS/libero/assets``, the package's own folder, ``~/.cache/libero/assets``,
-    ``~/.cache/vla-torchrl/libero/assets``. They are fetched if there are none and ``download`` is true.
+    ``~/.cache/vla-torchrl/libero/assets``.
     """
-    places = asset_places(assets)
-    if download and assets is None and all(map(missing_assets, places)):
-        from vla_envs.fetch import get
-
-        get(ASSETS)
-    remedy = "python -m vla_envs fetch libero-assets   (or download_assets=true, or assets=FOLDER)"
-    return find_folder("no LIBERO assets", places, missing_assets, remedy)
+    remedy = "python -m vla_envs fetch libero-assets   (or assets=FOLDER)"
+    return find_folder("no LIBERO assets", asset_places(assets), missing_assets, remedy)
 
 
 def missing_assets(folder: Path) -> list[str]:

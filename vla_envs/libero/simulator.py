@@ -23,9 +23,9 @@ class LiberoSimulator:
 
     def __init__(self, spec: SimulatorSpec):
         options = spec.options
-        check_versions(options["allow_other_versions"])
+        check_versions()
         self.spec = spec
-        self._assets = find_assets(options["assets"], options["download_assets"])
+        self._assets = find_assets(options["assets"])
         from vla_envs.libero import world  # only now: it imports MuJoCo
 
         self._worlds = world
@@ -35,8 +35,8 @@ class LiberoSimulator:
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:
-        check_versions(spec.options["allow_other_versions"])
-        find_assets(spec.options["assets"], spec.options["download_assets"])
+        check_versions()
+        find_assets(spec.options["assets"])
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:

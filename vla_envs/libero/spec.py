@@ -16,7 +16,7 @@ from typing import Literal
 
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Factor, Pixels, Whole, checked
-from vla_envs.libero.package import describe_assets, wrong_versions
+from vla_envs.libero.package import describe_assets
 from vla_envs.protocol import HORIZON, PIXELS, SETTLE_STEPS, list_deviations
 from vla_envs.rendering.egl import check_renderer
 from vla_envs.simulator import SimulatorSpec, Task
@@ -98,9 +98,7 @@ def make_spec(
     image_size: Pixels = IMAGE_SIZE,
     render_quality: Literal["benchmark", "fast"] = "benchmark",
     assets: str | None = None,
-    download_assets: bool = False,
     cache_gigabytes: Factor = 2.0,
-    allow_other_versions: bool = False,
 ) -> SimulatorSpec:
     """Describe a LIBERO suite without importing LIBERO.
 
@@ -118,9 +116,7 @@ def make_spec(
         image_size: pixels of a side, of both cameras.
         render_quality: ``"benchmark"``, or ``"fast"`` (see :data:`RENDER_QUALITIES`); the pixels differ.
         assets: folder of meshes and textures; ``None`` looks for it, see :func:`vla_envs.libero.package.find_assets`.
-        download_assets: fetch it if there is none.
         cache_gigabytes: memory for built worlds that are kept for the next episode of their task, per worker.
-        allow_other_versions: run although LIBERO, robosuite or MuJoCo are not the versions that results belong to.
 
     Raises:
         ValueError: an unknown suite, task or option value.
@@ -138,7 +134,6 @@ def make_spec(
     drawn = fixtures or published.fixtures
     draws = "with the trial's number as the seed" if drawn == "trial" else f"by the evaluation script of {drawn}"
     several = ", ".join(f"{number} for {group}" for group, number in horizons.items())
-    others = "; ".join(wrong_versions()) if allow_other_versions else ""
     deviations = list_deviations(
         (len(set(horizons.values())), 1, f"one horizon for all suites; {protocol} has {several}"),
         (steps, horizon, HORIZON),
@@ -148,7 +143,6 @@ def make_spec(
         (len(tasks), len(suites()[name]), "{value} of the suite's {usual} tasks"),
         (render_quality, "benchmark", RENDER_QUALITIES),
         ((image_size,) * 2, (IMAGE_SIZE,) * 2, PIXELS),
-        (others, "", "other versions: {value}"),
     )
     return SimulatorSpec(
         id=f"libero/{name}",
@@ -173,9 +167,7 @@ def make_spec(
             "fixtures": drawn,
             "render_quality": render_quality,
             "assets": assets,
-            "download_assets": download_assets,
             "cache_gigabytes": cache_gigabytes,
-            "allow_other_versions": allow_other_versions,
         },
     )
 

@@ -17,7 +17,6 @@ from vla_envs.maniskill.variants import FACTORS, VariantSplit
 from vla_envs.rendering.gpus import WORKER, gpu_of_worker, refuse_fork, show
 from vla_envs.rendering.vulkan import NO_CUDA, check_driver, check_gpus, choose_driver, has_gpu
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
-from vla_envs.urdf import remembered_descriptions
 
 if TYPE_CHECKING:
     from vla_envs.maniskill.expert import Expert
@@ -60,8 +59,7 @@ class ManiSkillSimulator:
     def _begin(self, **how: Any) -> None:
         from vla_envs.maniskill.arm import replace_methods
 
-        with remembered_descriptions():
-            self._world.reset(**how)
+        self._world.reset(**how)
         replace_methods(self._world.agent)
 
     def step(self, action: np.ndarray) -> Outcome:

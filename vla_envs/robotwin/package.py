@@ -7,7 +7,6 @@ late and retries whatever fails without an end.
 from __future__ import annotations
 
 import contextlib
-import copy
 import glob
 import importlib
 import io
@@ -22,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from vla_common.plain import parse_yaml, read_json
+from vla_common.plain import read_json
 from vla_envs.folders import Checkout, Download, Source, check_installed, find_folder, list_places
 from vla_envs.robotwin.planning import stand_ins
 
@@ -222,10 +220,7 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
     importlib.invalidate_caches()
     try:
         with _silence(), stand_ins():
-            base, create, camera = (
-                importlib.import_module(f"envs.{name}")
-                for name in ("_base_task", "utils.create_actor", "camera.camera")
-            )
+            base, create = (importlib.import_module(f"envs.{name}") for name in ("_base_task", "utils.create_actor"))
             sentences = importlib.import_module("description.utils.generate_episode_instructions")
     finally:
         sys.path.remove(str(folder))
@@ -239,8 +234,6 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
     _patch_transforms3d()
     # Asked 200 times for each object that comes to rest.
     base.cal_quat_dis = _remembered(base.cal_quat_dis, 1024)  # type: ignore[attr-defined]
-    for module in (base, camera):
-        module.yaml = _RememberedFiles  # type: ignore[attr-defined]
     return RoboTwin(folder, assets, create.UnStableError, sentences.generate_episode_descriptions)
 
 
@@ -290,22 +283,6 @@ def _remembered(function: Callable[..., Any], most: int) -> Callable[..., Any]:
         return known(*((array.shape, array.dtype.str, array.tobytes()) for array in map(np.asarray, arrays)))
 
     return remembered
-
-
-class _RememberedFiles:
-    FullLoader = yaml.FullLoader
-
-    @staticmethod
-    def load(text: str, Loader: Any) -> Any:  # noqa: N803  yaml calls it so
-        """Read plain YAML, and at the second time as a copy of what was read at the first."""
-        return copy.deepcopy(_read(text))
-
-    @staticmethod
-    def safe_load(file: Any) -> Any:
-        return copy.deepcopy(_read(file.read()))
-
-
-_read = lru_cache(maxsize=16)(parse_yaml)
 
 
 @contextlib.contextmanager

@@ -20,10 +20,6 @@ LONGEST = 500  # physics steps of a chunk; longer ones are sampled down to it
 _GRID_ERROR, _GRID_STEP, _GRID_POINTS = 1e-3, 0.05, 100  # toppra's own choice of where limits are looked at
 
 
-class NoPlanning(RuntimeError):
-    """A scripted demonstration has asked for a motion plan."""
-
-
 class Planner:
     """Stands for mplib's planners."""
 
@@ -55,7 +51,7 @@ class Planner:
 
     def plan_pose(self, *_: Any, **__: Any) -> Any:
         """Refuse."""
-        raise NoPlanning("RoboTwin's scripted demonstrations need motion planning, which is not there")
+        raise RuntimeError("RoboTwin's scripted demonstrations need motion planning, which is not there")
 
     plan_screw = plan_qpos = IK = plan_pose
 

@@ -17,7 +17,6 @@ from vla_common.plain import read_yaml
 from vla_envs.rendering.vulkan import choose_driver, has_gpu, show_own_gpu
 from vla_envs.robotwin.package import RoboTwin, import_robotwin
 from vla_envs.robotwin.physics import Drives, PhysicsSteps, sapiens_defaults
-from vla_envs.urdf import remembered_descriptions
 
 FAST_SHADOWS = 1024  # pixels of a side of a shadow map where drawing is to be fast; SAPIEN's are 2048
 STANDING = 50  # physics steps of a chunk for which there is no motion
@@ -71,7 +70,6 @@ class World:
                 sapiens_defaults(),
                 contextlib.redirect_stdout(said),
                 _lost_shapes(self.untouchable),
-                remembered_descriptions(),
             ):
                 self.task.setup_demo(now_ep_num=seed, seed=seed, task_name=name, **copy.deepcopy(self._settings))
                 kept = np.random.get_state()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
-from vla_policies.checkpoint.weights import Entry
+from vla_policies.checkpoint.report import Report
+from vla_policies.checkpoint.weights import Entry, check_weights
 from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.memory import PREFIX_ROWS
 from vla_policies.flow.policy import FlowPolicy
@@ -106,9 +108,39 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
         """Read images and prompt; ``tokens`` int64 and ``valid`` bool are ``[N, L]``; ``output``: hidden states too."""
 
+    @classmethod
+    @abstractmethod
+    def published_model(cls, **settings: Any) -> nn.Module:
+        """Build a model of the published sizes; SettingError where the ``settings`` do not say which."""
+
     def value_widths(self) -> tuple[int, ...]:
         """Return the widths between, of the layers of a new value head."""
         return _VALUE_WIDTHS
+
+    # ---- inspection
+
+    @classmethod
+    def describe(cls, folder: Path) -> Report:
+        report = Report({"family": cls.family})
+        try:
+            checkpoint: Any = cls.read_checkpoint(folder)
+            report.facts |= checkpoint.describe()
+            checkpoint.check_statistics()
+            model, entries = checkpoint.empty_model()
+            unused = cast(Callable[[str], bool], cls.unused)  # which needs no policy
+            check_weights(model, entries, unused=unused, what=str(folder))
+        except (FileNotFoundError, ValueError) as error:
+            report.missing.append(str(error))
+        return report
+
+    @classmethod
+    def meta_model(cls, folder: Path | None, settings: Mapping[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
+        if folder is not None:
+            checkpoint: Any = cls.read_checkpoint(folder)
+            said = {name: value for name, value in checkpoint.options.items() if value is not None}
+            return checkpoint.empty_model()[0], checkpoint, {**checkpoint.settings, **said}
+        with torch.device("meta"):
+            return cls.published_model(**settings), None, {}
 
     # ---- heads, freezing, several GPUs
 

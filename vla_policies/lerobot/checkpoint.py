@@ -79,6 +79,10 @@ class LeRobotCheckpoint:
             "heads": self.heads.describe(),
         }
 
+    def check_statistics(self) -> None:
+        """Refuse (ValueError) a folder without statistics, which another robot does not need."""
+        self.folder.statistics()
+
     def with_statistics(self, actions: Mapping[str, Any], state: Mapping[str, Any]) -> Self:
         """Return it with other statistics, by name and dimension."""
         tensors = {**to_tensors(ACTION, actions), **to_tensors(STATE, state)}

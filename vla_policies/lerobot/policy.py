@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from vla_common import keys
-from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import SettingError
-from vla_policies.checkpoint.weights import check_weights
 from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.heads import save_heads
 from vla_policies.flow.vlm import VLMFlowPolicy
@@ -83,40 +80,12 @@ class LeRobotPolicy(VLMFlowPolicy):
         self.prompts = LinePrompts(folder.folder.tokenizer, longest)
 
     @classmethod
-    @abstractmethod
-    def published_model(cls) -> nn.Module:
-        """Build a model of the published sizes."""
-
-    @classmethod
     def read_checkpoint(cls, folder: Path) -> Any:
         return cls.checkpoint_class.read(folder)
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
         return is_type(folder, cls.checkpoint_class.kinds)
-
-    @classmethod
-    def describe(cls, folder: Path) -> Report:
-        report = Report({"family": cls.family})
-        try:
-            checkpoint = cls.read_checkpoint(folder)
-            report.facts |= checkpoint.describe()
-            checkpoint.folder.statistics()
-            model, entries = checkpoint.empty_model()
-            unused = cast(Callable[[str], bool], cls.unused)  # which needs no policy
-            check_weights(model, entries, unused=unused, what=str(folder))
-        except (FileNotFoundError, ValueError) as error:
-            report.missing.append(str(error))
-        return report
-
-    @classmethod
-    def meta_model(cls, folder: Path | None, settings: Mapping[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
-        if folder is not None:
-            checkpoint = cls.read_checkpoint(folder)
-            said = {name: value for name, value in checkpoint.options.items() if value is not None}
-            return checkpoint.empty_model()[0], checkpoint, {**checkpoint.settings, **said}
-        with torch.device("meta"):
-            return cls.published_model(), None, {}
 
     def decision_sizes(self) -> tuple[int, int]:
         """Return how many images a decision has and how many actions are denoised, also of a policy without numbers."""

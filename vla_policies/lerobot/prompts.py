@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vla_common.plain import parse_json
-from vla_policies.processing.prompts import PromptTokens
+from vla_policies.processing.prompts import PromptTokens, read_tokenizer
 
 
 class LinePrompts(PromptTokens):
@@ -15,14 +15,7 @@ class LinePrompts(PromptTokens):
     """
 
     def __init__(self, files: Mapping[str, bytes], max_length: int):
-        from tokenizers import Tokenizer
-
-        try:
-            self._tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
-        except Exception as error:  # the library raises a bare Exception
-            raise ValueError(f"tokenizer.json is no tokenizer ({error}); copy it again") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = read_tokenizer(files["tokenizer.json"], "tokenizer.json")
         named = parse_json(files.get("tokenizer_config.json", b"{}")).get("pad_token")
         text = named.get("content") if isinstance(named, dict) else named
         padding = None if text is None else self._tokenizer.token_to_id(text)

@@ -188,25 +188,16 @@ class GemmaMLP(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMS norm in float32, scaled by ``1 + weight``; its gate is ``None``."""
+    """RMS norm in float32, scaled by ``1 + weight``, or with ``llama`` by ``weight``; its gate is ``None``."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, llama: bool):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
+        self.weight, self.llama = nn.Parameter(torch.full((width,), float(llama))), llama
 
     def forward(self, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, None]:
-        return (_normalised(hidden) * (1 + self.weight.float())).to(hidden.dtype), None
-
-
-class LlamaNorm(nn.Module):
-    """RMS norm in float32, scaled by ``weight``; its gate is ``None``."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, None]:
-        return (_normalised(hidden, _LLAMA_EPSILON) * self.weight.float()).to(hidden.dtype), None
+        weight = self.weight.float()
+        scale, epsilon = (weight, _LLAMA_EPSILON) if self.llama else (1 + weight, _EPSILON)
+        return (_normalised(hidden, epsilon) * scale).to(hidden.dtype), None
 
 
 class ConditionedNorm(nn.Module):
@@ -222,10 +213,8 @@ class ConditionedNorm(nn.Module):
         return normed.to(hidden.dtype), gate.to(hidden.dtype)
 
 
-def _norm(config: GemmaConfig) -> Norm | LlamaNorm | ConditionedNorm:
-    if config.conditioned:
-        return ConditionedNorm(config.width)
-    return (LlamaNorm if config.llama else Norm)(config.width)
+def _norm(config: GemmaConfig) -> Norm | ConditionedNorm:
+    return ConditionedNorm(config.width) if config.conditioned else Norm(config.width, config.llama)
 
 
 def _normalised(hidden: Tensor, epsilon: float = _EPSILON) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vla_policies.processing.prompts import PromptTokens
+from vla_policies.processing.prompts import PromptTokens, read_tokenizer
 
 BOS, PAD, SPACE = 1, 32000, 29871  # Llama-2's ids, with the padding token that OpenVLA adds
 _TEMPLATE = "In: What action should the robot take to {instruction}?\nOut: "
@@ -18,19 +18,12 @@ class Prompts(PromptTokens):
     """
 
     def __init__(self, folder: str | Path, max_length: int):
-        from tokenizers import Tokenizer
-
         file = Path(folder) / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(f"{folder} has no tokenizer.json; copy that of the original checkpoint into it")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises a bare Exception
-            raise ValueError(f"{file} is no tokenizer ({error}); copy it again") from error
+        self._tokenizer = read_tokenizer(file.read_bytes(), str(file))
         if self._tokenizer.token_to_id("▁") != SPACE or self._tokenizer.token_to_id("<s>") != BOS:
             raise ValueError(f"{file} is not Llama-2's tokenizer: '▁' must be token {SPACE} and <s> {BOS}")
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         super().__init__(max_length, PAD)
 
     def tokenize(self, text: str, listed: bool = False) -> list[int]:

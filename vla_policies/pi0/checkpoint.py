@@ -21,6 +21,7 @@ from torch import Tensor
 from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.layout import unconverted
+from vla_policies.checkpoint.report import NOT_SAID, describe_weights
 from vla_policies.checkpoint.settings import OPTIONS, read_options
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, write_folder
 from vla_policies.flow.heads import StoredHeads, is_head
@@ -132,6 +133,29 @@ class Pi0Checkpoint:
     def heads(self) -> StoredHeads:
         """Value head and noise network, ours or RLinf's; headers only."""
         return StoredHeads.read(self.path, self.weights)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the config says of a policy's settings."""
+        return {"action_horizon": self.config.get("action_horizon")}
+
+    def describe(self) -> dict[str, str]:
+        """Return facts of it for a report."""
+        options = self.options
+        return {
+            "family": "pi0 (pi0.5)" if "time_mlp_in.weight" in self.weights else "pi0",
+            "benchmark": options.get("benchmark", f"{NOT_SAID}; set benchmark"),
+            "variant": options.get("config_name", f"{NOT_SAID}; set config_name"),
+            "horizon": str(options.get("action_horizon") or self.settings["action_horizon"] or "that of the variant"),
+            "statistics": ", ".join(sorted(self.statistics)),
+            "tokenizer": "yes",
+            "LoRA adapter": "lora_adapter/" if options.get("lora_adapter") else "no",
+            "weights": describe_weights(self.weights),
+            "heads": self.heads.describe(),
+        }
+
+    def check_statistics(self) -> None:
+        """Do nothing: there are some, or it could not be read."""
 
     def empty_model(self) -> tuple[Pi0Model, dict[str, Entry]]:
         entries = model_weights(self.weights)

@@ -17,8 +17,7 @@ from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.memory import DecisionMemory
 from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, is_unused, model_weights
-from vla_policies.pi0.inspection import published_sizes
-from vla_policies.pi0.model import EXPERT, Pi0Model, Pi0ModelConfig, stays_float32
+from vla_policies.pi0.model import EXPERT, Pi0Model, Pi0ModelConfig, published_sizes, stays_float32
 
 FAMILY = "pi0_lerobot"
 _VISION_HEADS = "vision_heads"  # of our options, where it is not SigLIP so400m
@@ -77,7 +76,7 @@ class LeRobotPi0(LeRobotPolicy):
     needs_float32 = staticmethod(stays_float32)
 
     @classmethod
-    def published_model(cls) -> Pi0Model:
+    def published_model(cls, **_: Any) -> Pi0Model:
         return Pi0Model(published_sizes(pi05=False))
 
     def write_checkpoint(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:

@@ -69,6 +69,13 @@ class Pi0ModelConfig:
             raise ValueError(f"no tensor {missing}: it is not a PyTorch checkpoint of pi0 or pi0.5") from None
 
 
+def published_sizes(pi05: bool) -> Pi0ModelConfig:
+    """Return the sizes of pi0, or of pi0.5: arXiv 2410.24164, openpi's gemma.py and PaliGemma."""
+    language = GemmaConfig(2048, 18, 16_384, 8, 1, 256)
+    expert = GemmaConfig(1024, 18, 4096, 8, 1, 256, conditioned=pi05)
+    return Pi0ModelConfig(SiglipConfig(), language, expert, 257_152, 32, pi05)
+
+
 def stays_float32(name: str) -> bool:
     """Tell whether a tensor stays float32 in a bfloat16 model: :func:`~vla_policies.flow.prefix.outside_stacks`."""
     return outside_stacks(name, (PREFIX, EXPERT))

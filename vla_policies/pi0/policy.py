@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow import memory
 from vla_policies.flow.heads import save_heads
 from vla_policies.flow.prefix import PrefixCache
@@ -18,8 +19,7 @@ from vla_policies.flow.vlm import VLMFlowPolicy
 from vla_policies.memory import DecisionMemory
 from vla_policies.pi0.checkpoint import Pi0Checkpoint, is_pi0, is_unused
 from vla_policies.pi0.config import Pi0Config
-from vla_policies.pi0.inspection import describe_checkpoint, make_meta_model
-from vla_policies.pi0.model import EXPERT, Pi0Model, stays_float32
+from vla_policies.pi0.model import EXPERT, Pi0Model, published_sizes, stays_float32
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.pi0.prompts import Pi0Prompts
 from vla_policies.processing.images import resize_with_pad
@@ -69,11 +69,15 @@ class Pi0(VLMFlowPolicy):
         self.prompts = Pi0Prompts(folder.tokenizer, longest)
 
     recognises = staticmethod(is_pi0)
-    describe = staticmethod(describe_checkpoint)
     read_checkpoint = staticmethod(Pi0Checkpoint.read)
-    meta_model = staticmethod(make_meta_model)
     unused = staticmethod(is_unused)
     needs_float32 = staticmethod(stays_float32)
+
+    @classmethod
+    def published_model(cls, config_name: str | None = None, **_: Any) -> Pi0Model:
+        if not config_name:
+            raise SettingError("config_name: which variant is it? such as pi0_libero or pi05_libero")
+        return Pi0Model(published_sizes(get_preset(config_name).pi05))
 
     def write_checkpoint(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
         entries = {"action_horizon": self.horizon, "vision_heads": self.model.config.vision.heads}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ def list_states(instructions: Sequence[str], states: Tensor) -> list[str]:
         f"Task: {one_line(text)}, State: {' '.join(map(str, row.tolist()))};\nAction: "
         for text, row in zip(instructions, bins, strict=True)
     ]
+
+
+def read_tokenizer(content: bytes, name: str) -> Any:
+    """Make a tokenizer, which neither cuts nor fills up, of a ``tokenizer.json``; ValueError if it is none."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(f"{name} is no tokenizer ({error}); copy it again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class PromptTokens(ABC):

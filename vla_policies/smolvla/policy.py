@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -38,7 +38,7 @@ class SmolVLA(LeRobotPolicy):
     needs_float32 = staticmethod(stays_float32)
 
     @classmethod
-    def published_model(cls) -> SmolVLAModel:
+    def published_model(cls, **_: Any) -> SmolVLAModel:
         return SmolVLAModel(published_sizes())
 
     def decision_memory(self) -> DecisionMemory:

@@ -1,6 +1,5 @@
 """RoboTwin without its simulator: names, options, seeds, packages and assets that lack, what is refused."""
 
-import io
 import json
 import sys
 from contextlib import nullcontext
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import yaml
 
 from vla_envs import Episode, EpisodeSampler, evaluation_episodes, list_envs, make_spec, robotwin
 from vla_envs.folders import digest_of
@@ -415,10 +413,6 @@ def test_what_a_reset_asks_again_is_remembered():
     assert found == [distance(lying, other) for other in (lying, turned, lying, turned)]
     assert [second.dtype for _, second in asked[:3]] == [np.float32, np.float32, np.float64]
     assert len(asked) == 3 + 4  # which are those of the comparison
-    text = "D435: {w: 320, h: 240}"
-    first, second = (package._RememberedFiles.load(text, Loader=yaml.FullLoader) for _ in range(2))
-    first["D435"]["w"] = 0
-    assert second == package._RememberedFiles.safe_load(io.StringIO(text)) == {"D435": {"w": 320, "h": 240}}
 
 
 def test_the_order_of_files_is_not_the_file_systems(monkeypatch):
@@ -442,7 +436,7 @@ def test_topp_obeys_its_limits_and_goes_through_the_path():
     # Rest to rest over a distance d, at most v and a: v / a + d / v seconds where v is reached.
     far = planner.TOPP(np.linspace([0.0], [2.0], 5), 1 / PHYSICS_RATE)[-1]
     assert far == pytest.approx(3.0, rel=0.02)
-    with pytest.raises(planning.NoPlanning, match="motion planning"):
+    with pytest.raises(RuntimeError, match="motion planning"):
         planner.plan_pose()
 
 
