@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le, MinLen
 
-from vla_algos.distributed import per_rank
 from vla_common.errors import unknown_name
 from vla_common.settings import Seed, Whole
 
@@ -77,8 +76,13 @@ def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
     if seeds and len(set(seeds)) < len(seeds):
         raise ValueError(f"launcher.seeds={seeds}: a seed is there twice, two jobs would write into one folder")
     _check_extra(settings)
+    processes = count_processes(settings)
     for name, number in shared.items():
-        per_rank(number, name, count_processes(settings))
+        if number % processes:
+            raise ValueError(
+                f"{name}={number} cannot be shared by the {processes} processes of launcher.nodes and "
+                f"launcher.tasks_per_node; try {name}={-(-number // processes) * processes}"
+            )
 
 
 def _check_extra(settings: Mapping[str, Any]) -> None:
