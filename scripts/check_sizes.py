@@ -17,7 +17,7 @@ BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a packag
     "vla_algos/demonstrations": 865,
     "vla_algos/lerobot": 920,
     "vla_algos/disaggregated": 690,
-    "vla_algos/run": 5_155,
+    "vla_algos/run": 5_160,
     "benchmarks": 2_950,
 }
 TOLERANCE = 1.05

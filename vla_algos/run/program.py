@@ -25,7 +25,7 @@ from vla_common import program
 from vla_common.errors import unknown_name
 
 P = ParamSpec("P")
-_OTHERS_FIRST = 5.0  # seconds; rank 0 says a mistake that all ranks see, and its end ends the others
+_OTHERS_FIRST = 10.0  # seconds; rank 0 says a mistake that all ranks see, and its end ends the others
 _statuses: list[int] | None = None  # of runs of this program that failed; None outside of one
 
 
