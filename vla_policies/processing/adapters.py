@@ -141,17 +141,24 @@ class Adapter:
 
     def to_simulator(self, actions: Tensor) -> Tensor:
         """Convert un-normalised actions ``[..., A_model]`` to actions ``[..., A]`` of the simulator."""
+        self._check(actions, self.model_action_dim, "the model")
         if self.gripper is not None:
             actions = _switch(actions, self.gripper.dimension, self.gripper.model, self.gripper.simulator)
         return self.joints.to_simulator(actions[..., list(self.dimensions)])
 
     def to_model(self, actions: Tensor) -> Tensor:
         """Invert :meth:`to_simulator` for learning from demonstrations; dimensions that it drops become 0."""
+        self._check(actions, self.action_dim, "the simulator")
         full = actions.new_zeros(*actions.shape[:-1], self.model_action_dim)
         full[..., list(self.dimensions)] = self.joints.to_model(actions)
         if self.gripper is not None:
             full = _switch(full, self.gripper.dimension, self.gripper.simulator, self.gripper.model)
         return full
+
+    def _check(self, actions: Tensor, dimensions: int, whose: str) -> None:
+        if actions.shape[-1] != dimensions:
+            got = actions.shape[-1]
+            raise ValueError(f"actions of {whose} in {self.benchmark} have {dimensions} dimensions, got {got}")
 
 
 def _switch(actions: Tensor, dimension: int, source: tuple[float, float], target: tuple[float, float]) -> Tensor:

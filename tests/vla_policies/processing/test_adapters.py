@@ -116,7 +116,9 @@ def test_wrong_sizes_are_refused():
         get_adapter("libero").states(example)
     with pytest.raises(ValueError, match="the observation has none"):
         get_adapter("metaworld").states(example.exclude(keys.STATES))
-    with pytest.raises(RuntimeError, match="shape mismatch"):
+    with pytest.raises(ValueError, match="of the model in libero have 7 dimensions, got 14"):
+        get_adapter("libero").to_simulator(torch.zeros(2, 14))
+    with pytest.raises(ValueError, match="of the simulator in metaworld have 4 dimensions, got 7"):
         get_adapter("metaworld").to_model(torch.zeros(2, 7))
     seven = Bounds((0.0,) * 7, (1.0,) * 7, (True,) * 7)
     get_adapter("libero").check_statistics(ActionStatistics("bridge_orig", "q99", seven, None))
