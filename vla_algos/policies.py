@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torch import nn
 from torchrl.envs import EnvBase
 
 from vla_common.keys import ACTION, STATE_VALUE
@@ -53,10 +54,16 @@ class _Callable(TensorDictModuleBase):
         self.in_keys, self.out_keys, self.loss_keys = list(env.observation_spec.keys()), [ACTION], ()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        decision: Any = self.function(tensordict)
+        name, problem = type(self.function).__name__, None
+        try:
+            decision: Any = self.function(tensordict)
+        except TypeError as error:
+            if not isinstance(self.function, nn.Module):
+                raise
+            decision, problem = None, error  # a network of tensors, such as nn.Linear
         if not isinstance(decision, TensorDictBase) or decision.get(ACTION, None) is None:
             raise TypeError(
-                f"a policy takes a TensorDict and returns it with {ACTION!r}, {type(self.function).__name__} does not; "
-                f"wrap what takes tensors: TensorDictModule(network, in_keys=['states'], out_keys=[{ACTION!r}])"
-            )
+                f"a policy takes a TensorDict and returns it with {ACTION!r}, {name} does not; wrap what takes "
+                f"tensors: TensorDictModule(network, in_keys=['states'], out_keys=[{ACTION!r}])"
+            ) from problem
         return decision
